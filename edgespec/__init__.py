@@ -1,0 +1,38 @@
+"""edgespec: on-device speculative decoding with the same text, never slower, inside a byte budget."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from edgespec.config import GenerateOptions, LoadOptions
+from edgespec.errors import EdgespecError
+
+if TYPE_CHECKING:
+    from edgespec.runtime import Model, Result, load
+    from edgespec.sampling import Sampling
+    from edgespec.types import Stats, TokenEvent
+
+__version__ = "0.1.0"
+__all__ = [
+    "EdgespecError",
+    "GenerateOptions",
+    "LoadOptions",
+    "Model",
+    "Result",
+    "Sampling",
+    "Stats",
+    "TokenEvent",
+    "__version__",
+    "load",
+]
+_HOMES = {"Model": "runtime", "Result": "runtime", "load": "runtime", "Sampling": "sampling", "Stats": "types"}
+_HOMES["TokenEvent"] = "types"
+
+
+def __getattr__(name: str) -> Any:
+    """Import numpy and the engines only when they are used: `edgespec --help` must answer at once."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'edgespec' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"edgespec.{_HOMES[name]}"), name)

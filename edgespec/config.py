@@ -1,0 +1,105 @@
+"""The typed options of a run: what is loaded, and how one generation goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from edgespec.errors import ConfigError
+
+DrafterName = Literal["none", "model", "ngram"]
+RuleName = Literal["coupled", "rejection"]
+EngineName = Literal["auto", "llamacpp"]
+CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
+DRAFTERS: tuple[DrafterName, ...] = ("none", "model", "ngram")
+RULES: tuple[RuleName, ...] = ("coupled", "rejection")
+ENGINES: tuple[EngineName, ...] = ("auto", "llamacpp")
+CACHE_TYPES: tuple[CacheType, ...] = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+MAX_DRAFT_LENGTH = 64
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} {value!r} is not known; allowed: {', '.join(allowed)}")
+
+
+def _at_least(name: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
+        raise ConfigError(f"{name} must be at least {least}, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What is loaded and how. None means: decide from the model and the machine.
+
+    `model`: registry name or path; `draft`: path of a draft model, or None for the pair's own; lengths in tokens;
+    `reproducible`: None means yes where the model and the rule allow it, True demands it, False gives it up for speed.
+    """
+
+    model: str = "demo"
+    draft: Path | None = None
+    engine: EngineName = "auto"
+    drafter: DrafterName | None = None  # None: the draft model when there is one, else ngram
+    draft_length: int = 4
+    verify: RuleName = "coupled"
+    reproducible: bool | None = None
+    context_length: int | None = None
+    draft_context_length: int | None = None
+    threads: int | None = None
+    gpu_layers: int = 0
+    draft_gpu_layers: int | None = None
+    cache_type_k: CacheType = "f16"
+    cache_type_v: CacheType = "f16"
+
+    def __post_init__(self) -> None:
+        _one_of("engine", self.engine, ENGINES)
+        if self.drafter is not None:
+            _one_of("drafter", self.drafter, DRAFTERS)
+        _one_of("verify", self.verify, RULES)
+        _one_of("cache type", self.cache_type_k, CACHE_TYPES)
+        _one_of("cache type", self.cache_type_v, CACHE_TYPES)
+        _at_least("threads", self.threads, 1)
+        _at_least("ctx-size", self.context_length, 16)
+        _at_least("draft ctx-size", self.draft_context_length, 16)
+        if not 0 <= self.draft_length <= MAX_DRAFT_LENGTH:
+            raise ConfigError(f"draft-length must be 0..{MAX_DRAFT_LENGTH}, got {self.draft_length}")
+        if self.reproducible and self.verify == "rejection":
+            raise ConfigError(
+                "--reproducible and --verify rejection contradict each other: under rejection the text depends on the "
+                "draft. Use --verify coupled, or --no-reproducible"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOptions:
+    """One generation. None for a speculative setting means what the model was loaded with."""
+
+    max_tokens: int | None = None  # None: until the context is full
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    drafter: DrafterName | None = None
+    draft_length: int | None = None
+    verify: RuleName | None = None
+    logprobs: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least("max-tokens", self.max_tokens, 1)
+        if any(not text for text in self.stop):
+            raise ConfigError("a stop string is empty; give at least one character")
+        if self.drafter is not None:
+            _one_of("drafter", self.drafter, DRAFTERS)
+        if self.verify is not None:
+            _one_of("verify", self.verify, RULES)
+        if self.draft_length is not None and not 0 <= self.draft_length <= MAX_DRAFT_LENGTH:
+            raise ConfigError(f"draft-length must be 0..{MAX_DRAFT_LENGTH}, got {self.draft_length}")
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOptions:
+    """What the command line shows and how it makes a prompt; no part of it changes what a given prompt yields."""
+
+    system: str | None = None
+    chat_template: bool = True
+    show_draft: bool = False
+    stats: bool = False

@@ -1,0 +1,97 @@
+"""The draft model: a small model on any engine drafts a chain token by token.
+
+Its context is its own: when the text outgrows it, the window keeps the first token (attention sinks there) and slides
+in half-window jumps, so that the cost of a slide is spread over many tokens and acceptance has no cliff.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from edgespec.drafters.base import Drafter, DraftRequest
+from edgespec.engines.base import Engine
+from edgespec.engines.sequence import CachedSequence
+from edgespec.errors import Cancelled
+from edgespec.noise import Stream
+from edgespec.types import EMPTY_DRAFT, Distribution, Draft, Logits, TokenIds
+
+
+class ModelDrafter(Drafter):
+    """Drafts with `engine`, which it owns and closes."""
+
+    name = "model"
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._cache = CachedSequence(engine)
+        self._window_start = 1  # first text position in the window behind the text's first token
+
+    def begin(self, prompt_ids: TokenIds) -> None:
+        # The prompt is fed with the first draft, off the path to the first token.
+        self._window_start = 1
+
+    def draft(self, request: DraftRequest) -> Draft:
+        """A chain sampled with the target's settings and, unless the rule needs distributions, the target's noise."""
+        room = self._engine.facts.context_length
+        most = min(request.max_tokens, room // 4)
+        if most < 1:
+            return EMPTY_DRAFT
+        try:
+            logits = self._catch_up(request.token_ids, most)
+            return self._chain(request, logits, most)
+        except Cancelled:
+            self._cache.restore()
+            raise
+
+    def _catch_up(self, token_ids: TokenIds, most: int) -> Logits:
+        """Feed what the cache lacks of `token_ids` [n]; the logits row after the last of them."""
+        window = self._window(token_ids, most)
+        self._cache.reuse(window)
+        return self._cache.feed(window[self._cache.length :])
+
+    def _window(self, token_ids: TokenIds, most: int) -> TokenIds:
+        """The text as the draft sees it: all of it, or its first token and the latest part that fits."""
+        capacity = self._engine.facts.context_length - most
+        if token_ids.size <= capacity:
+            return token_ids
+        if 1 + token_ids.size - self._window_start > capacity:
+            self._window_start = token_ids.size - capacity // 2
+        return np.concatenate((token_ids[:1], token_ids[self._window_start :]))
+
+    def _chain(self, request: DraftRequest, logits: Logits, most: int) -> Draft:
+        sampler = request.sampler
+        stream = Stream.DRAFT if request.needs_distributions else Stream.TARGET
+        history = request.token_ids
+        chosen: list[int] = []
+        confidences: list[float] = []
+        distributions: list[Distribution] = []
+        reach = 1.0  # probability that every token so far stands, by the draft's own account
+        while True:
+            distribution = sampler.distribution(logits, history)
+            token_id = sampler.pick(distribution, request.token_ids.size + len(chosen), stream)
+            chosen.append(token_id)
+            confidences.append(float(distribution.prob_of(token_id)))
+            distributions.append(distribution)
+            reach *= confidences[-1]
+            if len(chosen) == most or token_id in self._engine.vocabulary.end_ids:
+                break
+            if request.worth_going_on is not None and not request.worth_going_on(len(chosen), reach):
+                break
+            if sampler.sampling.uses_history:
+                history = np.append(history, np.int32(token_id))
+            logits = self._cache.feed(np.array([token_id], np.int32))
+        return Draft.chain(chosen, confidences, distributions if request.needs_distributions else None)
+
+    @property
+    def bytes_used(self) -> int:
+        facts = self._engine.facts
+        return facts.weight_bytes + facts.kv_bytes_per_token * facts.context_length
+
+    def cancel(self) -> None:
+        self._engine.cancel()
+
+    def clear_cancel(self) -> None:
+        self._engine.clear_cancel()
+
+    def close(self) -> None:
+        self._engine.close()

@@ -1,0 +1,90 @@
+"""Prompt lookup: find where the latest tokens stood before and propose what followed them there (no model, no cost).
+
+An index from each n-gram to its latest few places makes a lookup independent of the length of the history. A place
+whose proposal was just refused outright is not proposed from again, so a loop in the text cannot replay itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from edgespec.drafters.base import Drafter, DraftRequest
+from edgespec.types import EMPTY_DRAFT, Draft, TokenIds, Verdict
+
+_BYTES_PER_PLACE = 120  # one dictionary entry with its key and place list, measured on CPython 3.11
+
+
+class NgramDrafter(Drafter):
+    """Copies the continuation of the longest earlier match of `max_ngram` down to `min_ngram` tokens."""
+
+    name = "ngram"
+
+    def __init__(self, min_ngram: int = 2, max_ngram: int = 4, places_kept: int = 4, refusals_kept: int = 32) -> None:
+        self._sizes = range(max_ngram, min_ngram - 1, -1)
+        self._places_kept = places_kept
+        self._ids: list[int] = []
+        self._places: dict[tuple[int, ...], list[int]] = {}
+        self._refused: deque[int] = deque(maxlen=refusals_kept)
+        self._source: tuple[int, int] | None = None  # n-gram size and place of the last draft
+        self._outcomes = {size: [1, 2] for size in self._sizes}  # accepted, tried: a Beta(1, 1) prior
+
+    def begin(self, prompt_ids: TokenIds) -> None:
+        self._refused.clear()
+        self._source = None
+        shared = len(self._ids)
+        if prompt_ids.size < shared or prompt_ids[:shared].tolist() != self._ids:
+            self._ids, self._places = [], {}
+        self._extend(prompt_ids)
+
+    def draft(self, request: DraftRequest) -> Draft:
+        self._extend(request.token_ids)
+        self._source = self._find()
+        if self._source is None:
+            return EMPTY_DRAFT
+        size, place = self._source
+        copied = self._copy(place, request.max_tokens)
+        accepted, tried = self._outcomes[size]
+        return Draft.chain(copied, [accepted / tried] * len(copied))
+
+    def observe(self, draft: Draft, verdict: Verdict) -> None:
+        if self._source is None or not draft.num_tokens:
+            return
+        size, place = self._source
+        num_accepted = len(verdict.accepted_nodes)
+        outcome = self._outcomes[size]
+        outcome[0] += num_accepted
+        outcome[1] += min(num_accepted + 1, draft.num_tokens)
+        if num_accepted == 0:
+            self._refused.append(place)
+
+    @property
+    def bytes_used(self) -> int:
+        return len(self._places) * _BYTES_PER_PLACE
+
+    def _extend(self, token_ids: TokenIds) -> None:
+        """Index the tokens that are new; a place is where an n-gram's continuation begins."""
+        for token_id in token_ids[len(self._ids) :].tolist():
+            # the n-grams that end here are indexed when their continuation arrives, so none matches itself
+            end = len(self._ids)
+            for size in self._sizes:
+                if size <= end:
+                    places = self._places.setdefault(tuple(self._ids[end - size :]), [])
+                    places.append(end)
+                    del places[: -self._places_kept]
+            self._ids.append(token_id)
+
+    def _find(self) -> tuple[int, int] | None:
+        """(n-gram size, place) of the longest match, the latest of its places that was not just refused."""
+        for size in self._sizes:
+            for place in reversed(self._places.get(tuple(self._ids[-size:]), ())):
+                if place not in self._refused:
+                    return size, place
+        return None
+
+    def _copy(self, place: int, count: int) -> list[int]:
+        """`count` tokens from `place` on; a copy that reaches the end goes on with itself, as a repetition does."""
+        copied = self._ids[place : place + count]
+        period = len(self._ids) - place
+        while len(copied) < count:
+            copied.append(copied[len(copied) - period])
+        return copied

@@ -1,0 +1,145 @@
+"""The contract of an engine: one loaded model that scores batches of token rows and can take tokens back.
+
+What an engine does not know: drafts, acceptance, sampling, text. Foreign exceptions end here: an implementation
+raises only the types of `edgespec.errors`, and checks every input in Python before a library sees it, since several
+libraries end the process on bad input.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from edgespec.errors import BatchError, ContextFull
+from edgespec.tokenizer import Vocabulary
+from edgespec.types import NO_PARENT, Batch, Logits
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What a loaded model can do. Sizes in bytes; `context_length` in tokens per sequence.
+
+    `width_classes`: the measured intervals (low, high) of pass widths within which a token's logits are bitwise
+    equal whatever the width; `pinned_class` is the one the reproducible mode keeps to, None when it is off or when
+    the model has none.
+    """
+
+    name: str
+    architecture: str
+    context_length: int
+    max_sequences: int
+    max_batch: int
+    can_rollback: bool
+    can_tree: bool
+    weight_bytes: int
+    kv_bytes_per_token: int
+    width_classes: tuple[tuple[int, int], ...]
+    pinned_class: tuple[int, int] | None
+    device: str
+    threads: int
+
+
+class Engine(ABC):
+    """One loaded model with KV caches for `facts.max_sequences` sequences. Not thread safe, `cancel` excepted."""
+
+    facts: EngineFacts
+    vocabulary: Vocabulary
+
+    @abstractmethod
+    def forward(self, batch: Batch) -> Logits:
+        """Score all rows in one pass and append them to their sequences.
+
+        Returns logits [number of rows with `outputs`, vocabulary size], float32, in row order: a view that the next
+        call overwrites. Chain rows are in the cache afterwards (`length` grows by their number). After a tree,
+        `length` is unchanged and `keep_path` must be called before anything else touches that sequence.
+        In reproducible mode a batch narrower than the pinned class is padded with scratch rows that leave no trace.
+
+        Raises BatchError for rows that no engine accepts (ids out of range, unknown sequence, empty, a parent that
+        does not come first), ContextFull when they do not fit, Cancelled after `cancel()`; the caches are then as
+        before the call.
+        """
+
+    @abstractmethod
+    def length(self, sequence: int = 0) -> int:
+        """Number of tokens in the KV cache of `sequence`."""
+
+    @abstractmethod
+    def rollback(self, to_length: int, sequence: int = 0) -> None:
+        """Drop all tokens from position `to_length` on; afterwards the cache is bitwise as if they never were.
+
+        Raises BatchError when `to_length` is outside 0..length, CapabilityError when the model cannot roll back.
+        """
+
+    @abstractmethod
+    def keep_path(self, rows: tuple[int, ...], sequence: int = 0) -> None:
+        """Of the last batch's rows of `sequence`, keep `rows` (a path from its root, ascending) and drop the others."""
+
+    @abstractmethod
+    def fork(self, source: int, destination: int) -> None:
+        """Make `destination` hold exactly what `source` holds, whatever it held before."""
+
+    @abstractmethod
+    def save_state(self, sequence: int = 0) -> bytes:
+        """The whole state of one sequence."""
+
+    @abstractmethod
+    def load_state(self, state: bytes, sequence: int = 0) -> None:
+        """Restore what `save_state` gave. Raises StateError when it is not from this model and settings."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """End the running pass, or the next one, with Cancelled. May be called from any thread."""
+
+    @abstractmethod
+    def clear_cancel(self) -> None:
+        """Forget a `cancel` that no pass has met yet."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything; closing twice is allowed, any other call afterwards raises EngineError."""
+
+    @property
+    def widest_pass(self) -> int:
+        """Most rows a verifying pass may have and still be reproducible (or simply possible)."""
+        pinned = self.facts.pinned_class
+        return min(pinned[1], self.facts.max_batch) if pinned else self.facts.max_batch
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def check_batch(batch: Batch, facts: EngineFacts, vocabulary_size: int, lengths: list[int]) -> None:
+    """What every engine refuses before its library sees it; `lengths` are the sequences' present lengths."""
+    width = batch.width
+    if width == 0:
+        raise BatchError("a batch needs at least one row")
+    if width > facts.max_batch:
+        raise BatchError(f"a batch of {width} rows was given, this engine takes at most {facts.max_batch}")
+    if not (batch.parents.size == batch.sequences.size == batch.outputs.size == width):
+        raise BatchError("a batch needs one parent, sequence and output flag per row")
+    low, high = int(batch.token_ids.min()), int(batch.token_ids.max())
+    if low < 0 or high >= vocabulary_size:
+        raise BatchError(f"token id {low if low < 0 else high} is outside the vocabulary 0..{vocabulary_size - 1}")
+    if not batch.outputs.any():
+        raise BatchError("a batch needs at least one row with logits")
+    for row, (parent, sequence) in enumerate(zip(batch.parents.tolist(), batch.sequences.tolist(), strict=True)):
+        if not 0 <= sequence < facts.max_sequences:
+            raise BatchError(f"row {row} names sequence {sequence}, this engine has 0..{facts.max_sequences - 1}")
+        if parent >= row or parent < NO_PARENT:
+            raise BatchError(f"row {row} follows row {parent}, which does not come before it")
+        if parent >= 0 and int(batch.sequences[parent]) != sequence:
+            raise BatchError(f"row {row} of sequence {sequence} follows a row of another sequence")
+    for sequence in set(batch.sequences.tolist()):
+        rows = int((batch.sequences == sequence).sum())
+        if lengths[sequence] + rows > facts.context_length:
+            raise ContextFull(
+                f"sequence {sequence} holds {lengths[sequence]} tokens; {rows} more do not fit the context of "
+                f"{facts.context_length}. Give a larger --ctx-size or a shorter prompt"
+            )

@@ -1,0 +1,306 @@
+"""The composition root: the only place where engines meet drafters. Loads a pair, then answers prompts with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from edgespec.config import DrafterName, GenerateOptions, LoadOptions, RuleName
+from edgespec.controller import FixedLength
+from edgespec.decode import Run, autoregressive, speculative
+from edgespec.drafters.base import Drafter
+from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.ngram import NgramDrafter
+from edgespec.engines.base import Engine
+from edgespec.engines.sequence import CachedSequence
+from edgespec.errors import CapabilityError, ConfigError, PromptError
+from edgespec.memory import peak_rss_bytes
+from edgespec.models import ModelPair, resolve
+from edgespec.sampling import Sampler, Sampling
+from edgespec.stopping import StopRules
+from edgespec.tokenizer import check_same_vocabulary
+from edgespec.types import FinishReason, Stats, TokenEvent, TokenIds
+from edgespec.verify import RULES
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One finished generation. `token_ids` include the end token; `text` ends before it and before a stop string."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[float, ...]
+    seed: int
+    drafter: DrafterName
+    verify: RuleName
+    reproducible: bool
+    lossless: bool
+    stats: Stats
+
+
+class Model:
+    """A loaded target with its drafters. One generation at a time; `cancel` may come from any thread."""
+
+    def __init__(
+        self, options: LoadOptions, pair: ModelPair, target: Engine, drafters: dict[DrafterName, Drafter]
+    ) -> None:
+        self.options = options
+        self.pair = pair
+        self.target = target
+        self.stats = Stats()
+        self._drafters = drafters
+        self._sequence = CachedSequence(target)
+        self._streaming = False
+
+    @property
+    def drafter_name(self) -> DrafterName:
+        """The drafter used when a generation names none."""
+        if self.options.drafter is not None:
+            return self.options.drafter
+        return "model" if "model" in self._drafters else "ngram"
+
+    @property
+    def context_length(self) -> int:
+        """Tokens that prompt and answer may have together."""
+        return self.target.facts.context_length
+
+    def is_reproducible(self, rule: RuleName) -> bool:
+        """Whether the text under `rule` is the same for every drafter and draft length, and without any."""
+        return rule == "coupled" and self.target.facts.pinned_class is not None
+
+    @property
+    def reproducible(self) -> bool:
+        return self.is_reproducible(self.options.verify)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user must be told of the effective configuration."""
+        notes = []
+        if not self.reproducible:
+            notes.append(self._why_not_reproducible())
+        if not self.target.facts.can_rollback:
+            notes.append("this model cannot roll back its state, so nothing is drafted: decoding is plain")
+        return tuple(notes)
+
+    def _why_not_reproducible(self) -> str:
+        if self.options.verify != "coupled":
+            return f"not reproducible: under --verify {self.options.verify} the text depends on the draft"
+        if self.options.reproducible is False:
+            return "not reproducible: switched off; the text may differ from plain decoding in rare near-ties"
+        return (
+            "not reproducible: this model's logits change with the width of a pass on this machine "
+            f"(classes {list(self.target.facts.width_classes)}); a Q8_0 or Q4_0 file does not have that problem"
+        )
+
+    def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
+        """Token ids of plain text as a prompt, begin-of-text included where the model wants it."""
+        vocabulary = self.target.vocabulary
+        return vocabulary.encode(text, parse_special=parse_special, add_bos=vocabulary.adds_bos)
+
+    def encode_chat(
+        self, messages: Messages, tools: Messages | None = None
+    ) -> list[int]:
+        """Token ids of a conversation through the model's own chat template, the assistant's turn opened.
+
+        Raises PromptError when the model has no chat template or the template refuses the messages.
+        """
+        from edgespec.chat import render_chat  # jinja2 is needed only here
+
+        vocabulary = self.target.vocabulary
+        if vocabulary.chat_template is None:
+            raise PromptError(f"model {self.pair.name!r} has no chat template: use --no-chat-template, or generate()")
+        bos = vocabulary.token_name(vocabulary.bos_id) if vocabulary.bos_id is not None else ""
+        text = render_chat(vocabulary.chat_template, messages, tools=tools, bos_token=bos)
+        add_bos = vocabulary.adds_bos and not (bos and text.startswith(bos))
+        return vocabulary.encode(text, parse_special=True, add_bos=add_bos)
+
+    def stream(
+        self, prompt: Prompt, sampling: Sampling | None = None, options: GenerateOptions | None = None
+    ) -> Iterator[TokenEvent]:
+        """Token events of one generation; `self.stats` fills while it runs. Closing the iterator ends it.
+
+        Raises PromptError, SamplingError or CapabilityError before any work when the request cannot be met.
+        """
+        chosen = options or GenerateOptions()
+        run = self._prepare(prompt, sampling or Sampling(), chosen)
+        drafter = self._drafter(chosen)
+        if drafter is None:
+            return self._watch(run, autoregressive(run))
+        length = self.options.draft_length if chosen.draft_length is None else chosen.draft_length
+        rule = RULES[chosen.verify or self.options.verify]
+        return self._watch(run, speculative(run, drafter, FixedLength(length), rule))
+
+    def generate(
+        self, prompt: Prompt, sampling: Sampling | None = None, options: GenerateOptions | None = None
+    ) -> Result:
+        """One whole generation. Raises as `stream`."""
+        sampling, options = sampling or Sampling(), options or GenerateOptions()
+        prompt_ids = self._prompt_ids(prompt)
+        events = list(self.stream(prompt_ids.tolist(), sampling, options))
+        rule = options.verify or self.options.verify
+        return Result(
+            text="".join(event.text for event in events),
+            token_ids=tuple(event.token_id for event in events),
+            prompt_token_ids=tuple(prompt_ids.tolist()),
+            finish_reason=self.stats.finish_reason or "length",
+            logprobs=tuple(event.logprob for event in events if event.logprob is not None),
+            seed=sampling.seed,
+            drafter=options.drafter or self.drafter_name,
+            verify=rule,
+            reproducible=self.is_reproducible(rule),
+            lossless=True,
+            stats=self.stats,
+        )
+
+    def chat(
+        self,
+        messages: Messages,
+        sampling: Sampling | None = None,
+        options: GenerateOptions | None = None,
+        tools: Messages | None = None,
+    ) -> Iterator[TokenEvent]:
+        """The assistant's next turn; the part of the conversation that both caches hold is not read again."""
+        return self.stream(self.encode_chat(messages, tools), sampling, options)
+
+    def cancel(self) -> None:
+        """End the running generation after at most one pass; does nothing when none runs."""
+        if self._streaming:
+            self.target.cancel()
+            for drafter in self._drafters.values():
+                drafter.cancel()
+
+    def close(self) -> None:
+        """Free both models; closing twice is allowed."""
+        for drafter in self._drafters.values():
+            drafter.close()
+        self.target.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _prompt_ids(self, prompt: Prompt) -> TokenIds:
+        if isinstance(prompt, str):
+            if not prompt:
+                raise PromptError("the prompt is empty: give at least one character")
+            prompt = self.encode(prompt)
+        ids = np.asarray(prompt, np.int64)
+        size = self.target.vocabulary.size
+        if ids.size and not (ids.min() >= 0 and ids.max() < size):
+            raise PromptError(f"a prompt token id is outside the vocabulary 0..{size - 1}")
+        return ids.astype(np.int32)
+
+    def _prepare(self, prompt: Prompt, sampling: Sampling, options: GenerateOptions) -> Run:
+        vocabulary = self.target.vocabulary
+        end_ids = frozenset() if options.ignore_eos else vocabulary.end_ids
+        run = Run(
+            target=self._sequence,
+            prompt_ids=self._prompt_ids(prompt),
+            sampler=Sampler(sampling, vocabulary.size),
+            stop=StopRules(end_ids, options.stop, options.max_tokens),
+            logprobs=options.logprobs,
+        )
+        self.stats = run.stats
+        return run
+
+    def _drafter(self, options: GenerateOptions) -> Drafter | None:
+        name = options.drafter or self.drafter_name
+        if name == "none" or not self.target.facts.can_rollback:
+            return None
+        if name == "ngram":
+            return self._drafters.setdefault("ngram", NgramDrafter())
+        if name not in self._drafters:
+            raise CapabilityError(
+                f"drafter {name!r} needs a draft model and {self.pair.name!r} was loaded without one: give "
+                "-md/--model-draft (draft=...), or use --drafter ngram"
+            )
+        return self._drafters[name]
+
+    def _watch(self, run: Run, events: Iterator[TokenEvent]) -> Iterator[TokenEvent]:
+        """Make `cancel` reach this generation and no later one."""
+        self.target.clear_cancel()
+        for drafter in self._drafters.values():
+            drafter.clear_cancel()
+        self._streaming = True
+        try:
+            yield from events
+        finally:
+            self._streaming = False
+            run.stats.peak_rss_bytes = peak_rss_bytes()
+
+
+def load(model: str = "demo", **options: Any) -> Model:
+    """Load a pair by registry name or path; `options` are the fields of `LoadOptions`.
+
+    Raises ConfigError for an unknown or bad option, ModelNotFound, ModelFileError, VocabularyMismatch (naming the
+    first token that differs) and CapabilityError when what was demanded is not possible.
+    """
+    try:
+        chosen = LoadOptions(model=model, **options)
+    except TypeError as exc:
+        known = ", ".join(LoadOptions.__dataclass_fields__)
+        raise ConfigError(f"unknown option in {sorted(options)}; known: {known}") from exc
+    pair = resolve(chosen.model, chosen.draft)
+    wants_draft = chosen.drafter == "model" or (chosen.drafter is None and pair.draft is not None)
+    if wants_draft and pair.draft is None:
+        raise CapabilityError(
+            f"drafter 'model' needs a draft model and {pair.name!r} has none: give -md/--model-draft (draft=...), or "
+            "use --drafter ngram"
+        )
+    target = _load_target(chosen, pair)
+    try:
+        drafters: dict[DrafterName, Drafter] = {"model": _load_draft(chosen, pair, target)} if wants_draft else {}
+    except BaseException:
+        target.close()
+        raise
+    return Model(chosen, pair, target, drafters)
+
+
+def _load_target(options: LoadOptions, pair: ModelPair) -> Engine:
+    from edgespec.engines.llamacpp import LlamaCppEngine  # the library is loaded when a model is
+
+    wanted = False if options.verify != "coupled" else options.reproducible
+    return LlamaCppEngine.load(
+        pair.target,
+        context_length=options.context_length,
+        threads=options.threads,
+        gpu_layers=options.gpu_layers,
+        cache_type_k=options.cache_type_k,
+        cache_type_v=options.cache_type_v,
+        reproducible=wanted,
+    )
+
+
+def _load_draft(options: LoadOptions, pair: ModelPair, target: Engine) -> ModelDrafter:
+    from edgespec.engines.llamacpp import LlamaCppEngine
+
+    assert pair.draft is not None
+    gpu_layers = options.gpu_layers if options.draft_gpu_layers is None else options.draft_gpu_layers
+    engine = LlamaCppEngine.load(
+        pair.draft,
+        context_length=options.draft_context_length,
+        threads=options.threads,
+        gpu_layers=gpu_layers,
+        reproducible=False,
+    )
+    try:
+        check_same_vocabulary(target.vocabulary, engine.vocabulary)
+        if not engine.facts.can_rollback:
+            raise CapabilityError(f"draft {pair.draft.name} cannot roll back its state and so cannot draft")
+    except BaseException:
+        engine.close()
+        raise
+    return ModelDrafter(engine)

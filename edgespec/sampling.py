@@ -1,0 +1,173 @@
+"""Logits to sparse distributions, and the tokens picked from them.
+
+The order is fixed: logit bias and penalties -> temperature -> top-k -> top-p -> min-p. Temperature 0 is argmax and
+nothing else (ties: the lowest id). Every step is a function of one logits row and the tokens before it, so a row of a
+draft is treated exactly like the same row of plain decoding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.errors import EngineError, SamplingError
+from edgespec.noise import Noise, Stream
+from edgespec.types import Distribution, Logits, TokenIds, one_hot
+
+_BLOCK = 64  # columns per block of the top-k prefilter
+_FIRST_NUCLEUS = 256  # candidates tried first when top-p comes without top-k
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Settings of one generation. `top_k` 0, `top_p` 1 and `min_p` 0 switch those filters off.
+
+    Raises SamplingError for a value out of range or not finite.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repeat_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    penalty_window: int = 64
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        limits = (
+            ("temperature", self.temperature, 0.0, 100.0),
+            ("top_k", self.top_k, 0, math.inf),
+            ("top_p", self.top_p, 1e-9, 1.0),
+            ("min_p", self.min_p, 0.0, 1.0),
+            ("repeat_penalty", self.repeat_penalty, 0.01, 100.0),
+            ("presence_penalty", self.presence_penalty, -100.0, 100.0),
+            ("frequency_penalty", self.frequency_penalty, -100.0, 100.0),
+            ("penalty_window", self.penalty_window, 0, math.inf),
+        )
+        for name, value, low, high in limits:
+            if not low <= value <= high:  # also catches NaN
+                raise SamplingError(f"{name} must be a number from {low:g} to {high:g}, got {value}")
+        if any(math.isnan(bias) for bias in self.logit_bias.values()):
+            raise SamplingError("a logit_bias is not a number; give a finite value or -inf to forbid the token")
+
+    @property
+    def uses_history(self) -> bool:
+        return self.penalty_window > 0 and (
+            self.repeat_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        )
+
+
+class Sampler:
+    """One generation's settings and noise: turns logits rows into distributions and picks tokens from them."""
+
+    def __init__(self, sampling: Sampling, vocabulary_size: int) -> None:
+        outside = [token_id for token_id in sampling.logit_bias if not 0 <= token_id < vocabulary_size]
+        if outside:
+            raise SamplingError(f"logit_bias names token {outside[0]}, the vocabulary has 0..{vocabulary_size - 1}")
+        self.sampling = sampling
+        self.noise = Noise(sampling.seed)
+        self._all_ids = np.arange(vocabulary_size, dtype=np.int32)
+        self._bias_ids = np.fromiter(sampling.logit_bias.keys(), np.int64)
+        self._bias = np.fromiter(sampling.logit_bias.values(), np.float32)
+        self._adjusts = sampling.uses_history or self._bias_ids.size > 0
+
+    def distribution(self, logits: Logits, history: TokenIds) -> Distribution:
+        """The distribution of the next token from one row [vocabulary] and all tokens before it [n].
+
+        Raises EngineError when the row holds NaN.
+        """
+        row = self._adjusted(logits, history) if self._adjusts else logits
+        best = int(row.argmax())
+        if math.isnan(row[best]):
+            raise EngineError("the model returned NaN logits: its weights are damaged or overflow in this precision")
+        if self.sampling.temperature == 0.0:
+            return one_hot(best)
+        return self._truncated(row, float(row[best]))
+
+    def pick(self, distribution: Distribution, position: int, stream: Stream = Stream.TARGET) -> int:
+        """Sample by exponential races: argmin of noise / prob (Gumbel coupling, arXiv 2408.07978, eq. 4)."""
+        token_ids, probs = distribution
+        if token_ids.size == 1:
+            return int(token_ids[0])
+        return int(token_ids[np.argmin(self.noise.exponential(stream, position, token_ids) / probs)])
+
+    def accept(self, probability: float, position: int) -> bool:
+        """True with `probability`."""
+        return self.noise.uniform(Stream.ACCEPT, position) < probability
+
+    def _adjusted(self, logits: Logits, history: TokenIds) -> Logits:
+        """A copy with bias and penalties; penalties as in llama.cpp (repeat scales, frequency and presence shift)."""
+        row = logits.copy()
+        row[self._bias_ids] += self._bias
+        settings = self.sampling
+        if settings.uses_history and history.size:
+            ids, counts = np.unique(history[-settings.penalty_window :], return_counts=True)
+            values = row[ids]
+            values = np.where(values > 0, values / settings.repeat_penalty, values * settings.repeat_penalty)
+            row[ids] = values - counts * settings.frequency_penalty - settings.presence_penalty
+        return row
+
+    def _truncated(self, row: Logits, best: float) -> Distribution:
+        settings = self.sampling
+        total: float | None = None
+        if 0 < settings.top_k < row.size:
+            token_ids = top_ids(row, settings.top_k)
+        elif settings.top_p < 1.0:
+            token_ids, total = self._nucleus_candidates(row, best)
+        else:
+            token_ids = self._all_ids
+        weights = self._weights(row[token_ids], best)
+        if settings.top_p < 1.0:
+            reach = np.cumsum(weights)
+            keep = int(np.searchsorted(reach, settings.top_p * (reach[-1] if total is None else total))) + 1
+            token_ids, weights = token_ids[:keep], weights[:keep]
+        # exp underflows to 0 at low temperature: such a token cannot be drawn, and 0 would divide the noise
+        kept = weights >= max(settings.min_p, np.finfo(np.float64).tiny)
+        if not kept.all():
+            token_ids, weights = token_ids[kept], weights[kept]
+        return Distribution(token_ids, weights / weights.sum())
+
+    def _weights(self, values: Logits, best: float) -> NDArray[np.float64]:
+        """exp((value - best) / temperature): unnormalised probabilities, 1 for the best token."""
+        return np.exp((values.astype(np.float64) - best) / self.sampling.temperature)
+
+    def _nucleus_candidates(self, row: Logits, best: float) -> tuple[TokenIds, float]:
+        """Enough of the best ids, descending, to hold `top_p` of the whole mass, and that whole mass."""
+        total = float(self._weights(row, best).sum())
+        count = _FIRST_NUCLEUS
+        while count < row.size:
+            token_ids = top_ids(row, count)
+            if self._weights(row[token_ids], best).sum() >= self.sampling.top_p * total:
+                return token_ids, total
+            count *= 4
+        return top_ids(row, row.size), total
+
+
+def top_ids(row: Logits, count: int) -> TokenIds:
+    """The `count` largest of a row, descending, ties by lower id; all of them when the row is shorter.
+
+    A block's maximum is itself an element, so the count-th largest block maximum is a lower bound of the count-th
+    largest element: one pass leaves a handful of candidates of a row of any size.
+    """
+    num_blocks = row.size // _BLOCK
+    if num_blocks > count:
+        maxima = row[: num_blocks * _BLOCK].reshape(num_blocks, _BLOCK).max(axis=1)
+        bound = np.partition(maxima, num_blocks - count)[num_blocks - count]
+        candidates = np.flatnonzero(row >= bound)
+    else:
+        candidates = np.arange(row.size)
+    order = np.argsort(-row[candidates], kind="stable")[:count]
+    return candidates[order].astype(np.int32)
+
+
+def log_prob(logits: Logits, token_id: int) -> float:
+    """Natural log probability of a token under softmax of one untouched logits row [vocabulary]."""
+    best = logits.max()
+    return float(logits[token_id] - best - np.log(np.exp(logits - best).sum()))

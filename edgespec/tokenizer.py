@@ -1,0 +1,78 @@
+"""Vocabularies: encode, decode piece by piece, compare. The engines implement `Vocabulary` over their own library."""
+
+from __future__ import annotations
+
+import codecs
+from abc import ABC, abstractmethod
+from functools import cached_property
+
+from edgespec.errors import VocabularyMismatch
+
+
+class Vocabulary(ABC):
+    """Token ids and their bytes.
+
+    `size` ids from 0; `bos_id` or None; `end_ids`, the tokens that end a generation; `adds_bos`, whether a prompt
+    begins with `bos_id`; `chat_template`, a Jinja source or None.
+    """
+
+    size: int
+    bos_id: int | None
+    end_ids: frozenset[int]
+    adds_bos: bool
+    chat_template: str | None
+
+    @abstractmethod
+    def encode(self, text: str, *, parse_special: bool = False, add_bos: bool = False) -> list[int]:
+        """Token ids of `text`; with `parse_special`, control tokens written in it become their ids."""
+
+    @abstractmethod
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token prints; empty for control tokens."""
+
+    @abstractmethod
+    def token_name(self, token_id: int) -> str:
+        """The token as the model file spells it, control tokens included."""
+
+    @cached_property
+    def pieces(self) -> list[bytes]:
+        """`token_bytes` of every id."""
+        return [self.token_bytes(token_id) for token_id in range(self.size)]
+
+    def decode(self, token_ids: list[int]) -> str:
+        return b"".join(self.pieces[i] for i in token_ids).decode("utf-8", errors="replace")
+
+
+class IncrementalDecoder:
+    """Text of a token stream as it becomes printable: bytes of a split UTF-8 character wait for the rest."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._pieces = vocabulary.pieces
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        return self._decoder.decode(self._pieces[token_id])
+
+    def finish(self) -> str:
+        """What is left: a replacement character when the stream ends inside one."""
+        return self._decoder.decode(b"", final=True)
+
+
+def check_same_vocabulary(target: Vocabulary, draft: Vocabulary) -> None:
+    """Raise VocabularyMismatch naming the first token id whose text differs.
+
+    Padding beyond the shorter vocabulary is fine as long as the target is not the shorter one by real tokens: an id
+    the target lacks could never be accepted, and an id the draft lacks is never proposed.
+    """
+    for token_id in range(min(target.size, draft.size)):
+        ours, theirs = target.token_name(token_id), draft.token_name(token_id)
+        if ours != theirs:
+            raise VocabularyMismatch(
+                f"target and draft have different vocabularies: token {token_id} is {ours!r} in the target and "
+                f"{theirs!r} in the draft. Use a draft of the same model family, or --drafter ngram, which needs none"
+            )
+    if target.bos_id != draft.bos_id or target.adds_bos != draft.adds_bos:
+        raise VocabularyMismatch(
+            f"target and draft begin texts differently: bos {target.bos_id} (added: {target.adds_bos}) against "
+            f"{draft.bos_id} (added: {draft.adds_bos}). Use a draft of the same model family"
+        )

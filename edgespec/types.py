@@ -1,0 +1,186 @@
+"""The values that pass between the parts: batches, drafts, verdicts, token events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.errors import BatchError
+
+TokenIds = NDArray[np.int32]
+Logits = NDArray[np.float32]
+FinishReason = Literal["stop", "length", "cancelled"]
+NO_PARENT = -1
+
+
+class Distribution(NamedTuple):
+    """A sparse probability distribution: `token_ids` [m] that survive truncation and their `probs` [m], sum 1."""
+
+    token_ids: TokenIds
+    probs: NDArray[np.float64]
+
+    def prob_of(self, token_id: int) -> float:
+        """Probability of one token, 0 when truncated away."""
+        found = np.flatnonzero(self.token_ids == token_id)
+        return self.probs[found[0]] if found.size else 0
+
+
+def one_hot(token_id: int) -> Distribution:
+    return Distribution(np.array([token_id], np.int32), np.ones(1))
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows of one target pass.
+
+    `token_ids` [n]; `parents` [n], the row each row follows, or -1 for the last cached token of its sequence;
+    `sequences` [n], the KV sequence of each row; `outputs` [n], which rows need logits.
+    Rows of one sequence that have different parents form a tree, main chain first.
+    """
+
+    token_ids: TokenIds
+    parents: TokenIds
+    sequences: TokenIds
+    outputs: NDArray[np.bool_]
+
+    @staticmethod
+    def chain(token_ids: Sequence[int] | TokenIds, *, sequence: int = 0, last_only: bool = False) -> Batch:
+        """Rows that follow one another; logits for all of them, or for the last one only (prefill)."""
+        ids = np.asarray(token_ids, np.int32)
+        outputs = np.full(ids.size, not last_only)
+        outputs[-1:] = True
+        return Batch(ids, np.arange(-1, ids.size - 1, dtype=np.int32), np.full(ids.size, sequence, np.int32), outputs)
+
+    @staticmethod
+    def tree(pending_token_id: int, draft: Draft, *, sequence: int = 0) -> Batch:
+        """The pending token as row 0 and draft node i as row i + 1, all with logits."""
+        ids = np.concatenate((np.array([pending_token_id], np.int32), draft.token_ids))
+        parents = np.concatenate((np.array([NO_PARENT], np.int32), draft.parents + 1)).astype(np.int32)
+        return Batch(ids, parents, np.full(ids.size, sequence, np.int32), np.ones(ids.size, np.bool_))
+
+    @property
+    def width(self) -> int:
+        return int(self.token_ids.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """The proposed tokens of one round: a tree listed parents first, main chain first.
+
+    `token_ids` [n]; `parents` [n], index of the parent node or -1 for a child of the pending token;
+    `confidences` [n], the estimated probability that a node is accepted given that its parent was;
+    `distributions`, one per node: what the node was sampled from, or None for a deterministic proposal.
+    """
+
+    token_ids: TokenIds
+    parents: TokenIds
+    confidences: NDArray[np.float32]
+    distributions: tuple[Distribution, ...] | None = None
+
+    def __post_init__(self) -> None:
+        sizes = {self.token_ids.size, self.parents.size, self.confidences.size}
+        if self.distributions is not None:
+            sizes.add(len(self.distributions))
+        if len(sizes) != 1:
+            raise BatchError(f"a draft needs one parent, confidence and distribution per token, got sizes {sizes}")
+        if np.any(self.parents >= np.arange(self.parents.size)) or np.any(self.parents < NO_PARENT):
+            raise BatchError(f"draft parents must come before their children, got {self.parents.tolist()}")
+
+    @staticmethod
+    def chain(
+        token_ids: Sequence[int] | TokenIds,
+        confidences: Sequence[float] | NDArray[np.float32] | None = None,
+        distributions: Sequence[Distribution] | None = None,
+    ) -> Draft:
+        ids = np.asarray(token_ids, np.int32)
+        known = np.ones(ids.size, np.float32) if confidences is None else np.asarray(confidences, np.float32)
+        parents = np.arange(-1, ids.size - 1, dtype=np.int32)
+        return Draft(ids, parents, known, None if distributions is None else tuple(distributions))
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.size)
+
+    @property
+    def is_chain(self) -> bool:
+        return bool(np.array_equal(self.parents, np.arange(-1, self.parents.size - 1)))
+
+    def child_of(self, node: int, token_id: int) -> int | None:
+        """The node below `node` (-1: below the pending token) that proposes `token_id`."""
+        found = np.flatnonzero((self.parents == node) & (self.token_ids == token_id))
+        return int(found[0]) if found.size else None
+
+
+EMPTY_DRAFT = Draft.chain([])
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the target made of one draft: the accepted path of nodes, then one token of the target's own."""
+
+    accepted_nodes: tuple[int, ...]
+    next_token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One emitted token.
+
+    `text` is what became printable with it (may be empty inside a UTF-8 sequence or a possible stop string);
+    `position` its index in the sequence; `logprob` its natural log probability under the target before temperature
+    and truncation; `finish_reason` is set on the last event only.
+    """
+
+    token_id: int
+    text: str
+    position: int
+    from_draft: bool
+    logprob: float | None = None
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(slots=True)
+class Stats:
+    """Raw counters of one generation; every ratio is derived and guards zero. Times in seconds."""
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    new_tokens: int = 0
+    rounds: int = 0
+    target_passes: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    prefill_s: float = 0.0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    wall_s: float = 0.0
+    peak_rss_bytes: int = 0
+    finish_reason: FinishReason | None = None
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted per drafted token; 0 when nothing was drafted."""
+        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens emitted per verifying target pass, residual or bonus token included; the prefill's token is none."""
+        return (self.new_tokens - 1) / self.rounds if self.rounds else 0.0
+
+    @property
+    def decode_s(self) -> float:
+        return self.wall_s - self.prefill_s
+
+    @property
+    def overhead_s(self) -> float:
+        """Time that is neither prefill nor drafting nor a target pass: our own bookkeeping."""
+        return max(self.wall_s - self.prefill_s - self.draft_s - self.verify_s, 0.0)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of decoding; prefill and the token that it yields are excluded."""
+        return (self.new_tokens - 1) / self.decode_s if self.decode_s > 0 and self.new_tokens else 0.0

@@ -1,0 +1,97 @@
+"""Lossless acceptance rules: which tokens of a draft stand, and the one token that follows them.
+
+Pure functions of a draft, the target's distributions and a source of choices; no engine, no logits, no text. A rule
+asks for the target's distribution of a row only when all rows before it were accepted. Probabilities may be any
+number type that numpy holds: the exactness tests run this very code on fractions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.errors import CapabilityError
+from edgespec.noise import Stream
+from edgespec.types import Distribution, Draft, TokenIds, Verdict
+
+ROOT = -1
+_ONE: NDArray[Any] = np.ones(1, np.int64)
+TargetAt = Callable[[int, tuple[int, ...]], Distribution]
+"""(node, path of accepted nodes ending in it) -> the target's distribution of the token that follows."""
+
+
+class Choices(Protocol):
+    """Where a rule's randomness comes from: `sampling.Sampler`, or an enumerator of all outcomes in tests."""
+
+    def pick(self, distribution: Distribution, position: int, stream: Stream = ...) -> int: ...
+
+    def accept(self, probability: float, position: int) -> bool: ...
+
+
+Rule = Callable[[Draft, TargetAt, Choices, int], Verdict]
+
+
+def coupled(draft: Draft, target_at: TargetAt, choices: Choices, position: int) -> Verdict:
+    """Walk the tree along the tokens that the target samples itself (Gumbel coupling, arXiv 2408.07978, alg. 1).
+
+    `position` is that of the first drafted token. The emitted tokens are the target's own samples whatever the draft
+    holds, so the text depends on seed and target alone; a drafter that reads the same noise agrees more often.
+    """
+    node, path = ROOT, ()
+    while True:
+        token_id = choices.pick(target_at(node, path), position + len(path))
+        child = draft.child_of(node, token_id)
+        if child is None:
+            return Verdict(path, token_id)
+        node, path = child, (*path, child)
+
+
+def rejection(draft: Draft, target_at: TargetAt, choices: Choices, position: int) -> Verdict:
+    """Speculative sampling of a chain (Leviathan 2211.17192 alg. 1; Chen 2302.01318 alg. 2).
+
+    Accept x with probability min(1, p(x)/q(x)); after a rejection sample from max(p - q, 0) normalised, after a full
+    accept from p. A deterministic draft has q = 1 at its token. Raises CapabilityError for a tree with branches.
+    """
+    if not draft.is_chain:
+        raise CapabilityError("the rejection rule takes chains only; use --verify coupled for a draft with branches")
+    path: tuple[int, ...] = ()
+    for node in range(draft.num_tokens):
+        target = target_at(node - 1, path)
+        token_id = int(draft.token_ids[node])
+        proposed = draft.distributions[node] if draft.distributions is not None else _certain(token_id)
+        ratio = target.prob_of(token_id) / proposed.prob_of(token_id)
+        if not choices.accept(ratio, position + node):
+            remainder = residual(target, proposed)
+            return Verdict(path, choices.pick(remainder, position + node, Stream.RESIDUAL))
+        path = (*path, node)
+    bonus = choices.pick(target_at(draft.num_tokens - 1, path), position + draft.num_tokens, Stream.RESIDUAL)
+    return Verdict(path, bonus)
+
+
+def _certain(token_id: int) -> Distribution:
+    """What a deterministic proposal was drawn from; an integer 1 is exact in every number type."""
+    return Distribution(np.array([token_id], np.int32), _ONE)
+
+
+def residual(target: Distribution, proposed: Distribution) -> Distribution:
+    """max(p - q, 0), normalised; p itself when rounding leaves nothing."""
+    excess = target.probs - _probs_at(proposed, target.token_ids)
+    kept = excess > 0
+    if not kept.any():
+        return target
+    return Distribution(target.token_ids[kept], excess[kept] / excess[kept].sum())
+
+
+def _probs_at(distribution: Distribution, token_ids: TokenIds) -> NDArray[Any]:
+    """Probabilities of `token_ids` [m] under a sparse distribution, 0 where it lacks the token."""
+    order = np.argsort(distribution.token_ids)
+    known = distribution.token_ids[order]
+    slots = np.minimum(np.searchsorted(known, token_ids), known.size - 1)
+    probs = distribution.probs[order][slots]
+    return np.where(known[slots] == token_ids, probs, 0)
+
+
+RULES: dict[str, Rule] = {"coupled": coupled, "rejection": rejection}

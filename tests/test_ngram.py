@@ -1,0 +1,95 @@
+"""Prompt lookup."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from edgespec.drafters.base import DraftRequest
+from edgespec.drafters.ngram import NgramDrafter
+from edgespec.sampling import Sampler, Sampling
+from edgespec.types import Draft, Verdict
+
+SAMPLER = Sampler(Sampling(), 100)
+
+
+def request(ids: list[int], most: int = 4) -> DraftRequest:
+    return DraftRequest(np.array(ids, np.int32), most, SAMPLER)
+
+
+def slow_lookup(ids: list[int], most: int, sizes: range) -> list[int]:
+    """The slow twin: search the whole history backwards for the longest match."""
+    for size in sizes:
+        for place in range(len(ids) - 1, size - 1, -1):
+            if ids[place - size : place] == ids[-size:]:
+                text = list(ids)
+                while len(text) < len(ids) + most:
+                    text.append(text[place + len(text) - len(ids)])
+                return text[len(ids) :]
+    return []
+
+
+def test_it_finds_what_an_exhaustive_search_finds() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        ids = rng.integers(0, 4, int(rng.integers(1, 60))).tolist()
+        drafter = NgramDrafter()
+        drafter.begin(np.array(ids[: len(ids) // 2], np.int32))
+        found = drafter.draft(request(ids, 6))
+        assert found.token_ids.tolist() == slow_lookup(ids, 6, range(4, 1, -1))
+
+
+def test_a_copy_that_reaches_the_end_repeats_its_period() -> None:
+    drafter = NgramDrafter()
+    drafter.begin(np.array([1, 2, 3, 1, 2, 3], np.int32))
+    assert drafter.draft(request([1, 2, 3, 1, 2, 3], 7)).token_ids.tolist() == [1, 2, 3, 1, 2, 3, 1]
+
+
+def test_a_refused_place_is_not_proposed_from_again() -> None:
+    ids = [1, 2, 3, 4, 1, 2, 9, 1, 2]
+    drafter = NgramDrafter()
+    drafter.begin(np.array(ids, np.int32))
+    first = drafter.draft(request(ids, 2))
+    assert first.token_ids.tolist() == [9, 1]
+    drafter.observe(first, Verdict((), 5))
+    second = drafter.draft(request(ids, 2))
+    assert second.token_ids.tolist() == [3, 4]
+    drafter.observe(second, Verdict((), 5))
+    assert drafter.draft(request(ids, 2)).num_tokens == 0
+
+
+def test_confidence_learns_from_outcomes() -> None:
+    ids = [1, 2, 3] * 4
+    drafter = NgramDrafter()
+    drafter.begin(np.array(ids, np.int32))
+    before = drafter.draft(request(ids))
+    drafter.observe(before, Verdict((0, 1, 2, 3), 1))
+    after = drafter.draft(request(ids))
+    assert after.confidences[0] > before.confidences[0] == 0.5
+
+
+def test_a_new_generation_forgets_the_old_text_unless_it_goes_on_from_it() -> None:
+    drafter = NgramDrafter()
+    drafter.begin(np.array([1, 2, 3, 4], np.int32))
+    drafter.begin(np.array([1, 2, 3, 4, 5, 1, 2], np.int32))
+    assert drafter.draft(request([1, 2, 3, 4, 5, 1, 2], 1)).token_ids.tolist() == [3]
+    drafter.begin(np.array([7, 1, 2], np.int32))
+    assert drafter.draft(request([7, 1, 2])).num_tokens == 0
+
+
+def test_work_per_token_does_not_grow_with_the_history() -> None:
+    """Counted, not timed: a place list never exceeds its bound, so a lookup looks at a bounded number of places."""
+    ids = ([1, 2] * 20_000) + [1]
+    drafter = NgramDrafter(places_kept=4)
+    drafter.begin(np.array(ids, np.int32))
+    assert max(len(places) for places in drafter._places.values()) <= 4
+    assert drafter.draft(request(ids, 3)).token_ids.tolist() == [2, 1, 2]
+    assert 0 < drafter.bytes_used < 10_000
+
+
+def test_empty_draft_and_short_history() -> None:
+    drafter = NgramDrafter()
+    drafter.begin(np.array([1], np.int32))
+    empty = drafter.draft(request([1]))
+    assert empty.num_tokens == 0
+    drafter.observe(empty, Verdict((), 2))
+    assert isinstance(drafter.draft(request([1, 2])), Draft)

@@ -1,0 +1,162 @@
+"""Distributions, picks and noise."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from edgespec.errors import EngineError, SamplingError
+from edgespec.noise import Noise, Stream
+from edgespec.sampling import Sampler, Sampling, log_prob, top_ids
+from edgespec.types import Distribution
+
+NO_HISTORY = np.empty(0, np.int32)
+
+
+def plain_distribution(row: np.ndarray, settings: Sampling) -> dict[int, float]:
+    """The slow twin: temperature, top-k, top-p, min-p by full sorting in float64."""
+    weights = np.exp((row.astype(np.float64) - row.max()) / settings.temperature)
+    order = sorted(range(row.size), key=lambda i: (-row[i], i))
+    if settings.top_k:
+        order = order[: settings.top_k]
+    if settings.top_p < 1:
+        total, reach, kept = sum(weights[i] for i in order), 0.0, []
+        for i in order:
+            kept.append(i)
+            reach += weights[i]
+            if reach >= settings.top_p * total:
+                break
+        order = kept
+    order = [i for i in order if weights[i] >= settings.min_p and weights[i] > 0]
+    total = sum(weights[i] for i in order)
+    return {i: weights[i] / total for i in order}
+
+
+@pytest.mark.parametrize("size", [5, 100, 4096, 152_064])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Sampling(),
+        Sampling(top_k=0, top_p=1, min_p=0, temperature=1.2),
+        Sampling(top_k=0, top_p=0.9, min_p=0),
+        Sampling(top_k=0, top_p=0.999, min_p=0, temperature=5.0),
+        Sampling(top_k=1000, top_p=1, min_p=0),
+        Sampling(top_k=0, top_p=1, min_p=0.1),
+        Sampling(temperature=1e-6),
+    ],
+)
+def test_fast_truncation_equals_its_slow_twin(size: int, settings: Sampling) -> None:
+    row = np.random.default_rng(size).normal(0, 3, size).astype(np.float32)
+    row[:: max(size // 7, 1)] = row[0]  # ties
+    found = Sampler(settings, size).distribution(row, NO_HISTORY)
+    expected = plain_distribution(row, settings)
+    assert set(found.token_ids.tolist()) == set(expected)
+    assert found.probs.sum() == pytest.approx(1, abs=1e-12)
+    for token_id, prob in zip(found.token_ids.tolist(), found.probs.tolist(), strict=True):
+        assert prob == pytest.approx(expected[token_id], rel=1e-9)
+
+
+def test_temperature_zero_is_argmax_and_ties_go_to_the_lowest_id() -> None:
+    row = np.array([0, 7, 3, 7], np.float32)
+    found = Sampler(Sampling(temperature=0), 4).distribution(row, NO_HISTORY)
+    assert found.token_ids.tolist() == [1]
+    assert found.probs.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("count", [1, 3, 40, 64, 500, 5000])
+def test_top_ids_equals_a_full_sort(count: int) -> None:
+    row = np.random.default_rng(count).integers(0, 50, 4999).astype(np.float32)
+    expected = sorted(range(row.size), key=lambda i: (-row[i], i))[:count]
+    assert top_ids(row, count).tolist() == expected
+
+
+def test_penalties_and_bias_follow_llama_cpp() -> None:
+    settings = Sampling(
+        repeat_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25, logit_bias={3: -math.inf}, temperature=0
+    )
+    sampler = Sampler(settings, 4)
+    row = np.array([4.0, -1.0, 1.0, 100.0], np.float32)
+    adjusted = sampler._adjusted(row, np.array([0, 0, 1], np.int32))
+    assert adjusted.tolist() == [4 / 2 - 2 * 0.5 - 0.25, -1 * 2 - 0.5 - 0.25, 1.0, -math.inf]
+    assert row[3] == 100.0, "the engine's row must not be written to"
+
+
+def test_penalty_window_forgets_older_tokens() -> None:
+    sampler = Sampler(Sampling(repeat_penalty=2.0, penalty_window=2, temperature=0), 3)
+    row = np.array([3.0, 2.0, 2.0], np.float32)
+    assert sampler.distribution(row, np.array([0, 1, 1], np.int32)).token_ids.tolist() == [0]
+    assert sampler.distribution(row, np.array([1, 0], np.int32)).token_ids.tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": math.nan},
+        {"temperature": -0.1},
+        {"temperature": math.inf},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"min_p": -0.1},
+        {"repeat_penalty": 0.0},
+        {"logit_bias": {1: math.nan}},
+    ],
+)
+def test_settings_out_of_range_name_themselves(bad: dict) -> None:
+    with pytest.raises(SamplingError, match=next(iter(bad))):
+        Sampling(**bad)
+
+
+def test_bias_outside_the_vocabulary_and_nan_logits_are_refused() -> None:
+    with pytest.raises(SamplingError, match="token 9"):
+        Sampler(Sampling(logit_bias={9: 1.0}), 4)
+    with pytest.raises(EngineError, match="NaN"):
+        Sampler(Sampling(), 3).distribution(np.array([1, np.nan, 2], np.float32), NO_HISTORY)
+
+
+def test_log_prob_is_log_softmax() -> None:
+    row = np.random.default_rng(0).normal(0, 4, 5000).astype(np.float32)
+    exact = row.astype(np.float64) - np.log(np.exp(row.astype(np.float64)).sum())
+    assert log_prob(row, 17) == pytest.approx(exact[17], abs=1e-4)
+
+
+def test_noise_is_a_function_of_its_counter_alone() -> None:
+    noise = Noise(42)
+    ids = np.array([5, 9, 100_000], np.int32)
+    draws = noise.exponential(Stream.TARGET, 3, ids)
+    assert noise.exponential(Stream.TARGET, 3, ids[1:]).tolist() == draws[1:].tolist()
+    for other in (
+        Noise(43).exponential(Stream.TARGET, 3, ids),
+        noise.exponential(Stream.DRAFT, 3, ids),
+        noise.exponential(Stream.TARGET, 4, ids),
+    ):
+        assert not np.any(other == draws)
+
+
+def test_noise_has_the_right_law() -> None:
+    ids = np.arange(2000, dtype=np.int32)
+    draws = np.concatenate([Noise(seed).exponential(Stream.TARGET, seed, ids) for seed in range(200)])
+    counts = np.histogram(1 - np.exp(-draws), bins=50, range=(0, 1))[0]
+    assert chi_square_z(counts, np.full(50, draws.size / 50)) < 4.8
+    assert abs(np.corrcoef(draws[:-1], draws[1:])[0, 1]) < 0.01
+    uniforms = [Noise(seed).uniform(Stream.ACCEPT, position) for seed in range(100) for position in range(1000)]
+    counts = np.histogram(uniforms, bins=50, range=(0, 1))[0]
+    assert chi_square_z(counts, np.full(50, len(uniforms) / 50)) < 4.8
+
+
+def test_pick_follows_the_distribution() -> None:
+    distribution = Distribution(np.array([7, 1, 30, 2], np.int32), np.array([0.5, 0.3, 0.15, 0.05]))
+    sampler = Sampler(Sampling(seed=5), 40)
+    picks = [sampler.pick(distribution, position) for position in range(100_000)]
+    counts = np.array([picks.count(token_id) for token_id in distribution.token_ids.tolist()])
+    assert counts.sum() == 100_000
+    assert chi_square_z(counts, distribution.probs * 100_000) < 4.8
+
+
+def chi_square_z(counts: np.ndarray, expected: np.ndarray) -> float:
+    """Wilson-Hilferty: the chi-square statistic as a standard normal score (4.8 is alpha 1e-6)."""
+    freedom = counts.size - 1
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    return ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))

@@ -1,0 +1,118 @@
+"""Acceptance rules: exact laws through the production code, on rational numbers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from exact import Enumerator, Law, Prefix, assert_same_law, outcomes, random_law
+
+from edgespec.errors import CapabilityError
+from edgespec.noise import Stream
+from edgespec.sampling import Sampler, Sampling
+from edgespec.types import Distribution, Draft, Verdict
+from edgespec.verify import coupled, rejection, residual
+
+
+def emitted_tokens(draft: Draft, verdict: Verdict) -> Prefix:
+    return (*(int(draft.token_ids[node]) for node in verdict.accepted_nodes), verdict.next_token_id)
+
+
+def target_at(draft: Draft, target: Law):
+    return lambda node, path: target(tuple(int(draft.token_ids[i]) for i in path))
+
+
+def sample_chain(choices: Enumerator, law: Law, length: int) -> Draft:
+    chosen: list[int] = []
+    distributions: list[Distribution] = []
+    for _ in range(length):
+        distributions.append(law(tuple(chosen)))
+        chosen.append(choices.pick(distributions[-1], len(chosen), Stream.DRAFT))
+    return Draft.chain(chosen, None, distributions)
+
+
+@pytest.mark.parametrize("vocabulary, length", [(2, 1), (2, 4), (3, 2), (3, 3), (4, 2), (4, 3)])
+@pytest.mark.parametrize("seed", range(3))
+def test_rejection_with_a_sampled_draft_is_exact(vocabulary: int, length: int, seed: int) -> None:
+    target, drafts = random_law(vocabulary, seed), random_law(vocabulary, seed + 100)
+
+    def trial(choices: Enumerator) -> Prefix:
+        draft = sample_chain(choices, drafts, length)
+        return emitted_tokens(draft, rejection(draft, target_at(draft, target), choices, 0))
+
+    law: dict[Prefix, Fraction] = defaultdict(Fraction)
+    for weight, tokens in outcomes(trial):
+        law[tokens] += weight
+    assert_same_law(law, target, vocabulary, length + 1)
+
+
+@pytest.mark.parametrize("rule", [coupled, rejection])
+@pytest.mark.parametrize("tokens", [(0,), (1, 1, 2), (2, 0, 1), (3, 3, 3, 3), ()])
+def test_any_deterministic_chain_is_exact(rule, tokens: Prefix) -> None:
+    target = random_law(4, seed=7)
+    draft = Draft.chain(tokens)
+    law: dict[Prefix, Fraction] = defaultdict(Fraction)
+    for weight, emitted in outcomes(
+        lambda choices: emitted_tokens(draft, rule(draft, target_at(draft, target), choices, 0))
+    ):
+        law[emitted] += weight
+    assert_same_law(law, target, 4, len(tokens) + 1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_coupled_is_exact_for_any_tree(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    size = int(rng.integers(1, 10))
+    parents = np.array([rng.integers(-1, i) for i in range(size)], np.int32)
+    draft = Draft(rng.integers(0, 3, size).astype(np.int32), parents, np.ones(size, np.float32))
+    target = random_law(3, seed)
+    law: dict[Prefix, Fraction] = defaultdict(Fraction)
+    for weight, emitted in outcomes(
+        lambda choices: emitted_tokens(draft, coupled(draft, target_at(draft, target), choices, 0))
+    ):
+        law[emitted] += weight
+    assert_same_law(law, target, 3, max(len(tokens) for tokens in law))
+
+
+def test_dropping_a_sampled_token_afterwards_would_be_caught() -> None:
+    """The trap of ALGORITHMS 2: a draft that hides unlikely samples biases rejection, and the enumeration sees it."""
+    target, drafts = random_law(3, 1), random_law(3, 101)
+
+    def trial(choices: Enumerator) -> Prefix:
+        draft = sample_chain(choices, drafts, 1)
+        if drafts(()).prob_of(int(draft.token_ids[0])) < Fraction(1, 3):
+            draft = Draft.chain([])
+        return emitted_tokens(draft, rejection(draft, target_at(draft, target), choices, 0))
+
+    law: dict[Prefix, Fraction] = defaultdict(Fraction)
+    for weight, tokens in outcomes(trial):
+        law[tokens] += weight
+    with pytest.raises(AssertionError):
+        assert_same_law(law, target, 3, 2)
+
+
+def test_rules_ask_only_for_rows_behind_accepted_ones() -> None:
+    asked: list[int] = []
+
+    def lazy(node: int, path: tuple[int, ...]) -> Distribution:
+        asked.append(node)
+        return Distribution(np.array([5], np.int32), np.ones(1))
+
+    for rule in (coupled, rejection):
+        asked.clear()
+        verdict = rule(Draft.chain([5, 4, 5]), lazy, Sampler(Sampling(), 10), 0)
+        assert verdict == Verdict((0,), 5)
+        assert asked == [-1, 0]
+
+
+def test_rejection_refuses_a_tree() -> None:
+    tree = Draft(np.array([1, 2], np.int32), np.array([-1, -1], np.int32), np.ones(2, np.float32))
+    with pytest.raises(CapabilityError, match="coupled"):
+        rejection(tree, lambda node, path: random_law(3, 0)(()), Enumerator([]), 0)
+
+
+def test_residual_of_equal_distributions_is_the_target() -> None:
+    same = Distribution(np.array([3, 1], np.int32), np.array([0.5, 0.5]))
+    assert residual(same, same) is same
