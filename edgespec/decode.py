@@ -7,7 +7,7 @@ caller may stop listening at any time. What this file does not know: which engin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -18,7 +18,7 @@ from edgespec.controller import Controller, RoundReport
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import Cancelled, PromptError
-from edgespec.sampling import Sampler, log_prob
+from edgespec.sampling import Sampler
 from edgespec.stopping import StopRules, TextStream
 from edgespec.types import EMPTY_DRAFT, Distribution, Draft, Logits, Stats, TokenEvent, TokenIds
 from edgespec.verify import Rule, TargetAt, rejection
@@ -64,7 +64,7 @@ class Run:
         shown, reason = self.text.push(token_id)
         if reason is None and position + 1 > self.target.engine.facts.context_length:
             shown, reason = shown + self.text.finish(), "length"
-        logprob = log_prob(logits, token_id) if self.logprobs else None
+        logprob = self.sampler.log_prob(logits, token_id) if self.logprobs else None
         self.stats.new_tokens += 1
         self.stats.finish_reason = reason
         self._tick()
@@ -92,7 +92,7 @@ class Run:
         self.stats.wall_s = perf_counter() - self._started_s - self._paused_s
 
 
-def autoregressive(run: Run) -> Iterator[TokenEvent]:
+def autoregressive(run: Run) -> Generator[TokenEvent, None, None]:
     """Plain decoding: one token per target pass."""
     with run.guarded():
         logits = run.prefill()
@@ -109,7 +109,7 @@ def autoregressive(run: Run) -> Iterator[TokenEvent]:
             run.stats.rounds += 1
 
 
-def speculative(run: Run, drafter: Drafter, controller: Controller, rule: Rule) -> Iterator[TokenEvent]:
+def speculative(run: Run, drafter: Drafter, controller: Controller, rule: Rule) -> Generator[TokenEvent, None, None]:
     """Rounds of draft, verify, accept; emits what `autoregressive` would, in law or (coupled) token by token."""
     with run.guarded():
         logits = run.prefill()

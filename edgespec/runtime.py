@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -17,7 +18,7 @@ from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engines.base import Engine
 from edgespec.engines.sequence import CachedSequence
-from edgespec.errors import CapabilityError, ConfigError, PromptError
+from edgespec.errors import CapabilityError, ConfigError, PromptError, StateError
 from edgespec.memory import peak_rss_bytes
 from edgespec.models import ModelPair, resolve
 from edgespec.sampling import Sampler, Sampling
@@ -48,7 +49,7 @@ class Result:
 
 
 class Model:
-    """A loaded target with its drafters. One generation at a time; `cancel` may come from any thread."""
+    """A loaded target with its drafters. One generation at a time, a newer one ends an older; any thread may call."""
 
     def __init__(
         self, options: LoadOptions, pair: ModelPair, target: Engine, drafters: dict[DrafterName, Drafter]
@@ -59,7 +60,8 @@ class Model:
         self.stats = Stats()
         self._drafters = drafters
         self._sequence = CachedSequence(target)
-        self._streaming = False
+        self._current: Run | None = None
+        self._lock = threading.RLock()
 
     @property
     def drafter_name(self) -> DrafterName:
@@ -106,9 +108,7 @@ class Model:
         vocabulary = self.target.vocabulary
         return vocabulary.encode(text, parse_special=parse_special, add_bos=vocabulary.adds_bos)
 
-    def encode_chat(
-        self, messages: Messages, tools: Messages | None = None
-    ) -> list[int]:
+    def encode_chat(self, messages: Messages, tools: Messages | None = None) -> list[int]:
         """Token ids of a conversation through the model's own chat template, the assistant's turn opened.
 
         Raises PromptError when the model has no chat template or the template refuses the messages.
@@ -173,7 +173,7 @@ class Model:
 
     def cancel(self) -> None:
         """End the running generation after at most one pass; does nothing when none runs."""
-        if self._streaming:
+        if self._current is not None:
             self.target.cancel()
             for drafter in self._drafters.values():
                 drafter.cancel()
@@ -229,17 +229,31 @@ class Model:
             )
         return self._drafters[name]
 
-    def _watch(self, run: Run, events: Iterator[TokenEvent]) -> Iterator[TokenEvent]:
-        """Make `cancel` reach this generation and no later one."""
-        self.target.clear_cancel()
-        for drafter in self._drafters.values():
-            drafter.clear_cancel()
-        self._streaming = True
+    def _watch(self, run: Run, events: Generator[TokenEvent, None, None]) -> Iterator[TokenEvent]:
+        """Pass events on, one step at a time under the lock; `cancel` reaches this generation and no later one."""
+        with self._lock:
+            self._current = run
+            self.target.clear_cancel()
+            for drafter in self._drafters.values():
+                drafter.clear_cancel()
         try:
-            yield from events
+            while True:
+                with self._lock:
+                    if self._current is not run:
+                        raise StateError(
+                            "this generation was ended by a newer one on the same model: read each to its end before "
+                            "the next one starts, or load the model twice"
+                        )
+                    event = next(events, None)
+                if event is None:
+                    return
+                yield event
         finally:
-            self._streaming = False
-            run.stats.peak_rss_bytes = peak_rss_bytes()
+            with self._lock:
+                run.stats.peak_rss_bytes = peak_rss_bytes()
+                if self._current is run:
+                    events.close()
+                    self._current = None
 
 
 def load(model: str = "demo", **options: Any) -> Model:

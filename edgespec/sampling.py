@@ -8,6 +8,7 @@ draft is treated exactly like the same row of plain decoding.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -18,7 +19,11 @@ from edgespec.errors import EngineError, SamplingError
 from edgespec.noise import Noise, Stream
 from edgespec.types import Distribution, Logits, TokenIds, one_hot
 
-_BLOCK = 64  # columns per block of the top-k prefilter
+# Elements per column of the top-k prefilter. A short row is cheaper to compare whole than to pick columns from.
+_FOLD, _SHORT_FOLD, _SHORT_ROW = 64, 16, 8192
+_LEAST_WEIGHT = sys.float_info.min
+_LOG2_E = np.float32(math.log2(math.e))
+_SAFE_LOGIT = 64.0  # 152k times exp(64) is far below the largest float32
 _FIRST_NUCLEUS = 256  # candidates tried first when top-p comes without top-k
 
 
@@ -73,6 +78,8 @@ class Sampler:
             raise SamplingError(f"logit_bias names token {outside[0]}, the vocabulary has 0..{vocabulary_size - 1}")
         self.sampling = sampling
         self.noise = Noise(sampling.seed)
+        self._scratch = np.empty(vocabulary_size, np.float32)  # a fresh row of 150k would cost more than its exp
+        self._ones = np.ones(vocabulary_size, np.float32)
         self._all_ids = np.arange(vocabulary_size, dtype=np.int32)
         self._bias_ids = np.fromiter(sampling.logit_bias.keys(), np.int64)
         self._bias = np.fromiter(sampling.logit_bias.values(), np.float32)
@@ -96,11 +103,19 @@ class Sampler:
         token_ids, probs = distribution
         if token_ids.size == 1:
             return int(token_ids[0])
-        return int(token_ids[np.argmin(self.noise.exponential(stream, position, token_ids) / probs)])
+        return int(token_ids[(self.noise.exponential(stream, position, token_ids) / probs).argmin()])
 
     def accept(self, probability: float, position: int) -> bool:
         """True with `probability`."""
         return self.noise.uniform(Stream.ACCEPT, position) < probability
+
+    def log_prob(self, logits: Logits, token_id: int) -> float:
+        """Natural log probability of a token under softmax of one untouched logits row [vocabulary]."""
+        best = float(logits.max())
+        # exp2 is twice as fast as exp; a shift costs a pass over the row and is needed only against overflow
+        shift = 0.0 if abs(best) < _SAFE_LOGIT else best
+        scaled = np.multiply(logits if shift == 0.0 else logits - np.float32(shift), _LOG2_E, out=self._scratch)
+        return float(logits[token_id]) - shift - math.log(np.exp2(scaled, out=scaled).dot(self._ones))
 
     def _adjusted(self, logits: Logits, history: TokenIds) -> Logits:
         """A copy with bias and penalties; penalties as in llama.cpp (repeat scales, frequency and presence shift)."""
@@ -125,11 +140,11 @@ class Sampler:
             token_ids = self._all_ids
         weights = self._weights(row[token_ids], best)
         if settings.top_p < 1.0:
-            reach = np.cumsum(weights)
-            keep = int(np.searchsorted(reach, settings.top_p * (reach[-1] if total is None else total))) + 1
+            reach = weights.cumsum()
+            keep = int(reach.searchsorted(settings.top_p * (reach[-1] if total is None else total))) + 1
             token_ids, weights = token_ids[:keep], weights[:keep]
         # exp underflows to 0 at low temperature: such a token cannot be drawn, and 0 would divide the noise
-        kept = weights >= max(settings.min_p, np.finfo(np.float64).tiny)
+        kept = weights >= max(settings.min_p, _LEAST_WEIGHT)
         if not kept.all():
             token_ids, weights = token_ids[kept], weights[kept]
         return Distribution(token_ids, weights / weights.sum())
@@ -153,21 +168,24 @@ class Sampler:
 def top_ids(row: Logits, count: int) -> TokenIds:
     """The `count` largest of a row, descending, ties by lower id; all of them when the row is shorter.
 
-    A block's maximum is itself an element, so the count-th largest block maximum is a lower bound of the count-th
-    largest element: one pass leaves a handful of candidates of a row of any size.
+    A column's maximum is itself an element, so the count-th largest maximum of the row folded into columns is a lower
+    bound of the count-th largest element: only columns that reach it are looked at again.
     """
-    num_blocks = row.size // _BLOCK
-    if num_blocks > count:
-        maxima = row[: num_blocks * _BLOCK].reshape(num_blocks, _BLOCK).max(axis=1)
-        bound = np.partition(maxima, num_blocks - count)[num_blocks - count]
-        candidates = np.flatnonzero(row >= bound)
-    else:
-        candidates = np.arange(row.size)
-    order = np.argsort(-row[candidates], kind="stable")[:count]
-    return candidates[order].astype(np.int32)
+    fold = _FOLD if row.size > _SHORT_ROW else _SHORT_FOLD
+    num_columns = row.size // fold
+    if num_columns <= count:
+        return _sorted_ids(row, np.arange(row.size))[:count]
+    folded = row[: num_columns * fold].reshape(fold, num_columns)
+    maxima = folded.max(axis=0)
+    bound = np.partition(maxima, num_columns - count)[num_columns - count]
+    if row.size <= _SHORT_ROW:
+        return _sorted_ids(row, np.flatnonzero(row >= bound))[:count]
+    columns = np.flatnonzero(maxima >= bound)
+    depth, column = np.nonzero(folded[:, columns] >= bound)
+    rest = np.flatnonzero(row[num_columns * fold :] >= bound) + num_columns * fold
+    return _sorted_ids(row, np.concatenate((depth * num_columns + columns[column], rest)))[:count]
 
 
-def log_prob(logits: Logits, token_id: int) -> float:
-    """Natural log probability of a token under softmax of one untouched logits row [vocabulary]."""
-    best = logits.max()
-    return float(logits[token_id] - best - np.log(np.exp(logits - best).sum()))
+def _sorted_ids(row: Logits, candidates: NDArray[np.intp]) -> TokenIds:
+    """Candidates, given in ascending order, by falling logit."""
+    return candidates[(-row[candidates]).argsort(kind="stable")].astype(np.int32)

@@ -9,7 +9,7 @@ import pytest
 
 from edgespec.errors import EngineError, SamplingError
 from edgespec.noise import Noise, Stream
-from edgespec.sampling import Sampler, Sampling, log_prob, top_ids
+from edgespec.sampling import Sampler, Sampling, top_ids
 from edgespec.types import Distribution
 
 NO_HISTORY = np.empty(0, np.int32)
@@ -116,10 +116,12 @@ def test_bias_outside_the_vocabulary_and_nan_logits_are_refused() -> None:
         Sampler(Sampling(), 3).distribution(np.array([1, np.nan, 2], np.float32), NO_HISTORY)
 
 
-def test_log_prob_is_log_softmax() -> None:
-    row = np.random.default_rng(0).normal(0, 4, 5000).astype(np.float32)
-    exact = row.astype(np.float64) - np.log(np.exp(row.astype(np.float64)).sum())
-    assert log_prob(row, 17) == pytest.approx(exact[17], abs=1e-4)
+@pytest.mark.parametrize("offset", [0.0, 60.0, -60.0, 90.0, -90.0, 5000.0])
+def test_log_prob_is_log_softmax(offset: float) -> None:
+    row = np.random.default_rng(0).normal(0, 4, 5000).astype(np.float32) + np.float32(offset)
+    wide = row.astype(np.float64) - row.max()
+    exact = wide - np.log(np.exp(wide).sum())
+    assert Sampler(Sampling(), 5000).log_prob(row, 17) == pytest.approx(exact[17], abs=1e-4)
 
 
 def test_noise_is_a_function_of_its_counter_alone() -> None:

@@ -1,0 +1,111 @@
+"""Show that the suite catches broken acceptance rules: apply each mutant to a copy of the package, expect failure.
+
+    python scripts/mutants.py
+
+Each mutant is a mistake that real implementations have made. Exit code 1 when one survives.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Replace `original` by `mutated` in one file; some of `tests` must fail."""
+
+    name: str
+    file: str
+    original: str
+    mutated: str
+    tests: tuple[str, ...]
+
+
+MUTANTS = (
+    Mutant(
+        "residual without subtracting the draft",
+        "verify.py",
+        "excess = target.probs - _probs_at(proposed, target.token_ids)",
+        "excess = target.probs - 0 * _probs_at(proposed, target.token_ids)",
+        ("tests/test_verify.py",),
+    ),
+    Mutant(
+        "stop one token early: the last draft token is never accepted",
+        "verify.py",
+        "for node in range(draft.num_tokens):",
+        "for node in range(draft.num_tokens - 1):",
+        ("tests/test_verify.py",),
+    ),
+    Mutant(
+        "drop a sampled token afterwards because it is unlikely",
+        "drafters/model.py",
+        "            reach *= confidences[-1]\n",
+        "            if confidences[-1] < 0.3:\n                chosen.pop(), confidences.pop(), distributions.pop()\n"
+        "                break\n            reach *= confidences[-1]\n",
+        ("tests/test_lossless.py",),
+    ),
+    Mutant(
+        "off by one row",
+        "decode.py",
+        "return run.sampler.distribution(logits[node + 1], history)",
+        "return run.sampler.distribution(logits[max(node, 0)], history)",
+        ("tests/test_lossless.py",),
+    ),
+    Mutant(
+        "draw the residual with the noise that drew the draft",
+        "verify.py",
+        "choices.pick(remainder, position + node, Stream.RESIDUAL)",
+        "choices.pick(remainder, position + node, Stream.DRAFT)",
+        ("tests/test_lossless.py",),
+    ),
+    Mutant(
+        "leave one rejected token in the cache",
+        "engines/sequence.py",
+        "self.engine.rollback(kept, self.sequence)",
+        "self.engine.rollback(min(kept + 1, self.engine.length(self.sequence)), self.sequence)",
+        ("tests/test_lossless.py",),
+    ),
+)
+
+
+def is_killed(mutant: Mutant) -> bool:
+    """Whether the suite fails on a copy of the project with the mutant applied."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in ("edgespec", "tests", "models"):
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "hf"))
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        path = copy / "edgespec" / mutant.file
+        source = path.read_text(encoding="utf-8")
+        if source.count(mutant.original) != 1:
+            raise SystemExit(f"mutant {mutant.name!r} no longer applies to {mutant.file}: update scripts/mutants.py")
+        path.write_text(source.replace(mutant.original, mutant.mutated), encoding="utf-8")
+        environment = os.environ | {"PYTHONPATH": str(copy)}
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *mutant.tests]
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode not in (0, 1):
+            raise SystemExit(
+                f"mutant {mutant.name!r}: pytest itself failed\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+            )
+        return done.returncode == 1
+
+
+def main() -> int:
+    survivors = 0
+    for mutant in MUTANTS:
+        killed = is_killed(mutant)
+        survivors += not killed
+        print(f"{'killed  ' if killed else 'SURVIVED'}  {mutant.name}", flush=True)
+    return int(survivors > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
