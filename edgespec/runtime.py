@@ -93,6 +93,12 @@ class Model:
             notes.append("this model cannot roll back its state, so nothing is drafted: decoding is plain")
         return tuple(notes)
 
+    @property
+    def recommended_sampling(self) -> Sampling:
+        """What a generation uses when it names no sampling: the pair's own settings over the defaults, seed 0."""
+        settings: dict[str, Any] = dict(self.pair.recommended)
+        return Sampling(**settings)
+
     def _why_not_reproducible(self) -> str:
         if self.options.verify != "coupled":
             return f"not reproducible: under --verify {self.options.verify} the text depends on the draft"
@@ -131,7 +137,7 @@ class Model:
         Raises PromptError, SamplingError or CapabilityError before any work when the request cannot be met.
         """
         chosen = options or GenerateOptions()
-        run = self._prepare(prompt, sampling or Sampling(), chosen)
+        run = self._prepare(prompt, sampling or self.recommended_sampling, chosen)
         drafter = self._drafter(chosen)
         if drafter is None:
             return self._watch(run, autoregressive(run))
@@ -143,7 +149,7 @@ class Model:
         self, prompt: Prompt, sampling: Sampling | None = None, options: GenerateOptions | None = None
     ) -> Result:
         """One whole generation. Raises as `stream`."""
-        sampling, options = sampling or Sampling(), options or GenerateOptions()
+        sampling, options = sampling or self.recommended_sampling, options or GenerateOptions()
         prompt_ids = self._prompt_ids(prompt)
         events = list(self.stream(prompt_ids.tolist(), sampling, options))
         rule = options.verify or self.options.verify

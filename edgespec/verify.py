@@ -40,7 +40,8 @@ def coupled(draft: Draft, target_at: TargetAt, choices: Choices, position: int) 
     `position` is that of the first drafted token. The emitted tokens are the target's own samples whatever the draft
     holds, so the text depends on seed and target alone; a drafter that reads the same noise agrees more often.
     """
-    node, path = ROOT, ()
+    node = ROOT
+    path: tuple[int, ...] = ()
     while True:
         token_id = choices.pick(target_at(node, path), position + len(path))
         child = draft.child_of(node, token_id)

@@ -217,4 +217,4 @@ def test_confidence_stop_shortens_drafts(target: CachedSequence, drafter: ModelD
     assert [event.token_id for event in first] == [event.token_id for event in second]
     lengths = [[report.drafted_tokens for report in recorder.reports] for recorder in (cautious, bold)]
     assert np.mean(lengths[0]) < np.mean(lengths[1])
-    assert min(lengths[0]) >= 1
+    assert max(lengths[0]) > 1

@@ -77,7 +77,7 @@ def test_joint_law_of_sampled_text_is_the_targets(rule: str, drafter_name: str) 
     Sampling(temperature=0.0),
     PLAIN,
     Sampling(temperature=0.8, top_k=5, top_p=0.9, min_p=0.05, seed=9),
-    Sampling(temperature=1.2, repeat_penalty=1.3, frequency_penalty=0.2, penalty_window=8, logit_bias={3: -2.0}, seed=4),
+    Sampling(temperature=1.2, repeat_penalty=1.3, frequency_penalty=0.2, penalty_window=8, logit_bias={3: -2}, seed=4),
 ])  # fmt: skip
 @pytest.mark.parametrize("drafter_name", ["model", "ngram"])
 def test_coupled_text_is_plain_text_token_by_token(settings: Sampling, drafter_name: str) -> None:

@@ -62,7 +62,8 @@ class CachedSequence:
             part = token_ids[start : start + step]
             logits = self.engine.forward(Batch.chain(part, sequence=self.sequence, last_only=True))
             self._append(part)
-        return logits[-1]
+        last: Logits = logits[-1]
+        return last
 
     def passes_for(self, num_tokens: int) -> int:
         """How many passes `feed` makes of so many tokens."""

@@ -1,0 +1,282 @@
+"""Chat templates and the state of one conversation.
+
+A template comes out of a model file and is untrusted: it is rendered in jinja2's immutable sandbox, with
+repetition and output bounded. What this file does not know: tokens, engines, terminals.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from edgespec.errors import CapabilityError, PromptError, StateError
+
+Message = dict[str, Any]
+ROLES = ("system", "user", "assistant", "tool")
+MAX_PROMPT_CHARACTERS = 16_000_000
+_FORMAT, _VERSION = "edgespec-conversation", 1
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """jinja2's sandbox, which bounds `range` but neither 'x' * 10**9 nor 9**9**9."""
+
+    intercepted_binops = frozenset(["*", "**"])
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        repeated = [len(value) for value in (left, right) if isinstance(value, (str, list, tuple))]
+        bits = [value.bit_length() for value in (left, right) if isinstance(value, int)]
+        if repeated and bits and repeated[0] * max(left, right, key=_as_count) > MAX_PROMPT_CHARACTERS:
+            raise jinja2.TemplateRuntimeError("repeats something too often")
+        if sum(bits) > 4096 or (operator == "**" and any(count > 10 for count in bits)):
+            raise jinja2.TemplateRuntimeError("computes a number of thousands of digits")
+        return super().call_binop(context, operator, left, right)
+
+
+def _as_count(value: Any) -> int:
+    return value if isinstance(value, int) else -1
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON with transformers' arguments; jinja2's own filter escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str) -> jinja2.Template:
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment.filters["tojson"] = _to_json
+    del environment.filters["center"]  # allocates whatever width it is told
+    environment.globals.update(raise_exception=_refuse, strftime_now=lambda form: datetime.now().strftime(form))
+    return environment.from_string(source)
+
+
+def render_chat(
+    source: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    bos_token: str = "",
+    eos_token: str = "",
+    add_generation_prompt: bool = True,
+) -> str:
+    """The prompt that a Jinja chat template makes of `messages` (and `tools`, as OpenAI's API has them).
+
+    The template sees what transformers gives it: `messages`, `tools`, `bos_token`, `eos_token`,
+    `add_generation_prompt`, `raise_exception`, `strftime_now`. Raises PromptError when a message cannot be used or the
+    template refuses the conversation, CapabilityError when the template itself is broken or does forbidden things.
+    """
+    try:
+        template = _compiled(source)
+    except jinja2.TemplateSyntaxError as exc:
+        raise CapabilityError(f"the model's chat template is broken: {exc}; use --no-chat-template") from exc
+    parts: list[str] = []
+    size = 0
+    try:
+        for part in template.generate(
+            messages=checked_messages(messages),
+            tools=list(tools) if tools else None,
+            bos_token=bos_token,
+            eos_token=eos_token,
+            add_generation_prompt=add_generation_prompt,
+        ):
+            parts.append(part)
+            size += len(part)
+            if size > MAX_PROMPT_CHARACTERS:
+                raise PromptError(f"the chat template makes a prompt of over {MAX_PROMPT_CHARACTERS} characters")
+    except jinja2.exceptions.SecurityError as exc:
+        raise CapabilityError(f"the model's chat template does something forbidden: {exc}") from exc
+    except jinja2.TemplateError as exc:
+        raise PromptError(f"the model's chat template refuses this conversation: {exc}") from exc
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, MemoryError) as exc:
+        raise CapabilityError(f"the model's chat template fails: {exc}; use --no-chat-template") from exc
+    return "".join(parts)
+
+
+def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """`messages` as templates expect them: text content, tool arguments as objects.
+
+    Raises PromptError for an empty list, an unknown role or content that is no text.
+    """
+    if not messages:
+        raise PromptError("the conversation is empty: give at least one message")
+    return [_checked(message, index) for index, message in enumerate(messages)]
+
+
+def _checked(message: Mapping[str, Any], index: int) -> Message:
+    if message.get("role") not in ROLES:
+        raise PromptError(f"message {index} has the role {message.get('role')!r}; allowed: {', '.join(ROLES)}")
+    checked = dict(message)
+    content = checked.get("content")
+    if isinstance(content, list):
+        checked["content"] = content = _joined_parts(content, index)
+    if content is None and checked.get("tool_calls"):
+        checked["content"] = content = ""
+    if not isinstance(content, str):
+        raise PromptError(f"message {index} has no text content, got {type(content).__name__}")
+    if checked.get("tool_calls"):
+        checked["tool_calls"] = [_parsed_call(call, index) for call in checked["tool_calls"]]
+    return checked
+
+
+def _joined_parts(parts: list[Any], index: int) -> str:
+    kinds = {part.get("type") if isinstance(part, Mapping) else type(part).__name__ for part in parts}
+    if kinds - {"text"}:
+        raise PromptError(f"message {index} has parts of type {sorted(map(str, kinds))}; this runtime reads text only")
+    return "".join(str(part.get("text", "")) for part in parts)
+
+
+def _parsed_call(call: Any, index: int) -> Any:
+    """OpenAI's API sends tool arguments as a JSON string; templates write them out as an object."""
+    if not isinstance(call, Mapping):
+        raise PromptError(f"message {index} has a tool call that is no object")
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except json.JSONDecodeError as exc:
+        raise PromptError(f"message {index} has tool arguments that are not JSON: {exc}") from exc
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+@dataclass(slots=True)
+class Conversation:
+    """A system prompt and the turns since: the only owner of both. A turn is a user message and what answered it."""
+
+    system: str | None = None
+    turns: list[Message] = field(default_factory=list)
+
+    @property
+    def messages(self) -> list[Message]:
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        return first + self.turns
+
+    @property
+    def num_exchanges(self) -> int:
+        return sum(turn["role"] == "user" for turn in self.turns)
+
+    def ask(self, text: str) -> None:
+        self.turns.append({"role": "user", "content": text})
+
+    def answer(self, text: str) -> None:
+        self.turns.append({"role": "assistant", "content": text})
+
+    def clear(self) -> None:
+        """Forget all turns; the system prompt stays."""
+        self.turns.clear()
+
+    def undo(self) -> str | None:
+        """Drop the last user message and all that answered it; returns its text, or None when there is none."""
+        last = self._last_question()
+        if last is None:
+            return None
+        text = str(self.turns[last]["content"])
+        del self.turns[last:]
+        return text
+
+    def regen(self) -> bool:
+        """Drop the last answer so that it can be made again; False when nothing was asked."""
+        last = self._last_question()
+        if last is None:
+            return False
+        del self.turns[last + 1 :]
+        return True
+
+    def _last_question(self) -> int | None:
+        return next((i for i in reversed(range(len(self.turns))) if self.turns[i]["role"] == "user"), None)
+
+    def drop_oldest(self) -> bool:
+        """Drop the oldest exchange, never the last one; False when only that is left."""
+        questions = [i for i, turn in enumerate(self.turns) if turn["role"] == "user"]
+        if len(questions) < 2:
+            return False
+        del self.turns[: questions[1]]
+        return True
+
+    def save(self, path: Path) -> None:
+        """Write as JSON: complete or not at all. Raises StateError when the file cannot be written."""
+        content = {"format": _FORMAT, "version": _VERSION, "messages": self.messages}
+        write_atomically(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
+
+    @staticmethod
+    def load(path: Path) -> Conversation:
+        """Read what `save` wrote. Raises StateError when the file is missing or something else."""
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as exc:
+            raise StateError(f"conversation {path} cannot be read: {exc.strerror}") from exc
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as exc:
+            raise StateError(f"{path} is not a saved conversation: {exc}") from exc
+        if not isinstance(content, dict) or content.get("format") != _FORMAT or content.get("version") != _VERSION:
+            raise StateError(f"{path} is not a conversation saved by this version; /save writes one")
+        messages = content.get("messages")
+        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+            raise StateError(f"{path} holds no list of messages")
+        try:
+            messages = checked_messages(messages) if messages else []
+        except PromptError as exc:
+            raise StateError(f"{path} holds a message that cannot be used: {exc}") from exc
+        has_system = bool(messages) and messages[0]["role"] == "system"
+        return Conversation(messages[0]["content"] if has_system else None, messages[has_system:])
+
+
+def fit_context(
+    conversation: Conversation, count_tokens: Callable[[list[Message]], int], context_length: int, reserve: int
+) -> int:
+    """Drop the oldest exchanges until `reserve` tokens are free for the answer; returns how many were dropped.
+
+    Dropping moves every later token and so empties the cached prefix. Once it must be, a quarter of the context is
+    freed, so that the next turns can reuse the cache again. Raises PromptError when the last message alone is too
+    long; the conversation is then unchanged.
+    """
+    num_tokens = count_tokens(conversation.messages)
+    if num_tokens + reserve <= context_length:
+        return 0
+    kept = Conversation(conversation.system, list(conversation.turns))
+    dropped = 0
+    while num_tokens + reserve > context_length * 3 // 4 and kept.drop_oldest():
+        dropped += 1
+        num_tokens = count_tokens(kept.messages)
+    if num_tokens >= context_length:
+        raise PromptError(
+            f"the message alone makes a prompt of {num_tokens} tokens and the context holds {context_length}, answer "
+            "included: shorten it, or start with a larger --ctx-size"
+        )
+    conversation.turns[:] = kept.turns
+    return dropped
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace `path` by a file with `text` in one step. Raises StateError when that fails."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as exc:
+        raise StateError(f"{path} cannot be written: {exc.strerror}") from exc

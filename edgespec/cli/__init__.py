@@ -1,0 +1,1 @@
+"""The command line: parses, calls the runtime, prints. One module per command."""

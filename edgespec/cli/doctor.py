@@ -1,0 +1,199 @@
+"""`edgespec doctor`: what is installed, what the machine has, what is missing and the command that gets it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import click
+
+from edgespec import __version__
+from edgespec.engines.cores import physical_cores
+from edgespec.errors import EdgespecError
+from edgespec.models import list_models
+
+PROBE_TIMEOUT_S = 60
+
+
+@click.command(short_help="Show what is installed, what is missing and how to get it.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(as_json: bool) -> int:
+    """Show versions, engines, devices, models, and what is missing. Exit code 1 when nothing can be run."""
+    report = examine()
+    if as_json:
+        click.echo(json.dumps(report, indent=1))
+    else:
+        _print(report)
+    return 0 if not report["problems"] else 1
+
+
+def examine() -> dict[str, Any]:
+    """Everything that doctor prints, as plain JSON values; sizes in bytes."""
+    llama = _probe_llamacpp()
+    models, model_problem = _models()
+    problems = [model_problem] if model_problem else []
+    if not llama["available"]:
+        problems.append(llama["reason"])
+    elif not models:
+        problems.append("no model is found: give a path, such as edgespec chat FILE.gguf")
+    return {
+        "edgespec": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": _cpu(),
+        "memory_bytes": _memory_bytes(),
+        "threads": physical_cores(),
+        "engines": {"llamacpp": llama},
+        "packages": _packages(),
+        "extras": _extras(),
+        "models": models,
+        "problems": problems,
+    }
+
+
+def _probe_llamacpp() -> dict[str, Any]:
+    probe = [sys.executable, "-m", "edgespec.cli.probe"]
+    try:
+        done = subprocess.run(probe, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as exc:
+        return {"available": False, "reason": f"asking llama.cpp failed: {exc}"}
+    if done.returncode:
+        return {
+            "available": False,
+            "reason": f"llama.cpp ends its process (exit code {done.returncode}); this build does not fit the "
+            "processor. Build it here: pip install --force-reinstall --no-cache-dir llama-cpp-python",
+        }
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def _models() -> tuple[list[dict[str, Any]], str]:
+    """The models of the registry with the sizes of their files, and what is wrong with it if anything is."""
+    try:
+        pairs = list_models()
+    except EdgespecError as exc:
+        return [], str(exc)
+    return [
+        {
+            "name": pair.name,
+            "description": pair.description,
+            "files": {role: _file(file.path) for role, file in pair.files.items()},
+        }
+        for pair in pairs
+    ], ""
+
+
+def _file(path: Path) -> dict[str, Any]:
+    return {"path": str(path), "bytes": path.stat().st_size if path.exists() else None}
+
+
+def _cpu() -> dict[str, Any]:
+    return {"name": _cpu_name(), "logical_cores": os.cpu_count(), "physical_cores_usable": physical_cores()}
+
+
+def _cpu_name() -> str:
+    if sys.platform == "darwin":
+        asked = subprocess.run(
+            ["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False
+        )
+        return asked.stdout.strip() or platform.machine()
+    information = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", information.read_text() if information.exists() else "", re.MULTILINE)
+    return found.group(1) if found else platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int | None:
+    """Physical memory; None where the system does not tell."""
+    if sys.platform == "win32":
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _requirements() -> list[tuple[str, str | None]]:
+    """(package, extra that brings it or None) for all that edgespec may need, from its own metadata."""
+    try:
+        lines = importlib.metadata.requires("edgespec") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    found = []
+    for line in lines:
+        name = re.match(r"[A-Za-z0-9_.-]+", line)
+        extra = re.search(r"extra == ['\"]([^'\"]+)['\"]", line)
+        if name and name.group() != "edgespec":
+            found.append((name.group(), extra.group(1) if extra else None))
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _packages() -> dict[str, str | None]:
+    return {package: _version(package) for package, extra in _requirements() if extra is None}
+
+
+def _extras() -> dict[str, dict[str, Any]]:
+    """For every extra what it lacks, and the command that installs it into this environment."""
+    report: dict[str, dict[str, Any]] = {}
+    for package, extra in dict.fromkeys(_requirements()):
+        if extra is not None:
+            entry = report.setdefault(extra, {"missing": [], "install": _install_command(extra)})
+            if _version(package) is None:
+                entry["missing"].append(package)
+    return report
+
+
+def _install_command(extra: str) -> str:
+    """From where edgespec itself was installed: a checkout, or the package index."""
+    direct_url = importlib.metadata.distribution("edgespec").read_text("direct_url.json")
+    url = urllib.parse.urlsplit(json.loads(direct_url)["url"]) if direct_url else None
+    if url is None or url.scheme != "file":
+        return f"{sys.executable} -m pip install 'edgespec[{extra}]'"
+    return f"{sys.executable} -m pip install -e '{urllib.request.url2pathname(url.path)}[{extra}]'"
+
+
+def _print(report: dict[str, Any]) -> None:
+    memory = report["memory_bytes"]
+    click.echo(f"edgespec {report['edgespec']}, Python {report['python']}, {report['platform']}")
+    click.echo(
+        f"processor: {report['cpu']['name']}, {report['threads']} threads used of {report['cpu']['logical_cores']}"
+        + (f", {memory / 2**30:.1f} GiB memory" if memory else "")
+    )
+    _print_llamacpp(report["engines"]["llamacpp"])
+    for package, version in report["packages"].items():
+        click.echo(f"package {package}: {version or 'MISSING'}")
+    if not report["packages"]:
+        click.echo("packages: unknown, since edgespec runs from its source and is not installed: pip install -e .")
+    for extra, entry in report["extras"].items():
+        missing = ", ".join(entry["missing"])
+        click.echo(f"extra {extra}: " + (f"lacks {missing}: {entry['install']}" if missing else "complete"))
+    for model in report["models"]:
+        sizes = [f"{role} {_size(file)}" for role, file in model["files"].items()]
+        click.echo(f"model {model['name']}: {', '.join(sizes)}")
+    for problem in report["problems"]:
+        click.secho(f"problem: {problem}", fg="red")
+
+
+def _print_llamacpp(llama: dict[str, Any]) -> None:
+    if not llama["available"]:
+        click.echo("engine llamacpp: NOT available")
+        return
+    gpu = "with GPU offload" if llama["gpu_offload"] else "no GPU offload in this build (-ngl has no effect)"
+    click.echo(f"engine llamacpp: llama-cpp-python {llama['version']}, {gpu}; devices: {', '.join(llama['devices'])}")
+    click.echo(f"instruction sets: {', '.join(llama['features'])}")
+
+
+def _size(file: dict[str, Any]) -> str:
+    return "MISSING" if file["bytes"] is None else f"{file['bytes'] / 1e6:.1f} MB"

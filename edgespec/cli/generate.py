@@ -1,0 +1,137 @@
+"""`edgespec generate`: one prompt, one answer, as text or as one JSON object."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from edgespec.cli.interrupt import stops
+from edgespec.cli.options import resolve_settings, settings_options
+from edgespec.cli.session import Session, open_session, tell_configuration
+from edgespec.cli.terminal import EventPrinter, note, stats_lines
+from edgespec.config import SessionOptions
+from edgespec.errors import ConfigError, PromptError
+from edgespec.runtime import Result
+from edgespec.types import Stats
+
+INTERRUPTED = 130
+STATS_KEYS = (
+    "prompt_tokens",
+    "new_tokens",
+    "target_passes",
+    "drafted_tokens",
+    "accepted_tokens",
+    "acceptance_rate",
+    "mean_accepted_length",
+    "tokens_per_second",
+    "prefill_s",
+    "draft_s",
+    "verify_s",
+    "overhead_s",
+    "wall_s",
+    "peak_rss_bytes",
+)
+
+
+@click.command(short_help="Continue or answer one prompt.")
+@settings_options("load", "generate", "sampling", "session")
+@click.option("-p", "--prompt", metavar="TEXT|-", help="The prompt; - reads it from standard input.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+def command(model_name: str | None, config_file: Path | None, prompt: str | None, as_json: bool, **given: Any) -> int:
+    """Answer one prompt through the model's chat template, or continue it as it is with --no-chat-template.
+
+    MODEL is a registry name or the path of a GGUF file.
+    """
+    settings = resolve_settings(given, model_name, config_file)
+    _check(SessionOptions(**settings.part("session")), as_json)
+    text = _read_prompt(prompt)
+    session = open_session(settings)
+    with session.model:
+        prompt_ids = _encode(session, text)
+        return _print_json(session, prompt_ids) if as_json else _print_text(session, prompt_ids)
+
+
+def _check(shown: SessionOptions, as_json: bool) -> None:
+    if as_json and shown.show_draft:
+        raise ConfigError("--show-draft colours text and --json prints none: keep one")
+    if shown.system and not shown.chat_template:
+        raise ConfigError("--system needs the chat template, which --no-chat-template switches off: keep one")
+
+
+def _read_prompt(prompt: str | None) -> str:
+    if prompt is None:
+        if sys.stdin.isatty():
+            raise PromptError("no prompt is given: use -p TEXT, or -p - to read it from standard input")
+        prompt = "-"
+    if prompt == "-":
+        try:
+            prompt = sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
+        except UnicodeDecodeError as exc:
+            raise PromptError(
+                f"the prompt on standard input is not UTF-8 text: {exc.reason} at byte {exc.start}"
+            ) from exc
+    if not prompt.strip():
+        raise PromptError("the prompt is empty: give at least one character with -p TEXT")
+    return prompt
+
+
+def _encode(session: Session, text: str) -> list[int]:
+    if not session.shown.chat_template:
+        return session.model.encode(text)
+    system = [{"role": "system", "content": session.shown.system}] if session.shown.system else []
+    return session.model.encode_chat([*system, {"role": "user", "content": text}])
+
+
+def _print_text(session: Session, prompt_ids: list[int]) -> int:
+    model = session.model
+    events = model.stream(prompt_ids, session.sampling, session.options)  # checks the prompt before anything is said
+    printer = EventPrinter(show_draft=session.shown.show_draft)
+    with stops(model.cancel) as interruption:
+        tell_configuration(session)
+        for event in events:
+            printer.push(event)
+            if interruption.happened:
+                break
+    printer.end_line()
+    if session.shown.stats:
+        for line in stats_lines(model.stats):
+            note(line)
+    return INTERRUPTED if interruption.happened else 0
+
+
+def _print_json(session: Session, prompt_ids: list[int]) -> int:
+    model = session.model
+    model.stream(prompt_ids, session.sampling, session.options)  # checks the prompt; nothing runs
+    with stops(model.cancel) as interruption:
+        tell_configuration(session)
+        if not interruption.happened:
+            result = model.generate(prompt_ids, session.sampling, session.options)
+            click.echo(json.dumps(result_object(session, result), allow_nan=False))
+    return INTERRUPTED if interruption.happened else 0
+
+
+def result_object(session: Session, result: Result) -> dict[str, Any]:
+    """What `--json` prints; the keys are a contract."""
+    model = session.model
+    return {
+        "model": model.pair.name,
+        "engine": model.target.facts.name,
+        "drafter": result.drafter,
+        "verify": result.verify,
+        "seed": result.seed,
+        "reproducible": result.reproducible,
+        "lossless": result.lossless,
+        "prompt_token_ids": list(result.prompt_token_ids),
+        "token_ids": list(result.token_ids),
+        "text": result.text,
+        "finish_reason": result.finish_reason,
+        "stats": stats_object(result.stats),
+    }
+
+
+def stats_object(stats: Stats) -> dict[str, Any]:
+    return {key: getattr(stats, key) for key in STATS_KEYS}

@@ -1,0 +1,136 @@
+"""The `edgespec` command: finds the subcommand, and turns every failure into one line and an exit code.
+
+Exit codes: 0 done, 1 the engine failed or a check found a difference, 2 bad input, 130 interrupted, 141 the reader of
+our output went away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from typing import Any, NoReturn
+
+import click
+
+from edgespec import __version__
+from edgespec.errors import CapabilityError, EdgespecError, UsageError, VocabularyMismatch
+from edgespec.settings import did_you_mean
+
+BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
+# Modules are imported when their command runs: `edgespec --help` must not pay for numpy, jinja2 or an engine.
+COMMANDS = {
+    "chat": "Talk to a model.",
+    "doctor": "Show what is installed, what is missing and how to get it.",
+    "generate": "Continue or answer one prompt.",
+    "verify": "Check that speculation changes no token, and measure what it gains.",
+}
+
+
+class CommandGroup(click.Group):
+    """A group that knows its commands by name and reports errors in one line."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"edgespec.cli.{cmd_name}").command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-"):
+            hint = did_you_mean(name, COMMANDS) or f"; known: {', '.join(COMMANDS)}"
+            raise click.UsageError(f"no such command '{name}'{hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Run and leave the process. `extra` is click's; its error handling and argument expansion are replaced."""
+        extra |= {"standalone_mode": False, "windows_expand_args": False}  # a prompt may hold * and %
+        extra["prog_name"] = extra.get("prog_name") or "edgespec"
+        _make_streams_tolerant()
+        try:
+            code = super().main(*args, **extra)
+        except click.Abort:
+            code = INTERRUPTED
+        except click.ClickException as exc:
+            code = _report(describe(exc), BAD_INPUT)
+        except EdgespecError as exc:
+            code = _report(str(exc), exit_code(exc))
+        sys.exit(code if isinstance(code, int) else 0)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            code = super().invoke(ctx)
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:
+            _abandon_stdout()
+            return BROKEN_PIPE
+        except OSError as exc:
+            _abandon_stdout()
+            return _report(f"{exc.filename or 'output'}: {exc.strerror or exc}", FAILED)
+
+
+@click.group(
+    "edgespec",
+    cls=CommandGroup,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.version_option(__version__, message="edgespec %(version)s")
+@click.pass_context
+def cli(ctx: click.Context) -> None:
+    """On-device speculative decoding: the same text, faster, inside a byte budget."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+def main() -> NoReturn:
+    """Entry point of the console script."""
+    cli.main()
+    raise AssertionError("the group's main leaves the process")
+
+
+def exit_code(error: EdgespecError) -> int:
+    """2 for what the caller can change in the input, 1 for what went wrong inside."""
+    return BAD_INPUT if isinstance(error, (UsageError, VocabularyMismatch, CapabilityError)) else FAILED
+
+
+def describe(error: click.ClickException) -> str:
+    """click's message in one line; an unknown option names the nearest known one."""
+    if isinstance(error, click.NoSuchOption) and error.ctx is not None:
+        known = [flag for p in error.ctx.command.get_params(error.ctx) for flag in (*p.opts, *p.secondary_opts)]
+        flags = [flag for flag in known if flag.startswith("-")]
+        hint = did_you_mean(error.option_name, flags) or f"; see {error.ctx.command_path} --help"
+        return f"no such option '{error.option_name}'{hint}"
+    message = error.format_message().rstrip(".")
+    return message[:1].lower() + message[1:]
+
+
+def _report(message: str, code: int) -> int:
+    click.echo(f"error: {' '.join(message.split())}", err=True)
+    return code
+
+
+def _abandon_stdout() -> None:
+    """The interpreter flushes stdout once more at exit; let that go nowhere instead of failing again."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _make_streams_tolerant() -> None:
+    """A terminal that lacks a character shows a substitute instead of ending the program."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")

@@ -1,0 +1,47 @@
+"""From settings to a loaded model and the options of its generations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edgespec.cli.options import sampling_of
+from edgespec.cli.terminal import configuration_line, note
+from edgespec.config import GenerateOptions, SessionOptions
+from edgespec.runtime import Model, load
+from edgespec.sampling import Sampling
+from edgespec.settings import Settings
+
+
+@dataclass(slots=True)
+class Session:
+    """A loaded model and how it is being used; the options may be replaced between two generations."""
+
+    model: Model
+    settings: Settings
+    sampling: Sampling
+    options: GenerateOptions
+    shown: SessionOptions
+
+
+def open_session(settings: Settings) -> Session:
+    """Load what the settings name. Every option is checked before any file is opened.
+
+    Raises ConfigError, SamplingError, and whatever `edgespec.load` raises.
+    """
+    seed = sampling_of(settings).seed
+    options = GenerateOptions(**settings.part("generate"))
+    shown = SessionOptions(**settings.part("session"))
+    model = load(**settings.part("load"))
+    settings = settings.below(model.pair.recommended, f"recommended for {model.pair.name}")
+    settings = settings.below({"seed": seed}, "chosen at random")
+    return Session(model, settings, sampling_of(settings), options, shown)
+
+
+def tell_configuration(session: Session) -> None:
+    """The model's banner, the effective configuration and what a user must know of it, on stderr."""
+    model = session.model
+    if model.pair.banner:
+        note(model.pair.banner)
+    note(configuration_line(model, session.sampling, session.options))
+    for line in model.notes:
+        note(f"note: {line}")

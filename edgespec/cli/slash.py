@@ -1,0 +1,205 @@
+"""The chat's slash commands. What they print goes to stderr: stdout carries the model's text alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from edgespec.chat import Conversation
+from edgespec.cli.options import default_of, show
+from edgespec.cli.terminal import configuration_line, note, stats_lines
+from edgespec.config import MAX_DRAFT_LENGTH, DrafterName
+from edgespec.errors import ConfigError, StateError
+from edgespec.settings import SETTINGS, Setting, did_you_mean, find
+
+if TYPE_CHECKING:
+    from edgespec.cli.chat import Chat
+
+# Settings of `load` that a generation can override as well.
+_CHANGEABLE_LATER = ("drafter", "draft_length", "verify")
+
+
+class Command(NamedTuple):
+    usage: str
+    help: str
+    run: Callable[[Chat, str], None]
+
+
+class _Leave(Exception):
+    """/exit."""
+
+
+def run_slash(chat: Chat, line: str) -> bool:
+    """Run one command line; False when the chat shall end. Raises ConfigError, StateError."""
+    name, _, argument = line.partition(" ")
+    if name not in COMMANDS:
+        hint = did_you_mean(name, COMMANDS) or "; /help lists them"
+        raise ConfigError(f"no such command {name}{hint} (a message may begin with a space)")
+    try:
+        COMMANDS[name].run(chat, argument.strip())
+    except _Leave:
+        return False
+    return True
+
+
+def _help(chat: Chat, argument: str) -> None:
+    rows: list[tuple[str, ...]] = [(command.usage, command.help) for command in COMMANDS.values()]
+    _table([*rows, ('"""', 'a message of several lines, up to the next """')])
+
+
+def _clear(chat: Chat, argument: str) -> None:
+    chat.conversation.clear()
+    note("forgotten; the system prompt stays")
+
+
+def _system(chat: Chat, argument: str) -> None:
+    if argument:
+        chat.conversation.system = argument
+    note(f"system prompt: {chat.conversation.system or 'none'}")
+
+
+def _save(chat: Chat, argument: str) -> None:
+    path = _path(argument, "/save")
+    if path.exists():
+        Conversation.load(path)  # refuses to overwrite anything but a conversation
+    chat.conversation.save(path)
+    note(f"saved {chat.conversation.num_exchanges} exchange(s) to {path}")
+
+
+def _load(chat: Chat, argument: str) -> None:
+    path = _path(argument, "/load")
+    chat.conversation = Conversation.load(path)
+    note(f"loaded {chat.conversation.num_exchanges} exchange(s) from {path}")
+
+
+def _path(argument: str, name: str) -> Path:
+    if not argument:
+        raise StateError(f"{name} needs a file name")
+    return Path(argument).expanduser()
+
+
+def _regen(chat: Chat, argument: str) -> None:
+    chat.say_again()
+
+
+def _undo(chat: Chat, argument: str) -> None:
+    text = chat.conversation.undo()
+    note("nothing to undo" if text is None else f"forgotten: {text}")
+
+
+def _set(chat: Chat, argument: str) -> None:
+    name, _, text = argument.partition(" ")
+    if not name or not text.strip():
+        raise ConfigError("/set needs a name and a value, such as: /set temp 0.5")
+    setting = find(name, "/set")
+    value = setting.parse(text.strip(), f"/set {setting.key}")
+    session = chat.session
+    if setting.name == "system":
+        return _system(chat, value)
+    if setting.part == "sampling":
+        session.sampling = dataclasses.replace(session.sampling, **{setting.name: value})
+    elif setting.part == "generate" or setting.name in _CHANGEABLE_LATER:
+        session.options = dataclasses.replace(session.options, **{setting.name: value})
+    elif setting.name in ("show_draft", "stats"):
+        session.shown = dataclasses.replace(session.shown, **{setting.name: value})
+    else:
+        raise ConfigError(f"{setting.key} cannot change while the model is loaded: start again with --{setting.key}")
+    note(f"{setting.key} = {show(value)}")
+    return None
+
+
+def _show(chat: Chat, argument: str) -> None:
+    session = chat.session
+    note(configuration_line(session.model, session.sampling, session.options))
+    present = [(setting, _present(chat, setting)) for setting in SETTINGS]
+    _table([(s.key, _spelled(value), _origin(chat, s, value)) for s, value in present if value not in (None, ())])
+
+
+def _present(chat: Chat, setting: Setting) -> Any:
+    """A setting's present value; None when it is left to the model."""
+    session = chat.session
+    if setting.name == "system":
+        return chat.conversation.system
+    if setting.name in _CHANGEABLE_LATER and getattr(session.options, setting.name) is not None:
+        return getattr(session.options, setting.name)
+    owners = {
+        "load": session.model.options,
+        "sampling": session.sampling,
+        "generate": session.options,
+        "session": session.shown,
+    }
+    return getattr(owners[setting.part], setting.name)
+
+
+def _spelled(value: Any) -> str:
+    return ", ".join(map(repr, value)) if isinstance(value, tuple) else show(value)
+
+
+def _origin(chat: Chat, setting: Setting, value: Any) -> str:
+    """Where a value comes from; nothing for a default."""
+    given = chat.session.settings
+    if given.values.get(setting.name) == value:
+        return given.sources[setting.name]
+    return "" if value == default_of(setting) else "this chat"
+
+
+def _stats(chat: Chat, argument: str) -> None:
+    if not chat.totals.num_generations:
+        note("no answer yet")
+        return
+    for line in stats_lines(chat.session.model.stats):
+        note(line)
+    totals = chat.totals
+    note(
+        f"all {totals.num_generations} answers: {totals.new_tokens} tokens at {totals.tokens_per_second:.1f} tokens/s, "
+        f"acceptance {totals.acceptance_rate:.0%}, {totals.mean_accepted_length:.2f} tokens per pass"
+    )
+
+
+def _spec(chat: Chat, argument: str) -> None:
+    session = chat.session
+    loaded = session.model.drafter_name
+    usual: DrafterName | None = "ngram" if loaded == "none" else None
+    if argument == "off" or argument == "0":
+        session.options = dataclasses.replace(session.options, drafter="none")
+    elif argument == "on":
+        session.options = dataclasses.replace(session.options, drafter=usual)
+    elif argument.isdecimal():
+        session.options = dataclasses.replace(session.options, drafter=usual, draft_length=int(argument))
+    elif argument:
+        raise ConfigError(f"/spec takes on, off or a draft length of 0..{MAX_DRAFT_LENGTH}, got {argument!r}")
+    drafter = session.options.drafter or loaded
+    length = session.options.draft_length or session.model.options.draft_length
+    note("speculation off" if drafter == "none" else f"speculation on: drafter {drafter}, draft length {length}")
+
+
+def _exit(chat: Chat, argument: str) -> None:
+    raise _Leave
+
+
+def _table(rows: list[tuple[str, ...]]) -> None:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for row in rows:
+        table.add_row(*row)
+    Console(stderr=True, highlight=False, markup=False).print(table)
+
+
+COMMANDS: dict[str, Command] = {
+    "/help": Command("/help", "this list", _help),
+    "/clear": Command("/clear", "forget the conversation, keep the system prompt", _clear),
+    "/system": Command("/system [TEXT]", "set or show the system prompt", _system),
+    "/save": Command("/save FILE", "write the conversation to a file", _save),
+    "/load": Command("/load FILE", "go on with a saved conversation", _load),
+    "/regen": Command("/regen", "answer the last message again, with another seed", _regen),
+    "/undo": Command("/undo", "forget the last message and its answer", _undo),
+    "/set": Command("/set NAME VALUE", "change a setting, such as: /set temp 0.5", _set),
+    "/show": Command("/show", "all settings in effect and where they come from", _show),
+    "/stats": Command("/stats", "counters and rates of the last answer and of all", _stats),
+    "/spec": Command("/spec [on|off|N]", "switch speculation, or set the draft length", _spec),
+    "/exit": Command("/exit", "leave (or Ctrl-D)", _exit),
+}

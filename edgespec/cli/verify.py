@@ -1,0 +1,108 @@
+"""`edgespec verify`: decodes built-in prompts with and without speculation and compares token by token."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from edgespec.cli.options import resolve_settings, settings_options
+from edgespec.cli.session import Session, open_session, tell_configuration
+from edgespec.errors import ConfigError
+from edgespec.selfcheck import Comparison, Divergence, Report, comparisons
+
+DEFAULT_TOKENS = 64
+
+
+@click.command(short_help="Check that speculation changes no token, and measure what it gains.")
+@settings_options("load", "generate", "sampling", leave_out=("stop",))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
+def command(model_name: str | None, config_file: Path | None, as_json: bool, **given: Any) -> int:
+    """Decode built-in prompts with and without speculation, greedily and sampled, and compare token by token.
+
+    Exit code 0: identical, 1: some token differs. MODEL is a registry name or the path of a GGUF file.
+    """
+    settings = resolve_settings(given, model_name, config_file)
+    if settings.values.get("drafter") == "none":
+        raise ConfigError("verify compares speculation with plain decoding, and --drafter none switches it off")
+    session = open_session(settings)
+    if session.options.max_tokens is None:
+        session.options = dataclasses.replace(session.options, max_tokens=DEFAULT_TOKENS)
+    with session.model:
+        tell_configuration(session)
+        report = _run(session, as_json)
+    if as_json:
+        click.echo(json.dumps(_report_object(session, report), allow_nan=False))
+    else:
+        _print_summary(report)
+    return 0 if report.identical else 1
+
+
+def _run(session: Session, as_json: bool) -> Report:
+    done = []
+    for comparison in comparisons(session.model, session.sampling, session.options):
+        done.append(comparison)
+        if not as_json:
+            click.echo(_line(session, comparison))
+    return Report(tuple(done))
+
+
+def _line(session: Session, comparison: Comparison) -> str:
+    outcome = "identical" if comparison.divergence is None else _describe(session, comparison.divergence)
+    return (
+        f"{comparison.domain:<10}  T={comparison.temperature:<4g}  {comparison.drafted.new_tokens:>4} tokens  "
+        f"{outcome}  accepted {comparison.drafted.acceptance_rate:.0%}  speed {comparison.speed_ratio:.2f}x"
+    )
+
+
+def _describe(session: Session, divergence: Divergence) -> str:
+    name = session.model.target.vocabulary.token_name
+    tokens = [
+        "the end" if token_id is None else f"{token_id} {name(token_id)!r}"
+        for token_id in (divergence.plain_token_id, divergence.drafted_token_id)
+    ]
+    margin = "" if divergence.logit_margin is None else f", logit margin {divergence.logit_margin:.2g}"
+    return f"DIFFERENT at token {divergence.position}: {tokens[0]} plain, {tokens[1]} drafted{margin}"
+
+
+def _print_summary(report: Report) -> None:
+    totals = report.totals
+    different = sum(comparison.divergence is not None for comparison in report.comparisons)
+    verdict = "identical" if report.identical else f"DIFFERENT in {different} of {len(report.comparisons)} runs"
+    click.echo(
+        f"{verdict}: {totals.new_tokens} tokens in {len(report.comparisons)} runs, acceptance "
+        f"{totals.acceptance_rate:.0%}, {totals.mean_accepted_length:.2f} tokens per pass, speed "
+        f"{report.speed_ratio:.2f}x of plain decoding in the same mode (median)"
+    )
+
+
+def _report_object(session: Session, report: Report) -> dict[str, Any]:
+    model, totals = session.model, report.totals
+    return {
+        "model": model.pair.name,
+        "engine": model.target.facts.name,
+        "drafter": model.drafter_name,
+        "draft_length": model.options.draft_length,
+        "verify": model.options.verify,
+        "seed": session.sampling.seed,
+        "reproducible": model.reproducible,
+        "identical": report.identical,
+        "num_tokens": totals.new_tokens,
+        "acceptance_rate": totals.acceptance_rate,
+        "mean_accepted_length": totals.mean_accepted_length,
+        "speed_ratio": report.speed_ratio,
+        "comparisons": [
+            {
+                "domain": one.domain,
+                "temperature": one.temperature,
+                "num_tokens": one.drafted.new_tokens,
+                "acceptance_rate": one.drafted.acceptance_rate,
+                "speed_ratio": one.speed_ratio,
+                "divergence": dataclasses.asdict(one.divergence) if one.divergence else None,
+            }
+            for one in report.comparisons
+        ],
+    }

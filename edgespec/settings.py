@@ -1,0 +1,263 @@
+"""Where an option's value comes from: flag > EDGESPEC_* environment > TOML config file > default.
+
+One table, SETTINGS, names every option once; the command line's flags, the environment's variables, the config file's
+keys and the chat's `/set` are all read from it. Defaults live in the dataclasses that the values end in.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from edgespec.config import CACHE_TYPES, DRAFTERS, ENGINES, RULES
+from edgespec.errors import ConfigError
+
+Part = Literal["load", "sampling", "generate", "session"]
+Kind = Literal["text", "path", "integer", "number", "switch", "texts"]
+ENVIRONMENT_PREFIX = "EDGESPEC_"
+# Variables that are no settings but say where things lie.
+PLACES = ("CONFIG", "HOME")
+_TOML_TYPES: dict[Kind, tuple[type, ...]] = {
+    "integer": (int,),
+    "number": (int, float),
+    "switch": (bool,),
+    "text": (str,),
+    "path": (str,),
+    "texts": (str, list),
+}
+_SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One option: the dataclass field `name` that it fills, in which `part`, and the `flags` that set it."""
+
+    name: str
+    part: Part
+    kind: Kind
+    flags: tuple[str, ...]
+    help: str
+    choices: tuple[str, ...] = ()
+    metavar: str = ""
+
+    @property
+    def key(self) -> str:
+        """The name that messages, config file and `/set` use: the first long flag."""
+        return next(flag[2:] for flag in self.flags if flag.startswith("--"))
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All spellings, with underscores."""
+        long_flags = [flag[2:] for flag in self.flags if flag.startswith("--")]
+        return tuple(dict.fromkeys(key.replace("-", "_") for key in (*long_flags, self.name)))
+
+    def parse(self, text: str, source: str) -> Any:
+        """The value that `text` spells. Raises ConfigError naming `source`."""
+        try:
+            if self.kind == "integer":
+                return int(text)
+            if self.kind == "number":
+                return float(text)
+        except ValueError:
+            wanted = "a whole number" if self.kind == "integer" else "a number"
+            raise ConfigError(f"{source}: {text!r} is not {wanted}") from None
+        if self.kind == "switch":
+            if text.lower() not in _SWITCHES:
+                raise ConfigError(f"{source}: {text!r} is neither on nor off; allowed: {', '.join(_SWITCHES)}")
+            return _SWITCHES[text.lower()]
+        if self.kind == "texts":
+            return (text,)
+        return self._chosen(text, source)
+
+    def check(self, value: Any, source: str) -> Any:
+        """`value` of a TOML file as the right Python value. Raises ConfigError naming `source`."""
+        if type(value) not in _TOML_TYPES[self.kind]:  # exactly: to isinstance, a bool is an int
+            raise ConfigError(f"{source}: {value!r} has the wrong type; a value of kind '{self.kind}' is needed")
+        if self.kind == "texts":
+            texts = (value,) if isinstance(value, str) else tuple(value)
+            if not all(isinstance(text, str) for text in texts):
+                raise ConfigError(f"{source}: every element must be a string, got {value!r}")
+            return texts
+        if self.kind == "number":
+            return float(value)
+        return self._chosen(value, source) if isinstance(value, str) else value
+
+    def _chosen(self, text: str, source: str) -> str | Path:
+        if self.choices and text not in self.choices:
+            hint = did_you_mean(text, self.choices)
+            raise ConfigError(f"{source}: {text!r} is not known; allowed: {', '.join(self.choices)}{hint}")
+        return Path(text).expanduser() if self.kind == "path" else text
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting("model", "load", "text", ("-m", "--model"), "Registry name or path of the target."),
+    Setting(
+        "draft", "load", "path", ("-md", "--model-draft", "--draft-model"), "Path of a draft model.", metavar="FILE"
+    ),
+    Setting("engine", "load", "text", ("--engine",), "Engine that runs both models.", ENGINES),
+    Setting("drafter", "load", "text", ("--drafter",), "What proposes tokens.", DRAFTERS),
+    Setting(
+        "draft_length",
+        "load",
+        "integer",
+        ("--draft-length", "--num-draft-tokens", "--draft-max"),
+        "Most tokens drafted per round.",
+    ),
+    Setting("verify", "load", "text", ("--verify",), "Acceptance rule.", RULES),
+    Setting(
+        "reproducible",
+        "load",
+        "switch",
+        ("--reproducible",),
+        "Same text with any drafter and draft length, or none.",
+    ),
+    Setting("context_length", "load", "integer", ("-c", "--ctx-size"), "Context of the target, in tokens."),
+    Setting("draft_context_length", "load", "integer", ("-cd", "--ctx-size-draft"), "Context of the draft, in tokens."),
+    Setting("threads", "load", "integer", ("-t", "--threads"), "CPU threads."),
+    Setting("gpu_layers", "load", "integer", ("-ngl", "--gpu-layers"), "Target layers on the GPU, -1 for all."),
+    Setting("draft_gpu_layers", "load", "integer", ("-ngld", "--gpu-layers-draft"), "Draft layers on the GPU."),
+    Setting("cache_type_k", "load", "text", ("-ctk", "--cache-type-k"), "Type of cached keys.", CACHE_TYPES),
+    Setting("cache_type_v", "load", "text", ("-ctv", "--cache-type-v"), "Type of cached values.", CACHE_TYPES),
+    Setting("temperature", "sampling", "number", ("--temp",), "Temperature; 0 is greedy."),
+    Setting("top_k", "sampling", "integer", ("--top-k",), "Keep the k likeliest tokens; 0 keeps all."),
+    Setting("top_p", "sampling", "number", ("--top-p",), "Keep the likeliest tokens up to this mass; 1 keeps all."),
+    Setting("min_p", "sampling", "number", ("--min-p",), "Drop tokens below this share of the best one's."),
+    Setting("repeat_penalty", "sampling", "number", ("--repeat-penalty",), "Divide logits of recent tokens; 1 is off."),
+    Setting("presence_penalty", "sampling", "number", ("--presence-penalty",), "Subtract once per recent token."),
+    Setting("frequency_penalty", "sampling", "number", ("--frequency-penalty",), "Subtract per recent occurrence."),
+    Setting("penalty_window", "sampling", "integer", ("--repeat-last-n",), "Tokens that count as recent."),
+    Setting("seed", "sampling", "integer", ("--seed",), "Seed of the sampling; a random one is chosen and reported."),
+    Setting("max_tokens", "generate", "integer", ("-n", "--max-tokens"), "Most tokens to generate."),
+    Setting("stop", "generate", "texts", ("--stop",), "Text that ends the answer; repeatable.", metavar="TEXT"),
+    Setting("ignore_eos", "generate", "switch", ("--ignore-eos",), "Go on past end-of-text tokens."),
+    Setting("system", "session", "text", ("-s", "--system"), "System prompt."),
+    Setting("chat_template", "session", "switch", ("--chat-template",), "Wrap the prompt in the model's template."),
+    Setting("show_draft", "session", "switch", ("--show-draft",), "Show drafted tokens in another colour."),
+    Setting("stats", "session", "switch", ("--stats",), "Print counters and rates after each answer."),
+)
+_BY_KEY = {key: setting for setting in SETTINGS for key in setting.keys}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The values that were given anywhere, and for each where: `values` and `sources` by setting name."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def part(self, part: Part) -> dict[str, Any]:
+        """Keyword arguments for the dataclass of one part; what is absent keeps that class's default."""
+        return {s.name: self.values[s.name] for s in SETTINGS if s.part == part and s.name in self.values}
+
+    def below(self, defaults: Mapping[str, Any], source: str) -> Settings:
+        """These settings with `defaults` (a model's recommended values) filled in underneath."""
+        known = {find(key, source).name: value for key, value in defaults.items()}
+        return Settings({**known, **self.values}, {**dict.fromkeys(known, source), **self.sources})
+
+
+def find(key: str, source: str) -> Setting:
+    """The setting that `key` names, hyphens or underscores alike. Raises ConfigError with the nearest name."""
+    setting = _BY_KEY.get(key.replace("-", "_"))
+    if setting is None:
+        hint = did_you_mean(key, [spelling.replace("_", "-") for spelling in _BY_KEY])
+        raise ConfigError(
+            f"{source}: unknown setting {key!r}{hint or '; known: ' + ', '.join(s.key for s in SETTINGS)}"
+        )
+    return setting
+
+
+def resolve(
+    flags: Mapping[str, Any], environ: Mapping[str, str] | None = None, config_file: Path | None = None
+) -> Settings:
+    """Merge `flags` (by setting name; None, False for absent texts: not given), environment and config file.
+
+    `config_file` None: the file that EDGESPEC_CONFIG names (empty: none), else the user's own if there is one.
+    Raises ConfigError for an unknown key, a wrong type, or a file that cannot be read.
+    """
+    environ = os.environ if environ is None else environ
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    path = config_file or _config_file(environ)
+    layers = [_from_file(path)] if path else []
+    layers += [_from_environment(environ), [(name, value, "the command line") for name, value in flags.items()]]
+    for layer in layers:
+        for name, value, source in layer:
+            if value is not None and value != ():
+                values[name], sources[name] = value, source
+    return Settings(values, sources)
+
+
+def user_folder(variable: str, unix: str, environ: Mapping[str, str] | None = None) -> Path:
+    """The user's own folder of one kind: EDGESPEC_HOME, else `variable` (XDG), else the platform's, else ~/`unix`."""
+    environ = os.environ if environ is None else environ
+    if home := environ.get(ENVIRONMENT_PREFIX + "HOME"):
+        return Path(home)
+    if chosen := environ.get(variable):
+        return Path(chosen) / "edgespec"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Application Support" / "edgespec"
+    if sys.platform == "win32":
+        return Path(environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "edgespec"
+    return Path.home() / unix / "edgespec"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """'; did you mean ...?' with the nearest of `known`, or nothing when none is near."""
+    options = sorted(set(known))
+    bare = name.lstrip("-/").lower()
+    by_bare = {option.lstrip("-/").lower(): option for option in options}
+    near = difflib.get_close_matches(bare, by_bare, n=1, cutoff=0.55)
+    if not near and len(bare) > 2:
+        near = [
+            option for option in by_bare if len(option) > 2 and (option.startswith(bare) or bare.startswith(option))
+        ]
+    return f"; did you mean '{by_bare[near[0]]}'?" if near else ""
+
+
+def _config_file(environ: Mapping[str, str]) -> Path | None:
+    chosen = environ.get(ENVIRONMENT_PREFIX + "CONFIG")
+    if chosen is not None:
+        return Path(chosen).expanduser() if chosen else None
+    own = user_folder("XDG_CONFIG_HOME", ".config", environ) / "config.toml"
+    return own if own.is_file() else None
+
+
+def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Any, str]]:
+    found = []
+    for variable, text in sorted(environ.items()):
+        key = variable.removeprefix(ENVIRONMENT_PREFIX)
+        if key == variable or key in PLACES:
+            continue
+        setting = _BY_KEY.get(key.lower())
+        if setting is None:
+            names = [ENVIRONMENT_PREFIX + known.upper() for known in (*_BY_KEY, *PLACES)]
+            raise ConfigError(f"unknown environment variable {variable}{did_you_mean(variable, names)}")
+        found.append((setting.name, setting.parse(text, variable), variable))
+    return found
+
+
+def _from_file(path: Path) -> list[tuple[str, Any, str]]:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise ConfigError(f"config file {path} cannot be read: {exc.strerror}") from exc
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"config file {path} is not TOML: {exc}") from exc
+    seen: dict[str, str] = {}
+    found = []
+    for key, value in table.items():
+        setting = find(key, str(path))
+        if setting.name in seen:
+            raise ConfigError(f"{path}: {key!r} and {seen[setting.name]!r} are the same setting; keep one")
+        seen[setting.name] = key
+        checked = setting.check(value, f"{path}: {key}")
+        if isinstance(checked, Path):  # a path in a file is meant from where the file lies
+            checked = path.parent / checked
+        found.append((setting.name, checked, str(path)))
+    return found

@@ -1,0 +1,277 @@
+#!/usr/bin/env python3
+"""Set edgespec up in .venv beside this checkout, then run it. Standard library only.
+
+    python3 scripts/run.py chat              talk to the demo model
+    python3 scripts/run.py test [ARGS]       run the tests (arguments go to pytest)
+    python3 scripts/run.py lint              check style and types
+    python3 scripts/run.py COMMAND [ARGS]    any edgespec command
+
+The first call installs, and compiles the llama.cpp engine where no ready build is cached: 6 to 10 minutes on two cores.
+A later call starts at once and needs no network. An interrupted installation goes on where it stopped.
+Settings for the compiler go through CMAKE_ARGS, for example CMAKE_ARGS=-DGGML_CUDA=on for an NVIDIA GPU.
+"""
+
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036 - this file is also read by older interpreters
+    found = sys.version.split()[0]
+    sys.exit(f"error: edgespec needs Python 3.11 or newer, this is {found}: run this file with a newer one")
+
+import hashlib
+import json
+import os
+import queue
+import re
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+MARKER = VENV / "edgespec-ready.json"
+LOG = VENV / "setup.log"
+PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+# Commands that need more than the package's own requirements.
+EXTRAS = {"test": ["test"], "lint": ["test"], "serve": ["server"], "export": ["export"], "bench": ["bench"]}
+SECONDS_BETWEEN_LINES = 30
+LIKELY_FIXES = (
+    (
+        r"ensurepip is not available|No module named (ensurepip|venv)",
+        "install Python's venv module: apt install python3-venv",
+    ),
+    (
+        r"Microsoft Visual C\+\+|cl\.exe|nmake",
+        "install the 'Desktop development with C++' workload of Visual Studio Build Tools",
+    ),
+    (
+        r"CMAKE_C(XX)?_COMPILER|No CMAKE_C|command '?(gcc|cc|c\+\+|clang)|compiler.*not (found|able)",
+        "install a C++ compiler: apt install build-essential (Debian, Ubuntu), dnf install gcc-c++ (Fedora), "
+        "xcode-select --install (macOS)",
+    ),
+    (r"No space left|Errno 28", "free some disk space: the build needs about 2 GB"),
+    (
+        r"Killed|internal compiler error|Cannot allocate memory",
+        "the compiler ran out of memory: close programs and try again",
+    ),
+    (
+        r"Temporary failure in name resolution|NewConnectionError|ConnectionError|Read timed out|SSLError|ProxyError",
+        "the package index cannot be reached: check the network connection and try again",
+    ),
+    (
+        r"Could not find a version|No matching distribution",
+        "the package index has no fitting version: check `pip config list`",
+    ),
+)
+
+
+def main(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__.strip())
+        return 0
+    command = arguments[0]
+    wanted = EXTRAS.get(command, [])
+    if not is_ready(wanted):
+        with setup_lock():
+            if not is_ready(wanted):  # another call may have finished it meanwhile
+                set_up(wanted)
+    if command == "lint":
+        return lint()
+    if command == "test":
+        return run_python("-m", "pytest", *(arguments[1:] or ["-q"]))
+    return run_python("-m", "edgespec", *arguments)
+
+
+def lint() -> int:
+    checks = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
+    codes = [subprocess.run([str(PYTHON), "-m", *check], cwd=ROOT, check=False).returncode for check in checks]
+    return max(codes)
+
+
+def run_python(*arguments: str) -> int:
+    """Become the environment's Python, where the system can; tests run in the checkout, commands where the user is."""
+    if arguments[1] == "pytest":
+        os.chdir(ROOT)
+    command = [str(PYTHON), *arguments]
+    if os.name != "nt":
+        os.execv(command[0], command)
+    process = subprocess.Popen(command)
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:  # it reaches the child too, which decides what it means
+            continue
+
+
+def is_ready(extras: list[str]) -> bool:
+    """Whether the environment is complete for this checkout and holds `extras`."""
+    try:
+        marker = json.loads(MARKER.read_text(encoding="utf-8"))
+        return marker["key"] == environment_key() and set(extras) <= set(marker["extras"]) and PYTHON.exists()
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def environment_key() -> str:
+    """Changes with the requirements, the checkout's place and the environment's Python version."""
+    configuration = (VENV / "pyvenv.cfg").read_text(encoding="utf-8")
+    version = re.search(r"^version(?:_info)?\s*=\s*(\S+)", configuration, re.MULTILINE)
+    parts = ((ROOT / "pyproject.toml").read_bytes(), str(ROOT).encode(), (version.group(1) if version else "").encode())
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+
+@contextmanager
+def setup_lock() -> Iterator[None]:
+    """One installation at a time; a second call waits for the first."""
+    with (ROOT / ".venv.lock").open("a+b") as file:
+        waiting = False
+        while not try_lock(file):
+            if not waiting:
+                say("another installation is running in this checkout: waiting for it")
+                waiting = True
+            time.sleep(0.5)
+        yield  # closing the file gives the lock back, and so does the end of the process
+
+
+def try_lock(file: IO[bytes]) -> bool:
+    try:
+        if os.name == "nt":
+            import msvcrt
+
+            file.seek(0)
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def set_up(extras: list[str]) -> None:
+    """Create what is missing, and mark it complete as the very last step."""
+    extras = sorted({*extras, *installed_extras()})
+    MARKER.unlink(missing_ok=True)
+    if not has_pip():
+        if VENV.exists():
+            shutil.rmtree(VENV)
+        say(f"making the environment {VENV}")
+        step("making the environment", [sys.executable, "-m", "venv", str(VENV)], log=ROOT / ".venv.log")
+        (ROOT / ".venv.log").replace(LOG)
+    say("installing edgespec; without a cached build, llama.cpp is compiled now: 6 to 10 minutes on two cores")
+    target = str(ROOT) + (f"[{','.join(extras)}]" if extras else "")
+    pip = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", "-e", target]
+    step("installing", pip, log=LOG)
+    temporary = MARKER.with_suffix(".tmp")
+    temporary.write_text(json.dumps({"key": environment_key(), "extras": extras}), encoding="utf-8")
+    temporary.replace(MARKER)
+
+
+def installed_extras() -> list[str]:
+    """Extras that an earlier, now outdated installation had."""
+    try:
+        return list(json.loads(MARKER.read_text(encoding="utf-8"))["extras"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def has_pip() -> bool:
+    if not PYTHON.exists():
+        return False
+    return subprocess.run([str(PYTHON), "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0
+
+
+def step(name: str, command: list[str], log: Path) -> None:
+    """Run one command with a ticker; on failure, show the end of its output and the likely fix, and leave."""
+    started_s = time.monotonic()
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,  # a question that nobody sees would wait for ever
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+    ) as process:
+        try:
+            lines = follow(process, name, log, started_s)
+        except BaseException:
+            process.terminate()
+            raise
+    elapsed = clock(time.monotonic() - started_s)
+    if process.returncode:
+        fail(name, elapsed, lines, log)
+    say(f"{name}: done in {elapsed}")
+
+
+def follow(process: "subprocess.Popen[str]", name: str, log: Path, started_s: float) -> list[str]:
+    """Copy the output to `log` and show its last line with the time that has passed; all lines, at the end."""
+    lines: queue.Queue[str | None] = queue.Queue()
+    threading.Thread(target=pump, args=(process.stdout, lines), daemon=True).start()
+    seen: list[str] = []
+    shown_s = started_s
+    live = sys.stderr.isatty()
+    with log.open("w", encoding="utf-8") as file:
+        while True:
+            try:
+                line = lines.get(timeout=1)
+                if line is None:
+                    break
+                seen.append(line.rstrip())
+                file.write(line)
+                file.flush()
+            except queue.Empty:
+                pass
+            now_s = time.monotonic()
+            if now_s - shown_s >= (0.2 if live else SECONDS_BETWEEN_LINES):
+                shown_s = now_s
+                tell_progress(name, now_s - started_s, seen[-1] if seen else "", live)
+    if live:
+        print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+    return seen
+
+
+def pump(stream: "IO[str]", lines: "queue.Queue[str | None]") -> None:
+    for line in stream:
+        lines.put(line)
+    lines.put(None)
+
+
+def tell_progress(name: str, elapsed_s: float, last_line: str, live: bool) -> None:
+    text = f"{name} {clock(elapsed_s)}  {last_line.strip()}"
+    if live:
+        print("\r\x1b[2K" + text[: shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
+    else:
+        say(text)
+
+
+def fail(name: str, elapsed: str, lines: list[str], log: Path) -> None:
+    output = "\n".join(lines)
+    print("\n".join(lines[-20:]), file=sys.stderr)
+    print(f"\nerror: {name} failed after {elapsed}; the whole output is in {log}", file=sys.stderr)
+    fixes = [fix for pattern, fix in LIKELY_FIXES if re.search(pattern, output)]
+    if fixes:
+        print(f"likely fix: {fixes[0]}", file=sys.stderr)
+    print("then run the same command again: what is already installed is kept", file=sys.stderr)
+    sys.exit(1)
+
+
+def clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        say("\nstopped; the same command goes on from here")
+        sys.exit(130)

@@ -1,0 +1,151 @@
+"""flag > EDGESPEC_* environment > config file > default; nothing unknown passes."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from edgespec.cli.options import default_of
+from edgespec.config import GenerateOptions, LoadOptions, SessionOptions
+from edgespec.errors import ConfigError
+from edgespec.sampling import Sampling
+from edgespec.settings import SETTINGS, did_you_mean, find, resolve, user_folder
+
+OWNERS = {"load": LoadOptions, "sampling": Sampling, "generate": GenerateOptions, "session": SessionOptions}
+# Fields that no flag sets: overridden per generation, or only by the Python API.
+WITHOUT_FLAG = {"logit_bias", "logprobs"}
+
+
+@pytest.fixture
+def config(tmp_path):
+    def write(text: str) -> Path:
+        path = tmp_path / "config.toml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_each_layer_overrides_the_one_below(config):
+    path = config("temp = 0.1\ntop-k = 11\nseed = 1\n")
+    environ = {"EDGESPEC_TEMP": "0.2", "EDGESPEC_TOP_K": "22"}
+    settings = resolve({"temperature": 0.3, "top_p": None}, environ, path)
+    assert settings.part("sampling") == {"temperature": 0.3, "top_k": 22, "seed": 1}
+    assert settings.sources == {
+        "temperature": "the command line",
+        "top_k": "EDGESPEC_TOP_K",
+        "seed": str(path),
+    }
+
+
+def test_a_recommendation_is_below_everything_given(config):
+    settings = resolve({}, {"EDGESPEC_TEMP": "0"}, None).below({"temperature": 0.7, "top_k": 20}, "demo")
+    assert settings.part("sampling") == {"temperature": 0.0, "top_k": 20}
+
+
+@pytest.mark.parametrize("spelling", ["draft-length", "draft_length", "num-draft-tokens", "draft_max"])
+def test_every_spelling_of_a_flag_is_a_key(config, spelling):
+    assert resolve({}, {}, config(f"{spelling} = 7")).part("load") == {"draft_length": 7}
+    variable = "EDGESPEC_" + spelling.upper().replace("-", "_")
+    assert resolve({}, {variable: "7"}).part("load") == {"draft_length": 7}
+
+
+def test_the_environment_names_a_config_file(config):
+    assert resolve({}, {"EDGESPEC_CONFIG": str(config("threads = 3"))}).part("load") == {"threads": 3}
+
+
+def test_the_users_own_file_is_found_and_can_be_switched_off(tmp_path):
+    (tmp_path / "config.toml").write_text("threads = 3")
+    assert resolve({}, {"EDGESPEC_HOME": str(tmp_path)}).part("load") == {"threads": 3}
+    assert resolve({}, {"EDGESPEC_HOME": str(tmp_path), "EDGESPEC_CONFIG": ""}).values == {}
+
+
+def test_xdg_folders_are_honoured(tmp_path):
+    assert user_folder("XDG_STATE_HOME", ".local/state", {"XDG_STATE_HOME": "/x"}) == Path("/x/edgespec")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tmep = 1", "'tmep'; did you mean 'temp'"),
+        ("temp = 'hot'", "temp: 'hot' has the wrong type; a value of kind 'number'"),
+        ("top-k = 1.5", "kind 'integer'"),
+        ("top-k = true", "kind 'integer'"),
+        ("ignore-eos = 1", "kind 'switch'"),
+        ("stop = [1]", "must be a string"),
+        ("drafter = 'modle'", "'modle' is not known; allowed: none, model, ngram; did you mean 'model'"),
+        ("temp = 1\ntemperature = 2", "'temperature' and 'temp' are the same setting"),
+        ("[table]\nx = 1", "unknown setting 'table'"),
+        ("temp =", "is not TOML"),
+    ],
+)
+def test_a_bad_file_names_itself_and_the_fix(config, text, said):
+    path = config(text)
+    with pytest.raises(ConfigError, match=said.replace("(", r"\(")) as caught:
+        resolve({}, {}, path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_file_that_is_no_text_or_missing(tmp_path):
+    (tmp_path / "config.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="is not TOML"):
+        resolve({}, {}, tmp_path / "config.toml")
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        resolve({}, {"EDGESPEC_CONFIG": str(tmp_path / "nothing")})
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("EDGESPEC_TMEP", "1", "EDGESPEC_TMEP; did you mean 'EDGESPEC_TEMP'"),
+        ("EDGESPEC_TEMP", "warm", "EDGESPEC_TEMP: 'warm' is not a number"),
+        ("EDGESPEC_THREADS", "two", "'two' is not a whole number"),
+        ("EDGESPEC_IGNORE_EOS", "maybe", "neither on nor off"),
+        ("EDGESPEC_VERIFY", "typical", "allowed: coupled, rejection"),
+    ],
+)
+def test_a_bad_variable_names_itself(variable, value, said):
+    with pytest.raises(ConfigError, match=said):
+        resolve({}, {variable: value, "PATH": "/bin"})
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", True), ("off", False), ("YES", True), ("false", False)])
+def test_switches_in_the_environment(text, value):
+    assert resolve({}, {"EDGESPEC_REPRODUCIBLE": text}).part("load") == {"reproducible": value}
+
+
+def test_texts_are_one_string_or_several(config):
+    assert resolve({}, {"EDGESPEC_STOP": "END"}).part("generate") == {"stop": ("END",)}
+    assert resolve({}, {}, config("stop = ['a', 'b']")).part("generate") == {"stop": ("a", "b")}
+    assert resolve({"stop": ()}, {}, config("stop = 'a'")).part("generate") == {"stop": ("a",)}
+
+
+def test_a_draft_path_in_a_file_is_meant_from_where_the_file_lies(config):
+    path = config("draft-model = 'small.gguf'")
+    assert resolve({}, {}, path).part("load") == {"draft": path.parent / "small.gguf"}
+
+
+def test_the_table_and_the_dataclasses_agree():
+    """Every field has a setting, every setting a field, and its default can be shown."""
+    fields = {(part, f.name) for part, owner in OWNERS.items() for f in dataclasses.fields(owner)}
+    overrides = {("generate", "drafter"), ("generate", "draft_length"), ("generate", "verify")}
+    named = {(setting.part, setting.name) for setting in SETTINGS}
+    assert named == {f for f in fields if f[1] not in WITHOUT_FLAG} - overrides
+    for setting in SETTINGS:
+        default_of(setting)
+    assert len({key for setting in SETTINGS for key in setting.keys}) == sum(len(s.keys) for s in SETTINGS)
+
+
+def test_find_takes_hyphens_and_underscores():
+    assert find("top_k", "here") is find("top-k", "here")
+
+
+@pytest.mark.parametrize(
+    ("typed", "near"),
+    [("--tmep", "--temp"), ("--temperature", "--temp"), ("--modle", "--model"), ("genrate", ""), ("zzzz", "")],
+)
+def test_the_nearest_name(typed, near):
+    hint = did_you_mean(typed, ["--temp", "--top-k", "--model", "-m"])
+    assert hint == (f"; did you mean '{near}'?" if near else "")
