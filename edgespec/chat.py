@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from edgespec.errors import CapabilityError, PromptError, StateError
+from edgespec.tokenizer import Vocabulary
 
 Message = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
@@ -110,6 +112,42 @@ def render_chat(
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, MemoryError) as exc:
         raise CapabilityError(f"the model's chat template fails: {exc}; use --no-chat-template") from exc
     return "".join(parts)
+
+
+def encode_rendered(
+    vocabulary: Vocabulary, render: Callable[[Sequence[Mapping[str, Any]]], str], messages: Sequence[Mapping[str, Any]]
+) -> list[int]:
+    """Token ids of rendered `messages`, in which only the template may write control tokens.
+
+    A message that spells one out ("<|im_end|>") would otherwise forge a turn: there it is text. Raises as `render`.
+    """
+    marks = [name for name in vocabulary.control_names if any(name in _content(message) for message in messages)]
+    if not marks:
+        return vocabulary.encode(render(messages), parse_special=True)
+    stand_ins = _unused_characters(len(marks), messages)
+    spelt = dict(zip(stand_ins, sorted(marks, key=len, reverse=True), strict=True))
+    shielded = []
+    for message in messages:
+        content = _content(message)
+        for stand_in, mark in spelt.items():
+            content = content.replace(mark, stand_in)
+        shielded.append({**message, "content": content} if content else message)
+    ids: list[int] = []
+    for piece in re.split(f"([{''.join(stand_ins)}])", render(shielded)):
+        ids += vocabulary.encode(spelt.get(piece, piece), parse_special=piece not in spelt) if piece else []
+    return ids
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else ""
+
+
+def _unused_characters(count: int, messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Characters for private use (U+F0000 on) that no message holds."""
+    used = set().union(*(_content(message) for message in messages))
+    free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
+    return [next(free) for _ in range(count)]
 
 
 def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,6 +18,7 @@ from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engines.base import Engine
+from edgespec.engines.probe import check_model_file
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError, ConfigError, PromptError, StateError
 from edgespec.memory import peak_rss_bytes
@@ -119,15 +121,17 @@ class Model:
 
         Raises PromptError when the model has no chat template or the template refuses the messages.
         """
-        from edgespec.chat import render_chat  # jinja2 is needed only here
+        from edgespec.chat import encode_rendered, render_chat  # jinja2 is needed only here
 
         vocabulary = self.target.vocabulary
         if vocabulary.chat_template is None:
             raise PromptError(f"model {self.pair.name!r} has no chat template: use --no-chat-template, or generate()")
-        bos = vocabulary.token_name(vocabulary.bos_id) if vocabulary.bos_id is not None else ""
-        text = render_chat(vocabulary.chat_template, messages, tools=tools, bos_token=bos)
-        add_bos = vocabulary.adds_bos and not (bos and text.startswith(bos))
-        return vocabulary.encode(text, parse_special=True, add_bos=add_bos)
+        bos = "" if vocabulary.bos_id is None else vocabulary.token_name(vocabulary.bos_id)
+        render = partial(render_chat, vocabulary.chat_template, tools=tools, bos_token=bos)
+        ids = encode_rendered(vocabulary, render, messages)
+        if vocabulary.adds_bos and vocabulary.bos_id is not None and ids[:1] != [vocabulary.bos_id]:
+            ids.insert(0, vocabulary.bos_id)
+        return ids
 
     def stream(
         self, prompt: Prompt, sampling: Sampling | None = None, options: GenerateOptions | None = None
@@ -280,6 +284,9 @@ def load(model: str = "demo", **options: Any) -> Model:
             f"drafter 'model' needs a draft model and {pair.name!r} has none: give -md/--model-draft (draft=...), or "
             "use --drafter ngram"
         )
+    for role in ("target", "draft") if wants_draft else ("target",):
+        file = pair.files[role]  # one of unknown contents is first tried in a child process
+        check_model_file(file.path, is_trusted=file.is_verified)
     target = _load_target(chosen, pair)
     try:
         drafters: dict[DrafterName, Drafter] = {"model": _load_draft(chosen, pair, target)} if wants_draft else {}

@@ -39,6 +39,11 @@ class Vocabulary(ABC):
         """`token_bytes` of every id."""
         return [self.token_bytes(token_id) for token_id in range(self.size)]
 
+    @cached_property
+    def control_names(self) -> tuple[str, ...]:
+        """Names of the tokens that print nothing: the marks that structure a conversation."""
+        return tuple(self.token_name(token_id) for token_id, piece in enumerate(self.pieces) if not piece)
+
     def decode(self, token_ids: list[int]) -> str:
         return b"".join(self.pieces[i] for i in token_ids).decode("utf-8", errors="replace")
 
