@@ -69,9 +69,7 @@ def main() -> None:
         for seed in range(GENERATIONS):
             model.generate(model.encode(prompts[seed % len(prompts)]), Sampling(seed=seed), base)
             sizes.append(resident_bytes())
-        print(
-            f"resident after 50 and {GENERATIONS} generations: {sizes[49] / 2**20:.1f}, {sizes[-1] / 2**20:.1f} MiB"
-        )
+        print(f"resident after 50 and {GENERATIONS} generations: {sizes[49] / 2**20:.1f}, {sizes[-1] / 2**20:.1f} MiB")
         print(f"peak {model.stats.peak_rss_bytes / 2**20:.1f} MiB")
 
 

@@ -1,0 +1,6 @@
+"""The llama.cpp engine: GGUF models on CPUs, Apple Silicon and consumer GPUs."""
+
+from edgespec.engines.llamacpp.engine import LlamaCppEngine
+from edgespec.engines.llamacpp.vocabulary import LlamaCppVocabulary, VocabularyFile
+
+__all__ = ["LlamaCppEngine", "LlamaCppVocabulary", "VocabularyFile"]

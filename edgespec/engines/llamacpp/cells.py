@@ -1,0 +1,113 @@
+"""Who owns which cells of the KV cache: the one place that adds and removes llama.cpp sequence ids.
+
+Ids: first our own sequences, then a pool of branch ids for trees, last a scratch id for padding rows. A branch id
+mirrors one of our sequences up to some length and is brought up to date when a tree needs it. Whatever shortens a
+sequence shortens its mirrors as well, so that no cell outlives its token.
+
+A pass can fail, be cancelled, or be struck by Ctrl-C between any two calls. So `lengths` falls before cells are removed
+and rises after they are added: the library may hold more than `lengths` says, never less, and whoever reads or extends
+a sequence trims it first. Padding rows go the same way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edgespec.engines.llamacpp.library import library
+from edgespec.engines.llamacpp.rows import SequenceRows, branches_through, is_chain, leaves
+from edgespec.engines.llamacpp.settings import ContextSettings
+from edgespec.errors import BatchError, CapabilityError, EngineError
+
+END = -1
+
+
+class Cells:
+    """`lengths`: tokens cached per sequence."""
+
+    def __init__(self, context: Any, settings: ContextSettings) -> None:
+        llama = library()
+        self._memory = llama.llama_get_memory(context)
+        self._remove, self._copy = llama.llama_memory_seq_rm, llama.llama_memory_seq_cp
+        self._last_position = llama.llama_memory_seq_pos_max
+        self._branch_ids = range(settings.max_sequences, settings.scratch_id)
+        self._scratch_id = settings.scratch_id
+        self._mirrors: dict[int, tuple[int, int]] = {}  # branch id -> (sequence, tokens mirrored)
+        self.lengths = [0] * settings.max_sequences
+
+    def prepare(self, placed: dict[int, SequenceRows]) -> None:
+        """Make the cache fit to receive a batch, and give every branch of a tree its id.
+
+        A side branch gets an id that mirrors its sequence; the main chain keeps the sequence's own. Raises BatchError
+        when the pool of ids is too small, before anything is changed.
+        """
+        trees = {sequence: part for sequence, part in placed.items() if not is_chain(part.parents)}
+        needed = {sequence: len(leaves(part.parents)) - 1 for sequence, part in trees.items()}
+        if sum(needed.values()) > len(self._branch_ids):
+            raise BatchError(
+                f"the trees of this batch have {sum(needed.values())} side branches, this engine was loaded for "
+                f"{len(self._branch_ids)}; draft fewer branches or load with a larger max_branches"
+            )
+        self._trim(self._scratch_id, 0)
+        for sequence in placed:
+            self.trim(sequence)
+        free = list(self._branch_ids)
+        for sequence, part in trees.items():
+            free.sort(key=lambda branch: self._mirrors.get(branch, (sequence, 0))[0] != sequence)
+            chosen, free = free[: needed[sequence]], free[needed[sequence] :]
+            for branch in chosen:
+                self._bring_up_to_date(branch, sequence)
+            part.branches = branches_through(part.parents, [sequence, *chosen])
+
+    def _bring_up_to_date(self, branch: int, sequence: int) -> None:
+        owner, mirrored = self._mirrors.pop(branch, (sequence, 0))
+        mirrored = mirrored if owner == sequence else 0
+        self._trim(branch, mirrored)
+        if mirrored < self.lengths[sequence]:
+            self._copy(self._memory, sequence, branch, mirrored, self.lengths[sequence])
+        self._mirrors[branch] = (sequence, self.lengths[sequence])
+
+    def trim(self, sequence: int) -> None:
+        """Remove what an unfinished pass left of a sequence."""
+        self._trim(sequence, self.lengths[sequence])
+
+    def _trim(self, owned: int, length: int) -> None:
+        if self._last_position(self._memory, owned) >= length and not self._remove(self._memory, owned, length, END):
+            raise EngineError("an unfinished pass left a state that this model cannot take back; roll back to 0 first")
+
+    def drop_from(self, position: int, sequence: int) -> None:
+        """Remove a sequence's tokens from `position` on. Raises CapabilityError when the library refuses."""
+        mirrors = [branch for branch, (owner, _) in self._mirrors.items() if owner == sequence]
+        self.lengths[sequence] = position
+        for branch in mirrors:
+            self._mirrors[branch] = (sequence, min(self._mirrors[branch][1], position))
+        for owned in (sequence, *mirrors):
+            if not self._remove(self._memory, owned, position, END):
+                raise CapabilityError(f"llama.cpp cannot roll this cache back to {position} tokens; use --drafter none")
+
+    def keep_branch(self, path: list[int], part: SequenceRows, sequence: int) -> None:
+        """Leave the rows of `path` to the sequence and remove the rest of its tree."""
+        kept = part.base + len(path)
+        winner = part.branches[path[-1]][0] if path else sequence
+        if winner == sequence:
+            self._remove(self._memory, sequence, kept, END)
+        else:
+            self._remove(self._memory, sequence, part.base, END)
+            self._copy(self._memory, winner, sequence, part.base, kept)
+        for branch in part.side_branches:
+            self._remove(self._memory, branch, part.base, END)
+        self.lengths[sequence] = kept
+
+    def forget(self, sequence: int) -> None:
+        """Empty a sequence; unlike a rollback this always works."""
+        self.lengths[sequence] = 0
+        for branch in [branch for branch, (owner, _) in self._mirrors.items() if owner == sequence]:
+            self._remove(self._memory, branch, -1, END)
+            del self._mirrors[branch]
+        self._remove(self._memory, sequence, -1, END)
+
+    def fork(self, source: int, destination: int) -> None:
+        """Let `destination` share all cells of `source`; nothing is copied until they differ."""
+        self.trim(source)
+        self.forget(destination)
+        self._copy(self._memory, source, destination, -1, END)
+        self.lengths[destination] = self.lengths[source]

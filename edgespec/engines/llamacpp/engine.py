@@ -1,0 +1,277 @@
+"""The llama.cpp engine, on the library's low-level functions: one unified KV cache holds all sequences."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+import numpy as np
+
+from edgespec.engines.base import Engine, EngineFacts, check_batch
+from edgespec.engines.gguf_check import check_gguf
+from edgespec.engines.llamacpp.cells import Cells
+from edgespec.engines.llamacpp.facts import keeps_running_state, measured_facts, read_facts
+from edgespec.engines.llamacpp.library import CancelFlag, complaints, forget_complaints, library, open_model
+from edgespec.engines.llamacpp.rows import RowBuffer, Selection, SequenceRows, split_by_sequence
+from edgespec.engines.llamacpp.settings import ContextSettings, choose_context_length, create_context, require_generator
+from edgespec.engines.llamacpp.state import StateStamp
+from edgespec.engines.llamacpp.vocabulary import LlamaCppVocabulary
+from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError, StateError
+from edgespec.types import Batch, Logits, TokenIds
+
+NO_ROOM, ABORTED = 1, 2
+
+
+class LlamaCppEngine(Engine):
+    """One GGUF model in llama.cpp. Make it with `load`. Logits stay valid until the next `forward`."""
+
+    vocabulary: LlamaCppVocabulary
+
+    def __init__(self, model: Any, context: Any, path: Path, settings: ContextSettings, cancel: CancelFlag) -> None:
+        llama = library()
+        self._model, self._context, self._cancel = model, context, cancel
+        self._decode, self._get_logits = llama.llama_decode, llama.llama_get_logits
+        self._rows = RowBuffer(settings.batch_capacity, settings.sequence_ids)
+        self._cells = Cells(context, settings)
+        self._last: dict[int, SequenceRows] = {}
+        self._scratch_id = settings.scratch_id
+        self._stamp = StateStamp.of(path, settings)
+        self.vocabulary = LlamaCppVocabulary(model)
+        self._max_outputs = settings.max_outputs(self.vocabulary.size)
+        self.facts: EngineFacts = read_facts(model, context, settings)
+        if not self.facts.can_rollback:
+            # An aborted pass could not be taken back; `forward` still looks at the flag before each pass.
+            llama.llama_set_abort_callback(context, llama.ggml_abort_callback(), None)
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        *,
+        context_length: int | None = None,
+        threads: int | None = None,
+        gpu_layers: int = 0,
+        max_sequences: int = 1,
+        max_batch: int = 512,
+        max_branches: int = 16,
+        cache_type_k: str = "f16",
+        cache_type_v: str = "f16",
+        flash_attention: bool | None = None,
+        reproducible: bool | None = None,
+        widest: int = 63,
+        check_tensors: bool = False,
+    ) -> Self:
+        """Load `path` and measure what it can do.
+
+        `context_length` in tokens per sequence, None for the trained one (at most 4096); `threads` None for the
+        physical cores; `gpu_layers` -1 for all; `max_branches`, side branches of all trees in a batch; `reproducible`
+        True demands a width class, None takes one if the model has it, False skips the measurement; `widest`, the
+        widest pass measured; a class that wide also bounds `facts.max_batch`, so that prompts are read inside it;
+        `check_tensors` reads all weights and refuses NaN.
+
+        Raises ModelNotFound, ModelFileError, ConfigError for an option out of range, CapabilityError when this
+        build or model cannot do what was asked.
+        """
+        header = check_gguf(path)
+        settings = ContextSettings.checked(
+            context_length=choose_context_length(path, header.context_length, context_length),
+            threads=threads,
+            gpu_layers=gpu_layers,
+            max_sequences=max_sequences,
+            max_batch=max_batch,
+            max_branches=max_branches,
+            cache_type_k=cache_type_k,
+            cache_type_v=cache_type_v,
+            flash_attention=flash_attention,
+            reproducible=reproducible,
+            widest=widest,
+        )
+        model = open_model(path, gpu_layers=gpu_layers, check_tensors=check_tensors)
+        if keeps_running_state(model):
+            settings = replace(settings, max_branches=0)
+        cancel = CancelFlag()
+        try:
+            require_generator(model, path)
+            context = create_context(model, path, settings, cancel)
+        except BaseException:
+            library().llama_model_free(model)
+            raise
+        engine = cls(model, context, path, settings, cancel)
+        try:
+            engine.facts = measured_facts(engine, path, settings, engine._state_size)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    def forward(self, batch: Batch) -> Logits:
+        self._require_open()
+        check_batch(batch, self.facts, self.vocabulary.size, self._cells.lengths)
+        if np.count_nonzero(batch.outputs) > self._max_outputs:
+            raise BatchError(f"a batch may ask for at most {self._max_outputs} rows of logits; split it")
+        if self._cancel.is_set:
+            self._cancel.clear()
+            raise Cancelled("the pass was cancelled before it began; the cache is as before")
+        placed = split_by_sequence(batch, self._cells.lengths)
+        for sequence in placed:
+            self._check_settled(sequence)
+        self._cells.prepare(placed)
+        kept = self._run(batch, placed)
+        for sequence, part in placed.items():
+            if not part.is_tree:
+                self._cells.lengths[sequence] += len(part.rows)
+        self._last = {**self._trees_left(), **placed}
+        return self._logits(kept)
+
+    def _run(self, batch: Batch, placed: dict[int, SequenceRows]) -> Selection:
+        """One pass, padded into the pinned class. Whatever it adds counts only once `lengths` says so."""
+        low = self.facts.pinned_class[0] if self.facts.pinned_class else 1
+        self._rows.fill(batch, placed)
+        self._rows.pad(low, self._scratch_id)
+        # The last layer and the head run on the rows with logits only: their number is a width of its own.
+        kept = self._rows.widen_outputs(batch.outputs, low)
+        forget_complaints()
+        result = self._decode(self._context, self._rows.struct)
+        if result:
+            self._raise_failed(result, batch.width)
+        return kept
+
+    def _raise_failed(self, result: int, width: int) -> NoReturn:
+        if result == ABORTED:
+            self._cancel.clear()
+            raise Cancelled("the pass was cancelled; the cache is as before")
+        if result == NO_ROOM:
+            raise ContextFull(f"no room for {width} more tokens in the KV cache. Give a larger --ctx-size")
+        raise EngineError(f"llama.cpp failed on a pass of {width} rows (result {result}): {complaints()}")
+
+    def _logits(self, kept: Selection) -> Logits:
+        rows = kept.stop if isinstance(kept, slice) else int(kept[-1]) + 1
+        logits: Logits = np.ctypeslib.as_array(self._get_logits(self._context), (rows, self.vocabulary.size))[kept]
+        return logits
+
+    def length(self, sequence: int = 0) -> int:
+        self._require_open()
+        self._check_sequence(sequence)
+        return self._cells.lengths[sequence]
+
+    def rollback(self, to_length: int, sequence: int = 0) -> None:
+        length = self.length(sequence)
+        if not 0 <= to_length <= length:
+            raise BatchError(f"sequence {sequence} can roll back to 0..{length} tokens, not to {to_length}")
+        unsettled = self._last.pop(sequence, None)
+        if to_length == length and not (unsettled and unsettled.is_tree):
+            return
+        if to_length == 0:
+            self._cells.forget(sequence)
+            return
+        if not self.facts.can_rollback:
+            raise CapabilityError(
+                f"{self.facts.architecture} models keep a running state that cannot be rolled back to {to_length} of "
+                f"{length} tokens; use --drafter none"
+            )
+        self._cells.drop_from(to_length, sequence)
+
+    def keep_path(self, rows: tuple[int, ...], sequence: int = 0) -> None:
+        """As the contract says. In reproducible mode an accepted side branch is decoded again as a chain."""
+        self._require_open()
+        self._check_sequence(sequence)
+        part = self._last.get(sequence)
+        path = part.path(rows) if part else None
+        if part is None or path is None:
+            raise BatchError(f"rows {rows} are no path through what the last batch added to sequence {sequence}")
+        if not part.is_tree:
+            self.rollback(part.base + len(path), sequence)
+        elif self.facts.pinned_class and path != list(range(len(path))):
+            self._decode_again(part.token_ids[path], part.base, sequence)
+        else:
+            self._cells.keep_branch(path, part, sequence)
+        self._last.pop(sequence, None)
+
+    def _decode_again(self, token_ids: TokenIds, base: int, sequence: int) -> None:
+        """A side branch's cells stand in another order than its tokens, and attention adds in cell order."""
+        self._cells.drop_from(base, sequence)
+        del self._last[sequence]
+        was_cancelled = self._cancel.is_set
+        self._cancel.clear()
+        low = self.facts.pinned_class[0] if self.facts.pinned_class else 1
+        scored = self._logits(slice(0, low))
+        before = scored.copy()
+        self.forward(Batch.chain(token_ids, sequence=sequence, last_only=True))
+        scored[:] = before
+        if was_cancelled:
+            self._cancel.set()
+
+    def fork(self, source: int, destination: int) -> None:
+        self._require_open()
+        self._check_settled(source)
+        self._check_sequence(destination)
+        if source != destination:
+            self._last.pop(destination, None)
+            self._cells.fork(source, destination)
+
+    def save_state(self, sequence: int = 0) -> bytes:
+        self._require_open()
+        self._check_settled(sequence)
+        self._cells.trim(sequence)
+        size = self._state_size(sequence)
+        buffer = (ctypes.c_uint8 * size)()
+        forget_complaints()
+        written = library().llama_state_seq_get_data(self._context, buffer, size, sequence)
+        if written != size:
+            raise EngineError(f"llama.cpp wrote {written} of {size} bytes of the state: {complaints()}")
+        return self._stamp.wrap(bytes(buffer), self._cells.lengths[sequence])
+
+    def load_state(self, state: bytes, sequence: int = 0) -> None:
+        self._require_open()
+        self._check_sequence(sequence)
+        payload, length = self._stamp.unwrap(state)
+        if length > self.facts.context_length:
+            raise StateError(f"the state holds {length} tokens, this context {self.facts.context_length}")
+        self._last.pop(sequence, None)
+        self._cells.forget(sequence)
+        if not length:
+            return
+        forget_complaints()
+        buffer = (ctypes.c_uint8 * len(payload)).from_buffer_copy(payload)
+        if not library().llama_state_seq_set_data(self._context, buffer, len(payload), sequence):
+            self._cells.forget(sequence)
+            raise StateError(f"llama.cpp refused the state, the sequence is now empty: {complaints()}")
+        self._cells.lengths[sequence] = length
+
+    def _state_size(self, sequence: int = 0) -> int:
+        return int(library().llama_state_seq_get_size(self._context, sequence))
+
+    def cancel(self) -> None:
+        self._require_open()
+        self._cancel.set()
+
+    def clear_cancel(self) -> None:
+        self._require_open()
+        self._cancel.clear()
+
+    def close(self) -> None:
+        if self._context is None:
+            return
+        self.vocabulary.close()
+        library().llama_free(self._context)
+        library().llama_model_free(self._model)
+        self._context = self._model = None
+
+    def _require_open(self) -> None:
+        if self._context is None:
+            raise EngineError("this engine is closed; load the model again")
+
+    def _check_sequence(self, sequence: int) -> None:
+        if not 0 <= sequence < self.facts.max_sequences:
+            raise BatchError(f"sequence {sequence} does not exist, this engine has 0..{self.facts.max_sequences - 1}")
+
+    def _check_settled(self, sequence: int) -> None:
+        self._check_sequence(sequence)
+        if sequence in self._last and self._last[sequence].is_tree:
+            raise BatchError(f"sequence {sequence} holds an unsettled tree; call keep_path or rollback first")
+
+    def _trees_left(self) -> dict[int, SequenceRows]:
+        """Trees of other sequences that no `keep_path` has settled yet."""
+        return {sequence: part for sequence, part in self._last.items() if part.is_tree}

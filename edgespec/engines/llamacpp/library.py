@@ -1,0 +1,111 @@
+"""The one file that imports llama_cpp: loads the library quietly, keeps what it complains about, ends a pass early.
+
+llama.cpp says *why* something failed only through its log callback, so the last complaints are kept here and put into
+the typed error that the caller sees.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import sys
+from collections import deque
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from edgespec.errors import CapabilityError, ModelFileError
+
+logger = logging.getLogger(__name__)
+ERROR, CONTINUED = 4, 5  # ggml_log_level
+_complaints: deque[str] = deque(maxlen=8)
+
+
+@cache
+def library() -> Any:
+    """The module `llama_cpp.llama_cpp`, its log silenced. Raises CapabilityError when it is not installed."""
+    # On a failed assertion ggml otherwise starts a debugger to print a backtrace, which can take minutes.
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")
+    try:
+        from llama_cpp import llama_cpp
+    except (ImportError, OSError, RuntimeError) as exc:
+        raise CapabilityError(
+            f"llama.cpp cannot be loaded: {exc}. Install it with: pip install --force-reinstall llama-cpp-python"
+        ) from exc
+    llama_cpp.llama_log_set(_log_callback(llama_cpp), None)
+    llama_cpp.llama_backend_init()
+    return llama_cpp
+
+
+@cache
+def version() -> str:
+    """Version of llama-cpp-python, which pins the version of llama.cpp."""
+    from importlib.metadata import version as installed
+
+    return installed("llama-cpp-python")
+
+
+@cache
+def _log_callback(llama_cpp: Any) -> Any:
+    def keep(level: int, text: bytes | None, _data: Any) -> None:
+        line = (text or b"").decode("utf-8", errors="replace").rstrip()
+        if level == ERROR and line:
+            _complaints.append(line)
+        if line and level != CONTINUED:
+            logger.debug("%s", line)
+
+    return llama_cpp.llama_log_callback(keep)
+
+
+def forget_complaints() -> None:
+    _complaints.clear()
+
+
+def complaints() -> str:
+    """What the library logged as errors since `forget_complaints`, oldest first, in one line."""
+    return "; ".join(dict.fromkeys(_complaints)) or "the library gives no reason"
+
+
+def open_model(path: Path, *, gpu_layers: int = 0, vocabulary_only: bool = False, check_tensors: bool = False) -> Any:
+    """Load a model that passed `gguf_check`. Raises ModelFileError with the library's own reason."""
+    llama = library()
+    params = llama.llama_model_default_params()
+    params.n_gpu_layers = gpu_layers
+    params.vocab_only = vocabulary_only
+    params.check_tensors = check_tensors
+    forget_complaints()
+    model = llama.llama_model_load_from_file(os.fsencode(path), params)
+    if not model:
+        raise ModelFileError(f"{path} cannot be loaded by llama.cpp: {complaints()}. Download or export it again")
+    return model
+
+
+class CancelFlag:
+    """A byte that llama.cpp reads between operations of a pass, and that any thread may set.
+
+    The abort callback is libc's `strlen` over this byte and a zero: 0 goes on, 1 ends the pass. A Python function
+    would need the interpreter lock about 140 times per token.
+    """
+
+    def __init__(self) -> None:
+        self._bytes = ctypes.create_string_buffer(2)
+
+    @property
+    def is_set(self) -> bool:
+        return self._bytes.raw[0] != 0
+
+    def set(self) -> None:
+        self._bytes[0] = b"\x01"
+
+    def clear(self) -> None:
+        self._bytes[0] = b"\x00"
+
+    @property
+    def callback(self) -> Any:
+        libc = ctypes.CDLL("msvcrt") if sys.platform == "win32" else ctypes.CDLL(None)
+        return ctypes.cast(libc.strlen, library().ggml_abort_callback)
+
+    @property
+    def callback_data(self) -> ctypes.c_void_p:
+        return ctypes.cast(self._bytes, ctypes.c_void_p)

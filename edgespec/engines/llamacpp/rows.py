@@ -1,0 +1,172 @@
+"""Rows as llama.cpp wants them, and who sees whom in a tree.
+
+llama.cpp knows no parents. A tree is told by sets of sequence ids: each branch has an id, a row carries the ids of all
+branches that pass through it, and so a row sees exactly its own ancestors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.engines.llamacpp.library import library
+from edgespec.types import NO_PARENT, Batch, TokenIds
+
+Selection = slice | NDArray[np.intp]
+
+
+@dataclass(slots=True)
+class SequenceRows:
+    """The rows of one sequence in one batch.
+
+    `base`: tokens cached before; `rows`: their indices in the batch; `parents`: indices into `rows`, or -1;
+    `branches`: the ids that each row carries; empty for a chain, whose rows carry the sequence's own id only.
+    """
+
+    base: int
+    rows: list[int]
+    parents: list[int]
+    token_ids: TokenIds
+    branches: list[list[int]] = field(default_factory=list)
+
+    @property
+    def is_tree(self) -> bool:
+        return bool(self.branches)
+
+    @property
+    def side_branches(self) -> set[int]:
+        """All ids but the main chain's, which is the first of the first row."""
+        return (
+            {i for branches in self.branches for i in branches} - set(self.branches[0][:1]) if self.branches else set()
+        )
+
+    def path(self, rows: tuple[int, ...]) -> list[int] | None:
+        """Batch rows as indices into `rows`, or None when they are no path from a root."""
+        index = {row: i for i, row in enumerate(self.rows)}
+        local: list[int] = []
+        for row in rows:
+            if row not in index or self.parents[index[row]] != (local[-1] if local else NO_PARENT):
+                return None
+            local.append(index[row])
+        return local
+
+
+def split_by_sequence(batch: Batch, lengths: Sequence[int]) -> dict[int, SequenceRows]:
+    """A batch as one `SequenceRows` per sequence, in order of first appearance."""
+    parents, sequences = batch.parents.tolist(), batch.sequences.tolist()
+    first = sequences[0]
+    if sequences.count(first) == len(sequences):
+        return {first: SequenceRows(lengths[first], list(range(len(parents))), parents, batch.token_ids)}
+    placed = {}
+    for sequence in dict.fromkeys(sequences):
+        rows = [row for row, owner in enumerate(sequences) if owner == sequence]
+        index = {row: i for i, row in enumerate(rows)}
+        local = [index.get(parents[row], NO_PARENT) for row in rows]
+        placed[sequence] = SequenceRows(lengths[sequence], rows, local, batch.token_ids[rows])
+    return placed
+
+
+def is_chain(parents: Sequence[int]) -> bool:
+    return parents == list(range(-1, len(parents) - 1))
+
+
+def leaves(parents: Sequence[int]) -> list[int]:
+    """Rows without children, ascending: one per branch, that of the main chain first."""
+    inner = set(parents)
+    return [row for row in range(len(parents)) if row not in inner]
+
+
+def branches_through(parents: Sequence[int], leaf_ids: Sequence[int]) -> list[list[int]]:
+    """For every row, the ids of the branches that pass through it; `leaf_ids` in the order of `leaves`."""
+    found: list[list[int]] = [[] for _ in parents]
+    for leaf, branch in zip(leaves(parents), leaf_ids, strict=True):
+        row = leaf
+        while row != NO_PARENT:
+            found[row].append(branch)
+            row = parents[row]
+    return found
+
+
+class RowBuffer:
+    """A `llama_batch` whose fields point at arrays owned here. Never pass `struct` to `llama_batch_free`."""
+
+    def __init__(self, capacity: int, ids_per_row: int) -> None:
+        self.token_ids = np.zeros(capacity, np.int32)
+        self.positions = np.zeros(capacity, np.int32)
+        self.num_ids = np.ones(capacity, np.int32)
+        self.ids = np.zeros((capacity, ids_per_row), np.int32)
+        self.outputs = np.zeros(capacity, np.int8)
+        self._counting = np.arange(capacity, dtype=np.int32)
+        stride = self.ids.strides[0]
+        self._id_pointers = self.ids.ctypes.data + np.arange(capacity, dtype=np.uintp) * np.uintp(stride)
+        self.struct = self._point_at_arrays()
+
+    def _point_at_arrays(self) -> Any:
+        def pointer(array: NDArray[Any], kind: Any) -> Any:
+            return ctypes.cast(array.ctypes.data, ctypes.POINTER(kind))
+
+        return library().llama_batch(
+            n_tokens=0,
+            token=pointer(self.token_ids, ctypes.c_int32),
+            embd=None,
+            pos=pointer(self.positions, ctypes.c_int32),
+            n_seq_id=pointer(self.num_ids, ctypes.c_int32),
+            seq_id=pointer(self._id_pointers, ctypes.POINTER(ctypes.c_int32)),
+            logits=pointer(self.outputs, ctypes.c_int8),
+        )
+
+    def fill(self, batch: Batch, placed: dict[int, SequenceRows]) -> None:
+        """Write all rows of `batch`."""
+        width = batch.width
+        self.token_ids[:width] = batch.token_ids
+        self.outputs[:width] = batch.outputs
+        self.num_ids[:width] = 1
+        self.struct.n_tokens = width
+        for sequence, part in placed.items():
+            if part.is_tree:
+                self._fill_tree(part)
+            elif len(part.rows) == width:
+                np.add(self._counting[:width], part.base, out=self.positions[:width])
+                self.ids[:width, 0] = sequence
+            else:
+                self.positions[part.rows] = self._counting[: len(part.rows)] + part.base
+                self.ids[part.rows, 0] = sequence
+
+    def _fill_tree(self, part: SequenceRows) -> None:
+        positions: list[int] = []
+        for row, parent, branches in zip(part.rows, part.parents, part.branches, strict=True):
+            positions.append(part.base if parent == NO_PARENT else positions[parent] + 1)
+            self.positions[row] = positions[-1]
+            self.num_ids[row] = len(branches)
+            self.ids[row, : len(branches)] = branches
+
+    def pad(self, low: int, scratch_id: int) -> None:
+        """Append scratch rows of a sequence of their own up to `low` rows."""
+        width = self.struct.n_tokens
+        if width >= low:
+            return
+        scratch = slice(width, low)
+        self.token_ids[scratch] = 0
+        self.positions[scratch] = self._counting[: low - width]
+        self.num_ids[scratch] = 1
+        self.ids[scratch, 0] = scratch_id
+        self.outputs[scratch] = 0
+        self.struct.n_tokens = low
+
+    def widen_outputs(self, wanted: NDArray[np.bool_], low: int) -> Selection:
+        """Ask for at least `low` rows of logits, the last ones first; where the `wanted` rows will stand among them."""
+        count = int(np.count_nonzero(wanted))
+        if count >= low:
+            return slice(0, count)
+        outputs = self.outputs[: self.struct.n_tokens]
+        outputs[np.flatnonzero(outputs == 0)[count - low :]] = 1
+        is_ours = np.zeros(outputs.size, np.bool_)
+        is_ours[: wanted.size] = wanted
+        found = np.flatnonzero(is_ours[outputs != 0])
+        first, last = int(found[0]), int(found[-1])
+        return slice(first, last + 1) if last - first == count - 1 else found

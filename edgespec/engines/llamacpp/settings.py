@@ -1,0 +1,153 @@
+"""What a context is made with, checked here because llama.cpp ends the process on several bad values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from edgespec.engines.cores import physical_cores
+from edgespec.engines.llamacpp.library import CancelFlag, complaints, forget_complaints, library
+from edgespec.errors import CapabilityError, ConfigError
+
+DEFAULT_CONTEXT = 4096
+MAX_SEQUENCE_IDS = 256
+MAX_CELLS = 1 << 24
+LOGITS_BYTES = 32 << 20
+# ggml's numbers of the types that its attention kernels read.
+CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
+AUTO, OFF, ON = -1, 0, 1
+PLAIN_TYPES = frozenset({"f32", "f16", "bf16"})
+
+
+@dataclass(frozen=True, slots=True)
+class ContextSettings:
+    """Checked settings. `context_length` in tokens per sequence; `flash_attention` None leaves it to the library."""
+
+    context_length: int
+    threads: int
+    gpu_layers: int
+    max_sequences: int
+    max_batch: int
+    max_branches: int
+    cache_type_k: str
+    cache_type_v: str
+    flash_attention: bool | None
+    reproducible: bool | None
+    widest: int
+
+    @classmethod
+    def checked(cls, *, threads: int | None, **given: Any) -> Self:
+        """Raises ConfigError for a value out of range, CapabilityError for one that this build cannot serve."""
+        settings = cls(threads=physical_cores() if threads is None else threads, **given)
+        settings._check_ranges()
+        for kind in (settings.cache_type_k, settings.cache_type_v):
+            if kind not in CACHE_TYPES:
+                raise ConfigError(f"cache type {kind!r} is not known; allowed: {', '.join(CACHE_TYPES)}")
+        if settings.flash_attention is False and settings.cache_type_v not in PLAIN_TYPES:
+            raise ConfigError(f"a {settings.cache_type_v} cache for values needs flash attention; leave it on")
+        if settings.gpu_layers and not library().llama_supports_gpu_offload():
+            raise CapabilityError(
+                f"{settings.gpu_layers} layers were asked for on a GPU, but this build of llama.cpp has none. "
+                "Use -ngl 0, or reinstall llama-cpp-python with CMAKE_ARGS=-DGGML_CUDA=on (or -DGGML_METAL=on)"
+            )
+        return replace(settings, widest=min(settings.widest, settings.max_batch, settings.context_length // 2 + 1))
+
+    def _check_ranges(self) -> None:
+        allowed = {
+            "context_length": (1, MAX_CELLS // max(self.max_sequences, 1)),
+            "threads": (1, 512),
+            "gpu_layers": (-1, 1 << 16),
+            "max_sequences": (1, MAX_SEQUENCE_IDS - 1 - self.max_branches),
+            "max_batch": (1, 1 << 14),
+            "max_branches": (0, MAX_SEQUENCE_IDS - 2),
+            "widest": (1, 64),
+        }
+        for name, (low, high) in allowed.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or not low <= value <= high:
+                raise ConfigError(f"{name} must be a whole number in {low}..{high}, got {value!r}")
+
+    @property
+    def sequence_ids(self) -> int:
+        """Ids that llama.cpp keeps apart: sequences, branches beyond each tree's main chain, the scratch id."""
+        return self.max_sequences + self.max_branches + 1
+
+    @property
+    def scratch_id(self) -> int:
+        return self.sequence_ids - 1
+
+    @property
+    def batch_capacity(self) -> int:
+        return max(self.max_batch, self.widest)
+
+    @property
+    def cells(self) -> int:
+        """KV cells: every sequence full, and room for scratch rows on top."""
+        return self.context_length * self.max_sequences + self.widest
+
+    @property
+    def flash_attention_type(self) -> int:
+        """llama.cpp's number. Left open, it is on where bits matter: a plain softmax adds over empty cells too, so
+        that its rounding depends on where in the cache a token stands."""
+        if self.flash_attention is None:
+            return AUTO if self.reproducible is False and self.cache_type_v in PLAIN_TYPES else ON
+        return ON if self.flash_attention else OFF
+
+    def max_outputs(self, vocabulary_size: int) -> int:
+        """Rows with logits per pass; bounded so that a wide batch over a large vocabulary stays small."""
+        affordable = LOGITS_BYTES // (4 * vocabulary_size)
+        return min(max(affordable, 64, self.sequence_ids), max(self.batch_capacity, self.sequence_ids))
+
+
+def choose_context_length(path: Path, trained: int | None, asked: int | None) -> int:
+    """Tokens per sequence: as asked, or what the model was trained for, at most DEFAULT_CONTEXT.
+
+    Raises ConfigError beyond the trained length: positions that the model never saw give text that is wrong quietly.
+    """
+    if asked is None:
+        return min(trained or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
+    if trained is not None and asked > trained:
+        raise ConfigError(f"a context of {asked} tokens was asked for, {path.name} was trained for {trained}")
+    return asked
+
+
+def require_generator(model: Any, path: Path) -> None:
+    """Raises CapabilityError for a model that does not continue text; llama.cpp would end the process on some."""
+    llama = library()
+    if llama.llama_model_has_encoder(model) or not llama.llama_model_has_decoder(model):
+        raise CapabilityError(f"{path.name} is an encoder; give a model that continues text (a decoder)")
+    if llama.llama_model_is_diffusion(model):
+        raise CapabilityError(f"{path.name} is a diffusion model; give one that continues text token by token")
+
+
+def create_context(model: Any, path: Path, settings: ContextSettings, cancel: CancelFlag) -> Any:
+    """A llama_context. Raises CapabilityError with the library's reason when it refuses."""
+    llama = library()
+    params = llama.llama_context_default_params()
+    vocabulary_size = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
+    params.n_ctx = settings.cells
+    params.n_batch = params.n_ubatch = settings.batch_capacity
+    params.n_seq_max = settings.sequence_ids
+    params.n_outputs_max = settings.max_outputs(vocabulary_size)
+    params.n_threads = params.n_threads_batch = settings.threads
+    params.type_k, params.type_v = CACHE_TYPES[settings.cache_type_k], CACHE_TYPES[settings.cache_type_v]
+    params.flash_attn_type = settings.flash_attention_type
+    params.kv_unified = True
+    params.swa_full = True  # a sliding-window cache could not be rolled back
+    params.no_perf = True
+    params.abort_callback, params.abort_callback_data = cancel.callback, cancel.callback_data
+    forget_complaints()
+    context = llama.llama_init_from_model(model, params)
+    if not context and settings.flash_attention is None and params.flash_attn_type == ON:
+        params.flash_attn_type = AUTO  # not every model and device has it
+        context = llama.llama_init_from_model(model, params)
+    if not context:
+        raise CapabilityError(
+            f"llama.cpp refused a context of {settings.cells} cells for {path.name}: {complaints()}. "
+            "Try a smaller --ctx-size, or other --cache-type-k/--cache-type-v"
+        )
+    if not llama.llama_get_memory(context):
+        llama.llama_free(context)
+        raise CapabilityError(f"{path.name} keeps no KV cache (an embedding model?); give one that continues text")
+    return context

@@ -1,0 +1,59 @@
+"""The envelope of a saved sequence: llama.cpp would read a foreign state without a check of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from edgespec.engines.llamacpp.library import version
+from edgespec.engines.llamacpp.settings import ContextSettings
+from edgespec.errors import StateError
+
+MAGIC = b"EDGESPEC-LLAMACPP-STATE-1\n"
+HEADER = struct.Struct(f"<{len(MAGIC)}s32s32sQ")  # magic, stamp, digest of the payload, length in tokens
+SAMPLE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StateStamp:
+    """What a state must share with an engine to be read by it: weights, library, KV types."""
+
+    digest: bytes
+
+    @classmethod
+    def of(cls, path: Path, settings: ContextSettings) -> Self:
+        found = hashlib.sha256(fingerprint(path))
+        kinds = (settings.cache_type_k, settings.cache_type_v, str(settings.flash_attention), version())
+        found.update("\0".join(kinds).encode())
+        return cls(found.digest())
+
+    def wrap(self, payload: bytes, length: int) -> bytes:
+        return HEADER.pack(MAGIC, self.digest, hashlib.sha256(payload).digest(), length) + payload
+
+    def unwrap(self, state: bytes) -> tuple[bytes, int]:
+        """(payload, length in tokens). Raises StateError for anything but a whole state of this model."""
+        if len(state) < HEADER.size or not state.startswith(MAGIC):
+            raise StateError("this is not a saved llama.cpp sequence")
+        _, stamp, digest, length = HEADER.unpack_from(state)
+        if stamp != self.digest:
+            raise StateError(
+                "this state was saved with another model, library version or cache type; start from the prompt instead"
+            )
+        payload = state[HEADER.size :]
+        if hashlib.sha256(payload).digest() != digest:
+            raise StateError("this saved sequence is damaged; start from the prompt instead")
+        return payload, length
+
+
+def fingerprint(path: Path) -> bytes:
+    """A digest of a model file: its size, its head (all metadata that differs) and its tail (trained numbers)."""
+    size = path.stat().st_size
+    found = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        found.update(file.read(SAMPLE_BYTES))
+        file.seek(max(size - SAMPLE_BYTES, 0))
+        found.update(file.read(SAMPLE_BYTES))
+    return found.digest()

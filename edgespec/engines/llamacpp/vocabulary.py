@@ -1,0 +1,98 @@
+"""A model's vocabulary through llama.cpp. Ids are checked here: the library ends the process on one out of range."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any, Self
+
+from edgespec.engines.gguf_check import check_gguf
+from edgespec.engines.llamacpp.library import library, open_model
+from edgespec.errors import EngineError, PromptError, UsageError
+from edgespec.tokenizer import Vocabulary
+
+MAX_TEXT_BYTES = 1 << 28
+
+
+class LlamaCppVocabulary(Vocabulary):
+    """Borrows a loaded model; usable until that model is closed."""
+
+    def __init__(self, model: Any) -> None:
+        llama = library()
+        self._model: Any | None = model
+        self._vocab = llama.llama_model_get_vocab(model)
+        self.size = int(llama.llama_vocab_n_tokens(self._vocab))
+        self.bos_id = self._id_or_none(llama.llama_vocab_bos(self._vocab))
+        self.adds_bos = bool(llama.llama_vocab_get_add_bos(self._vocab)) and self.bos_id is not None
+        self.end_ids = frozenset(i for i in range(self.size) if llama.llama_vocab_is_eog(self._vocab, i))
+        template = llama.llama_model_chat_template(model, None)
+        self.chat_template = template.decode("utf-8", errors="replace") if template else None
+
+    def _id_or_none(self, token_id: int) -> int | None:
+        return token_id if 0 <= token_id < self.size else None
+
+    def encode(self, text: str, *, parse_special: bool = False, add_bos: bool = False) -> list[int]:
+        vocab = self._require_open()
+        try:
+            data = text.encode("utf-8")
+        except UnicodeEncodeError as exc:
+            raise PromptError(f"the text is not valid Unicode ({exc}); remove the lone surrogate") from exc
+        if len(data) > MAX_TEXT_BYTES:
+            raise PromptError(f"the text has {len(data)} bytes, at most {MAX_TEXT_BYTES} can be encoded")
+        room = len(data) + 8
+        ids = (ctypes.c_int32 * room)()
+        # The library's own add_special may append an end token as well, so the bos is put in front here.
+        count = library().llama_tokenize(vocab, data, len(data), ids, room, False, parse_special)
+        if not 0 <= count <= room:
+            raise EngineError(f"llama.cpp could not encode a text of {len(data)} bytes (result {count})")
+        found = list(ids[:count])
+        return [self.bos_id, *found] if add_bos and self.bos_id is not None else found
+
+    def token_bytes(self, token_id: int) -> bytes:
+        vocab = self._require_open()
+        self._check_id(token_id)
+        room = 64
+        while True:
+            piece = ctypes.create_string_buffer(room)
+            length = library().llama_token_to_piece(vocab, token_id, piece, room, 0, False)
+            if length >= 0:
+                return piece.raw[:length]
+            room = -length
+
+    def token_name(self, token_id: int) -> str:
+        vocab = self._require_open()
+        self._check_id(token_id)
+        text: bytes | None = library().llama_vocab_get_text(vocab, token_id)
+        return (text or b"").decode("utf-8", errors="backslashreplace")
+
+    def close(self) -> None:
+        """The model is gone: any further call raises EngineError. Texts already read stay in `pieces`."""
+        self._model = None
+
+    def _check_id(self, token_id: int) -> None:
+        if not 0 <= token_id < self.size:
+            raise UsageError(f"token id {token_id} is outside the vocabulary 0..{self.size - 1}")
+
+    def _require_open(self) -> Any:
+        if self._model is None:
+            raise EngineError("the model of this vocabulary is closed; load it again")
+        return self._vocab
+
+
+class VocabularyFile(LlamaCppVocabulary):
+    """The vocabulary of a GGUF without its weights: for tokenising and for comparing before a model is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        check_gguf(path)
+        super().__init__(open_model(path, vocabulary_only=True))
+
+    def close(self) -> None:
+        if self._model is not None:
+            library().llama_model_free(self._model)
+        super().close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,272 @@
+"""A deterministic engine without weights: logits are a fixed function of the last few tokens, read from a table.
+
+It keeps the whole contract (trees, sequences, fork, state, cancel) and costs microseconds, so that everything above an
+engine can be tested exactly and timed by itself. Its distributions are known in closed form: `row` gives them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.engines.base import Engine, EngineFacts, check_batch
+from edgespec.errors import BatchError, Cancelled, CapabilityError, EngineError, PromptError, StateError, UsageError
+from edgespec.tokenizer import Vocabulary
+from edgespec.types import NO_PARENT, Batch, Logits
+
+MAX_ROWS = 4096
+MAX_TABLE_BYTES = 16 << 20
+STATE_MAGIC = b"EDGESPEC-TABLE-STATE-1\n"
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+TOKEN = re.compile(r"\[(\d+)\]|([a-z])")
+
+
+class LetterVocabulary(Vocabulary):
+    """Ids 0..25 are letters, further ones `[26]`, `[27]`, ...; one of them may end a generation."""
+
+    def __init__(self, size: int, end_id: int | None = None) -> None:
+        self.size = size
+        self.bos_id = None
+        self.adds_bos = False
+        self.end_ids = frozenset() if end_id is None else frozenset({end_id})
+        self.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+    def encode(self, text: str, *, parse_special: bool = False, add_bos: bool = False) -> list[int]:
+        found = list(TOKEN.finditer(text))
+        ids = [int(number) if number else LETTERS.index(letter) for number, letter in (m.groups() for m in found)]
+        if "".join(match.group() for match in found) != text or any(i >= self.size for i in ids):
+            raise PromptError(f"{text!r} has characters outside the {self.size} tokens of this vocabulary")
+        return ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"" if token_id in self.end_ids else self.token_name(token_id).encode()
+
+    def token_name(self, token_id: int) -> str:
+        if not 0 <= token_id < self.size:
+            raise UsageError(f"token id {token_id} is outside the vocabulary 0..{self.size - 1}")
+        return LETTERS[token_id] if token_id < len(LETTERS) else f"[{token_id}]"
+
+
+class TableEngine(Engine):
+    """`table` [rows, vocabulary size], float32 logits; a context of up to `order` tokens picks one of its rows."""
+
+    vocabulary: LetterVocabulary
+
+    def __init__(
+        self,
+        table: Logits,
+        *,
+        order: int = 2,
+        context_length: int = 256,
+        max_sequences: int = 4,
+        max_batch: int = 64,
+        end_id: int | None = None,
+        can_rollback: bool = True,
+    ) -> None:
+        self.vocabulary = LetterVocabulary(table.shape[1], end_id)
+        self.facts = EngineFacts(
+            name="table",
+            architecture=f"table of order {order}",
+            context_length=context_length,
+            max_sequences=max_sequences,
+            max_batch=max_batch,
+            can_rollback=can_rollback,
+            can_tree=True,
+            weight_bytes=table.nbytes,
+            kv_bytes_per_token=4,
+            width_classes=((1, max_batch),),
+            pinned_class=(1, max_batch),
+            device="cpu",
+            threads=1,
+        )
+        self._table, self._order = table, order
+        self._logits = np.zeros((0, table.shape[1]), np.float32)
+        self._cached: list[list[int]] = [[] for _ in range(max_sequences)]
+        self._last: dict[int, tuple[int, Batch]] = {}  # sequence -> tokens cached before, the batch
+        self._cancelled = False
+        self._is_open = True
+
+    @classmethod
+    def random(
+        cls,
+        vocabulary_size: int = 10,
+        *,
+        order: int = 2,
+        seed: int = 0,
+        spread: float = 2.0,
+        context_length: int = 256,
+        max_sequences: int = 4,
+        max_batch: int = 64,
+        end_id: int | None = None,
+        can_rollback: bool = True,
+    ) -> Self:
+        """Normal logits of standard deviation `spread`: one row per context while that is few, shared rows beyond."""
+        affordable = max(MAX_TABLE_BYTES // (4 * vocabulary_size), 16)
+        rows = min((vocabulary_size + 1) ** order, MAX_ROWS, affordable)
+        draws = np.random.default_rng(seed).standard_normal((rows, vocabulary_size), np.float32)
+        return cls(
+            draws * np.float32(spread),
+            order=order,
+            context_length=context_length,
+            max_sequences=max_sequences,
+            max_batch=max_batch,
+            end_id=end_id,
+            can_rollback=can_rollback,
+        )
+
+    def related(self, sigma: float, seed: int = 1) -> Self:
+        """An engine like this one whose logits differ by normal noise of standard deviation `sigma`: a draft."""
+        # Two numbers seed another stream than `random` takes: noise equal to the table would change no order.
+        noise = np.random.default_rng((seed, 1)).standard_normal(self._table.shape, np.float32)
+        return type(self)(
+            self._table + noise * np.float32(sigma),
+            order=self._order,
+            context_length=self.facts.context_length,
+            max_sequences=self.facts.max_sequences,
+            max_batch=self.facts.max_batch,
+            end_id=next(iter(self.vocabulary.end_ids), None),
+            can_rollback=self.facts.can_rollback,
+        )
+
+    def row(self, token_ids: Sequence[int]) -> Logits:
+        """The logits [vocabulary size] that follow `token_ids`, whatever is cached."""
+        found: Logits = self._table[self._row_index(token_ids)]
+        return found
+
+    def _row_index(self, token_ids: Sequence[int]) -> int:
+        index = 0
+        for token_id in token_ids[-self._order :]:
+            index = index * (self.vocabulary.size + 1) + token_id + 1
+        return index % len(self._table)
+
+    def forward(self, batch: Batch) -> Logits:
+        self._require_open()
+        check_batch(batch, self.facts, self.vocabulary.size, [len(cached) for cached in self._cached])
+        for sequence in set(batch.sequences.tolist()):
+            self._check_settled(sequence)
+        if self._cancelled:
+            self._cancelled = False
+            raise Cancelled("the pass was cancelled; the cache is as before")
+        rows = self._contexts_to_rows(batch)
+        logits = self._buffer(int(batch.outputs.sum()))
+        np.take(self._table, rows[batch.outputs], axis=0, out=logits)
+        for sequence in set(batch.sequences.tolist()):
+            self._last[sequence] = (len(self._cached[sequence]), batch)
+            if not self._is_tree(sequence):
+                self._cached[sequence] += batch.token_ids[batch.sequences == sequence].tolist()
+        return logits
+
+    def _contexts_to_rows(self, batch: Batch) -> NDArray[np.intp]:
+        """The table row of every batch row, from its ancestors in the batch and its sequence's cached tokens."""
+        parents, ids, sequences = batch.parents.tolist(), batch.token_ids.tolist(), batch.sequences.tolist()
+        contexts: list[list[int]] = []
+        for token_id, parent, sequence in zip(ids, parents, sequences, strict=True):
+            before = contexts[parent] if parent != NO_PARENT else self._cached[sequence][-self._order :]
+            contexts.append([*before, token_id][-self._order :])
+        return np.array([self._row_index(context) for context in contexts], np.intp)
+
+    def _buffer(self, rows: int) -> Logits:
+        if rows > len(self._logits):
+            self._logits = np.zeros((rows, self.vocabulary.size), np.float32)
+        return self._logits[:rows]
+
+    def _is_tree(self, sequence: int) -> bool:
+        if sequence not in self._last:
+            return False
+        _, batch = self._last[sequence]
+        rows = np.flatnonzero(batch.sequences == sequence)
+        return not np.array_equal(batch.parents[rows], [NO_PARENT, *rows[:-1]])
+
+    def length(self, sequence: int = 0) -> int:
+        self._require_open()
+        self._check_sequence(sequence)
+        return len(self._cached[sequence])
+
+    def rollback(self, to_length: int, sequence: int = 0) -> None:
+        length = self.length(sequence)
+        if not 0 <= to_length <= length:
+            raise BatchError(f"sequence {sequence} can roll back to 0..{length} tokens, not to {to_length}")
+        if 0 < to_length < length and not self.facts.can_rollback:
+            raise CapabilityError("this engine was made without rollback; use --drafter none")
+        self._last.pop(sequence, None)
+        del self._cached[sequence][to_length:]
+
+    def keep_path(self, rows: tuple[int, ...], sequence: int = 0) -> None:
+        self._require_open()
+        self._check_sequence(sequence)
+        base, batch = self._last.get(sequence, (0, None))
+        parent = NO_PARENT
+        for row in rows:
+            mine = batch is not None and 0 <= row < batch.width and batch.sequences[row] == sequence
+            if batch is None or not mine or batch.parents[row] != parent:
+                raise BatchError(f"rows {rows} are no path through what the last batch added to sequence {sequence}")
+            parent = row
+        if batch is None:
+            raise BatchError(f"sequence {sequence} was not in the last batch, or was changed since")
+        del self._last[sequence]
+        self._cached[sequence][base:] = batch.token_ids[list(rows)].tolist()
+
+    def fork(self, source: int, destination: int) -> None:
+        self._require_open()
+        self._check_settled(source)
+        self._check_sequence(destination)
+        if source != destination:
+            self._last.pop(destination, None)
+            self._cached[destination] = list(self._cached[source])
+
+    def save_state(self, sequence: int = 0) -> bytes:
+        self._require_open()
+        self._check_settled(sequence)
+        payload = np.array(self._cached[sequence], np.int32).tobytes()
+        return STATE_MAGIC + self._stamp(payload) + payload
+
+    def load_state(self, state: bytes, sequence: int = 0) -> None:
+        self._require_open()
+        self._check_sequence(sequence)
+        start = len(STATE_MAGIC) + len(self._stamp(b""))
+        payload = state[start:]
+        if not state.startswith(STATE_MAGIC) or state[len(STATE_MAGIC) : start] != self._stamp(payload):
+            raise StateError("this is not a whole state of this table; start from the prompt instead")
+        ids = np.frombuffer(payload, np.int32).tolist()
+        if len(ids) > self.facts.context_length:
+            raise StateError(f"the state holds {len(ids)} tokens, this context {self.facts.context_length}")
+        self._last.pop(sequence, None)
+        self._cached[sequence] = ids
+
+    @cached_property
+    def _table_digest(self) -> bytes:
+        return hashlib.sha256(self._table.tobytes()).digest()
+
+    def _stamp(self, payload: bytes) -> bytes:
+        """A digest of the table and a payload: a state fits only where both are the same."""
+        return hashlib.sha256(self._table_digest + payload).digest()
+
+    def cancel(self) -> None:
+        self._require_open()
+        self._cancelled = True
+
+    def clear_cancel(self) -> None:
+        self._require_open()
+        self._cancelled = False
+
+    def close(self) -> None:
+        self._is_open = False
+
+    def _require_open(self) -> None:
+        if not self._is_open:
+            raise EngineError("this engine is closed; make a new one")
+
+    def _check_sequence(self, sequence: int) -> None:
+        if not 0 <= sequence < self.facts.max_sequences:
+            raise BatchError(f"sequence {sequence} does not exist, this engine has 0..{self.facts.max_sequences - 1}")
+
+    def _check_settled(self, sequence: int) -> None:
+        self._check_sequence(sequence)
+        if self._is_tree(sequence):
+            raise BatchError(f"sequence {sequence} holds an unsettled tree; call keep_path or rollback first")

@@ -1,0 +1,97 @@
+"""Which widths of a pass give the same bits, found by running the same tokens at every width.
+
+A matrix kernel is chosen by its number of rows, and another kernel adds in another order. The reproducible mode stays
+inside one class of widths, so that a token's logits do not depend on what else is in its pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from edgespec.engines.base import Engine
+from edgespec.types import Batch, TokenIds
+
+WidthClass = tuple[int, int]
+Digests = dict[int, bytes]  # position of a token -> digest of its row of logits
+METHOD = 1  # raise it when the measurement changes, and what is kept of older ones is forgotten
+# From 512 cells on llama.cpp's attention treats a lone row in its own way, and cells are counted in steps of 256.
+PREFIX = 272
+# Verifying passes are narrow and every width there counts; between the wide ones kernels differ by whole tiles.
+EVERY_WIDTH_TO = 16
+WIDER = (24, 33, 48, 63)
+MAX_PADDED_WIDTH = 4
+TYPICAL_ACCEPTANCE = 0.7
+TYPICAL_COST_OF_A_ROW = 0.25
+
+
+def measure_classes(engine: Engine, widest: int) -> tuple[WidthClass, ...]:
+    """The classes of widths 1..`widest`, measured on sequence 0, which must be empty and is left so.
+
+    The same tokens are scored at every width, the narrow ones in several passes: two kernels often round alike, and a
+    few rows would not tell them apart. Each width begins on cells that only the first, widest pass filled.
+    """
+    facts = engine.facts
+    prefix = min(PREFIX, facts.context_length - widest)
+    ids = np.random.default_rng(0).integers(0, engine.vocabulary.size, prefix + widest).astype(np.int32)
+    for start in range(0, prefix, facts.max_batch):
+        engine.forward(Batch.chain(ids[start : min(start + facts.max_batch, prefix)], last_only=True))
+    digests = {widest: _score(engine, ids, prefix, widest)}
+    for width in (*range(1, EVERY_WIDTH_TO + 1), *WIDER):
+        if width < widest:
+            start = ids.size - min(max(width, EVERY_WIDTH_TO), widest)
+            engine.rollback(start)
+            digests[width] = _score(engine, ids, start, width)
+    engine.rollback(0)
+    return classes(digests)
+
+
+def _score(engine: Engine, ids: TokenIds, start: int, width: int) -> Digests:
+    """Score the tokens from `start` on in passes of `width`, as many as are full."""
+    found: Digests = {}
+    for begin in range(start, ids.size - width + 1, width):
+        logits = engine.forward(Batch.chain(ids[begin : begin + width]))
+        for position, row in enumerate(logits, start=begin):
+            found[position] = hashlib.blake2b(row.tobytes(), digest_size=16).digest()
+    return found
+
+
+def classes(digests: Mapping[int, Digests]) -> tuple[WidthClass, ...]:
+    """Runs of measured widths whose rows agree at all positions they share, as intervals; `digests` by width."""
+    runs: list[list[int]] = []
+    for width in sorted(digests):
+        if runs and all(_agree(digests[other], digests[width]) for other in runs[-1]):
+            runs[-1].append(width)
+        else:
+            runs.append([width])
+    return tuple((run[0], run[-1]) for run in runs)
+
+
+def _agree(one: Digests, other: Digests) -> bool:
+    return all(one[position] == other[position] for position in one.keys() & other.keys())
+
+
+def choose_class(found: Sequence[WidthClass]) -> WidthClass | None:
+    """The class to keep to: the one whose best width yields most tokens per time, or None.
+
+    A class of one width, or one to which a lone token would have to be padded with many rows, is of no use.
+
+    Acceptance and the cost of a row are nominal numbers: measured ones would choose differently from run to run, and
+    with the class the bits would change.
+    """
+
+    def tokens_per_cost(pair: WidthClass) -> float:
+        return max(_expected_tokens(width) / _nominal_cost(width) for width in range(pair[0], pair[1] + 1))
+
+    usable = [pair for pair in found if pair[0] < pair[1] and pair[0] <= MAX_PADDED_WIDTH]
+    return max(usable, key=lambda pair: (tokens_per_cost(pair), -pair[0]), default=None)
+
+
+def _expected_tokens(width: int) -> float:
+    return (1 - TYPICAL_ACCEPTANCE**width) / (1 - TYPICAL_ACCEPTANCE)
+
+
+def _nominal_cost(width: int) -> float:
+    return 1 + TYPICAL_COST_OF_A_ROW * (width - 1)
