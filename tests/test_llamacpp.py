@@ -17,6 +17,7 @@ from tiny_gguf import SPECIALS, TEMPLATE, Shape, write_model, write_recurrent_mo
 from edgespec.engines import widths
 from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile, facts, settings
 from edgespec.engines.llamacpp.library import library
+from edgespec.engines.llamacpp.stretches import bounded_parts
 from edgespec.errors import (
     BatchError,
     Cancelled,
@@ -372,10 +373,33 @@ def test_text_that_is_no_unicode_is_refused(tiny_path):
         vocabulary.encode("a\ud800b")
 
 
-def test_a_long_text_does_not_end_the_process(tiny_path):
-    with VocabularyFile(tiny_path) as vocabulary:
-        for text in ("a" * 200_000, " " * 200_000, "ab1 .\n" * 40_000, "\u00e9" * 100_000):
-            assert vocabulary.decode(vocabulary.encode(text)) == text
+@pytest.mark.parametrize("splitter", ["gpt-2", "gpt-4o", "default", "falcon"])
+def test_a_long_text_does_not_end_the_process(tmp_path, splitter):
+    """On a small stack, as threads have on macOS, with splitters that overflow it on some text."""
+    path = write_model(tmp_path / "model.gguf", metadata={"tokenizer.ggml.pre": splitter})
+    texts = ["a" * 100_000, " " * 100_000, "\n" * 100_000, "1" * 100_000, "." * 100_000, "._" * 50_000]
+    texts += ["ab1 .\n" * 20_000, "a\u0301" * 20_000, "\u4e2d" * 30_000, ("." * 499 + "\n" * 499) * 20]
+    found = []
+    with VocabularyFile(path) as vocabulary:
+        default_bytes = threading.stack_size(512 * 1024)
+        try:
+            reader = threading.Thread(target=lambda: found.extend(map(vocabulary.encode, texts)))
+            reader.start()
+        finally:
+            threading.stack_size(default_bytes)
+        reader.join()
+        assert [vocabulary.decode(ids) for ids in found] == texts
+
+
+def test_parts_are_bounded_and_cut_before_punctuation():
+    clause = "\u4e2d" * 99 + "\uff0c"
+    assert list(bounded_parts("plain words, nothing long")) == ["plain words, nothing long"]
+    assert [len(part) for part in bounded_parts("x " + "a" * 1200 + " y")] == [502, 500, 202]
+    parts = list(bounded_parts(clause * 12))
+    assert "".join(parts) == clause * 12
+    assert all(part.startswith("\uff0c") for part in parts[1:])
+    assert max(map(len, parts)) <= 500
+    assert next(bounded_parts("e\u0301" * 400)).endswith("\u0301")
 
 
 def test_a_closed_vocabulary_refuses_but_keeps_what_was_read(tiny_path):

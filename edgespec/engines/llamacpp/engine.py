@@ -25,7 +25,11 @@ NO_ROOM, ABORTED = 1, 2
 
 
 class LlamaCppEngine(Engine):
-    """One GGUF model in llama.cpp. Make it with `load`. Logits stay valid until the next `forward`."""
+    """One GGUF model in llama.cpp. Make it with `load`. Logits stay valid until the next `forward`.
+
+    In reproducible mode the logits of a sequence are bitwise those of its tokens alone, however they came, as long as
+    no other sequence is changed in between: all share one cache, and attention adds in the order of its cells.
+    """
 
     vocabulary: LlamaCppVocabulary
 
@@ -88,7 +92,11 @@ class LlamaCppEngine(Engine):
             reproducible=reproducible,
             widest=widest,
         )
-        model = open_model(path, gpu_layers=gpu_layers, check_tensors=check_tensors)
+        return cls._open(path, settings, check_tensors=check_tensors)
+
+    @classmethod
+    def _open(cls, path: Path, settings: ContextSettings, *, check_tensors: bool) -> Self:
+        model = open_model(path, gpu_layers=settings.gpu_layers, check_tensors=check_tensors)
         if keeps_running_state(model):
             settings = replace(settings, max_branches=0)
         cancel = CancelFlag()

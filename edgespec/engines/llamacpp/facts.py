@@ -12,7 +12,7 @@ from edgespec.engines.base import Engine, EngineFacts
 from edgespec.engines.llamacpp.library import library, version
 from edgespec.engines.llamacpp.settings import ContextSettings
 from edgespec.engines.measurements import file_key, key_of, recall, remember
-from edgespec.engines.widths import METHOD, WidthClass, choose_class, measure_classes
+from edgespec.engines.widths import METHOD, PREFIX, WidthClass, choose_class, measure_classes
 from edgespec.errors import CapabilityError
 from edgespec.types import Batch
 
@@ -70,7 +70,9 @@ def measured_facts(engine: Engine, path: Path, settings: ContextSettings, state_
 
 def _classes(engine: Engine, path: Path, settings: ContextSettings) -> tuple[WidthClass, ...]:
     """Measured once per file, machine, library and settings."""
-    key = key_of(METHOD, file_key(path), version(), library().llama_print_system_info(), settings)
+    kernels = (settings.threads, settings.gpu_layers, settings.cache_type_k, settings.cache_type_v)
+    measured = (settings.flash_attention_type, settings.widest, settings.context_length > PREFIX + settings.widest)
+    key = key_of(METHOD, file_key(path), version(), library().llama_print_system_info(), kernels, measured)
     kept = recall("widths", key)
     if kept is None:
         kept = measure_classes(engine, settings.widest)

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from edgespec.engines.gguf_check import check_gguf
 from edgespec.engines.llamacpp.library import library, open_model
+from edgespec.engines.llamacpp.stretches import bounded_parts
 from edgespec.errors import EngineError, PromptError, UsageError
 from edgespec.tokenizer import Vocabulary
 
@@ -22,6 +23,7 @@ class LlamaCppVocabulary(Vocabulary):
         self._model: Any | None = model
         self._vocab = llama.llama_model_get_vocab(model)
         self.size = int(llama.llama_vocab_n_tokens(self._vocab))
+        self._splits_by_regex = llama.llama_vocab_type(self._vocab) == llama.LLAMA_VOCAB_TYPE_BPE
         self.bos_id = self._id_or_none(llama.llama_vocab_bos(self._vocab))
         self.adds_bos = bool(llama.llama_vocab_get_add_bos(self._vocab)) and self.bos_id is not None
         self.end_ids = frozenset(i for i in range(self.size) if llama.llama_vocab_is_eog(self._vocab, i))
@@ -32,7 +34,14 @@ class LlamaCppVocabulary(Vocabulary):
         return token_id if 0 <= token_id < self.size else None
 
     def encode(self, text: str, *, parse_special: bool = False, add_bos: bool = False) -> list[int]:
-        vocab = self._require_open()
+        self._require_open()
+        # The library's own add_special may append an end token as well, so the bos is put in front here.
+        ids = [self.bos_id] if add_bos and self.bos_id is not None else []
+        for part in bounded_parts(text) if self._splits_by_regex else (text,):
+            ids += self._encode_part(part, parse_special)
+        return ids
+
+    def _encode_part(self, text: str, parse_special: bool) -> list[int]:
         try:
             data = text.encode("utf-8")
         except UnicodeEncodeError as exc:
@@ -41,12 +50,10 @@ class LlamaCppVocabulary(Vocabulary):
             raise PromptError(f"the text has {len(data)} bytes, at most {MAX_TEXT_BYTES} can be encoded")
         room = len(data) + 8
         ids = (ctypes.c_int32 * room)()
-        # The library's own add_special may append an end token as well, so the bos is put in front here.
-        count = library().llama_tokenize(vocab, data, len(data), ids, room, False, parse_special)
+        count = library().llama_tokenize(self._vocab, data, len(data), ids, room, False, parse_special)
         if not 0 <= count <= room:
             raise EngineError(f"llama.cpp could not encode a text of {len(data)} bytes (result {count})")
-        found = list(ids[:count])
-        return [self.bos_id, *found] if add_bos and self.bos_id is not None else found
+        return list(ids[:count])
 
     def token_bytes(self, token_id: int) -> bytes:
         vocab = self._require_open()
