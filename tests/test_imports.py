@@ -16,8 +16,8 @@ PACKAGE = Path(edgespec.__file__).parent
 # A component (a module or a subpackage) imports only components of a lower rank, and itself. '' is the package root.
 RANKS = {
     **dict.fromkeys(("errors",), 0),
-    **dict.fromkeys(("types", "tokenizer", "config", "memory", "prompts", "chat", "models"), 1),
-    **dict.fromkeys(("noise", "settings", "stopping", "metrics", "controller"), 2),
+    **dict.fromkeys(("types", "tokenizer", "config", "memory", "prompts", "models"), 1),
+    **dict.fromkeys(("noise", "settings", "stopping", "metrics", "controller", "chat"), 2),
     **dict.fromkeys(("sampling",), 3),
     **dict.fromkeys(("verify", "engines"), 4),
     **dict.fromkeys(("drafters",), 5),
