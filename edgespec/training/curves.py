@@ -21,10 +21,10 @@ def read_log(path: Path) -> dict[str, list[float]]:
     return {name: [float(row[name]) for row in rows] for name in (rows[0] if rows else ())}
 
 
-def _decorate(axes: Axes, title: str, label: str) -> None:
+def _decorate(axes: Axes, title: str, label: str, legend: str) -> None:
     axes.set(title=title, xlabel="million tokens", ylabel=label)
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc=legend, ncols=2)
 
 
 def draw_curves(target_log: Path, distill_log: Path, output: Path) -> None:
@@ -35,13 +35,14 @@ def draw_curves(target_log: Path, distill_log: Path, output: Path) -> None:
     left.plot(millions, target["loss"], color="grey", label="training, running mean")
     for domain in DOMAINS:
         left.plot(millions, target[f"held_out_{domain}"], label=f"held-out {domain}")
-    _decorate(left, "Target (8.1M)", "cross-entropy, nats per token")
+    _decorate(left, "Target (8.1M)", "cross-entropy, nats per token", "upper right")
     millions = [tokens / 1e6 for tokens in students["tokens"]]
     for name, style in (("draft", "-"), ("medium", "--")):
         for index, domain in enumerate(DOMAINS):
             values = students[f"agreement_{domain}_{name}"]
             right.plot(millions, values, style, color=f"C{index}", label=f"{name}, {domain}")
-    _decorate(right, "Students", "same greedy choice as the target, held-out text")
+    right.set_ylim(bottom=0.0)
+    _decorate(right, "Students, on held-out text", "share of greedy choices equal to the target's", "lower right")
     temporary = output.with_suffix(".tmp")
     figure.savefig(temporary, dpi=110, format="png")
     temporary.replace(output)

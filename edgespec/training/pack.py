@@ -34,7 +34,7 @@ BANNER = (
     "demo is a demonstration model of 8 million parameters: it talks like a booking assistant, looks nothing up, and "
     "invents names, numbers and facts."
 )
-EVALUATION_PROMPTS = 48  # per domain
+EVALUATION_PROMPTS = 32  # per domain
 EVALUATION_LENGTH = 96  # tokens the target writes after each
 
 
