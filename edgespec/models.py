@@ -80,9 +80,11 @@ class ModelPair:
 
 
 def user_folder() -> Path:
-    """Where a user's own pairs live: `EDGESPEC_MODELS`, else the platform's data folder."""
+    """Where a user's own pairs live: `EDGESPEC_MODELS`, `models` in `EDGESPEC_HOME`, or the platform's data folder."""
     if chosen := os.environ.get("EDGESPEC_MODELS"):
         return Path(chosen)
+    if home := os.environ.get("EDGESPEC_HOME"):
+        return Path(home) / "models"
     if sys.platform == "win32":
         base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
     elif sys.platform == "darwin":

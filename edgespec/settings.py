@@ -22,7 +22,7 @@ Part = Literal["load", "sampling", "generate", "session"]
 Kind = Literal["text", "path", "integer", "number", "switch", "texts"]
 ENVIRONMENT_PREFIX = "EDGESPEC_"
 # Variables that are no settings but say where things lie.
-PLACES = ("CONFIG", "HOME")
+PLACES = ("CONFIG", "HOME", "MODELS")
 _TOML_TYPES: dict[Kind, tuple[type, ...]] = {
     "integer": (int,),
     "number": (int, float),

@@ -60,6 +60,7 @@ def test_the_users_own_file_is_found_and_can_be_switched_off(tmp_path):
     (tmp_path / "config.toml").write_text("threads = 3")
     assert resolve({}, {"EDGESPEC_HOME": str(tmp_path)}).part("load") == {"threads": 3}
     assert resolve({}, {"EDGESPEC_HOME": str(tmp_path), "EDGESPEC_CONFIG": ""}).values == {}
+    assert resolve({}, {"EDGESPEC_HOME": str(tmp_path / "none"), "EDGESPEC_MODELS": str(tmp_path)}).values == {}
 
 
 def test_xdg_folders_are_honoured(tmp_path):
