@@ -212,12 +212,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     options = sorted(set(known))
     bare = name.lstrip("-/").lower()
     by_bare = {option.lstrip("-/").lower(): option for option in options}
-    near = difflib.get_close_matches(bare, by_bare, n=1, cutoff=0.55)
-    if not near and len(bare) > 2:
-        near = [
-            option for option in by_bare if len(option) > 2 and (option.startswith(bare) or bare.startswith(option))
-        ]
+    begun = [option for option in by_bare if min(len(option), len(bare)) > 2 and _share_beginning(option, bare)]
+    # 'temprature' is nearer to 'chat-template' by letters, but it begins with 'temp'
+    near = sorted((o for o in begun if len(o) > 3), key=len, reverse=True)
+    near = near or difflib.get_close_matches(bare, by_bare, n=1, cutoff=0.55) or begun
     return f"; did you mean '{by_bare[near[0]]}'?" if near else ""
+
+
+def _share_beginning(one: str, other: str) -> bool:
+    return one.startswith(other) or other.startswith(one)
 
 
 def _config_file(environ: Mapping[str, str]) -> Path | None:

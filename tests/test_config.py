@@ -145,8 +145,8 @@ def test_find_takes_hyphens_and_underscores():
 
 @pytest.mark.parametrize(
     ("typed", "near"),
-    [("--tmep", "--temp"), ("--temperature", "--temp"), ("--modle", "--model"), ("genrate", ""), ("zzzz", "")],
+    [("--tmep", "--temp"), ("--temprature", "--temp"), ("--modle", "--model"), ("genrate", ""), ("zzzz", "")],
 )
 def test_the_nearest_name(typed, near):
-    hint = did_you_mean(typed, ["--temp", "--top-k", "--model", "-m"])
+    hint = did_you_mean(typed, ["--temp", "--top-k", "--chat-template", "--model", "-m"])
     assert hint == (f"; did you mean '{near}'?" if near else "")
