@@ -151,7 +151,7 @@ def standard_library(seed: int) -> tuple[list[str], list[str]]:
 
 
 def load_corpus(data: Path, seed: int) -> tuple[Domains, Domains]:
-    """(training, held-out) documents by domain; held-out dialogues are another file, with unseen services.
+    """(training, held-out) documents by domain; held-out dialogues are another file, partly of unseen services.
 
     Raises FileNotFoundError when `data` lacks one of the named files.
     """
