@@ -10,11 +10,13 @@ from edgespec.errors import ConfigError
 
 DrafterName = Literal["none", "model", "ngram"]
 RuleName = Literal["coupled", "rejection"]
-EngineName = Literal["auto", "llamacpp"]
+EngineName = Literal["auto", "llamacpp", "onnx"]
+ProviderName = Literal["auto", "cpu", "cuda", "dml", "webgpu"]
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 DRAFTERS: tuple[DrafterName, ...] = ("none", "model", "ngram")
 RULES: tuple[RuleName, ...] = ("coupled", "rejection")
-ENGINES: tuple[EngineName, ...] = ("auto", "llamacpp")
+ENGINES: tuple[EngineName, ...] = ("auto", "llamacpp", "onnx")
+PROVIDERS: tuple[ProviderName, ...] = ("auto", "cpu", "cuda", "dml", "webgpu")
 CACHE_TYPES: tuple[CacheType, ...] = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 MAX_DRAFT_LENGTH = 64
 
@@ -34,6 +36,7 @@ class LoadOptions:
     """What is loaded and how. None means: decide from the model and the machine.
 
     `model`: registry name or path; `draft`: path of a draft model, or None for the pair's own; lengths in tokens;
+    `engine`: which of a pair's files are taken; `provider`: the device of ONNX Runtime, `gpu_layers` that of llama.cpp;
     `reproducible`: None means yes where the model and the rule allow it, True demands it, False gives it up for speed.
     """
 
@@ -49,16 +52,19 @@ class LoadOptions:
     threads: int | None = None
     gpu_layers: int = 0
     draft_gpu_layers: int | None = None
-    cache_type_k: CacheType = "f16"
-    cache_type_v: CacheType = "f16"
+    cache_type_k: CacheType | None = None
+    cache_type_v: CacheType | None = None
+    provider: ProviderName = "auto"
 
     def __post_init__(self) -> None:
         _one_of("engine", self.engine, ENGINES)
         if self.drafter is not None:
             _one_of("drafter", self.drafter, DRAFTERS)
         _one_of("verify", self.verify, RULES)
-        _one_of("cache type", self.cache_type_k, CACHE_TYPES)
-        _one_of("cache type", self.cache_type_v, CACHE_TYPES)
+        for kind in (self.cache_type_k, self.cache_type_v):
+            if kind is not None:
+                _one_of("cache type", kind, CACHE_TYPES)
+        _one_of("provider", self.provider, PROVIDERS)
         _at_least("threads", self.threads, 1)
         _at_least("ctx-size", self.context_length, 16)
         _at_least("draft ctx-size", self.draft_context_length, 16)

@@ -15,7 +15,7 @@ from conftest import TEST_THREADS
 from tiny_gguf import SPECIALS, TEMPLATE, Shape, write_model, write_recurrent_model, write_sentencepiece_model
 
 from edgespec.engines import widths
-from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile, facts, settings
+from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile, settings
 from edgespec.engines.llamacpp.library import library
 from edgespec.engines.llamacpp.stretches import bounded_parts
 from edgespec.errors import (
@@ -185,13 +185,13 @@ def test_classes_are_measured_once_per_file_and_settings(target_path, monkeypatc
     options = {"reproducible": True, "widest": 9, "context_length": 320}
     with load(target_path, **options) as engine:
         measured = engine.facts
-    monkeypatch.setattr(facts, "measure_classes", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(widths, "measure_classes", lambda *_: pytest.fail("measured again"))
     with load(target_path, **options) as engine:
         assert engine.facts == measured
 
 
 def test_reproducible_is_refused_where_it_cannot_be(tiny_path, monkeypatch):
-    monkeypatch.setattr(facts, "measure_classes", lambda *_: tuple((width, width) for width in range(1, 8)))
+    monkeypatch.setattr(widths, "measure_classes", lambda *_: tuple((width, width) for width in range(1, 8)))
     with pytest.raises(CapabilityError, match="--no-reproducible"):
         load(tiny_path, reproducible=True, widest=7)
     with load(tiny_path, reproducible=None, widest=7) as engine:
@@ -201,7 +201,7 @@ def test_reproducible_is_refused_where_it_cannot_be(tiny_path, monkeypatch):
 
 def test_padding_leaves_no_trace_in_the_cache(target_path, monkeypatch):
     ids = [5, 6, 7, 8, 9, 10, 11, 12]
-    monkeypatch.setattr(facts, "measure_classes", lambda *_: ((1, 1), (2, 2), (3, 8)))
+    monkeypatch.setattr(widths, "measure_classes", lambda *_: ((1, 1), (2, 2), (3, 8)))
     with load(target_path, reproducible=True, widest=8) as engine:
         assert engine.facts.pinned_class == (3, 8)
         whole = chain(engine, ids)

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from edgespec.errors import BatchError, ContextFull
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.errors import BatchError, CapabilityError, ContextFull
 from edgespec.tokenizer import Vocabulary
 from edgespec.types import NO_PARENT, Batch, Logits
 
@@ -23,7 +26,7 @@ class EngineFacts:
 
     `width_classes`: the measured intervals (low, high) of pass widths within which a token's logits are bitwise
     equal whatever the width; `pinned_class` is the one the reproducible mode keeps to, None when it is off or when
-    the model has none.
+    the model has none. `can_tree`: whether a batch may hold trees, here and now; chains always may come.
     """
 
     name: str
@@ -87,6 +90,13 @@ class Engine(ABC):
     @abstractmethod
     def load_state(self, state: bytes, sequence: int = 0) -> None:
         """Restore what `save_state` gave. Raises StateError when it is not from this model and settings."""
+
+    def hidden_states(self) -> NDArray[np.float32]:
+        """Last hidden states [rows, hidden size] of the last pass, of one sequence only; a view as `forward`'s.
+
+        Raises CapabilityError where the engine or the export does not give them.
+        """
+        raise CapabilityError(f"the {self.facts.name} engine gives no hidden states of this model")
 
     @abstractmethod
     def cancel(self) -> None:

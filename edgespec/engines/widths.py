@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from edgespec.engines.base import Engine
+from edgespec.engines.base import Engine, EngineFacts
+from edgespec.engines.measurements import recall, remember
+from edgespec.errors import CapabilityError
 from edgespec.types import Batch, TokenIds
 
 WidthClass = tuple[int, int]
@@ -25,6 +28,31 @@ WIDER = (24, 33, 48, 63)
 MAX_PADDED_WIDTH = 4
 TYPICAL_ACCEPTANCE = 0.7
 TYPICAL_COST_OF_A_ROW = 0.25
+WIDE_ENOUGH_FOR_PROMPTS = 32
+
+
+def pinned_facts(engine: Engine, key: str, *, widest: int, reproducible: bool | None, advice: str) -> EngineFacts:
+    """The facts of an empty engine with its width classes and the one to keep to; the engine is left empty.
+
+    `key` names everything that the bits depend on: a measurement under it is kept between runs. `reproducible` None
+    takes a class if there is one, True demands it: CapabilityError, with `advice`, when there is none.
+    """
+    kept = recall("widths", key) if engine.facts.can_rollback else []
+    if kept is None:
+        kept = measure_classes(engine, widest)
+        remember("widths", key, kept)
+    found = tuple((low, high) for low, high in kept)
+    pinned = choose_class(found)
+    if reproducible and pinned is None:
+        raise CapabilityError(
+            "this model cannot be reproducible on this machine: its narrow passes give other bits at every width "
+            f"(classes {list(found)}). {advice}"
+        )
+    max_batch = engine.facts.max_batch
+    if pinned and pinned[1] >= WIDE_ENOUGH_FOR_PROMPTS:
+        # With prompts read at pinned widths too, a cache's bits depend on its tokens alone and not on how they came.
+        max_batch = min(max_batch, pinned[1])
+    return replace(engine.facts, width_classes=found, pinned_class=pinned, max_batch=max_batch)
 
 
 def measure_classes(engine: Engine, widest: int) -> tuple[WidthClass, ...]:

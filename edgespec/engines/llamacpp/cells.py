@@ -14,17 +14,18 @@ from __future__ import annotations
 from typing import Any
 
 from edgespec.engines.llamacpp.library import library
-from edgespec.engines.llamacpp.rows import SequenceRows, branches_through, is_chain, leaves
+from edgespec.engines.llamacpp.rows import Branches, branches_through, leaves
 from edgespec.engines.llamacpp.settings import ContextSettings
+from edgespec.engines.rows import SequenceBook, SequenceRows
 from edgespec.errors import BatchError, CapabilityError, EngineError
 
 END = -1
 
 
 class Cells:
-    """`lengths`: tokens cached per sequence."""
+    """Keeps the library's cells in step with `book`, which says how many tokens each sequence holds."""
 
-    def __init__(self, context: Any, settings: ContextSettings) -> None:
+    def __init__(self, context: Any, settings: ContextSettings, book: SequenceBook) -> None:
         llama = library()
         self._memory = llama.llama_get_memory(context)
         self._remove, self._copy = llama.llama_memory_seq_rm, llama.llama_memory_seq_cp
@@ -32,15 +33,16 @@ class Cells:
         self._branch_ids = range(settings.max_sequences, settings.scratch_id)
         self._scratch_id = settings.scratch_id
         self._mirrors: dict[int, tuple[int, int]] = {}  # branch id -> (sequence, tokens mirrored)
-        self.lengths = [0] * settings.max_sequences
+        self._lengths = book.lengths
+        self._branches: Branches = {}  # of unsettled trees
 
-    def prepare(self, placed: dict[int, SequenceRows]) -> None:
-        """Make the cache fit to receive a batch, and give every branch of a tree its id.
+    def prepare(self, placed: dict[int, SequenceRows]) -> Branches:
+        """Make the cache fit to receive a batch, and give every branch of its trees an id.
 
         A side branch gets an id that mirrors its sequence; the main chain keeps the sequence's own. Raises BatchError
         when the pool of ids is too small, before anything is changed.
         """
-        trees = {sequence: part for sequence, part in placed.items() if not is_chain(part.parents)}
+        trees = {sequence: part for sequence, part in placed.items() if part.is_tree}
         needed = {sequence: len(leaves(part.parents)) - 1 for sequence, part in trees.items()}
         if sum(needed.values()) > len(self._branch_ids):
             raise BatchError(
@@ -56,19 +58,20 @@ class Cells:
             chosen, free = free[: needed[sequence]], free[needed[sequence] :]
             for branch in chosen:
                 self._bring_up_to_date(branch, sequence)
-            part.branches = branches_through(part.parents, [sequence, *chosen])
+            self._branches[sequence] = branches_through(part.parents, [sequence, *chosen])
+        return {sequence: self._branches[sequence] for sequence in trees}
 
     def _bring_up_to_date(self, branch: int, sequence: int) -> None:
         owner, mirrored = self._mirrors.pop(branch, (sequence, 0))
         mirrored = mirrored if owner == sequence else 0
         self._trim(branch, mirrored)
-        if mirrored < self.lengths[sequence]:
-            self._copy(self._memory, sequence, branch, mirrored, self.lengths[sequence])
-        self._mirrors[branch] = (sequence, self.lengths[sequence])
+        if mirrored < self._lengths[sequence]:
+            self._copy(self._memory, sequence, branch, mirrored, self._lengths[sequence])
+        self._mirrors[branch] = (sequence, self._lengths[sequence])
 
     def trim(self, sequence: int) -> None:
         """Remove what an unfinished pass left of a sequence."""
-        self._trim(sequence, self.lengths[sequence])
+        self._trim(sequence, self._lengths[sequence])
 
     def _trim(self, owned: int, length: int) -> None:
         if self._last_position(self._memory, owned) >= length and not self._remove(self._memory, owned, length, END):
@@ -77,7 +80,7 @@ class Cells:
     def drop_from(self, position: int, sequence: int) -> None:
         """Remove a sequence's tokens from `position` on. Raises CapabilityError when the library refuses."""
         mirrors = [branch for branch, (owner, _) in self._mirrors.items() if owner == sequence]
-        self.lengths[sequence] = position
+        self._lengths[sequence] = position
         for branch in mirrors:
             self._mirrors[branch] = (sequence, min(self._mirrors[branch][1], position))
         for owned in (sequence, *mirrors):
@@ -86,20 +89,20 @@ class Cells:
 
     def keep_branch(self, path: list[int], part: SequenceRows, sequence: int) -> None:
         """Leave the rows of `path` to the sequence and remove the rest of its tree."""
-        kept = part.base + len(path)
-        winner = part.branches[path[-1]][0] if path else sequence
+        kept, branches = part.base + len(path), self._branches.pop(sequence)
+        winner = branches[path[-1]][0] if path else sequence
         if winner == sequence:
             self._remove(self._memory, sequence, kept, END)
         else:
             self._remove(self._memory, sequence, part.base, END)
             self._copy(self._memory, winner, sequence, part.base, kept)
-        for branch in part.side_branches:
+        for branch in {branch for row in branches for branch in row} - {sequence}:
             self._remove(self._memory, branch, part.base, END)
-        self.lengths[sequence] = kept
+        self._lengths[sequence] = kept
 
     def forget(self, sequence: int) -> None:
         """Empty a sequence; unlike a rollback this always works."""
-        self.lengths[sequence] = 0
+        self._lengths[sequence] = 0
         for branch in [branch for branch, (owner, _) in self._mirrors.items() if owner == sequence]:
             self._remove(self._memory, branch, -1, END)
             del self._mirrors[branch]
@@ -110,4 +113,4 @@ class Cells:
         self.trim(source)
         self.forget(destination)
         self._copy(self._memory, source, destination, -1, END)
-        self.lengths[destination] = self.lengths[source]
+        self._lengths[destination] = self._lengths[source]

@@ -10,14 +10,15 @@ from typing import Any, NoReturn, Self
 import numpy as np
 
 from edgespec.engines.base import Engine, EngineFacts, check_batch
+from edgespec.engines.envelope import StateStamp
 from edgespec.engines.gguf_check import check_gguf
 from edgespec.engines.llamacpp.cells import Cells
 from edgespec.engines.llamacpp.facts import keeps_running_state, measured_facts, read_facts
-from edgespec.engines.llamacpp.library import CancelFlag, complaints, forget_complaints, library, open_model
-from edgespec.engines.llamacpp.rows import RowBuffer, Selection, SequenceRows, split_by_sequence
+from edgespec.engines.llamacpp.library import CancelFlag, complaints, forget_complaints, library, open_model, version
+from edgespec.engines.llamacpp.rows import RowBuffer, Selection
 from edgespec.engines.llamacpp.settings import ContextSettings, choose_context_length, create_context, require_generator
-from edgespec.engines.llamacpp.state import StateStamp
 from edgespec.engines.llamacpp.vocabulary import LlamaCppVocabulary
+from edgespec.engines.rows import SequenceBook, SequenceRows, split_by_sequence
 from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError, StateError
 from edgespec.types import Batch, Logits, TokenIds
 
@@ -38,10 +39,11 @@ class LlamaCppEngine(Engine):
         self._model, self._context, self._cancel = model, context, cancel
         self._decode, self._get_logits = llama.llama_decode, llama.llama_get_logits
         self._rows = RowBuffer(settings.batch_capacity, settings.sequence_ids)
-        self._cells = Cells(context, settings)
-        self._last: dict[int, SequenceRows] = {}
+        self._book = SequenceBook(settings.max_sequences)
+        self._cells = Cells(context, settings, self._book)
         self._scratch_id = settings.scratch_id
-        self._stamp = StateStamp.of(path, settings)
+        kinds = (settings.cache_type_k, settings.cache_type_v, settings.flash_attention, version())
+        self._stamp = StateStamp.of("llamacpp", [path], *kinds)
         self.vocabulary = LlamaCppVocabulary(model)
         self._max_outputs = settings.max_outputs(self.vocabulary.size)
         self.facts: EngineFacts = read_facts(model, context, settings)
@@ -116,27 +118,23 @@ class LlamaCppEngine(Engine):
 
     def forward(self, batch: Batch) -> Logits:
         self._require_open()
-        check_batch(batch, self.facts, self.vocabulary.size, self._cells.lengths)
+        check_batch(batch, self.facts, self.vocabulary.size, self._book.lengths)
         if np.count_nonzero(batch.outputs) > self._max_outputs:
             raise BatchError(f"a batch may ask for at most {self._max_outputs} rows of logits; split it")
         if self._cancel.is_set:
             self._cancel.clear()
             raise Cancelled("the pass was cancelled before it began; the cache is as before")
-        placed = split_by_sequence(batch, self._cells.lengths)
+        placed = split_by_sequence(batch, self._book.lengths)
         for sequence in placed:
-            self._check_settled(sequence)
-        self._cells.prepare(placed)
+            self._book.check_settled(sequence)
         kept = self._run(batch, placed)
-        for sequence, part in placed.items():
-            if not part.is_tree:
-                self._cells.lengths[sequence] += len(part.rows)
-        self._last = {**self._trees_left(), **placed}
+        self._book.record(placed)
         return self._logits(kept)
 
     def _run(self, batch: Batch, placed: dict[int, SequenceRows]) -> Selection:
         """One pass, padded into the pinned class. Whatever it adds counts only once `lengths` says so."""
         low = self.facts.pinned_class[0] if self.facts.pinned_class else 1
-        self._rows.fill(batch, placed)
+        self._rows.fill(batch, placed, self._cells.prepare(placed))
         self._rows.pad(low, self._scratch_id)
         # The last layer and the head run on the rows with logits only: their number is a width of its own.
         kept = self._rows.widen_outputs(batch.outputs, low)
@@ -161,15 +159,14 @@ class LlamaCppEngine(Engine):
 
     def length(self, sequence: int = 0) -> int:
         self._require_open()
-        self._check_sequence(sequence)
-        return self._cells.lengths[sequence]
+        self._book.check(sequence)
+        return self._book.lengths[sequence]
 
     def rollback(self, to_length: int, sequence: int = 0) -> None:
         length = self.length(sequence)
-        if not 0 <= to_length <= length:
-            raise BatchError(f"sequence {sequence} can roll back to 0..{length} tokens, not to {to_length}")
-        unsettled = self._last.pop(sequence, None)
-        if to_length == length and not (unsettled and unsettled.is_tree):
+        self._book.check_rollback(to_length, sequence)
+        was_tree = self._book.forget_last(sequence)
+        if to_length == length and not was_tree:
             return
         if to_length == 0:
             self._cells.forget(sequence)
@@ -184,23 +181,19 @@ class LlamaCppEngine(Engine):
     def keep_path(self, rows: tuple[int, ...], sequence: int = 0) -> None:
         """As the contract says. In reproducible mode an accepted side branch is decoded again as a chain."""
         self._require_open()
-        self._check_sequence(sequence)
-        part = self._last.get(sequence)
-        path = part.path(rows) if part else None
-        if part is None or path is None:
-            raise BatchError(f"rows {rows} are no path through what the last batch added to sequence {sequence}")
+        part, path = self._book.chosen(rows, sequence)
         if not part.is_tree:
             self.rollback(part.base + len(path), sequence)
         elif self.facts.pinned_class and path != list(range(len(path))):
             self._decode_again(part.token_ids[path], part.base, sequence)
         else:
             self._cells.keep_branch(path, part, sequence)
-        self._last.pop(sequence, None)
+        self._book.forget_last(sequence)
 
     def _decode_again(self, token_ids: TokenIds, base: int, sequence: int) -> None:
         """A side branch's cells stand in another order than its tokens, and attention adds in cell order."""
         self._cells.drop_from(base, sequence)
-        del self._last[sequence]
+        self._book.forget_last(sequence)
         was_cancelled = self._cancel.is_set
         self._cancel.clear()
         low = self.facts.pinned_class[0] if self.facts.pinned_class else 1
@@ -213,15 +206,15 @@ class LlamaCppEngine(Engine):
 
     def fork(self, source: int, destination: int) -> None:
         self._require_open()
-        self._check_settled(source)
-        self._check_sequence(destination)
+        self._book.check_settled(source)
+        self._book.check(destination)
         if source != destination:
-            self._last.pop(destination, None)
+            self._book.forget_last(destination)
             self._cells.fork(source, destination)
 
     def save_state(self, sequence: int = 0) -> bytes:
         self._require_open()
-        self._check_settled(sequence)
+        self._book.check_settled(sequence)
         self._cells.trim(sequence)
         size = self._state_size(sequence)
         buffer = (ctypes.c_uint8 * size)()
@@ -229,15 +222,15 @@ class LlamaCppEngine(Engine):
         written = library().llama_state_seq_get_data(self._context, buffer, size, sequence)
         if written != size:
             raise EngineError(f"llama.cpp wrote {written} of {size} bytes of the state: {complaints()}")
-        return self._stamp.wrap(bytes(buffer), self._cells.lengths[sequence])
+        return self._stamp.wrap(bytes(buffer), self._book.lengths[sequence])
 
     def load_state(self, state: bytes, sequence: int = 0) -> None:
         self._require_open()
-        self._check_sequence(sequence)
+        self._book.check(sequence)
         payload, length = self._stamp.unwrap(state)
         if length > self.facts.context_length:
             raise StateError(f"the state holds {length} tokens, this context {self.facts.context_length}")
-        self._last.pop(sequence, None)
+        self._book.forget_last(sequence)
         self._cells.forget(sequence)
         if not length:
             return
@@ -246,7 +239,7 @@ class LlamaCppEngine(Engine):
         if not library().llama_state_seq_set_data(self._context, buffer, len(payload), sequence):
             self._cells.forget(sequence)
             raise StateError(f"llama.cpp refused the state, the sequence is now empty: {complaints()}")
-        self._cells.lengths[sequence] = length
+        self._book.lengths[sequence] = length
 
     def _state_size(self, sequence: int = 0) -> int:
         return int(library().llama_state_seq_get_size(self._context, sequence))
@@ -270,16 +263,3 @@ class LlamaCppEngine(Engine):
     def _require_open(self) -> None:
         if self._context is None:
             raise EngineError("this engine is closed; load the model again")
-
-    def _check_sequence(self, sequence: int) -> None:
-        if not 0 <= sequence < self.facts.max_sequences:
-            raise BatchError(f"sequence {sequence} does not exist, this engine has 0..{self.facts.max_sequences - 1}")
-
-    def _check_settled(self, sequence: int) -> None:
-        self._check_sequence(sequence)
-        if sequence in self._last and self._last[sequence].is_tree:
-            raise BatchError(f"sequence {sequence} holds an unsettled tree; call keep_path or rollback first")
-
-    def _trees_left(self) -> dict[int, SequenceRows]:
-        """Trees of other sequences that no `keep_path` has settled yet."""
-        return {sequence: part for sequence, part in self._last.items() if part.is_tree}

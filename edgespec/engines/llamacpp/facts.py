@@ -11,12 +11,9 @@ from typing import Any
 from edgespec.engines.base import Engine, EngineFacts
 from edgespec.engines.llamacpp.library import library, version
 from edgespec.engines.llamacpp.settings import ContextSettings
-from edgespec.engines.measurements import file_key, key_of, recall, remember
-from edgespec.engines.widths import METHOD, PREFIX, WidthClass, choose_class, measure_classes
-from edgespec.errors import CapabilityError
+from edgespec.engines.measurements import file_key, key_of
+from edgespec.engines.widths import METHOD, PREFIX, pinned_facts
 from edgespec.types import Batch
-
-WIDE_ENOUGH_FOR_PROMPTS = 32
 
 
 def keeps_running_state(model: Any) -> bool:
@@ -54,30 +51,17 @@ def measured_facts(engine: Engine, path: Path, settings: ContextSettings, state_
     facts = replace(engine.facts, kv_bytes_per_token=per_token)
     if settings.reproducible is False:
         return facts
-    found = _classes(engine, path, settings) if facts.can_rollback else ()
-    pinned = choose_class(found)
-    if settings.reproducible and pinned is None:
-        raise CapabilityError(
-            f"{path.name} cannot be reproducible on this machine: its narrow passes give other bits at every width "
-            f"(classes {list(found)}). Use a Q8_0 file, or --no-reproducible"
-        )
-    max_batch = facts.max_batch
-    if pinned and pinned[1] >= WIDE_ENOUGH_FOR_PROMPTS:
-        # With prompts read at pinned widths too, a cache's bits depend on its tokens alone and not on how they came.
-        max_batch = min(max_batch, pinned[1])
-    return replace(facts, width_classes=found, pinned_class=pinned, max_batch=max_batch)
+    engine.facts = facts
+    advice = f"Use a Q8_0 file in place of {path.name}, or --no-reproducible"
+    key = _widths_key(path, settings)
+    return pinned_facts(engine, key, widest=settings.widest, reproducible=settings.reproducible, advice=advice)
 
 
-def _classes(engine: Engine, path: Path, settings: ContextSettings) -> tuple[WidthClass, ...]:
+def _widths_key(path: Path, settings: ContextSettings) -> str:
     """Measured once per file, machine, library and settings."""
     kernels = (settings.threads, settings.gpu_layers, settings.cache_type_k, settings.cache_type_v)
     measured = (settings.flash_attention_type, settings.widest, settings.context_length > PREFIX + settings.widest)
-    key = key_of(METHOD, file_key(path), version(), library().llama_print_system_info(), kernels, measured)
-    kept = recall("widths", key)
-    if kept is None:
-        kept = measure_classes(engine, settings.widest)
-        remember("widths", key, kept)
-    return tuple((low, high) for low, high in kept)
+    return key_of(METHOD, file_key(path), version(), library().llama_print_system_info(), kernels, measured)
 
 
 def _metadata(model: Any, key: str) -> str:

@@ -8,71 +8,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.llamacpp.library import library
-from edgespec.types import NO_PARENT, Batch, TokenIds
+from edgespec.engines.rows import SequenceRows
+from edgespec.types import NO_PARENT, Batch
 
 Selection = slice | NDArray[np.intp]
-
-
-@dataclass(slots=True)
-class SequenceRows:
-    """The rows of one sequence in one batch.
-
-    `base`: tokens cached before; `rows`: their indices in the batch; `parents`: indices into `rows`, or -1;
-    `branches`: the ids that each row carries; empty for a chain, whose rows carry the sequence's own id only.
-    """
-
-    base: int
-    rows: list[int]
-    parents: list[int]
-    token_ids: TokenIds
-    branches: list[list[int]] = field(default_factory=list)
-
-    @property
-    def is_tree(self) -> bool:
-        return bool(self.branches)
-
-    @property
-    def side_branches(self) -> set[int]:
-        """All ids but the main chain's, which is the first of the first row."""
-        return (
-            {i for branches in self.branches for i in branches} - set(self.branches[0][:1]) if self.branches else set()
-        )
-
-    def path(self, rows: tuple[int, ...]) -> list[int] | None:
-        """Batch rows as indices into `rows`, or None when they are no path from a root."""
-        index = {row: i for i, row in enumerate(self.rows)}
-        local: list[int] = []
-        for row in rows:
-            if row not in index or self.parents[index[row]] != (local[-1] if local else NO_PARENT):
-                return None
-            local.append(index[row])
-        return local
-
-
-def split_by_sequence(batch: Batch, lengths: Sequence[int]) -> dict[int, SequenceRows]:
-    """A batch as one `SequenceRows` per sequence, in order of first appearance."""
-    parents, sequences = batch.parents.tolist(), batch.sequences.tolist()
-    first = sequences[0]
-    if sequences.count(first) == len(sequences):
-        return {first: SequenceRows(lengths[first], list(range(len(parents))), parents, batch.token_ids)}
-    placed = {}
-    for sequence in dict.fromkeys(sequences):
-        rows = [row for row, owner in enumerate(sequences) if owner == sequence]
-        index = {row: i for i, row in enumerate(rows)}
-        local = [index.get(parents[row], NO_PARENT) for row in rows]
-        placed[sequence] = SequenceRows(lengths[sequence], rows, local, batch.token_ids[rows])
-    return placed
-
-
-def is_chain(parents: Sequence[int]) -> bool:
-    return parents == list(range(-1, len(parents) - 1))
+Branches = dict[int, list[list[int]]]  # sequence -> per row of its tree, the ids of the branches through it
 
 
 def leaves(parents: Sequence[int]) -> list[int]:
@@ -120,16 +66,16 @@ class RowBuffer:
             logits=pointer(self.outputs, ctypes.c_int8),
         )
 
-    def fill(self, batch: Batch, placed: dict[int, SequenceRows]) -> None:
-        """Write all rows of `batch`."""
+    def fill(self, batch: Batch, placed: dict[int, SequenceRows], branches: Branches) -> None:
+        """Write all rows of `batch`; `branches` of its trees."""
         width = batch.width
         self.token_ids[:width] = batch.token_ids
         self.outputs[:width] = batch.outputs
         self.num_ids[:width] = 1
         self.struct.n_tokens = width
         for sequence, part in placed.items():
-            if part.is_tree:
-                self._fill_tree(part)
+            if sequence in branches:
+                self._fill_tree(part, branches[sequence])
             elif len(part.rows) == width:
                 np.add(self._counting[:width], part.base, out=self.positions[:width])
                 self.ids[:width, 0] = sequence
@@ -137,13 +83,11 @@ class RowBuffer:
                 self.positions[part.rows] = self._counting[: len(part.rows)] + part.base
                 self.ids[part.rows, 0] = sequence
 
-    def _fill_tree(self, part: SequenceRows) -> None:
-        positions: list[int] = []
-        for row, parent, branches in zip(part.rows, part.parents, part.branches, strict=True):
-            positions.append(part.base if parent == NO_PARENT else positions[parent] + 1)
-            self.positions[row] = positions[-1]
-            self.num_ids[row] = len(branches)
-            self.ids[row, : len(branches)] = branches
+    def _fill_tree(self, part: SequenceRows, branches: list[list[int]]) -> None:
+        for row, position, ids in zip(part.rows, part.positions(), branches, strict=True):
+            self.positions[row] = position
+            self.num_ids[row] = len(ids)
+            self.ids[row, : len(ids)] = ids
 
     def pad(self, low: int, scratch_id: int) -> None:
         """Append scratch rows of a sequence of their own up to `low` rows."""

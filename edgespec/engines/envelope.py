@@ -1,42 +1,40 @@
-"""The envelope of a saved sequence: llama.cpp would read a foreign state without a check of its own."""
+"""The envelope of a saved sequence: an engine's library would read a foreign state without a check of its own."""
 
 from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from edgespec.engines.llamacpp.library import version
-from edgespec.engines.llamacpp.settings import ContextSettings
 from edgespec.errors import StateError
 
-MAGIC = b"EDGESPEC-LLAMACPP-STATE-1\n"
-HEADER = struct.Struct(f"<{len(MAGIC)}s32s32sQ")  # magic, stamp, digest of the payload, length in tokens
+HEADER = struct.Struct("<32s32s32sQ")  # magic, stamp, digest of the payload, length in tokens
 SAMPLE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class StateStamp:
-    """What a state must share with an engine to be read by it: weights, library, KV types."""
+    """What a state must share with an engine to be read by it: weights, library, KV types. `magic` names the engine."""
 
+    magic: bytes
     digest: bytes
 
     @classmethod
-    def of(cls, path: Path, settings: ContextSettings) -> Self:
-        found = hashlib.sha256(fingerprint(path))
-        kinds = (settings.cache_type_k, settings.cache_type_v, str(settings.flash_attention), version())
-        found.update("\0".join(kinds).encode())
-        return cls(found.digest())
+    def of(cls, engine: str, files: Iterable[Path], *kinds: object) -> Self:
+        found = hashlib.sha256(b"".join(fingerprint(path) for path in files))
+        found.update("\0".join(map(str, kinds)).encode())
+        return cls(f"EDGESPEC STATE {engine}".encode().ljust(32, b"\n"), found.digest())
 
     def wrap(self, payload: bytes, length: int) -> bytes:
-        return HEADER.pack(MAGIC, self.digest, hashlib.sha256(payload).digest(), length) + payload
+        return HEADER.pack(self.magic, self.digest, hashlib.sha256(payload).digest(), length) + payload
 
     def unwrap(self, state: bytes) -> tuple[bytes, int]:
         """(payload, length in tokens). Raises StateError for anything but a whole state of this model."""
-        if len(state) < HEADER.size or not state.startswith(MAGIC):
-            raise StateError("this is not a saved llama.cpp sequence")
+        if len(state) < HEADER.size or not state.startswith(self.magic):
+            raise StateError("this is not a saved sequence of this engine; start from the prompt instead")
         _, stamp, digest, length = HEADER.unpack_from(state)
         if stamp != self.digest:
             raise StateError(

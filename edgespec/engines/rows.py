@@ -1,0 +1,113 @@
+"""The rows of one sequence in one batch, as every engine with real caches needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from edgespec.errors import BatchError
+from edgespec.types import NO_PARENT, Batch, TokenIds
+
+
+@dataclass(slots=True)
+class SequenceRows:
+    """`base`: tokens cached before; `rows`: indices in the batch; `parents`: indices into `rows`, or -1."""
+
+    base: int
+    rows: list[int]
+    parents: list[int]
+    token_ids: TokenIds
+
+    @property
+    def is_tree(self) -> bool:
+        return not is_chain(self.parents)
+
+    def path(self, rows: tuple[int, ...]) -> list[int] | None:
+        """Batch rows as indices into `rows`, or None when they are no path from a root."""
+        index = {row: i for i, row in enumerate(self.rows)}
+        local: list[int] = []
+        for row in rows:
+            if row not in index or self.parents[index[row]] != (local[-1] if local else NO_PARENT):
+                return None
+            local.append(index[row])
+        return local
+
+    def positions(self) -> list[int]:
+        """Where in its text each row stands: one behind its parent."""
+        found: list[int] = []
+        for parent in self.parents:
+            found.append(self.base if parent == NO_PARENT else found[parent] + 1)
+        return found
+
+
+def is_chain(parents: Sequence[int]) -> bool:
+    return parents == list(range(-1, len(parents) - 1))
+
+
+def split_by_sequence(batch: Batch, lengths: Sequence[int]) -> dict[int, SequenceRows]:
+    """A batch as one `SequenceRows` per sequence, in order of first appearance."""
+    parents, sequences = batch.parents.tolist(), batch.sequences.tolist()
+    first = sequences[0]
+    if sequences.count(first) == len(sequences):
+        return {first: SequenceRows(lengths[first], list(range(len(parents))), parents, batch.token_ids)}
+    placed = {}
+    for sequence in dict.fromkeys(sequences):
+        rows = [row for row, owner in enumerate(sequences) if owner == sequence]
+        index = {row: i for i, row in enumerate(rows)}
+        local = [index.get(parents[row], NO_PARENT) for row in rows]
+        placed[sequence] = SequenceRows(lengths[sequence], rows, local, batch.token_ids[rows])
+    return placed
+
+
+class SequenceBook:
+    """How many tokens every sequence holds, and which rows of the last batch `keep_path` may still choose from."""
+
+    def __init__(self, max_sequences: int) -> None:
+        self.lengths = [0] * max_sequences
+        self._last: dict[int, SequenceRows] = {}
+
+    def check(self, sequence: int) -> None:
+        """Raises BatchError for a sequence that does not exist."""
+        if not 0 <= sequence < len(self.lengths):
+            raise BatchError(f"sequence {sequence} does not exist, this engine has 0..{len(self.lengths) - 1}")
+
+    def check_settled(self, sequence: int) -> None:
+        """Raises BatchError for a sequence that does not exist or whose tree waits for `keep_path`."""
+        self.check(sequence)
+        if sequence in self._last and self._last[sequence].is_tree:
+            raise BatchError(f"sequence {sequence} holds an unsettled tree; call keep_path or rollback first")
+
+    def record(self, placed: dict[int, SequenceRows]) -> None:
+        """A pass has scored these rows: chains are in the cache now, trees wait."""
+        for sequence, part in placed.items():
+            if not part.is_tree:
+                self.lengths[sequence] += len(part.rows)
+        waiting = {sequence: part for sequence, part in self._last.items() if part.is_tree}
+        self._last = {**waiting, **placed}
+
+    def chosen(self, rows: tuple[int, ...], sequence: int) -> tuple[SequenceRows, list[int]]:
+        """What the last batch added to a sequence, and `rows` as a path through it. Raises BatchError."""
+        self.check(sequence)
+        part = self._last.get(sequence)
+        path = part.path(rows) if part else None
+        if part is None or path is None:
+            raise BatchError(f"rows {rows} are no path through what the last batch added to sequence {sequence}")
+        return part, path
+
+    def check_rollback(self, to_length: int, sequence: int) -> None:
+        """Raises BatchError for a length that the sequence does not have."""
+        self.check(sequence)
+        if not 0 <= to_length <= self.lengths[sequence]:
+            raise BatchError(
+                f"sequence {sequence} can roll back to 0..{self.lengths[sequence]} tokens, not to {to_length}"
+            )
+
+    def forget_last(self, sequence: int) -> bool:
+        """Nothing of the last batch can be chosen any more; whether it was a tree that nobody had chosen from."""
+        part = self._last.pop(sequence, None)
+        return part is not None and part.is_tree
+
+    def settle(self, sequence: int, length: int) -> None:
+        """The sequence holds `length` tokens now, and nothing of the last batch can be chosen any more."""
+        self.forget_last(sequence)
+        self.lengths[sequence] = length
