@@ -15,17 +15,15 @@ from edgespec.config import DrafterName, GenerateOptions, LoadOptions, RuleName
 from edgespec.controller import FixedLength
 from edgespec.decode import Run, autoregressive, speculative
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engines.base import Engine
-from edgespec.engines.probe import check_model_file
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError, ConfigError, PromptError, StateError
+from edgespec.loading import open_models
+from edgespec.manifest import ModelPair
 from edgespec.memory import peak_rss_bytes
-from edgespec.models import ModelPair, resolve
 from edgespec.sampling import Sampler, Sampling
 from edgespec.stopping import StopRules
-from edgespec.tokenizer import check_same_vocabulary
 from edgespec.types import FinishReason, Stats, TokenEvent, TokenIds
 from edgespec.verify import RULES
 
@@ -277,57 +275,5 @@ def load(model: str = "demo", **options: Any) -> Model:
     except TypeError as exc:
         known = ", ".join(LoadOptions.__dataclass_fields__)
         raise ConfigError(f"unknown option in {sorted(options)}; known: {known}") from exc
-    pair = resolve(chosen.model, chosen.draft)
-    wants_draft = chosen.drafter == "model" or (chosen.drafter is None and pair.draft is not None)
-    if wants_draft and pair.draft is None:
-        raise CapabilityError(
-            f"drafter 'model' needs a draft model and {pair.name!r} has none: give -md/--model-draft (draft=...), or "
-            "use --drafter ngram"
-        )
-    for role in ("target", "draft") if wants_draft else ("target",):
-        file = pair.files[role]  # one of unknown contents is first tried in a child process
-        check_model_file(file.path, is_trusted=file.is_verified)
-    target = _load_target(chosen, pair)
-    try:
-        drafters: dict[DrafterName, Drafter] = {"model": _load_draft(chosen, pair, target)} if wants_draft else {}
-    except BaseException:
-        target.close()
-        raise
+    pair, target, drafters = open_models(chosen)
     return Model(chosen, pair, target, drafters)
-
-
-def _load_target(options: LoadOptions, pair: ModelPair) -> Engine:
-    from edgespec.engines.llamacpp import LlamaCppEngine  # the library is loaded when a model is
-
-    wanted = False if options.verify != "coupled" else options.reproducible
-    return LlamaCppEngine.load(
-        pair.target,
-        context_length=options.context_length,
-        threads=options.threads,
-        gpu_layers=options.gpu_layers,
-        cache_type_k=options.cache_type_k,
-        cache_type_v=options.cache_type_v,
-        reproducible=wanted,
-    )
-
-
-def _load_draft(options: LoadOptions, pair: ModelPair, target: Engine) -> ModelDrafter:
-    from edgespec.engines.llamacpp import LlamaCppEngine
-
-    assert pair.draft is not None
-    gpu_layers = options.gpu_layers if options.draft_gpu_layers is None else options.draft_gpu_layers
-    engine = LlamaCppEngine.load(
-        pair.draft,
-        context_length=options.draft_context_length,
-        threads=options.threads,
-        gpu_layers=gpu_layers,
-        reproducible=False,
-    )
-    try:
-        check_same_vocabulary(target.vocabulary, engine.vocabulary)
-        if not engine.facts.can_rollback:
-            raise CapabilityError(f"draft {pair.draft.name} cannot roll back its state and so cannot draft")
-    except BaseException:
-        engine.close()
-        raise
-    return ModelDrafter(engine)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from edgespec.config import CACHE_TYPES, DRAFTERS, ENGINES, RULES
+from edgespec.config import CACHE_TYPES, DRAFTERS, ENGINES, PROVIDERS, RULES
 from edgespec.errors import ConfigError
 
 Part = Literal["load", "sampling", "generate", "session"]
@@ -100,7 +100,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "draft", "load", "path", ("-md", "--model-draft", "--draft-model"), "Path of a draft model.", metavar="FILE"
     ),
-    Setting("engine", "load", "text", ("--engine",), "Engine that runs both models.", ENGINES),
+    Setting("engine", "load", "text", ("--engine",), "Engine whose files of a pair are taken.", ENGINES),
     Setting("drafter", "load", "text", ("--drafter",), "What proposes tokens.", DRAFTERS),
     Setting(
         "draft_length",
@@ -122,8 +122,23 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("threads", "load", "integer", ("-t", "--threads"), "CPU threads."),
     Setting("gpu_layers", "load", "integer", ("-ngl", "--gpu-layers"), "Target layers on the GPU, -1 for all."),
     Setting("draft_gpu_layers", "load", "integer", ("-ngld", "--gpu-layers-draft"), "Draft layers on the GPU."),
-    Setting("cache_type_k", "load", "text", ("-ctk", "--cache-type-k"), "Type of cached keys.", CACHE_TYPES),
-    Setting("cache_type_v", "load", "text", ("-ctv", "--cache-type-v"), "Type of cached values.", CACHE_TYPES),
+    Setting("provider", "load", "text", ("--provider",), "Device of ONNX Runtime.", PROVIDERS),
+    Setting(
+        "cache_type_k",
+        "load",
+        "text",
+        ("-ctk", "--cache-type-k"),
+        "Type of cached keys.",
+        CACHE_TYPES,
+    ),
+    Setting(
+        "cache_type_v",
+        "load",
+        "text",
+        ("-ctv", "--cache-type-v"),
+        "Type of cached values.",
+        CACHE_TYPES,
+    ),
     Setting("temperature", "sampling", "number", ("--temp",), "Temperature; 0 is greedy."),
     Setting("top_k", "sampling", "integer", ("--top-k",), "Keep the k likeliest tokens; 0 keeps all."),
     Setting("top_p", "sampling", "number", ("--top-p",), "Keep the likeliest tokens up to this mass; 1 keeps all."),

@@ -43,3 +43,9 @@ def target_path(tiny_path: Path) -> Path:
 def draft_path(tiny_path: Path) -> Path:
     """The demo draft, or the tiny random model."""
     return next(iter(sorted(DEMO.glob("*draft*.gguf"))), tiny_path)
+
+
+@pytest.fixture(scope="session")
+def onnx_path() -> Path:
+    """The demo target as an int8 ONNX export."""
+    return DEMO / "onnx" / "target" / "model.onnx"

@@ -17,7 +17,8 @@ import pytest
 
 from edgespec.chat import render_chat
 from edgespec.engines.llamacpp import LlamaCppEngine
-from edgespec.models import ModelPair, resolve, sha256_of
+from edgespec.manifest import ModelPair, sha256_of
+from edgespec.models import resolve
 from edgespec.tokenizer import check_same_vocabulary
 from edgespec.training import corpus
 from edgespec.types import Batch

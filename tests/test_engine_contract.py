@@ -17,7 +17,7 @@ from conftest import TEST_THREADS
 from edgespec.engines.base import Engine
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.table import TableEngine
-from edgespec.errors import BatchError, Cancelled, ContextFull, EngineError, StateError
+from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError, StateError
 from edgespec.types import Batch, Draft, Logits
 
 CONTEXT, SEQUENCES, MAX_BATCH = 400, 3, 64
@@ -40,13 +40,32 @@ def load_llamacpp(path: Path, *, reproducible: bool) -> Engine:
     )
 
 
-@pytest.fixture(scope="module", params=["table", "llamacpp", "llamacpp-reproducible", "llamacpp-padded"])
-def loader(request: pytest.FixtureRequest, target_path: Path, tiny_path: Path) -> Loader:
+def load_onnx(path: Path, *, reproducible: bool) -> Engine:
+    pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
+    from edgespec.engines.onnx import OnnxEngine
+
+    return OnnxEngine.load(
+        path,
+        context_length=CONTEXT,
+        max_sequences=SEQUENCES,
+        max_batch=MAX_BATCH,
+        threads=TEST_THREADS,
+        reproducible=reproducible,
+    )
+
+
+@pytest.fixture(
+    scope="module",
+    params=["table", "llamacpp", "llamacpp-reproducible", "llamacpp-padded", "onnx", "onnx-reproducible"],
+)
+def loader(request: pytest.FixtureRequest, target_path: Path, tiny_path: Path, onnx_path: Path) -> Loader:
     loaders: dict[str, Loader] = {
         "table": load_table,
         "llamacpp": lambda: load_llamacpp(target_path, reproducible=False),
         "llamacpp-reproducible": lambda: load_llamacpp(target_path, reproducible=True),
         "llamacpp-padded": lambda: load_llamacpp(tiny_path, reproducible=True),
+        "onnx": lambda: load_onnx(onnx_path, reproducible=False),
+        "onnx-reproducible": lambda: load_onnx(onnx_path, reproducible=True),
     }
     return loaders[request.param]
 
@@ -98,6 +117,13 @@ def side_draft(engine: Engine) -> Draft:
     return Draft(ids, np.array([-1, 0, 1, 0, 3, -1], np.int32), np.ones(6, np.float32))
 
 
+def needs_trees(engine: Engine) -> None:
+    if not engine.facts.can_tree:
+        with pytest.raises(CapabilityError):
+            engine.forward(Batch.tree(1, side_draft(engine)))
+        pytest.skip("this engine scores chains only in reproducible mode, and says so")
+
+
 def paths_of(draft: Draft) -> list[tuple[int, ...]]:
     """Every path from a root to a node, as draft nodes."""
     found: list[tuple[int, ...]] = []
@@ -138,6 +164,7 @@ def test_logits_come_only_for_the_rows_that_ask(engine):
 
 
 def test_every_row_of_a_tree_scores_as_its_path_alone(engine):
+    needs_trees(engine)
     prompt, draft = some_ids(engine, 20), side_draft(engine)
     pending = int(some_ids(engine, 1, seed=3)[0])
     score(engine, prompt)
@@ -153,6 +180,7 @@ def test_every_row_of_a_tree_scores_as_its_path_alone(engine):
 
 @pytest.mark.parametrize("node", range(-1, 6))
 def test_going_on_from_a_kept_path_is_going_on_from_its_tokens(engine, node):
+    needs_trees(engine)
     prompt, draft, after = some_ids(engine, 20), side_draft(engine), some_ids(engine, 5, seed=9)
     path = paths_of(draft)[node] if node >= 0 else ()
     score(engine, prompt)
@@ -186,8 +214,9 @@ def test_rolling_back_is_as_if_the_tokens_never_were(engine):
     for length in (3, 12, 1):
         score(engine, wrong[:length])
         engine.rollback(20)
-    engine.forward(Batch.tree(1, side_draft(engine)))
-    engine.rollback(20)
+    if engine.facts.can_tree:
+        engine.forward(Batch.tree(1, side_draft(engine)))
+        engine.rollback(20)
     np.testing.assert_array_equal(score(engine, ids[20:]), expected)
 
 
@@ -213,6 +242,7 @@ def test_sequences_in_one_batch_score_as_alone(engine):
 
 
 def test_trees_of_several_sequences_share_a_batch(engine):
+    needs_trees(engine)
     draft = side_draft(engine)
     one = Batch.tree(2, draft)
     expected = []
@@ -369,6 +399,7 @@ def test_bad_positions_and_sequences_are_refused(engine):
 
 @pytest.mark.parametrize("rows", [(1,), (0, 2), (0, 0), (7,), (-1,), (0, 1, 5)])
 def test_a_path_that_is_none_is_refused(engine, rows):
+    needs_trees(engine)
     engine.forward(Batch.tree(1, side_draft(engine)))
     with pytest.raises(BatchError):
         engine.keep_path(rows)
@@ -377,6 +408,7 @@ def test_a_path_that_is_none_is_refused(engine, rows):
 
 
 def test_an_unsettled_tree_blocks_its_sequence_only(engine):
+    needs_trees(engine)
     score(engine, some_ids(engine, 4), 1)
     engine.forward(Batch.tree(1, side_draft(engine)))
     for call in (lambda: score(engine, [1]), engine.save_state, lambda: engine.fork(0, 2)):
@@ -468,7 +500,8 @@ class Mirror:
 
     def tree(self, sequence: int) -> None:
         count = int(self.rng.integers(2, 12))
-        parents = np.array([self.rng.integers(max(-1, i - 4), i) for i in range(count)], np.int32)
+        reach = 4 if self.engine.facts.can_tree else 1
+        parents = np.array([self.rng.integers(max(-1, i - reach), i) for i in range(count)], np.int32)
         draft = Draft(np.array(self.ids(count), np.int32), parents, np.ones(count, np.float32))
         pending = self.ids(1)[0]
         self.engine.forward(Batch.tree(pending, draft, sequence=sequence))

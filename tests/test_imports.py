@@ -16,17 +16,18 @@ PACKAGE = Path(edgespec.__file__).parent
 # A component (a module or a subpackage) imports only components of a lower rank, and itself. '' is the package root.
 RANKS = {
     **dict.fromkeys(("errors",), 0),
-    **dict.fromkeys(("types", "tokenizer", "config", "memory", "prompts", "models"), 1),
-    **dict.fromkeys(("noise", "settings", "stopping", "metrics", "controller", "chat"), 2),
+    **dict.fromkeys(("types", "tokenizer", "config", "memory", "prompts", "manifest"), 1),
+    **dict.fromkeys(("noise", "settings", "stopping", "metrics", "controller", "chat", "models"), 2),
     **dict.fromkeys(("sampling",), 3),
     **dict.fromkeys(("verify", "engines"), 4),
     **dict.fromkeys(("drafters",), 5),
     **dict.fromkeys(("decode",), 6),
-    **dict.fromkeys(("runtime",), 7),
-    **dict.fromkeys(("", "selfcheck", "export"), 8),
-    **dict.fromkeys(("training", "bench", "server"), 9),
-    **dict.fromkeys(("cli",), 10),
-    **dict.fromkeys(("__main__",), 11),
+    **dict.fromkeys(("loading",), 7),
+    **dict.fromkeys(("runtime",), 8),
+    **dict.fromkeys(("", "selfcheck", "export"), 9),
+    **dict.fromkeys(("training", "bench", "server"), 10),
+    **dict.fromkeys(("cli",), 11),
+    **dict.fromkeys(("__main__",), 12),
 }
 ENGINES_MAY_USE = {"errors", "types", "tokenizer", "engines"}
 DRAFTERS_MAY_USE = {"errors", "types", "tokenizer", "sampling", "noise"}
@@ -88,7 +89,7 @@ def test_drafters_know_contracts_only(name):
 def test_only_the_runtime_knows_implementations():
     """Everything else meets engines and drafters through their base classes; doctor asks a library for its version."""
     for name in MODULES:
-        if component(name) in ("engines", "drafters", "runtime") or name in ("cli.probe", "cli.doctor"):
+        if component(name) in ("engines", "drafters", "loading", "runtime") or name in ("cli.probe", "cli.doctor"):
             continue
         used = {imported for imported in own_imports(name) if component(imported) in ("engines", "drafters")}
         assert used <= BASES, f"{name} imports {used - BASES}"
@@ -99,9 +100,16 @@ def test_llama_cpp_is_imported_in_one_file():
     assert users == ["engines.llamacpp.library"]
 
 
+def test_onnxruntime_is_imported_in_one_file():
+    users = [
+        name for name, path in MODULES.items() if any(full.split(".")[0] == "onnxruntime" for full in imports(path))
+    ]
+    assert users == ["engines.onnx.library"]
+
+
 def test_training_libraries_stay_in_training_and_export():
     for name, path in MODULES.items():
-        if component(name) not in ("training", "export"):
+        if component(name) not in ("training", "export") and name != "engines.onnx.vocabulary":
             assert not HEAVY & {full.split(".")[0] for full in imports(path)}, name
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from edgespec import models
 from edgespec.errors import ModelFileError, ModelNotFound
-from edgespec.models import list_models, read_pair, resolve
+from edgespec.manifest import read_pair
+from edgespec.models import list_models, resolve
 
 TARGET, DRAFT = b"target weights", b"draft weights"
 
@@ -96,7 +97,7 @@ def test_a_missing_path_is_not_taken_for_a_name(home: Path, text: str):
 
 def test_other_files_are_refused(home: Path, tmp_path: Path):
     (tmp_path / "model.safetensors").write_bytes(b"x")
-    with pytest.raises(ModelFileError, match=r"not a \.gguf file.*export"):
+    with pytest.raises(ModelFileError, match=r"no \.gguf or \.onnx file.*export"):
         resolve(str(tmp_path / "model.safetensors"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelFileError, match=r"has no manifest\.toml"):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgespec.models import read_pair
+from edgespec.manifest import read_pair
 from edgespec.training import corpus
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from edgespec.export.gguf import convert
-from edgespec.models import MANIFEST, MANIFEST_FORMAT, sha256_of
+from edgespec.manifest import MANIFEST, MANIFEST_FORMAT, sha256_of
 from edgespec.training.corpus import BOS, TURN_END, load_corpus
 from edgespec.training.curves import draw_curves
 from edgespec.training.evaluate import acceptance, early_exit_agreement, write_continuations

@@ -1,0 +1,5 @@
+"""The ONNX Runtime engine."""
+
+from edgespec.engines.onnx.engine import OnnxEngine
+
+__all__ = ["OnnxEngine"]

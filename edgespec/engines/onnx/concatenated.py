@@ -1,0 +1,89 @@
+"""Passes of exports whose cache grows by concatenation (Optimum): every pass copies all keys and values.
+
+1.6 to 1.9 times slower per token than the shared buffer; chains only, since such a graph makes its own causal mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from edgespec.engines.onnx.graph import LOGITS, MASK, POSITIONS, Graph
+from edgespec.engines.onnx.library import Device, library, translated
+from edgespec.engines.onnx.passes import Passes, PassRows, element_of
+from edgespec.errors import CapabilityError
+from edgespec.types import Logits
+
+KNOWN_INPUTS = frozenset({"input_ids", MASK, POSITIONS})
+
+
+class ConcatenatedPasses(Passes):
+    """Caches as one array per layer and sequence, [1, heads, cells, head size], cut to size before each pass."""
+
+    can_tree = False
+
+    def __init__(
+        self,
+        session: Any,
+        graph: Graph,
+        device: Device,
+        run_options: Any,
+        *,
+        head_size: int,
+        capacity: int,
+        max_rows: int,
+        max_outputs: int,
+    ) -> None:
+        past = {entry.past for entry in graph.cache}
+        unknown = sorted(graph.inputs - KNOWN_INPUTS - past)
+        if unknown:
+            raise CapabilityError(f"this export has inputs that edgespec does not know: {', '.join(unknown)}")
+        self._session, self._graph, self._options, self._head_size = session, graph, run_options, head_size
+        self._caches: dict[int, list[Any]] = {}
+        self.logits = np.zeros((max_outputs, graph.vocabulary_size), np.float32)
+        self._outputs = [LOGITS, *(entry.present for entry in graph.cache)]
+        self.bytes_per_token = sum(e.heads * head_size * np.dtype(element_of(e)).itemsize for e in graph.cache)
+
+    def run(self, sequence: int, rows: PassRows) -> Logits:
+        total = rows.base + rows.token_ids.size
+        feeds: dict[str, Any] = {"input_ids": rows.token_ids.astype(np.int64)[None]}
+        if MASK in self._graph.inputs:
+            feeds[MASK] = np.ones((1, total), np.int64)
+        if POSITIONS in self._graph.inputs:
+            feeds[POSITIONS] = np.arange(rows.base, total, dtype=np.int64)[None]
+        make = library().OrtValue.ortvalue_from_numpy
+        feeds = {name: make(array) for name, array in feeds.items()}
+        for entry, cache in zip(self._graph.cache, self._cells(sequence), strict=True):
+            whole = cache.shape[2] == rows.base
+            feeds[entry.past] = make(cache if whole else np.ascontiguousarray(cache[:, :, : rows.base]))
+        with translated(self._options):
+            found, *present = self._session.run_with_ort_values(self._outputs, feeds, self._options)
+        self._caches[sequence] = [value.numpy() for value in present]
+        count = rows.outputs.size
+        np.take(found.numpy()[0], rows.outputs, axis=0, out=self.logits[:count])
+        return self.logits[:count]
+
+    def _cells(self, sequence: int) -> list[Any]:
+        if sequence not in self._caches:
+            self._caches[sequence] = [
+                np.zeros((1, entry.heads, 0, self._head_size), element_of(entry)) for entry in self._graph.cache
+            ]
+        return self._caches[sequence]
+
+    def keep(self, sequence: int, base: int, path: list[int]) -> None:
+        raise AssertionError("this engine takes no trees")
+
+    def copy(self, source: int, destination: int, length: int) -> None:
+        self._caches[destination] = [cache[:, :, :length].copy() for cache in self._cells(source)]
+
+    def save(self, sequence: int, length: int) -> bytes:
+        return b"".join(cache[0, :, :length].tobytes() for cache in self._cells(sequence))
+
+    def load(self, sequence: int, payload: bytes, length: int) -> None:
+        self._caches[sequence], start = [], 0
+        for entry in self._graph.cache:
+            count = entry.heads * length * self._head_size
+            values = np.frombuffer(payload, element_of(entry), count, start).reshape(1, entry.heads, length, -1)
+            self._caches[sequence].append(values.copy())
+            start += values.nbytes

@@ -1,0 +1,221 @@
+"""Reads an exported graph and rewrites it for speculative decoding; the weights stay in their file, untouched.
+
+A graph of onnxruntime-genai's builder tells GroupQueryAttention where its rows stand by counting ones in an attention
+mask. Here the operator gets these numbers from us, and with them explicit positions and an attention bias, so that the
+rows of a tree can see their own ancestors only. The head is run on the rows whose logits somebody wants.
+Graphs with a concatenated cache (Optimum) are left as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound
+
+ATTENTION = "GroupQueryAttention"
+NUM_ATTENTION_INPUTS = 11
+LENGTHS, TOTAL, POSITIONS, BIAS, OUTPUT_ROWS = (
+    "seqlens_k",
+    "total_sequence_length",
+    "position_ids",
+    "attention_bias",
+    "output_rows",
+)
+LOGITS, HIDDEN, MASK = "logits", "hidden_states", "attention_mask"
+PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
+UNARY_AFTER_HEAD = frozenset({"Cast", "Div", "Mul", "Tanh", "Where", "Add"})
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """One KV tensor: names of its input and output, [heads, head size], element type by onnx's number."""
+
+    past: str
+    present: str
+    heads: int
+    head_size: int | None
+    element_type: int
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A graph ready for a session.
+
+    `is_shared`: past and present may be one buffer; `max_positions`: rows of the rotary table, or None;
+    `window`: the smallest sliding window, or None; `inputs`, `outputs`: names; `weight_bytes` of all initialisers.
+    """
+
+    serialised: bytes
+    cache: tuple[CacheEntry, ...]
+    vocabulary_size: int
+    is_shared: bool
+    max_positions: int | None
+    window: int | None
+    inputs: frozenset[str]
+    outputs: frozenset[str]
+    hidden_size: int | None
+    weight_bytes: int
+
+
+def read_graph(path: Path) -> Graph:
+    """The graph of an exported causal language model.
+
+    Raises ModelNotFound, ModelFileError for a file that is no such graph, CapabilityError without `onnx`.
+    """
+    model = _load(path)
+    graph = model.graph
+    cache = _cache_entries(graph, path)
+    attention = [node for node in graph.node if node.op_type == ATTENTION]
+    if attention:
+        _rewrite_attention(graph, attention)
+        _keep_wanted_rows(graph, path)
+        _drop_dead(graph)
+    widths = {value.name: (_shape(value) or [""])[-1] for value in graph.output}
+    vocabulary_size, hidden_size = widths.get(LOGITS), widths.get(HIDDEN)
+    if not isinstance(vocabulary_size, int):
+        raise ModelFileError(f"{path} is no causal language model: it has no output 'logits' of known width")
+    return Graph(
+        serialised=model.SerializeToString(),
+        cache=cache,
+        vocabulary_size=vocabulary_size,
+        is_shared=bool(attention),
+        max_positions=_rotary_rows(graph, attention),
+        window=min((w for node in attention if (w := _attribute(node, "local_window_size", -1)) > 0), default=None),
+        inputs=frozenset(value.name for value in graph.input),
+        outputs=frozenset(widths),
+        hidden_size=hidden_size if isinstance(hidden_size, int) else None,
+        weight_bytes=_weight_bytes(graph),
+    )
+
+
+def _load(path: Path) -> Any:
+    try:
+        import onnx
+        from google.protobuf.message import DecodeError
+    except ImportError as exc:
+        raise CapabilityError(f"reading ONNX files needs {exc.name}: pip install 'edgespec[onnx]'") from exc
+    if not path.is_file():
+        raise ModelNotFound(f"no file {str(path)!r}: give the model.onnx of an export")
+    try:
+        model = onnx.load(str(path), load_external_data=False)
+    except (DecodeError, OSError, ValueError) as exc:
+        raise ModelFileError(f"{path} is not an ONNX file: {exc}. Export it again") from exc
+    if not model.graph.node:
+        raise ModelFileError(f"{path} is not an ONNX model: it holds no operators. Export it again")
+    _check_weight_files(model.graph, path)
+    return model
+
+
+def _check_weight_files(graph: Any, path: Path) -> None:
+    """Every external weight must lie inside its file, which must lie beside the graph."""
+    sizes: dict[str, int] = {}
+    for tensor in graph.initializer:
+        entry = {item.key: item.value for item in tensor.external_data}
+        if tensor.data_location != 1 or "location" not in entry:
+            continue
+        name = entry["location"]
+        if Path(name).name != name:
+            raise ModelFileError(f"{path} names a weight file outside its own folder: {name!r}. Export it again")
+        if name not in sizes:
+            file = path.parent / name
+            if not file.is_file():
+                raise ModelFileError(f"{path} needs {name!r} beside it, which is missing. Copy it there")
+            sizes[name] = file.stat().st_size
+        end = int(entry.get("offset", 0)) + int(entry.get("length", 0))
+        if end > sizes[name]:
+            raise ModelFileError(f"{path.parent / name} has {sizes[name]} bytes and needs {end}: it is truncated")
+
+
+def _shape(value: Any) -> list[int | str]:
+    return [d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim]
+
+
+def _attribute(node: Any, name: str, default: int) -> int:
+    return next((int(a.i) for a in node.attribute if a.name == name), default)
+
+
+def _cache_entries(graph: Any, path: Path) -> tuple[CacheEntry, ...]:
+    found = []
+    for value in graph.input:
+        if match := PAST.fullmatch(value.name):
+            shape = _shape(value)
+            size = shape[3] if isinstance(shape[3], int) and shape[3] else None
+            present = f"present.{match[1]}.{match[2]}"
+            found.append(CacheEntry(value.name, present, int(shape[1]), size, value.type.tensor_type.elem_type))
+    names = {value.name for value in graph.output}
+    if not found or not {entry.present for entry in found} <= names:
+        raise ModelFileError(
+            f"{path} has no KV cache (inputs past_key_values.N.key, outputs present.N.key): export it with one, as "
+            "edgespec export does"
+        )
+    return tuple(found)
+
+
+def _rewrite_attention(graph: Any, attention: list[Any]) -> None:
+    """Feed lengths, positions and bias to every attention operator from inputs of the graph."""
+    from onnx import TensorProto, helper
+
+    for node in attention:
+        inputs = [*node.input, *[""] * (NUM_ATTENTION_INPUTS - len(node.input))]
+        inputs[5], inputs[6], inputs[10] = LENGTHS, TOTAL, BIAS
+        if _attribute(node, "do_rotary", 0):
+            inputs[9] = POSITIONS
+        del node.input[:]
+        node.input.extend(inputs)
+    known = {value.name for value in graph.input}
+    wanted: list[tuple[str, int, list[Any]]] = [
+        (LENGTHS, TensorProto.INT32, [1]),
+        (TOTAL, TensorProto.INT32, []),
+        (POSITIONS, TensorProto.INT64, [1, "sequence_length"]),
+        (BIAS, TensorProto.FLOAT, [1, 1, "sequence_length", "all_length"]),
+    ]
+    graph.input.extend(helper.make_tensor_value_info(*entry) for entry in wanted if entry[0] not in known)
+
+
+def _keep_wanted_rows(graph: Any, path: Path) -> None:
+    """Cut the head's input down to the rows whose logits are wanted: the head is a large part of a narrow pass."""
+    from onnx import TensorProto, helper
+
+    producers = {name: node for node in graph.node for name in node.output}
+    head = producers[LOGITS]
+    while head.op_type in UNARY_AFTER_HEAD and head.input[0] in producers:
+        head = producers[head.input[0]]
+    if not head.op_type.startswith("MatMul") and head.op_type != "Gemm":
+        raise ModelFileError(f"{path} has a head of an unknown kind ({head.op_type} {head.name!r}): export it again")
+    rows = helper.make_node("Gather", [head.input[0], OUTPUT_ROWS], ["wanted_rows"], axis=1, name="keep_wanted_rows")
+    place = next(i for i, node in enumerate(graph.node) if node.name == head.name and node.output == head.output)
+    head.input[0] = "wanted_rows"
+    graph.node.insert(place, rows)
+    graph.input.append(helper.make_tensor_value_info(OUTPUT_ROWS, TensorProto.INT64, ["num_outputs"]))
+
+
+def _drop_dead(graph: Any) -> None:
+    """Remove what nothing uses any more: the operators that counted the attention mask, and the mask."""
+    while True:
+        used = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
+        dead = [node for node in graph.node if not any(name in used for name in node.output if name)]
+        if not dead:
+            break
+        for node in dead:
+            graph.node.remove(node)
+    inputs = [value for value in graph.input if value.name in used]
+    del graph.input[:]
+    graph.input.extend(inputs)
+
+
+def _rotary_rows(graph: Any, attention: list[Any]) -> int | None:
+    """Positions that the rotary table has; beyond it the operator would read foreign memory."""
+    tables = {node.input[7] for node in attention if len(node.input) > 7 and node.input[7]}
+    rows = [int(tensor.dims[0]) for tensor in graph.initializer if tensor.name in tables]
+    return min(rows, default=None)
+
+
+def _weight_bytes(graph: Any) -> int:
+    total = 0
+    for tensor in graph.initializer:
+        entry = {item.key: item.value for item in tensor.external_data}
+        total += int(entry.get("length", 0)) if tensor.data_location == 1 else tensor.ByteSize()
+    return total

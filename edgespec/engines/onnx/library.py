@@ -1,0 +1,118 @@
+"""The one file that imports onnxruntime: makes sessions, chooses the device, translates its exceptions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from edgespec.errors import Cancelled, CapabilityError, ConfigError, EngineError, ModelFileError
+
+# By preference; the second name is what onnxruntime calls the memory of the device.
+PROVIDERS = {
+    "cuda": ("CUDAExecutionProvider", "cuda"),
+    "dml": ("DmlExecutionProvider", "dml"),
+    "webgpu": ("WebGpuExecutionProvider", "webgpu"),
+    "cpu": ("CPUExecutionProvider", "cpu"),
+}
+ERRORS_ONLY = 3
+
+
+@cache
+def library() -> Any:
+    """The module `onnxruntime`, its log quiet. Raises CapabilityError when it is not installed."""
+    try:
+        import onnxruntime
+    except ImportError as exc:
+        raise CapabilityError(
+            f"ONNX Runtime cannot be loaded: {exc}. Install it with: pip install 'edgespec[onnx]' "
+            "(or 'edgespec[onnx-gpu]')"
+        ) from exc
+    onnxruntime.set_default_logger_severity(ERRORS_ONLY + 1)
+    return onnxruntime
+
+
+@cache
+def version() -> str:
+    return str(library().__version__)
+
+
+def installed_providers() -> tuple[str, ...]:
+    """Our names of the devices that this build of ONNX Runtime knows, best first. It may know one it cannot reach."""
+    available = library().get_available_providers()
+    return tuple(name for name, (provider, _) in PROVIDERS.items() if provider in available)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Where a session computes: our name of the provider, and onnxruntime's name of its memory."""
+
+    provider: str
+    memory: str
+
+
+def open_session(graph: bytes, folder: Path, *, threads: int, provider: str) -> tuple[Any, Device]:
+    """A session over a serialised graph whose weights lie in `folder`.
+
+    `provider` "auto" takes the best one that is installed and works. Raises ConfigError for an unknown name,
+    CapabilityError for one that is not there or lacks an operator of this model, ModelFileError for a bad model.
+    """
+    installed = installed_providers()
+    if provider != "auto" and provider not in PROVIDERS:
+        raise ConfigError(f"provider {provider!r} is not known; allowed: auto, {', '.join(PROVIDERS)}")
+    if provider != "auto" and provider not in installed:
+        raise CapabilityError(
+            f"provider {provider!r} is not in this build of ONNX Runtime, which has: {', '.join(installed)}. "
+            "Install the one for your device: pip install 'edgespec[onnx-gpu]'"
+        )
+    for name in (provider,) if provider != "auto" else installed:
+        try:
+            return _open(graph, folder, threads, name), Device(name, PROVIDERS[name][1])
+        except CapabilityError:
+            if provider != "auto":
+                raise
+    raise AssertionError("the CPU raises ModelFileError, never CapabilityError")
+
+
+def _open(graph: bytes, folder: Path, threads: int, name: str) -> Any:
+    ort = library()
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = ERRORS_ONLY + 1
+    # Threads that spin on after a pass take the cores from the other model of the pair: a round took 57 ms, not 8.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+    if name != "cpu":
+        # Without this an operator that the device lacks runs on the CPU unseen, with a copy each way.
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    try:
+        return ort.InferenceSession(graph, options, providers=[PROVIDERS[name][0]])
+    except _failures() as exc:
+        reason = " ".join(str(exc).split())
+        if name == "cpu":
+            raise ModelFileError(f"ONNX Runtime refused the model in {folder}: {reason}. Export it again") from exc
+        raise CapabilityError(f"this model cannot run on {name}: {reason}. Use --provider cpu") from exc
+
+
+@cache
+def _failures() -> tuple[type[Exception], ...]:
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    names = "EPFail Fail InvalidArgument InvalidGraph InvalidProtobuf NoSuchFile NotImplemented RuntimeException"
+    return RuntimeError, *(getattr(state, name) for name in names.split())  # a bound run raises the built-in
+
+
+@contextmanager
+def translated(run_options: Any) -> Iterator[None]:
+    """Failures of a pass as our own errors; a pass that `run_options.terminate` ended is Cancelled."""
+    try:
+        yield
+    except _failures() as exc:
+        if run_options.terminate:
+            run_options.terminate = False
+            raise Cancelled("the pass was cancelled; the cache is as before") from exc
+        raise EngineError(f"ONNX Runtime failed in a pass: {' '.join(str(exc).split())}") from exc

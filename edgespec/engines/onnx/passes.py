@@ -1,0 +1,208 @@
+"""One pass over the rows of one sequence, and the KV caches that passes read and extend.
+
+`SharedPasses`: GroupQueryAttention writes new keys and values into the buffer that holds the old ones, so nothing is
+copied and taking tokens back means counting fewer. Everything is bound once per width; only the bias, whose shape
+grows with the text, is bound anew.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.engines.onnx.graph import BIAS, HIDDEN, LENGTHS, LOGITS, OUTPUT_ROWS, POSITIONS, TOTAL, CacheEntry, Graph
+from edgespec.engines.onnx.library import Device, library, translated
+from edgespec.errors import CapabilityError
+from edgespec.types import NO_PARENT, Logits, TokenIds
+
+MAX_BINDINGS = 512
+ELEMENTS = {1: np.float32, 10: np.float16, 3: np.int8, 2: np.uint8}
+
+
+@dataclass(slots=True)
+class PassRows:
+    """`token_ids` [n]; `parents` [n] and `positions` [n], None for a chain; `outputs` [m], rows whose logits count."""
+
+    base: int
+    token_ids: TokenIds
+    parents: list[int] | None
+    positions: list[int] | None
+    outputs: NDArray[np.intp]
+
+
+class Passes(ABC):
+    """`bytes_per_token` of one sequence's cache; `logits` [outputs, vocabulary], which every pass overwrites."""
+
+    bytes_per_token: int
+    logits: Logits
+    can_tree: bool
+
+    @abstractmethod
+    def run(self, sequence: int, rows: PassRows) -> Logits:
+        """Logits [m, vocabulary], a view that the next call overwrites; raises Cancelled, EngineError."""
+
+    @abstractmethod
+    def keep(self, sequence: int, base: int, path: list[int]) -> None:
+        """Move the cells of tree rows `path` to follow `base` in their order."""
+
+    @abstractmethod
+    def copy(self, source: int, destination: int, length: int) -> None:
+        """Make the first `length` cells of `destination` those of `source`."""
+
+    @abstractmethod
+    def save(self, sequence: int, length: int) -> bytes: ...
+
+    @abstractmethod
+    def load(self, sequence: int, payload: bytes, length: int) -> None: ...
+
+    def hidden(self) -> NDArray[np.float32]:
+        """Last hidden states [rows, hidden size] of the last pass, which the next one overwrites."""
+        raise CapabilityError("this export has no output 'hidden_states'; export the model with hidden states")
+
+
+def element_of(entry: CacheEntry) -> Any:
+    if entry.element_type not in ELEMENTS:
+        raise CapabilityError(f"a KV cache of onnx element type {entry.element_type} is not supported; use float32")
+    return ELEMENTS[entry.element_type]
+
+
+class SharedPasses(Passes):
+    """Caches as one buffer per layer and sequence, made when the sequence is first used."""
+
+    can_tree = True
+
+    def __init__(
+        self,
+        session: Any,
+        graph: Graph,
+        device: Device,
+        run_options: Any,
+        *,
+        head_size: int,
+        capacity: int,
+        max_rows: int,
+        max_outputs: int,
+    ) -> None:
+        self._session, self._graph, self._device, self._options = session, graph, device, run_options
+        self._capacity = capacity
+        self._head_size = head_size
+        self._buffers: dict[int, list[Any]] = {}
+        self._bindings: dict[tuple[int, int, int], Any] = {}
+        self._ids = np.zeros(max_rows, np.int64)
+        self._positions = np.zeros(max_rows, np.int64)
+        self._output_rows = np.zeros(max(max_outputs, max_rows), np.int64)
+        self._lengths = np.zeros(1, np.int32)
+        self._total = np.zeros(1, np.int32)
+        self._no_bias = np.zeros(max_rows * capacity, np.float32)
+        self._bias = np.zeros(0, np.float32)
+        self.logits = np.zeros((max_outputs, graph.vocabulary_size), np.float32)
+        self._hidden = np.zeros((max_rows if graph.hidden_size else 0, graph.hidden_size or 0), np.float32)
+        self._counting = np.arange(capacity + max_rows, dtype=np.int64)
+        self.bytes_per_token = sum(e.heads * head_size * np.dtype(element_of(e)).itemsize for e in graph.cache)
+
+    def run(self, sequence: int, rows: PassRows) -> Logits:
+        width, count, total = rows.token_ids.size, rows.outputs.size, rows.base + rows.token_ids.size
+        self._ids[:width] = rows.token_ids
+        self._positions[:width] = (
+            self._counting[rows.base : total] if rows.positions is None else np.array(rows.positions)
+        )
+        self._output_rows[:count] = rows.outputs
+        self._lengths[0], self._total[0] = total - 1, total
+        bias = self._no_bias if rows.parents is None else self._tree_bias(rows.parents, rows.base)
+        binding = self._binding(sequence, width, count)
+        binding.bind_input(BIAS, "cpu", 0, np.float32, (1, 1, width, total), bias.ctypes.data)
+        with translated(self._options):
+            self._session.run_with_iobinding(binding, self._options)
+        return self.logits[:count]
+
+    def _tree_bias(self, parents: list[int], base: int) -> NDArray[np.float32]:
+        """[n, base + n]: 0 where a row sees a cell, -inf where it does not: all that is cached, and its ancestors."""
+        width = len(parents)
+        total = base + width
+        if self._bias.size < width * total:
+            self._bias = np.zeros(max(width * total, 2 * self._bias.size), np.float32)
+        bias = self._bias[: width * total].reshape(width, total)
+        bias[:, :base] = 0.0
+        new = bias[:, base:]
+        new[:] = -np.inf
+        for row, parent in enumerate(parents):
+            if parent != NO_PARENT:
+                new[row] = new[parent]
+            new[row, row] = 0.0
+        return bias
+
+    def _binding(self, sequence: int, width: int, count: int) -> Any:
+        key = (sequence, width, count)
+        found = self._bindings.get(key)
+        if found is None:
+            if len(self._bindings) >= MAX_BINDINGS:
+                self._bindings.clear()
+            found = self._bindings[key] = self._bind(sequence, width, count)
+        return found
+
+    def _bind(self, sequence: int, width: int, count: int) -> Any:
+        binding = self._session.io_binding()
+        inputs: dict[str, tuple[tuple[int, ...], NDArray[Any]]] = {
+            "input_ids": ((1, width), self._ids),
+            POSITIONS: ((1, width), self._positions),
+            LENGTHS: ((1,), self._lengths),
+            TOTAL: ((), self._total),
+            OUTPUT_ROWS: ((count,), self._output_rows),
+        }
+        for name, (shape, array) in inputs.items():
+            if name in self._graph.inputs:
+                binding.bind_input(name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
+        for entry, buffer in zip(self._graph.cache, self._sequence_buffers(sequence), strict=True):
+            binding.bind_ortvalue_input(entry.past, buffer)
+            binding.bind_ortvalue_output(entry.present, buffer)
+        outputs = {LOGITS: (1, count, self._graph.vocabulary_size)}
+        binding.bind_output(LOGITS, "cpu", 0, np.float32, outputs[LOGITS], self.logits.ctypes.data)
+        if HIDDEN in self._graph.outputs:
+            shape = (1, width, self._hidden.shape[1])
+            binding.bind_output(HIDDEN, "cpu", 0, np.float32, shape, self._hidden.ctypes.data)
+        return binding
+
+    def _sequence_buffers(self, sequence: int) -> list[Any]:
+        if sequence not in self._buffers:
+            make = library().OrtValue.ortvalue_from_numpy
+            device = () if self._device.memory == "cpu" else (self._device.memory, 0)
+            self._buffers[sequence] = [
+                make(np.zeros((1, entry.heads, self._capacity, self._head_size), element_of(entry)), *device)
+                for entry in self._graph.cache
+            ]
+        return self._buffers[sequence]
+
+    def _write(self, buffer: Any, cells: slice, values: NDArray[Any]) -> None:
+        """`values` [heads, n, head size] into cells of a buffer; memory of a device is read, changed and sent back."""
+        whole = buffer.numpy()
+        whole[0, :, cells] = values
+        if self._device.memory != "cpu":
+            buffer.update_inplace(whole)
+
+    def keep(self, sequence: int, base: int, path: list[int]) -> None:
+        cells = [base + row for row in path]
+        for buffer in self._sequence_buffers(sequence):
+            self._write(buffer, slice(base, base + len(path)), buffer.numpy()[0][:, cells])
+
+    def copy(self, source: int, destination: int, length: int) -> None:
+        for ours, theirs in zip(self._sequence_buffers(source), self._sequence_buffers(destination), strict=True):
+            self._write(theirs, slice(0, length), ours.numpy()[0, :, :length])
+
+    def save(self, sequence: int, length: int) -> bytes:
+        return b"".join(buffer.numpy()[0, :, :length].tobytes() for buffer in self._sequence_buffers(sequence))
+
+    def load(self, sequence: int, payload: bytes, length: int) -> None:
+        start = 0
+        for entry, buffer in zip(self._graph.cache, self._sequence_buffers(sequence), strict=True):
+            shape, kind = (entry.heads, length, self._head_size), np.dtype(element_of(entry))
+            count = entry.heads * length * self._head_size
+            values = np.frombuffer(payload, kind, count, start).reshape(shape)
+            self._write(buffer, slice(0, length), values)
+            start += values.nbytes
+
+    def hidden(self) -> NDArray[np.float32]:
+        return self._hidden if self._graph.hidden_size else super().hidden()

@@ -1,0 +1,92 @@
+"""What an ONNX model is opened with: the options, checked, and what its folder says of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from edgespec.engines.cores import physical_cores
+from edgespec.engines.onnx.graph import Graph
+from edgespec.errors import ConfigError, ModelFileError
+
+DEFAULT_CONTEXT = 4096
+LOGITS_BYTES = 32 << 20
+CONFIGS = ("config.json", "genai_config.json")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What the files beside a graph tell: lengths in tokens; None where they are silent."""
+
+    architecture: str
+    trained_length: int | None
+    head_size: int | None
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """From config.json (Hugging Face) or genai_config.json (onnxruntime-genai). Raises ModelFileError."""
+        for name in CONFIGS:
+            path = folder / name
+            if path.is_file():
+                try:
+                    found = json.loads(path.read_text(encoding="utf-8"))
+                except (OSError, ValueError) as exc:
+                    raise ModelFileError(f"{path} cannot be read: {exc}. Export the model again") from exc
+                return cls._from_hub(found) if name == CONFIGS[0] else cls._from_genai(found)
+        raise ModelFileError(f"{folder} has neither {' nor '.join(CONFIGS)}: copy the one of the export there")
+
+    @classmethod
+    def _from_hub(cls, config: dict[str, Any]) -> Self:
+        heads = config.get("num_attention_heads", config.get("n_head"))
+        width = config.get("hidden_size", config.get("n_embd"))
+        size = config.get("head_dim") or (width // heads if heads and width else None)
+        length = config.get("max_position_embeddings", config.get("n_positions"))
+        return cls(str(config.get("model_type", "unknown")), length, size)
+
+    @classmethod
+    def _from_genai(cls, config: dict[str, Any]) -> Self:
+        model = config.get("model", {})
+        return cls(
+            str(model.get("type", "unknown")), model.get("context_length"), model.get("decoder", {}).get("head_size")
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OnnxSettings:
+    """Checked settings; `context_length` in tokens per sequence."""
+
+    context_length: int
+    threads: int
+    max_sequences: int
+    max_batch: int
+    provider: str
+    reproducible: bool | None
+    widest: int
+
+    @classmethod
+    def checked(
+        cls, graph: Graph, config: ModelConfig, *, context_length: int | None, threads: int | None, **given: Any
+    ) -> Self:
+        """Raises ConfigError for a value out of range, or a context longer than the model was trained for."""
+        longest = min((n for n in (config.trained_length, graph.max_positions) if n), default=DEFAULT_CONTEXT)
+        if context_length is not None and context_length > longest:
+            raise ConfigError(f"a context of {context_length} tokens was asked for, this model goes to {longest}")
+        length = min(longest, DEFAULT_CONTEXT) if context_length is None else context_length
+        settings = cls(context_length=length, threads=physical_cores() if threads is None else threads, **given)
+        limits = {"context_length": 1, "threads": 512, "max_sequences": 1 << 10, "max_batch": 1 << 14, "widest": 64}
+        for name, high in {**limits, "context_length": longest}.items():
+            value = getattr(settings, name)
+            if not isinstance(value, int) or not 1 <= value <= high:
+                raise ConfigError(f"{name} must be a whole number in 1..{high}, got {value!r}")
+        return settings
+
+    @property
+    def measured_widths(self) -> int:
+        """The widest pass worth measuring."""
+        return min(self.widest, self.max_batch, self.context_length // 2 + 1)
+
+    def max_outputs(self, vocabulary_size: int) -> int:
+        """Rows with logits per pass; bounded so that a wide batch over a large vocabulary stays small."""
+        return min(max(LOGITS_BYTES // (4 * vocabulary_size), 64), max(self.max_batch, self.widest))

@@ -1,0 +1,117 @@
+"""Opens what a run names: files are checked, then become engines, and the draft model a drafter."""
+
+from __future__ import annotations
+
+from edgespec.config import DrafterName, LoadOptions
+from edgespec.drafters.base import Drafter
+from edgespec.drafters.model import ModelDrafter
+from edgespec.engines.base import Engine
+from edgespec.engines.measurements import file_key, key_of, recall, remember
+from edgespec.engines.probe import check_model_file
+from edgespec.errors import CapabilityError, ConfigError
+from edgespec.manifest import ModelFile, ModelPair, check_file
+from edgespec.models import resolve
+from edgespec.tokenizer import check_same_vocabulary
+
+
+def open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterName, Drafter]]:
+    """The pair that `options` name, its target loaded, and the drafters that own a model.
+
+    Raises ModelNotFound, ModelFileError, VocabularyMismatch (naming the first token that differs), CapabilityError
+    when what was demanded is not possible, ConfigError for options that do not fit the engine.
+    """
+    pair = resolve(options.model, options.draft, options.engine)
+    wants_draft = options.drafter == "model" or (options.drafter is None and pair.draft is not None)
+    if wants_draft and pair.draft is None:
+        raise CapabilityError(
+            f"drafter 'model' needs a draft model and {pair.name!r} has none: give -md/--model-draft (draft=...), or "
+            "use --drafter ngram"
+        )
+    for role in ("target", "draft") if wants_draft else ("target",):
+        _check_contents(pair.files[role])
+    target = _open_target(options, pair.files["target"])
+    try:
+        drafters: dict[DrafterName, Drafter] = {"model": _open_draft(options, pair, target)} if wants_draft else {}
+    except BaseException:
+        target.close()
+        raise
+    return pair, target, drafters
+
+
+def _check_contents(model: ModelFile) -> None:
+    """Hash what the manifest describes but is too large to hash at every start; try a file of unknown contents first.
+
+    A graph with damaged weights loads without complaint, so nothing but a checksum finds them.
+    """
+    for file in model.all_files:
+        if file.sha256 is not None and not file.is_verified:
+            key = key_of("hashed", file_key(file.path), file.sha256)
+            if recall("hashed", key) is None:
+                check_file(file, is_large_too=True)
+                remember("hashed", key, {"path": str(file.path)})
+    if model.engine == "llamacpp":
+        check_model_file(model.path, is_trusted=all(file.sha256 for file in model.all_files))
+
+
+def _open_target(options: LoadOptions, file: ModelFile) -> Engine:
+    wanted = False if options.verify != "coupled" else options.reproducible
+    return _open(options, file, options.context_length, options.gpu_layers, wanted)
+
+
+def _open_draft(options: LoadOptions, pair: ModelPair, target: Engine) -> ModelDrafter:
+    file = pair.files["draft"]
+    gpu_layers = options.gpu_layers if options.draft_gpu_layers is None else options.draft_gpu_layers
+    engine = _open(options, file, options.draft_context_length, gpu_layers, reproducible=False, is_draft=True)
+    try:
+        check_same_vocabulary(target.vocabulary, engine.vocabulary)
+        if not engine.facts.can_rollback:
+            raise CapabilityError(f"draft {file.path.name} cannot roll back its state and so cannot draft")
+    except BaseException:
+        engine.close()
+        raise
+    return ModelDrafter(engine)
+
+
+def _open(
+    options: LoadOptions,
+    file: ModelFile,
+    context_length: int | None,
+    gpu_layers: int,
+    reproducible: bool | None,
+    *,
+    is_draft: bool = False,
+) -> Engine:
+    """The engine of a file; its library is loaded when the first model is."""
+    if file.engine == "onnx":
+        from edgespec.engines.onnx import OnnxEngine
+
+        if not is_draft:
+            _refuse_options_of_llamacpp(options)
+        return OnnxEngine.load(
+            file.path,
+            context_length=context_length,
+            threads=options.threads,
+            provider=options.provider,
+            reproducible=reproducible,
+        )
+    from edgespec.engines.llamacpp import LlamaCppEngine
+
+    types = (None, None) if is_draft else (options.cache_type_k, options.cache_type_v)
+    return LlamaCppEngine.load(
+        file.path,
+        context_length=context_length,
+        threads=options.threads,
+        gpu_layers=gpu_layers,
+        cache_type_k=types[0] or "f16",
+        cache_type_v=types[1] or "f16",
+        reproducible=reproducible,
+    )
+
+
+def _refuse_options_of_llamacpp(options: LoadOptions) -> None:
+    """Raises ConfigError for what an ONNX target would silently not heed."""
+    for flag, value in {"-ctk": options.cache_type_k, "-ctv": options.cache_type_v}.items():
+        if value not in (None, "f32"):
+            raise ConfigError(f"{flag} {value} is for llama.cpp; an ONNX model's cache has the type of its export")
+    if options.gpu_layers:
+        raise ConfigError(f"-ngl {options.gpu_layers} is for llama.cpp; the device of an ONNX model is --provider")
