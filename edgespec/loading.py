@@ -85,13 +85,12 @@ def _open(
     if file.engine == "onnx":
         from edgespec.engines.onnx import OnnxEngine
 
-        if not is_draft:
-            _refuse_options_of_llamacpp(options)
         return OnnxEngine.load(
             file.path,
             context_length=context_length,
             threads=options.threads,
             provider=options.provider,
+            cache_type="f32" if is_draft else _onnx_cache_type(options),
             reproducible=reproducible,
         )
     from edgespec.engines.llamacpp import LlamaCppEngine
@@ -108,10 +107,10 @@ def _open(
     )
 
 
-def _refuse_options_of_llamacpp(options: LoadOptions) -> None:
+def _onnx_cache_type(options: LoadOptions) -> str:
     """Raises ConfigError for what an ONNX target would silently not heed."""
-    for flag, value in {"-ctk": options.cache_type_k, "-ctv": options.cache_type_v}.items():
-        if value not in (None, "f32"):
-            raise ConfigError(f"{flag} {value} is for llama.cpp; an ONNX model's cache has the type of its export")
     if options.gpu_layers:
         raise ConfigError(f"-ngl {options.gpu_layers} is for llama.cpp; the device of an ONNX model is --provider")
+    if options.cache_type_k != options.cache_type_v:
+        raise ConfigError("keys and values of an ONNX model have one type: give -ctk and -ctv alike, f32 or int8")
+    return options.cache_type_k or "f32"

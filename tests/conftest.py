@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tiny_gguf import Shape, write_model
+from tiny_onnx import write_concatenated_model
 
 DEMO = Path(__file__).parent.parent / "models" / "demo"
 TEST_THREADS = 1  # several would wait for each other on a busy machine
@@ -49,3 +50,9 @@ def draft_path(tiny_path: Path) -> Path:
 def onnx_path() -> Path:
     """The demo target as an int8 ONNX export."""
     return DEMO / "onnx" / "target" / "model.onnx"
+
+
+@pytest.fixture(scope="session")
+def concatenated_path(onnx_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random ONNX model whose cache grows by concatenation, with the demo's vocabulary."""
+    return write_concatenated_model(tmp_path_factory.mktemp("concatenated"), onnx_path.parent, 4096)

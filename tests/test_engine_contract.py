@@ -40,7 +40,7 @@ def load_llamacpp(path: Path, *, reproducible: bool) -> Engine:
     )
 
 
-def load_onnx(path: Path, *, reproducible: bool) -> Engine:
+def load_onnx(path: Path, *, reproducible: bool, cache_type: str = "f32") -> Engine:
     pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
     from edgespec.engines.onnx import OnnxEngine
 
@@ -50,15 +50,27 @@ def load_onnx(path: Path, *, reproducible: bool) -> Engine:
         max_sequences=SEQUENCES,
         max_batch=MAX_BATCH,
         threads=TEST_THREADS,
+        cache_type=cache_type,
         reproducible=reproducible,
     )
 
 
-@pytest.fixture(
-    scope="module",
-    params=["table", "llamacpp", "llamacpp-reproducible", "llamacpp-padded", "onnx", "onnx-reproducible"],
+KINDS = (
+    "table",
+    "llamacpp",
+    "llamacpp-reproducible",
+    "llamacpp-padded",
+    "onnx",
+    "onnx-reproducible",
+    "onnx-int8-cache",
+    "onnx-concatenated",
 )
-def loader(request: pytest.FixtureRequest, target_path: Path, tiny_path: Path, onnx_path: Path) -> Loader:
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def loader(
+    request: pytest.FixtureRequest, target_path: Path, tiny_path: Path, onnx_path: Path, concatenated_path: Path
+) -> Loader:
     loaders: dict[str, Loader] = {
         "table": load_table,
         "llamacpp": lambda: load_llamacpp(target_path, reproducible=False),
@@ -66,6 +78,8 @@ def loader(request: pytest.FixtureRequest, target_path: Path, tiny_path: Path, o
         "llamacpp-padded": lambda: load_llamacpp(tiny_path, reproducible=True),
         "onnx": lambda: load_onnx(onnx_path, reproducible=False),
         "onnx-reproducible": lambda: load_onnx(onnx_path, reproducible=True),
+        "onnx-concatenated": lambda: load_onnx(concatenated_path, reproducible=False),
+        "onnx-int8-cache": lambda: load_onnx(onnx_path, reproducible=True, cache_type="int8"),
     }
     return loaders[request.param]
 

@@ -18,7 +18,8 @@ import click
 
 from edgespec import __version__
 from edgespec.engines.cores import physical_cores
-from edgespec.errors import EdgespecError
+from edgespec.engines.onnx import library as onnxruntime
+from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.models import list_models
 
 PROBE_TIMEOUT_S = 60
@@ -52,7 +53,7 @@ def examine() -> dict[str, Any]:
         "cpu": _cpu(),
         "memory_bytes": _memory_bytes(),
         "threads": physical_cores(),
-        "engines": {"llamacpp": llama},
+        "engines": {"llamacpp": llama, "onnx": _onnxruntime()},
         "packages": _packages(),
         "extras": _extras(),
         "models": models,
@@ -76,6 +77,13 @@ def _probe_llamacpp() -> dict[str, Any]:
     return answer
 
 
+def _onnxruntime() -> dict[str, Any]:
+    try:
+        return {"available": True, "version": onnxruntime.version(), "providers": onnxruntime.installed_providers()}
+    except CapabilityError as exc:
+        return {"available": False, "reason": str(exc)}
+
+
 def _models() -> tuple[list[dict[str, Any]], str]:
     """The models of the registry with the sizes of their files, and what is wrong with it if anything is."""
     try:
@@ -86,6 +94,7 @@ def _models() -> tuple[list[dict[str, Any]], str]:
         {
             "name": pair.name,
             "description": pair.description,
+            "engines": pair.engines,
             "files": {role: _file(file.path) for role, file in pair.files.items()},
         }
         for pair in pairs
@@ -172,6 +181,9 @@ def _print(report: dict[str, Any]) -> None:
         + (f", {memory / 2**30:.1f} GiB memory" if memory else "")
     )
     _print_llamacpp(report["engines"]["llamacpp"])
+    onnx = report["engines"]["onnx"]
+    found = f"{onnx['version']}; providers: {', '.join(onnx['providers'])}" if onnx["available"] else onnx["reason"]
+    click.echo(f"engine onnx: {found}")
     for package, version in report["packages"].items():
         click.echo(f"package {package}: {version or 'MISSING'}")
     if not report["packages"]:
@@ -181,7 +193,7 @@ def _print(report: dict[str, Any]) -> None:
         click.echo(f"extra {extra}: " + (f"lacks {missing}: {entry['install']}" if missing else "complete"))
     for model in report["models"]:
         sizes = [f"{role} {_size(file)}" for role, file in model["files"].items()]
-        click.echo(f"model {model['name']}: {', '.join(sizes)}")
+        click.echo(f"model {model['name']} ({', '.join(model['engines'])}): {', '.join(sizes)}")
     for problem in report["problems"]:
         click.secho(f"problem: {problem}", fg="red")
 

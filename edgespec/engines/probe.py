@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from edgespec.engines.gguf_check import check_gguf
+from edgespec.engines.gguf_split import model_files
 from edgespec.engines.measurements import file_key, key_of, recall, remember
 from edgespec.errors import EdgespecError, ModelFileError
 
@@ -33,7 +34,7 @@ def check_model_file(path: Path, *, is_trusted: bool = False) -> None:
     check_gguf(path)
     if is_trusted:
         return
-    key = key_of(PROBE_VERSION, _library_version(), file_key(path))
+    key = key_of(PROBE_VERSION, _library_version(), tuple(map(file_key, model_files(path))))
     if recall("probed", key) is None:
         probe(path)
         remember("probed", key, {"path": str(path)})
@@ -45,7 +46,7 @@ def probe(path: Path, *, timeout_s: float | None = None) -> None:
     `timeout_s` None allows for reading the whole file from a slow disk.
     """
     if timeout_s is None:
-        timeout_s = START_S + path.stat().st_size / READ_BYTES_PER_S
+        timeout_s = START_S + sum(file.stat().st_size for file in model_files(path)) / READ_BYTES_PER_S
     fault = next(faults([path], timeout_s=timeout_s))
     if fault is not None:
         raise ModelFileError(fault)

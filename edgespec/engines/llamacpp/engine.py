@@ -12,6 +12,7 @@ import numpy as np
 from edgespec.engines.base import Engine, EngineFacts, check_batch
 from edgespec.engines.envelope import StateStamp
 from edgespec.engines.gguf_check import check_gguf
+from edgespec.engines.gguf_split import model_files
 from edgespec.engines.llamacpp.cells import Cells
 from edgespec.engines.llamacpp.facts import keeps_running_state, measured_facts, read_facts
 from edgespec.engines.llamacpp.library import CancelFlag, complaints, forget_complaints, library, open_model, version
@@ -43,7 +44,7 @@ class LlamaCppEngine(Engine):
         self._cells = Cells(context, settings, self._book)
         self._scratch_id = settings.scratch_id
         kinds = (settings.cache_type_k, settings.cache_type_v, settings.flash_attention, version())
-        self._stamp = StateStamp.of("llamacpp", [path], *kinds)
+        self._stamp = StateStamp.of("llamacpp", model_files(path), *kinds)
         self.vocabulary = LlamaCppVocabulary(model)
         self._max_outputs = settings.max_outputs(self.vocabulary.size)
         self.facts: EngineFacts = read_facts(model, context, settings)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.engines.base import Engine, EngineFacts
+from edgespec.engines.gguf_split import model_files
 from edgespec.engines.llamacpp.library import library, version
 from edgespec.engines.llamacpp.settings import ContextSettings
 from edgespec.engines.measurements import file_key, key_of
@@ -61,7 +62,8 @@ def _widths_key(path: Path, settings: ContextSettings) -> str:
     """Measured once per file, machine, library and settings."""
     kernels = (settings.threads, settings.gpu_layers, settings.cache_type_k, settings.cache_type_v)
     measured = (settings.flash_attention_type, settings.widest, settings.context_length > PREFIX + settings.widest)
-    return key_of(METHOD, file_key(path), version(), library().llama_print_system_info(), kernels, measured)
+    files = tuple(map(file_key, model_files(path)))
+    return key_of(METHOD, files, version(), library().llama_print_system_info(), kernels, measured)
 
 
 def _metadata(model: Any, key: str) -> str:

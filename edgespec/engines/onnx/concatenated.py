@@ -84,6 +84,8 @@ class ConcatenatedPasses(Passes):
         self._caches[sequence], start = [], 0
         for entry in self._graph.cache:
             count = entry.heads * length * self._head_size
-            values = np.frombuffer(payload, element_of(entry), count, start).reshape(1, entry.heads, length, -1)
+            values = np.frombuffer(payload, element_of(entry), count, start).reshape(
+                1, entry.heads, length, self._head_size
+            )
             self._caches[sequence].append(values.copy())
             start += values.nbytes

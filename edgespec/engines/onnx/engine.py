@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 from edgespec.engines.base import Engine, EngineFacts, check_batch
 from edgespec.engines.envelope import StateStamp
 from edgespec.engines.measurements import file_key, key_of
-from edgespec.engines.onnx.concatenated import ConcatenatedPasses
 from edgespec.engines.onnx.graph import Graph, read_graph
-from edgespec.engines.onnx.library import library, open_session, version
-from edgespec.engines.onnx.passes import Passes, PassRows, SharedPasses
+from edgespec.engines.onnx.library import library, version
+from edgespec.engines.onnx.opening import cache_scales, open_passes, weight_files
+from edgespec.engines.onnx.passes import PassRows
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.vocabulary import TokenizerFile
 from edgespec.engines.rows import SequenceBook, SequenceRows, split_by_sequence
 from edgespec.engines.widths import METHOD, pinned_facts
-from edgespec.errors import BatchError, Cancelled, CapabilityError, EngineError, ModelFileError, StateError
+from edgespec.errors import BatchError, Cancelled, CapabilityError, EngineError, StateError
 from edgespec.types import NO_PARENT, Batch, Logits
 
 
@@ -32,32 +32,17 @@ class OnnxEngine(Engine):
 
     vocabulary: TokenizerFile
 
-    def __init__(self, path: Path, graph: Graph, settings: OnnxSettings, config: ModelConfig, head_size: int) -> None:
+    def __init__(self, path: Path, graph: Graph, settings: OnnxSettings, config: ModelConfig) -> None:
         self.vocabulary = TokenizerFile(path.parent, graph.vocabulary_size)
-        session, device = open_session(
-            graph.serialised, path.parent, threads=settings.threads, provider=settings.provider
-        )
         self._options = library().RunOptions()
         self._max_outputs = settings.max_outputs(graph.vocabulary_size)
-        kind = SharedPasses if graph.is_shared else ConcatenatedPasses
-        rows = max(settings.max_batch, settings.widest)
-        self._passes: Passes = kind(
-            session,
-            graph,
-            device,
-            self._options,
-            head_size=head_size,
-            capacity=settings.context_length,
-            max_rows=rows,
-            max_outputs=self._max_outputs,
-        )
+        self._passes, device = open_passes(path, graph, settings, self._options)
         self._book = SequenceBook(settings.max_sequences)
         self._ids = np.zeros((settings.max_sequences, settings.context_length), np.int32)
         self._gathered = np.zeros((0, graph.vocabulary_size), np.float32)
         self._hidden_rows = slice(0, 0)
         self._is_open = True
-        weights = sorted(path.parent.glob("*.data"))
-        self._stamp = StateStamp.of("onnx", [path, *weights], version(), device.provider)
+        self._stamp = StateStamp.of("onnx", weight_files(path), version(), device.provider, settings.cache_type)
         self.facts = EngineFacts(
             name="onnx",
             architecture=config.architecture,
@@ -84,22 +69,22 @@ class OnnxEngine(Engine):
         max_sequences: int = 1,
         max_batch: int = 512,
         provider: str = "auto",
+        cache_type: str = "f32",
         reproducible: bool | None = None,
         widest: int = 63,
     ) -> Self:
         """Load `path` (model.onnx, its weights and tokenizer beside it) and measure what it can do.
 
         `context_length` in tokens per sequence, None for the trained one (at most 4096); `threads` None for the
-        physical cores; `provider`: auto, cpu, cuda, dml, webgpu; `reproducible` True demands a width class, None takes
-        one if the model has it, False skips the measurement; `widest`, the widest pass measured.
+        physical cores; `provider`: auto, cpu, cuda, dml, webgpu; `cache_type`: f32 for what the export has, int8 for
+        a quarter of its bytes; `reproducible` True demands a width class, None takes one if the model has it, False
+        skips the measurement; `widest`, the widest pass measured.
 
         Raises ModelNotFound, ModelFileError, ConfigError for an option out of range, CapabilityError when this build
         or model cannot do what was asked.
         """
-        graph, config = read_graph(path), ModelConfig.read(path.parent)
-        head_size = graph.cache[0].head_size or config.head_size
-        if head_size is None:
-            raise ModelFileError(f"neither {path} nor the files beside it tell the size of an attention head")
+        graph = read_graph(path)
+        config = ModelConfig.read(path.parent)
         settings = OnnxSettings.checked(
             graph,
             config,
@@ -108,13 +93,15 @@ class OnnxEngine(Engine):
             max_sequences=max_sequences,
             max_batch=max_batch,
             provider=provider,
+            cache_type=cache_type,
             reproducible=reproducible,
             widest=widest,
         )
-        engine = cls(path, graph, settings, config, head_size)
+        if cache_type == "int8":
+            graph = read_graph(path, cache_scales(path, graph, settings))
+        engine = cls(path, graph, settings, config)
         if reproducible is not False:
-            files = (path, *sorted(path.parent.glob("*.data")))
-            key = key_of(METHOD, "onnx", *map(file_key, files), version(), settings)
+            key = key_of(METHOD, "onnx", *map(file_key, weight_files(path)), version(), settings)
             advice = "Use an int8 or int4 export, or --no-reproducible"
             widest = settings.measured_widths
             facts = pinned_facts(engine, key, widest=widest, reproducible=reproducible, advice=advice)

@@ -9,9 +9,13 @@ Graphs with a concatenated cache (Optimum) are left as they are.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound
 
@@ -26,6 +30,7 @@ LENGTHS, TOTAL, POSITIONS, BIAS, OUTPUT_ROWS = (
 )
 LOGITS, HIDDEN, MASK = "logits", "hidden_states", "attention_mask"
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
+CacheScales = Mapping[str, NDArray[np.float32]]
 UNARY_AFTER_HEAD = frozenset({"Cast", "Div", "Mul", "Tanh", "Where", "Add"})
 
 
@@ -60,15 +65,18 @@ class Graph:
     weight_bytes: int
 
 
-def read_graph(path: Path) -> Graph:
+def read_graph(path: Path, cache_scales: CacheScales | None = None) -> Graph:
     """The graph of an exported causal language model.
 
-    Raises ModelNotFound, ModelFileError for a file that is no such graph, CapabilityError without `onnx`.
+    `cache_scales` by input name, [heads, head size] each: keys and values are kept as int8 times these. Raises
+    ModelNotFound, ModelFileError for a file that is no such graph, CapabilityError without `onnx`.
     """
     model = _load(path)
     graph = model.graph
-    cache = _cache_entries(graph, path)
     attention = [node for node in graph.node if node.op_type == ATTENTION]
+    if cache_scales is not None:
+        _quantise_cache(graph, attention, cache_scales)
+    cache = _cache_entries(graph, path)
     if attention:
         _rewrite_attention(graph, attention)
         _keep_wanted_rows(graph, path)
@@ -173,6 +181,29 @@ def _rewrite_attention(graph: Any, attention: list[Any]) -> None:
         (BIAS, TensorProto.FLOAT, [1, 1, "sequence_length", "all_length"]),
     ]
     graph.input.extend(helper.make_tensor_value_info(*entry) for entry in wanted if entry[0] not in known)
+
+
+def _quantise_cache(graph: Any, attention: list[Any], scales: CacheScales) -> None:
+    """Let every attention operator keep keys and values as int8, with a scale per channel."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    for node in attention:
+        inputs = [*node.input, *[""] * (NUM_ATTENTION_INPUTS + 3 - len(node.input))]
+        for place, past, kind in ((12, node.input[3], "k"), (13, node.input[4], "v")):
+            heads, size = scales[past].shape
+            inputs[place] = f"{past}.scale"
+            tensor = scales[past].astype(np.float32).reshape(1, heads, 1, size)
+            graph.initializer.append(numpy_helper.from_array(tensor, inputs[place]))
+            node.attribute.append(helper.make_attribute(f"{kind}_quant_type", "PER_CHANNEL"))
+        node.attribute.append(helper.make_attribute("kv_cache_bit_width", 8))
+        del node.input[:]
+        node.input.extend(inputs)
+    names = {node.input[i] for node in attention for i in (3, 4)} | {
+        node.output[i] for node in attention for i in (1, 2)
+    }
+    for value in (*graph.input, *graph.output):
+        if value.name in names:
+            value.type.tensor_type.elem_type = TensorProto.INT8
 
 
 def _keep_wanted_rows(graph: Any, path: Path) -> None:

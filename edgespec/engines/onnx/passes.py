@@ -192,6 +192,10 @@ class SharedPasses(Passes):
         for ours, theirs in zip(self._sequence_buffers(source), self._sequence_buffers(destination), strict=True):
             self._write(theirs, slice(0, length), ours.numpy()[0, :, :length])
 
+    def largest_values(self, sequence: int, length: int) -> list[NDArray[np.float32]]:
+        """Per cache [heads, head size]: the largest magnitude among the first `length` cells."""
+        return [np.abs(buffer.numpy()[0, :, :length]).max(axis=1) for buffer in self._sequence_buffers(sequence)]
+
     def save(self, sequence: int, length: int) -> bytes:
         return b"".join(buffer.numpy()[0, :, :length].tobytes() for buffer in self._sequence_buffers(sequence))
 

@@ -13,6 +13,7 @@ from edgespec.errors import ConfigError, ModelFileError
 
 DEFAULT_CONTEXT = 4096
 LOGITS_BYTES = 32 << 20
+CACHE_TYPES = ("f32", "int8")
 CONFIGS = ("config.json", "genai_config.json")
 
 
@@ -62,6 +63,8 @@ class OnnxSettings:
     max_sequences: int
     max_batch: int
     provider: str
+    cache_type: str
+    head_size: int
     reproducible: bool | None
     widest: int
 
@@ -73,8 +76,17 @@ class OnnxSettings:
         longest = min((n for n in (config.trained_length, graph.max_positions) if n), default=DEFAULT_CONTEXT)
         if context_length is not None and context_length > longest:
             raise ConfigError(f"a context of {context_length} tokens was asked for, this model goes to {longest}")
-        length = min(longest, DEFAULT_CONTEXT) if context_length is None else context_length
-        settings = cls(context_length=length, threads=physical_cores() if threads is None else threads, **given)
+        head_size = graph.cache[0].head_size or config.head_size
+        if head_size is None:
+            raise ModelFileError("neither the graph nor the files beside it tell the size of an attention head")
+        settings = cls(
+            context_length=min(longest, DEFAULT_CONTEXT) if context_length is None else context_length,
+            threads=physical_cores() if threads is None else threads,
+            head_size=head_size,
+            **given,
+        )
+        if settings.cache_type not in CACHE_TYPES:
+            raise ConfigError(f"a cache of type {settings.cache_type!r} is not known to this engine: use f32 or int8")
         limits = {"context_length": 1, "threads": 512, "max_sequences": 1 << 10, "max_batch": 1 << 14, "widest": 64}
         for name, high in {**limits, "context_length": longest}.items():
             value = getattr(settings, name)

@@ -1,0 +1,55 @@
+"""From a graph to passes that can run: the session, the caches, and the scales of an int8 cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgespec.engines.measurements import file_key, key_of, recall, remember
+from edgespec.engines.onnx.calibration import TEXT, as_scales, measure_scales
+from edgespec.engines.onnx.concatenated import ConcatenatedPasses
+from edgespec.engines.onnx.graph import CacheScales, Graph
+from edgespec.engines.onnx.library import Device, library, open_session, version
+from edgespec.engines.onnx.passes import Passes, SharedPasses
+from edgespec.engines.onnx.settings import OnnxSettings
+from edgespec.engines.onnx.vocabulary import TokenizerFile
+from edgespec.errors import CapabilityError
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The graph and the weights beside it."""
+    return [path, *sorted(path.parent.glob("*.data"))]
+
+
+def open_passes(path: Path, graph: Graph, settings: OnnxSettings, run_options: Any) -> tuple[Passes, Device]:
+    """Raises ModelFileError and CapabilityError as `open_session`."""
+    session, device = open_session(graph.serialised, path.parent, threads=settings.threads, provider=settings.provider)
+    kind = SharedPasses if graph.is_shared else ConcatenatedPasses
+    passes = kind(
+        session,
+        graph,
+        device,
+        run_options,
+        head_size=settings.head_size,
+        capacity=settings.context_length,
+        max_rows=max(settings.max_batch, settings.widest),
+        max_outputs=settings.max_outputs(graph.vocabulary_size),
+    )
+    return passes, device
+
+
+def cache_scales(path: Path, graph: Graph, settings: OnnxSettings) -> CacheScales:
+    """Measured once per file: the model reads a text with the cache of its export."""
+    if not graph.is_shared:
+        raise CapabilityError("an int8 cache needs GroupQueryAttention; this export concatenates its cache, use f32")
+    key = key_of("cache scales", TEXT, *map(file_key, weight_files(path)), version())
+    measured = recall("cache-scales", key)
+    if measured is None:
+        passes, _ = open_passes(path, graph, settings, library().RunOptions())
+        assert isinstance(passes, SharedPasses)
+        ids = TokenizerFile(path.parent, graph.vocabulary_size).encode(TEXT)[: settings.context_length]
+        measured = measure_scales(passes, graph, np.array(ids, np.int32))
+        remember("cache-scales", key, measured)
+    return as_scales(measured)
