@@ -23,7 +23,7 @@ from edgespec.types import Distribution, Logits, TokenIds, one_hot
 _FOLD, _SHORT_FOLD, _SHORT_ROW = 64, 16, 8192
 _LEAST_WEIGHT = sys.float_info.min
 _LOG2_E = np.float32(math.log2(math.e))
-_SAFE_LOGIT = 64.0  # 152k times exp(64) is far below the largest float32
+_LEAST_SAFE_SUM, _MOST_SAFE_SUM = 1e-25, 1e37  # of float32 exponentials: nothing that counts has under- or overflowed
 _FIRST_NUCLEUS = 256  # candidates tried first when top-p comes without top-k
 
 
@@ -111,11 +111,17 @@ class Sampler:
 
     def log_prob(self, logits: Logits, token_id: int) -> float:
         """Natural log probability of a token under softmax of one untouched logits row [vocabulary]."""
-        best = float(logits.max())
-        # exp2 is twice as fast as exp; a shift costs a pass over the row and is needed only against overflow
-        shift = 0.0 if abs(best) < _SAFE_LOGIT else best
-        scaled = np.multiply(logits if shift == 0.0 else logits - np.float32(shift), _LOG2_E, out=self._scratch)
-        return float(logits[token_id]) - shift - math.log(np.exp2(scaled, out=scaled).dot(self._ones))
+        # exp2 is twice as fast as exp; a shift costs two passes over the row and is needed only against overflow
+        with np.errstate(over="ignore", under="ignore"):
+            total = self._sum_of_exp(logits)
+        if _LEAST_SAFE_SUM < total < _MOST_SAFE_SUM:
+            return float(logits[token_id]) - math.log(total)
+        best = logits.max()
+        return float(logits[token_id]) - float(best) - math.log(self._sum_of_exp(logits - best))
+
+    def _sum_of_exp(self, logits: Logits) -> float:
+        scaled = np.multiply(logits, _LOG2_E, out=self._scratch)
+        return float(np.exp2(scaled, out=scaled).dot(self._ones))
 
     def _adjusted(self, logits: Logits, history: TokenIds) -> Logits:
         """A copy with bias and penalties; penalties as in llama.cpp (repeat scales, frequency and presence shift)."""

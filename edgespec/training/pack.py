@@ -13,7 +13,10 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from edgespec.export.gguf import convert
-from edgespec.manifest import MANIFEST, MANIFEST_FORMAT, sha256_of
+from edgespec.export.manifest import write_manifest
+from edgespec.export.onnx import export_onnx
+from edgespec.manifest import sha256_of
+from edgespec.models import GRAPH
 from edgespec.training.corpus import BOS, TURN_END, load_corpus
 from edgespec.training.curves import draw_curves
 from edgespec.training.evaluate import acceptance, early_exit_agreement, write_continuations
@@ -88,40 +91,28 @@ def measure(run: Run, networks: dict[str, Network]) -> dict[str, Any]:
     return figures
 
 
-def _toml_value(value: Any) -> str:
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, list):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    return str(value)
-
-
-def _toml_table(name: str, values: dict[str, Any]) -> str:
-    """A table and, after it, its sub-tables."""
-    own = [f"{key} = {_toml_value(value)}" for key, value in values.items() if not isinstance(value, dict)]
-    nested = [_toml_table(f"{name}.{key}", value) for key, value in values.items() if isinstance(value, dict)]
-    return "\n".join(([f"\n[{name}]", *own] if own else []) + nested)
-
-
-def write_manifest(out: Path, networks: dict[str, Network], figures: dict[str, Any]) -> None:
-    """Describe `out`'s GGUFs in manifest.toml, which comes last so that it never names a file that is not there."""
-    head: dict[str, Any] = {
-        "format": MANIFEST_FORMAT,
+def write_description(out: Path, networks: dict[str, Network], figures: dict[str, Any]) -> None:
+    """Describe the models of `out` in its manifest, which comes last: it never names a file that is not there."""
+    values: dict[str, Any] = {
         "name": "demo",
         "description": DESCRIPTION,
         "licence": LICENCE,
         "banner": BANNER,
         "context_length": CONTEXT_LENGTH,
+        "files": {role: _file(out, out / gguf_name(role), network) for role, network in networks.items()},
+        "onnx": {},
+        "sampling": RECOMMENDED,
+        "figures": figures,
     }
-    parts = ["\n".join(f"{key} = {_toml_value(value)}" for key, value in head.items())]
     for role, network in networks.items():
-        path = out / gguf_name(role)
-        entry = {"path": path.name, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
-        parts.append(_toml_table(f"files.{role}", {**entry, "parameters": network.parameter_count()}))
-    parts += [_toml_table("sampling", RECOMMENDED), _toml_table("figures", figures)]
-    temporary = out / f"{MANIFEST}.tmp"
-    temporary.write_text("\n".join(parts) + "\n", encoding="utf-8")
-    temporary.replace(out / MANIFEST)
+        graph, *others = sorted((out / "onnx" / role).iterdir(), key=lambda path: path.name != GRAPH)
+        values["onnx"][role] = {**_file(out, graph, network), "parts": [_file(out, path) for path in others]}
+    write_manifest(out, values)
+
+
+def _file(out: Path, path: Path, network: Network | None = None) -> dict[str, Any]:
+    entry = {"path": path.relative_to(out).as_posix(), "bytes": path.stat().st_size, "sha256": sha256_of(path)}
+    return entry if network is None else {**entry, "parameters": network.parameter_count()}
 
 
 def gguf_name(role: str) -> str:
@@ -136,7 +127,9 @@ def pack(run: Run, out: Path, *, with_figures: bool = True) -> None:
         folder = (out if role in HF_ROLES else run.work) / "hf" / role
         save_hf_model(network, tokenizer, template, folder)
         convert(folder, out / gguf_name(role), "q8_0", name=f"edgespec demo {role}", licence=LICENCE.lower())
+        shutil.rmtree(out / "onnx" / role, ignore_errors=True)
+        export_onnx(folder, out / "onnx" / role, "int8")
     for name in ("target", "distill"):
         shutil.copyfile(run.work / f"{name}.csv", out / f"training_{name}.csv")
     draw_curves(out / "training_target.csv", out / "training_distill.csv", out / "curves.png")
-    write_manifest(out, networks, measure(run, networks) if with_figures else {})
+    write_description(out, networks, measure(run, networks) if with_figures else {})
