@@ -31,7 +31,7 @@ def measure_scales(passes: SharedPasses, graph: Graph, token_ids: TokenIds) -> d
     """By name of the cache's input: [heads, head size], what 1 of an int8 stands for; uses sequence 0."""
     for start in range(0, token_ids.size, STEP):
         ids = token_ids[start : start + STEP]
-        passes.run(0, PassRows(start, ids, None, None, np.array([ids.size - 1], np.intp)))
+        passes.run(0, PassRows(start, ids, np.array([ids.size - 1], np.intp)))
     largest = passes.largest_values(0, token_ids.size)
     return {
         entry.past: (np.maximum(found, 1e-6) * MARGIN / 127).tolist()

@@ -11,7 +11,7 @@ import numpy as np
 
 from edgespec.engines.onnx.graph import LOGITS, MASK, POSITIONS, Graph
 from edgespec.engines.onnx.library import Device, library, translated
-from edgespec.engines.onnx.passes import Passes, PassRows, element_of
+from edgespec.engines.onnx.passes import Cells, Passes, PassRows, element_of
 from edgespec.errors import CapabilityError
 from edgespec.types import Logits
 
@@ -20,8 +20,6 @@ KNOWN_INPUTS = frozenset({"input_ids", MASK, POSITIONS})
 
 class ConcatenatedPasses(Passes):
     """Caches as one array per layer and sequence, [1, heads, cells, head size], cut to size before each pass."""
-
-    can_tree = False
 
     def __init__(
         self,
@@ -40,12 +38,13 @@ class ConcatenatedPasses(Passes):
         if unknown:
             raise CapabilityError(f"this export has inputs that edgespec does not know: {', '.join(unknown)}")
         self._session, self._graph, self._options, self._head_size = session, graph, run_options, head_size
+        self.capacity = capacity
         self._caches: dict[int, list[Any]] = {}
         self.logits = np.zeros((max_outputs, graph.vocabulary_size), np.float32)
         self._outputs = [LOGITS, *(entry.present for entry in graph.cache)]
         self.bytes_per_token = sum(e.heads * head_size * np.dtype(element_of(e)).itemsize for e in graph.cache)
 
-    def run(self, sequence: int, rows: PassRows) -> Logits:
+    def run(self, cache: int, rows: PassRows) -> Logits:
         total = rows.base + rows.token_ids.size
         feeds: dict[str, Any] = {"input_ids": rows.token_ids.astype(np.int64)[None]}
         if MASK in self._graph.inputs:
@@ -54,38 +53,33 @@ class ConcatenatedPasses(Passes):
             feeds[POSITIONS] = np.arange(rows.base, total, dtype=np.int64)[None]
         make = library().OrtValue.ortvalue_from_numpy
         feeds = {name: make(array) for name, array in feeds.items()}
-        for entry, cache in zip(self._graph.cache, self._cells(sequence), strict=True):
-            whole = cache.shape[2] == rows.base
-            feeds[entry.past] = make(cache if whole else np.ascontiguousarray(cache[:, :, : rows.base]))
+        for entry, array in zip(self._graph.cache, self._cells(cache), strict=True):
+            whole = array.shape[2] == rows.base
+            feeds[entry.past] = make(array if whole else np.ascontiguousarray(array[:, :, : rows.base]))
         with translated(self._options):
             found, *present = self._session.run_with_ort_values(self._outputs, feeds, self._options)
-        self._caches[sequence] = [value.numpy() for value in present]
+        self._caches[cache] = [value.numpy() for value in present]
         count = rows.outputs.size
         np.take(found.numpy()[0], rows.outputs, axis=0, out=self.logits[:count])
         return self.logits[:count]
 
-    def _cells(self, sequence: int) -> list[Any]:
-        if sequence not in self._caches:
-            self._caches[sequence] = [
+    def _cells(self, cache: int) -> list[Any]:
+        if cache not in self._caches:
+            self._caches[cache] = [
                 np.zeros((1, entry.heads, 0, self._head_size), element_of(entry)) for entry in self._graph.cache
             ]
-        return self._caches[sequence]
-
-    def keep(self, sequence: int, base: int, path: list[int]) -> None:
-        raise AssertionError("this engine takes no trees")
+        return self._caches[cache]
 
     def copy(self, source: int, destination: int, length: int) -> None:
-        self._caches[destination] = [cache[:, :, :length].copy() for cache in self._cells(source)]
+        self._caches[destination] = [array[:, :, :length].copy() for array in self._cells(source)]
 
-    def save(self, sequence: int, length: int) -> bytes:
-        return b"".join(cache[0, :, :length].tobytes() for cache in self._cells(sequence))
+    def read(self, cache: int, cells: Cells) -> bytes:
+        return b"".join(array[0][:, cells].tobytes() for array in self._cells(cache))
 
-    def load(self, sequence: int, payload: bytes, length: int) -> None:
-        self._caches[sequence], start = [], 0
+    def write(self, cache: int, cells: Cells, payload: bytes) -> None:
+        length = len(payload) // self.bytes_per_token
+        self._caches[cache], start = [], 0
         for entry in self._graph.cache:
-            count = entry.heads * length * self._head_size
-            values = np.frombuffer(payload, element_of(entry), count, start).reshape(
-                1, entry.heads, length, self._head_size
-            )
-            self._caches[sequence].append(values.copy())
+            values = np.frombuffer(payload, element_of(entry), entry.heads * length * self._head_size, start)
+            self._caches[cache].append(values.reshape(1, entry.heads, length, self._head_size).copy())
             start += values.nbytes

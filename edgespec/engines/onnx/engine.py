@@ -1,11 +1,10 @@
-"""The ONNX Runtime engine: every sequence has caches of its own, and a batch is one pass per sequence.
+"""The ONNX Runtime engine: in reproducible mode a cache and a pass per sequence, otherwise one for all.
 
-So the bits of a sequence depend on its own tokens alone, whatever the others do.
+The first keeps the bits of a sequence apart from the others', the second takes trees and several sequences in one pass.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -15,16 +14,19 @@ from numpy.typing import NDArray
 from edgespec.engines.base import Engine, EngineFacts, check_batch
 from edgespec.engines.envelope import StateStamp
 from edgespec.engines.measurements import file_key, key_of
+from edgespec.engines.onnx.caches import Caches
 from edgespec.engines.onnx.graph import Graph, read_graph
 from edgespec.engines.onnx.library import library, version
 from edgespec.engines.onnx.opening import cache_scales, open_passes, weight_files
-from edgespec.engines.onnx.passes import PassRows
+from edgespec.engines.onnx.packed import PackedCaches
+from edgespec.engines.onnx.passes import SharedPasses
+from edgespec.engines.onnx.separate import SeparateCaches
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.vocabulary import TokenizerFile
-from edgespec.engines.rows import SequenceBook, SequenceRows, split_by_sequence
+from edgespec.engines.rows import SequenceBook, split_by_sequence
 from edgespec.engines.widths import METHOD, pinned_facts
 from edgespec.errors import BatchError, Cancelled, CapabilityError, EngineError, StateError
-from edgespec.types import NO_PARENT, Batch, Logits
+from edgespec.types import Batch, Logits
 
 
 class OnnxEngine(Engine):
@@ -36,13 +38,17 @@ class OnnxEngine(Engine):
         self.vocabulary = TokenizerFile(path.parent, graph.vocabulary_size)
         self._options = library().RunOptions()
         self._max_outputs = settings.max_outputs(graph.vocabulary_size)
-        self._passes, device = open_passes(path, graph, settings, self._options)
+        passes, device = open_passes(path, graph, settings, self._options)
+        self._separate = SeparateCaches(passes, settings.max_sequences)
+        self._caches: Caches = self._separate
+        if settings.packs(graph) and isinstance(passes, SharedPasses):
+            self._caches = PackedCaches(passes, settings.max_sequences)
+        self._can_pack = settings.can_pack(graph)
         self._book = SequenceBook(settings.max_sequences)
-        self._ids = np.zeros((settings.max_sequences, settings.context_length), np.int32)
-        self._gathered = np.zeros((0, graph.vocabulary_size), np.float32)
-        self._hidden_rows = slice(0, 0)
+        self._last_width = 0
         self._is_open = True
-        self._stamp = StateStamp.of("onnx", weight_files(path), version(), device.provider, settings.cache_type)
+        layout = type(self._caches).__name__
+        self._stamp = StateStamp.of("onnx", weight_files(path), version(), device.provider, settings.cache_type, layout)
         self.facts = EngineFacts(
             name="onnx",
             architecture=config.architecture,
@@ -50,9 +56,9 @@ class OnnxEngine(Engine):
             max_sequences=settings.max_sequences,
             max_batch=min(settings.max_batch, settings.context_length),
             can_rollback=True,
-            can_tree=self._passes.can_tree and not (graph.window and graph.window < settings.context_length),
+            can_tree=self._caches.can_tree,
             weight_bytes=graph.weight_bytes,
-            kv_bytes_per_token=self._passes.bytes_per_token,
+            kv_bytes_per_token=passes.bytes_per_token,
             width_classes=(),
             pinned_class=None,
             device=device.provider,
@@ -97,16 +103,15 @@ class OnnxEngine(Engine):
             reproducible=reproducible,
             widest=widest,
         )
-        if cache_type == "int8":
-            graph = read_graph(path, cache_scales(path, graph, settings))
-        engine = cls(path, graph, settings, config)
+        scales = cache_scales(path, graph, settings) if cache_type == "int8" else None
+        engine = cls(path, read_graph(path, scales, settings.cells(graph)), settings, config)
         if reproducible is not False:
             key = key_of(METHOD, "onnx", *map(file_key, weight_files(path)), version(), settings)
             advice = "Use an int8 or int4 export, or --no-reproducible"
             widest = settings.measured_widths
-            facts = pinned_facts(engine, key, widest=widest, reproducible=reproducible, advice=advice)
-            # A side branch is added up among its masked siblings, in another order than alone.
-            engine.facts = replace(facts, can_tree=facts.can_tree and facts.pinned_class is None)
+            engine.facts = pinned_facts(engine, key, widest=widest, reproducible=reproducible, advice=advice)
+            if engine.facts.pinned_class:
+                engine._separate.least_rows = engine.facts.pinned_class[0]
         return engine
 
     def forward(self, batch: Batch) -> Logits:
@@ -118,79 +123,18 @@ class OnnxEngine(Engine):
         for sequence, part in placed.items():
             self._book.check_settled(sequence)
             if part.is_tree and not self.facts.can_tree:
-                raise CapabilityError(f"{self._chains_only()}; draft chains")
+                raise CapabilityError(f"{self._chains_only()}")
         if self._options.terminate:
             self._options.terminate = False
             raise Cancelled("the pass was cancelled before it began; the cache is as before")
-        logits = self._run_all(batch, placed)
-        for sequence, part in placed.items():
-            if not part.is_tree:
-                self._ids[sequence, part.base : part.base + len(part.rows)] = part.token_ids
+        logits = self._caches.run(batch, placed)
         self._book.record(placed)
+        self._last_width = batch.width
         return logits
 
-    def _run_all(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
-        """One pass per sequence; the wanted rows of logits in the order of the batch."""
-        if len(placed) == 1:
-            ((sequence, part),) = placed.items()
-            return self._run(sequence, part, batch.outputs)
-        count = int(np.count_nonzero(batch.outputs))
-        if len(self._gathered) < count:
-            self._gathered = np.zeros((count, self.vocabulary.size), np.float32)
-        place = np.cumsum(batch.outputs) - 1
-        for sequence, part in placed.items():
-            wanted = batch.outputs[part.rows]
-            if not wanted.any():  # the rows are needed in the cache all the same
-                self._run(sequence, part, np.arange(wanted.size) == wanted.size - 1)
-            else:
-                self._gathered[place[np.array(part.rows)[wanted]]] = self._run(sequence, part, wanted)
-        return self._gathered[:count]
-
-    def _run(self, sequence: int, part: SequenceRows, wanted: NDArray[np.bool_]) -> Logits:
-        """One pass; a chain is padded into the pinned class, trees come only where there is none."""
-        if part.is_tree and part.base == 0:
-            return self._run_from_nothing(sequence, part, wanted)
-        outputs = np.flatnonzero(wanted)
-        if part.is_tree:
-            rows, shift = PassRows(part.base, part.token_ids, part.parents, part.positions(), outputs), 0
-        else:
-            rows, shift = self._padded(sequence, part, outputs)
-        self._hidden_rows = slice(shift, shift + len(part.rows))
-        return self._passes.run(sequence, rows)[: outputs.size]
-
-    def _padded(self, sequence: int, part: SequenceRows, outputs: NDArray[np.intp]) -> tuple[PassRows, int]:
-        """A chain of at least as many rows, with and without logits, as the pinned class begins with, and where in it
-        the part's own begin.
-
-        Tokens before the part are scored again, to the same bits, so that no cell behind it is needed; at the start of
-        a text, where there are not enough of them, scratch rows follow instead.
-        """
-        low = self.facts.pinned_class[0] if self.facts.pinned_class else 1
-        missing = max(low - len(part.rows), 0)
-        shift = missing if missing <= part.base else 0
-        before = self._ids[sequence, part.base - shift : part.base]
-        after = np.zeros(missing - shift, np.int32)
-        ids = np.concatenate((before, part.token_ids, after)) if missing else part.token_ids
-        outputs = outputs + shift
-        if outputs.size < low:
-            outputs = np.concatenate((outputs, np.repeat(outputs[-1:], low - outputs.size)))
-        return PassRows(part.base - shift, ids, None, None, outputs), shift
-
-    def _run_from_nothing(self, sequence: int, part: SequenceRows, wanted: NDArray[np.bool_]) -> Logits:
-        """A tree on an empty cache: the first pass of a text counts positions by itself, so its root goes ahead."""
-        if part.parents.count(NO_PARENT) > 1:
-            raise BatchError("a tree with several roots needs at least one cached token; feed the prompt first")
-        root = SequenceRows(0, [0], [NO_PARENT], part.token_ids[:1])
-        first = self._run(sequence, root, np.ones(1, np.bool_)).copy()
-        self._ids[sequence, 0] = part.token_ids[0]
-        parents = [parent - 1 for parent in part.parents[1:]]
-        rest = SequenceRows(1, part.rows[1:], parents, part.token_ids[1:])
-        logits = self._run(sequence, rest, wanted[1:] if wanted[1:].any() else np.ones(len(parents), np.bool_))
-        return np.concatenate((first[: int(wanted[0])], logits[: int(np.count_nonzero(wanted[1:]))]))
-
     def _chains_only(self) -> str:
-        if self.facts.pinned_class:
-            return "in reproducible mode ONNX Runtime scores chains only: a side branch's last bits would differ"
+        if self._can_pack:  # a branch is added up among masked siblings, in another order than alone
+            return "loaded for reproducible text, ONNX Runtime scores chains only; trees need reproducible=False"
         return "this export scores chains only: its attention cannot be told who sees whom"
 
     def length(self, sequence: int = 0) -> int:
@@ -201,14 +145,13 @@ class OnnxEngine(Engine):
     def rollback(self, to_length: int, sequence: int = 0) -> None:
         self._require_open()
         self._book.check_rollback(to_length, sequence)
+        self._caches.truncate(sequence, to_length)
         self._book.settle(sequence, to_length)
 
     def keep_path(self, rows: tuple[int, ...], sequence: int = 0) -> None:
         self._require_open()
         part, path = self._book.chosen(rows, sequence)
-        if path != list(range(len(path))):
-            self._passes.keep(sequence, part.base, path)
-        self._ids[sequence, part.base : part.base + len(path)] = part.token_ids[path]
+        self._caches.keep(sequence, part, path)
         self._book.settle(sequence, part.base + len(path))
 
     def fork(self, source: int, destination: int) -> None:
@@ -218,15 +161,14 @@ class OnnxEngine(Engine):
         if source != destination:
             length = self._book.lengths[source]
             self._book.settle(destination, 0)
-            self._passes.copy(source, destination, length)
-            self._ids[destination] = self._ids[source]
+            self._caches.fork(source, destination, length)
             self._book.settle(destination, length)
 
     def save_state(self, sequence: int = 0) -> bytes:
         self._require_open()
         self._book.check_settled(sequence)
         length = self._book.lengths[sequence]
-        return self._stamp.wrap(self._ids[sequence, :length].tobytes() + self._passes.save(sequence, length), length)
+        return self._stamp.wrap(self._caches.save(sequence, length), length)
 
     def load_state(self, state: bytes, sequence: int = 0) -> None:
         self._require_open()
@@ -235,13 +177,12 @@ class OnnxEngine(Engine):
         if length > self.facts.context_length:
             raise StateError(f"the state holds {length} tokens, this context {self.facts.context_length}")
         self._book.settle(sequence, 0)
-        self._ids[sequence, :length] = np.frombuffer(payload, np.int32, length)
-        self._passes.load(sequence, payload[4 * length :], length)
+        self._caches.load(sequence, payload, length)
         self._book.settle(sequence, length)
 
     def hidden_states(self) -> NDArray[np.float32]:
         self._require_open()
-        return self._passes.hidden()[self._hidden_rows]
+        return self._caches.hidden(self._last_width)
 
     def cancel(self) -> None:
         self._require_open()
@@ -254,7 +195,7 @@ class OnnxEngine(Engine):
     def close(self) -> None:
         if self._is_open:
             self._is_open = False
-            del self._passes
+            del self._caches
 
     def _require_open(self) -> None:
         if not self._is_open:

@@ -65,11 +65,12 @@ class Graph:
     weight_bytes: int
 
 
-def read_graph(path: Path, cache_scales: CacheScales | None = None) -> Graph:
+def read_graph(path: Path, cache_scales: CacheScales | None = None, cells: int = 0) -> Graph:
     """The graph of an exported causal language model.
 
-    `cache_scales` by input name, [heads, head size] each: keys and values are kept as int8 times these. Raises
-    ModelNotFound, ModelFileError for a file that is no such graph, CapabilityError without `onnx`.
+    `cache_scales` by input name, [heads, head size] each: keys and values are kept as int8 times these. `cells` of
+    the caches that it will get. Raises ModelNotFound, ModelFileError for a file that is no such graph, CapabilityError
+    without `onnx`.
     """
     model = _load(path)
     graph = model.graph
@@ -81,6 +82,9 @@ def read_graph(path: Path, cache_scales: CacheScales | None = None) -> Graph:
         _rewrite_attention(graph, attention)
         _keep_wanted_rows(graph, path)
         _drop_dead(graph)
+    max_positions = _rotary_rows(graph, attention)
+    if max_positions is not None and max_positions < cells:
+        _lengthen_rotary(graph, attention, path, cells)
     widths = {value.name: (_shape(value) or [""])[-1] for value in graph.output}
     vocabulary_size, hidden_size = widths.get(LOGITS), widths.get(HIDDEN)
     if not isinstance(vocabulary_size, int):
@@ -90,7 +94,7 @@ def read_graph(path: Path, cache_scales: CacheScales | None = None) -> Graph:
         cache=cache,
         vocabulary_size=vocabulary_size,
         is_shared=bool(attention),
-        max_positions=_rotary_rows(graph, attention),
+        max_positions=max_positions,
         window=min((w for node in attention if (w := _attribute(node, "local_window_size", -1)) > 0), default=None),
         inputs=frozenset(value.name for value in graph.input),
         outputs=frozenset(widths),
@@ -242,6 +246,18 @@ def _rotary_rows(graph: Any, attention: list[Any]) -> int | None:
     tables = {node.input[7] for node in attention if len(node.input) > 7 and node.input[7]}
     rows = [int(tensor.dims[0]) for tensor in graph.initializer if tensor.name in tables]
     return min(rows, default=None)
+
+
+def _lengthen_rotary(graph: Any, attention: list[Any], path: Path, cells: int) -> None:
+    """Repeat the last row of the rotary tables: the operator wants one per cell, though positions end before."""
+    from onnx import numpy_helper
+
+    tables = {name for node in attention for name in node.input[7:9] if name}
+    for tensor in graph.initializer:
+        if tensor.name in tables:
+            rows = numpy_helper.to_array(tensor, str(path.parent))
+            longer = np.concatenate((rows, np.repeat(rows[-1:], cells - len(rows), axis=0)))
+            tensor.CopyFrom(numpy_helper.from_array(longer, tensor.name))
 
 
 def _weight_bytes(graph: Any) -> int:

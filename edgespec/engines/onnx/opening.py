@@ -33,7 +33,7 @@ def open_passes(path: Path, graph: Graph, settings: OnnxSettings, run_options: A
         device,
         run_options,
         head_size=settings.head_size,
-        capacity=settings.context_length,
+        capacity=settings.cells(graph),
         max_rows=max(settings.max_batch, settings.widest),
         max_outputs=settings.max_outputs(graph.vocabulary_size),
     )

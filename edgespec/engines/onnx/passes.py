@@ -1,4 +1,4 @@
-"""One pass over the rows of one sequence, and the KV caches that passes read and extend.
+"""One pass over rows that stand behind one another in one KV cache, and the caches that passes read and extend.
 
 `SharedPasses`: GroupQueryAttention writes new keys and values into the buffer that holds the old ones, so nothing is
 copied and taking tokens back means counting fewer. Everything is bound once per width; only the bias, whose shape
@@ -8,6 +8,7 @@ grows with the text, is bound anew.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,44 +21,48 @@ from edgespec.errors import CapabilityError
 from edgespec.types import NO_PARENT, Logits, TokenIds
 
 MAX_BINDINGS = 512
+Cells = slice | NDArray[np.intp]
 ELEMENTS = {1: np.float32, 10: np.float16, 3: np.int8, 2: np.uint8}
 
 
 @dataclass(slots=True)
 class PassRows:
-    """`token_ids` [n]; `parents` [n] and `positions` [n], None for a chain; `outputs` [m], rows whose logits count."""
+    """`token_ids` [n], which come into the cells from `base` on; `outputs` [m], rows whose logits count.
+
+    A chain sees all cells before it and needs no more. Otherwise `parents` [n] (rows or -1), `positions` [n], and
+    `sees` [n], for each row the cells before `base` that it sees.
+    """
 
     base: int
     token_ids: TokenIds
-    parents: list[int] | None
-    positions: list[int] | None
     outputs: NDArray[np.intp]
+    parents: Sequence[int] = ()
+    positions: TokenIds | None = None
+    sees: Sequence[NDArray[np.intp]] = ()
 
 
 class Passes(ABC):
-    """`bytes_per_token` of one sequence's cache; `logits` [outputs, vocabulary], which every pass overwrites."""
+    """`bytes_per_token` of one cache; `capacity`, its cells; `logits` [outputs, vocabulary], which passes overwrite."""
 
     bytes_per_token: int
+    capacity: int
     logits: Logits
-    can_tree: bool
 
     @abstractmethod
-    def run(self, sequence: int, rows: PassRows) -> Logits:
+    def run(self, cache: int, rows: PassRows) -> Logits:
         """Logits [m, vocabulary], a view that the next call overwrites; raises Cancelled, EngineError."""
-
-    @abstractmethod
-    def keep(self, sequence: int, base: int, path: list[int]) -> None:
-        """Move the cells of tree rows `path` to follow `base` in their order."""
 
     @abstractmethod
     def copy(self, source: int, destination: int, length: int) -> None:
         """Make the first `length` cells of `destination` those of `source`."""
 
     @abstractmethod
-    def save(self, sequence: int, length: int) -> bytes: ...
+    def read(self, cache: int, cells: Cells) -> bytes:
+        """Keys and values of `cells`."""
 
     @abstractmethod
-    def load(self, sequence: int, payload: bytes, length: int) -> None: ...
+    def write(self, cache: int, cells: Cells, payload: bytes) -> None:
+        """Put what `read` gave into `cells`."""
 
     def hidden(self) -> NDArray[np.float32]:
         """Last hidden states [rows, hidden size] of the last pass, which the next one overwrites."""
@@ -71,9 +76,7 @@ def element_of(entry: CacheEntry) -> Any:
 
 
 class SharedPasses(Passes):
-    """Caches as one buffer per layer and sequence, made when the sequence is first used."""
-
-    can_tree = True
+    """Caches as one buffer per layer, made when first used; several have nothing to do with one another."""
 
     def __init__(
         self,
@@ -88,7 +91,7 @@ class SharedPasses(Passes):
         max_outputs: int,
     ) -> None:
         self._session, self._graph, self._device, self._options = session, graph, device, run_options
-        self._capacity = capacity
+        self.capacity = capacity
         self._head_size = head_size
         self._buffers: dict[int, list[Any]] = {}
         self._bindings: dict[tuple[int, int, int], Any] = {}
@@ -104,47 +107,45 @@ class SharedPasses(Passes):
         self._counting = np.arange(capacity + max_rows, dtype=np.int64)
         self.bytes_per_token = sum(e.heads * head_size * np.dtype(element_of(e)).itemsize for e in graph.cache)
 
-    def run(self, sequence: int, rows: PassRows) -> Logits:
+    def run(self, cache: int, rows: PassRows) -> Logits:
         width, count, total = rows.token_ids.size, rows.outputs.size, rows.base + rows.token_ids.size
         self._ids[:width] = rows.token_ids
-        self._positions[:width] = (
-            self._counting[rows.base : total] if rows.positions is None else np.array(rows.positions)
-        )
+        self._positions[:width] = self._counting[rows.base : total] if rows.positions is None else rows.positions
         self._output_rows[:count] = rows.outputs
         self._lengths[0], self._total[0] = total - 1, total
-        bias = self._no_bias if rows.parents is None else self._tree_bias(rows.parents, rows.base)
-        binding = self._binding(sequence, width, count)
+        bias = self._tree_bias(rows) if rows.parents else self._no_bias
+        binding = self._binding(cache, width, count)
         binding.bind_input(BIAS, "cpu", 0, np.float32, (1, 1, width, total), bias.ctypes.data)
         with translated(self._options):
             self._session.run_with_iobinding(binding, self._options)
         return self.logits[:count]
 
-    def _tree_bias(self, parents: list[int], base: int) -> NDArray[np.float32]:
-        """[n, base + n]: 0 where a row sees a cell, -inf where it does not: all that is cached, and its ancestors."""
-        width = len(parents)
-        total = base + width
+    def _tree_bias(self, rows: PassRows) -> NDArray[np.float32]:
+        """[n, base + n]: 0 where a row sees a cell, -inf where it does not."""
+        width = rows.token_ids.size
+        total = rows.base + width
         if self._bias.size < width * total:
             self._bias = np.zeros(max(width * total, 2 * self._bias.size), np.float32)
         bias = self._bias[: width * total].reshape(width, total)
-        bias[:, :base] = 0.0
-        new = bias[:, base:]
-        new[:] = -np.inf
-        for row, parent in enumerate(parents):
-            if parent != NO_PARENT:
-                new[row] = new[parent]
-            new[row, row] = 0.0
+        bias[:] = -np.inf
+        for row, (parent, seen) in enumerate(zip(rows.parents, rows.sees, strict=True)):
+            if parent == NO_PARENT:
+                bias[row, seen] = 0.0
+            else:
+                bias[row] = bias[parent]
+            bias[row, rows.base + row] = 0.0
         return bias
 
-    def _binding(self, sequence: int, width: int, count: int) -> Any:
-        key = (sequence, width, count)
+    def _binding(self, cache: int, width: int, count: int) -> Any:
+        key = (cache, width, count)
         found = self._bindings.get(key)
         if found is None:
             if len(self._bindings) >= MAX_BINDINGS:
                 self._bindings.clear()
-            found = self._bindings[key] = self._bind(sequence, width, count)
+            found = self._bindings[key] = self._bind(cache, width, count)
         return found
 
-    def _bind(self, sequence: int, width: int, count: int) -> Any:
+    def _bind(self, cache: int, width: int, count: int) -> Any:
         binding = self._session.io_binding()
         inputs: dict[str, tuple[tuple[int, ...], NDArray[Any]]] = {
             "input_ids": ((1, width), self._ids),
@@ -156,7 +157,7 @@ class SharedPasses(Passes):
         for name, (shape, array) in inputs.items():
             if name in self._graph.inputs:
                 binding.bind_input(name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
-        for entry, buffer in zip(self._graph.cache, self._sequence_buffers(sequence), strict=True):
+        for entry, buffer in zip(self._graph.cache, self._cache_buffers(cache), strict=True):
             binding.bind_ortvalue_input(entry.past, buffer)
             binding.bind_ortvalue_output(entry.present, buffer)
         outputs = {LOGITS: (1, count, self._graph.vocabulary_size)}
@@ -166,46 +167,46 @@ class SharedPasses(Passes):
             binding.bind_output(HIDDEN, "cpu", 0, np.float32, shape, self._hidden.ctypes.data)
         return binding
 
-    def _sequence_buffers(self, sequence: int) -> list[Any]:
-        if sequence not in self._buffers:
+    def _cache_buffers(self, cache: int) -> list[Any]:
+        if cache not in self._buffers:
             make = library().OrtValue.ortvalue_from_numpy
             device = () if self._device.memory == "cpu" else (self._device.memory, 0)
-            self._buffers[sequence] = [
-                make(np.zeros((1, entry.heads, self._capacity, self._head_size), element_of(entry)), *device)
+            self._buffers[cache] = [
+                make(np.zeros((1, entry.heads, self.capacity, self._head_size), element_of(entry)), *device)
                 for entry in self._graph.cache
             ]
-        return self._buffers[sequence]
+        return self._buffers[cache]
 
-    def _write(self, buffer: Any, cells: slice, values: NDArray[Any]) -> None:
+    def _put(self, buffer: Any, cells: Cells, values: NDArray[Any]) -> None:
         """`values` [heads, n, head size] into cells of a buffer; memory of a device is read, changed and sent back."""
         whole = buffer.numpy()
-        whole[0, :, cells] = values
+        whole[0, :, cells] = values if isinstance(cells, slice) else values.swapaxes(0, 1)
         if self._device.memory != "cpu":
             buffer.update_inplace(whole)
 
-    def keep(self, sequence: int, base: int, path: list[int]) -> None:
-        cells = [base + row for row in path]
-        for buffer in self._sequence_buffers(sequence):
-            self._write(buffer, slice(base, base + len(path)), buffer.numpy()[0][:, cells])
+    def move(self, cache: int, source: NDArray[np.intp], destination: slice) -> None:
+        """Copy the cells `source` to `destination`."""
+        for buffer in self._cache_buffers(cache):
+            self._put(buffer, destination, buffer.numpy()[0][:, source])
 
     def copy(self, source: int, destination: int, length: int) -> None:
-        for ours, theirs in zip(self._sequence_buffers(source), self._sequence_buffers(destination), strict=True):
-            self._write(theirs, slice(0, length), ours.numpy()[0, :, :length])
+        for ours, theirs in zip(self._cache_buffers(source), self._cache_buffers(destination), strict=True):
+            self._put(theirs, slice(0, length), ours.numpy()[0, :, :length])
 
-    def largest_values(self, sequence: int, length: int) -> list[NDArray[np.float32]]:
-        """Per cache [heads, head size]: the largest magnitude among the first `length` cells."""
-        return [np.abs(buffer.numpy()[0, :, :length]).max(axis=1) for buffer in self._sequence_buffers(sequence)]
+    def largest_values(self, cache: int, length: int) -> list[NDArray[np.float32]]:
+        """Per buffer [heads, head size]: the largest magnitude among the first `length` cells."""
+        return [np.abs(buffer.numpy()[0, :, :length]).max(axis=1) for buffer in self._cache_buffers(cache)]
 
-    def save(self, sequence: int, length: int) -> bytes:
-        return b"".join(buffer.numpy()[0, :, :length].tobytes() for buffer in self._sequence_buffers(sequence))
+    def read(self, cache: int, cells: Cells) -> bytes:
+        return b"".join(buffer.numpy()[0][:, cells].tobytes() for buffer in self._cache_buffers(cache))
 
-    def load(self, sequence: int, payload: bytes, length: int) -> None:
+    def write(self, cache: int, cells: Cells, payload: bytes) -> None:
+        length = len(payload) // self.bytes_per_token
         start = 0
-        for entry, buffer in zip(self._graph.cache, self._sequence_buffers(sequence), strict=True):
-            shape, kind = (entry.heads, length, self._head_size), np.dtype(element_of(entry))
-            count = entry.heads * length * self._head_size
-            values = np.frombuffer(payload, kind, count, start).reshape(shape)
-            self._write(buffer, slice(0, length), values)
+        for entry, buffer in zip(self._graph.cache, self._cache_buffers(cache), strict=True):
+            shape = (entry.heads, length, self._head_size)
+            values = np.frombuffer(payload, element_of(entry), entry.heads * length * self._head_size, start)
+            self._put(buffer, cells, values.reshape(shape))
             start += values.nbytes
 
     def hidden(self) -> NDArray[np.float32]:

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from edgespec.engines.cores import physical_cores
 from edgespec.engines.onnx.graph import Graph
+from edgespec.engines.onnx.packed import cells_needed
 from edgespec.errors import ConfigError, ModelFileError
 
 DEFAULT_CONTEXT = 4096
@@ -102,3 +103,15 @@ class OnnxSettings:
     def max_outputs(self, vocabulary_size: int) -> int:
         """Rows with logits per pass; bounded so that a wide batch over a large vocabulary stays small."""
         return min(max(LOGITS_BYTES // (4 * vocabulary_size), 64), max(self.max_batch, self.widest))
+
+    def can_pack(self, graph: Graph) -> bool:
+        """Whether sequences may share a cache, where a cell is not a position: a sliding window counts cells."""
+        return graph.is_shared and not (graph.window is not None and graph.window < self.context_length)
+
+    def packs(self, graph: Graph) -> bool:
+        """Whether they do: only where bits need not be kept apart."""
+        return self.reproducible is False and self.can_pack(graph)
+
+    def cells(self, graph: Graph) -> int:
+        """Cells of one cache."""
+        return cells_needed(self.context_length, self.max_sequences) if self.packs(graph) else self.context_length

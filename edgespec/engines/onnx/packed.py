@@ -1,0 +1,102 @@
+"""One cache for all sequences: rows of several sequences and of trees go through the model in one pass.
+
+New rows always come behind all others, and a bias lets each row see its own ancestors only. So a token's cell is not
+its position, a fork copies no cells, and accepting a branch means remembering which cells it has. Cells that nobody
+owns are given back when the end of the cache is reached.
+
+Cell 0 is seen by nobody: on an empty cache the attention operator would count positions by itself.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.engines.onnx.caches import Caches
+from edgespec.engines.onnx.passes import PassRows, SharedPasses
+from edgespec.engines.rows import SequenceRows
+from edgespec.types import Batch, Logits
+
+FIRST = 1
+NO_CELLS = np.zeros(0, np.intp)
+
+
+def cells_needed(context_length: int, max_sequences: int) -> int:
+    return FIRST + context_length * max_sequences
+
+
+class PackedCaches(Caches):
+    """Bits depend on what else is in the cache, so not for the reproducible mode."""
+
+    can_tree = True
+
+    def __init__(self, passes: SharedPasses, max_sequences: int) -> None:
+        self._passes = passes
+        self._cells = [NO_CELLS] * max_sequences  # of each sequence, in the order of its tokens, ascending
+        self._waiting: dict[int, NDArray[np.intp]] = {}  # of the rows of a sequence's unsettled tree
+        self._end = FIRST
+
+    def run(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
+        self._make_room(batch.width)
+        positions = np.zeros(batch.width, np.int32)
+        sees = [NO_CELLS] * batch.width
+        for sequence, part in placed.items():
+            positions[part.rows] = part.positions()
+            for row in part.rows:
+                sees[row] = self._cells[sequence]
+        outputs = np.flatnonzero(batch.outputs)
+        rows = PassRows(self._end, batch.token_ids, outputs, batch.parents.tolist(), positions, sees)
+        logits = self._passes.run(0, rows)
+        for sequence, part in placed.items():
+            new = self._end + np.array(part.rows, np.intp)
+            if part.is_tree:
+                self._waiting[sequence] = new
+            else:
+                self._cells[sequence] = np.concatenate((self._cells[sequence], new))
+        self._end += batch.width
+        return logits
+
+    def keep(self, sequence: int, part: SequenceRows, path: list[int]) -> None:
+        if part.is_tree:
+            kept = self._waiting.pop(sequence)[path]
+            self._cells[sequence] = np.concatenate((self._cells[sequence], kept))
+            self._find_end()
+        else:
+            self.truncate(sequence, part.base + len(path))
+
+    def truncate(self, sequence: int, to_length: int) -> None:
+        self._waiting.pop(sequence, None)
+        self._cells[sequence] = self._cells[sequence][:to_length]
+        self._find_end()
+
+    def fork(self, source: int, destination: int, length: int) -> None:
+        self._waiting.pop(destination, None)
+        self._cells[destination] = self._cells[source][:length]
+
+    def save(self, sequence: int, length: int) -> bytes:
+        return self._passes.read(0, self._cells[sequence][:length])
+
+    def load(self, sequence: int, payload: bytes, length: int) -> None:
+        self.truncate(sequence, 0)
+        self._make_room(length)
+        cells = np.arange(self._end, self._end + length)
+        self._passes.write(0, cells, payload)
+        self._cells[sequence] = cells
+        self._end += length
+
+    def hidden(self, width: int) -> NDArray[np.float32]:
+        return self._passes.hidden()[:width]
+
+    def _find_end(self) -> None:
+        owned = (*self._cells, *self._waiting.values())
+        self._end = max((int(cells[-1]) + 1 for cells in owned if cells.size), default=FIRST)
+
+    def _make_room(self, count: int) -> None:
+        """Move all owned cells to the front when `count` new ones do not fit behind them."""
+        if self._end + count <= self._passes.capacity:
+            return
+        owned = np.unique(np.concatenate((*self._cells, *self._waiting.values())))
+        self._passes.move(0, owned, slice(FIRST, FIRST + owned.size))
+        self._cells = [FIRST + np.searchsorted(owned, cells) for cells in self._cells]
+        self._waiting = {s: FIRST + np.searchsorted(owned, cells) for s, cells in self._waiting.items()}
+        self._end = FIRST + owned.size
