@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.chat import MAX_PROMPT_CHARACTERS, Conversation, fit_context, render_chat, write_atomically
+from edgespec.chat import MAX_PROMPT_CHARACTERS, render_chat
+from edgespec.conversation import Conversation, fit_context, write_atomically
 from edgespec.errors import CapabilityError, PromptError, StateError
 
 HELLO = [{"role": "user", "content": "hello"}]

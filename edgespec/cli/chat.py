@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 
-from edgespec.chat import Conversation, fit_context
 from edgespec.cli.interrupt import stops
 from edgespec.cli.lines import is_interactive, line_reader, read_message
 from edgespec.cli.main import exit_code
@@ -16,6 +15,7 @@ from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.session import Session, open_session, tell_configuration
 from edgespec.cli.slash import COMMANDS, run_slash
 from edgespec.cli.terminal import EventPrinter, complain, note, stats_lines
+from edgespec.conversation import Conversation, fit_context
 from edgespec.errors import ConfigError, EdgespecError
 from edgespec.metrics import Totals
 

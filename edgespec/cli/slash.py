@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from edgespec.chat import Conversation
 from edgespec.cli.options import default_of, show
 from edgespec.cli.terminal import configuration_line, note, stats_lines
 from edgespec.config import MAX_DRAFT_LENGTH, DrafterName
+from edgespec.conversation import Conversation
 from edgespec.errors import ConfigError, StateError
 from edgespec.settings import SETTINGS, Setting, did_you_mean, find
 
