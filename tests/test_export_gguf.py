@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -178,9 +180,12 @@ def break_json(folder: Path, name: str, **changes: Any) -> None:
         (lambda f: (f / "config.json").write_text("[]"), r"holds a list, an object was expected"),
         (lambda f: break_json(f, "config.json", architectures=["XForCausalLM"]), "is a XForCausalLM; .* knows: Llama"),
         (lambda f: break_json(f, "config.json", rope_scaling={"type": "yarn"}), "rotary scaling 'yarn'"),
-        (lambda f: break_json(f, "config.json", vocab_size=4000), "config.json has 4000 ids"),
+        (lambda f: break_json(f, "config.json", vocab_size=4000), r"\(4096, 64\), config.json implies \(4000, 64\)"),
         (lambda f: (f / "tokenizer.json").unlink(), r"tokenizer\.json is missing"),
-        (lambda f: break_json(f, "tokenizer.json", model={"type": "Unigram"}), "not a byte-level BPE"),
+        (
+            lambda f: break_json(f, "tokenizer.json", model={"type": "Unigram"}),
+            "holds a Unigram tokenizer; allowed: byte-level BPE",
+        ),
         (lambda f: break_json(f, "tokenizer.json", pre_tokenizer=None), "splits text by None"),
         (lambda f: break_json(f, "tokenizer_config.json", eos_token="</s>"), "eos_token '</s>', which .* lacks"),
         (lambda f: (f / "model.safetensors").unlink(), r"has no model\*\.safetensors"),
@@ -232,3 +237,9 @@ def test_transformers_agrees_with_the_reference(role: str):
     checkpoint = Checkpoint.open(folder)
     weights = {name: checkpoint.weights(name).astype("f8") for name in checkpoint.names()}
     assert np.abs(theirs - llama_reference.logits(weights, checkpoint.config, TOKEN_IDS)).max() < 1e-3
+
+
+def test_a_missing_package_is_named():
+    code = "import sys; sys.modules['gguf'] = None; import edgespec.export.gguf"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "CapabilityError: converting to GGUF needs the package gguf: pip install 'edgespec[export]'" in done.stderr

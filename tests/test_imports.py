@@ -18,7 +18,7 @@ RANKS = {
     **dict.fromkeys(("errors",), 0),
     **dict.fromkeys(("types", "tokenizer", "config", "memory", "prompts", "manifest"), 1),
     **dict.fromkeys(("noise", "settings", "stopping", "metrics", "controller", "chat", "models"), 2),
-    **dict.fromkeys(("sampling",), 3),
+    **dict.fromkeys(("sampling", "conversation"), 3),
     **dict.fromkeys(("verify", "engines"), 4),
     **dict.fromkeys(("drafters",), 5),
     **dict.fromkeys(("decode",), 6),
@@ -89,7 +89,10 @@ def test_drafters_know_contracts_only(name):
 def test_only_the_runtime_knows_implementations():
     """Everything else meets engines and drafters through their base classes; doctor asks a library for its version."""
     for name in MODULES:
-        if component(name) in ("engines", "drafters", "loading", "runtime") or name in ("cli.probe", "cli.doctor"):
+        if component(name) in ("engines", "drafters", "loading", "runtime", "export") or name in (
+            "cli.probe",
+            "cli.doctor",
+        ):
             continue
         used = {imported for imported in own_imports(name) if component(imported) in ("engines", "drafters")}
         assert used <= BASES, f"{name} imports {used - BASES}"

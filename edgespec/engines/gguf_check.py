@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from edgespec.engines.gguf_header import GgufHeader, GgufNumbers, Scalar, read_header
+from edgespec.engines.gguf_split import with_shards
 from edgespec.errors import ModelFileError
 
 MAX_LAYERS = 512
@@ -22,11 +23,11 @@ ROPE_SCALINGS = frozenset({"none", "linear", "yarn", "longrope"})
 
 
 def check_gguf(path: Path) -> GgufHeader:
-    """The header of a file that is worth loading.
+    """The header of a file that is worth loading; of a split model with the tensors of all its shards.
 
     Raises ModelNotFound when there is no such file, ModelFileError naming what is wrong with it.
     """
-    header = read_header(path)
+    header = with_shards(path, read_header(path))
     for reason in _faults(header):
         raise ModelFileError(f"{path} is not a usable model: {reason}. Download or export it again")
     return header

@@ -8,7 +8,7 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -80,12 +80,16 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """All that stands before the tensor data, which begins at byte `data_start` and has `data_bytes`."""
+    """All that stands before the tensor data, which begins at byte `data_start` and has `data_bytes`.
+
+    `spans`: for each metadata key the bytes (from, to) of its entry, to copy it as it is.
+    """
 
     metadata: dict[str, Value]
     tensors: tuple[TensorInfo, ...]
     data_start: int
     data_bytes: int
+    spans: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def architecture(self) -> str:
@@ -126,17 +130,20 @@ class _HeaderReader:
             raise self._wrong(f"it has GGUF version {version}, versions 2 and 3 are known")
         num_tensors, num_pairs = self._count("tensors", 24), self._count("metadata entries", 13)
         metadata: dict[str, Value] = {}
+        spans: dict[str, tuple[int, int]] = {}
         for _ in range(num_pairs):
+            begin = self._at
             key = self._text()
             if key in metadata:
                 raise self._wrong(f"metadata {key!r} stands in it twice")
             metadata[key] = self._value(self._number("<I"))
+            spans[key] = (begin, self._at)
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
             raise self._wrong(f"its alignment is {alignment!r}, a power of two is needed")
         tensors = tuple(self._tensor() for _ in range(num_tensors))
         start = -(-self._at // alignment) * alignment
-        header = GgufHeader(metadata, tensors, start, max(self._size - start, 0))
+        header = GgufHeader(metadata, tensors, start, max(self._size - start, 0), spans)
         self._check_tensors(header, alignment)
         return header
 

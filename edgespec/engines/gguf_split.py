@@ -7,7 +7,6 @@ carry the same ID, a digest of the model they were cut from: a shard of another 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 
 from edgespec.engines.gguf_header import GgufHeader, read_header
@@ -16,6 +15,8 @@ from edgespec.errors import ModelFileError, ModelNotFound
 FILES, ID = "edgespec.split.files", "edgespec.split.id"
 NUMBER, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
 MAX_SHARDS = 16
+# Shard names by file, size and time of change: a header with a large vocabulary takes half a second to read.
+_known: dict[tuple[Path, int, int], tuple[str, ...]] = {}
 
 
 def model_files(path: Path) -> tuple[Path, ...]:
@@ -23,16 +24,18 @@ def model_files(path: Path) -> tuple[Path, ...]:
 
     Raises ModelNotFound, and ModelFileError for names that are no plain file names.
     """
+    key = _key(path)
+    if key not in _known:
+        _known[key] = tuple(shard_names(path, read_header(path)))
+    return (path, *(path.parent / name for name in _known[key]))
+
+
+def _key(path: Path) -> tuple[Path, int, int]:
     try:
         found = path.stat()
     except OSError as exc:
         raise ModelNotFound(f"{path} does not exist; give the path of a GGUF file") from exc
-    return _model_files(path, found.st_size, found.st_mtime_ns)
-
-
-@lru_cache(maxsize=32)
-def _model_files(path: Path, _size: int, _changed_ns: int) -> tuple[Path, ...]:
-    return (path, *(path.parent / name for name in shard_names(path, read_header(path))))
+    return path, found.st_size, found.st_mtime_ns
 
 
 def shard_names(path: Path, header: GgufHeader) -> list[str]:
@@ -57,6 +60,7 @@ def with_shards(path: Path, header: GgufHeader) -> GgufHeader:
     Raises ModelFileError naming the shard that is missing, damaged, or of another model.
     """
     names = shard_names(path, header)
+    _known[_key(path)] = tuple(names)
     if not names:
         return header
     if header.metadata.get(NUMBER) != 0 or header.metadata.get(COUNT) != len(names) + 1:

@@ -1,22 +1,46 @@
-"""A Hugging Face model folder, read without torch: its config, its weights one at a time, its tokenizer."""
+"""A Hugging Face model folder, read without torch: its config, its weights one at a time, its tokenizer.
+
+Safetensors files are read in plain Python, so that every fault can name the file and the tensor. Format: 8 bytes of
+header length, a JSON header (name -> dtype, shape, byte range), the tensors' bytes.
+https://huggingface.co/docs/safetensors
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf.utility import LocalTensor, SafetensorsLocal
 from numpy.typing import NDArray
 
 from edgespec.errors import ModelFileError
 
 Config = dict[str, Any]
 Weights = NDArray[np.float32]
-_NUMPY_TYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
+INDEX = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000
+READABLE = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+# Of types that are not converted only the size matters: a file with one of them is still a whole file.
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+ITEM_BYTES |= {"F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "U32": 4, "U64": 8}
+OTHER_WEIGHTS = ("pytorch_model*.bin", "consolidated*.pth", "tf_model.h5", "*.gguf")
+_SHARD_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where one tensor lies: `offset` in bytes from the start of `file`."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -25,7 +49,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ModelFileError(f"{path} is missing: give a folder as Hugging Face models are stored") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ModelFileError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelFileError(f"{path} holds a {type(value).__name__}, an object was expected")
@@ -38,53 +62,124 @@ class Checkpoint:
 
     folder: Path
     config: Config
-    _tensors: dict[str, LocalTensor]
+    tensors: dict[str, StoredTensor]
 
     @staticmethod
     def open(folder: Path) -> Checkpoint:
         """Raises ModelFileError when a file is missing, truncated, or of a kind that is not understood."""
         config = read_json(folder / "config.json")
-        files = sorted(folder.glob("model*.safetensors"))
-        if not files:
-            raise ModelFileError(f"{folder} has no model*.safetensors: save the model with safe_serialization=True")
-        tensors: dict[str, LocalTensor] = {}
-        for file in files:
-            tensors.update(_tensors_of(file))
+        listed = _listed_tensors(folder)
+        tensors: dict[str, StoredTensor] = {}
+        for file in sorted({folder / name for name in listed.values()}) if listed else _weight_files(folder):
+            for name, tensor in read_safetensors(file).items():
+                if name in tensors:
+                    raise ModelFileError(f"tensor {name} stands in both {tensors[name].file.name} and {file}")
+                tensors[name] = tensor
+        for name, file_name in listed.items():
+            if name not in tensors or tensors[name].file.name != file_name:
+                raise ModelFileError(f"{folder / file_name} lacks tensor {name}, which {INDEX} puts there")
         return Checkpoint(folder, config, tensors)
 
+    @property
+    def architecture(self) -> str:
+        """What config.json calls it, or 'none'."""
+        named = self.config.get("architectures")
+        return str(named[0]) if isinstance(named, list) and named else "none"
+
     def names(self) -> Iterator[str]:
-        return iter(self._tensors)
+        return iter(self.tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
+        return self.tensors[name].shape
 
     def weights(self, name: str) -> Weights:
         """One tensor as float32, in its own shape. Raises ModelFileError for a type other than F64/F32/F16/BF16."""
-        tensor = self._tensors[name]
-        raw: NDArray[np.uint8] = tensor.mmap_bytes()
+        tensor = self.tensors[name]
+        if tensor.dtype not in READABLE:
+            allowed = ", ".join(READABLE)
+            raise ModelFileError(f"{tensor.file}: tensor {name} is stored as {tensor.dtype}; allowed: {allowed}")
+        kind = np.dtype(READABLE[tensor.dtype])
+        count = math.prod(tensor.shape)
+        try:
+            raw: NDArray[Any] = np.fromfile(tensor.file, kind, count, offset=tensor.offset)
+        except OSError as error:
+            raise ModelFileError(f"{tensor.file} cannot be read: {error}") from error
+        if raw.size != count:
+            raise ModelFileError(f"{tensor.file} became shorter while tensor {name} was read")
         if tensor.dtype == "BF16":
-            wide = raw.view(np.uint16).astype(np.uint32) << 16
-            return wide.view(np.float32).reshape(self.shape(name))
-        if tensor.dtype not in _NUMPY_TYPES:
-            allowed = ", ".join((*_NUMPY_TYPES, "BF16"))
-            raise ModelFileError(f"tensor {name} is stored as {tensor.dtype}; allowed: {allowed}")
-        return raw.view(_NUMPY_TYPES[tensor.dtype]).astype(np.float32).reshape(self.shape(name))
+            raw = (raw.astype(np.uint32) << 16).view(np.float32)
+        return raw.astype(np.float32, copy=False).reshape(tensor.shape)
 
     def require(self, key: str) -> Any:
         """A value of config.json that no model of this kind may lack."""
-        if key not in self.config:
+        if self.config.get(key) is None:
             raise ModelFileError(f"{self.folder / 'config.json'} lacks {key!r}")
         return self.config[key]
 
+    def count(self, key: str) -> int:
+        """A positive whole number of config.json."""
+        value = self.require(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ModelFileError(f"{self.folder / 'config.json'} has {key} {value!r}, a positive number is needed")
+        return value
 
-def _tensors_of(file: Path) -> dict[str, LocalTensor]:
+
+def _listed_tensors(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name, as the index of a sharded checkpoint says; empty without an index."""
+    if not (folder / INDEX).exists():
+        return {}
+    listed = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(listed, dict) or not listed:
+        raise ModelFileError(f"{folder / INDEX} has no weight_map")
+    for file_name in set(listed.values()):
+        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+            raise ModelFileError(f"{folder / INDEX} names the file {file_name!r}, names inside the folder are allowed")
+        if not (folder / file_name).is_file():
+            raise ModelFileError(f"{folder / file_name} is missing, which {INDEX} names. Download it again")
+    return listed
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        others = [path.name for pattern in OTHER_WEIGHTS for path in sorted(folder.glob(pattern))]
+        instead = f" (it has {others[0]})" if others else ""
+        raise ModelFileError(
+            f"{folder} has no model*.safetensors{instead}: save the model with safe_serialization=True"
+        )
+    shards = [found for file in files if (found := _SHARD_NAME.search(file.name))]
+    if shards and len(shards) != int(shards[0][2]):
+        raise ModelFileError(f"{folder} has {len(shards)} of {int(shards[0][2])} safetensors shards. Download the rest")
+    return files
+
+
+def read_safetensors(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file by name, sorted. Raises ModelFileError for anything but a whole safetensors file."""
     try:
-        tensors: dict[str, LocalTensor] = SafetensorsLocal(file).tensors
         size = file.stat().st_size
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
+                raise ModelFileError(f"{file} is not a safetensors file, or is truncated: its header is {length} bytes")
+            header = json.loads(opened.read(length).decode("utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ModelFileError(f"{file} is not a safetensors file: {error}") from error
-    for name, tensor in tensors.items():
-        place = tensor.data_range
-        if place.offset < 0 or place.size <= 0 or place.offset + place.size > size:
-            raise ModelFileError(f"{file} is truncated: tensor {name} ends beyond the file of {size} bytes")
-    return tensors
+    if not isinstance(header, dict):
+        raise ModelFileError(f"{file} is not a safetensors file: its header is no object")
+    header.pop("__metadata__", None)
+    return {name: _stored_tensor(file, size, 8 + length, name, header[name]) for name in sorted(header)}
+
+
+def _stored_tensor(file: Path, size: int, start: int, name: str, entry: Any) -> StoredTensor:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        whole = all(type(value) is int and value >= 0 for value in (*shape, begin, end))
+    except (TypeError, KeyError, ValueError) as error:
+        raise ModelFileError(f"{file} is damaged: tensor {name} is described by {str(entry)[:80]!r}") from error
+    if not whole or not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise ModelFileError(f"{file} is damaged: tensor {name} has type {dtype!r} and shape {shape}")
+    if end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
+        raise ModelFileError(f"{file} is damaged: tensor {name} of {dtype} {shape} has {end - begin} bytes")
+    if start + end > size:
+        raise ModelFileError(f"{file} is truncated: tensor {name} ends at byte {start + end} of {size}")
+    return StoredTensor(file, dtype, shape, start + begin, end - begin)

@@ -6,20 +6,24 @@ the typed error that the caller sees.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
 import sys
 from collections import deque
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from edgespec.engines.gguf_split import model_files
 from edgespec.errors import CapabilityError, ModelFileError
 
 logger = logging.getLogger(__name__)
 ERROR, CONTINUED = 4, 5  # ggml_log_level
 _complaints: deque[str] = deque(maxlen=8)
+_listeners: list[Callable[[str], None]] = []
 
 
 @cache
@@ -51,9 +55,11 @@ def _log_callback(llama_cpp: Any) -> Any:
     def keep(level: int, text: bytes | None, _data: Any) -> None:
         line = (text or b"").decode("utf-8", errors="replace").rstrip()
         if level == ERROR and line:
-            _complaints.append(line)
+            _complaints.append(" ".join(line.replace("====", "").split()))
         if line and level != CONTINUED:
             logger.debug("%s", line)
+            for listener in tuple(_listeners):
+                listener(line)
 
     return llama_cpp.llama_log_callback(keep)
 
@@ -67,15 +73,29 @@ def complaints() -> str:
     return "; ".join(dict.fromkeys(_complaints)) or "the library gives no reason"
 
 
+@contextlib.contextmanager
+def listening(listener: Callable[[str], None]) -> Iterator[None]:
+    """Give each line that the library logs to `listener`, which must not raise and may be called from any thread."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
 def open_model(path: Path, *, gpu_layers: int = 0, vocabulary_only: bool = False, check_tensors: bool = False) -> Any:
-    """Load a model that passed `gguf_check`. Raises ModelFileError with the library's own reason."""
+    """Load a model that passed `gguf_check`, with its shards. Raises ModelFileError with the library's own reason."""
     llama = library()
     params = llama.llama_model_default_params()
     params.n_gpu_layers = gpu_layers
     params.vocab_only = vocabulary_only
     params.check_tensors = check_tensors
     forget_complaints()
-    model = llama.llama_model_load_from_file(os.fsencode(path), params)
+    files = [os.fsencode(file) for file in model_files(path)]
+    if len(files) > 1:
+        model = llama.llama_model_load_from_splits((ctypes.c_char_p * len(files))(*files), len(files), params)
+    else:
+        model = llama.llama_model_load_from_file(files[0], params)
     if not model:
         raise ModelFileError(f"{path} cannot be loaded by llama.cpp: {complaints()}. Download or export it again")
     return model

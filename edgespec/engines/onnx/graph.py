@@ -21,13 +21,10 @@ from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound
 
 ATTENTION = "GroupQueryAttention"
 NUM_ATTENTION_INPUTS = 11
-LENGTHS, TOTAL, POSITIONS, BIAS, OUTPUT_ROWS = (
-    "seqlens_k",
-    "total_sequence_length",
-    "position_ids",
-    "attention_bias",
-    "output_rows",
-)
+# Inputs of our own; an exported graph may use the plain names inside.
+LENGTHS, TOTAL, BIAS, OUTPUT_ROWS = "edgespec.lengths", "edgespec.total", "edgespec.bias", "edgespec.output_rows"
+POSITIONS = "position_ids"
+FLOAT, FLOAT16 = 1, 10
 LOGITS, HIDDEN, MASK = "logits", "hidden_states", "attention_mask"
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
 CacheScales = Mapping[str, NDArray[np.float32]]
@@ -75,12 +72,14 @@ def read_graph(path: Path, cache_scales: CacheScales | None = None, cells: int =
     model = _load(path)
     graph = model.graph
     attention = [node for node in graph.node if node.op_type == ATTENTION]
+    is_half = any(value.type.tensor_type.elem_type == FLOAT16 for value in graph.input if PAST.fullmatch(value.name))
     if cache_scales is not None:
         _quantise_cache(graph, attention, cache_scales)
     cache = _cache_entries(graph, path)
     if attention:
-        _rewrite_attention(graph, attention)
+        _rewrite_attention(graph, attention, is_half)
         _keep_wanted_rows(graph, path)
+        _widen_logits(graph)
         _drop_dead(graph)
     max_positions = _rotary_rows(graph, attention)
     if max_positions is not None and max_positions < cells:
@@ -166,13 +165,17 @@ def _cache_entries(graph: Any, path: Path) -> tuple[CacheEntry, ...]:
     return tuple(found)
 
 
-def _rewrite_attention(graph: Any, attention: list[Any]) -> None:
+def _rewrite_attention(graph: Any, attention: list[Any], is_half: bool) -> None:
     """Feed lengths, positions and bias to every attention operator from inputs of the graph."""
     from onnx import TensorProto, helper
 
+    bias = BIAS
+    if is_half:
+        bias = f"{BIAS}.float16"
+        graph.node.insert(0, helper.make_node("Cast", [BIAS], [bias], to=FLOAT16, name=bias))
     for node in attention:
         inputs = [*node.input, *[""] * (NUM_ATTENTION_INPUTS - len(node.input))]
-        inputs[5], inputs[6], inputs[10] = LENGTHS, TOTAL, BIAS
+        inputs[5], inputs[6], inputs[10] = LENGTHS, TOTAL, bias
         if _attribute(node, "do_rotary", 0):
             inputs[9] = POSITIONS
         del node.input[:]
@@ -225,6 +228,20 @@ def _keep_wanted_rows(graph: Any, path: Path) -> None:
     head.input[0] = "wanted_rows"
     graph.node.insert(place, rows)
     graph.input.append(helper.make_tensor_value_info(OUTPUT_ROWS, TensorProto.INT64, ["num_outputs"]))
+
+
+def _widen_logits(graph: Any) -> None:
+    """Give logits of half precision as float32."""
+    from onnx import helper
+
+    value = next(value for value in graph.output if value.name == LOGITS)
+    if value.type.tensor_type.elem_type != FLOAT16:
+        return
+    narrow = f"{LOGITS}.float16"
+    for node in graph.node:
+        node.output[:] = [narrow if name == LOGITS else name for name in node.output]
+    graph.node.append(helper.make_node("Cast", [narrow], [LOGITS], to=FLOAT, name="widen_logits"))
+    value.type.tensor_type.elem_type = FLOAT
 
 
 def _drop_dead(graph: Any) -> None:

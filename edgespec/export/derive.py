@@ -1,0 +1,160 @@
+"""Smaller models from a Hugging Face folder, without torch: some of its layers, as a folder of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from edgespec.errors import ConfigError, ModelFileError, UsageError
+from edgespec.export.checkpoint import Checkpoint, Config, StoredTensor
+from edgespec.export.gguf.architectures import ARCHITECTURES, architecture_of
+from edgespec.export.gguf.files import Progress, no_progress
+from edgespec.export.gguf.layers import layer_kinds
+from edgespec.export.gguf.rows import Architecture
+
+CHUNK_BYTES = 1 << 22
+LAYER_COUNTS = ("num_hidden_layers", "n_layer")
+# Settings that hold one value per layer.
+PER_LAYER = ("layer_types", "no_rope_layers")
+# Settings that only say how layers differ by their number; `layer_types` and `no_rope_layers` say it outright.
+BY_NUMBER = ("sliding_window_pattern", "_sliding_window_pattern", "no_rope_layer_interval", "max_window_layers")
+CARRIED = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "generation_config.json",
+    "chat_template.*",
+    "LICEN[CS]E*",
+    "NOTICE*",
+)
+_LAYER = re.compile(r"((?:.*\.)?(?:layers|h)\.)(\d+)(\..+)")
+
+
+def prune(folder: Path, output: Path, layers: Sequence[int], *, progress: Progress | None = None) -> Path:
+    """Write to `output` the model of `folder` with only `layers` (numbers from 0, ascending), renumbered from 0.
+
+    Embeddings, norms and head are kept, tensors are copied as they are stored. `output` appears only when whole.
+    Raises ModelFileError for a checkpoint that is damaged or unknown, ConfigError for layers that are not there,
+    UsageError when `output` exists or cannot be written.
+    """
+    checkpoint = Checkpoint.open(folder)
+    found = _architecture(checkpoint)
+    depth = found.sizes(checkpoint).layers
+    _check_layers(folder, layers, depth)
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise UsageError(f"{output} exists and is not empty; give another folder, or delete it")
+    temporary = output.with_name(output.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        config = pruned_config(checkpoint, found, layers, depth)
+        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for pattern in CARRIED:
+            for file in sorted(folder.glob(pattern)):
+                if file.is_file():
+                    shutil.copyfile(file, temporary / file.name)
+        _write_weights(temporary / "model.safetensors", checkpoint, layers, progress or no_progress)
+        temporary.replace(output)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UsageError(f"{output} cannot be written: {reason}. Free some space, or give another folder") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return output
+
+
+def _architecture(checkpoint: Checkpoint) -> Architecture:
+    """What is pruned need not be convertible as it is, but how its layers differ must be known."""
+    if checkpoint.architecture not in ARCHITECTURES:
+        return architecture_of(checkpoint)
+    return ARCHITECTURES[checkpoint.architecture]
+
+
+def _check_layers(folder: Path, layers: Sequence[int], depth: int) -> None:
+    if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < depth:
+        raise ConfigError(
+            f"layers {','.join(map(str, layers)) or 'none'} were asked for; {folder} has 0..{depth - 1}: "
+            "name one or more of them, ascending"
+        )
+
+
+def pruned_config(checkpoint: Checkpoint, found: Architecture, layers: Sequence[int], depth: int) -> Config:
+    """config.json for the kept layers; what depends on a layer's number is written out per layer."""
+    config: Config = dict(checkpoint.config)
+    windowed = layer_kinds(checkpoint, found, depth)
+    if "layer_types" in config or any(windowed):
+        config["layer_types"] = ["sliding_attention" if flag else "full_attention" for flag in windowed]
+    if found.name == "smollm3":
+        interval = config.get("no_rope_layer_interval") or 4
+        by_number = [int((index + 1) % interval != 0) for index in range(depth)]
+        config["no_rope_layers"] = config.get("no_rope_layers") or by_number
+    for key in PER_LAYER:
+        if isinstance(config.get(key), list):
+            config[key] = _kept(checkpoint, key, config[key], layers, depth)
+    for key in BY_NUMBER:
+        config.pop(key, None)
+    for key in LAYER_COUNTS:
+        if key in config:
+            config[key] = len(layers)
+    return config
+
+
+def _kept(checkpoint: Checkpoint, key: str, values: list[Any], layers: Sequence[int], depth: int) -> list[Any]:
+    if len(values) != depth:
+        raise ModelFileError(
+            f"{checkpoint.folder / 'config.json'} has {len(values)} {key} for a model of {depth} layers"
+        )
+    return [values[index] for index in layers]
+
+
+def _write_weights(path: Path, checkpoint: Checkpoint, layers: Sequence[int], progress: Progress) -> None:
+    """One safetensors file, its tensors' bytes copied in pieces. The folder it lies in is a temporary one."""
+    numbers = {old: new for new, old in enumerate(layers)}
+    kept = {new: tensor for name, tensor in checkpoint.tensors.items() if (new := _renamed(name, numbers))}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in kept.items():
+        header[name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.num_bytes],
+        }
+        offset += tensor.num_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for done, (name, tensor) in enumerate(kept.items()):
+            progress(done, len(kept), name)
+            _copy(tensor, file)
+        file.flush()
+        os.fsync(file.fileno())
+    progress(len(kept), len(kept), "done")
+
+
+def _renamed(name: str, numbers: dict[int, int]) -> str | None:
+    """The new name of a tensor, None for one of a layer that is left out."""
+    found = _LAYER.fullmatch(name)
+    if found is None:
+        return name
+    number = numbers.get(int(found[2]))
+    return None if number is None else f"{found[1]}{number}{found[3]}"
+
+
+def _copy(tensor: StoredTensor, file: BinaryIO) -> None:
+    with tensor.file.open("rb") as source:
+        source.seek(tensor.offset)
+        left = tensor.num_bytes
+        while left:
+            chunk = source.read(min(left, CHUNK_BYTES))
+            if not chunk:
+                raise ModelFileError(f"{tensor.file} became shorter while it was read")
+            file.write(chunk)
+            left -= len(chunk)

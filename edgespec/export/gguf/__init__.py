@@ -1,0 +1,32 @@
+"""Hugging Face checkpoints as GGUF: conversion, quantisation, early exits, and the check of the tokenizer."""
+
+from __future__ import annotations
+
+from edgespec.errors import CapabilityError
+
+try:
+    import gguf as _gguf  # noqa: F401
+except ImportError as exc:
+    raise CapabilityError("converting to GGUF needs the package gguf: pip install 'edgespec[export]'") from exc
+
+from edgespec.export.gguf.architectures import ARCHITECTURES
+from edgespec.export.gguf.check import check_tokenizer
+from edgespec.export.gguf.convert import OUTPUT_TYPES, Conversion, convert
+from edgespec.export.gguf.early_exit import EarlyExit, early_exit_gguf
+from edgespec.export.gguf.quantise import GGUF_QUANTS, NEEDS_IMPORTANCE, export_gguf, quantise
+from edgespec.export.gguf.splitters import pre_tokenizer_name
+
+__all__ = [
+    "ARCHITECTURES",
+    "GGUF_QUANTS",
+    "NEEDS_IMPORTANCE",
+    "OUTPUT_TYPES",
+    "Conversion",
+    "EarlyExit",
+    "check_tokenizer",
+    "convert",
+    "early_exit_gguf",
+    "export_gguf",
+    "pre_tokenizer_name",
+    "quantise",
+]

@@ -1,0 +1,215 @@
+"""A draft from a target's own first layers, both over the same shards, so that memory holds them once.
+
+One rewrite of the model on disk gives four files: `shared` (embeddings, first layers, output norm, head), `rest` (the
+other layers), and two headers without tensors that name them. The headers are written last: without one of them
+nothing can be loaded, and shards of another model are refused by their ID.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import struct
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from edgespec.engines.gguf_check import check_gguf
+from edgespec.engines.gguf_header import ARRAY, STRING, TENSOR_TYPES, GgufHeader, GgufNumbers, TensorInfo
+from edgespec.engines.gguf_split import COUNT, FILES, ID, NUMBER, TENSORS
+from edgespec.errors import ConfigError, ModelFileError
+from edgespec.export.gguf.architectures import ARCHITECTURES
+from edgespec.export.gguf.files import Progress, no_progress, whole_file
+
+ALIGNMENT = 32
+CHUNK_BYTES = 1 << 22
+UINT16, UINT32, INT32 = 2, 4, 5
+TYPE_NUMBERS = {name: number for number, (name, _, _) in TENSOR_TYPES.items()}
+_BLOCK = re.compile(r"blk\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class EarlyExit:
+    """The files of an early exit: load `target` or `draft`; keep all four in one folder."""
+
+    target: Path
+    draft: Path
+    shared: Path
+    rest: Path
+
+    @property
+    def target_parts(self) -> tuple[Path, ...]:
+        """The shards that `target` needs, in order."""
+        return (self.shared, self.rest)
+
+    @property
+    def draft_parts(self) -> tuple[Path, ...]:
+        return (self.shared,)
+
+
+def early_exit_gguf(source: Path, output_folder: Path, layers: int, *, progress: Progress | None = None) -> EarlyExit:
+    """Cut the GGUF `source` so that its first `layers` layers are a draft that shares its weights.
+
+    Writes `<stem>-shared.gguf`, `-rest.gguf`, `-draft.gguf` and `-target.gguf`; the last two are the models. Raises
+    ModelNotFound, ModelFileError when `source` is damaged or of a kind whose layers depend on their number, ConfigError
+    for a number of layers outside 1..all but one, UsageError when the disk is full.
+    """
+    header = check_gguf(source)
+    _check(source, header, layers)
+    stem = output_folder / source.stem
+    files = EarlyExit(*(stem.with_name(f"{stem.name}-{part}.gguf") for part in ("target", "draft", "shared", "rest")))
+    new = [file for file in (files.target, files.draft, files.shared, files.rest) if not file.exists()]
+    try:
+        _cut(source, header, files, layers, progress or no_progress)
+    except BaseException:
+        for file in new:
+            file.unlink(missing_ok=True)
+        raise
+    return files
+
+
+def _cut(source: Path, header: GgufHeader, files: EarlyExit, layers: int, report: Progress) -> None:
+    shared = tuple(tensor for tensor in header.tensors if _layer(tensor) < layers)
+    rest = tuple(tensor for tensor in header.tensors if _layer(tensor) >= layers)
+    total = 2 * source.stat().st_size
+    with source.open("rb") as file:
+        identity = _digest(file, layers, total, report)
+        done = file.tell()
+        for number, (path, part) in enumerate(((files.shared, shared), (files.rest, rest)), start=1):
+            entries = [_text(ID, identity), _number(NUMBER, UINT16, number)]
+            with contextlib.closing(_write_shard(path, file, header, part, entries)) as pieces:
+                for written in pieces:
+                    done += written
+                    report(done, total, "cutting the model")
+        for path, parts, depth in ((files.draft, [shared], layers), (files.target, [shared, rest], None)):
+            names = [shard.name for shard in files.target_parts[: len(parts)]]
+            _write_header(path, file, header, names, identity, sum(map(len, parts)), depth)
+    report(total, total, "done")
+
+
+def _check(source: Path, header: GgufHeader, layers: int) -> None:
+    depth = _depth(header)
+    if FILES in header.metadata or header.metadata.get(COUNT, 1) != 1:
+        raise ModelFileError(f"{source} is split already; give the model in one file")
+    known = {found.name: found.fixed_attention_scale_layers for found in ARCHITECTURES.values()}
+    if header.architecture not in known:
+        raise ModelFileError(f"{source} is a {header.architecture}; early exits are made of: {', '.join(known)}")
+    if not 1 <= layers < depth:
+        raise ConfigError(f"an early exit after {layers} layers was asked for; {source.name} allows 1..{depth - 1}")
+    if known[header.architecture] in (depth, layers):
+        raise ModelFileError(
+            f"{source}: llama.cpp scales the attention of a {header.architecture} of {known[header.architecture]} "
+            "layers in its own way, so its first layers would compute other things in a shorter model. Use prune"
+        )
+
+
+def _depth(header: GgufHeader) -> int:
+    found = header.metadata.get(f"{header.architecture}.block_count")
+    return found if isinstance(found, int) else 0
+
+
+def _layer(tensor: TensorInfo) -> int:
+    """The layer a tensor belongs to; -1 for embeddings, output norm and head."""
+    found = _BLOCK.match(tensor.name)
+    return int(found[1]) if found else -1
+
+
+def _digest(file: BinaryIO, layers: int, total: int, report: Progress) -> str:
+    """Names what is cut, by all of its bytes: equal shards of two exports are interchangeable, others are not."""
+    found = hashlib.sha256(f"{layers} layers of ".encode())
+    file.seek(0)
+    while chunk := file.read(CHUNK_BYTES):
+        found.update(chunk)
+        report(file.tell(), total, "reading the model")
+    return found.hexdigest()
+
+
+def _write_header(
+    path: Path,
+    source: BinaryIO,
+    header: GgufHeader,
+    names: Sequence[str],
+    identity: str,
+    tensors: int,
+    depth: int | None,
+) -> None:
+    """All metadata of the model, with `depth` layers where that is given, and the names of its shards."""
+    arch = header.architecture
+    changed: dict[str, bytes] = {}
+    if depth is not None:
+        changed[f"{arch}.block_count"] = _number(f"{arch}.block_count", UINT32, depth)
+        for key, value in header.metadata.items():
+            if key.startswith(f"{arch}.") and isinstance(value, GgufNumbers) and len(value.items) == _depth(header):
+                changed[key] = _shortened(_span(source, header, key), key, value, depth)
+    left_out = {NUMBER, COUNT, TENSORS}
+    kept = [changed.get(key) or _span(source, header, key) for key in header.metadata if key not in left_out]
+    split = [_number(NUMBER, UINT16, 0), _number(COUNT, UINT16, len(names) + 1), _number(TENSORS, INT32, tensors)]
+    entries = [*kept, *split, _texts(FILES, names), _text(ID, identity)]
+    with whole_file(path) as temporary, temporary.open("wb") as file:
+        file.write(_head(entries, ()))
+
+
+def _write_shard(
+    path: Path, source: BinaryIO, header: GgufHeader, tensors: Sequence[TensorInfo], entries: Sequence[bytes]
+) -> Generator[int, None, None]:
+    """Write `tensors` with their bytes as they are; yields the number of bytes of each piece."""
+    with whole_file(path) as temporary, temporary.open("wb") as file:
+        file.write(_head(entries, tensors))
+        for tensor in tensors:
+            for chunk in _read(source, header.data_start + tensor.offset, tensor.num_bytes):
+                file.write(chunk)
+                yield len(chunk)
+            file.write(bytes(-tensor.num_bytes % ALIGNMENT))
+
+
+def _read(source: BinaryIO, start: int, size: int) -> Iterator[bytes]:
+    source.seek(start)
+    while size:
+        chunk = source.read(min(size, CHUNK_BYTES))
+        if not chunk:
+            raise ModelFileError(f"{source.name} became shorter while it was read")
+        size -= len(chunk)
+        yield chunk
+
+
+def _head(entries: Sequence[bytes], tensors: Sequence[TensorInfo]) -> bytes:
+    """A GGUF up to its tensor data: magic, version 3, counts, metadata, tensor infos, padding."""
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(entries)) + b"".join(entries)
+    offset = 0
+    for tensor in tensors:
+        shape = struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *tensor.shape)
+        head += _string(tensor.name) + shape + struct.pack("<IQ", TYPE_NUMBERS[tensor.kind], offset)
+        offset += -(-tensor.num_bytes // ALIGNMENT) * ALIGNMENT
+    return head + bytes(-len(head) % ALIGNMENT)
+
+
+def _span(source: BinaryIO, header: GgufHeader, key: str) -> bytes:
+    begin, end = header.spans[key]
+    source.seek(begin)
+    return source.read(end - begin)
+
+
+def _shortened(entry: bytes, key: str, value: GgufNumbers, length: int) -> bytes:
+    """A metadata array with its first `length` items."""
+    start = len(_string(key)) + 4 + 4 + 8  # key, type, item type, count
+    width = (len(entry) - start) // len(value.items)
+    return entry[: start - 8] + struct.pack("<Q", length) + entry[start : start + length * width]
+
+
+def _string(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def _number(key: str, kind: int, value: int) -> bytes:
+    return _string(key) + struct.pack("<I" + {UINT16: "H", UINT32: "I", INT32: "i"}[kind], kind, value)
+
+
+def _text(key: str, value: str) -> bytes:
+    return _string(key) + struct.pack("<I", STRING) + _string(value)
+
+
+def _texts(key: str, values: Sequence[str]) -> bytes:
+    return _string(key) + struct.pack("<IIQ", ARRAY, STRING, len(values)) + b"".join(map(_string, values))

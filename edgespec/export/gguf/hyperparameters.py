@@ -1,0 +1,77 @@
+"""The numbers of config.json as the metadata that llama.cpp reads for an architecture."""
+
+from __future__ import annotations
+
+import gguf
+
+from edgespec.errors import ModelFileError
+from edgespec.export.checkpoint import Checkpoint
+from edgespec.export.gguf.layers import layer_kinds, window_of
+from edgespec.export.gguf.rotary import rotary_settings, window_frequency_base
+from edgespec.export.gguf.rows import Architecture, Sizes
+
+
+def write_hyperparameters(writer: gguf.GGUFWriter, checkpoint: Checkpoint, found: Architecture, sizes: Sizes) -> None:
+    windowed = layer_kinds(checkpoint, found, sizes.layers)
+    writer.add_block_count(sizes.layers)
+    writer.add_context_length(_context_length(checkpoint, found, sizes, windowed))
+    writer.add_embedding_length(sizes.width)
+    writer.add_feed_forward_length(sizes.inner)
+    writer.add_head_count(sizes.heads)
+    writer.add_head_count_kv(sizes.kv_heads)
+    epsilon = float(checkpoint.require(found.norm_epsilon))
+    if found.norm_epsilon == "layer_norm_epsilon":
+        writer.add_layer_norm_eps(epsilon)
+    else:
+        writer.add_key_length(sizes.head_dim)
+        writer.add_value_length(sizes.head_dim)
+        _write_rotary(writer, checkpoint, sizes)
+        writer.add_layer_norm_rms_eps(epsilon)
+    writer.add_vocab_size(sizes.vocabulary)
+    if any(windowed):
+        _write_window(writer, checkpoint, found, windowed)
+    _write_softcapping(writer, checkpoint, found)
+
+
+def _context_length(checkpoint: Checkpoint, found: Architecture, sizes: Sizes, windowed: list[bool]) -> int:
+    """Where llama.cpp has no sliding window for an architecture, a longer context would be another model's."""
+    window = window_of(checkpoint)
+    if any(windowed) and not found.has_window and window is not None:
+        return min(sizes.context, window)
+    return sizes.context
+
+
+def _write_rotary(writer: gguf.GGUFWriter, checkpoint: Checkpoint, sizes: Sizes) -> None:
+    settings = rotary_settings(checkpoint.config)
+    if float(settings.get("partial_rotary_factor", checkpoint.config.get("partial_rotary_factor")) or 1.0) != 1.0:
+        raise ModelFileError(f"{checkpoint.folder} rotates only a part of each head, which cannot be converted")
+    writer.add_rope_dimension_count(sizes.head_dim)
+    writer.add_rope_freq_base(float(settings["rope_theta"]))
+    if settings["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(float(settings["factor"]))
+
+
+def _write_window(writer: gguf.GGUFWriter, checkpoint: Checkpoint, found: Architecture, windowed: list[bool]) -> None:
+    window = window_of(checkpoint)
+    if window is None:
+        raise ModelFileError(f"{checkpoint.folder / 'config.json'} has layers with a window and no sliding_window")
+    writer.add_sliding_window(window)
+    if found.has_window:
+        writer.add_sliding_window_pattern(windowed)
+    base = window_frequency_base(checkpoint.config)
+    if found.has_window and base is not None:
+        writer.add_rope_freq_base_swa(base)
+
+
+def _write_softcapping(writer: gguf.GGUFWriter, checkpoint: Checkpoint, found: Architecture) -> None:
+    """Absent or null means none, which llama.cpp does not know for Gemma 2's attention."""
+    if found.name not in ("gemma2", "gemma3"):
+        return
+    attention, final = (checkpoint.config.get(f"{part}_logit_softcapping") for part in ("attn", "final"))
+    if found.name == "gemma2" and (attention is None or final is None):
+        raise ModelFileError(f"{checkpoint.folder / 'config.json'} lacks attn_logit_softcapping or the final one")
+    if attention is not None:
+        writer.add_attn_logit_softcapping(float(attention))
+    if final is not None:
+        writer.add_final_logit_softcapping(float(final))

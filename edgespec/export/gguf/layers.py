@@ -1,0 +1,61 @@
+"""How the layers of one checkpoint differ, and which layer a tensor belongs to."""
+
+from __future__ import annotations
+
+import re
+
+from edgespec.errors import ModelFileError
+from edgespec.export.checkpoint import Checkpoint
+from edgespec.export.gguf.rows import Architecture
+
+
+def check_unrotated_layers(checkpoint: Checkpoint, found: Architecture) -> None:
+    """llama.cpp leaves rotary positions out of every fourth layer of a SmolLM3, whatever its metadata say."""
+    if found.name != "smollm3":
+        return
+    layers, config = checkpoint.count("num_hidden_layers"), checkpoint.config
+    interval = config.get("no_rope_layer_interval") or 4
+    rotated = config.get("no_rope_layers") or [int((index + 1) % interval != 0) for index in range(layers)]
+    wrong = [index for index, flag in enumerate(rotated) if bool(flag) != bool((index + 1) % 4)]
+    if wrong or len(rotated) != layers:
+        raise ModelFileError(
+            f"{checkpoint.folder}: llama.cpp's SmolLM3 has no rotary positions in layers 3, 7, 11, ... (from 0) and in "
+            f"no others; this checkpoint differs at {wrong or 'its number of layers'}. Prune it by whole groups of four"
+        )
+
+
+def layer_kinds(checkpoint: Checkpoint, found: Architecture, layers: int) -> list[bool]:
+    """For each layer, whether it sees a sliding window only."""
+    config = checkpoint.config
+    if kinds := config.get("layer_types"):
+        known = {"sliding_attention": True, "full_attention": False}
+        if len(kinds) != layers or not set(kinds) <= known.keys():
+            raise ModelFileError(f"{checkpoint.folder}: layer_types must hold {layers} of {', '.join(known)}")
+        return [known[kind] for kind in kinds]
+    if found.has_window:
+        every = int(config.get("sliding_window_pattern") or found.window_pattern)
+        return [(index + 1) % every != 0 for index in range(layers)]
+    if checkpoint.architecture == "MistralForCausalLM":
+        return [window_of(checkpoint) is not None] * layers
+    if config.get("use_sliding_window") and config.get("sliding_window"):  # Qwen: the first layers see everything
+        return [index >= int(config.get("max_window_layers", layers)) for index in range(layers)]
+    return [False] * layers
+
+
+def window_of(checkpoint: Checkpoint) -> int | None:
+    """Tokens that a layer with a sliding window sees. Mistral and Gemma say 4096 by not saying anything."""
+    found = checkpoint.config.get("sliding_window", 4096)
+    return int(found) if found else None
+
+
+def layer_number(found: Architecture, name: str) -> tuple[int, str] | None:
+    """(layer, rest) of a tensor's canonical name, None for one outside the layers."""
+    match = re.fullmatch(re.escape(found.layer_prefix) + r"(\d+)\.(.+)", name)
+    return (int(match[1]), match[2]) if match else None
+
+
+def canonical_name(found: Architecture, name: str) -> str:
+    """Checkpoints saved from the bare model lack the first part of their names."""
+    if name.startswith((found.optional_prefix, "lm_head.")):
+        return name
+    return found.optional_prefix + name

@@ -1,0 +1,183 @@
+"""Quantisation through llama.cpp, and the whole way from a Hugging Face folder to a quantised GGUF."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.engines.cores import physical_cores
+from edgespec.engines.gguf_check import check_gguf
+from edgespec.engines.gguf_header import GgufHeader, read_header
+from edgespec.engines.llamacpp.library import complaints, forget_complaints, library, listening
+from edgespec.errors import ConfigError, ModelFileError
+from edgespec.export.checkpoint import Checkpoint
+from edgespec.export.gguf.convert import OUTPUT_TYPES, Conversion, OutputType, convert
+from edgespec.export.gguf.files import Progress, no_progress, whole_file
+from edgespec.export.importance import read_importance
+
+# Our name -> llama.cpp's number of a file type (llama_ftype).
+FILE_TYPES = {
+    "q8_0": 7,
+    "q6_k": 18,
+    "q5_k_m": 17,
+    "q5_k_s": 16,
+    "q5_1": 9,
+    "q5_0": 8,
+    "q4_k_m": 15,
+    "q4_k_s": 14,
+    "q4_1": 3,
+    "q4_0": 2,
+    "iq4_nl": 25,
+    "iq4_xs": 30,
+    "q3_k_l": 13,
+    "q3_k_m": 12,
+    "q3_k_s": 11,
+    "iq3_m": 27,
+    "iq3_s": 26,
+    "iq3_xs": 22,
+    "iq3_xxs": 23,
+    "q2_k": 10,
+    "q2_k_s": 21,
+    "iq2_m": 29,
+    "iq2_s": 28,
+    "iq2_xs": 20,
+    "iq2_xxs": 19,
+    "iq1_m": 31,
+    "iq1_s": 24,
+}
+GGUF_QUANTS: tuple[str, ...] = ("f32", "f16", "bf16", *FILE_TYPES)
+NEEDS_IMPORTANCE = frozenset({"iq3_xs", "iq3_xxs", "q2_k_s", "iq2_m", "iq2_s", "iq2_xs", "iq2_xxs", "iq1_m", "iq1_s"})
+_TENSOR_LINE = re.compile(r"\[\s*(\d+)/\s*(\d+)\]\s+(\S+)")
+Importance = Mapping[str, NDArray[np.float32]]
+
+
+def export_gguf(
+    folder: Path,
+    output: Path,
+    quant: str,
+    *,
+    importance: Path | None = None,
+    name: str | None = None,
+    licence: str | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Write the Hugging Face model of `folder` to `output`, converted and quantised to one of GGUF_QUANTS.
+
+    `importance`: a file of `importance.measure_importance`, which types below 3.5 bits need. What lies between, a file
+    in the checkpoint's own precision beside `output`, is deleted. Raises as `convert` and `quantise` do.
+    """
+    report = progress or no_progress
+    check_quant(quant, importance)
+    if quant in OUTPUT_TYPES:
+        return convert(folder, output, quant, name=name, licence=licence, progress=report)
+    between = output.with_name(f"{output.name}.source.tmp")
+    try:
+        source = convert(folder, between, _own_precision(folder), name=name, licence=licence, progress=report)
+        types = quantise(between, output, quant, importance=importance, threads=threads, progress=report)
+    finally:
+        between.unlink(missing_ok=True)
+    return Conversion(output, source.architecture, types)
+
+
+def check_quant(quant: str, importance: Path | None = None) -> None:
+    """Raises ConfigError for an unknown type, and for one that needs an importance matrix and has none."""
+    if quant not in GGUF_QUANTS:
+        raise ConfigError(f"the quantisation {quant!r} is not known; allowed: {', '.join(GGUF_QUANTS)}")
+    if quant in NEEDS_IMPORTANCE and importance is None:
+        raise ConfigError(f"{quant} needs an importance matrix: give a text to measure one on, or use q3_k_m")
+
+
+def _own_precision(folder: Path) -> OutputType:
+    """The type that holds a checkpoint's numbers without loss."""
+    kinds = {tensor.dtype for tensor in Checkpoint.open(folder).tensors.values() if len(tensor.shape) > 1}
+    narrow: dict[str, Literal["f16", "bf16"]] = {"F16": "f16", "BF16": "bf16"}
+    return narrow.get(kinds.pop(), "f32") if len(kinds) == 1 else "f32"
+
+
+def quantise(
+    source: Path,
+    output: Path,
+    quant: str,
+    *,
+    importance: Path | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> dict[str, int]:
+    """Quantise a GGUF of f32, f16 or bf16 to one of FILE_TYPES. Returns the number of tensors by FINAL type.
+
+    llama.cpp falls back silently for rows that its blocks do not divide (256 values for the k types), so the types
+    found in the written file are what counts. Raises ModelFileError with llama.cpp's reason, ConfigError for a type
+    that is unknown or lacks its importance matrix, UsageError when the disk is full.
+    """
+    check_quant(quant, importance)
+    header = check_gguf(source)
+    weights = read_importance(importance) if importance else {}
+    _check_importance(header, weights, importance)
+    llama = library()
+    params = llama.llama_model_quantize_default_params()
+    params.ftype = FILE_TYPES[quant] if quant in FILE_TYPES else int(OUTPUT_TYPES[cast(OutputType, quant)][1])
+    params.nthread = threads or physical_cores()
+    entries = _importance_entries(llama, weights)
+    if weights:
+        params.imatrix = entries
+    with whole_file(output) as temporary:
+        _run(llama, source, temporary, params, progress or no_progress)
+    return dict(Counter(tensor.kind for tensor in read_header(output).tensors))
+
+
+def _run(llama: Any, source: Path, temporary: Path, params: Any, progress: Progress) -> None:
+    """One call of the library. What `progress` raises comes out when the library is done: it cannot be stopped."""
+    raised: list[BaseException] = []
+
+    def hear(line: str) -> None:
+        if not raised and (found := _TENSOR_LINE.match(line)):
+            try:
+                progress(int(found[1]), int(found[2]), found[3])
+            except BaseException as error:  # it must not pass through the library, and is raised below
+                raised.append(error)
+
+    forget_complaints()
+    with listening(hear):
+        failed = llama.llama_model_quantize(os.fsencode(source), os.fsencode(temporary), ctypes.byref(params))
+    if raised:
+        raise raised[0]
+    if failed:
+        raise _failure(source, temporary)
+
+
+def _failure(source: Path, temporary: Path) -> Exception:
+    reason = complaints()
+    if "iostream" in reason or "basic_ios" in reason:
+        return OSError(None, "the disk is full or the file may not grow", str(temporary))
+    return ModelFileError(f"{source} cannot be quantised by llama.cpp: {reason}")
+
+
+def _check_importance(header: GgufHeader, weights: Importance, path: Path | None) -> None:
+    """A matrix of another model: some sizes make llama.cpp fail late, none of its names would go unnoticed."""
+    columns = {tensor.name: tensor.shape[0] for tensor in header.tensors}
+    if weights and not columns.keys() & weights.keys():
+        raise ModelFileError(f"{path} measures none of the model's tensors; it was made for another model")
+    for name, values in weights.items():
+        if name in columns and values.size != columns[name]:
+            raise ModelFileError(
+                f"{path} has {values.size} numbers for {name}, the model {columns[name]}; it was made for another model"
+            )
+
+
+def _importance_entries(llama: Any, weights: Importance) -> Any:
+    """A C array of (name, numbers, count), ended by an empty entry; it borrows the numbers of `weights`."""
+    entries = (llama.llama_model_imatrix_data * (len(weights) + 1))()
+    for entry, (name, values) in zip(entries, weights.items(), strict=False):
+        entry.name = name.encode()
+        entry.data = values.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        entry.size = values.size
+    return entries

@@ -1,0 +1,199 @@
+"""tokenizer.json, tokenizer_config.json and generation_config.json -> the tokenizer entries of a GGUF."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+
+from edgespec.errors import ModelFileError
+from edgespec.export.checkpoint import Checkpoint, read_json
+from edgespec.export.gguf.splitters import SPACE, begins_with_space, is_spm, pre_tokenizer_name
+
+Settings = dict[str, Any]
+BYTE_TOKENS = {f"<0x{byte:02X}>" for byte in range(256)}
+UNREACHABLE = -1e6  # the score of a token that no merge makes
+
+
+def write_tokenizer(writer: gguf.GGUFWriter, checkpoint: Checkpoint, vocab_size: int) -> None:
+    """Raises ModelFileError for a tokenizer that llama.cpp would not follow, and for a damaged one."""
+    try:
+        _write_tokenizer(writer, checkpoint, vocab_size)
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+        raise ModelFileError(
+            f"{checkpoint.folder / 'tokenizer.json'} is not built as tokenizers are: {type(error).__name__} {error}"
+        ) from error
+
+
+def _write_tokenizer(writer: gguf.GGUFWriter, checkpoint: Checkpoint, vocab_size: int) -> None:
+    folder = checkpoint.folder
+    tokenizer, settings = read_json(folder / "tokenizer.json"), read_settings(folder)
+    model = tokenizer.get("model")
+    if not isinstance(model, dict) or model.get("type") != "BPE" or not isinstance(model.get("vocab"), dict):
+        kind = model.get("type") if isinstance(model, dict) else None
+        raise ModelFileError(
+            f"{folder / 'tokenizer.json'} holds a {kind} tokenizer; allowed: byte-level BPE, and BPE with byte fallback"
+        )
+    texts, types = token_list(tokenizer, vocab_size)
+    merges = [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in model.get("merges", [])]
+    if is_spm(tokenizer):
+        _write_spm(writer, tokenizer, texts, types, merges)
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre_tokenizer_name(tokenizer))
+        writer.add_token_list(texts)
+        writer.add_token_types(types)
+        writer.add_token_merges([" ".join(pair) for pair in merges])
+    _write_special_ids(writer, checkpoint, tokenizer, settings, texts)
+    if template := chat_template(folder, settings):
+        writer.add_chat_template(template)
+
+
+def read_settings(folder: Path) -> Settings:
+    """tokenizer_config.json, completed by special_tokens_map.json where older checkpoints name special tokens."""
+    named = folder / "special_tokens_map.json"
+    return (read_json(named) if named.is_file() else {}) | read_json(folder / "tokenizer_config.json")
+
+
+def _write_spm(
+    writer: gguf.GGUFWriter, tokenizer: Settings, texts: list[str], types: list[int], merges: list[tuple[str, ...]]
+) -> None:
+    adds_space = begins_with_space(tokenizer)
+    if missing := BYTE_TOKENS - set(texts):
+        raise ModelFileError(f"tokenizer.json has no token for {len(missing)} of 256 bytes, such as {min(missing)}")
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(texts)
+    writer.add_token_scores(merge_scores(texts, merges))
+    writer.add_token_types(types)
+    writer.add_add_space_prefix(adds_space)
+    unknown = tokenizer["model"].get("unk_token")
+    if unknown is not None and unknown in texts:
+        writer.add_unk_token_id(texts.index(unknown))
+
+
+def merge_scores(texts: list[str], merges: list[tuple[str, ...]]) -> list[float]:
+    """SPM merges the pair whose token scores best: the earlier a token is first merged, the better its score."""
+    ranks: dict[str, int] = {}
+    for rank, pair in enumerate(merges):
+        ranks.setdefault("".join(pair), rank)
+    return [-(1.0 + ranks[text]) if text in ranks else UNREACHABLE for text in texts]
+
+
+def token_list(tokenizer: Settings, vocab_size: int) -> tuple[list[str], list[int]]:
+    """Texts and llama.cpp types of ids 0..vocab_size-1; ids that the tokenizer lacks become unused padding."""
+    vocab: dict[str, int] = tokenizer["model"]["vocab"]
+    texts: list[str] = [""] * vocab_size
+    types = [int(gguf.TokenType.UNUSED)] * vocab_size
+    byte_texts = BYTE_TOKENS if is_spm(tokenizer) else set()
+    for text, index in vocab.items():
+        if not 0 <= index < vocab_size:
+            raise ModelFileError(f"tokenizer.json gives {text!r} the id {index}, config.json has {vocab_size} ids")
+        kind = gguf.TokenType.BYTE if text in byte_texts else gguf.TokenType.NORMAL
+        texts[index], types[index] = text, int(kind)
+    for added in tokenizer.get("added_tokens", []):
+        # Ids that the model has no embedding for exist (Gemma 3's image token); it cannot be given one here.
+        if added["id"] < vocab_size:
+            texts[added["id"]], types[added["id"]] = added["content"], _added_type(added, tokenizer)
+    taken = set(texts)
+    for index, text in enumerate(texts):
+        if types[index] == gguf.TokenType.UNUSED:
+            padding = f"[PAD{index}]"
+            while padding in taken:
+                padding += "_"
+            texts[index] = padding
+        elif not text:
+            raise ModelFileError(f"tokenizer.json gives the id {index} an empty text")
+    return texts, types
+
+
+def _added_type(added: Settings, tokenizer: Settings) -> int:
+    if added["content"] == tokenizer["model"].get("unk_token") and is_spm(tokenizer):
+        return int(gguf.TokenType.UNKNOWN)
+    if added["special"]:
+        return int(gguf.TokenType.CONTROL)
+    if is_spm(tokenizer) and SPACE in added["content"]:
+        # Runs of spaces: as user-defined ones they would be looked for, and written, with the stand-in for a space.
+        return int(gguf.TokenType.NORMAL)
+    return int(gguf.TokenType.USER_DEFINED)
+
+
+def _token_text(value: Any) -> str | None:
+    """A special token as tokenizer_config.json gives it: a text, or an object with its content."""
+    found = value.get("content") if isinstance(value, dict) else value
+    return None if found is None else str(found)
+
+
+def _write_special_ids(
+    writer: gguf.GGUFWriter, checkpoint: Checkpoint, tokenizer: Settings, settings: Settings, texts: list[str]
+) -> None:
+    ids = {text: index for index, text in enumerate(texts)}
+    adders: dict[str, Callable[[int], None]] = {
+        "bos": writer.add_bos_token_id,
+        "eos": writer.add_eos_token_id,
+        "pad": writer.add_pad_token_id,
+    }
+    found: dict[str, int] = {}
+    for key, add in adders.items():
+        text = _token_text(settings.get(f"{key}_token"))
+        if text is not None and text not in ids:
+            raise ModelFileError(f"tokenizer_config.json names {key}_token {text!r}, which tokenizer.json lacks")
+        if text is not None:
+            found[key] = ids[text]
+            add(ids[text])
+    _write_unnamed_ids(writer, checkpoint, found, len(texts))
+    writer.add_add_bos_token(adds_bos(tokenizer, settings) and "bos" in found)
+    writer.add_add_eos_token(False)
+
+
+def _write_unnamed_ids(writer: gguf.GGUFWriter, checkpoint: Checkpoint, found: dict[str, int], vocab_size: int) -> None:
+    """What tokenizer_config.json does not name; without an entry llama.cpp would take id 11 (or 1 and 2)."""
+    ends = [index for index in _end_ids(checkpoint) if 0 <= index < vocab_size and index != found.get("eos")]
+    if "eos" not in found:
+        if not ends:
+            raise ModelFileError(f"{checkpoint.folder}: tokenizer_config.json and config.json name no eos token")
+        found["eos"] = ends.pop(0)
+        writer.add_eos_token_id(found["eos"])
+    if ends:
+        writer.add_eot_token_id(ends[0])
+    if "bos" not in found:
+        index = checkpoint.config.get("bos_token_id")
+        writer.add_bos_token_id(index if isinstance(index, int) and 0 <= index < vocab_size else found["eos"])
+
+
+def _end_ids(checkpoint: Checkpoint) -> list[int]:
+    """Ids that end a text, as generation_config.json (or else config.json) lists them."""
+    path = checkpoint.folder / "generation_config.json"
+    value = read_json(path).get("eos_token_id") if path.exists() else None
+    value = checkpoint.config.get("eos_token_id") if value is None else value
+    listed = value if isinstance(value, list) else [value]
+    return [index for index in listed if isinstance(index, int)]
+
+
+def adds_bos(tokenizer: Settings, settings: Settings) -> bool:
+    """Whether texts begin with the bos token: as tokenizer_config.json says, or else as tokenizer.json's template."""
+    if settings.get("add_bos_token") is not None:
+        return bool(settings["add_bos_token"])
+    bos = _token_text(settings.get("bos_token"))
+    post = tokenizer.get("post_processor") or {}
+    steps = post.get("processors", [post])
+    templates = [step.get("single") or [{}] for step in steps if step.get("type") == "TemplateProcessing"]
+    first = templates[0][0] if templates else {}
+    return bos is not None and first.get("SpecialToken", {}).get("id") == bos
+
+
+def chat_template(folder: Path, settings: Settings) -> str | None:
+    """From chat_template.jinja or tokenizer_config.json; of several named ones the default."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelFileError(f"{file} cannot be read: {error}") from error
+    found = settings.get("chat_template")
+    if isinstance(found, list):
+        named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
+        found = named.get("default", next(iter(named.values()), None))
+    return None if found is None else str(found)

@@ -1,0 +1,140 @@
+"""How much each input channel of a model's matrices matters on a text: what quantisation should keep precise.
+
+The importance matrix holds, for every matrix, the mean of its squared inputs per channel over all tokens of the text.
+It is kept as an .npz file: one float32 array [channels] per GGUF tensor name.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.errors import CapabilityError, ModelFileError, UsageError
+from edgespec.export.checkpoint import Checkpoint
+
+Progress = Callable[[int, int, str], None]
+Importance = dict[str, NDArray[np.float32]]
+CHUNK_TOKENS = 512
+MAX_CHUNKS = 256
+
+
+def measure_importance(
+    folder: Path,
+    text: Path,
+    output: Path,
+    *,
+    chunk_tokens: int = CHUNK_TOKENS,
+    max_chunks: int = MAX_CHUNKS,
+    progress: Progress | None = None,
+) -> Importance:
+    """Run the model of `folder` over `text` with transformers and write its importance matrix to `output` (.npz).
+
+    The text is read in pieces of `chunk_tokens` tokens, at most `max_chunks` of them. Raises UsageError for a text
+    that cannot be read or is shorter than two tokens, ModelFileError for a model that cannot be converted,
+    CapabilityError without torch and transformers.
+    """
+    from edgespec.export.gguf.files import whole_file
+
+    checkpoint = Checkpoint.open(folder)
+    names = _linear_names(checkpoint)
+    model, tokenizer, torch = _load(folder)
+    chunks = list(_chunks(tokenizer, text, chunk_tokens))[:max_chunks]
+    sums: dict[str, Any] = {}
+    counts: dict[str, int] = {}
+    hooks = _watch(model, names, sums, counts, torch)
+    try:
+        with torch.no_grad():
+            for done, ids in enumerate(chunks):
+                if progress:
+                    progress(done, len(chunks), "measuring importance")
+                model(torch.tensor([ids]), use_cache=False)
+    finally:
+        for handle in hooks:
+            handle.remove()
+    found = {name: (sums[name] / counts[name]).to(torch.float32).numpy() for name in sums}
+    with whole_file(output) as temporary, temporary.open("wb") as file:
+        np.savez(file, **found)
+    if progress:
+        progress(len(chunks), len(chunks), "done")
+    return found
+
+
+def read_importance(path: Path) -> Importance:
+    """What `measure_importance` wrote. Raises ModelFileError for anything else."""
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
+            found = {name: np.ascontiguousarray(stored[name], dtype=np.float32) for name in stored.files}
+    except FileNotFoundError as error:
+        raise ModelFileError(f"{path} does not exist; measure an importance matrix first") from error
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, AttributeError, TypeError) as error:
+        raise ModelFileError(f"{path} is not an importance matrix (.npz): {error}") from error
+    for name, values in found.items():
+        if values.ndim != 1 or not np.isfinite(values).all() or (values < 0).any():
+            raise ModelFileError(f"{path} holds no usable importance for {name}: finite numbers from 0 on are needed")
+    if not found:
+        raise ModelFileError(f"{path} is an empty importance matrix")
+    return found
+
+
+def _linear_names(checkpoint: Checkpoint) -> dict[str, str]:
+    """Name of a module that multiplies by a matrix -> GGUF name of that matrix."""
+    from edgespec.export.gguf.architectures import architecture_of
+
+    found = architecture_of(checkpoint)
+    is_tied = bool(checkpoint.config.get("tie_word_embeddings", found.head_is_tied or False))
+    names = {"lm_head": "token_embd.weight" if is_tied else "output.weight"}
+    for layer in range(found.sizes(checkpoint).layers):
+        for rest, tensor in found.layer.items():
+            if rest.endswith(".weight") and len(tensor.shape.split()) == 2:
+                names[f"{found.layer_prefix}{layer}.{rest.removesuffix('.weight')}"] = f"blk.{layer}.{tensor.name}"
+    return names
+
+
+def _load(folder: Path) -> tuple[Any, Any, Any]:
+    try:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as exc:
+        raise CapabilityError(
+            f"measuring importance needs the package {exc.name}: pip install 'edgespec[export]'"
+        ) from exc
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ModelFileError(f"{folder} cannot be loaded by transformers: {error}") from error
+    return model.eval(), tokenizer, torch
+
+
+def _chunks(tokenizer: Any, text: Path, chunk_tokens: int) -> Iterator[list[int]]:
+    try:
+        content = text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{text} cannot be read as UTF-8 text: {error}") from error
+    ids: list[int] = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
+    if len(ids) < 2:
+        raise UsageError(f"{text} is {len(ids)} tokens long; give some pages of text like that of later use")
+    for start in range(0, len(ids), chunk_tokens):
+        yield ids[start : start + chunk_tokens]
+
+
+def _watch(model: Any, names: dict[str, str], sums: dict[str, Any], counts: dict[str, int], torch: Any) -> list[Any]:
+    """Hooks on every matrix, which add up squared inputs per channel. Raises ModelFileError when one is not found."""
+    modules = dict(model.named_modules())
+    if missing := [module for module in names if module not in modules]:
+        raise ModelFileError(f"transformers' model has no {missing[0]}: this version of transformers is not understood")
+
+    def watch(name: str) -> Callable[..., None]:
+        def add(_module: Any, inputs: tuple[Any, ...], _output: Any) -> None:
+            rows = inputs[0].detach().reshape(-1, inputs[0].shape[-1]).to(torch.float64)
+            sums[name] = sums.get(name, 0) + (rows * rows).sum(0)
+            counts[name] = counts.get(name, 0) + rows.shape[0]
+
+        return add
+
+    return [modules[module].register_forward_hook(watch(name)) for module, name in names.items()]
