@@ -214,7 +214,7 @@ def test_an_unknown_flag_names_the_nearest(name, flag, near):
 
 def test_an_unknown_command_names_the_nearest():
     assert_refused(run("genrate"), "no such command 'genrate'; did you mean 'generate'?")
-    assert_refused(run("xyzzy"), "known: chat, doctor, generate, verify")
+    assert_refused(run("xyzzy"), "known: chat, distill, doctor, export, generate, verify")
 
 
 @pytest.mark.parametrize(

@@ -263,6 +263,7 @@ def test_a_student_equal_to_the_target_is_always_accepted():
 def test_packing_writes_a_pair_that_the_registry_reads(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("matplotlib", reason="packing draws curves: pip install edgespec[train]")
     pytest.importorskip("gguf", reason="packing converts: pip install edgespec[train]")
+    pytest.importorskip("onnxruntime_genai", reason="packing exports: pip install edgespec[export]")
     from edgespec.training import pack as packing
     from edgespec.training import pipeline
 

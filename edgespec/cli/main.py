@@ -22,7 +22,9 @@ BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 # Modules are imported when their command runs: `edgespec --help` must not pay for numpy, jinja2 or an engine.
 COMMANDS = {
     "chat": "Talk to a model.",
+    "distill": "Train a small draft for a target from its own text.",
     "doctor": "Show what is installed, what is missing and how to get it.",
+    "export": "Turn a Hugging Face model into a pair of GGUF or ONNX files.",
     "generate": "Continue or answer one prompt.",
     "verify": "Check that speculation changes no token, and measure what it gains.",
 }

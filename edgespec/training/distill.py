@@ -22,7 +22,8 @@ from tqdm import tqdm
 
 from edgespec.training.generation import generate
 from edgespec.training.network import NORM_EPS, Network, NetworkShape
-from edgespec.training.pretrain import RunLog, Schedule, TokenStream, atomic_save, make_optimizers, set_rate
+from edgespec.training.optimise import Schedule, atomic_save, make_optimizers, set_rate
+from edgespec.training.pretrain import RunLog, TokenStream
 
 STUDENTS = {
     "draft": NetworkShape(4096, 128, 384, num_layers=2, num_heads=2, num_kv_heads=1),
@@ -44,7 +45,7 @@ class DistillPlan:
     generated_length: int = 512
     pool_rounds: int = 12  # generated text older than this is forgotten: the target has moved on or it was seen enough
     generated_share: float = 0.5
-    domain_weights: tuple[tuple[str, float], ...] = (("dialogue", 0.65), ("code", 0.2), ("arithmetic", 0.15))
+    domain_weights: tuple[tuple[str, float], ...] = (("dialogue", 0.5), ("code", 0.3), ("arithmetic", 0.2))
     cross_entropy_weight: float = 0.1
 
 

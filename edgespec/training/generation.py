@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from edgespec.training.network import Network, rope_tables, rotate
-
-GREEDY_BELOW = 1e-3  # temperatures under this mean argmax
+from edgespec.training.writing import sample
 
 
 class BatchDecoder:
@@ -54,15 +53,6 @@ class BatchDecoder:
                 x = x + layer.mlp(layer.post_attention_layernorm(x))
             self.length += token_ids.shape[1]
             return self.network.logits(x[:, -1]).float()
-
-
-def sample(logits: Tensor, temperatures: Tensor, generator: torch.Generator) -> Tensor:
-    """One token id per row [rows] of `logits` [rows, vocab]; a temperature under GREEDY_BELOW takes the argmax."""
-    noise = torch.empty_like(logits).exponential_(generator=generator)
-    scaled = logits / temperatures.clamp(min=GREEDY_BELOW)[:, None]
-    # argmax of log p - log e is argmin of e / p, the exponential race
-    sampled = (scaled - noise.log()).argmax(dim=-1)
-    return torch.where(temperatures < GREEDY_BELOW, logits.argmax(dim=-1), sampled)
 
 
 @torch.no_grad()

@@ -1,0 +1,137 @@
+"""`edgespec distill`: train a small draft for a target from the target's own outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from edgespec.cli.terminal import note
+from edgespec.training.request import DEVICES, LOSSES, PRECISIONS, WEIGHT_TYPES, DistillRequest, flag, parse_init
+
+INTERRUPTED = 130
+_SIZES = {
+    "layers": "Layers of the draft.  [default: a quarter of the target's]",
+    "hidden": "Width of the draft.  [default: half the target's, in steps of 64]",
+    "heads": "Attention heads.  [default: width / 64]",
+    "kv_heads": "Heads for keys and values.  [default: half the heads or less]",
+    "ffn": "Width of the feed-forward layers.  [default: 3 x width]",
+}
+_NUMBERS = {
+    "rounds": "Most rounds of writing and learning.",
+    "round_tokens": "Tokens learnt from per round.",
+    "round_prompts": "Texts that the target writes per round.",
+    "reply_tokens": "Most tokens that it writes in each.",
+    "window": "Tokens per row of a batch.",
+    "batch_tokens": "Tokens per step of learning.",
+    "generated_share": "Share of the target's own text in a batch; the rest is data.",
+    "share": "Share of cross-entropy in the loss; with kl it changes nothing.",
+    "held_out_prompts": "Unseen prompts on which acceptance is measured.",
+    "patience": "Rounds without a rise before it ends.",
+    "min_rise": "Smallest rise of acceptance that counts.",
+    "rate": "Factor on the learning rates.",
+    "seed": "The same seed gives the same weights on one machine.",
+}
+_CHOICES = {
+    "loss": (LOSSES, "Distance to the target: total variation or Kullback-Leibler."),
+    "precision": (PRECISIONS, "Arithmetic of the forward passes; bf16 halves the target's memory."),
+    "device": (DEVICES, "Where it runs."),
+    "weights": (WEIGHT_TYPES, "Type of the finished weights."),
+}
+_DEFAULTS = DistillRequest(Path(), Path())
+
+
+def _request_options(function: Callable[..., int]) -> Callable[..., int]:
+    """An option for every field of the request that is a plain value."""
+    for name, text in reversed({**_SIZES, **_NUMBERS}.items()):
+        kind = float if isinstance(getattr(_DEFAULTS, name), float) else int
+        function = _option(name, kind, text)(function)
+    for name, (allowed, text) in reversed(_CHOICES.items()):
+        function = _option(name, click.Choice(allowed), text)(function)
+    return function
+
+
+def _option(name: str, kind: Any, text: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    default = getattr(_DEFAULTS, name)
+    return click.option(flag(name), name, type=kind, default=default, show_default=default is not None, help=text)
+
+
+@click.command(short_help="Train a small draft for a target from its own outputs.")
+@click.argument("target")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    metavar="FILE",
+    help='Text, or .jsonl or .jsonl.xz with "text" or "messages"; repeatable. Without: the target begins on its own.',
+)
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to make.  [default: TARGET's name-draft]")
+@click.option("--init", metavar="layers:N,N", help="Start from these layers of a Llama-like target.")
+@_request_options
+@click.option("--restart", is_flag=True, help="Throw away what an earlier run left unfinished.")
+def command(
+    target: str, data: tuple[Path, ...], output: Path | None, init: str | None, restart: bool, **given: Any
+) -> int:
+    """Train a draft for TARGET, a Hugging Face folder or hub id: it learns from text that the target writes.
+
+    The finished folder is one that `edgespec export TARGET --draft FOLDER` takes. A run that was stopped goes on when
+    the same command is given again.
+    """
+    from edgespec.export.hub import find_source
+    from edgespec.training.preparation import prepare
+    from edgespec.training.request import require_libraries
+
+    source = find_source(target)
+    output = output or Path(f"{source.name}-draft")
+    request = DistillRequest(source.folder, output, data, init=parse_init(init) if init else (), **given)
+    prepared = prepare(request, source.name)
+    require_libraries()
+    source.fetch(lambda name, num_bytes: note(f"fetches {name}, {num_bytes / 2**20:.0f} MiB"))
+    journal = prepared.open_journal(restart=restart)
+    try:
+        return _run(prepared, journal, target)
+    except KeyboardInterrupt:
+        note(f"interrupted: the same command goes on from the last finished round, kept in {journal.folder}")
+        return INTERRUPTED
+
+
+def _run(prepared: Any, journal: Any, target: str) -> int:
+    from edgespec.training.on_policy import distill
+
+    with _progress(prepared.request.total_tokens) as (say, advance):
+        done = distill(prepared, journal, say, advance)
+    best = done.best
+    note(f"ended: {done.reason}; kept: round {best.index}")
+    click.echo(
+        f"{done.folder}: acceptance {best.acceptance:.3f} (greedy {best.greedy:.3f}, sampled {best.sampled:.3f})"
+    )
+    click.echo(f"next: edgespec export {target} --draft {done.folder}")
+    return 0
+
+
+@contextmanager
+def _progress(total_tokens: int) -> Iterator[tuple[Callable[[str], None], Callable[[int, str], None]]]:
+    """(say a line, advance the bar by tokens): a bar on stderr where that is a terminal, lines alone elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.percentage:>3.0f}%"),
+        BarColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=total_tokens)
+
+        def say(text: str) -> None:
+            if console.is_terminal:
+                progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
+            else:
+                note(text)
+
+        yield say, lambda tokens, text: progress.update(task, advance=tokens, description=text)

@@ -1,0 +1,64 @@
+"""What every training run here shares: the learning-rate schedule, the two optimisers, atomic checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Length and learning rates of one training run; lengths in tokens."""
+
+    total_tokens: int
+    batch_tokens: int = 8192
+    # (fraction of the run, sequence length): attention is a third of the time, so short windows come first
+    lengths: tuple[tuple[float, int], ...] = ((0.65, 512), (0.92, 1024), (1.0, 2048))
+    warmup_fraction: float = 0.02
+    decay_fraction: float = 0.35
+    matrix_rate: float = 0.02
+    embedding_rate: float = 0.004
+    max_layer_dropout: float = 0.1
+    early_exit_weight: float = 0.3
+
+    def rate_factor(self, tokens_seen: int) -> float:
+        """Multiplier of both learning rates after `tokens_seen` tokens."""
+        progress = tokens_seen / self.total_tokens
+        if progress < self.warmup_fraction:
+            return max(progress, 1e-4) / self.warmup_fraction
+        return max(min(1.0, (1.0 - progress) / self.decay_fraction), 0.01)
+
+    def length_at(self, tokens_seen: int) -> int:
+        progress = tokens_seen / self.total_tokens
+        return next((length for end, length in self.lengths if progress < end), self.lengths[-1][1])
+
+
+def make_optimizers(network: nn.Module, schedule: Schedule) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of layers, AdamW for embedding, head and norms. Muon needs torch 2.9."""
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, weight in network.named_parameters():
+        is_matrix = weight.ndim == 2 and "embed" not in name and "lm_head" not in name
+        (matrices if is_matrix else others).append(weight)
+    muon = torch.optim.Muon(matrices, lr=schedule.matrix_rate, weight_decay=0.05, momentum=0.95)
+    adamw = torch.optim.AdamW(others, lr=schedule.embedding_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    for optimizer in (muon, adamw):
+        for group in optimizer.param_groups:
+            group["base_lr"] = group["lr"]
+    return [muon, adamw]
+
+
+def set_rate(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["base_lr"] * factor
+
+
+def atomic_save(value: Any, path: Path) -> None:
+    temporary = path.with_suffix(".tmp")
+    torch.save(value, temporary)
+    temporary.replace(path)

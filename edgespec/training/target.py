@@ -1,0 +1,152 @@
+"""What a distillation must know of its target before any weight is read: sizes, tokens, chat template. Needs no torch.
+
+What this file does not know: whether the weights load.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from edgespec.errors import ModelFileError, ModelNotFound
+
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_FILES = (
+    TOKENIZER_FILE,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+)
+# GPT-2 names its sizes differently from everyone after it.
+_OTHER_NAMES = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """One JSON object. Raises ModelFileError for a file that is missing or holds something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as exc:
+        raise ModelFileError(f"{path} is missing: give a folder as save_pretrained writes it") from exc
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as exc:
+        raise ModelFileError(f"{path} cannot be read as JSON: {exc}") from exc
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{path} holds a {type(value).__name__}, an object was expected")
+    return value
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """A model folder as its JSON files describe it. `begin_id` starts every text, None where nothing does."""
+
+    name: str
+    folder: Path
+    config: dict[str, Any]
+    special_tokens: dict[str, str]
+    chat_template: str | None
+    begin_id: int | None
+    stop_ids: frozenset[int] = field(default_factory=frozenset)
+
+    def size(self, key: str) -> int:
+        """A size from config.json, under any of its names. Raises ModelFileError when there is none."""
+        value = self.config.get(key) or self.config.get(_OTHER_NAMES.get(key, key))
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ModelFileError(f"{self.folder / 'config.json'}: {key} must be a positive number, got {value!r}")
+        return value
+
+    @property
+    def kind(self) -> str:
+        return str(self.config.get("model_type", "unknown"))
+
+    @property
+    def kv_heads(self) -> int:
+        return self.size("num_key_value_heads" if "num_key_value_heads" in self.config else "num_attention_heads")
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.config.get("head_dim") or self.size("hidden_size") // self.size("num_attention_heads"))
+
+    @property
+    def weight_files(self) -> list[Path]:
+        return sorted(self.folder.glob("*.safetensors"))
+
+    def fingerprint(self) -> str:
+        """Changes with the settings, the tokenizer, and the size of the weights; hashing those would take minutes."""
+        digest = hashlib.sha256()
+        for name in ("config.json", *TOKENIZER_FILES):
+            path = self.folder / name
+            digest.update(path.read_bytes() if path.is_file() else b"-")
+        for path in self.weight_files:
+            digest.update(f"{path.name} {path.stat().st_size}".encode())
+        return digest.hexdigest()
+
+
+def read_target(folder: Path, name: str = "") -> TargetFacts:
+    """Facts of a model folder, called `name` or as the folder is; weights are not looked at.
+
+    Raises ModelNotFound for no folder, ModelFileError for one that lacks something.
+    """
+    if not folder.is_dir():
+        raise ModelNotFound(f"{folder} is no folder: give a Hugging Face model folder (config.json, *.safetensors)")
+    config = read_object(folder / "config.json")
+    config = {**config, **config.get("text_config", {})}  # models that also see keep their sizes one level down
+    if not (folder / TOKENIZER_FILE).is_file():
+        raise ModelFileError(
+            f"{folder} has no {TOKENIZER_FILE}: save the tokenizer as a fast one (AutoTokenizer.from_pretrained(...)"
+            ".save_pretrained(...) of transformers writes it)"
+        )
+    settings = read_object(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    generation = read_object(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
+    ids = _added_ids(folder)
+    special = _special_tokens(settings)
+    has_begin = settings.get("bos_token", "not said") is not None
+    begin = ids.get(special.get("bos_token", ""), config.get("bos_token_id") if has_begin else None)
+    stops = {*_as_ids(config.get("eos_token_id")), *_as_ids(generation.get("eos_token_id"))}
+    if special.get("eos_token") in ids:
+        stops.add(ids[special["eos_token"]])
+    name = name or folder.resolve().name
+    return TargetFacts(name, folder, config, special, _chat_template(folder, settings), begin, frozenset(stops))
+
+
+def _added_ids(folder: Path) -> dict[str, int]:
+    path = folder / TOKENIZER_FILE
+    try:
+        return {token["content"]: int(token["id"]) for token in read_object(path).get("added_tokens") or []}
+    except (TypeError, KeyError, ValueError) as exc:
+        raise ModelFileError(f"{path} lists its added tokens in an unknown way: {exc!r}") from exc
+
+
+def _as_ids(value: Any) -> list[int]:
+    return [value] if isinstance(value, int) else list(value or [])
+
+
+def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    """Texts of the begin and end token; older files wrap them in an object."""
+    found = {}
+    for key in ("bos_token", "eos_token"):
+        value = settings.get(key)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            found[key] = text
+    return found
+
+
+def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    """The template in its own file, else in tokenizer_config.json, where it may be one of several by name."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
+    return template if isinstance(template, str) else None
