@@ -1,0 +1,183 @@
+"""`edgespec export`: a Hugging Face model becomes a pair folder that every other command takes as MODEL."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from edgespec import __version__
+from edgespec.cli.terminal import note
+
+if TYPE_CHECKING:
+    from edgespec.export.pair import Exported
+    from edgespec.export.reporting import Progress, Reporter
+    from edgespec.export.request import ExportRequest
+
+INTERRUPTED = 130
+
+
+@click.command(short_help="Turn a Hugging Face model into a pair of GGUF or ONNX files.")
+@click.argument("source")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FOLDER", help="Default: ./NAME-pair.")
+@click.option("--to", default="gguf", metavar="gguf|onnx|both", help="What to make.  [default: gguf]")
+@click.option(
+    "--quant",
+    "quants",
+    multiple=True,
+    metavar="Q",
+    help="Type of the weights, such as q4_k_m or int8; for both formats give it twice, or as gguf=Q and onnx=Q.  "
+    "[default: q8_0 and int8]",
+)
+@click.option("--draft", metavar="HF", help="Folder or hub id of a draft with the same vocabulary.")
+@click.option(
+    "--draft-quant", "draft_quants", multiple=True, metavar="Q", help="Type of the draft.  [default: --quant]"
+)
+@click.option(
+    "--derive",
+    metavar="HOW:LAYERS",
+    help="Make a draft of the target's own layers: early-exit:5 takes the first five and shares their weights with "
+    "the target, prune:0-3,8 keeps the layers named (counted from 0) in files of its own.",
+)
+@click.option("--group-size", type=int, default=32, metavar="N", help="ONNX: weights per scale.  [default: 32]")
+@click.option(
+    "--imatrix",
+    type=click.Path(path_type=Path),
+    metavar="FILE.txt",
+    help="GGUF: text from which the importance of weights is measured before they are quantised.",
+)
+@click.option("--exporter", default="auto", metavar="NAME", help="ONNX: auto, builder, transformers or optimum.")
+@click.option("--revision", metavar="R", help="Branch, tag or commit of a hub id.")
+@click.option("--name", metavar="NAME", help="Name of the pair.  [default: the source's]")
+@click.option("--licence", "--license", metavar="TEXT", help="Licence of the pair.  [default: from the model card]")
+@click.option(
+    "--no-check",
+    is_flag=True,
+    help="Leave the comparison of logits with transformers out: takes less memory, and GGUF then needs no torch, but a "
+    "wrong conversion is found by nobody; only tokenisation is compared. The manifest says so.",
+)
+@click.option("--force", is_flag=True, help="Replace an existing pair, once the new one is whole.")
+@click.option("-t", "--threads", type=int, metavar="N", help="Most threads used.")
+def command(**given: Any) -> int:
+    """Make a pair folder of SOURCE, the folder of a Hugging Face model or a hub id.
+
+    The result is compared with transformers before it gets its name. An interrupted export goes on when the same
+    command is run again.
+    """
+    from edgespec.export.pair import export_pair
+
+    request = _request(**given)
+    reporter = _reporter()
+    try:
+        done = export_pair(request, reporter)
+    except KeyboardInterrupt:
+        kept = request.output.with_name(f".{request.output.name}.export")
+        files = f"; finished files are kept in {kept}" if kept.exists() else ""
+        note(f"interrupted: run the same command again to go on{files}")
+        return INTERRUPTED
+    _print(request, done)
+    return 0
+
+
+def _request(
+    source: str,
+    output: Path | None,
+    to: str,
+    quants: tuple[str, ...],
+    draft_quants: tuple[str, ...],
+    derive: str | None,
+    no_check: bool,
+    **rest: Any,
+) -> ExportRequest:
+    from edgespec.export.request import DEFAULT_QUANTS, Derivation, ExportRequest, parse_formats, parse_quants
+
+    formats = parse_formats(to)
+    derivation = None if derive is None else Derivation.parse(derive)
+    chosen = {wanted: DEFAULT_QUANTS[wanted] for wanted in formats} | parse_quants("--quant", quants, formats)
+    if output is None:
+        output = Path(f"{Path(source).expanduser().resolve().name or 'model'}-pair")
+    return ExportRequest(
+        source=source,
+        output=output.expanduser(),
+        quants=chosen,
+        draft_quants=parse_quants("--draft-quant", draft_quants, formats),
+        derivation=derivation,
+        check=not no_check,
+        made_by=f"edgespec {__version__}",
+        **rest,
+    )
+
+
+def _print(request: ExportRequest, done: Exported) -> None:
+    from edgespec.export.room import human
+
+    click.echo(f"{done.folder}")
+    for name, size in done.files.items():
+        click.echo(f"  {name}  {human(size)}")
+    for line in check_lines(done.figures):
+        click.echo(line)
+    click.echo(f"run it: edgespec generate {shlex.quote(_as_path(done.folder))} -p 'Hello'")
+
+
+def _as_path(folder: Path) -> str:
+    """The folder as the other commands take it: a bare name would be looked up in the registry first."""
+    return str(folder) if folder.is_absolute() or len(folder.parts) > 1 else f"./{folder}"
+
+
+def check_lines(figures: Mapping[str, Any]) -> Iterator[str]:
+    """What the check found, one line per file."""
+    if not figures["performed"]:
+        yield f"not compared with transformers (--no-check); tokenisation {figures['tokenisation']}"
+        return
+    for role in ("target", "draft"):
+        for wanted, found in figures.get(role, {}).items():
+            agreement, kl, difference = (found[key] for key in ("top1_agreement", "mean_kl", "max_difference"))
+            yield (
+                f"check {role} {wanted.replace('_', ' as ')}: top-1 agreement {agreement:.1%}, mean KL {kl:.2g} nats, "
+                f"largest logit difference {difference:.2g} of their spread, over {found['num_tokens']:.0f} tokens"
+            )
+
+
+def _reporter() -> Reporter:
+    return _Bars() if sys.stderr.isatty() else _Lines()
+
+
+class _Lines:
+    """One line per stage and note, for logs and pipes."""
+
+    def note(self, text: str) -> None:
+        note(text)
+
+    @contextmanager
+    def stage(self, title: str) -> Iterator[Progress]:
+        click.echo(f"{title} ...", err=True)
+        yield lambda done, total, what: None
+        click.echo(f"{title}: done", err=True)
+
+
+class _Bars:
+    """A bar per stage, for terminals."""
+
+    def note(self, text: str) -> None:
+        note(text)
+
+    @contextmanager
+    def stage(self, title: str) -> Iterator[Progress]:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[what]}"),
+            TimeElapsedColumn(),
+        )
+        with Progress(*columns, console=Console(stderr=True)) as bars:
+            task = bars.add_task(title, total=None, what="")
+            yield lambda done, total, what: bars.update(task, completed=done, total=total or None, what=what)
+            bars.update(task, completed=1, total=1, what="done")

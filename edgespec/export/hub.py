@@ -1,0 +1,214 @@
+"""Where a model comes from: a local folder, or a hub id whose needed files are fetched into the hub's own cache.
+
+Small files (configuration, tokenizer, model card) come first, so that an architecture or a vocabulary that does not
+fit is found before gigabytes travel. The endpoint is HF_ENDPOINT or huggingface_hub's default; HF_HUB_OFFLINE,
+HF_TOKEN and HF_HOME are honoured by that library. What this module does not know: what is inside the files.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound
+from edgespec.export.request import INSTALL
+
+SMALL_FILES = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "README.md", "*.jinja"),
+    "model.safetensors.index.json",
+)
+WEIGHT_FILES = ("model.safetensors", "model-*-of-*.safetensors")
+PICKLED_FILES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
+_HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
+_FULL_HASHES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "README.md")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model as Hugging Face stores it. `folder` holds the small files from the start, the weights after `fetch`.
+
+    `weights` are sizes in bytes by file name; `identity` changes whenever the contents may have; `missing_bytes` are
+    still to be fetched; `note` is what a user should know of where it was found.
+    """
+
+    name: str
+    folder: Path
+    identity: str
+    weights: Mapping[str, int]
+    missing: Mapping[str, int] = field(default_factory=dict)
+    note: str = ""
+    _fetch_file: Callable[[str], Path] | None = None
+
+    @property
+    def missing_bytes(self) -> int:
+        return sum(self.missing.values())
+
+    def fetch(self, told: Callable[[str, int], None]) -> None:
+        """Get the weights; `told(file name, bytes)` is called before each. Raises ModelNotFound when that fails."""
+        for name, size in self.missing.items():
+            assert self._fetch_file is not None
+            told(name, size)
+            self._fetch_file(name)
+
+
+def find_source(text: str, revision: str | None = None) -> Source:
+    """The model that `text` names: a folder if there is one, otherwise a hub id at `revision`.
+
+    Raises ModelNotFound (no folder, unknown id, a hub out of reach without a cached copy), ModelFileError (a folder
+    without safetensors weights) and CapabilityError (huggingface_hub is missing).
+    """
+    path = Path(text).expanduser()
+    if path.is_dir():
+        if revision is not None:
+            raise ModelNotFound(f"--revision {revision!r} is for hub ids, and {text} is a folder: leave it out")
+        return local_source(path)
+    if path.is_file():
+        raise ModelFileError(f"{text} is a file: give the folder of a Hugging Face model, or a hub id")
+    if not _HUB_ID.fullmatch(text):
+        raise ModelNotFound(
+            f"no folder {text!r}: give the folder of a Hugging Face model, or a hub id such as ORG/NAME"
+        )
+    return hub_source(text, revision or "main")
+
+
+def local_source(folder: Path) -> Source:
+    """A folder on this disk. Raises ModelFileError when it holds no safetensors weights."""
+    folder = folder.resolve()
+    names = [path.name for path in folder.iterdir() if path.is_file()]
+    weights = {name: (folder / name).stat().st_size for name in _weight_names(str(folder), names)}
+    digest = hashlib.sha256(str(folder).encode())
+    for name in sorted({*_matching(names, SMALL_FILES), *weights}):
+        facts = (folder / name).stat()
+        digest.update(f"{name} {facts.st_size} {facts.st_mtime_ns}".encode())
+        if name in _FULL_HASHES:
+            digest.update((folder / name).read_bytes())
+    return Source(folder.name, folder, digest.hexdigest(), weights)
+
+
+def hub_source(hub_id: str, revision: str) -> Source:
+    """A model of the hub: its small files are fetched, or its cached copy is used when the hub is out of reach."""
+    hub = _huggingface_hub()
+    endpoint = os.environ.get("HF_ENDPOINT") or str(hub.constants.ENDPOINT)
+    try:
+        info = hub.HfApi(endpoint=endpoint).model_info(hub_id, revision=revision, files_metadata=True)
+    except hub.errors.GatedRepoError as error:
+        raise ModelNotFound(
+            f"{hub_id} at {endpoint} is gated: accept its terms on the hub's page and set HF_TOKEN"
+        ) from error
+    except hub.errors.RevisionNotFoundError as error:
+        raise ModelNotFound(
+            f"{hub_id} at {endpoint} has no revision {revision!r}: see its branches on the hub"
+        ) from error
+    except _foreign(hub) as error:
+        return _cached_source(hub, hub_id, revision, endpoint, error)
+    sizes = {file.rfilename: int(file.size or 0) for file in info.siblings or ()}
+    weights = {name: sizes[name] for name in _weight_names(f"{hub_id} at {endpoint}", list(sizes))}
+
+    def fetch(name: str, at: str = str(info.sha)) -> Path:
+        try:
+            return Path(hub.hf_hub_download(hub_id, name, revision=at, endpoint=endpoint))
+        except _foreign(hub) as error:
+            raise ModelNotFound(
+                f"{name} of {hub_id} could not be fetched from {endpoint} ({_reason(error)}): run the same command "
+                "again, finished files are kept"
+            ) from error
+
+    if "config.json" not in sizes:
+        raise ModelFileError(f"{hub_id} at {endpoint} has no config.json: it is no transformers model")
+    folder = fetch("config.json", revision).parent  # by its branch, which the cache then remembers for offline use
+    if folder.name != info.sha:
+        raise ModelNotFound(f"{hub_id} changed at {endpoint} while it was fetched: run the same command again")
+    for name in _matching(list(sizes), SMALL_FILES):
+        fetch(name)
+    cached = {n for n in weights if isinstance(hub.try_to_load_from_cache(hub_id, n, revision=info.sha), str)}
+    missing = {name: size for name, size in weights.items() if name not in cached}
+    return Source(hub_id.rpartition("/")[2], folder, f"{hub_id}@{info.sha}", weights, missing, "", fetch)
+
+
+def _cached_source(hub: ModuleType, hub_id: str, revision: str, endpoint: str, error: Exception) -> Source:
+    """The cached copy of a model whose hub did not answer."""
+    is_offline = isinstance(error, hub.errors.OfflineModeIsEnabled)
+    reach = f"the hub {endpoint} is switched off by HF_HUB_OFFLINE" if is_offline else _trouble(hub, endpoint, error)
+    config = hub.try_to_load_from_cache(hub_id, "config.json", revision=revision)
+    if not isinstance(config, str):
+        if isinstance(error, hub.errors.RepositoryNotFoundError):
+            raise ModelNotFound(
+                f"{endpoint} has no model {hub_id!r} that this user may read: check the spelling, or set HF_TOKEN"
+            ) from error
+        raise ModelNotFound(
+            f"{hub_id}: {reach}, and {hub.constants.HF_HUB_CACHE} holds no copy of revision {revision!r}. Fetch it "
+            f"once where there is a network (hf download {hub_id}), copy that cache here, or give a local folder"
+        ) from error
+    folder = Path(config).parent
+    try:
+        local = local_source_of_snapshot(folder)
+    except ModelFileError as problem:
+        raise ModelNotFound(f"{hub_id}: {reach}, and the cached copy {folder} is incomplete: {problem}") from error
+    note = f"{reach}; using the cached copy {folder}"
+    return Source(hub_id.rpartition("/")[2], folder, f"{hub_id}@{folder.name}", local, {}, note)
+
+
+def local_source_of_snapshot(folder: Path) -> dict[str, int]:
+    """Sizes of a cached snapshot's weights. Raises ModelFileError when a shard is missing."""
+    return {n: (folder / n).stat().st_size for n in _weight_names(str(folder), [p.name for p in folder.iterdir()])}
+
+
+def _weight_names(where: str, names: Sequence[str]) -> list[str]:
+    """The safetensors files of a model, or ModelFileError that says what is there instead."""
+    found = sorted(_matching(names, WEIGHT_FILES))
+    shards = [name for name in found if name != "model.safetensors"]
+    if "model.safetensors" in found:
+        return ["model.safetensors"]
+    if shards:
+        wanted = int(shards[0].rpartition("-of-")[2].removesuffix(".safetensors") or 0)
+        if len(shards) != wanted:
+            raise ModelFileError(f"{where} has {len(shards)} of {wanted} weight files: fetch the rest")
+        return shards
+    if "adapter_config.json" in names:
+        raise ModelFileError(f"{where} is an adapter, not a model: merge it into its base model first")
+    if pickled := _matching(names, PICKLED_FILES):
+        raise ModelFileError(
+            f"{where} has only pickled weights ({pickled[0]}), which can run code when they are read: save the model "
+            "with safe_serialization=True, or take a revision that has model.safetensors"
+        )
+    if ggufs := [name for name in names if name.endswith(".gguf")]:
+        raise ModelFileError(f"{where} holds GGUF files already ({ggufs[0]}): give one to edgespec generate")
+    raise ModelFileError(f"{where} has no model.safetensors: give the folder or hub id of a transformers model")
+
+
+def _matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _trouble(hub: ModuleType, endpoint: str, error: Exception) -> str:
+    if isinstance(error, hub.errors.HfHubHTTPError):
+        return f"the hub {endpoint} refused ({_reason(error)})"
+    return f"the hub {endpoint} cannot be reached ({_reason(error)})"
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:160]
+
+
+def _foreign(hub: ModuleType) -> tuple[type[Exception], ...]:
+    """What huggingface_hub raises; the base of its HTTP library's errors differs between its releases."""
+    http_error: type[Exception] = getattr(hub.errors, "HTTPError", OSError)
+    return OSError, ValueError, http_error
+
+
+def _huggingface_hub() -> Any:  # a module whose HTTP library differs between releases
+    try:
+        import huggingface_hub
+        import huggingface_hub.errors
+    except ModuleNotFoundError as error:
+        raise CapabilityError(f"a hub id needs the package huggingface_hub: {INSTALL}, or give a folder") from error
+    return huggingface_hub

@@ -1,0 +1,110 @@
+"""The manifest of an exported pair: what model card and generation settings say, and the files with checksums."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from edgespec.errors import SamplingError
+from edgespec.manifest import MANIFEST, MANIFEST_FORMAT
+from edgespec.sampling import Sampling
+
+# name in generation_config.json -> name in a manifest
+SAMPLING_NAMES = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repeat_penalty",
+}
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def card_licence(folder: Path) -> str:
+    """The licence that a model card's front matter names, empty when there is none."""
+    path = folder / "README.md"
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    matter = re.match(r"---\s*\n(.*?)\n---\s*(?:\n|$)", text, re.DOTALL)
+    found = {key: _entry(matter.group(1), key) for key in ("license", "license_name")} if matter else {}
+    if found.get("license", "") in ("", "other"):
+        return found.get("license_name", "") or found.get("license", "")
+    return found["license"]
+
+
+def _entry(matter: str, key: str) -> str:
+    """A scalar of YAML front matter, or the first item of a list."""
+    found = re.search(rf"^{key}:[ \t]*(?:\n[ \t]*-[ \t]*)?([^\n]*)$", matter, re.MULTILINE)
+    return found.group(1).strip().strip("'\"[]") if found else ""
+
+
+def recommended_sampling(folder: Path) -> dict[str, float]:
+    """Sampling settings of generation_config.json by their name in `Sampling`; none when it does not sample."""
+    try:
+        settings = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(settings, dict) or not settings.get("do_sample"):
+        return {}
+    chosen = {ours: settings[theirs] for theirs, ours in SAMPLING_NAMES.items() if _is_number(settings.get(theirs))}
+    return {key: value for key, value in chosen.items() if _is_allowed(key, value)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_allowed(key: str, value: float) -> bool:
+    try:
+        Sampling(**{key: value})  # type: ignore[arg-type]
+    except SamplingError:
+        return False
+    return True
+
+
+def write_manifest(folder: Path, values: Mapping[str, Any]) -> Path:
+    """Write `values` as the folder's manifest, whole or not at all."""
+    path = folder / MANIFEST
+    temporary = path.with_name(f"{MANIFEST}.tmp")
+    temporary.write_text(to_toml({"format": MANIFEST_FORMAT, **values}), encoding="utf-8")
+    return temporary.replace(path)
+
+
+def to_toml(values: Mapping[str, Any]) -> str:
+    """Strings, numbers, booleans, lists of them, lists of tables and nested tables as TOML."""
+    return "\n".join(_table(values, "")).strip("\n") + "\n"
+
+
+def _table(values: Mapping[str, Any], prefix: str) -> list[str]:
+    lines, below = [], []
+    for key, value in values.items():
+        name = key if _BARE_KEY.fullmatch(key) else _string(key)
+        if isinstance(value, Mapping):
+            inner = _table(value, f"{prefix}{name}.")
+            has_values = any(not isinstance(v, Mapping) for v in value.values())
+            below += ["", f"[{prefix}{name}]", *inner] if has_values else inner
+        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+            for entry in value:
+                below += ["", f"[[{prefix}{name}]]", *_table(entry, f"{prefix}{name}.")]
+        else:
+            lines.append(f"{name} = {_value(value)}")
+    return lines + below
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return _string(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, float):
+        return repr(value) if "." in repr(value) or "e" not in repr(value) else repr(value).replace("e", ".0e")
+    return str(value)
+
+
+def _string(text: str) -> str:
+    # JSON's escapes are TOML's, but for DEL, which JSON leaves as it is
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

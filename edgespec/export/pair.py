@@ -1,0 +1,232 @@
+"""From a request to a finished pair folder: find, plan, convert, check, describe, publish.
+
+Every file is a stage of the workspace's journal, so that an interrupted export goes on where it stopped. Nothing gets
+its final name before all files are there and have passed the check.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from edgespec.errors import CapabilityError, ConfigError, ModelFileError
+from edgespec.export.checking import check_stages
+from edgespec.export.hub import find_source
+from edgespec.export.manifest import card_licence, recommended_sampling, write_manifest
+from edgespec.export.plan import Facts, needs_of, read_facts
+from edgespec.export.reference import require_packages
+from edgespec.export.reporting import Reporter
+from edgespec.export.request import INSTALL, ExportRequest
+from edgespec.export.room import check_room, human
+from edgespec.export.stages import Artefact, Model, Stage, stages_of
+from edgespec.export.tokens import check_round_trip, check_same_tokens, token_names
+from edgespec.export.workspace import Workspace, check_output, opened
+from edgespec.manifest import read_pair, sha256_of
+
+ENGINES = {"gguf": "llamacpp", "onnx": "onnx"}
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A finished pair: its folder, sizes in bytes by file, and what the check found (empty when left out)."""
+
+    folder: Path
+    files: Mapping[str, int]
+    figures: Mapping[str, Any]
+
+
+def export_pair(request: ExportRequest, reporter: Reporter) -> Exported:
+    """Make the pair folder that `request` describes.
+
+    Raises UsageError and its kinds (source, options, output), VocabularyMismatch (a draft of another family),
+    CapabilityError (a missing package, too little disk or memory), ExportRefused (a file is not the model).
+    """
+    require_packages(request.formats, torch=request.check or request.imatrix is not None)
+    _check_quants(request)
+    check_output(request.output, replace=request.force)
+    with opened(request.output, replace=request.force) as workspace:
+        models = _found(request, reporter)
+        if workspace.begin(_identity(request, models)):
+            reporter.note(f"going on with an interrupted export: {len(workspace.finished_files)} files are finished")
+        try:
+            models = _fetched(request, models, workspace, reporter)
+            artefacts = _made(request, models, workspace, reporter)
+            figures = check_stages(request, models, artefacts, workspace, reporter)
+            files = _described(request, models, artefacts, figures, workspace)
+        finally:
+            workspace.tidy()
+        workspace.publish()
+    return Exported(request.output, files, figures)
+
+
+def _check_quants(request: ExportRequest) -> None:
+    """Raise ConfigError for a type that needs an importance matrix and has none."""
+    if "gguf" in request.formats:
+        from edgespec.export.gguf.quantise import check_quant
+
+        for role in ("target", "draft"):
+            check_quant(request.quant_of(role, "gguf"), request.imatrix)
+
+
+def _found(request: ExportRequest, reporter: Reporter) -> dict[str, Model]:
+    """The models by role with what their small files say; everything is refused that these can show to be wrong."""
+    sources = {"target": find_source(request.source, request.revision)}
+    if request.draft is not None:
+        sources["draft"] = find_source(request.draft)
+    models = {}
+    for role, source in sources.items():
+        if source.note:
+            reporter.note(source.note)
+        if request.output.resolve().is_relative_to(source.folder.resolve()):
+            raise ConfigError(f"--output {request.output} lies inside the source {source.folder}: choose another")
+        facts = read_facts(source)
+        token_names(source.folder)
+        check_round_trip(source.folder)
+        models[role] = Model(source, facts)
+    check_architectures(request, models)
+    if request.derivation is not None:
+        request.derivation.check(models["target"].facts.num_layers)
+    if "draft" in models:
+        check_same_tokens(models["target"].source.folder, models["draft"].source.folder)
+    return models
+
+
+def check_architectures(request: ExportRequest, models: Mapping[str, Model]) -> None:
+    """Raise ModelFileError naming an architecture that cannot be converted, CapabilityError for a missing exporter."""
+    for model in models.values():
+        name = model.facts.architecture
+        if "gguf" in request.formats:
+            from edgespec.export.gguf import ARCHITECTURES
+
+            if name not in ARCHITECTURES:
+                known = ", ".join(ARCHITECTURES)
+                raise ModelFileError(f"{model.source.name} is a {name}; edgespec converts to GGUF: {known}")
+        if "onnx" in request.formats:
+            from edgespec.export.onnx.builder import ARCHITECTURES as BUILDABLE
+
+            exporter = request.exporter
+            if exporter == "auto":
+                exporter = "builder" if name in BUILDABLE else "transformers"
+            package = {"builder": "onnxruntime_genai", "transformers": "onnxscript"}.get(exporter)
+            if package is not None and find_spec(package) is None:
+                raise CapabilityError(f"the ONNX exporter {exporter!r} needs the package {package}: {INSTALL}")
+
+
+def _identity(request: ExportRequest, models: Mapping[str, Model]) -> dict[str, Any]:
+    """Everything that the files depend on."""
+    return {
+        "made_by": request.made_by,
+        "models": {role: model.source.identity for role, model in models.items()},
+        "quants": dict(request.quants),
+        "draft_quants": dict(request.draft_quants),
+        "derivation": str(request.derivation),
+        "group_size": request.group_size,
+        "exporter": request.exporter,
+        "imatrix": None if request.imatrix is None else sha256_of(request.imatrix),
+        "name": request.name,
+        "licence": request.licence,
+    }
+
+
+def _fetched(
+    request: ExportRequest, models: Mapping[str, Model], workspace: Workspace, reporter: Reporter
+) -> dict[str, Model]:
+    """The models with their weights on this disk, after disk and memory were found to suffice for everything."""
+    finished = sum(facts["bytes"] for facts in workspace.file_facts().values())
+    planned = {role: (model.source, model.facts) for role, model in models.items()}
+    if request.derivation is not None and request.derivation.kind == "prune":
+        target = models["target"]
+        planned["draft"] = (target.source, pruned_facts(target.facts, len(request.derivation.kept)))
+    needs = needs_of(request, planned)
+    check_room(needs, request.output, models["target"].source.folder, finished)
+    reporter.note(
+        f"{models['target'].source.name}: {models['target'].facts.architecture}, "
+        f"{models['target'].facts.num_parameters / 1e6:.1f} M parameters; the export needs "
+        f"{human(needs.output_bytes + needs.temporary_bytes)} of disk and {human(needs.memory_bytes)} of memory"
+    )
+    complete = {}
+    for role, model in models.items():
+        if model.source.missing:
+            model.source.fetch(lambda name, size: reporter.note(f"fetching {name}, {human(size)}"))
+            source = dataclasses.replace(model.source, missing={})
+            model = Model(source, read_facts(source))
+        complete[role] = model
+    return complete
+
+
+def pruned_facts(facts: Facts, num_kept: int) -> Facts:
+    """Estimated facts of a model that keeps some of its layers."""
+    outside = min(facts.table_parameters, facts.num_parameters)
+    kept = (facts.num_parameters - outside) * num_kept // max(facts.num_layers, 1)
+    return dataclasses.replace(facts, num_parameters=outside + kept, num_layers=num_kept)
+
+
+def _made(
+    request: ExportRequest, models: Mapping[str, Model], workspace: Workspace, reporter: Reporter
+) -> list[Artefact]:
+    """All files, made now or found finished."""
+    stages = list(stages_of(request, models, workspace))
+    results: dict[str, Any] = {}
+    for stage in stages:
+        if stage.after is not None and results[stage.after] is None:
+            workspace.forget(stage.name)
+        results[stage.name] = workspace.finished(stage.name)
+    workspace.drop_strays(set(workspace.file_facts()))
+    for stage in stages:
+        if results[stage.name] is None:
+            results[stage.name] = _run(stage, workspace, reporter)
+    return [Artefact.from_json(entry) for stage in stages for entry in results[stage.name]]
+
+
+def _run(stage: Stage, workspace: Workspace, reporter: Reporter) -> list[dict[str, Any]]:
+    with reporter.stage(stage.title) as progress:
+        artefacts = stage.make(progress)
+    entries = [artefact.as_json() for artefact in artefacts]
+    known = set(workspace.file_facts())
+    files = sorted({name for artefact in artefacts for name in (artefact.path, *artefact.parts)} - known)
+    workspace.finish(stage.name, files, entries)
+    return entries
+
+
+def _described(
+    request: ExportRequest,
+    models: Mapping[str, Model],
+    artefacts: list[Artefact],
+    figures: Mapping[str, Any],
+    workspace: Workspace,
+) -> dict[str, int]:
+    """Write the manifest and read it back as a user's program will; sizes by file."""
+    target = models["target"]
+    facts = workspace.file_facts()
+    values: dict[str, Any] = {
+        "name": request.name or target.source.name,
+        "description": _description(request, models),
+        "licence": request.licence or card_licence(target.source.folder),
+    }
+    if target.facts.context_length:
+        values["context_length"] = target.facts.context_length
+    for artefact in artefacts:
+        values.setdefault(artefact.table, {})[artefact.role] = artefact.manifest_entry(facts)
+    if sampling := recommended_sampling(target.source.folder):
+        values["sampling"] = sampling
+    values["figures"] = {"check": dict(figures)}
+    write_manifest(workspace.pair, values)
+    for wanted in request.formats:
+        read_pair(workspace.pair, ENGINES[wanted])
+    return {name: facts[name]["bytes"] for name in sorted(facts)}
+
+
+def _draft_name(request: ExportRequest, models: Mapping[str, Model]) -> str:
+    return models["draft"].source.name if "draft" in models else str(request.derivation or "")
+
+
+def _description(request: ExportRequest, models: Mapping[str, Model]) -> str:
+    target = models["target"]
+    kinds = ", ".join(f"{wanted} {request.quants[wanted]}" for wanted in request.formats)
+    draft = f"; draft: {draft_name}" if (draft_name := _draft_name(request, models)) else ""
+    size = f"{target.facts.num_parameters / 1e6:.1f} M parameters"
+    return f"{target.source.name} ({target.facts.architecture}, {size}) as {kinds}{draft}; by {request.made_by}"

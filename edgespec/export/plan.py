@@ -1,0 +1,163 @@
+"""What an export will need, from headers alone: parameters, bytes on disk for every file, memory.
+
+Sizes are estimates on the safe side: the weights of a quantisation by its bits per weight, tables that stay wide
+counted as such. What this module does not know: how a file is made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edgespec.errors import ModelFileError
+from edgespec.export.checkpoint import Checkpoint, read_json
+from edgespec.export.hub import Source
+from edgespec.export.request import ExportRequest, Format
+
+# Bits per weight, block scales included; a mixture counts its heavier tensors.
+BITS = {
+    "f32": 32, "fp32": 32, "f16": 16, "bf16": 16, "fp16": 16,
+    "q8_0": 8.5, "q6_k": 6.6, "q5_k_m": 5.8, "q5_k_s": 5.6, "q5_1": 6, "q5_0": 5.6,
+    "q4_k_m": 5, "q4_k_s": 4.7, "q4_1": 5.1, "q4_0": 4.7, "iq4_nl": 4.7, "iq4_xs": 4.5,
+    "q3_k_l": 4.4, "q3_k_m": 4.1, "q3_k_s": 3.7, "q2_k": 3.4, "q2_k_s": 3.2,
+    "iq3_m": 4, "iq3_s": 3.8, "iq3_xs": 3.7, "iq3_xxs": 3.5, "iq2_m": 3.1, "iq2_s": 2.9, "iq2_xs": 2.8, "iq2_xxs": 2.6,
+    "iq1_m": 2.3, "iq1_s": 2.2, "int8": 9, "int4": 5,
+}  # fmt: skip
+WIDEST_BITS = 16.0
+STRAIGHT_GGUF = ("f32", "f16", "bf16", "q8_0")  # written from the checkpoint; the rest goes through a 16-bit file
+PROGRAM_BYTES = 400 * 2**20  # the interpreter with its libraries
+TORCH_BYTES = 500 * 2**20
+PROBE_TOKENS = 800  # their logits are held twice
+SPARE = 1.05
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """One model as its headers describe it. `parameters` counts a tied table once; `table` is the input embedding.
+
+    `num_parameters`, `table_parameters`, `largest_parameters` are numbers of weights; `stored_bytes` on disk.
+    """
+
+    architecture: str
+    num_parameters: int
+    table_parameters: int
+    largest_parameters: int
+    stored_bytes: int
+    num_layers: int
+    vocabulary_size: int
+    context_length: int | None
+
+    def output_bytes(self, wanted: Format, quant: str) -> int:
+        """Size of the exported weights."""
+        bits = BITS.get(quant, WIDEST_BITS)
+        if wanted == "gguf":
+            return round(self.num_parameters * bits / 8 * SPARE)
+        wide = self.table_parameters * (4 if quant != "fp16" else 2)  # ONNX graphs look tokens up in a plain table
+        return round((self.num_parameters * bits / 8 + wide) * SPARE)
+
+    def temporary_bytes(self, wanted: Format, quant: str) -> int:
+        """Disk that is needed while a file is made, besides the file."""
+        if wanted == "gguf":
+            return 0 if quant in STRAIGHT_GGUF else self.num_parameters * 2
+        return self.output_bytes(wanted, quant)
+
+    def memory_bytes(self, wanted: Format, quant: str, *, with_imatrix: bool) -> int:
+        """Memory that making one file takes."""
+        if wanted == "onnx":
+            return PROGRAM_BYTES + TORCH_BYTES + self.num_parameters * 4 + self.output_bytes(wanted, quant)
+        resident = TORCH_BYTES + self.num_parameters * 4 if with_imatrix else 0
+        return PROGRAM_BYTES + 12 * self.largest_parameters + resident
+
+    def check_bytes(self) -> int:
+        """Memory that comparing with transformers takes: its float32 weights; the exported file comes after them."""
+        return PROGRAM_BYTES + TORCH_BYTES + self.num_parameters * 4 + PROBE_TOKENS * self.vocabulary_size * 8
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes on the disk of the output and of the hub's cache, and the most memory at one time."""
+
+    output_bytes: int
+    temporary_bytes: int
+    download_bytes: int
+    memory_bytes: int
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model. Raises ModelFileError when it is unreadable, or the model is quantised already."""
+    config = read_json(folder / "config.json")
+    if settings := config.get("quantization_config"):
+        method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings
+        raise ModelFileError(f"{folder} is already quantised ({method}): give the original model")
+    return config
+
+
+def read_facts(source: Source) -> Facts:
+    """Facts of a model; exact once its weights are there, estimated from their sizes before.
+
+    Raises ModelFileError for an unreadable config.json and for truncated or corrupt safetensors.
+    """
+    config = read_config(source.folder)
+    text = {**config, **(config.get("text_config") or {})}
+    stored = sum(source.weights.values())
+    table = _number(text, "vocab_size") * _number(text, "hidden_size", "n_embd")
+    sizes = _estimated_sizes(text, stored, table) if source.missing else _sizes(Checkpoint.open(source.folder))
+    named = config.get("architectures")
+    return Facts(
+        architecture=str(named[0]) if isinstance(named, list) and named else "none",
+        num_parameters=sum(sizes.values()),
+        table_parameters=table,
+        largest_parameters=max(sizes.values()),
+        stored_bytes=stored,
+        num_layers=_number(text, "num_hidden_layers", "n_layer"),
+        vocabulary_size=_number(text, "vocab_size"),
+        context_length=_number(text, "max_position_embeddings", "n_positions", "n_ctx") or None,
+    )
+
+
+def _sizes(checkpoint: Checkpoint) -> dict[str, int]:
+    """Numbers of weights by tensor; a head that is the embeddings once more does not count."""
+    sizes = {name: math.prod(checkpoint.shape(name)) for name in checkpoint.names()}
+    if not sizes:
+        raise ModelFileError(f"{checkpoint.folder} holds no tensors")
+    if checkpoint.config.get("tie_word_embeddings") and len(sizes) > 1:
+        sizes.pop("lm_head.weight", None)
+    return sizes
+
+
+def _estimated_sizes(config: Mapping[str, Any], stored_bytes: int, table: int) -> dict[str, int]:
+    width = 4 if config.get("dtype", config.get("torch_dtype")) == "float32" else 2
+    return {"table": table, "others": max(stored_bytes // width - table, 0)}
+
+
+def _number(config: Mapping[str, Any], *keys: str) -> int:
+    found = next((config[key] for key in keys if isinstance(config.get(key), int)), 0)
+    return int(found)
+
+
+def needs_of(request: ExportRequest, models: Mapping[str, tuple[Source, Facts]]) -> Needs:
+    """What an export needs; `models` are the ones converted by role. A pruned draft counts as large as its target."""
+    outputs, temporary, memory = 0, [0], [0]
+    for role, (_, facts) in models.items():
+        for wanted in request.formats:
+            quant = request.quant_of(role, wanted)
+            outputs += facts.output_bytes(wanted, quant)
+            temporary.append(facts.temporary_bytes(wanted, quant))
+            memory.append(facts.memory_bytes(wanted, quant, with_imatrix=request.imatrix is not None))
+        if request.check:
+            memory.append(facts.check_bytes())
+    target = models["target"][1]
+    derived = 0
+    if request.derivation is not None:  # layers copied to a checkpoint of their own; an early exit rewrites the file
+        derived = target.stored_bytes * len(request.derivation.kept) // max(target.num_layers, 1)
+        if "gguf" in request.quants:
+            derived += target.output_bytes("gguf", request.quants["gguf"])
+    return Needs(
+        output_bytes=outputs,
+        temporary_bytes=max(temporary) + derived,
+        download_bytes=sum(source.missing_bytes for source, _ in models.values()),
+        memory_bytes=max(memory),
+    )

@@ -1,0 +1,110 @@
+"""transformers in float32 over the probe texts: what an exported file is compared with. Needs torch."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.export.request import INSTALL, Format
+from edgespec.export.tokens import PROBE_TEXTS, read_tokenizer
+
+MAX_TOKENS = 64  # of each text; a row of a 150k vocabulary takes 600 kB
+LONG_TOKENS = 256  # of all texts in one, since errors in positions grow with distance
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """transformers' answer: per probe text the token ids [n] and float32 logits [n, vocabulary]."""
+
+    token_ids: tuple[NDArray[np.int32], ...]
+    logits: tuple[NDArray[np.float32], ...]
+    begins_with: int | None
+    version: str
+
+
+def require_packages(formats: tuple[Format, ...], *, torch: bool) -> None:
+    """Raise CapabilityError naming the extra when a package is missing, before any work.
+
+    `torch`: something is to be run in transformers, as every ONNX export is.
+    """
+    wanted = ["gguf"] if "gguf" in formats else []
+    if torch or "onnx" in formats:
+        wanted += ["torch", "transformers", "tokenizers", "safetensors"]
+    if "onnx" in formats:
+        wanted += ["onnx", "onnxruntime"]
+    if missing := [name for name in wanted if find_spec(name) is None]:
+        light = "; --to gguf --no-check needs only gguf" if missing != ["gguf"] else ""
+        raise CapabilityError(f"this export needs {', '.join(missing)}: {INSTALL}{light}")
+
+
+def reference_of(folder: Path, threads: int | None = None) -> Reference:
+    """Run transformers in float32 over the probe texts. Raises CapabilityError and ModelFileError."""
+    try:
+        import torch
+        import transformers
+    except ModuleNotFoundError as error:
+        raise CapabilityError(f"the check needs {error.name}: {INSTALL}, or leave it out with --no-check") from error
+    tokenizer = read_tokenizer(folder)
+    assert tokenizer is not None
+    texts = [tokenizer.encode(text, add_special_tokens=False).ids for text in PROBE_TEXTS.values()]
+    with _quiet(transformers), _torch_threads(torch, threads), torch.inference_mode():
+        try:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, local_files_only=True, attn_implementation="eager"
+            ).eval()
+            begins_with = _begin_token(transformers, folder)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise ModelFileError(f"transformers cannot load {folder}: {error}") from error
+        ids = _probe_ids(texts, int(getattr(model.config.get_text_config(), "max_position_embeddings", LONG_TOKENS)))
+        logits = [model(torch.from_numpy(row[None].astype(np.int64))).logits[0].float().numpy().copy() for row in ids]
+    del model
+    gc.collect()
+    return Reference(tuple(ids), tuple(logits), begins_with, f"transformers {transformers.__version__}")
+
+
+def _probe_ids(texts: list[list[int]], longest: int) -> list[NDArray[np.int32]]:
+    """Every text by itself and all in one, cut to what the model can read."""
+    parts = [text[: min(longest, MAX_TOKENS)] for text in texts]
+    together = [token_id for text in texts for token_id in text][: min(longest, LONG_TOKENS)]
+    return [np.array(part, np.int32) for part in (*parts, together)]
+
+
+def _begin_token(transformers: Any, folder: Path) -> int | None:
+    """The token that the tokenizer puts before every text, if any."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    plain, full = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    return int(full[0]) if len(full) > len(plain) and full[0] == tokenizer.bos_token_id else None
+
+
+@contextlib.contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Its loading bars and advice would tear our own progress apart."""
+    logging = transformers.utils.logging
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def _torch_threads(torch: Any, threads: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

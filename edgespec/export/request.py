@@ -1,0 +1,195 @@
+"""What a user asks of an export, checked before anything is read: formats, quantisations, where a draft comes from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from edgespec.errors import ConfigError, UsageError
+from edgespec.export.onnx import EXPORTERS, GROUP_SIZES, ONNX_QUANTS
+from edgespec.settings import did_you_mean
+
+Format = Literal["gguf", "onnx"]
+FORMATS: tuple[Format, ...] = ("gguf", "onnx")
+DEFAULT_QUANTS: Mapping[Format, str] = {"gguf": "q8_0", "onnx": "int8"}
+DEFAULT_GROUP_SIZE = 32
+INSTALL = "pip install 'edgespec[export]'"
+
+
+@dataclass(frozen=True, slots=True)
+class Derivation:
+    """A draft made from the target itself: the first `exit_layer` layers, or the layers `kept` (ascending)."""
+
+    kind: Literal["early-exit", "prune"]
+    kept: tuple[int, ...]
+
+    @property
+    def exit_layer(self) -> int:
+        """Number of leading layers of an early exit."""
+        return len(self.kept)
+
+    @staticmethod
+    def parse(text: str) -> Derivation:
+        """`early-exit:5` or `prune:0-3,8` (layers that stay, counted from 0). Raises ConfigError."""
+        kind, _, layers = text.partition(":")
+        if kind == "early-exit":
+            if not re.fullmatch(r"[1-9]\d{0,3}", layers):
+                raise ConfigError(f"--derive {text!r}: give the number of leading layers, such as early-exit:5")
+            return Derivation("early-exit", tuple(range(int(layers))))
+        if kind == "prune":
+            return Derivation("prune", _layers(text, layers))
+        hint = did_you_mean(kind, ("early-exit", "prune"))
+        raise ConfigError(f"--derive {text!r} is not known; allowed: early-exit:LAYERS, prune:LAYERS{hint}")
+
+    def check(self, num_layers: int) -> None:
+        """Raise ConfigError unless some layers of a model of `num_layers` stay and some go."""
+        if self.kept[-1] >= num_layers:
+            raise ConfigError(
+                f"--derive {self}: the target has {num_layers} layers, 0..{num_layers - 1}; layer {self.kept[-1]} is "
+                "not there"
+            )
+        if len(self.kept) == num_layers:
+            raise ConfigError(f"--derive {self} keeps all {num_layers} layers: a draft must have fewer than its target")
+
+    def __str__(self) -> str:
+        if self.kind == "early-exit":
+            return f"early-exit:{self.exit_layer}"
+        return f"prune:{','.join(map(str, self.kept))}"
+
+
+def _layers(text: str, spec: str) -> tuple[int, ...]:
+    kept: set[int] = set()
+    for part in spec.split(","):
+        found = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part.strip())
+        first = int(found.group(1)) if found else 0
+        last = int(found.group(2) or first) if found else -1
+        if last < first:
+            raise ConfigError(f"--derive {text!r}: give the layers that stay, counted from 0, such as prune:0-3,8")
+        kept.update(range(first, last + 1))
+    return tuple(sorted(kept))
+
+
+@dataclass(frozen=True, slots=True)
+class ExportRequest:
+    """One export. `quants` and `draft_quants` hold one type for every wanted format; `threads` None: as many as
+    help; `made_by` is the program with its version, which the files may depend on.
+
+    `source` and `draft` are folders or hub ids. Raises ConfigError for options that contradict each other.
+    """
+
+    source: str
+    output: Path
+    quants: Mapping[Format, str]
+    draft: str | None = None
+    draft_quants: Mapping[Format, str] = field(default_factory=dict)
+    derivation: Derivation | None = None
+    group_size: int = DEFAULT_GROUP_SIZE
+    imatrix: Path | None = None
+    exporter: str = "auto"
+    revision: str | None = None
+    name: str | None = None
+    licence: str | None = None
+    check: bool = True
+    force: bool = False
+    threads: int | None = None
+    made_by: str = "edgespec"
+
+    def __post_init__(self) -> None:
+        if self.draft is not None and self.derivation is not None:
+            raise ConfigError("--draft and --derive both name a draft: keep one of them")
+        if self.draft_quants and not self.has_own_draft_files:
+            what = "an early-exit draft shares the target's weights" if self.derivation else "there is no draft"
+            raise ConfigError(f"--draft-quant has nothing to quantise: {what}")
+        if self.group_size not in GROUP_SIZES:
+            raise ConfigError(f"--group-size {self.group_size} is not possible; allowed: {_listed(GROUP_SIZES)}")
+        if self.exporter not in EXPORTERS:
+            raise ConfigError(f"--exporter {self.exporter!r} is not known; allowed: {_listed(EXPORTERS)}")
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError(f"--threads {self.threads} is not possible: give 1 or more")
+        if "onnx" not in self.quants and (self.exporter != "auto" or self.group_size != DEFAULT_GROUP_SIZE):
+            raise ConfigError("--exporter and --group-size are for ONNX: give --to onnx or --to both")
+        self._check_imatrix()
+
+    def _check_imatrix(self) -> None:
+        if self.imatrix is None:
+            return
+        if "gguf" not in self.quants:
+            raise ConfigError("--imatrix is for GGUF: give --to gguf or --to both")
+        try:
+            text = self.imatrix.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--imatrix {self.imatrix} cannot be read as UTF-8 text: {error}") from error
+        if not text.strip():
+            raise UsageError(f"--imatrix {self.imatrix} is empty: give text of the kind that the model will see")
+
+    @property
+    def formats(self) -> tuple[Format, ...]:
+        return tuple(wanted for wanted in FORMATS if wanted in self.quants)
+
+    @property
+    def has_own_draft_files(self) -> bool:
+        """Whether a draft is converted by itself: all drafts but an early exit, which shares the target's weights."""
+        return self.draft is not None or (self.derivation is not None and self.derivation.kind == "prune")
+
+    def quant_of(self, role: str, wanted: Format) -> str:
+        """The quantisation of one role; a draft takes the target's unless it was given its own."""
+        return self.draft_quants.get(wanted, self.quants[wanted]) if role == "draft" else self.quants[wanted]
+
+
+def known_quants(wanted: Format) -> tuple[str, ...]:
+    """Names of a format's quantisations. Raises CapabilityError when the package that makes them is missing."""
+    if wanted == "onnx":
+        return ONNX_QUANTS
+    from edgespec.export.gguf import GGUF_QUANTS
+
+    return GGUF_QUANTS
+
+
+def parse_formats(to: str) -> tuple[Format, ...]:
+    """`gguf`, `onnx` or `both`. Raises ConfigError."""
+    if to == "both":
+        return FORMATS
+    for wanted in FORMATS:
+        if to == wanted:
+            return (wanted,)
+    hint = did_you_mean(to, (*FORMATS, "both"))
+    raise ConfigError(f"--to {to!r} is not known; allowed: gguf, onnx, both{hint}")
+
+
+def parse_quants(flag: str, given: Sequence[str], formats: Sequence[Format]) -> dict[Format, str]:
+    """One quantisation per format from values such as `q4_k_m` or `onnx=int8`; formats not named are absent.
+
+    Raises ConfigError for an unknown name (with the nearest one), a format that is not exported, and a second value
+    for the same format.
+    """
+    known = {wanted: known_quants(wanted) for wanted in formats}
+    chosen: dict[Format, str] = {}
+    for text in given:
+        prefix, separator, name = text.rpartition("=")
+        name = name.lower()
+        owners = [f for f in formats if name in known[f] and (not separator or f == prefix)]
+        if not owners:
+            raise _unknown_quant(flag, text, prefix, name, known)
+        if owners[0] in chosen:
+            raise ConfigError(f"{flag} names {owners[0]} twice, {chosen[owners[0]]} and {name}: keep one")
+        chosen[owners[0]] = name
+    return chosen
+
+
+def _unknown_quant(
+    flag: str, text: str, prefix: str, name: str, known: Mapping[Format, tuple[str, ...]]
+) -> ConfigError:
+    if prefix and prefix not in known:
+        return ConfigError(f"{flag} {text!r}: {prefix!r} is not exported; wanted: {_listed(tuple(known))}")
+    names = known[prefix] if prefix in known else tuple(name for names in known.values() for name in names)  # type: ignore[index]
+    hint = did_you_mean(name, names)
+    return ConfigError(
+        f"{flag} {text!r} is not a type of {prefix or ' or '.join(known)}{hint}; allowed: {_listed(names)}"
+    )
+
+
+def _listed(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values))

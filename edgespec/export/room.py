@@ -1,0 +1,82 @@
+"""Whether the machine has the disk and the memory that an export needs, asked before work starts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from edgespec.errors import CapabilityError
+from edgespec.export.plan import Needs
+
+
+def check_room(needs: Needs, output: Path, cache: Path | None, finished_bytes: int = 0) -> None:
+    """Raise CapabilityError naming needed and available bytes when disk or memory do not suffice.
+
+    `finished_bytes` of the output are there already, from an export that was interrupted.
+    """
+    parent = _existing(output)
+    wanted = max(needs.output_bytes + needs.temporary_bytes - finished_bytes, 0)
+    places = {parent: wanted}
+    if cache is not None and needs.download_bytes:
+        shared = _existing(cache)
+        same = next((place for place in places if place.stat().st_dev == shared.stat().st_dev), shared)
+        places[same] = places.get(same, 0) + needs.download_bytes
+    for place, needed in places.items():
+        free = free_bytes(place)
+        if needed > free:
+            raise CapabilityError(
+                f"not enough disk: the export needs {human(needed)} in {place}, {human(free)} are free. Make room, "
+                "choose another disk with -o, or a smaller --quant"
+            )
+    available = available_memory()
+    if available is not None and needs.memory_bytes > available:
+        raise CapabilityError(
+            f"not enough memory: the export needs {human(needs.memory_bytes)}, {human(available)} are available. Close "
+            "other programs, or leave the comparison with transformers out with --no-check"
+        )
+
+
+def _existing(path: Path) -> Path:
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
+def free_bytes(place: Path) -> int:
+    """Bytes that this user may still write on the disk of `place`."""
+    return shutil.disk_usage(place).free
+
+
+def available_memory() -> int | None:
+    """Bytes that can be taken without swapping, a container's limit included; None where the system does not tell."""
+    if sys.platform == "win32":
+        return None
+    limits = []
+    facts = Path("/proc/meminfo")
+    if facts.exists():
+        lines = dict(line.split(":", 1) for line in facts.read_text().splitlines() if ":" in line)
+        if "MemAvailable" in lines:
+            limits.append(int(lines["MemAvailable"].split()[0]) * 1024)
+    else:
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
+        limits.append(int(most) - int(used.read_text()) + _reclaimable())
+    return min(limits, default=None)
+
+
+def _reclaimable() -> int:
+    """A container's page cache counts as used, and goes when the memory is wanted."""
+    statistics = Path("/sys/fs/cgroup/memory.stat")
+    lines = dict(line.split() for line in statistics.read_text().splitlines()) if statistics.exists() else {}
+    return int(lines.get("inactive_file", 0)) + int(lines.get("active_file", 0))
+
+
+def human(num_bytes: float) -> str:
+    """Bytes as people read them."""
+    for unit in ("B", "kB", "MB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}" if unit != "B" else f"{num_bytes:.0f} B"
+        num_bytes /= 1000
+    return f"{num_bytes:.2f} GB"

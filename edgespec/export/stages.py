@@ -1,0 +1,219 @@
+"""The pieces of an export: which file is made of which model.
+
+A stage makes the files of one role in one format below the workspace's `pair` folder. Layout of a pair:
+
+    target-QUANT.gguf  draft-QUANT.gguf  onnx/target/model.onnx ...  onnx/draft/model.onnx ...
+
+An early exit shares the target's weights: its GGUF stage makes both roles, its graph lies beside the target's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from edgespec.export.hub import Source, local_source
+from edgespec.export.plan import Facts, read_facts
+from edgespec.export.reporting import Progress
+from edgespec.export.request import ExportRequest, Format
+from edgespec.export.workspace import Workspace
+
+TABLES: Mapping[Format, str] = {"gguf": "files", "onnx": "onnx"}
+PRUNED = "pruned"
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A checkpoint and what its headers say."""
+
+    source: Source
+    facts: Facts
+
+
+@dataclass(frozen=True, slots=True)
+class Artefact:
+    """One role in one format: `path` and `parts` relative to the pair, `stage` that made it."""
+
+    stage: str
+    format: Format
+    role: str
+    quant: str
+    path: str
+    parts: tuple[str, ...] = ()
+    parameters: int | None = None
+
+    @property
+    def table(self) -> str:
+        return TABLES[self.format]
+
+    @property
+    def label(self) -> str:
+        return f"{self.role} {self.format} {self.quant}"
+
+    def as_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(entry: Mapping[str, Any]) -> Artefact:
+        return Artefact(**{**entry, "parts": tuple(entry["parts"])})
+
+    def manifest_entry(self, facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """The role's table; `facts` are `bytes` and `sha256` by path."""
+        entry: dict[str, Any] = {"path": self.path, **facts[self.path]}
+        if self.parameters is not None:
+            entry["parameters"] = self.parameters
+        if self.parts:
+            entry["parts"] = [{"path": part, **facts[part]} for part in self.parts]
+        return entry
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One unit of the journal. `make` leaves whole files below the pair folder, or raises and leaves none."""
+
+    name: str
+    title: str
+    make: Callable[[Progress], list[Artefact]]
+    after: str | None = None  # the stage among whose files it writes; it does not outlive that one
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes the files of one request in one workspace."""
+
+    request: ExportRequest
+    models: Mapping[str, Model]
+    workspace: Workspace
+
+    def model_of(self, role: str) -> Model:
+        """The checkpoint of a role; a draft derived from the target is written to the temporary folder when needed."""
+        if role in self.models:
+            return self.models[role]
+        from edgespec.export.derive import prune
+
+        assert self.request.derivation is not None
+        folder = self.workspace.temporary / PRUNED
+        if not folder.is_dir():
+            prune(self.models["target"].source.folder, folder, self.request.derivation.kept)
+        source = local_source(folder)
+        return Model(source, read_facts(source))
+
+    def gguf(self, role: str, progress: Progress) -> list[Artefact]:
+        from edgespec.export.gguf import export_gguf
+
+        quant, model = self.request.quant_of(role, "gguf"), self.model_of(role)
+        name = f"{role}-{quant}.gguf"
+        export_gguf(
+            model.source.folder,
+            self.workspace.pair / name,
+            quant,
+            importance=self._importance(role, progress),
+            name=self._name(role),
+            licence=self.request.licence,
+            threads=self.request.threads,
+            progress=progress,
+        )
+        return [Artefact(f"gguf.{role}", "gguf", role, quant, name, (), model.facts.num_parameters)]
+
+    def gguf_early_exit(self, progress: Progress) -> list[Artefact]:
+        from edgespec.export.gguf import export_gguf
+        from edgespec.export.gguf.early_exit import early_exit_gguf
+
+        assert self.request.derivation is not None
+        quant, model = self.request.quants["gguf"], self.models["target"]
+        whole = self.workspace.temporary / f"model-{quant}.gguf"
+        export_gguf(
+            model.source.folder,
+            whole,
+            quant,
+            importance=self._importance("target", progress),
+            name=self._name("target"),
+            licence=self.request.licence,
+            threads=self.request.threads,
+            progress=progress,
+        )
+        made = early_exit_gguf(whole, self.workspace.pair, self.request.derivation.exit_layer, progress=progress)
+        whole.unlink()
+        return [
+            self._early("gguf.pair", "target", quant, made.target, made.target_parts, model.facts.num_parameters),
+            self._early("gguf.pair", "draft", quant, made.draft, made.draft_parts, None),
+        ]
+
+    def _early(
+        self, stage: str, role: str, quant: str, path: Path, parts: tuple[Path, ...], parameters: int | None
+    ) -> Artefact:
+        names = tuple(self._relative(part) for part in parts)
+        return Artefact(stage, "gguf", role, quant, self._relative(path), names, parameters)
+
+    def onnx(self, role: str, progress: Progress) -> list[Artefact]:
+        from edgespec.export.onnx import export_onnx
+        from edgespec.export.onnx.convert import Exporter, Quant
+
+        quant, model = self.request.quant_of(role, "onnx"), self.model_of(role)
+        output = self.workspace.pair / "onnx" / role
+        output.parent.mkdir(exist_ok=True)
+        made = export_onnx(
+            model.source.folder,
+            output,
+            cast(Quant, quant),
+            group_size=self.request.group_size,
+            exporter=cast(Exporter, self.request.exporter),
+            progress=progress,
+        )
+        path = self._relative(made.path)
+        parts = tuple(name for name in (f"onnx/{role}/{file}" for file in made.files) if name != path)
+        return [Artefact(f"onnx.{role}", "onnx", role, quant, path, parts, model.facts.num_parameters)]
+
+    def onnx_early_exit(self, progress: Progress) -> list[Artefact]:
+        from edgespec.export.onnx.cut import early_exit_onnx
+
+        assert self.request.derivation is not None
+        folder = self.workspace.pair / "onnx" / "target"
+        draft = self._relative(early_exit_onnx(folder, self.request.derivation.exit_layer))
+        graph = self._relative(folder / "model.onnx")
+        names = (self._relative(f) for f in folder.rglob("*") if f.is_file())
+        parts = tuple(sorted(name for name in names if name not in (draft, graph)))
+        return [Artefact("onnx.draft", "onnx", "draft", self.request.quants["onnx"], draft, parts)]
+
+    def _importance(self, role: str, progress: Progress) -> Path | None:
+        """A measured importance matrix in the temporary folder, when a text for it was given."""
+        if self.request.imatrix is None:
+            return None
+        from edgespec.export.importance import measure_importance
+
+        path = self.workspace.temporary / f"importance-{role}.npz"
+        measure_importance(self.model_of(role).source.folder, self.request.imatrix, path, progress=progress)
+        return path
+
+    def _relative(self, path: Path) -> str:
+        return path.relative_to(self.workspace.pair).as_posix()
+
+    def _name(self, role: str) -> str:
+        name = self.request.name or self.models["target"].source.name
+        return name if role == "target" else f"{name} {role}"
+
+
+def stages_of(request: ExportRequest, models: Mapping[str, Model], workspace: Workspace) -> Iterator[Stage]:
+    """The stages in the order in which they run."""
+    maker = Maker(request, models, workspace)
+    early = request.derivation is not None and request.derivation.kind == "early-exit"
+    roles = ("target", "draft") if request.has_own_draft_files else ("target",)
+    if "gguf" in request.formats:
+        if early:
+            title = f"target and draft to GGUF {request.quants['gguf']}, sharing weights"
+            yield Stage("gguf.pair", title, maker.gguf_early_exit)
+        else:
+            yield from (_stage(maker.gguf, "gguf", role, request) for role in roles)
+    if "onnx" in request.formats:
+        yield from (_stage(maker.onnx, "onnx", role, request) for role in roles)
+        if early:
+            title = "draft graph over the target's ONNX weights"
+            yield Stage("onnx.draft", title, maker.onnx_early_exit, after="onnx.target")
+
+
+def _stage(make: Callable[[str, Progress], list[Artefact]], wanted: Format, role: str, request: ExportRequest) -> Stage:
+    title = f"{role} to {wanted.upper()} {request.quant_of(role, wanted)}"
+    return Stage(f"{wanted}.{role}", title, lambda progress: make(role, progress))

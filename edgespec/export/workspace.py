@@ -1,0 +1,234 @@
+"""The folder an export works in: locked, with a journal of finished files, renamed to its final name in one step.
+
+Beside an output `NAME` there are, while an export runs or after it was interrupted:
+
+    .NAME.export.lock       held by the running export; the system releases it when that process ends, however it ends
+    .NAME.export/journal.json   what is finished, by stage, with checksums; for one request only
+    .NAME.export/pair/      what becomes NAME
+    .NAME.export/temporary/ emptied at every start
+    .NAME.replaced          the old output during the moment in which --force exchanges it
+
+What this module does not know: what the files are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from edgespec.errors import UsageError
+from edgespec.manifest import MANIFEST, sha256_of
+
+JOURNAL_FORMAT = 1
+
+
+class Workspace:
+    """One export's working folder. Use inside `opened`, which holds the lock."""
+
+    def __init__(self, output: Path, *, replace: bool) -> None:
+        self.output = output
+        self.folder = output.with_name(f".{output.name}.export")
+        self.pair = self.folder / "pair"
+        self.temporary = self.folder / "temporary"
+        self._replaced = output.with_name(f".{output.name}.replaced")
+        self._replace = replace
+        self._journal: dict[str, Any] = {}
+
+    def begin(self, identity: Mapping[str, Any]) -> bool:
+        """Keep what an interrupted export of the same `identity` finished, drop everything else; whether it was kept.
+
+        `identity` holds JSON values that determine every byte of the result.
+        """
+        key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        self._journal = self._read_journal()
+        is_same = self._journal.get("format") == JOURNAL_FORMAT and self._journal.get("key") == key
+        if not is_same:
+            self.discard()
+            self._journal = {"format": JOURNAL_FORMAT, "key": key, "stages": {}}
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        for folder in (self.pair, self.temporary):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._write_journal()
+        return is_same and bool(self._journal["stages"])
+
+    def finished(self, stage: str) -> Any:
+        """What `finish` recorded of a stage, or None when one of its files is missing or not the one recorded.
+
+        A stage that does not count is forgotten with its files.
+        """
+        entry = self._journal["stages"].get(stage)
+        if entry is None:
+            return None
+        for name, facts in entry["files"].items():
+            path = self.pair / name
+            if not path.is_file() or path.stat().st_size != facts["bytes"] or sha256_of(path) != facts["sha256"]:
+                self.forget(stage)
+                return None
+        return entry["result"]
+
+    def finish(self, stage: str, files: list[str], result: Any) -> None:
+        """Record a stage: its files, relative to `pair`, with size and checksum; `result` is any JSON value."""
+        facts = {}
+        for name in files:
+            path = self.pair / name
+            _to_disk(path)
+            facts[name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        self._journal["stages"][stage] = {"files": facts, "result": result}
+        self._write_journal()
+
+    def forget(self, stage: str) -> None:
+        """Drop a stage and its files."""
+        entry = self._journal["stages"].pop(stage, {"files": {}})
+        self._write_journal()
+        for name in entry["files"]:
+            (self.pair / name).unlink(missing_ok=True)
+
+    def file_facts(self) -> dict[str, dict[str, Any]]:
+        """`bytes` and `sha256` of every finished file, by its path relative to `pair`."""
+        return {name: facts for entry in self._journal["stages"].values() for name, facts in entry["files"].items()}
+
+    @property
+    def finished_files(self) -> list[str]:
+        """Names of the files that an interrupted export would keep."""
+        return sorted(self.file_facts()) if self._journal else []
+
+    def drop_strays(self, wanted: set[str]) -> None:
+        """Remove files of `pair` that no finished stage recorded: a killed export may have left some."""
+        for path in sorted(self.pair.rglob("*"), reverse=True):
+            if path.is_dir():
+                with contextlib.suppress(OSError):  # not empty
+                    path.rmdir()
+            elif path.relative_to(self.pair).as_posix() not in wanted:
+                path.unlink()
+
+    def publish(self) -> None:
+        """Give `pair` its final name in one step, replacing an old output only if that was allowed."""
+        if self.output.exists() and any(self.output.iterdir()):
+            if not self._replace:
+                raise UsageError(f"{self.output} appeared while the export ran: move it away, or give --force")
+            self.output.replace(self._replaced)
+        elif self.output.exists():
+            self.output.rmdir()
+        self.pair.replace(self.output)
+        shutil.rmtree(self._replaced, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def recover(self) -> None:
+        """Undo an exchange that was cut off between its two renames."""
+        if self._replaced.exists():
+            if self.output.exists():
+                shutil.rmtree(self._replaced)
+            else:
+                self._replaced.replace(self.output)
+
+    def tidy(self) -> None:
+        """Remove what no later run could go on with."""
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        if not self.finished_files:
+            self.discard()
+
+    def discard(self) -> None:
+        """Remove everything that is not the output."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _read_journal(self) -> dict[str, Any]:
+        try:
+            journal = json.loads((self.folder / "journal.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return journal if isinstance(journal, dict) else {}
+
+    def _write_journal(self) -> None:
+        path = self.folder / "journal.json"
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self._journal, indent=1), encoding="utf-8")
+        _to_disk(temporary)
+        temporary.replace(path)
+
+
+@contextmanager
+def opened(output: Path, *, replace: bool) -> Iterator[Workspace]:
+    """The workspace of `output`, locked for this process until the block ends.
+
+    Raises UsageError when the output exists and may not be replaced, and when another export is writing it.
+    """
+    workspace = Workspace(output, replace=replace)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(output.with_name(f".{output.name}.export.lock"), output):
+        workspace.recover()
+        check_output(output, replace=replace)
+        yield workspace
+
+
+def check_output(output: Path, *, replace: bool) -> None:
+    """Raise UsageError when a finished export may not take the place of what is at `output`."""
+    if not output.exists() and not output.is_symlink():
+        return
+    if not output.is_dir() or output.is_symlink():
+        raise UsageError(f"{output} exists and is no folder: choose another --output")
+    if not any(output.iterdir()):
+        return
+    if not (output / MANIFEST).is_file():
+        raise UsageError(f"{output} holds other files and no {MANIFEST}: choose another --output")
+    if not replace:
+        raise UsageError(f"{output} exists: choose another --output, or replace it with --force")
+
+
+@contextmanager
+def _locked(path: Path, output: Path) -> Iterator[None]:
+    """Hold a lock file that names this process; one left by a dead process is simply taken over."""
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            _lock(handle)
+        except OSError as error:
+            owner = os.read(handle, 32).decode(errors="replace").strip() or "unknown"
+            os.close(handle)
+            raise UsageError(
+                f"another export (process {owner}) is writing {output}: wait for it, or choose another --output"
+            ) from error
+        # Whoever held it before may have removed the file between our two calls.
+        if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
+            break
+        os.close(handle)
+    try:
+        os.ftruncate(handle, 0)
+        os.write(handle, str(os.getpid()).encode())
+        yield
+    finally:
+        if sys.platform != "win32":  # there an open file cannot be removed
+            path.unlink(missing_ok=True)
+        os.close(handle)
+
+
+def _lock(handle: int) -> None:
+    """Raises OSError when another process has it."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        os.lseek(handle, 64, os.SEEK_SET)  # beyond the process id, which stays readable
+        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+        os.lseek(handle, 0, os.SEEK_SET)
+    else:
+        import fcntl
+
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _to_disk(path: Path) -> None:
+    """Ask the system to write a file out, so that a journal never knows more than the disk."""
+    if sys.platform == "win32":  # a read-only handle cannot be flushed there
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
