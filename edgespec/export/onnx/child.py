@@ -1,0 +1,71 @@
+"""Run an exporter in a child process: its memory, prints and habits stay out of ours, its failure becomes one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from edgespec.errors import CapabilityError, ModelFileError
+
+MISSING = "ModuleNotFoundError: No module named "
+LINES_KEPT = 40
+KILLED = (-9, 137)
+
+
+def run_child(module: str, order: Mapping[str, Any], on_line: Callable[[str], None]) -> None:
+    """`python -m module ORDER`, offline. `on_line` gets every line that it prints.
+
+    Raises CapabilityError when a package is missing, the disk is full or the process was killed, ModelFileError with
+    the last line that it said for any other failure.
+    """
+    command = [sys.executable, "-P", "-m", module, json.dumps(dict(order))]
+    run_command(command, on_line, what=f"{order['architecture']} from {order['source']}")
+
+
+def run_command(command: list[str], on_line: Callable[[str], None], *, what: str) -> None:
+    """Any command, its output read line by line. Raises as `run_child`; `what` names the work in messages."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONUNBUFFERED": "1"}
+    package_root = str(Path(__file__).parents[3])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
+    said: deque[str] = deque(maxlen=LINES_KEPT)
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,  # closed by our end, which ends the child: see lifeline
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        env=environment,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                if line.strip():
+                    said.append(line.strip())
+                    on_line(line.strip())
+        finally:
+            if sys.exc_info()[0] is not None:
+                process.kill()
+    if process.returncode:
+        raise failure(process.returncode, list(said), what)
+
+
+def failure(returncode: int, said: list[str], what: str) -> CapabilityError | ModelFileError:
+    """The error that a failed exporter's last lines stand for."""
+    last = said[-1] if said else "it said nothing"
+    text = "\n".join(said)
+    if MISSING in text:
+        name = text.rpartition(MISSING)[2].splitlines()[0].strip("'\"")
+        return CapabilityError(f"exporting {what} needs {name}: pip install 'edgespec[export]'")
+    if "No space left on device" in text:
+        return CapabilityError(f"exporting {what} filled the disk: free some space and run it again")
+    if returncode in KILLED:
+        return CapabilityError(f"exporting {what} was killed, most likely for lack of memory: {last}")
+    return ModelFileError(f"{what} cannot be exported: {last}")

@@ -1,0 +1,147 @@
+"""Hugging Face folder -> folder with an ONNX graph, through whichever exporter knows the architecture.
+
+The exporters do their work in child processes and in a folder `NAME.partial` beside the wanted one, which takes its
+name only when everything is in it. What this module does not know: whether the logits are right; that is checked by
+whoever calls it, against transformers.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from edgespec.errors import CapabilityError, ConfigError, ModelFileError
+from edgespec.export.onnx import builder, staging
+from edgespec.export.onnx.source import Source, open_source
+
+Quant = Literal["int4", "int8", "fp16", "fp32"]
+Exporter = Literal["auto", "builder", "transformers", "optimum"]
+Progress = Callable[[int, int, str], None]
+ONNX_QUANTS: tuple[Quant, ...] = ("int4", "int8", "fp16", "fp32")
+EXPORTERS: tuple[Exporter, ...] = ("auto", "builder", "transformers", "optimum")
+GROUP_SIZES = (16, 32, 64, 128, 256)
+HEAD_MULTIPLE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class OnnxExport:
+    """What was written: `path` is model.onnx, `files` every file of its folder, sizes in bytes by name."""
+
+    path: Path
+    architecture: str
+    exporter: str
+    files: dict[str, int]
+
+
+def export_onnx(
+    folder: Path,
+    output: Path,
+    quant: Quant,
+    *,
+    group_size: int = 32,
+    exporter: Exporter = "auto",
+    include_hidden_states: bool = False,
+    aux_hidden_state_layers: Sequence[int] = (),
+    progress: Progress | None = None,
+) -> OnnxExport:
+    """Write the model of `folder` into the folder `output`, which appears only when it is whole.
+
+    `group_size` weights share a scale in int4 and int8. `include_hidden_states` adds an output `hidden_states`
+    [batch, width, hidden] after the final norm; `aux_hidden_state_layers` an output `aux_hidden_states` [batch, width,
+    layers * hidden] of the states that enter those layers, counted from 1; both need the builder. `progress` gets
+    (done, total, what). Raises ConfigError for a bad option, ModelFileError for a folder that is incomplete, damaged
+    or of an architecture that no exporter knows, CapabilityError for a missing package or a full disk.
+    """
+    _check_options(quant, group_size, exporter)
+    source = open_source(folder)
+    options = _hidden_state_options(source, include_hidden_states, aux_hidden_state_layers)
+    chosen = _choose(source, exporter, bool(options))
+    report: Progress = progress or _say_nothing
+    try:
+        with staging.staged(output) as partial:
+            _run_exporter(chosen, source, partial, quant, group_size, options, report)
+            source.copy_companions(partial)
+            files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
+    except OSError as error:
+        raise _file_problem(error, output) from error
+    report(1, 1, "done")
+    return OnnxExport(output / "model.onnx", source.architecture, chosen, files)
+
+
+def _say_nothing(done: int, total: int, what: str) -> None:
+    return None
+
+
+def _check_options(quant: str, group_size: int, exporter: str) -> None:
+    if quant not in ONNX_QUANTS:
+        raise ConfigError(f"no ONNX weight type {quant!r}: allowed: {', '.join(ONNX_QUANTS)}")
+    if exporter not in EXPORTERS:
+        raise ConfigError(f"no exporter {exporter!r}: allowed: {', '.join(EXPORTERS)}")
+    if group_size not in GROUP_SIZES:
+        raise ConfigError(f"group size {group_size} is not possible: allowed: {', '.join(map(str, GROUP_SIZES))}")
+
+
+def _hidden_state_options(source: Source, last: bool, layers: Sequence[int]) -> dict[str, str]:
+    """The builder's options for extra outputs."""
+    outside = [layer for layer in layers if not 0 < layer < source.layers]
+    if outside:
+        raise ConfigError(f"auxiliary hidden states of layers {outside}: allowed are 1 to {source.layers - 1}")
+    options = {"include_hidden_states": "true"} if last else {}
+    return options | ({"aux_hidden_state_layers": ",".join(map(str, layers))} if layers else {})
+
+
+def _choose(source: Source, exporter: Exporter, needs_builder: bool) -> Exporter:
+    if exporter == "auto":
+        exporter = "builder" if source.architecture in builder.ARCHITECTURES else "transformers"
+    if needs_builder and exporter != "builder":
+        raise CapabilityError(f"hidden states of a {source.architecture} need the builder, which does not know it")
+    if exporter == "builder" and source.head_size % HEAD_MULTIPLE:
+        raise ModelFileError(
+            f"this {source.architecture} has attention heads of {source.head_size} values, ONNX Runtime's rotary "
+            f"attention needs a multiple of {HEAD_MULTIPLE}: export it as GGUF"
+        )
+    needed = {"builder": "onnxruntime_genai", "transformers": "onnxscript"}.get(exporter)
+    if needed is not None and importlib.util.find_spec(needed) is None:
+        raise CapabilityError(f"the exporter {exporter!r} needs {needed}: pip install 'edgespec[export]'")
+    return exporter
+
+
+def _run_exporter(
+    chosen: Exporter,
+    source: Source,
+    partial: Path,
+    quant: Quant,
+    group_size: int,
+    options: dict[str, str],
+    report: Progress,
+) -> None:
+    if chosen == "builder":
+        order = builder.builder_order(
+            source.folder, partial, quant, group_size, architecture=source.architecture, options=options
+        )
+        builder.build(order, source.layers, report)
+        if quant == "int8" and source.is_tied:
+            from edgespec.export.onnx.tied import share_embedding
+
+            share_embedding(partial)
+        shutil.rmtree(partial / "cache", ignore_errors=True)
+        return
+    if chosen == "transformers":
+        from edgespec.export.onnx.traced import trace
+
+        trace(source, partial, quant, group_size, report)
+        return
+    from edgespec.export.onnx.optimum_env import export_with_optimum
+
+    export_with_optimum(source, partial, quant, group_size, report)
+
+
+def _file_problem(error: OSError, output: Path) -> Exception:
+    if error.errno == errno.ENOSPC:
+        return CapabilityError(f"the disk of {output} is full: free some space and run it again")
+    return ModelFileError(f"{output} cannot be written: {error.strerror or error}")

@@ -1,0 +1,103 @@
+"""Optimum's exporter, asked for by name: it runs in a virtual environment of its own, which this module makes.
+
+Optimum pins an older transformers and cannot live beside the other exporters. The environment lies in the user's
+data folder, sees this one's packages behind its own (so that torch is not installed twice), and is made once. Its
+graphs concatenate the KV cache in every pass: the engine takes them, at a cost in speed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import sysconfig
+import venv
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+
+from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.export.onnx.child import run_child, run_command
+from edgespec.export.onnx.graph import DATA, MODEL
+from edgespec.export.onnx.quantise import save
+from edgespec.export.onnx.source import Source
+from edgespec.models import user_folder
+
+PACKAGES = ("optimum-onnx==0.1.0", "transformers>=4.56,<4.58")
+OPTIMUM_DATA = "model.onnx_data"
+STEPS = 4
+
+
+def environment_folder() -> Path:
+    """Where the environment is kept: beside the folder of the user's models."""
+    return user_folder().parent / "optimum-environment"
+
+
+def export_with_optimum(
+    source: Source, output: Path, quant: str, group_size: int, progress: Callable[[int, int, str], None]
+) -> None:
+    """Write model.onnx and model.onnx.data into `output`.
+
+    Raises CapabilityError when the environment cannot be made (no network, no pip) or for fp16, and as `run_child`.
+    """
+    if quant == "fp16":
+        raise CapabilityError("the exporter 'optimum' writes no fp16 here; allowed: int4, int8, fp32")
+    progress(0, STEPS, "preparing Optimum's environment")
+    python = prepare_environment()
+    progress(1, STEPS, "tracing")
+    made = output / "optimum"
+    command = [str(python), "-m", "optimum.exporters.onnx", "--model", str(source.folder), str(made)]
+    what = f"{source.architecture} from {source.folder} with Optimum"
+    run_command([*command, "--task", "text-generation-with-past"], _ignore, what=what)
+    progress(2, STEPS, "writing")
+    _take_over(made, output)
+    if quant != "fp32":
+        progress(3, STEPS, "quantising")
+        order = {"output": str(output), "quant": quant, "group_size": group_size}
+        order |= {"source": str(source.folder), "architecture": source.architecture}
+        run_child("edgespec.export.onnx.quantise", order, _ignore)
+
+
+def prepare_environment() -> Path:
+    """The environment's Python; made, or made again, unless an earlier run finished it."""
+    folder = environment_folder()
+    ready = folder / "ready"
+    place = "Scripts/python.exe" if sys.platform == "win32" else "bin/python"
+    if ready.is_file() and ready.read_text(encoding="utf-8") == _recipe():
+        return folder / place
+    shutil.rmtree(folder, ignore_errors=True)
+    venv.create(folder, with_pip=True, symlinks=sys.platform != "win32")
+    packages = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
+    (Path(packages) / "behind.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    install = [str(folder / place), "-m", "pip", "install", "--disable-pip-version-check", *PACKAGES]
+    try:
+        run_command(install, _ignore, what="environment")
+    except (CapabilityError, ModelFileError) as error:
+        raise CapabilityError(f"Optimum's environment could not be made in {folder}: {error}") from error
+    ready.write_text(_recipe(), encoding="utf-8")
+    return folder / place
+
+
+def _recipe() -> str:
+    return "\n".join((sys.executable, *PACKAGES))
+
+
+def _ignore(line: str) -> None:
+    return None
+
+
+def _take_over(made: Path, output: Path) -> None:
+    """Move the graph under our names, all larger weights into one data file; drop the rest."""
+    if not (made / MODEL).is_file():
+        raise ModelFileError(f"Optimum wrote no {MODEL} but: {', '.join(sorted(p.name for p in made.iterdir()))}")
+    if (made / OPTIMUM_DATA).is_file():
+        model = onnx.load(made / MODEL, load_external_data=False)
+        for tensor in model.graph.initializer:
+            for entry in tensor.external_data:
+                if entry.key == "location":
+                    entry.value = DATA
+        (made / OPTIMUM_DATA).replace(output / DATA)
+        (output / MODEL).write_bytes(model.SerializeToString())
+    else:
+        save(onnx.load(made / MODEL), output)
+    shutil.rmtree(made)

@@ -1,0 +1,46 @@
+"""Group-wise quantisation of a graph's matrix products, and writing weights into one data file. Runs in a child.
+
+`python -m edgespec.export.onnx.quantise ORDER` where ORDER is JSON: {output, quant, group_size}; quantises
+`output/model.onnx` in place.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import onnx
+
+from edgespec.engines.onnx.library import library
+from edgespec.export.onnx.graph import DATA, MODEL
+from edgespec.export.onnx.lifeline import follow_parent
+
+
+def quantise(model: onnx.ModelProto, quant: str, group_size: int) -> onnx.ModelProto:
+    """Matrix products of a graph in memory as MatMulNBits: symmetric groups, int8 arithmetic."""
+    library()  # says which extra is missing
+    tool = importlib.import_module("onnxruntime.quantization.matmul_nbits_quantizer")
+    bits = int(quant.removeprefix("int"))
+    quantiser = tool.MatMulNBitsQuantizer(model, bits, group_size, is_symmetric=True, accuracy_level=4)
+    quantiser.process()
+    result: onnx.ModelProto = quantiser.model.model
+    return result
+
+
+def save(model: onnx.ModelProto, folder: Path) -> None:
+    """Write model.onnx and model.onnx.data."""
+    (folder / DATA).unlink(missing_ok=True)  # an existing file would be appended to
+    onnx.save_model(model, folder / MODEL, save_as_external_data=True, location=DATA, size_threshold=1024)
+
+
+def main() -> None:
+    follow_parent()
+    order = json.loads(sys.argv[1])
+    folder = Path(order["output"])
+    save(quantise(onnx.load(folder / MODEL), order["quant"], order["group_size"]), folder)
+
+
+if __name__ == "__main__":
+    main()

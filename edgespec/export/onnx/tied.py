@@ -1,0 +1,95 @@
+"""One copy of tied embeddings in a quantised graph: the lookup reads the rows of the output projection.
+
+The model builder shares 4-bit rows by itself and keeps an 8-bit model's embeddings as float32 beside the quantised
+projection, which is a third of a small model's file. GatherBlockQuantized reads the very bytes of MatMulNBits, as both
+store a row's blocks one after another. Rows carry the rounding that the projection has, as in a GGUF Q8_0 file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+
+from edgespec.errors import ModelFileError
+from edgespec.export.onnx.graph import DATA, attribute, read_graph, write_graph
+
+COPY_BYTES = 16 * 2**20
+
+
+def share_embedding(folder: Path) -> bool:
+    """Rewrite `model.onnx` and its data so that a quantised output projection serves as embedding too.
+
+    Only for a checkpoint with tied embeddings. Returns whether there was anything to share. The folder must not be
+    in use yet: data and graph are replaced one after the other.
+    """
+    path = folder / "model.onnx"
+    model = read_graph(path)
+    lookup = next((n for n in model.graph.node if n.op_type == "Gather" and n.input[1] == "input_ids"), None)
+    head = next((n for n in model.graph.node if n.op_type == "MatMulNBits" and "lm_head" in n.input[1]), None)
+    if lookup is None or head is None or not _same_bytes_fit(head):
+        return False
+    weights = {tensor.name: tensor for tensor in model.graph.initializer}
+    rows = weights[head.input[1]]
+    _lookup_in_head(model.graph, lookup, head, _view_of(rows, head))
+    model.graph.initializer.remove(weights[lookup.input[0]])
+    _compact(model, folder / DATA)
+    write_graph(model, path)
+    return True
+
+
+def _same_bytes_fit(head: onnx.NodeProto) -> bool:
+    """Whether rows are whole blocks without stored zero points."""
+    whole = attribute(head, "K") % attribute(head, "block_size") == 0
+    return whole and attribute(head, "bits") in (4, 8) and len(head.input) == 3
+
+
+def _view_of(rows: onnx.TensorProto, head: onnx.NodeProto) -> onnx.TensorProto:
+    """The same stored bytes [N, blocks, bytes of a block] under a name of their own as [N, bytes of a row]."""
+    view = onnx.TensorProto()
+    view.CopyFrom(rows)
+    view.name = f"model.embed_tokens.weight_Q{attribute(head, 'bits')}"
+    view.dims[:] = [attribute(head, "N"), attribute(head, "K") * attribute(head, "bits") // 8]
+    return view
+
+
+def _lookup_in_head(
+    graph: onnx.GraphProto, lookup: onnx.NodeProto, head: onnx.NodeProto, view: onnx.TensorProto
+) -> None:
+    shared = onnx.helper.make_node(
+        "GatherBlockQuantized",
+        [view.name, "input_ids", head.input[2]],
+        list(lookup.output),
+        name=f"{lookup.name}BlockQuantized",
+        domain="com.microsoft",
+        bits=attribute(head, "bits"),
+        block_size=attribute(head, "block_size"),
+        gather_axis=0,
+        quantize_axis=1,
+    )
+    place = list(graph.node).index(lookup)
+    graph.node.remove(lookup)
+    graph.node.insert(place, shared)
+    graph.initializer.append(view)
+
+
+def _compact(model: onnx.ModelProto, data: Path) -> None:
+    """Rewrite the data file without bytes that no tensor uses; tensors over the same bytes stay over the same bytes."""
+    moved: dict[tuple[int, int], int] = {}
+    temporary = data.with_name(data.name + ".tmp")
+    with data.open("rb") as source, temporary.open("wb") as target:
+        for tensor in model.graph.initializer:
+            if tensor.data_location != onnx.TensorProto.EXTERNAL:
+                continue
+            place = {entry.key: entry for entry in tensor.external_data}
+            if place["location"].value != data.name:
+                raise ModelFileError(f"tensor {tensor.name} is stored in {place['location'].value}, not in {data.name}")
+            offset, length = int(place["offset"].value), int(place["length"].value)
+            if (offset, length) not in moved:
+                target.seek(-target.tell() % 4096, 1)  # aligned, so that ONNX Runtime can map it
+                moved[offset, length] = target.tell()
+                source.seek(offset)
+                for start in range(0, length, COPY_BYTES):
+                    target.write(source.read(min(COPY_BYTES, length - start)))
+            place["offset"].value = str(moved[offset, length])
+    temporary.replace(data)
