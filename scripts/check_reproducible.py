@@ -1,6 +1,6 @@
 """Long check of the first promise: the same token ids for every drafter and draft length as without one.
 
-    python scripts/check_reproducible.py --prompts FILE [--model NAME] [--tokens N] [--runs-per-cell N]
+    python scripts/check_reproducible.py --prompts FILE [--model NAME] [--engine NAME] [--tokens N] [--runs-per-cell N]
 
 FILE holds one prompt per line. Every prompt is decoded plainly at each temperature, with one of 20 seeds, then again
 with drafters and lengths 1..12 that rotate, so that all combinations meet all temperatures. Prints the number of tokens
@@ -26,13 +26,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--model", default="demo")
+    parser.add_argument("--engine", default="auto")
+    parser.add_argument("--draft", type=Path)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--runs-per-cell", type=int, default=4)
     chosen = parser.parse_args()
     prompts = [line for line in chosen.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
     rotation = itertools.cycle(COMBINATIONS)
     compared = different = 0
-    with edgespec.load(chosen.model, reproducible=True) as model:
+    with edgespec.load(chosen.model, engine=chosen.engine, draft=chosen.draft, reproducible=True) as model:
         for index, (prompt, temperature) in enumerate(itertools.product(prompts, TEMPERATURES)):
             sampling = Sampling(temperature=temperature, seed=index % NUM_SEEDS)
             prompt_ids = model.encode_chat([{"role": "user", "content": prompt}])
