@@ -1,6 +1,6 @@
 """Measure what the README says of the demo pair: acceptance under each rule, and memory over many generations.
 
-    python scripts/measure_demo.py --prompts FILE [--tokens N] [--draft-length N]
+    python scripts/measure_demo.py --prompts FILE [--tokens N] [--draft-length N] [--seeds N]
 
 FILE holds one prompt per line. "greedy match" drafts the draft's most likely token and accepts it when the target
 samples the same one, as most runtimes do; the other two rules are edgespec's.
@@ -30,10 +30,12 @@ class GreedyDrafter(ModelDrafter):
         return super().draft(dataclasses.replace(request, sampler=greedy))
 
 
-def acceptance(model: Model, prompts: list[str], temperature: float, options: GenerateOptions) -> tuple[int, int]:
+def acceptance(
+    model: Model, prompts: list[str], temperature: float, options: GenerateOptions, num_seeds: int
+) -> tuple[int, int]:
     """(accepted, tried): a token is tried when all before it in its draft were accepted."""
     accepted = tried = 0
-    for seed, prompt in enumerate(prompts):
+    for seed, prompt in enumerate(prompts * (num_seeds if temperature else 1)):
         prompt_ids = model.encode_chat([{"role": "user", "content": prompt}])
         stats = model.generate(prompt_ids, Sampling(temperature=temperature, seed=seed), options).stats
         accepted += stats.accepted_tokens
@@ -53,6 +55,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     # with one drafted token per round every draft token is tried: the rate is per token, not per chain
     parser.add_argument("--draft-length", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=1, help="runs per prompt at a temperature")
     chosen = parser.parse_args()
     prompts = [line for line in chosen.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
     base = GenerateOptions(max_tokens=chosen.tokens, drafter="model", draft_length=chosen.draft_length)
@@ -60,10 +63,10 @@ def main() -> None:
         for temperature in (0.0, 0.8):
             for rule in ("coupled", "rejection"):
                 options = dataclasses.replace(base, verify=rule)
-                accepted, tried = acceptance(model, prompts, temperature, options)
+                accepted, tried = acceptance(model, prompts, temperature, options, chosen.seeds)
                 print(f"T={temperature} {rule:13} {accepted / tried:.4f} of {tried} drafted tokens")
         model._drafters["model"].__class__ = GreedyDrafter
-        accepted, tried = acceptance(model, prompts, 0.8, base)
+        accepted, tried = acceptance(model, prompts, 0.8, base, chosen.seeds)
         print(f"T=0.8 greedy match  {accepted / tried:.4f} of {tried} drafted tokens")
         sizes = []
         for seed in range(GENERATIONS):

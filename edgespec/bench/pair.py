@@ -1,0 +1,246 @@
+"""The benchmark pair on disk: an expanded target in several formats, each in a folder that runs, with its draft.
+
+    OUTPUT/checkpoints/ROLE/    the expanded Hugging Face folders, removed at the end unless they are to be kept
+    OUTPUT/FORMAT/              manifest.toml, target and draft: what `edgespec generate` takes
+    OUTPUT/built.json           what each finished file was made from; a file made from something else is made again
+
+Drafts stay at 8 bits in every format: at 4 bits a model of a million weights loses more agreement than it saves time.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from edgespec.bench.expansion import Expansion, expand
+from edgespec.bench.request import (
+    DRAFT_FORMATS,
+    DRAFT_ROLES,
+    FORMATS,
+    BenchRequest,
+    Engine,
+    Needs,
+    check_needs,
+    needs_of,
+)
+from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.manifest import MANIFEST, ModelFile, ModelPair, read_pair, sha256_of
+
+if TYPE_CHECKING:
+    from edgespec.export.onnx.convert import Quant
+
+Progress = Callable[[int, int, str], None]
+INSTALL = "pip install 'edgespec[export]'"
+SUFFIXES = {"llamacpp": ".gguf", "onnx": ""}
+
+
+class Records:
+    """What each finished file or folder was made from, kept beside them."""
+
+    def __init__(self, output: Path) -> None:
+        self._output = output
+        self._path = output / "built.json"
+        try:
+            self._made: dict[str, str] = json.loads(self._path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            self._made = {}
+
+    def has(self, path: Path, key: str) -> bool:
+        return path.exists() and self._made.get(self._name(path)) == key
+
+    def find(self, key: str) -> Path | None:
+        """Any file or folder that was made from `key`."""
+        paths = (self._output / name for name, made_from in self._made.items() if made_from == key)
+        return next((path for path in paths if path.exists()), None)
+
+    def add(self, path: Path, key: str) -> None:
+        self._made[self._name(path)] = key
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self._made, indent=1), encoding="utf-8")
+        temporary.replace(self._path)
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self._output).as_posix()
+
+
+class Builder:
+    """Builds one request into `output` from the models of `source`, a folder like models/demo."""
+
+    def __init__(self, request: BenchRequest, source: Path, output: Path, progress: Progress | None = None) -> None:
+        self.request, self.source, self.output = request, source, output
+        self._progress = progress
+        self._records = Records(output)
+        self._target = self._expansion(source / "hf" / "target", request.size, request.sigma)
+
+    def needs(self) -> Needs | None:
+        """What the formats that are not there yet take; None when all are."""
+        key = self._target.fingerprint()
+        names = self.request.formats
+        missing = tuple(n for n in names if not self._records.has(self._path("target", n), f"{key} {n}"))
+        return needs_of(replace(self.request, formats=missing)) if missing else None
+
+    def build(self) -> list[Path]:
+        """The pair folders, one per format. What an interrupted run finished is kept.
+
+        Raises CapabilityError for a missing package, too little disk or memory, ModelFileError for a bad source.
+        """
+        if (needs := self.needs()) is not None:
+            check_packages(self.request.engines)
+            check_needs(needs, self.output)
+        folders = [self._pair(name) for name in self.request.formats]
+        if not self.request.keep_checkpoints:
+            shutil.rmtree(self.output / "checkpoints", ignore_errors=True)
+        return folders
+
+    def _path(self, role: str, name: str) -> Path:
+        return self.output / name / f"{role}{SUFFIXES[FORMATS[name][0]]}"
+
+    def _expansion(self, folder: Path, size: str, sigma: float = 0.0) -> Expansion:
+        from edgespec.export.checkpoint import Checkpoint
+
+        return Expansion(Checkpoint.open(folder), self.request.shape(size), self.request.seed, sigma)
+
+    def _pair(self, name: str) -> Path:
+        folder = self.output / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MANIFEST).unlink(missing_ok=True)  # it comes last, so that it never describes half a pair
+        target, draft = self._path("target", name), self._path("draft", name)
+        self._expand(self._target, target, name)
+        self._make_draft(draft, FORMATS[name][0])
+        self._write_manifest(folder, name, {"target": target, "draft": draft})
+        return folder
+
+    def _make(self, result: Path, key: str, write: Callable[[], None]) -> None:
+        """Have `result` as `key` says it is: keep it, copy one from another format's folder, or write it."""
+        if self._records.has(result, key):
+            return
+        twin = self._records.find(key)
+        if twin is not None:
+            _copy([twin] if twin.is_file() else list(_files(twin)), result)
+        else:
+            write()
+        self._records.add(result, key)
+
+    def _expand(self, expansion: Expansion, result: Path, name: str) -> None:
+        role = result.stem
+
+        def write() -> None:
+            checkpoint = expand(expansion, self.output / "checkpoints" / role, self._told(f"expanding the {role}"))
+            self._export(checkpoint, result, name)
+
+        self._make(result, f"{expansion.fingerprint()} {name}", write)
+
+    def _export(self, checkpoint: Path, result: Path, name: str) -> None:
+        told = self._told(f"{result.parent.name}/{result.name}")
+        if FORMATS[name][0] == "llamacpp":
+            from edgespec.export.gguf import export_gguf
+
+            export_gguf(checkpoint, result, name, name=f"edgespec {self.request.name} {result.stem}", progress=told)
+        else:
+            from edgespec.export.onnx import export_onnx
+
+            export_onnx(checkpoint, result, cast("Quant", name), progress=told)
+
+    def _make_draft(self, result: Path, engine: Engine) -> None:
+        """The draft: expanded, or as it ships, or exported when it ships for the other engine only."""
+        role, wanted = DRAFT_ROLES[self.request.draft], DRAFT_FORMATS[engine]
+        checkpoint = self.source / "hf" / role
+        if self.request.draft_size is not None:
+            self._expand(self._expansion(checkpoint, self.request.draft_size), result, wanted)
+            return
+        shipped = self._shipped(role, engine)
+        if shipped is not None:
+            files = shipped.all_files
+            key = " ".join(file.sha256 or sha256_of(file.path) for file in files)
+            self._make(result, key, partial(_copy, [file.path for file in files], result))
+            return
+        if not checkpoint.is_dir():
+            raise ModelFileError(f"{self.source} has the {role} neither for {engine} nor as a checkpoint in hf/{role}")
+        key = f"{sha256_of(checkpoint / 'model.safetensors')} {wanted}"
+        self._make(result, key, partial(self._export, checkpoint, result, wanted))
+
+    def _shipped(self, role: str, engine: Engine) -> ModelFile | None:
+        """The file of a role for an engine in the pair that is expanded."""
+        if engine not in read_pair(self.source, check_hashes=False).engines:
+            return None
+        found = read_pair(self.source, engine).files.get(role)
+        return found if found is not None and found.engine == engine else None
+
+    def _write_manifest(self, folder: Path, name: str, models: dict[str, Path]) -> None:
+        from edgespec.export.manifest import write_manifest
+
+        request, demo = self.request, read_pair(self.source, check_hashes=False)
+        table = "files" if FORMATS[name][0] == "llamacpp" else "onnx"
+        entries = {role: _entry(folder, path) for role, path in models.items()}
+        entries["target"]["parameters"] = self._target.shape.parameters(tied=self._target.is_tied)
+        values: dict[str, Any] = {
+            "name": f"{request.name}-{name}",
+            "description": _description(request, demo),
+            "licence": demo.licence,
+            "context_length": demo.context_length,
+            table: entries,
+            "sampling": dict(demo.recommended),
+            "figures": {"expansion": {"size": request.size, "sigma": request.sigma, "seed": request.seed}},
+        }
+        write_manifest(folder, {key: value for key, value in values.items() if value})
+
+    def _told(self, what: str) -> Progress | None:
+        if self._progress is None:
+            return None
+        return partial(_prefixed, self._progress, what)
+
+
+def _prefixed(progress: Progress, what: str, done: int, total: int, step: str) -> None:
+    progress(done, total, f"{what}: {step}")
+
+
+def _description(request: BenchRequest, demo: ModelPair) -> str:
+    cost = f"the cost of a {request.size} model with {request.shape(request.size).vocab_size} tokens"
+    noise = f", its head with noise of {request.sigma:g} deviations" if request.sigma else ""
+    draft = f"the {request.draft} draft" + (f" at the cost of {request.draft_size}" if request.draft_size else "")
+    return f"For benchmarks: what {demo.name} says at {cost}{noise}, with {draft}"
+
+
+def check_packages(engines: tuple[Engine, ...]) -> None:
+    """Raise CapabilityError naming the extra when an export library is missing."""
+    needed = {"llamacpp": ("gguf",), "onnx": ("gguf", "torch", "transformers", "onnxruntime_genai", "onnx_ir")}
+    for engine in engines:
+        missing = [name for name in needed[engine] if find_spec(name) is None]
+        if missing:
+            raise CapabilityError(f"building for {engine} needs {', '.join(missing)}: {INSTALL}")
+
+
+def _copy(files: Sequence[Path], result: Path) -> None:
+    """Copy one file to the file `result`, several into the folder `result`, which appears only when it is whole."""
+    temporary = result.with_name(result.name + ".tmp")
+    if result.suffix:
+        shutil.copyfile(files[0], temporary)
+    else:
+        for folder in (temporary, result):
+            shutil.rmtree(folder, ignore_errors=True)
+        temporary.mkdir()
+        for file in files:
+            shutil.copyfile(file, temporary / file.name)
+    temporary.replace(result)
+
+
+def _entry(folder: Path, model: Path) -> dict[str, Any]:
+    """A model's table in the manifest."""
+    if model.is_file():
+        return _facts(folder, model)
+    graph = model / "model.onnx"
+    return {**_facts(folder, graph), "parts": [_facts(folder, path) for path in _files(model) if path != graph]}
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def _facts(folder: Path, path: Path) -> dict[str, Any]:
+    return {"path": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size, "sha256": sha256_of(path)}
