@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import lzma
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_gguf import Shape, write_model
 from tiny_onnx import write_concatenated_model
+
+from edgespec.training import corpus
 
 DEMO = Path(__file__).parent.parent / "models" / "demo"
 TEST_THREADS = 1  # several would wait for each other on a busy machine
@@ -56,3 +61,27 @@ def onnx_path() -> Path:
 def concatenated_path(onnx_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random ONNX model whose cache grows by concatenation, with the demo's vocabulary."""
     return write_concatenated_model(tmp_path_factory.mktemp("concatenated"), onnx_path.parent, 4096)
+
+
+@pytest.fixture
+def corpus_folder(tmp_path: Path) -> Path:
+    """A folder with the three files, a few records each."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    call = {"name": "FindBus", "arguments": {"to": "Fresno", "day": "monday"}}
+    messages = [
+        {"role": "user", "content": "A bus to Fresno, please."},
+        {"role": "assistant", "content": "One leaves at 9.", "call": call, "result": {"time": "9:00"}},
+    ]
+    for name in (corpus.SGD_TRAIN_FILE, corpus.SGD_DEV_FILE):
+        _write_lines(folder / name, [{"messages": messages}] * 8)
+    problems = [
+        {"question": f"What is {i} + 1?", "answer": f"{i}+1=<<{i}+1={i + 1}>>{i + 1}\n#### {i + 1}"} for i in range(99)
+    ]
+    _write_lines(folder / corpus.GSM8K_FILE, problems)
+    return folder
+
+
+def _write_lines(path: Path, records: list[dict[str, Any]]) -> None:
+    with lzma.open(path, "wt", encoding="utf-8") as handle:
+        handle.writelines(json.dumps(record) + "\n" for record in records)

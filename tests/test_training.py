@@ -1,10 +1,8 @@
-"""Training code on tiny networks and made-up data: corpus rules, schedules, resuming, distilling, measuring."""
+"""Training code on tiny networks and made-up data: schedules, resuming, distilling, measuring. Needs torch."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import lzma
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,64 +13,6 @@ import pytest
 
 from edgespec.manifest import read_pair
 from edgespec.training import corpus
-
-
-def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
-    with lzma.open(path, "wt", encoding="utf-8") as handle:
-        handle.writelines(json.dumps(record) + "\n" for record in records)
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    """A folder with the three files, a few records each."""
-    folder = tmp_path / "data"
-    folder.mkdir()
-    call = {"name": "FindBus", "arguments": {"to": "Fresno", "day": "monday"}}
-    messages = [
-        {"role": "user", "content": "A bus to Fresno, please."},
-        {"role": "assistant", "content": "One leaves at 9.", "call": call, "result": {"time": "9:00"}},
-    ]
-    for name in (corpus.SGD_TRAIN_FILE, corpus.SGD_DEV_FILE):
-        write_lines(folder / name, [{"messages": messages}] * 8)
-    problems = [
-        {"question": f"What is {i} + 1?", "answer": f"{i}+1=<<{i}+1={i + 1}>>{i + 1}\n#### {i + 1}"} for i in range(99)
-    ]
-    write_lines(folder / corpus.GSM8K_FILE, problems)
-    return folder
-
-
-def test_dialogues_are_rendered_with_sorted_tools(data: Path):
-    documents = corpus.dialogues(data / corpus.SGD_TRAIN_FILE, seed=0)
-    with_tools = [d for d in documents if "Tools:\nFindBus(day, to)<|im_end|>" in d]
-    assert 0 < len(with_tools) < len(documents)
-    assert documents == corpus.dialogues(data / corpus.SGD_TRAIN_FILE, seed=0)
-    tail = (
-        '<|im_start|>assistant\n<tool_call>{"name": "FindBus", "arguments": {"to": "Fresno", "day": "monday"}}'
-        '</tool_call>\n<tool_response>{"time": "9:00"}</tool_response>\nOne leaves at 9.<|im_end|>\n'
-    )
-    assert all(d.endswith(tail) and d.startswith("<|endoftext|>") and d.count("<|endoftext|>") == 1 for d in documents)
-
-
-def test_arithmetic_loses_its_calculator_marks_and_is_split_by_question(data: Path):
-    train, held_out = corpus.arithmetic(data / corpus.GSM8K_FILE)
-    assert len(train) + len(held_out) == 99 and 0 < len(held_out) < 15
-    assert not set(train) & set(held_out)
-    assert "<|im_start|>assistant\n7+1=8\nThe answer is 8.<|im_end|>\n" in "".join(train + held_out)
-
-
-def test_only_documented_functions_become_code():
-    documented = '    def f(self, x=1):\n        """Say x."""\n        return x\n'
-    source = f"class A:\n{documented}\n    def g(self):\n        return 2\n"
-    found = list(corpus.documented_functions(source))
-    assert found == [("f(self, x=1)", "Say x.", 'def f(self, x=1):\n    """Say x."""\n    return x')]
-    chat = corpus.function_document(*found[0], as_chat=True)
-    assert "Write a Python function `f(self, x=1)`: Say x." in chat and chat.endswith("```<|im_end|>\n")
-
-
-def test_a_missing_file_is_named(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match="gsm8k_train"):
-        corpus.load_corpus(tmp_path, seed=0)
-
 
 torch = pytest.importorskip("torch", reason="training needs torch: pip install edgespec[train]")
 pytest.importorskip("tokenizers", reason="training needs tokenizers: pip install edgespec[train]")
@@ -260,14 +200,16 @@ def test_a_student_equal_to_the_target_is_always_accepted():
     assert len(exits) == TINY.num_layers - 1 and all(0.0 <= share <= 1.0 for share in exits)
 
 
-def test_packing_writes_a_pair_that_the_registry_reads(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch):
+def test_packing_writes_a_pair_that_the_registry_reads(
+    tmp_path: Path, corpus_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     pytest.importorskip("matplotlib", reason="packing draws curves: pip install edgespec[train]")
     pytest.importorskip("gguf", reason="packing converts: pip install edgespec[train]")
     pytest.importorskip("onnxruntime_genai", reason="packing exports: pip install edgespec[export]")
     from edgespec.training import pack as packing
     from edgespec.training import pipeline
 
-    train, _ = corpus.arithmetic(data / corpus.GSM8K_FILE)
+    train, _ = corpus.arithmetic(corpus_folder / corpus.GSM8K_FILE)
     tokenizer = train_tokenizer(train, 320)
     shape = NetworkShape(320, 32, 64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
     networks = {name: Network(shape) for name in ("target", "draft", "medium")}
@@ -282,7 +224,7 @@ def test_packing_writes_a_pair_that_the_registry_reads(tmp_path: Path, data: Pat
     monkeypatch.setattr(pipeline.Run, "tokenizer", lambda run: tokenizer)
     monkeypatch.setattr(pipeline.Run, "load_networks", lambda run: networks)
     monkeypatch.setattr(packing, "measure", lambda run, given: figures)
-    packing.pack(pipeline.Run(data, tmp_path), out)
+    packing.pack(pipeline.Run(corpus_folder, tmp_path), out)
     pair = read_pair(out)
     assert (pair.name, sorted(pair.files), dict(pair.figures)) == ("demo", ["draft", "medium", "target"], figures)
     assert dict(pair.recommended) == packing.RECOMMENDED
@@ -290,11 +232,11 @@ def test_packing_writes_a_pair_that_the_registry_reads(tmp_path: Path, data: Pat
     assert not list(out.rglob("*.tmp"))
 
 
-def test_evaluation_prompts_end_where_the_assistant_begins(data: Path):
+def test_evaluation_prompts_end_where_the_assistant_begins(corpus_folder: Path):
     pytest.importorskip("matplotlib", reason="packing draws curves: pip install edgespec[train]")
     from edgespec.training.pack import evaluation_prompts
 
-    documents = corpus.dialogues(data / corpus.SGD_DEV_FILE, seed=0)
+    documents = corpus.dialogues(corpus_folder / corpus.SGD_DEV_FILE, seed=0)
     tokenizer = train_tokenizer(documents, 320)
     prompts = evaluation_prompts(tokenizer, documents, 4)
     texts = [tokenizer.decode(prompt, skip_special_tokens=False) for prompt in prompts]
