@@ -6,12 +6,12 @@ What this file does not know: whether the weights load.
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelFileError, ModelNotFound
+from edgespec.export.checkpoint import read_json
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_FILES = (
@@ -30,19 +30,6 @@ _OTHER_NAMES = {
     "num_attention_heads": "n_head",
     "max_position_embeddings": "n_positions",
 }
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """One JSON object. Raises ModelFileError for a file that is missing or holds something else."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as exc:
-        raise ModelFileError(f"{path} is missing: give a folder as save_pretrained writes it") from exc
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as exc:
-        raise ModelFileError(f"{path} cannot be read as JSON: {exc}") from exc
-    if not isinstance(value, dict):
-        raise ModelFileError(f"{path} holds a {type(value).__name__}, an object was expected")
-    return value
 
 
 @dataclass(frozen=True)
@@ -98,15 +85,15 @@ def read_target(folder: Path, name: str = "") -> TargetFacts:
     """
     if not folder.is_dir():
         raise ModelNotFound(f"{folder} is no folder: give a Hugging Face model folder (config.json, *.safetensors)")
-    config = read_object(folder / "config.json")
+    config = read_json(folder / "config.json")
     config = {**config, **config.get("text_config", {})}  # models that also see keep their sizes one level down
     if not (folder / TOKENIZER_FILE).is_file():
         raise ModelFileError(
             f"{folder} has no {TOKENIZER_FILE}: save the tokenizer as a fast one (AutoTokenizer.from_pretrained(...)"
             ".save_pretrained(...) of transformers writes it)"
         )
-    settings = read_object(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
-    generation = read_object(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
+    settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     ids = _added_ids(folder)
     special = _special_tokens(settings)
     has_begin = settings.get("bos_token", "not said") is not None
@@ -121,7 +108,7 @@ def read_target(folder: Path, name: str = "") -> TargetFacts:
 def _added_ids(folder: Path) -> dict[str, int]:
     path = folder / TOKENIZER_FILE
     try:
-        return {token["content"]: int(token["id"]) for token in read_object(path).get("added_tokens") or []}
+        return {token["content"]: int(token["id"]) for token in read_json(path).get("added_tokens") or []}
     except (TypeError, KeyError, ValueError) as exc:
         raise ModelFileError(f"{path} lists its added tokens in an unknown way: {exc!r}") from exc
 
