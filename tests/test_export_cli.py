@@ -241,7 +241,12 @@ def test_an_existing_pair_is_kept_unless_forced(tmp_path):
 def test_an_interrupt_says_how_to_go_on(tmp_path):
     script = [sys.executable, str(ROOT / "scripts" / "export_hf.py")]
     arguments = [TARGET, "-o", str(tmp_path / "pair"), "--no-check", "--quant", "q4_k_m", "--draft", DRAFT]
-    with subprocess.Popen([*script, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+
+    def heed_interrupts() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts what runs in the background deaf to them
+
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*script, *arguments], **pipes, preexec_fn=heed_interrupts) as process:
         assert process.stderr is not None
         while b"to GGUF" not in process.stderr.readline():
             assert process.poll() is None
