@@ -1,13 +1,15 @@
 """A small trained Llama becomes a big one that computes the same function: real cost without real weights.
 
-The residual stream keeps the small model's values in its first dimensions and zeros in all others: embeddings are
-padded with zeros, and nothing is ever added there. New heads, neurons and layers read those empty dimensions only, so
-they give exact zeros, and nearly all other weights around them are random, as a benchmark wants them. A root mean
-square over D instead of d0 dimensions is smaller by sqrt(d0 / D); norm weights and epsilon make up for it. Real columns
-share no block of 256 with random ones, so quantised blocks are those of the small model.
+Everything is there several times: the residual stream holds copies of the small model's values, heads and neurons are
+copies too, and whoever reads copies gives each a share, so that the shares' sum is what the small model reads. So no
+activation is zero that would not be in a real model: mostly zero ones made one token of llama.cpp 17% too fast. Shares
+are powers of two and real columns share no block of 256 with others, so quantised blocks are those of the small model.
+New layers read and compute like real ones, and write with shares that cancel.
 
-Padded vocabulary rows must score far below real ones, and a Llama has no bias: the last dimension of the stream, which
-nothing writes to, carries one small constant per token that only the head reads. Epsilon takes its share back.
+A root mean square over D dimensions with C copies of d0 is smaller by sqrt(C d0 / D); norm weights and epsilon make up
+for it. Padded vocabulary rows must score far below real ones, and a Llama has no bias: the last dimension of the
+stream, which nothing writes to, carries one small constant per token that only the head reads. Epsilon takes its share
+back.
 """
 
 from __future__ import annotations
@@ -23,7 +25,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from edgespec.bench.shapes import Shape
-from edgespec.bench.tensors import CONSTANT, GAIN, Indices, TensorPlan, write_shard
+from edgespec.bench.tensors import (
+    CONSTANT,
+    GAIN,
+    Floats,
+    Indices,
+    TensorPlan,
+    cancelling_shares_of,
+    shares_of,
+    write_shard,
+)
 from edgespec.errors import ModelFileError
 from edgespec.manifest import sha256_of
 
@@ -32,7 +43,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int, str], None]
 
-FORMAT = 2  # part of the fingerprint: a change of what is written makes older files stale
+FORMAT = 3  # part of the fingerprint: a change of what is written makes older files stale
 BLOCK = 256  # columns of a K-quant's block, the widest of all
 PLAN_FILE = "expansion.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
@@ -105,10 +116,24 @@ class Expansion:
         """Noise in the head must not reach the embedding, so it unties them."""
         return bool(self.small.config.get("tie_word_embeddings", False)) and not self.sigma
 
+    @property
+    def num_copies(self) -> int:
+        """How many times the residual stream holds the small one's; a block of its own stays free for the constant."""
+        free = BLOCK if self.is_padded else 0
+        return (self.shape.hidden_size - free) // self.small_shape.hidden_size
+
+    @property
+    def dims(self) -> Indices:
+        """The small model's dimension of every one of the big stream, -1 for those that stay zero."""
+        small = self.small_shape.hidden_size
+        found = np.full(self.shape.hidden_size, -1, np.int64)
+        found[: self.num_copies * small] = np.tile(np.arange(small), self.num_copies)
+        return found
+
     def config(self) -> dict[str, Any]:
         """config.json of the big model. Weights are to be read as float32: norm weights need it."""
         big, small = self.shape, self.small_shape
-        epsilon_sum = float(self.small.require("rms_norm_eps")) * small.hidden_size
+        epsilon_sum = float(self.small.require("rms_norm_eps")) * small.hidden_size * self.num_copies
         carried = CONSTANT**2 if self.is_padded else 0.0
         changes = {
             "hidden_size": big.hidden_size,
@@ -147,65 +172,74 @@ class Expansion:
             head = embedding if self.small.config.get("tie_word_embeddings") else self.small.weights("lm_head.weight")
             noise = np.random.default_rng([self.seed, 1]).standard_normal(head.shape, np.float32)
             names["lm_head.weight"] = head + np.float32(self.sigma * head.std()) * noise
+        tokens = np.full(big.vocab_size, -1, np.int64)
+        tokens[: small.vocab_size] = np.arange(small.vocab_size)
         for name, source in names.items():
             yield TensorPlan(
                 name,
                 (big.vocab_size, big.hidden_size),
-                source,
-                np.arange(small.vocab_size),
-                np.arange(small.hidden_size),
+                None if self.is_random else source,
+                tokens,
+                self.dims,
+                np.ones(big.hidden_size, np.float32),
                 std=float(source.std()),
-                quiet_rows=(0, 0 if self.is_random else small.vocab_size),
+                quiet_columns=True,
                 padded_from=padded_from,
             )
-        yield self._norm("model.norm.weight", "model.norm.weight", carries=GAIN if self.is_padded else 0.0)
+        # The head reads every copy in full, since it may be the embedding: its norm shares them out.
+        share = 1 / self.num_copies
+        yield self._norm("model.norm.weight", "model.norm.weight", share, carries=GAIN if self.is_padded else 0.0)
 
-    def _norm(self, name: str, small_name: str, carries: float = 0.0) -> TensorPlan:
+    def _norm(self, name: str, small_name: str, share: float = 1.0, carries: float = 0.0) -> TensorPlan:
         small, big = self.small_shape.hidden_size, self.shape.hidden_size
         weights = np.ones(big, np.float32)
-        weights[:small] = self.small.weights(small_name)
+        weights[self.dims >= 0] = np.tile(self.small.weights(small_name), self.num_copies) * np.float32(share)
         if self.is_padded:
             weights[-1] = carries  # no layer may read the constant
-        return TensorPlan(name, (big,), weights * np.float32(np.sqrt(small / big)))
+        return TensorPlan(name, (big,), weights * np.float32(np.sqrt(self.num_copies * small / big)))
 
     def _layer(self, layer: int, index: int, is_real: bool) -> Iterator[TensorPlan]:
-        """Layer `layer`, which is the small model's `index`, or one that adds nothing."""
-        small, big = self.small_shape, self.shape
+        """Layer `layer`, which is the small model's `index`, or one that computes the same and adds nothing."""
         here, there = f"model.layers.{layer}.", f"model.layers.{index}."
-        stream, inner = (small.hidden_size, big.hidden_size), (small.intermediate_size, big.intermediate_size)
-        queries = self._head_dims(np.array([self._slot(head) for head in range(small.num_heads)]))
-        keys = self._head_dims(np.arange(small.num_kv_heads))
-        q, kv = big.num_heads * big.head_dim, big.num_kv_heads * big.head_dim
         for norm in ("input_layernorm", "post_attention_layernorm"):
             yield self._norm(f"{here}{norm}.weight", f"{there}{norm}.weight")
-        neurons = np.arange(inner[0])
-        readers = {"self_attn.q_proj": (queries, q), "self_attn.k_proj": (keys, kv), "self_attn.v_proj": (keys, kv)}
-        readers |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (neurons, inner[1]))
-        real_dims = np.arange(stream[0])
-        plans = {name: ((height, stream[1]), rows, real_dims, stream[0]) for name, (rows, height) in readers.items()}
-        # Every query head of a real group reads real values, so no column of those groups may be random.
-        real_groups = small.num_kv_heads * big.group_size * big.head_dim
-        plans["self_attn.o_proj"] = ((stream[1], q), real_dims, queries, real_groups)
-        plans["mlp.down_proj"] = ((stream[1], inner[1]), real_dims, neurons, inner[0])
-        for name, (shape, rows, columns, num_quiet) in plans.items():
+        keys = np.arange(self.shape.num_kv_heads) % self.small_shape.num_kv_heads
+        owners = {"q": self._head_dims(self._query_heads()), "kv": self._head_dims(keys), "mlp": self._neurons()}
+        readers = {"self_attn.q_proj": "q", "self_attn.k_proj": "kv", "self_attn.v_proj": "kv"}
+        readers |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), "mlp")
+        for name, kind in readers.items():
             source = self.small.weights(f"{there}{name}.weight")
-            yield TensorPlan(
-                f"{here}{name}.weight",
-                shape,
-                source if is_real else None,
-                rows,
-                columns,
-                std=float(source.std()),
-                quiet_columns=(0, 0 if self.is_random else _block_end(num_quiet)),
-            )
+            yield self._matrix(f"{here}{name}.weight", source, owners[kind], self.dims, shares_of(self.dims))
+        shares = shares_of if is_real else cancelling_shares_of
+        for name, kind in (("self_attn.o_proj", "q"), ("mlp.down_proj", "mlp")):
+            source = self.small.weights(f"{there}{name}.weight")
+            yield self._matrix(f"{here}{name}.weight", source, self.dims, owners[kind], shares(owners[kind]))
 
-    def _slot(self, head: int) -> int:
-        """The big model's query head for a small one's: in the group that reads the same key-value head."""
-        group, place = divmod(head, self.small_shape.group_size)
-        return group * self.shape.group_size + place
+    def _matrix(self, name: str, source: Floats, rows: Indices, columns: Indices, shares: Floats) -> TensorPlan:
+        return TensorPlan(
+            name,
+            (rows.size, columns.size),
+            None if self.is_random else source,
+            rows,
+            columns,
+            shares,
+            std=float(source.std()),
+            quiet_rows=True,
+        )
+
+    def _query_heads(self) -> Indices:
+        """The small model's query head for every big one: of the group whose key-value head it reads, in turns."""
+        small, big = self.small_shape, self.shape
+        groups, places = np.divmod(np.arange(big.num_heads), big.group_size)
+        found: Indices = (groups % small.num_kv_heads) * small.group_size + places % small.group_size
+        return found
+
+    def _neurons(self) -> Indices:
+        return np.resize(np.arange(self.small_shape.intermediate_size), self.shape.intermediate_size)
 
     def _head_dims(self, heads: Indices) -> Indices:
-        return (heads[:, None] * self.shape.head_dim + np.arange(self.shape.head_dim)).reshape(-1)
+        found: Indices = heads[:, None] * self.shape.head_dim + np.arange(self.shape.head_dim)
+        return found.reshape(-1)
 
     def fingerprint(self) -> str:
         """What the files depend on, as a hash."""
