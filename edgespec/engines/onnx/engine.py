@@ -103,8 +103,11 @@ class OnnxEngine(Engine):
             reproducible=reproducible,
             widest=widest,
         )
+        cells = settings.cells(graph)
         scales = cache_scales(path, graph, settings) if cache_type == "int8" else None
-        engine = cls(path, read_graph(path, scales, settings.cells(graph)), settings, config)
+        if scales is not None or (graph.max_positions is not None and graph.max_positions < cells):
+            graph = read_graph(path, scales, cells)
+        engine = cls(path, graph, settings, config)
         if reproducible is not False:
             key = key_of(METHOD, "onnx", *map(file_key, weight_files(path)), version(), settings)
             advice = "Use an int8 or int4 export, or --no-reproducible"
