@@ -118,11 +118,16 @@ def documented_functions(source: str) -> Iterator[tuple[str, str, str]]:
         yield f"{node.name}({ast.unparse(node.args)})", documentation, code
 
 
+def function_request(signature: str, documentation: str) -> str:
+    """What a user says who wants the function."""
+    summary = documentation.split("\n\n")[0].replace("\n", " ")
+    return f"Write a Python function `{signature}`: {summary}"
+
+
 def function_document(signature: str, documentation: str, code: str, *, as_chat: bool) -> str:
     if not as_chat:
         return BOS + code + "\n"
-    summary = documentation.split("\n\n")[0].replace("\n", " ")
-    request = f"Write a Python function `{signature}`: {summary}"
+    request = function_request(signature, documentation)
     return BOS + turn("user", request) + turn("assistant", f"```python\n{code}\n```")
 
 

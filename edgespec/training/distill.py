@@ -45,7 +45,7 @@ class DistillPlan:
     generated_length: int = 512
     pool_rounds: int = 12  # generated text older than this is forgotten: the target has moved on or it was seen enough
     generated_share: float = 0.5
-    domain_weights: tuple[tuple[str, float], ...] = (("dialogue", 0.5), ("code", 0.3), ("arithmetic", 0.2))
+    domain_weights: tuple[tuple[str, float], ...] = (("dialogue", 0.4), ("code", 0.42), ("arithmetic", 0.18))
     cross_entropy_weight: float = 0.1
 
 

@@ -23,7 +23,7 @@ from edgespec.training.vocabulary import mark_id, train_tokenizer
 STAGES = ("tokenizer", "target", "distill", "pack")
 TARGET = NetworkShape(4096, 256, 768, num_layers=9, num_heads=4, num_kv_heads=2)
 TARGET_TOKENS = 15_000_000
-DISTILL_TOKENS = 8_000_000
+DISTILL_TOKENS = 13_000_000
 DISTILL_BATCH_TOKENS = 4096
 TOKENIZER_DIALOGUES = 6000  # of the dialogues; of the other, smaller domains all
 DOMAIN_REPEATS = {"dialogue": 1, "code": 2, "arithmetic": 2}
