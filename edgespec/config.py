@@ -8,13 +8,14 @@ from typing import Literal
 
 from edgespec.errors import ConfigError
 
-DrafterName = Literal["none", "model", "ngram"]
-RuleName = Literal["coupled", "rejection"]
+DrafterName = Literal["auto", "none", "model", "ngram", "suffix"]
+DraftLength = int | Literal["auto"]
+RuleName = Literal["coupled", "rejection", "block", "typical"]
 EngineName = Literal["auto", "llamacpp", "onnx"]
 ProviderName = Literal["auto", "cpu", "cuda", "dml", "webgpu"]
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "int8"]
-DRAFTERS: tuple[DrafterName, ...] = ("none", "model", "ngram")
-RULES: tuple[RuleName, ...] = ("coupled", "rejection")
+DRAFTERS: tuple[DrafterName, ...] = ("auto", "none", "model", "ngram", "suffix")
+RULES: tuple[RuleName, ...] = ("coupled", "rejection", "block", "typical")
 ENGINES: tuple[EngineName, ...] = ("auto", "llamacpp", "onnx")
 PROVIDERS: tuple[ProviderName, ...] = ("auto", "cpu", "cuda", "dml", "webgpu")
 CACHE_TYPES: tuple[CacheType, ...] = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "int8")
@@ -31,20 +32,29 @@ def _at_least(name: str, value: int | None, least: int) -> None:
         raise ConfigError(f"{name} must be at least {least}, got {value}")
 
 
+def _check_draft_length(value: object) -> None:
+    if value != "auto" and not (isinstance(value, int) and 0 <= value <= MAX_DRAFT_LENGTH):
+        raise ConfigError(f"draft-length must be auto or 0..{MAX_DRAFT_LENGTH}, got {value!r}")
+
+
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
     """What is loaded and how. None means: decide from the model and the machine.
 
     `model`: registry name or path; `draft`: path of a draft model, or None for the pair's own; lengths in tokens;
-    `engine`: which of a pair's files are taken; `provider`: the device of ONNX Runtime, `gpu_layers` that of llama.cpp;
+    `drafter` auto: whichever is expected to pay, by the round; `draft_length` auto: as many tokens as pay; a number
+    with drafter auto means the draft model where there is one, else ngram. `never_slower`: share of plain decoding's
+    time that speculation may lose at most. `engine`: which of a pair's files are taken; `provider`: the device of ONNX
+    Runtime, `gpu_layers` that of llama.cpp;
     `reproducible`: None means yes where the model and the rule allow it, True demands it, False gives it up for speed.
     """
 
     model: str = "demo"
     draft: Path | None = None
     engine: EngineName = "auto"
-    drafter: DrafterName | None = None  # None: the draft model when there is one, else ngram
-    draft_length: int = 4
+    drafter: DrafterName = "auto"
+    draft_length: DraftLength = "auto"
+    never_slower: float = 0.02
     verify: RuleName = "coupled"
     reproducible: bool | None = None
     context_length: int | None = None
@@ -58,8 +68,7 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         _one_of("engine", self.engine, ENGINES)
-        if self.drafter is not None:
-            _one_of("drafter", self.drafter, DRAFTERS)
+        _one_of("drafter", self.drafter, DRAFTERS)
         _one_of("verify", self.verify, RULES)
         for kind in (self.cache_type_k, self.cache_type_v):
             if kind is not None:
@@ -68,11 +77,12 @@ class LoadOptions:
         _at_least("threads", self.threads, 1)
         _at_least("ctx-size", self.context_length, 16)
         _at_least("draft ctx-size", self.draft_context_length, 16)
-        if not 0 <= self.draft_length <= MAX_DRAFT_LENGTH:
-            raise ConfigError(f"draft-length must be 0..{MAX_DRAFT_LENGTH}, got {self.draft_length}")
-        if self.reproducible and self.verify == "rejection":
+        _check_draft_length(self.draft_length)
+        if not 0 <= self.never_slower <= 1:
+            raise ConfigError(f"never-slower must be a share of time from 0 to 1, got {self.never_slower}")
+        if self.reproducible and self.verify != "coupled":
             raise ConfigError(
-                "--reproducible and --verify rejection contradict each other: under rejection the text depends on the "
+                f"--reproducible and --verify {self.verify} contradict each other: under it the text depends on the "
                 "draft. Use --verify coupled, or --no-reproducible"
             )
 
@@ -85,7 +95,7 @@ class GenerateOptions:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     drafter: DrafterName | None = None
-    draft_length: int | None = None
+    draft_length: DraftLength | None = None
     verify: RuleName | None = None
     logprobs: bool = True
 
@@ -97,8 +107,8 @@ class GenerateOptions:
             _one_of("drafter", self.drafter, DRAFTERS)
         if self.verify is not None:
             _one_of("verify", self.verify, RULES)
-        if self.draft_length is not None and not 0 <= self.draft_length <= MAX_DRAFT_LENGTH:
-            raise ConfigError(f"draft-length must be 0..{MAX_DRAFT_LENGTH}, got {self.draft_length}")
+        if self.draft_length is not None:
+            _check_draft_length(self.draft_length)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,32 +7,33 @@ caller may stop listening at any time. What this file does not know: which engin
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 
 import numpy as np
 
-from edgespec.controller import Controller, RoundReport
-from edgespec.drafters.base import Drafter, DraftRequest
+from edgespec.control.base import NOTHING, Controller, Proposal
+from edgespec.drafters.base import DraftRequest
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import Cancelled, PromptError
 from edgespec.sampling import Sampler
 from edgespec.stopping import StopRules, TextStream
-from edgespec.types import EMPTY_DRAFT, Distribution, Draft, Logits, Stats, TokenEvent, TokenIds
-from edgespec.verify import Rule, TargetAt, rejection
+from edgespec.types import Distribution, Draft, Logits, RoundRecord, Stats, TokenEvent, TokenIds, Verdict
+from edgespec.verify import COMPARING, Rule, TargetAt
 
 
 @dataclass(slots=True)
 class Run:
-    """Everything one generation shares between its steps. `stats` fills while it runs."""
+    """What one generation shares between its steps. `stats` fills while it runs; `on_round` hears of each round."""
 
     target: CachedSequence
     prompt_ids: TokenIds
     sampler: Sampler
     stop: StopRules
     logprobs: bool = True
+    on_round: Callable[[RoundRecord], None] | None = None
     stats: Stats = field(default_factory=Stats)
     text: TextStream = field(init=False)
     _started_s: float = field(init=False, default=0.0)
@@ -59,7 +60,7 @@ class Run:
         self.stats.target_passes = self.target.passes_for(self.prompt_ids.size - self.stats.reused_tokens)
         return logits
 
-    def emit(self, token_id: int, position: int, logits: Logits, *, from_draft: bool) -> Iterator[TokenEvent]:
+    def emit(self, token_id: int, position: int, logits: Logits, drafter: str | None = None) -> Iterator[TokenEvent]:
         """One event; the time that the listener takes is not ours."""
         shown, reason = self.text.push(token_id)
         if reason is None and position + 1 > self.target.engine.facts.context_length:
@@ -69,7 +70,7 @@ class Run:
         self.stats.finish_reason = reason
         self._tick()
         paused_s = perf_counter()
-        yield TokenEvent(token_id, shown, position, from_draft, logprob, reason)
+        yield TokenEvent(token_id, shown, position, drafter, logprob, reason)
         self._paused_s += perf_counter() - paused_s
 
     @contextmanager
@@ -88,6 +89,17 @@ class Run:
         finally:
             self._tick()
 
+    def count(self, record: RoundRecord) -> None:
+        stats = self.stats
+        stats.rounds += 1
+        stats.target_passes += 1
+        stats.drafted_tokens += record.drafted_tokens
+        stats.accepted_tokens += record.accepted_tokens
+        stats.draft_s += record.draft_s
+        stats.verify_s += record.verify_s
+        if self.on_round is not None:
+            self.on_round(record)
+
     def _tick(self) -> None:
         self.stats.wall_s = perf_counter() - self._started_s - self._paused_s
 
@@ -99,61 +111,54 @@ def autoregressive(run: Run) -> Generator[TokenEvent, None, None]:
         while True:
             position = run.target.length
             token_id = run.sampler.pick(run.sampler.distribution(logits, run.target.token_ids), position)
-            yield from run.emit(token_id, position, logits, from_draft=False)
+            yield from run.emit(token_id, position, logits)
             if run.stats.finish_reason is not None:
                 return
             started_s = perf_counter()
             logits = run.target.feed(np.array([token_id], np.int32))
-            run.stats.verify_s += perf_counter() - started_s
-            run.stats.target_passes += 1
-            run.stats.rounds += 1
+            run.count(RoundRecord(position + 1, None, 0, 0, (), 0.0, perf_counter() - started_s))
 
 
-def speculative(run: Run, drafter: Drafter, controller: Controller, rule: Rule) -> Generator[TokenEvent, None, None]:
+def speculative(run: Run, controller: Controller, rule: Rule) -> Generator[TokenEvent, None, None]:
     """Rounds of draft, verify, accept; emits what `autoregressive` would, in law or (coupled) token by token."""
     with run.guarded():
         logits = run.prefill()
-        drafter.begin(run.prompt_ids)
+        controller.begin(run.prompt_ids, run.stats.prefill_s)
         pending_id = run.sampler.pick(run.sampler.distribution(logits, run.prompt_ids), run.target.length)
-        yield from run.emit(pending_id, run.target.length, logits, from_draft=False)
+        yield from run.emit(pending_id, run.target.length, logits)
         while run.stats.finish_reason is None:
             context_ids = run.target.with_pending(pending_id)
             position = context_ids.size
-            draft, draft_s = _propose(run, drafter, controller, context_ids, needs_distributions=rule is rejection)
+            proposal, draft_s = _propose(run, controller, context_ids, needs_distributions=rule in COMPARING)
+            draft = proposal.draft
             logits, verify_s = _score(run, pending_id, draft)
             verdict = rule(draft, _target_at(run, draft, context_ids, logits), run.sampler, position)
             run.target.keep(pending_id, draft, verdict.accepted_nodes)
-            drafter.observe(draft, verdict)
-            controller.observe(
-                RoundReport(draft.num_tokens + 1, draft.num_tokens, len(verdict.accepted_nodes), draft_s, verify_s)
-            )
-            _count(run.stats, draft, len(verdict.accepted_nodes), draft_s, verify_s)
+            record = _record(proposal, verdict, position, draft_s, verify_s)
+            controller.observe(proposal, verdict, record)
+            run.count(record)
             row = 0
             for node in verdict.accepted_nodes:
-                yield from run.emit(int(draft.token_ids[node]), position, logits[row], from_draft=True)
+                yield from run.emit(int(draft.token_ids[node]), position, logits[row], proposal.drafter)
                 if run.stats.finish_reason is not None:
                     return
                 row, position = node + 1, position + 1
             pending_id = verdict.next_token_id
-            yield from run.emit(pending_id, position, logits[row], from_draft=False)
+            yield from run.emit(pending_id, position, logits[row])
 
 
 def _propose(
-    run: Run, drafter: Drafter, controller: Controller, context_ids: TokenIds, *, needs_distributions: bool
-) -> tuple[Draft, float]:
+    run: Run, controller: Controller, context_ids: TokenIds, *, needs_distributions: bool
+) -> tuple[Proposal, float]:
     """The round's draft and the seconds it took; never longer than what may still be emitted, cached or scored."""
-    most = min(
-        controller.max_draft_tokens(context_ids.size),
-        run.target.engine.widest_pass - 1,
-        run.target.room - 1,
-    )
+    most = min(run.target.engine.widest_pass - 1, run.target.room - 1)
     if run.stop.max_tokens is not None:
         most = min(most, run.stop.max_tokens - run.stats.new_tokens - 1)
     if most <= 0:
-        return EMPTY_DRAFT, 0.0
+        return NOTHING, 0.0
     started_s = perf_counter()
-    draft = drafter.draft(DraftRequest(context_ids, most, run.sampler, needs_distributions, controller.worth_going_on))
-    return draft, perf_counter() - started_s
+    proposal = controller.propose(DraftRequest(context_ids, most, run.sampler, needs_distributions))
+    return proposal, perf_counter() - started_s
 
 
 def _score(run: Run, pending_id: int, draft: Draft) -> tuple[Logits, float]:
@@ -174,10 +179,8 @@ def _target_at(run: Run, draft: Draft, context_ids: TokenIds, logits: Logits) ->
     return target_at
 
 
-def _count(stats: Stats, draft: Draft, num_accepted: int, draft_s: float, verify_s: float) -> None:
-    stats.rounds += 1
-    stats.target_passes += 1
-    stats.drafted_tokens += draft.num_tokens
-    stats.accepted_tokens += num_accepted
-    stats.draft_s += draft_s
-    stats.verify_s += verify_s
+def _record(proposal: Proposal, verdict: Verdict, position: int, draft_s: float, verify_s: float) -> RoundRecord:
+    draft = proposal.draft
+    confidences = tuple(draft.confidences.tolist())
+    accepted = len(verdict.accepted_nodes)
+    return RoundRecord(position, proposal.drafter, draft.num_tokens, accepted, confidences, draft_s, verify_s)

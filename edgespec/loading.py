@@ -21,7 +21,7 @@ def open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterNa
     when what was demanded is not possible, ConfigError for options that do not fit the engine.
     """
     pair = resolve(options.model, options.draft, options.engine)
-    wants_draft = options.drafter == "model" or (options.drafter is None and pair.draft is not None)
+    wants_draft = options.drafter == "model" or (options.drafter == "auto" and pair.draft is not None)
     if wants_draft and pair.draft is None:
         raise CapabilityError(
             f"drafter 'model' needs a draft model and {pair.name!r} has none: give -md/--model-draft (draft=...), or "

@@ -89,6 +89,10 @@ class ModelPair:
     def medium(self) -> Path | None:
         return self.files["medium"].path if "medium" in self.files else None
 
+    def paths(self, role: str) -> tuple[Path, ...]:
+        """All files of one role's model."""
+        return tuple(file.path for file in self.files[role].all_files)
+
     @property
     def sha256s(self) -> dict[str, str | None]:
         """Known checksums by role."""

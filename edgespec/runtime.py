@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
-from edgespec.config import DrafterName, GenerateOptions, LoadOptions, RuleName
-from edgespec.controller import FixedLength
+from edgespec.config import DrafterName, DraftLength, GenerateOptions, LoadOptions, RuleName
+from edgespec.control.auto import AutoController
+from edgespec.control.base import Controller, FixedLength
+from edgespec.control.cost import CostCurve, DraftCost
+from edgespec.control.measure import cost_key, draft_cost, remember_curve, remember_draft_cost, target_curve
 from edgespec.decode import Run, autoregressive, speculative
 from edgespec.drafters.base import Drafter
+from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
+from edgespec.drafters.suffix import SuffixDrafter
 from edgespec.engines.base import Engine
+from edgespec.engines.measurements import key_of, recall, remember
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError, ConfigError, PromptError, StateError
 from edgespec.loading import open_models
@@ -24,11 +30,13 @@ from edgespec.manifest import ModelPair
 from edgespec.memory import peak_rss_bytes
 from edgespec.sampling import Sampler, Sampling
 from edgespec.stopping import StopRules
-from edgespec.types import FinishReason, Stats, TokenEvent, TokenIds
-from edgespec.verify import RULES
+from edgespec.types import FinishReason, RoundRecord, Stats, TokenEvent, TokenIds
+from edgespec.verify import LOSSY, RULES
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
+FREE_DRAFTERS: dict[DrafterName, Callable[[], Drafter]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
+_WORTH_TELLING = 1.15  # what padding may cost a lone token before the user is told
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +68,14 @@ class Model:
         self.stats = Stats()
         self._drafters = drafters
         self._sequence = CachedSequence(target)
+        self._controllers: dict[DrafterName, AutoController] = {}
         self._current: Run | None = None
         self._lock = threading.RLock()
 
     @property
     def drafter_name(self) -> DrafterName:
         """The drafter used when a generation names none."""
-        if self.options.drafter is not None:
-            return self.options.drafter
-        return "model" if "model" in self._drafters else "ngram"
+        return self.options.drafter
 
     @property
     def context_length(self) -> int:
@@ -89,6 +96,11 @@ class Model:
         notes = []
         if not self.reproducible:
             notes.append(self._why_not_reproducible())
+        elif self.target.facts.padding_cost > _WORTH_TELLING:
+            notes.append(
+                f"reproducible: a token without a draft takes {self.target.facts.padding_cost:.2f} times as long here, "
+                "since it is padded to a pass whose bits do not depend on its width; --no-reproducible avoids that"
+            )
         if not self.target.facts.can_rollback:
             notes.append("this model cannot roll back its state, so nothing is drafted: decoding is plain")
         return tuple(notes)
@@ -100,6 +112,8 @@ class Model:
         return Sampling(**settings)
 
     def _why_not_reproducible(self) -> str:
+        if self.options.verify in LOSSY:
+            return f"LOSSY: under --verify {self.options.verify} the text is not the one that the target would write"
         if self.options.verify != "coupled":
             return f"not reproducible: under --verify {self.options.verify} the text depends on the draft"
         if self.options.reproducible is False:
@@ -132,28 +146,37 @@ class Model:
         return ids
 
     def stream(
-        self, prompt: Prompt, sampling: Sampling | None = None, options: GenerateOptions | None = None
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        options: GenerateOptions | None = None,
+        on_round: Callable[[RoundRecord], None] | None = None,
     ) -> Iterator[TokenEvent]:
         """Token events of one generation; `self.stats` fills while it runs. Closing the iterator ends it.
 
+        `on_round` hears of every round when it is over, before its tokens are emitted.
         Raises PromptError, SamplingError or CapabilityError before any work when the request cannot be met.
         """
         chosen = options or GenerateOptions()
         run = self._prepare(prompt, sampling or self.recommended_sampling, chosen)
-        drafter = self._drafter(chosen)
-        if drafter is None:
+        run.on_round = on_round
+        controller = self._controller(chosen)
+        if controller is None:
             return self._watch(run, autoregressive(run))
-        length = self.options.draft_length if chosen.draft_length is None else chosen.draft_length
         rule = RULES[chosen.verify or self.options.verify]
-        return self._watch(run, speculative(run, drafter, FixedLength(length), rule))
+        return self._watch(run, speculative(run, controller, rule))
 
     def generate(
-        self, prompt: Prompt, sampling: Sampling | None = None, options: GenerateOptions | None = None
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        options: GenerateOptions | None = None,
+        on_round: Callable[[RoundRecord], None] | None = None,
     ) -> Result:
         """One whole generation. Raises as `stream`."""
         sampling, options = sampling or self.recommended_sampling, options or GenerateOptions()
         prompt_ids = self._prompt_ids(prompt)
-        events = list(self.stream(prompt_ids.tolist(), sampling, options))
+        events = list(self.stream(prompt_ids.tolist(), sampling, options, on_round))
         rule = options.verify or self.options.verify
         return Result(
             text="".join(event.text for event in events),
@@ -165,7 +188,7 @@ class Model:
             drafter=options.drafter or self.drafter_name,
             verify=rule,
             reproducible=self.is_reproducible(rule),
-            lossless=True,
+            lossless=rule not in LOSSY,
             stats=self.stats,
         )
 
@@ -179,6 +202,28 @@ class Model:
         """The assistant's next turn; the part of the conversation that both caches hold is not read again."""
         return self.stream(self.encode_chat(messages, tools), sampling, options)
 
+    def prepare(self) -> None:
+        """Measure what the first generation would otherwise have to; nothing when it was measured before."""
+        self._controller(GenerateOptions())
+
+    @property
+    def drafter_bytes(self) -> int:
+        """Memory that the drafters hold now: a draft model's weights and cache, the tables of the others."""
+        return sum(drafter.bytes_used for drafter in self._drafters.values())
+
+    def forget(self) -> None:
+        """Empty the caches: the next generation reads its whole prompt, as if it were the first. Ends a running one.
+
+        What was learnt of costs and confidences stays.
+        """
+        with self._lock:
+            self._current = None
+            self._sequence.rollback(0)
+            for drafter in self._drafters.values():
+                drafter.begin(np.empty(0, np.int32))
+                if isinstance(drafter, ModelDrafter):
+                    drafter.emptied()
+
     def cancel(self) -> None:
         """End the running generation after at most one pass; does nothing when none runs."""
         if self._current is not None:
@@ -188,6 +233,7 @@ class Model:
 
     def close(self) -> None:
         """Free both models; closing twice is allowed."""
+        self._keep_what_was_learnt()
         for drafter in self._drafters.values():
             drafter.close()
         self.target.close()
@@ -224,12 +270,66 @@ class Model:
         self.stats = run.stats
         return run
 
-    def _drafter(self, options: GenerateOptions) -> Drafter | None:
+    def _controller(self, options: GenerateOptions) -> Controller | None:
+        """Who decides about drafts; None for plain decoding."""
         name = options.drafter or self.drafter_name
-        if name == "none" or not self.target.facts.can_rollback:
+        length: DraftLength = self.options.draft_length if options.draft_length is None else options.draft_length
+        if name == "none" or length == 0 or not self.target.facts.can_rollback:
             return None
-        if name == "ngram":
-            return self._drafters.setdefault("ngram", NgramDrafter())
+        if length == "auto":
+            return self._automatic(name)
+        if name == "auto":
+            name = "model" if "model" in self._drafters else "ngram"
+        return FixedLength(self._drafter(name), length)
+
+    def _automatic(self, name: DrafterName) -> AutoController:
+        """The controller of one choice of drafters; what it learns serves all later generations."""
+        found = self._controllers.get(name)
+        if found is None:
+            names: list[DrafterName] = [*FREE_DRAFTERS, *self._drafters] if name == "auto" else [name]
+            drafters: dict[str, Drafter] = {each: self._drafter(each) for each in names}
+            found = AutoController(drafters, self.cost_curve, self.draft_costs, self.options.never_slower)
+            found.restore(recall("learnt", self._learnt_key(name)))
+            self._controllers[name] = found
+        return found
+
+    @cached_property
+    def cost_curve(self) -> CostCurve:
+        """What the target's passes cost on this machine, measured at the first load and refined by every pass."""
+        self._sequence.rollback(0)
+        return target_curve(self.target, self.pair.paths("target"))
+
+    @cached_property
+    def draft_costs(self) -> dict[str, DraftCost]:
+        """What the tokens of each drafter that owns a model cost on this machine."""
+        return {
+            name: draft_cost(drafter.emptied(), self.pair.paths("draft"))
+            for name, drafter in self._drafters.items()
+            if isinstance(drafter, ModelDrafter)
+        }
+
+    @property
+    def draft_engine(self) -> Engine | None:
+        """The draft model's engine with its cache emptied, for measuring; None without a draft model."""
+        drafter = self._drafters.get("model")
+        return drafter.emptied() if isinstance(drafter, ModelDrafter) else None
+
+    def _learnt_key(self, name: DrafterName) -> str:
+        return key_of(name, [cost_key(self.target, self.pair.paths(role)) for role in self.pair.files])
+
+    def _keep_what_was_learnt(self) -> None:
+        """Costs and confidences for the next run; a crash loses no more than they are worth."""
+        if self._controllers:
+            remember_curve(cost_key(self.target, self.pair.paths("target")), self.cost_curve)
+            if self.draft_engine is not None:
+                remember_draft_cost(cost_key(self.draft_engine, self.pair.paths("draft")), self.draft_costs["model"])
+        for name, controller in self._controllers.items():
+            remember("learnt", self._learnt_key(name), controller.state())
+        self._controllers = {}
+
+    def _drafter(self, name: DrafterName) -> Drafter:
+        if name in FREE_DRAFTERS:
+            return self._drafters.setdefault(name, FREE_DRAFTERS[name]())
         if name not in self._drafters:
             raise CapabilityError(
                 f"drafter {name!r} needs a draft model and {self.pair.name!r} was loaded without one: give "
@@ -276,4 +376,10 @@ def load(model: str = "demo", **options: Any) -> Model:
         known = ", ".join(LoadOptions.__dataclass_fields__)
         raise ConfigError(f"unknown option in {sorted(options)}; known: {known}") from exc
     pair, target, drafters = open_models(chosen)
-    return Model(chosen, pair, target, drafters)
+    opened = Model(chosen, pair, target, drafters)
+    try:
+        opened.prepare()
+    except BaseException:
+        opened.close()
+        raise
+    return opened

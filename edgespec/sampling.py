@@ -100,10 +100,20 @@ class Sampler:
 
     def pick(self, distribution: Distribution, position: int, stream: Stream = Stream.TARGET) -> int:
         """Sample by exponential races: argmin of noise / prob (Gumbel coupling, arXiv 2408.07978, eq. 4)."""
+        return self.race(distribution, position, stream)[0]
+
+    def race(self, distribution: Distribution, position: int, stream: Stream = Stream.TARGET) -> tuple[int, float]:
+        """(the token that `pick` gives, the logarithm by which it came in before the second).
+
+        With the same noise another distribution picks the same token unless it differs by that much; inf: no second.
+        """
         token_ids, probs = distribution
         if token_ids.size == 1:
-            return int(token_ids[0])
-        return int(token_ids[(self.noise.exponential(stream, position, token_ids) / probs).argmin()])
+            return int(token_ids[0]), math.inf
+        times = self.noise.exponential(stream, position, token_ids) / probs
+        first = times.argmin()
+        first_time, times[first] = times[first], math.inf
+        return int(token_ids[first]), math.log(times.min() / first_time)
 
     def accept(self, probability: float, position: int) -> bool:
         """True with `probability`."""
@@ -143,7 +153,7 @@ class Sampler:
         elif settings.top_p < 1.0:
             token_ids, total = self._nucleus_candidates(row, best)
         else:
-            token_ids = self._all_ids
+            token_ids = self._all_ids[: row.size]  # a draft may lack the ids that pad the target's vocabulary
         weights = self._weights(row[token_ids], best)
         if settings.top_p < 1.0:
             reach = weights.cumsum()

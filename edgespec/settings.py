@@ -19,7 +19,7 @@ from edgespec.config import CACHE_TYPES, DRAFTERS, ENGINES, PROVIDERS, RULES
 from edgespec.errors import ConfigError
 
 Part = Literal["load", "sampling", "generate", "session"]
-Kind = Literal["text", "path", "integer", "number", "switch", "texts"]
+Kind = Literal["text", "path", "integer", "number", "switch", "texts", "length"]
 ENVIRONMENT_PREFIX = "EDGESPEC_"
 # Variables that are no settings but say where things lie.
 PLACES = ("CONFIG", "HOME", "MODELS")
@@ -30,6 +30,7 @@ _TOML_TYPES: dict[Kind, tuple[type, ...]] = {
     "text": (str,),
     "path": (str,),
     "texts": (str, list),
+    "length": (int, str),
 }
 _SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -59,13 +60,15 @@ class Setting:
 
     def parse(self, text: str, source: str) -> Any:
         """The value that `text` spells. Raises ConfigError naming `source`."""
+        if self.kind == "length" and text == "auto":
+            return text
         try:
-            if self.kind == "integer":
+            if self.kind in ("integer", "length"):
                 return int(text)
             if self.kind == "number":
                 return float(text)
         except ValueError:
-            wanted = "a whole number" if self.kind == "integer" else "a number"
+            wanted = {"integer": "a whole number", "length": "a whole number or auto"}.get(self.kind, "a number")
             raise ConfigError(f"{source}: {text!r} is not {wanted}") from None
         if self.kind == "switch":
             if text.lower() not in _SWITCHES:
@@ -86,6 +89,8 @@ class Setting:
             return texts
         if self.kind == "number":
             return float(value)
+        if self.kind == "length":
+            return self.parse(str(value), source)
         return self._chosen(value, source) if isinstance(value, str) else value
 
     def _chosen(self, text: str, source: str) -> str | Path:
@@ -101,13 +106,22 @@ SETTINGS: tuple[Setting, ...] = (
         "draft", "load", "path", ("-md", "--model-draft", "--draft-model"), "Path of a draft model.", metavar="FILE"
     ),
     Setting("engine", "load", "text", ("--engine",), "Engine whose files of a pair are taken.", ENGINES),
-    Setting("drafter", "load", "text", ("--drafter",), "What proposes tokens.", DRAFTERS),
+    Setting("drafter", "load", "text", ("--drafter",), "What proposes tokens; auto: what should pay.", DRAFTERS),
     Setting(
         "draft_length",
         "load",
-        "integer",
+        "length",
         ("--draft-length", "--num-draft-tokens", "--draft-max"),
-        "Most tokens drafted per round.",
+        "Tokens drafted per round; auto: as many as are expected to pay.",
+        metavar="N|auto",
+    ),
+    Setting(
+        "never_slower",
+        "load",
+        "number",
+        ("--never-slower",),
+        "Share of plain decoding's time that automatic speculation may lose at most.",
+        metavar="SHARE",
     ),
     Setting("verify", "load", "text", ("--verify",), "Acceptance rule.", RULES),
     Setting(

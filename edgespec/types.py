@@ -14,6 +14,8 @@ from edgespec.errors import BatchError
 TokenIds = NDArray[np.int32]
 Logits = NDArray[np.float32]
 FinishReason = Literal["stop", "length", "cancelled"]
+Evidence = tuple[float, ...]
+"""What a drafter knows of one of its tokens before the target has seen it; its meaning is the drafter's own."""
 NO_PARENT = -1
 
 
@@ -73,20 +75,21 @@ class Draft:
 
     `token_ids` [n]; `parents` [n], index of the parent node or -1 for a child of the pending token;
     `confidences` [n], the estimated probability that a node is accepted given that its parent was;
-    `distributions`, one per node: what the node was sampled from, or None for a deterministic proposal.
+    `distributions`, one per node: what the node was sampled from, or None for a deterministic proposal;
+    `evidence`, one per node: what the confidences are to be estimated from, or None when there is nothing to go by.
     """
 
     token_ids: TokenIds
     parents: TokenIds
     confidences: NDArray[np.float32]
     distributions: tuple[Distribution, ...] | None = None
+    evidence: tuple[Evidence, ...] | None = None
 
     def __post_init__(self) -> None:
         sizes = {self.token_ids.size, self.parents.size, self.confidences.size}
-        if self.distributions is not None:
-            sizes.add(len(self.distributions))
+        sizes.update(len(given) for given in (self.distributions, self.evidence) if given is not None)
         if len(sizes) != 1:
-            raise BatchError(f"a draft needs one parent, confidence and distribution per token, got sizes {sizes}")
+            raise BatchError(f"a draft needs one parent, confidence, distribution and evidence per token, got {sizes}")
         if np.any(self.parents >= np.arange(self.parents.size)) or np.any(self.parents < NO_PARENT):
             raise BatchError(f"draft parents must come before their children, got {self.parents.tolist()}")
 
@@ -95,11 +98,28 @@ class Draft:
         token_ids: Sequence[int] | TokenIds,
         confidences: Sequence[float] | NDArray[np.float32] | None = None,
         distributions: Sequence[Distribution] | None = None,
+        evidence: Sequence[Evidence] | None = None,
     ) -> Draft:
         ids = np.asarray(token_ids, np.int32)
         known = np.ones(ids.size, np.float32) if confidences is None else np.asarray(confidences, np.float32)
         parents = np.arange(-1, ids.size - 1, dtype=np.int32)
-        return Draft(ids, parents, known, None if distributions is None else tuple(distributions))
+        return Draft(
+            ids,
+            parents,
+            known,
+            None if distributions is None else tuple(distributions),
+            None if evidence is None else tuple(evidence),
+        )
+
+    def first(self, count: int) -> Draft:
+        """The draft without all but its first `count` nodes; parents come first, so what is left is whole."""
+        return Draft(
+            self.token_ids[:count],
+            self.parents[:count],
+            self.confidences[:count],
+            None if self.distributions is None else self.distributions[:count],
+            None if self.evidence is None else self.evidence[:count],
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -127,20 +147,47 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundRecord:
+    """What one round decided, cost and brought. Times in seconds.
+
+    `position`: index of the first token it could emit; `drafter`: who drafted, None for a plain pass; `width`: rows of
+    the target pass; `confidences`: per draft token, the estimated probability that it stands if its parent does;
+    `draft_s` includes deciding. `verify_s` is the target pass alone.
+    """
+
+    position: int
+    drafter: str | None
+    drafted_tokens: int
+    accepted_tokens: int
+    confidences: tuple[float, ...]
+    draft_s: float
+    verify_s: float
+
+    @property
+    def width(self) -> int:
+        return self.drafted_tokens + 1
+
+
+@dataclass(frozen=True, slots=True)
 class TokenEvent:
     """One emitted token.
 
     `text` is what became printable with it (may be empty inside a UTF-8 sequence or a possible stop string);
-    `position` its index in the sequence; `logprob` its natural log probability under the target before temperature
-    and truncation; `finish_reason` is set on the last event only.
+    `position` its index in the sequence; `drafter` is the name of who proposed it, None for a token that the target
+    added itself; `logprob` its natural log probability under the target before temperature and truncation;
+    `finish_reason` is set on the last event only.
     """
 
     token_id: int
     text: str
     position: int
-    from_draft: bool
+    drafter: str | None
     logprob: float | None = None
     finish_reason: FinishReason | None = None
+
+    @property
+    def from_draft(self) -> bool:
+        return self.drafter is not None
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Lossless acceptance rules: which tokens of a draft stand, and the one token that follows them.
+"""Acceptance rules, lossless but for one: which tokens of a draft stand, and the one token that follows them.
 
 Pure functions of a draft, the target's distributions and a source of choices; no engine, no logits, no text. A rule
 asks for the target's distribution of a row only when all rows before it were accepted. Probabilities may be any
@@ -7,6 +7,7 @@ number type that numpy holds: the exactness tests run this very code on fraction
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from edgespec.types import Distribution, Draft, TokenIds, Verdict
 
 ROOT = -1
 _ONE: NDArray[Any] = np.ones(1, np.int64)
+_TYPICAL_PROBABILITY, _TYPICAL_SHARE = 0.09, 0.3
 TargetAt = Callable[[int, tuple[int, ...]], Distribution]
 """(node, path of accepted nodes ending in it) -> the target's distribution of the token that follows."""
 
@@ -62,7 +64,7 @@ def rejection(draft: Draft, target_at: TargetAt, choices: Choices, position: int
     for node in range(draft.num_tokens):
         target = target_at(node - 1, path)
         token_id = int(draft.token_ids[node])
-        proposed = draft.distributions[node] if draft.distributions is not None else _certain(token_id)
+        proposed = _proposed(draft, node)
         ratio = target.prob_of(token_id) / proposed.prob_of(token_id)
         if not choices.accept(ratio, position + node):
             remainder = residual(target, proposed)
@@ -72,18 +74,80 @@ def rejection(draft: Draft, target_at: TargetAt, choices: Choices, position: int
     return Verdict(path, bonus)
 
 
+def block(draft: Draft, target_at: TargetAt, choices: Choices, position: int) -> Verdict:
+    """Block verification of a chain (arXiv 2403.10444, alg. 2): never accepts fewer tokens than `rejection` on average.
+
+    With p_0 = 1 and p_i = min(1, p_(i-1) p(x_i)/q(x_i)), the first i tokens are a candidate with probability
+    Z_i / (Z_i + 1 - p_i), Z_i the sum of max(p_i p - q, 0) at the next token, and p_n for the whole draft; the longest
+    candidate stands, so a failure is no end. The token after it is drawn from max(p_i p - q, 0) normalised, or from p.
+    Where the draft ends may depend on its tokens, one after which it might have ended included. Raises CapabilityError
+    for a tree with branches.
+    """
+    if not draft.is_chain:
+        raise CapabilityError("the block rule takes chains only; use --verify coupled for a draft with branches")
+    reach: Any = 1
+    target = target_at(ROOT, ())
+    kept, remainder = 0, target
+    for node in range(draft.num_tokens):
+        token_id = int(draft.token_ids[node])
+        if node == 0:
+            remainder = residual(target, _proposed(draft, 0))
+        reach = min(1, reach * target.prob_of(token_id) / _proposed(draft, node).prob_of(token_id))
+        if not reach:
+            break
+        target = target_at(node, tuple(range(node + 1)))
+        is_last = node + 1 == draft.num_tokens
+        excess = 0 if is_last else _excess(target, _proposed(draft, node + 1), reach).sum()
+        # reach 1 without excess: target and draft agree on what follows, and the prefix stands for certain
+        chance = reach if is_last or not excess + 1 - reach else excess / (excess + 1 - reach)
+        if choices.accept(chance, position + node):
+            kept = node + 1
+            remainder = target if is_last else residual(target, _proposed(draft, node + 1), reach)
+    return Verdict(tuple(range(kept)), choices.pick(remainder, position + kept, Stream.RESIDUAL))
+
+
+def typical(draft: Draft, target_at: TargetAt, choices: Choices, position: int) -> Verdict:
+    """Typical acceptance of any tree (Medusa, arXiv 2401.10774, section 3.2): LOSSY, the text is not the target's own.
+
+    A token stands when p(x) > min(e, d * exp(-H(p))), H in nats, e 0.09, d 0.3 as in the paper's code; of several
+    children the likeliest. At temperature 0 it accepts what the target picks, and nothing else.
+    """
+    node = ROOT
+    path: tuple[int, ...] = ()
+    while True:
+        target = target_at(node, path)
+        entropy = -float((target.probs * np.log(target.probs)).sum())
+        threshold = min(_TYPICAL_PROBABILITY, _TYPICAL_SHARE * math.exp(-entropy))
+        children = np.flatnonzero(draft.parents == node).tolist()
+        likely = [(target.prob_of(int(draft.token_ids[child])), -child) for child in children]
+        probability, child = max(likely, default=(0.0, 0))
+        if probability <= threshold:
+            return Verdict(path, choices.pick(target, position + len(path)))
+        node, path = -child, (*path, -child)
+
+
+def _proposed(draft: Draft, node: int) -> Distribution:
+    return draft.distributions[node] if draft.distributions is not None else _certain(int(draft.token_ids[node]))
+
+
 def _certain(token_id: int) -> Distribution:
     """What a deterministic proposal was drawn from; an integer 1 is exact in every number type."""
     return Distribution(np.array([token_id], np.int32), _ONE)
 
 
-def residual(target: Distribution, proposed: Distribution) -> Distribution:
-    """max(p - q, 0), normalised; p itself when rounding leaves nothing."""
-    excess = target.probs - _probs_at(proposed, target.token_ids)
+def residual(target: Distribution, proposed: Distribution, reach: Any = 1) -> Distribution:
+    """max(reach * p - q, 0), normalised; p itself when rounding leaves nothing."""
+    excess = _excess(target, proposed, reach)
     kept = excess > 0
     if not kept.any():
         return target
     return Distribution(target.token_ids[kept], excess[kept] / excess[kept].sum())
+
+
+def _excess(target: Distribution, proposed: Distribution, reach: Any) -> NDArray[Any]:
+    """max(reach * p - q, 0) of the tokens of p; those of q alone have none."""
+    excess: NDArray[Any] = np.maximum(reach * target.probs - _probs_at(proposed, target.token_ids), 0)
+    return excess
 
 
 def _probs_at(distribution: Distribution, token_ids: TokenIds) -> NDArray[Any]:
@@ -95,4 +159,6 @@ def _probs_at(distribution: Distribution, token_ids: TokenIds) -> NDArray[Any]:
     return np.where(known[slots] == token_ids, probs, 0)
 
 
-RULES: dict[str, Rule] = {"coupled": coupled, "rejection": rejection}
+RULES: dict[str, Rule] = {"coupled": coupled, "rejection": rejection, "block": block, "typical": typical}
+COMPARING = frozenset({rejection, block})  # rules that need the distribution that a token was drafted from
+LOSSY = frozenset({"typical"})

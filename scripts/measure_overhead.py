@@ -13,7 +13,7 @@ import statistics
 import numpy as np
 
 from edgespec import Sampling
-from edgespec.controller import FixedLength
+from edgespec.control.base import FixedLength
 from edgespec.decode import Run, speculative
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.sequence import CachedSequence
@@ -32,7 +32,7 @@ def overhead_ms(
     """(milliseconds of overhead per round, tokens per round) of one generation."""
     sampler = Sampler(sampling, target.engine.vocabulary.size)
     run = Run(target, np.array([1, 2, 3], np.int32), sampler, StopRules(frozenset(), (), 200), logprobs)
-    for _ in speculative(run, drafter, FixedLength(4), coupled):
+    for _ in speculative(run, FixedLength(drafter, 4), coupled):
         pass
     return run.stats.overhead_s / run.stats.rounds * 1000, run.stats.mean_accepted_length
 

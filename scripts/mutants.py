@@ -47,9 +47,9 @@ MUTANTS = (
     Mutant(
         "drop a sampled token afterwards because it is unlikely",
         "drafters/model.py",
-        "            reach *= confidences[-1]\n",
-        "            if confidences[-1] < 0.3:\n                chosen.pop(), confidences.pop(), distributions.pop()\n"
-        "                break\n            reach *= confidences[-1]\n",
+        "            distributions.append(distribution)\n",
+        "            distributions.append(distribution)\n            if distribution.prob_of(token_id) < 0.3:\n"
+        "                chosen.pop(), evidence.pop(), distributions.pop()\n                break\n",
         ("tests/test_lossless.py",),
     ),
     Mutant(

@@ -76,7 +76,7 @@ def test_xdg_folders_are_honoured(tmp_path):
         ("top-k = true", "kind 'integer'"),
         ("ignore-eos = 1", "kind 'switch'"),
         ("stop = [1]", "must be a string"),
-        ("drafter = 'modle'", "'modle' is not known; allowed: none, model, ngram; did you mean 'model'"),
+        ("drafter = 'modle'", "'modle' is not known; allowed: auto, none, model, ngram, suffix; did you mean 'model'"),
         ("temp = 1\ntemperature = 2", "'temperature' and 'temp' are the same setting"),
         ("[table]\nx = 1", "unknown setting 'table'"),
         ("temp =", "is not TOML"),
@@ -104,7 +104,7 @@ def test_a_file_that_is_no_text_or_missing(tmp_path):
         ("EDGESPEC_TEMP", "warm", "EDGESPEC_TEMP: 'warm' is not a number"),
         ("EDGESPEC_THREADS", "two", "'two' is not a whole number"),
         ("EDGESPEC_IGNORE_EOS", "maybe", "neither on nor off"),
-        ("EDGESPEC_VERIFY", "typical", "allowed: coupled, rejection"),
+        ("EDGESPEC_VERIFY", "exact", "allowed: coupled, rejection, block, typical"),
     ],
 )
 def test_a_bad_variable_names_itself(variable, value, said):

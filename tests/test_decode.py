@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from edgespec.controller import Controller, FixedLength, RoundReport
+from edgespec.control.base import FixedLength, Proposal
 from edgespec.decode import Run, autoregressive, speculative
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.model import ModelDrafter
@@ -14,7 +17,7 @@ from edgespec.engines.table import TableEngine
 from edgespec.errors import PromptError
 from edgespec.sampling import Sampler, Sampling
 from edgespec.stopping import StopRules
-from edgespec.types import Batch, Draft, Logits, TokenIds
+from edgespec.types import Batch, Draft, Evidence, Logits, RoundRecord, TokenIds, Verdict
 from edgespec.verify import coupled
 
 PROMPT = np.array([0, 1, 2], np.int32)
@@ -35,28 +38,30 @@ def drafter(target: CachedSequence) -> ModelDrafter:
     return ModelDrafter(target.engine.related(sigma=0.5))
 
 
-class Recorder(Controller):
-    """A fixed length that keeps the reports."""
+class Recorder(FixedLength):
+    """A fixed length that keeps the records."""
 
-    def __init__(self, length: int) -> None:
-        self.length, self.reports = length, []
+    def __init__(self, drafter: Drafter, draft_length: int) -> None:
+        super().__init__(drafter, draft_length)
+        self.records: list[RoundRecord] = []
 
-    def max_draft_tokens(self, context_tokens: int) -> int:
-        return self.length
-
-    def observe(self, report: RoundReport) -> None:
-        self.reports.append(report)
+    def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
+        super().observe(proposal, verdict, record)
+        self.records.append(record)
 
 
 def test_counters_add_up(target: CachedSequence, drafter: ModelDrafter) -> None:
-    run, recorder = make_run(target, max_tokens=40), Recorder(3)
-    events = list(speculative(run, drafter, recorder, coupled))
+    run, recorder = make_run(target, max_tokens=40), Recorder(drafter, 3)
+    heard: list[RoundRecord] = []
+    run.on_round = heard.append
+    events = list(speculative(run, recorder, coupled))
     stats = run.stats
+    assert heard == recorder.records
     assert stats.new_tokens == len(events) == 40
     assert stats.prompt_tokens == 3
-    assert stats.rounds == len(recorder.reports) == stats.target_passes - 1
-    assert stats.drafted_tokens == sum(report.drafted_tokens for report in recorder.reports)
-    assert stats.accepted_tokens == sum(event.from_draft for event in events)
+    assert stats.rounds == len(recorder.records) == stats.target_passes - 1
+    assert stats.drafted_tokens == sum(record.drafted_tokens for record in recorder.records)
+    assert stats.accepted_tokens == sum(event.drafter == drafter.name for event in events)
     assert stats.new_tokens == 1 + stats.rounds + stats.accepted_tokens
     assert stats.mean_accepted_length == pytest.approx(39 / stats.rounds)
     assert 0 < stats.acceptance_rate < 1
@@ -66,20 +71,20 @@ def test_counters_add_up(target: CachedSequence, drafter: ModelDrafter) -> None:
 
 
 def test_never_drafts_more_than_may_be_emitted_or_scored(target: CachedSequence, drafter: ModelDrafter) -> None:
-    run, recorder = make_run(target, max_tokens=6), Recorder(50)
-    events = list(speculative(run, drafter, recorder, coupled))
+    run, recorder = make_run(target, max_tokens=6), Recorder(drafter, 50)
+    events = list(speculative(run, recorder, coupled))
     assert len(events) == 6
-    assert max(report.width for report in recorder.reports) <= 5
-    wide = Recorder(50)
-    list(speculative(make_run(target, max_tokens=50), drafter, wide, coupled))
-    assert max(report.width for report in wide.reports) <= 16
+    assert max(record.width for record in recorder.records) <= 5
+    wide = Recorder(drafter, 50)
+    list(speculative(make_run(target, max_tokens=50), wide, coupled))
+    assert max(record.width for record in wide.records) <= 16
 
 
 @pytest.mark.parametrize("length", [0, 1, 7])
 def test_text_ends_where_the_context_ends(target: CachedSequence, drafter: ModelDrafter, length: int) -> None:
     plain = list(autoregressive(make_run(target, max_tokens=None)))
     run = make_run(target, max_tokens=None)
-    events = list(speculative(run, drafter, FixedLength(length), coupled))
+    events = list(speculative(run, FixedLength(drafter, length), coupled))
     assert [event.token_id for event in events] == [event.token_id for event in plain]
     assert events[-1].position == 64
     assert run.stats.finish_reason == "length"
@@ -96,13 +101,13 @@ def test_closing_early_leaves_a_cache_that_goes_on_exactly(
     target: CachedSequence, drafter: ModelDrafter, taken: int
 ) -> None:
     expected = [event.token_id for event in autoregressive(make_run(target))]
-    events = speculative(make_run(target), drafter, FixedLength(4), coupled)
+    events = speculative(make_run(target), FixedLength(drafter, 4), coupled)
     begun = [next(events).token_id for _ in range(taken)]
     events.close()
     assert begun == expected[:taken]
     assert target.engine.length() == target.length
     text = np.concatenate((PROMPT, np.array(begun, np.int32)))
-    rest = list(speculative(make_run(target, text, max_tokens=20 - taken), drafter, FixedLength(4), coupled))
+    rest = list(speculative(make_run(target, text, max_tokens=20 - taken), FixedLength(drafter, 4), coupled))
     assert begun + [event.token_id for event in rest] == expected
 
 
@@ -146,9 +151,9 @@ def test_an_interrupted_pass_leaves_only_committed_tokens(fails_at: int, error: 
     target.rollback(0)
     engine.passes, engine.fails_at, engine.error = 0, fails_at, error
     with pytest.raises(error):
-        list(speculative(make_run(target), drafter, FixedLength(4), coupled))
+        list(speculative(make_run(target), FixedLength(drafter, 4), coupled))
     assert engine.length() == target.length
-    assert [e.token_id for e in speculative(make_run(target), drafter, FixedLength(4), coupled)] == expected
+    assert [e.token_id for e in speculative(make_run(target), FixedLength(drafter, 4), coupled)] == expected
 
 
 @pytest.mark.parametrize("cancel_draft", [False, True])
@@ -157,14 +162,14 @@ def test_cancel_ends_quietly_and_the_next_run_is_exact(target: CachedSequence, c
     drafter = ModelDrafter(draft_engine)
     expected = [event.token_id for event in autoregressive(make_run(target))]
     run = make_run(target)
-    events = speculative(run, drafter, FixedLength(4), coupled)
+    events = speculative(run, FixedLength(drafter, 4), coupled)
     begun = [next(events).token_id for _ in range(3)]
     (draft_engine if cancel_draft else target.engine).cancel()
     begun += [event.token_id for event in events]
     assert run.stats.finish_reason == "cancelled"
     assert begun == expected[: len(begun)]
     assert len(begun) < len(expected)
-    again = speculative(make_run(target), drafter, FixedLength(4), coupled)
+    again = speculative(make_run(target), FixedLength(drafter, 4), coupled)
     assert [event.token_id for event in again] == expected
 
 
@@ -178,7 +183,7 @@ def test_a_small_draft_window_slides_without_a_cliff() -> None:
             target.engine.related(sigma=0.5)._table, order=2, context_length=context_length, max_sequences=1
         )
         run = make_run(target, max_tokens=1000)
-        found = list(speculative(run, ModelDrafter(small), FixedLength(4), coupled))
+        found = list(speculative(run, FixedLength(ModelDrafter(small), 4), coupled))
         assert [event.token_id for event in found] == expected
         rates.append(run.stats.acceptance_rate)
     assert rates[0] == pytest.approx(rates[1], abs=0.02)
@@ -201,20 +206,27 @@ class Stubborn(Drafter):
 def test_trees_are_verified_too(target: CachedSequence) -> None:
     expected = [event.token_id for event in autoregressive(make_run(target, max_tokens=50))]
     run = make_run(target, max_tokens=50)
-    found = list(speculative(run, Stubborn(), FixedLength(4), coupled))
+    found = list(speculative(run, FixedLength(Stubborn(), 4), coupled))
     assert [event.token_id for event in found] == expected
     assert run.stats.accepted_tokens > 0
 
 
-def test_confidence_stop_shortens_drafts(target: CachedSequence, drafter: ModelDrafter) -> None:
-    class Cautious(Recorder):
-        def worth_going_on(self, index: int, confidence: float) -> bool:
-            return confidence > 0.5
+class Cautious(Recorder):
+    """Lets the drafter go on only behind a token whose own probability is above one half."""
 
-    cautious, bold = Cautious(8), Recorder(8)
-    first = list(speculative(make_run(target, max_tokens=50), drafter, cautious, coupled))
-    second = list(speculative(make_run(target, max_tokens=50), drafter, bold, coupled))
+    def propose(self, request: DraftRequest) -> Proposal:
+        def worth_going_on(num_drafted: int, evidence: Evidence) -> bool:
+            assert len(evidence) > 0
+            return evidence[1] > math.log(0.5)
+
+        return super().propose(replace(request, worth_going_on=worth_going_on))
+
+
+def test_a_drafter_stops_where_it_is_not_worth_going_on(target: CachedSequence, drafter: ModelDrafter) -> None:
+    cautious, bold = Cautious(drafter, 8), Recorder(drafter, 8)
+    first = list(speculative(make_run(target, max_tokens=50), cautious, coupled))
+    second = list(speculative(make_run(target, max_tokens=50), bold, coupled))
     assert [event.token_id for event in first] == [event.token_id for event in second]
-    lengths = [[report.drafted_tokens for report in recorder.reports] for recorder in (cautious, bold)]
+    lengths = [[record.drafted_tokens for record in recorder.records] for recorder in (cautious, bold)]
     assert np.mean(lengths[0]) < np.mean(lengths[1])
     assert max(lengths[0]) > 1

@@ -191,7 +191,7 @@ def test_classes_are_measured_once_per_file_and_settings(target_path, monkeypatc
 
 
 def test_reproducible_is_refused_where_it_cannot_be(tiny_path, monkeypatch):
-    monkeypatch.setattr(widths, "measure_classes", lambda *_: tuple((width, width) for width in range(1, 8)))
+    monkeypatch.setattr(widths, "measure_classes", lambda *_: (tuple((width, width) for width in range(1, 8)), {}))
     with pytest.raises(CapabilityError, match="--no-reproducible"):
         load(tiny_path, reproducible=True, widest=7)
     with load(tiny_path, reproducible=None, widest=7) as engine:
@@ -201,7 +201,7 @@ def test_reproducible_is_refused_where_it_cannot_be(tiny_path, monkeypatch):
 
 def test_padding_leaves_no_trace_in_the_cache(target_path, monkeypatch):
     ids = [5, 6, 7, 8, 9, 10, 11, 12]
-    monkeypatch.setattr(widths, "measure_classes", lambda *_: ((1, 1), (2, 2), (3, 8)))
+    monkeypatch.setattr(widths, "measure_classes", lambda *_: (((1, 1), (2, 2), (3, 8)), {1: 1.0, 3: 1.5}))
     with load(target_path, reproducible=True, widest=8) as engine:
         assert engine.facts.pinned_class == (3, 8)
         whole = chain(engine, ids)

@@ -12,7 +12,7 @@ import pytest
 
 import edgespec
 from edgespec import GenerateOptions, Sampling
-from edgespec.controller import FixedLength
+from edgespec.control.base import FixedLength
 from edgespec.decode import Run, autoregressive, speculative
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
@@ -48,7 +48,7 @@ def run_once(
     run = Run(target, np.array([0, 1], np.int32), sampler, StopRules(frozenset(), (), num_tokens), logprobs)
     if drafter is None:
         return list(autoregressive(run))
-    return list(speculative(run, drafter, FixedLength(length), RULES[rule]))
+    return list(speculative(run, FixedLength(drafter, length), RULES[rule]))
 
 
 def chi_square_score(counts: np.ndarray, expected: np.ndarray, freedom: int) -> float:
@@ -130,7 +130,8 @@ def test_demo_text_does_not_depend_on_the_draft(demo: edgespec.Model, prompt: st
     ids = demo.encode_chat([{"role": "user", "content": prompt}])
     sampling = Sampling(temperature=temperature, seed=11)
     plain = demo.generate(ids, sampling, GenerateOptions(max_tokens=64, drafter="none", ignore_eos=True))
-    for drafter, length in itertools.product(("model", "ngram"), (1, 3, 4, 7, 12)):
+    fixed = itertools.product(("model", "ngram"), (1, 3, 4, 7, 12))
+    for drafter, length in (*fixed, ("model", "auto"), ("ngram", "auto"), ("auto", "auto")):
         options = GenerateOptions(max_tokens=64, drafter=drafter, draft_length=length, ignore_eos=True)
         found = demo.generate(ids, sampling, options)
         assert found.token_ids == plain.token_ids, (drafter, length)
@@ -142,7 +143,7 @@ def test_demo_text_is_the_same_far_into_the_context(demo: edgespec.Model) -> Non
     """From 512 cells on llama.cpp treats a lone row in its own way; a long text crosses that border."""
     ids = demo.encode_chat([{"role": "user", "content": " ".join(PROMPTS * 6)}])
     sampling = Sampling(temperature=0.8, seed=5)
-    options = [GenerateOptions(max_tokens=400, drafter=name, ignore_eos=True) for name in ("none", "model", "ngram")]
-    plain, model, ngram = (demo.generate(ids, sampling, chosen) for chosen in options)
+    options = [GenerateOptions(max_tokens=400, drafter=name, ignore_eos=True) for name in ("none", "model", "auto")]
+    plain, model, auto = (demo.generate(ids, sampling, chosen) for chosen in options)
     assert len(plain.token_ids) == 400
-    assert plain.token_ids == model.token_ids == ngram.token_ids
+    assert plain.token_ids == model.token_ids == auto.token_ids

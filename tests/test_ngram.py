@@ -57,14 +57,13 @@ def test_a_refused_place_is_not_proposed_from_again() -> None:
     assert drafter.draft(request(ids, 2)).num_tokens == 0
 
 
-def test_confidence_learns_from_outcomes() -> None:
-    ids = [1, 2, 3] * 4
-    drafter = NgramDrafter()
-    drafter.begin(np.array(ids, np.int32))
-    before = drafter.draft(request(ids))
-    drafter.observe(before, Verdict((0, 1, 2, 3), 1))
-    after = drafter.draft(request(ids))
-    assert after.confidences[0] > before.confidences[0] == 0.5
+def test_the_evidence_of_a_token_is_the_size_of_its_match() -> None:
+    for ids, size in (([1, 2, 3] * 4, 4.0), ([9, 1, 2, 3, 8, 1, 2, 3], 3.0), ([9, 1, 2, 8, 7, 1, 2], 2.0)):
+        drafter = NgramDrafter()
+        drafter.begin(np.array(ids, np.int32))
+        draft = drafter.draft(request(ids))
+        assert draft.evidence == ((size,),) * draft.num_tokens
+    assert drafter.is_free and drafter.evidence_kind == "bucket"
 
 
 def test_a_new_generation_forgets_the_old_text_unless_it_goes_on_from_it() -> None:

@@ -36,7 +36,7 @@ def test_a_result_says_how_it_came_about(model: edgespec.Model) -> None:
     assert len(result.token_ids) == len(result.logprobs) == 12
     assert result.prompt_token_ids == tuple(model.encode("def add(a, b):"))
     assert result.text == model.target.vocabulary.decode(list(result.token_ids))
-    assert (result.seed, result.drafter, result.verify, result.finish_reason) == (5, "model", "coupled", "length")
+    assert (result.seed, result.drafter, result.verify, result.finish_reason) == (5, "auto", "coupled", "length")
     assert result.reproducible and result.lossless
     assert result.stats.peak_rss_bytes > 10 * 2**20
     assert all(logprob <= 0 for logprob in result.logprobs)
@@ -138,7 +138,8 @@ def test_a_draft_that_is_not_there_is_missed_by_name(tiny_path: Path) -> None:
     with pytest.raises(CapabilityError, match="--model-draft"):
         edgespec.load(str(tiny_path), drafter="model")
     with edgespec.load(str(tiny_path)) as alone:
-        assert alone.drafter_name == "ngram"
+        assert alone.drafter_name == "auto"
+        assert alone.draft_costs == {}
         with pytest.raises(CapabilityError, match="--model-draft"):
             alone.stream("a", options=GenerateOptions(drafter="model"))
 

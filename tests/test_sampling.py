@@ -58,6 +58,14 @@ def test_fast_truncation_equals_its_slow_twin(size: int, settings: Sampling) -> 
         assert prob == pytest.approx(expected[token_id], rel=1e-9)
 
 
+@pytest.mark.parametrize("settings", [Sampling(top_k=0, top_p=1, min_p=0), Sampling(top_k=0), Sampling()])
+def test_a_draft_row_that_lacks_the_padding_of_the_targets_vocabulary(settings: Sampling) -> None:
+    row = np.random.default_rng(3).normal(0, 3, 500).astype(np.float32)
+    found, expected = (Sampler(settings, size).distribution(row, NO_HISTORY) for size in (640, 500))
+    assert np.array_equal(found.token_ids, expected.token_ids)
+    assert np.array_equal(found.probs, expected.probs)
+
+
 def test_temperature_zero_is_argmax_and_ties_go_to_the_lowest_id() -> None:
     row = np.array([0, 7, 3, 7], np.float32)
     found = Sampler(Sampling(temperature=0), 4).distribution(row, NO_HISTORY)

@@ -13,7 +13,7 @@ from edgespec.errors import CapabilityError
 from edgespec.noise import Stream
 from edgespec.sampling import Sampler, Sampling
 from edgespec.types import Distribution, Draft, Verdict
-from edgespec.verify import coupled, rejection, residual
+from edgespec.verify import block, coupled, rejection, residual, typical
 
 
 def emitted_tokens(draft: Draft, verdict: Verdict) -> Prefix:
@@ -35,12 +35,13 @@ def sample_chain(choices: Enumerator, law: Law, length: int) -> Draft:
 
 @pytest.mark.parametrize("vocabulary, length", [(2, 1), (2, 4), (3, 2), (3, 3), (4, 2), (4, 3)])
 @pytest.mark.parametrize("seed", range(3))
-def test_rejection_with_a_sampled_draft_is_exact(vocabulary: int, length: int, seed: int) -> None:
+@pytest.mark.parametrize("rule", [rejection, block])
+def test_a_sampled_draft_is_exact(vocabulary: int, length: int, seed: int, rule) -> None:
     target, drafts = random_law(vocabulary, seed), random_law(vocabulary, seed + 100)
 
     def trial(choices: Enumerator) -> Prefix:
         draft = sample_chain(choices, drafts, length)
-        return emitted_tokens(draft, rejection(draft, target_at(draft, target), choices, 0))
+        return emitted_tokens(draft, rule(draft, target_at(draft, target), choices, 0))
 
     law: dict[Prefix, Fraction] = defaultdict(Fraction)
     for weight, tokens in outcomes(trial):
@@ -48,7 +49,7 @@ def test_rejection_with_a_sampled_draft_is_exact(vocabulary: int, length: int, s
     assert_same_law(law, target, vocabulary, length + 1)
 
 
-@pytest.mark.parametrize("rule", [coupled, rejection])
+@pytest.mark.parametrize("rule", [coupled, rejection, block])
 @pytest.mark.parametrize("tokens", [(0,), (1, 1, 2), (2, 0, 1), (3, 3, 3, 3), ()])
 def test_any_deterministic_chain_is_exact(rule, tokens: Prefix) -> None:
     target = random_law(4, seed=7)
@@ -116,3 +117,58 @@ def test_rejection_refuses_a_tree() -> None:
 def test_residual_of_equal_distributions_is_the_target() -> None:
     same = Distribution(np.array([3, 1], np.int32), np.array([0.5, 0.5]))
     assert residual(same, same) is same
+
+
+@pytest.mark.parametrize("rule", [rejection, block])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_draft_that_ends_where_its_own_tokens_say_is_exact(seed: int, rule) -> None:
+    """The controller stops a draft behind a doubtful token, so where it ends depends on the tokens up to there."""
+    target, drafts = random_law(3, seed), random_law(3, seed + 100)
+
+    def trial(choices: Enumerator) -> Prefix:
+        draft = sample_chain(choices, drafts, 3)
+        length = next((i + 1 for i, token in enumerate(draft.token_ids) if token == 1), 3)
+        draft = draft.first(length)
+        return emitted_tokens(draft, rule(draft, target_at(draft, target), choices, 0))
+
+    law: dict[Prefix, Fraction] = defaultdict(Fraction)
+    for weight, tokens in outcomes(trial):
+        law[tokens] += weight
+    assert_same_law(law, target, 3, 4)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_block_accepts_at_least_as_many_tokens_as_rejection(seed: int) -> None:
+    target, drafts = random_law(3, seed), random_law(3, seed + 100)
+
+    def mean_accepted(rule) -> Fraction:
+        def trial(choices: Enumerator) -> int:
+            draft = sample_chain(choices, drafts, 3)
+            return len(rule(draft, target_at(draft, target), choices, 0).accepted_nodes)
+
+        return sum((weight * accepted for weight, accepted in outcomes(trial)), Fraction(0))
+
+    assert mean_accepted(block) >= mean_accepted(rejection)
+
+
+@pytest.mark.parametrize(
+    "probs, token, stands",
+    [
+        ((0.5, 0.5), 0, True),
+        ((0.92, 0.08), 1, False),  # below the fixed threshold of .09
+        ((0.9, 0.1), 1, True),
+        ((0.05,) * 20, 3, True),  # entropy ln 20: the threshold is .3 / 20
+    ],
+)
+def test_typical_accepts_what_is_likely_enough_for_the_entropy(probs, token: int, stands: bool) -> None:
+    law = Distribution(np.arange(len(probs), dtype=np.int32), np.array(probs))
+    verdict = typical(Draft.chain([token]), lambda node, path: law, Sampler(Sampling(seed=1), 32), 0)
+    assert bool(verdict.accepted_nodes) == stands
+
+
+def test_typical_takes_the_likeliest_branch_and_at_temperature_0_only_the_targets_own() -> None:
+    tree = Draft(np.array([1, 2, 5], np.int32), np.array([-1, -1, 1], np.int32), np.ones(3, np.float32))
+    law = Distribution(np.array([1, 2, 5], np.int32), np.array([0.2, 0.5, 0.3]))
+    assert typical(tree, lambda node, path: law, Sampler(Sampling(seed=1), 32), 0).accepted_nodes == (1, 2)
+    greedy = Distribution(np.array([7], np.int32), np.ones(1))
+    assert typical(tree, lambda node, path: greedy, Sampler(Sampling(temperature=0), 32), 0) == Verdict((), 7)

@@ -1,42 +1,60 @@
-"""How many tokens each round may draft."""
+"""The contract of a controller: it owns the drafters of a generation and decides each round which one drafts how much.
+
+A controller sees committed tokens, costs and outcomes. It never sees logits, so whatever it decides can change the
+time of a text and, under the coupled rule, not the text.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from typing import NamedTuple
+
+from edgespec.drafters.base import Drafter, DraftRequest
+from edgespec.types import EMPTY_DRAFT, Draft, RoundRecord, TokenIds, Verdict
 
 
-@dataclass(frozen=True, slots=True)
-class RoundReport:
-    """What one round cost and brought; times in seconds, `width` the rows of its target pass."""
+class Proposal(NamedTuple):
+    """One round's draft and the name of the drafter it came from; None when nothing was drafted."""
 
-    width: int
-    drafted_tokens: int
-    accepted_tokens: int
-    draft_s: float
-    verify_s: float
+    draft: Draft
+    drafter: str | None = None
+
+
+NOTHING = Proposal(EMPTY_DRAFT)
 
 
 class Controller(ABC):
-    """Decides before each round, is asked during drafting, and learns from the outcome."""
+    """Proposes before each round and learns from its outcome."""
 
     @abstractmethod
-    def max_draft_tokens(self, context_tokens: int) -> int:
-        """Most tokens the next round may draft with `context_tokens` in the cache; 0 is plain decoding."""
+    def begin(self, prompt_ids: TokenIds, prefill_s: float = 0.0) -> None:
+        """A new generation starts from `prompt_ids` [n], which the target took `prefill_s` to read."""
 
-    def worth_going_on(self, index: int, confidence: float) -> bool:
-        """Whether draft token `index` is worth its cost; `confidence`: the probability that all before it stand."""
-        return True
+    @abstractmethod
+    def propose(self, request: DraftRequest) -> Proposal:
+        """The draft of the next round: at most `request.max_tokens` tokens; an empty one is plain decoding."""
 
-    def observe(self, report: RoundReport) -> None:
-        """Learn from a finished round."""
+    @abstractmethod
+    def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
+        """Learn what became of the last proposal, and what the round cost."""
 
 
 class FixedLength(Controller):
-    """The same draft length every round."""
+    """One drafter and the same draft length every round, whatever it costs."""
 
-    def __init__(self, draft_length: int) -> None:
+    def __init__(self, drafter: Drafter, draft_length: int) -> None:
+        self._drafter = drafter
         self.draft_length = draft_length
 
-    def max_draft_tokens(self, context_tokens: int) -> int:
-        return self.draft_length
+    def begin(self, prompt_ids: TokenIds, prefill_s: float = 0.0) -> None:
+        self._drafter.begin(prompt_ids)
+
+    def propose(self, request: DraftRequest) -> Proposal:
+        most = min(self.draft_length, request.max_tokens)
+        if most < 1:
+            return NOTHING
+        draft = self._drafter.draft(request.at_most(most))
+        return Proposal(draft, self._drafter.name if draft.num_tokens else None)
+
+    def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
+        self._drafter.observe(proposal.draft, verdict)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 from edgespec.sampling import Sampler
-from edgespec.types import Draft, TokenIds, Verdict
+from edgespec.types import Draft, Evidence, TokenIds, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,21 +18,32 @@ class DraftRequest:
     `token_ids` [n]: prompt and emitted tokens, the pending one last; the first proposed token stands at position n.
     `max_tokens`: most nodes the draft may have. `sampler`: the target's settings and noise; a drafter that samples
     uses both, so that its tokens couple with the target's. `needs_distributions`: the acceptance rule compares
-    distributions, so sampled proposals come with theirs. `worth_going_on(index, confidence)`: asked by drafters whose
-    tokens cost time, before each further token; False ends the draft.
+    distributions, so sampled proposals come with theirs. `worth_going_on(num_drafted, evidence)`: asked by drafters
+    whose tokens cost time, after each token with that token's evidence; False ends the draft behind it.
     """
 
     token_ids: TokenIds
     max_tokens: int
     sampler: Sampler
     needs_distributions: bool = False
-    worth_going_on: Callable[[int, float], bool] | None = None
+    worth_going_on: Callable[[int, Evidence], bool] | None = None
+
+    def at_most(self, max_tokens: int) -> DraftRequest:
+        """The same request for fewer tokens."""
+        return replace(self, max_tokens=max_tokens)
 
 
 class Drafter(ABC):
-    """One method of proposing tokens, for one generation at a time."""
+    """One method of proposing tokens, for one generation at a time.
+
+    `is_free`: drafting costs next to nothing, so that it may be done on trial. `evidence_kind`: what the evidence of
+    its tokens is: `bucket`, one number that names a class of alike proposals; `scores`, numbers that grow with the
+    probability of being accepted, each of the order of one.
+    """
 
     name: str
+    is_free: ClassVar[bool] = False
+    evidence_kind: ClassVar[Literal["bucket", "scores"]] = "scores"
 
     @abstractmethod
     def begin(self, prompt_ids: TokenIds) -> None:
@@ -43,6 +55,10 @@ class Drafter(ABC):
 
     def observe(self, draft: Draft, verdict: Verdict) -> None:
         """Learn what became of the last draft; the committed tokens arrive with the next request."""
+
+    def lag(self, token_ids: TokenIds) -> int:
+        """Tokens that it would first have to read to draft behind the committed `token_ids` [n]."""
+        return 0
 
     @property
     def bytes_used(self) -> int:

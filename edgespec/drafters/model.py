@@ -6,6 +6,8 @@ in half-window jumps, so that the cost of a slide is spread over many tokens and
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from edgespec.drafters.base import Drafter, DraftRequest
@@ -13,7 +15,9 @@ from edgespec.engines.base import Engine
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import Cancelled
 from edgespec.noise import Stream
-from edgespec.types import EMPTY_DRAFT, Distribution, Draft, Logits, TokenIds
+from edgespec.types import EMPTY_DRAFT, Distribution, Draft, Evidence, Logits, TokenIds
+
+_FOLD, _SHORT_ROW = 64, 8192  # logits of which the largest counts, in rows that are longer
 
 
 class ModelDrafter(Drafter):
@@ -63,24 +67,33 @@ class ModelDrafter(Drafter):
         stream = Stream.DRAFT if request.needs_distributions else Stream.TARGET
         history = request.token_ids
         chosen: list[int] = []
-        confidences: list[float] = []
+        evidence: list[Evidence] = []
         distributions: list[Distribution] = []
-        reach = 1.0  # probability that every token so far stands, by the draft's own account
         while True:
             distribution = sampler.distribution(logits, history)
-            token_id = sampler.pick(distribution, request.token_ids.size + len(chosen), stream)
+            token_id, lead = sampler.race(distribution, request.token_ids.size + len(chosen), stream)
             chosen.append(token_id)
-            confidences.append(float(distribution.prob_of(token_id)))
+            evidence.append(evidence_of(logits, distribution.prob_of(token_id), lead))
             distributions.append(distribution)
-            reach *= confidences[-1]
             if len(chosen) == most or token_id in self._engine.vocabulary.end_ids:
                 break
-            if request.worth_going_on is not None and not request.worth_going_on(len(chosen), reach):
+            if request.worth_going_on is not None and not request.worth_going_on(len(chosen), evidence[-1]):
                 break
             if sampler.sampling.uses_history:
                 history = np.append(history, np.int32(token_id))
             logits = self._cache.feed(np.array([token_id], np.int32))
-        return Draft.chain(chosen, confidences, distributions if request.needs_distributions else None)
+        given = distributions if request.needs_distributions else None
+        return Draft.chain(chosen, distributions=given, evidence=evidence)
+
+    def lag(self, token_ids: TokenIds) -> int:
+        if token_ids.size > self._engine.facts.context_length:
+            return 1  # the window slides seldom; what that costs shows in the time of a draft
+        return token_ids.size - self._cache.shared_length(token_ids)
+
+    def emptied(self) -> Engine:
+        """Its engine with an empty cache, for measuring; what was read is read again by the next draft."""
+        self._cache.rollback(0)
+        return self._engine
 
     @property
     def bytes_used(self) -> int:
@@ -95,3 +108,21 @@ class ModelDrafter(Drafter):
 
     def close(self) -> None:
         self._engine.close()
+
+
+def evidence_of(logits: Logits, prob: float, lead: float) -> Evidence:
+    """What speaks for a drafted token: log odds of the likeliest one, the token's own probability, and its lead.
+
+    `logits` [vocabulary]; the odds are of the plain softmax, since a greedy distribution says 1 of everything. `lead`:
+    of the race that drew the token (Sampler.race), which the target runs with its own probabilities; where no other
+    token ran, the margin of the logits stands for it. A whole softmax would cost more than this may: only the largest
+    of every few logits count, and what the others weigh together is learnt with the slopes.
+    """
+    fold = _FOLD if logits.size > _SHORT_ROW else 1
+    largest = logits[: logits.size // fold * fold].reshape(fold, -1).max(axis=0)
+    place = largest.argmax()
+    best, largest[place] = float(largest[place]), -math.inf
+    others = float(np.exp(largest - best).sum())
+    odds = -math.log(max(others, 1e-6))
+    ahead = best - float(largest.max()) if math.isinf(lead) else lead
+    return max(-3.0, min(odds, 6.0)) / 2.0, max(math.log(max(prob, 1e-9)), -4.0), min(ahead, 8.0) / 4.0

@@ -18,6 +18,8 @@ class NgramDrafter(Drafter):
     """Copies the continuation of the longest earlier match of `max_ngram` down to `min_ngram` tokens."""
 
     name = "ngram"
+    is_free = True
+    evidence_kind = "bucket"  # the size of the matching n-gram
 
     def __init__(self, min_ngram: int = 2, max_ngram: int = 4, places_kept: int = 4, refusals_kept: int = 32) -> None:
         self._sizes = range(max_ngram, min_ngram - 1, -1)
@@ -26,7 +28,6 @@ class NgramDrafter(Drafter):
         self._places: dict[tuple[int, ...], list[int]] = {}
         self._refused: deque[int] = deque(maxlen=refusals_kept)
         self._source: tuple[int, int] | None = None  # n-gram size and place of the last draft
-        self._outcomes = {size: [1, 2] for size in self._sizes}  # accepted, tried: a Beta(1, 1) prior
 
     def begin(self, prompt_ids: TokenIds) -> None:
         self._refused.clear()
@@ -43,19 +44,13 @@ class NgramDrafter(Drafter):
             return EMPTY_DRAFT
         size, place = self._source
         copied = self._copy(place, request.max_tokens)
-        accepted, tried = self._outcomes[size]
-        return Draft.chain(copied, [accepted / tried] * len(copied))
+        return Draft.chain(copied, evidence=[(float(size),)] * len(copied))
 
     def observe(self, draft: Draft, verdict: Verdict) -> None:
         if self._source is None or not draft.num_tokens:
             return
-        size, place = self._source
-        num_accepted = len(verdict.accepted_nodes)
-        outcome = self._outcomes[size]
-        outcome[0] += num_accepted
-        outcome[1] += min(num_accepted + 1, draft.num_tokens)
-        if num_accepted == 0:
-            self._refused.append(place)
+        if not verdict.accepted_nodes:
+            self._refused.append(self._source[1])
 
     @property
     def bytes_used(self) -> int:

@@ -26,7 +26,8 @@ class EngineFacts:
 
     `width_classes`: the measured intervals (low, high) of pass widths within which a token's logits are bitwise
     equal whatever the width; `pinned_class` is the one the reproducible mode keeps to, None when it is off or when
-    the model has none. `can_tree`: whether a batch may hold trees, here and now; chains always may come.
+    the model has none. `padding_cost`: with a pinned class, the time of a lone token padded up to it over that of the
+    same token by itself. `can_tree`: whether a batch may hold trees, here and now; chains always may come.
     """
 
     name: str
@@ -42,6 +43,7 @@ class EngineFacts:
     pinned_class: tuple[int, int] | None
     device: str
     threads: int
+    padding_cost: float = 1.0
 
 
 class Engine(ABC):

@@ -44,12 +44,16 @@ class CachedSequence:
 
         A model that cannot roll back keeps its cache only when `wanted_ids` goes on from all of it.
         """
-        limit = min(self._length, wanted_ids.size - 1)
-        differs = np.flatnonzero(self._ids[:limit] != wanted_ids[:limit])
-        shared = int(differs[0]) if differs.size else limit
+        shared = self.shared_length(wanted_ids)
         if shared < self._length:
             self.rollback(shared if self.engine.facts.can_rollback else 0)
         return self._length
+
+    def shared_length(self, wanted_ids: TokenIds) -> int:
+        """How many of `wanted_ids` [n], the last one excepted, the cache holds from the first on."""
+        limit = min(self._length, wanted_ids.size - 1)
+        differs = np.flatnonzero(self._ids[:limit] != wanted_ids[:limit])
+        return int(differs[0]) if differs.size else limit
 
     def feed(self, token_ids: TokenIds) -> Logits:
         """Append tokens [n] in as few passes as exactness allows; the logits row [vocabulary] after the last one.

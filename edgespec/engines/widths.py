@@ -7,8 +7,11 @@ inside one class of widths, so that a token's logits do not depend on what else 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from statistics import median
+from time import perf_counter
 
 import numpy as np
 
@@ -17,9 +20,10 @@ from edgespec.engines.measurements import recall, remember
 from edgespec.errors import CapabilityError
 from edgespec.types import Batch, TokenIds
 
+logger = logging.getLogger("edgespec")
 WidthClass = tuple[int, int]
 Digests = dict[int, bytes]  # position of a token -> digest of its row of logits
-METHOD = 1  # raise it when the measurement changes, and what is kept of older ones is forgotten
+METHOD = 2  # raise it when the measurement changes, and what is kept of older ones is forgotten
 # From 512 cells on llama.cpp's attention treats a lone row in its own way, and cells are counted in steps of 256.
 PREFIX = 272
 # Verifying passes are narrow and every width there counts; between the wide ones kernels differ by whole tiles.
@@ -37,11 +41,14 @@ def pinned_facts(engine: Engine, key: str, *, widest: int, reproducible: bool | 
     `key` names everything that the bits depend on: a measurement under it is kept between runs. `reproducible` None
     takes a class if there is one, True demands it: CapabilityError, with `advice`, when there is none.
     """
-    kept = recall("widths", key) if engine.facts.can_rollback else []
+    kept = recall("widths", key) if engine.facts.can_rollback else {"classes": [], "seconds": []}
     if kept is None:
-        kept = measure_classes(engine, widest)
+        logger.info("finding which widths of a pass give equal bits with this model, once")
+        measured, seconds = measure_classes(engine, widest)
+        kept = {"classes": measured, "seconds": sorted(seconds.items())}
         remember("widths", key, kept)
-    found = tuple((low, high) for low, high in kept)
+    found = tuple((low, high) for low, high in kept["classes"])
+    seconds = {int(width): float(taken) for width, taken in kept["seconds"]}
     pinned = choose_class(found)
     if reproducible and pinned is None:
         raise CapabilityError(
@@ -52,11 +59,34 @@ def pinned_facts(engine: Engine, key: str, *, widest: int, reproducible: bool | 
     if pinned and pinned[1] >= WIDE_ENOUGH_FOR_PROMPTS:
         # With prompts read at pinned widths too, a cache's bits depend on its tokens alone and not on how they came.
         max_batch = min(max_batch, pinned[1])
-    return replace(engine.facts, width_classes=found, pinned_class=pinned, max_batch=max_batch)
+    padding_cost = seconds[pinned[0]] / seconds[1] if pinned and pinned[0] in seconds else 1.0
+    return replace(
+        engine.facts, width_classes=found, pinned_class=pinned, max_batch=max_batch, padding_cost=padding_cost
+    )
 
 
-def measure_classes(engine: Engine, widest: int) -> tuple[WidthClass, ...]:
-    """The classes of widths 1..`widest`, measured on sequence 0, which must be empty and is left so.
+@dataclass(slots=True)
+class Passes:
+    """What passes of each width gave and took: digests of logits by position, and median seconds."""
+
+    digests: dict[int, Digests] = field(default_factory=dict)
+    seconds: dict[int, float] = field(default_factory=dict)
+
+    def run(self, engine: Engine, ids: TokenIds, start: int, width: int) -> None:
+        """Score the tokens from `start` on in passes of `width`, as many as are full."""
+        found: Digests = {}
+        taken: list[float] = []
+        for begin in range(start, ids.size - width + 1, width):
+            started_s = perf_counter()
+            logits = engine.forward(Batch.chain(ids[begin : begin + width]))
+            taken.append(perf_counter() - started_s)
+            for position, row in enumerate(logits, start=begin):
+                found[position] = hashlib.blake2b(row.tobytes(), digest_size=16).digest()
+        self.digests[width], self.seconds[width] = found, median(taken)
+
+
+def measure_classes(engine: Engine, widest: int) -> tuple[tuple[WidthClass, ...], dict[int, float]]:
+    """The classes of widths 1..`widest` and the seconds of a pass by width, on sequence 0, empty before and after.
 
     The same tokens are scored at every width, the narrow ones in several passes: two kernels often round alike, and a
     few rows would not tell them apart. Each width begins on cells that only the first, widest pass filled.
@@ -66,24 +96,15 @@ def measure_classes(engine: Engine, widest: int) -> tuple[WidthClass, ...]:
     ids = np.random.default_rng(0).integers(0, engine.vocabulary.size, prefix + widest).astype(np.int32)
     for start in range(0, prefix, facts.max_batch):
         engine.forward(Batch.chain(ids[start : min(start + facts.max_batch, prefix)], last_only=True))
-    digests = {widest: _score(engine, ids, prefix, widest)}
+    passes = Passes()
+    passes.run(engine, ids, prefix, widest)
     for width in (*range(1, EVERY_WIDTH_TO + 1), *WIDER):
         if width < widest:
             start = ids.size - min(max(width, EVERY_WIDTH_TO), widest)
             engine.rollback(start)
-            digests[width] = _score(engine, ids, start, width)
+            passes.run(engine, ids, start, width)
     engine.rollback(0)
-    return classes(digests)
-
-
-def _score(engine: Engine, ids: TokenIds, start: int, width: int) -> Digests:
-    """Score the tokens from `start` on in passes of `width`, as many as are full."""
-    found: Digests = {}
-    for begin in range(start, ids.size - width + 1, width):
-        logits = engine.forward(Batch.chain(ids[begin : begin + width]))
-        for position, row in enumerate(logits, start=begin):
-            found[position] = hashlib.blake2b(row.tobytes(), digest_size=16).digest()
-    return found
+    return classes(passes.digests), passes.seconds
 
 
 def classes(digests: Mapping[int, Digests]) -> tuple[WidthClass, ...]:

@@ -1,0 +1,297 @@
+"""The automatic controller: measured costs, calibrated confidence, the rate rule, a choice among drafters, a time bank.
+
+One round: free drafters draft on trial, paid ones are forecast; each has a best length and an expected gain over plain
+decoding (`length`); Hedge takes one or none (`choice`); the bank has the last word (`bank`). Afterwards costs,
+confidences and weights learn from what happened, and unused free drafts from the text itself (`shadow`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from edgespec.control.bank import TimeBank
+from edgespec.control.base import NOTHING, Controller, Proposal
+from edgespec.control.choice import Hedge
+from edgespec.control.cost import WIDEST, CostCurve, DraftCost
+from edgespec.control.drafter_state import DrafterState
+from edgespec.control.length import FORESIGHT, best_length, ceiling, forecast
+from edgespec.control.shadow import Shadow, Shadows
+from edgespec.drafters.base import Drafter, DraftRequest
+from edgespec.types import Draft, Evidence, RoundRecord, TokenIds, Verdict
+
+MAX_AUTO_LENGTH = 32
+START_PASSES = 2.0  # what the bank holds at first, in plain passes
+MOST_PASSES = 16.0  # the most it may hold when a generation begins
+_RATE_MEMORY = 0.95  # per round, of the running rate
+_READING_ROUNDS = 16  # rounds over which the reading of what a paid drafter lacks is spread
+_PROBE_READING = 0.25  # of what the bank holds, that a probe may spend on reading first
+_LATE = 1.5  # times its known cost, that a pass is charged to speculation at most
+_REFRESH_EVERY = 128  # rounds of speculation after which one plain pass shows what it costs by now
+_WORTH_PROBING = 1.02  # a drafter whose ceiling is below this speedup can gain nothing here
+
+
+@dataclass(slots=True)
+class Round:
+    """The decision of the round in progress, kept until its outcome is known."""
+
+    gains: dict[str, float]
+    chosen: str | None
+    reading_s: float = 0.0  # of the draft's time, for text that its drafter lacked
+    drafted: Draft | None = None  # all that a paid drafter drafted, before what was not worth verifying was dropped
+    is_promising: bool = False  # a paid draft whose confidences, once known, promised a gain
+
+
+class AutoController(Controller):
+    """Decides drafter and draft length each round so that tokens per second are most and never below plain decoding's.
+
+    `curve`: what the target's passes cost; `costs`: what each paid drafter's tokens cost; `share`: how much of plain
+    decoding's time speculation may lose at most. It owns none of the drafters. `clock` is there for simulations.
+    """
+
+    def __init__(
+        self,
+        drafters: Mapping[str, Drafter],
+        curve: CostCurve,
+        costs: Mapping[str, DraftCost],
+        share: float = 0.02,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        self.drafters = dict(drafters)
+        self.curve = curve
+        self.costs = {name: costs.get(name) or DraftCost() for name in drafters}
+        self.bank = TimeBank(share, START_PASSES * curve.at(1))
+        self._clock = clock
+        self._kinds: dict[str, tuple[dict[str, DrafterState], Hedge]] = {}
+        self._states, self._hedge = self._of_kind("greedy")
+        self._shadows = Shadows()
+        self._round: Round | None = None
+        self._tokens, self._seconds = 0.0, 0.0  # of recent rounds, older ones fading
+        self._since_plain = 0
+
+    def begin(self, prompt_ids: TokenIds, prefill_s: float = 0.0) -> None:
+        for drafter in self.drafters.values():
+            drafter.begin(prompt_ids)
+        self._shadows.clear()
+        self._round = None
+        self.bank.limit(MOST_PASSES * self.curve.at(1, prompt_ids.size))
+        self.bank.waited(prefill_s)  # what lets a draft model read a long prompt
+
+    def propose(self, request: DraftRequest) -> Proposal:
+        context = request.token_ids.size
+        self._states, self._hedge = self._of_kind(_kind(request))
+        pass_s = self.curve.table(context)
+        rate = self._rate(pass_s[1])
+        self._judge_shadows(request.token_ids)
+        most = min(request.max_tokens, MAX_AUTO_LENGTH, WIDEST - 1)
+        if most < 1 or not self.bank.can_pay(pass_s[2], pass_s[1]):
+            return NOTHING  # nothing could be afforded, so nothing is spent on deciding either
+        drafts = self._trial_drafts(request.at_most(most))
+        lengths: dict[str, int] = {}
+        gains: dict[str, float] = {}
+        for name, drafter in self.drafters.items():
+            if name in drafts:
+                lengths[name], gains[name] = best_length(drafts[name][1], pass_s, rate, most)
+            else:
+                gains[name] = self._forecast(name, drafter.lag(request.token_ids), pass_s, rate, most)
+        chosen = self._chosen(gains, request.token_ids, pass_s, most)
+        self._round = Round(gains, chosen)
+        for name, (draft, _) in drafts.items():
+            if name != chosen:
+                extra = rate * (pass_s[lengths[name] + 1] - pass_s[1])
+                self._shadows.add(Shadow(name, context, draft, lengths[name], gains, extra))
+        if chosen is None:
+            return NOTHING
+        if chosen in drafts:
+            return self._affordable(chosen, *drafts[chosen], lengths[chosen], pass_s)
+        return self._paid_proposal(chosen, request.at_most(most), pass_s, rate)
+
+    def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
+        context, plain_s = record.position, self.curve.at(1, record.position)
+        round_s, num_tokens = record.draft_s + record.verify_s, record.accepted_tokens + 1
+        rate = self._rate(plain_s)
+        if proposal.drafter is None:
+            self._since_plain = 0
+            self.bank.decoded(plain_s, record.draft_s)
+        else:
+            self._since_plain += 1
+            # A pass that took far too long is the machine's doing: plain decoding has to wait there too.
+            late_s = record.verify_s - _LATE * self.curve.at(record.width, context)
+            self.bank.speculated(num_tokens, round_s - max(late_s, 0.0), plain_s)
+        self.curve.observe(record.width, context, record.verify_s)
+        decided, self._round = self._round, None
+        reading_s = 0.0 if decided is None else decided.reading_s
+        self._tokens = _RATE_MEMORY * self._tokens + num_tokens
+        self._seconds = _RATE_MEMORY * self._seconds + round_s - reading_s
+        if decided is None:
+            return
+        # A paid drafter that was not asked counts as half of what it expected: neither punished nor trusted for it.
+        net = {name: 0.5 * gain for name, gain in decided.gains.items() if not self.drafters[name].is_free}
+        if proposal.drafter is not None:
+            self.drafters[proposal.drafter].observe(proposal.draft, verdict)
+            self._states[proposal.drafter].learn(proposal.draft, record.accepted_tokens)
+            net[proposal.drafter] = num_tokens - 1 - rate * (round_s - reading_s - plain_s)
+        elif decided.drafted is not None and decided.chosen is not None:
+            net[decided.chosen] = -rate * (record.draft_s - reading_s)  # drafted, and not worth a wider pass
+        self._hedge.update(decided.gains, net)
+        self._hedge.share()
+        self._count_probes(decided)
+
+    # -- deciding
+
+    def _rate(self, plain_s: float) -> float:
+        """Tokens per second that this run earns; never less than plain decoding would."""
+        return max(self._tokens / self._seconds if self._seconds else 0.0, 1.0 / plain_s)
+
+    def _trial_drafts(self, request: DraftRequest) -> dict[str, tuple[Draft, list[float]]]:
+        """What each free drafter drafts, with the confidences of its tokens."""
+        found = {}
+        for name, drafter in self.drafters.items():
+            if drafter.is_free:
+                draft = drafter.draft(request)
+                found[name] = draft, self._states[name].confidences(draft)
+        return found
+
+    def _forecast(self, name: str, lag: int, pass_s: list[float], rate: float, most: int) -> float:
+        """Tokens to gain from asking a paid drafter, as far as is known before; what it must read first is spread.
+
+        Not the gain of the confidences to be expected: whether to verify is decided when they are known, and an option
+        is worth more than what it is on average.
+        """
+        cost, state = self.costs[name], self._states[name]
+        if not self.bank.can_pay(pass_s[2] + cost.of(1, lag), pass_s[1]):
+            return 0.0
+        if state.worth is None:
+            ahead = state.upcoming.chain(None, min(most, FORESIGHT))
+            state.worth = forecast(0, 1.0, ahead, pass_s, cost.token_s, rate, most)[1]
+        return state.worth - rate * lag * cost.read_s / min(_READING_ROUNDS, most)
+
+    def _chosen(self, gains: Mapping[str, float], token_ids: TokenIds, pass_s: list[float], most: int) -> str | None:
+        """The round's drafter: what Hedge takes, a probe that is due, or none so that a plain pass is timed again."""
+        if self._since_plain >= _REFRESH_EVERY:
+            return None
+        chosen = self._hedge.pick(gains)
+        if chosen is not None:
+            return chosen
+        for name, state in self._states.items():
+            if not self.drafters[name].is_free and state.probe_in <= 0 and self._can_gain(name, pass_s, most):
+                reading_s = self.drafters[name].lag(token_ids) * self.costs[name].read_s
+                return name if reading_s <= _PROBE_READING * self.bank.balance_s else None
+        return None
+
+    def _can_gain(self, name: str, pass_s: list[float], most: int) -> bool:
+        return ceiling(pass_s, self.costs[name].token_s, most)[1] >= _WORTH_PROBING
+
+    def _affordable(
+        self, name: str, draft: Draft, confidences: list[float], length: int, pass_s: list[float]
+    ) -> Proposal:
+        """As much of a finished draft as is worth it and as the bank can pay."""
+        plain_s = pass_s[1]
+        while length and not self.bank.can_pay(pass_s[length + 1], plain_s):
+            length -= 1
+        return Proposal(_kept(draft, confidences, length), name) if length else NOTHING
+
+    def _paid_proposal(self, name: str, request: DraftRequest, pass_s: list[float], rate: float) -> Proposal:
+        """Let a paid drafter go on while a token is expected to pay, then keep what is worth verifying."""
+        cost, state = self.costs[name], self._states[name]
+        lag, plain_s, most = self.drafters[name].lag(request.token_ids), pass_s[1], request.max_tokens
+        while most and not self.bank.can_pay(pass_s[most + 1] + cost.of(most, lag), plain_s):
+            most -= 1
+        if not most:
+            return NOTHING
+        found: list[float] = []
+        reach = 1.0
+
+        def worth_going_on(count: int, evidence: Evidence) -> bool:
+            nonlocal reach
+            found.append(state.calibrator.probability(count - 1, evidence))
+            reach *= found[-1]
+            ahead = state.upcoming.chain(found[-1], min(most - count, FORESIGHT))
+            return forecast(count, reach, ahead, pass_s, cost.token_s, rate, most)[0] > 0
+
+        draft, confidences = self._timed_draft(name, replace(request, max_tokens=most, worth_going_on=worth_going_on))
+        length, gain = best_length(confidences, pass_s, rate, most)
+        assert self._round is not None
+        gain -= rate * cost.of(draft.num_tokens, 0)
+        self._round.is_promising = gain > 0
+        state.asked(gain)
+        if not length and draft.distributions is None:
+            self._shadows.add(Shadow(name, request.token_ids.size, draft, 0, self._round.gains, 0.0))
+        if draft.distributions is not None:
+            length = draft.num_tokens  # under the rejection rule a sampled token may not be dropped for what it is
+        return Proposal(_kept(draft, confidences, length), name) if length else NOTHING
+
+    def _timed_draft(self, name: str, request: DraftRequest) -> tuple[Draft, list[float]]:
+        """What a paid drafter drafts, with its confidences; its cost and what to expect of it are learnt."""
+        assert self._round is not None
+        cost, drafter, state = self.costs[name], self.drafters[name], self._states[name]
+        lag, started_s = drafter.lag(request.token_ids), self._clock()
+        draft = drafter.draft(request)
+        cost.observe(draft.num_tokens, lag, self._clock() - started_s)
+        confidences = state.confidences(draft)
+        state.upcoming.observe_chain(confidences)
+        self._round.drafted, self._round.reading_s = draft, lag * cost.read_s
+        return draft, confidences
+
+    # -- learning
+
+    def _judge_shadows(self, token_ids: TokenIds) -> None:
+        for shadow, agreed in self._shadows.resolved(token_ids):
+            self._states[shadow.drafter].learn(shadow.draft, agreed)
+            if shadow.kept:
+                net = min(agreed, shadow.kept) - shadow.cost_tokens
+                self._hedge.update(shadow.gains, {shadow.drafter: net})
+
+    def _count_probes(self, decided: Round) -> None:
+        for name, state in self._states.items():
+            if not self.drafters[name].is_free:
+                expected = decided.gains[name] > 0
+                state.count_probe(asked=name == decided.chosen, expected=expected, promising=decided.is_promising)
+
+    # -- what is kept and told
+
+    def _of_kind(self, kind: str) -> tuple[dict[str, DrafterState], Hedge]:
+        if kind not in self._kinds:
+            states = {name: DrafterState.of(drafter) for name, drafter in self.drafters.items()}
+            self._kinds[kind] = states, Hedge(self.drafters)
+        return self._kinds[kind]
+
+    def state(self) -> dict[str, Any]:
+        """What was learnt of the drafters, as JSON."""
+        return {
+            kind: {name: state.kept() for name, state in states.items()} for kind, (states, _) in self._kinds.items()
+        }
+
+    def restore(self, kept: Any) -> None:
+        """Go on from what `state` gave; what does not fit is left out."""
+        for kind, drafters in kept.items() if isinstance(kept, dict) else ():
+            states, _ = self._of_kind(kind)
+            for name, parts in drafters.items() if isinstance(drafters, dict) else ():
+                if name not in states:
+                    continue
+                try:
+                    states[name].restore(parts)
+                except (ValueError, TypeError, KeyError, IndexError):
+                    states[name] = DrafterState.of(self.drafters[name])
+
+
+def _kept(draft: Draft, confidences: list[float], length: int) -> Draft:
+    """The first `length` tokens of a draft, with their confidences."""
+    return Draft(
+        draft.token_ids[:length],
+        draft.parents[:length],
+        np.array(confidences[:length], np.float32),
+        None if draft.distributions is None else draft.distributions[:length],
+        None if draft.evidence is None else draft.evidence[:length],
+    )
+
+
+def _kind(request: DraftRequest) -> str:
+    """Requests whose acceptance is alike: by temperature, and by whether the rule compares distributions."""
+    temperature = request.sampler.sampling.temperature
+    heat = "greedy" if temperature == 0 else "cool" if temperature < 0.5 else "warm" if temperature <= 1.1 else "hot"
+    return f"{heat} rejection" if request.needs_distributions else heat

@@ -1,0 +1,38 @@
+"""The time bank: the guard that holds whatever a drafter claims.
+
+A run is credited what plain decoding would have taken for its tokens, and (1 + share) of it, and charged what it took.
+A round may speculate only when the bank can pay its worst case, one token for the whole pass and draft. So at every
+moment elapsed <= (1 + share) * (tokens * plain + prefill) + start: pathwise, and not on average.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class TimeBank:
+    """Seconds that speculation may still lose. `share`: of plain decoding's time, that may be lost at most."""
+
+    share: float
+    balance_s: float
+
+    def can_pay(self, round_s: float, plain_s: float) -> bool:
+        """Whether a round of `round_s` that yields only one token, worth `plain_s`, leaves the bank solvent."""
+        return self.balance_s + (1.0 + self.share) * plain_s >= round_s
+
+    def speculated(self, num_tokens: int, round_s: float, plain_s: float) -> None:
+        """A round emitted `num_tokens` in `round_s` seconds, each worth `plain_s`."""
+        self.balance_s += (1.0 + self.share) * num_tokens * plain_s - round_s
+
+    def decoded(self, plain_s: float, extra_s: float) -> None:
+        """A plain round: its pass is what plain decoding takes, however long that was; deciding took `extra_s`."""
+        self.balance_s += self.share * plain_s - extra_s
+
+    def waited(self, seconds: float) -> None:
+        """The run spent `seconds` on what plain decoding needs too, such as reading the prompt."""
+        self.balance_s += self.share * seconds
+
+    def limit(self, most_s: float) -> None:
+        """Forget what is saved beyond `most_s`: a gain of yesterday must not pay for a slow answer today."""
+        self.balance_s = min(self.balance_s, most_s)

@@ -1,0 +1,212 @@
+"""From a drafter's evidence to the probability that the target accepts a token, learnt from outcomes as they come.
+
+A drafter's own opinion is not to be trusted, a greedy draft's probability says 1 for everything, and a domain that the
+draft knows badly shows in outcomes only. Old outcomes fade, since texts change.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+from edgespec.types import Evidence
+
+_BUCKET_OF = (0, 1, 2, 3, 3, 4, 4, 4)  # position of a token in its draft -> bucket; later ones share the last
+NUM_BUCKETS = 6
+_LEAST, _MOST = 0.01, 0.995
+
+
+def bucket_of(index: int) -> int:
+    """The bucket of a draft's token `index`, from 0."""
+    return _BUCKET_OF[index] if index < len(_BUCKET_OF) else NUM_BUCKETS - 1
+
+
+class Calibrator(ABC):
+    """Estimates for one drafter in one kind of sampling."""
+
+    @abstractmethod
+    def probability(self, index: int, evidence: Evidence) -> float:
+        """That token `index` (from 0) of a draft is accepted if all before it were."""
+
+    def probabilities(self, evidence: Sequence[Evidence]) -> list[float]:
+        """Those of all tokens of a draft."""
+        return [self.probability(index, of_one) for index, of_one in enumerate(evidence)]
+
+    @abstractmethod
+    def observe(self, index: int, evidence: Evidence, *, accepted: bool) -> None:
+        """Learn the fate of a token whose predecessors were all accepted."""
+
+    @abstractmethod
+    def state(self) -> Any:
+        """What was learnt, as JSON."""
+
+    @abstractmethod
+    def restore(self, state: Any) -> None:
+        """Go on from what `state` gave; raises ValueError, TypeError or KeyError when it is something else."""
+
+
+class BetaTable(Calibrator):
+    """A Beta posterior per (class of proposal, position bucket), for drafters that copy.
+
+    What a class has shown as a whole is the prior of each of its positions, worth `_PRIOR_WEIGHT` outcomes.
+    """
+
+    _PRIOR_WEIGHT, _MEMORY = 2.0, 0.98
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[float, int], list[float]] = {}  # [accepted, tried], old outcomes fading
+
+    def probability(self, index: int, evidence: Evidence) -> float:
+        whole = self._counts.get((evidence[0], -1), (1.0, 2.0))
+        pooled = (whole[0] + 1.0) / (whole[1] + 2.0)
+        accepted, tried = self._counts.get((evidence[0], bucket_of(index)), (0.0, 0.0))
+        return (accepted + self._PRIOR_WEIGHT * pooled) / (tried + self._PRIOR_WEIGHT)
+
+    def probabilities(self, evidence: Sequence[Evidence]) -> list[float]:
+        known: dict[tuple[float, int], float] = {}  # a draft's tokens are of few classes and buckets
+        found = []
+        for index, of_one in enumerate(evidence):
+            place = of_one[0], bucket_of(index)
+            if place not in known:
+                known[place] = self.probability(index, of_one)
+            found.append(known[place])
+        return found
+
+    def observe(self, index: int, evidence: Evidence, *, accepted: bool) -> None:
+        for place in (-1, bucket_of(index)):
+            counts = self._counts.setdefault((evidence[0], place), [0.0, 0.0])
+            counts[0] = counts[0] * self._MEMORY + accepted
+            counts[1] = counts[1] * self._MEMORY + 1.0
+
+    def state(self) -> Any:
+        return [[*key, *counts] for key, counts in self._counts.items()]
+
+    def restore(self, state: Any) -> None:
+        counts = {(float(row[0]), int(row[1])): [float(row[2]), float(row[3])] for row in state}
+        if not all(0 <= accepted <= tried < math.inf for accepted, tried in counts.values()):
+            raise ValueError("a table of outcomes has counts that cannot be")
+        self._counts = counts
+
+
+class Logistic(Calibrator):
+    """Logistic regression by online Newton steps of diagonal curvature.
+
+    Score: a bias, what a position differs by, the evidence, and how much better than predicted it went lately: a draft
+    is good or bad by stretches of text.
+    """
+
+    _PRECISION, _PLACE_PRECISION, _SLOPE_PRECISION, _MEMORY = 1.0, 8.0, 4.0, 0.998  # of the priors; of what was seen
+    _BIAS, _SLOPE = -0.2, 0.5
+    _MOOD_MEMORY, _MOOD_SCALE = 0.9, 4.0  # its standard deviation is about 0.1
+
+    def __init__(self) -> None:
+        self._bias, self._precision = self._BIAS, self._PRECISION
+        self._places = [0.0] * NUM_BUCKETS
+        self._place_precision = [self._PLACE_PRECISION] * NUM_BUCKETS
+        self._slopes: list[float] = []  # of the mood, then of the evidence
+        self._slope_precision: list[float] = []
+        self._mood = 0.0
+
+    def probability(self, index: int, evidence: Evidence) -> float:
+        self._grow(1 + len(evidence))
+        score = self._bias + self._places[bucket_of(index)] + self._slopes[0] * self._mood
+        for slope, value in zip(self._slopes[1:], evidence, strict=False):
+            score += slope * value
+        return max(_LEAST, min(_MOST, 1.0 / (1.0 + math.exp(-max(-30.0, min(30.0, score))))))
+
+    def observe(self, index: int, evidence: Evidence, *, accepted: bool) -> None:
+        probability = self.probability(index, evidence)
+        error, curvature = accepted - probability, max(probability * (1.0 - probability), 0.02)
+        self._precision = max(self._precision * self._MEMORY, self._PRECISION) + curvature
+        self._bias += error / self._precision
+        place = bucket_of(index)
+        known = max(self._place_precision[place] * self._MEMORY, self._PLACE_PRECISION) + curvature
+        self._place_precision[place] = known
+        self._places[place] += error / known
+        for number, value in enumerate((self._mood, *evidence)):
+            known = max(self._slope_precision[number] * self._MEMORY, self._PRECISION) + curvature * value * value
+            self._slope_precision[number] = known
+            self._slopes[number] += error * value / known
+        self._mood += (1.0 - self._MOOD_MEMORY) * (self._MOOD_SCALE * error - self._mood)
+
+    def state(self) -> Any:
+        return [
+            [self._bias, self._precision],
+            self._places,
+            self._place_precision,
+            self._slopes,
+            self._slope_precision,
+        ]
+
+    def restore(self, state: Any) -> None:
+        common, places, place_precision, slopes, slope_precision = ([float(value) for value in part] for part in state)
+        if not (len(places) == len(place_precision) == NUM_BUCKETS and len(slopes) == len(slope_precision)):
+            raise ValueError("a logistic's state has other sizes")
+        if not all(math.isfinite(value) for part in state for value in part):
+            raise ValueError("a logistic's state has values that are no numbers")
+        if min(*common[1:], *place_precision, *slope_precision, 1.0) <= 0:
+            raise ValueError("a logistic's state has precisions that are not positive")
+        self._bias, self._precision = common
+        self._places, self._place_precision = places, place_precision
+        self._slopes, self._slope_precision = slopes, slope_precision
+
+    def _grow(self, size: int) -> None:
+        while len(self._slopes) < size:
+            self._slopes.append(self._SLOPE)
+            self._slope_precision.append(self._SLOPE_PRECISION)
+
+
+class NextConfidence:
+    """What the next token of a draft will be worth, before it is drafted: judged by the one before it.
+
+    Positions share what is learnt: a draft that always ended early would otherwise never be seen to deserve more.
+    """
+
+    _RATE, _FIRST_COUNT = 0.05, 3.0
+    _ABOVE = (0.4, 0.6, 0.75, 0.85, 0.93, 0.97)  # limits of the confidence before
+    _FIRST = (0.75, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.93)  # of a draft's first token, and by the confidence before
+
+    def __init__(self) -> None:
+        self._means = list(self._FIRST)
+        self._counts = [self._FIRST_COUNT] * len(self._FIRST)
+
+    def expected(self, before: float | None) -> float:
+        """The expected probability of a token whose predecessor has the probability `before`; None: the first one."""
+        return self._means[self._level(before)]
+
+    def chain(self, before: float | None, count: int) -> list[float]:
+        """The expected probabilities of `count` tokens to come."""
+        found = []
+        for _ in range(count):
+            before = self.expected(before)
+            found.append(before)
+        return found
+
+    def observe(self, before: float | None, probability: float) -> None:
+        level = self._level(before)
+        self._counts[level] += 1.0
+        self._means[level] += max(self._RATE, 1.0 / self._counts[level]) * (probability - self._means[level])
+
+    def observe_chain(self, probabilities: Sequence[float]) -> None:
+        """Learn from the probabilities of all tokens of a draft."""
+        before = None
+        for probability in probabilities:
+            self.observe(before, probability)
+            before = probability
+
+    def state(self) -> Any:
+        return [self._means, self._counts]
+
+    def restore(self, state: Any) -> None:
+        means, counts = ([float(value) for value in part] for part in state)
+        if not len(means) == len(counts) == len(self._FIRST):
+            raise ValueError("the state of expected confidences has another size")
+        if not (all(0 <= mean <= 1 for mean in means) and all(count >= 1 for count in counts)):
+            raise ValueError("the state of expected confidences is no probabilities and counts")
+        self._means, self._counts = means, counts
+
+    def _level(self, before: float | None) -> int:
+        return 0 if before is None else 1 + bisect_right(self._ABOVE, before)

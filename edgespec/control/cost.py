@@ -1,0 +1,153 @@
+"""What passes cost: the target's time by width and context, and a drafter's time by token, kept true by every pass.
+
+On a processor a pass over several tokens costs more than one over a single token, in steps that differ from kernel to
+kernel, so nothing is assumed of the curve but that it does not fall: a narrow pass can always be padded to a wider
+one. Machines are noisy and heat up, so each observation moves the curve a little, and an outlier no more than others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+WIDEST = 65
+_WIDTHS = np.arange(WIDEST + 1)
+_DRIFT_RATE, _LOCAL_RATE = 0.05, 0.1
+_MOST_SURPRISE = 0.3  # largest believed deviation of one pass, in natural logarithms of its time
+_COST_RATE, _MOST_DRAFT_SURPRISE = 0.1, 2.0
+_CONTEXT_STEP = 64  # tokens of context by which a table of costs may be out of date
+
+
+@dataclass(frozen=True, slots=True)
+class ContextCost:
+    """Seconds that each cached token adds to a pass: `fixed_s` whatever its width, `row_s` for every row."""
+
+    fixed_s: float = 0.0
+    row_s: float = 0.0
+
+    def at(self, width: int, context_tokens: int) -> float:
+        return context_tokens * (self.fixed_s + width * self.row_s)
+
+
+class CostCurve:
+    """t(width, context) in seconds, from passes measured at a few widths on an almost empty cache."""
+
+    def __init__(self, measured: Mapping[int, float], context: ContextCost = ContextCost()) -> None:
+        if not measured or min(measured) < 1 or min(measured.values()) <= 0:
+            raise ValueError(f"a cost curve needs positive times of positive widths, got {dict(measured)}")
+        self.measured = dict(sorted(measured.items()))
+        self.context = context
+        self._base = _interpolated(never_falling(self.measured))
+        self._local = [0.0] * (WIDEST + 1)  # logarithm of what a width costs beyond the base, drift aside
+        self._base_s, self._factor = np.array(self._base), np.ones(WIDEST + 1)  # both as arrays, this one no logarithm
+        self._seen = np.zeros(WIDEST + 1, np.bool_)
+        self._drift = 0.0
+        self._table: list[float] = []
+        self._table_step = -1
+
+    def table(self, context_tokens: int) -> list[float]:
+        """Seconds of a pass of width 0 (nothing) to WIDEST, never falling, with `context_tokens` in the cache."""
+        step = context_tokens // _CONTEXT_STEP
+        if step != self._table_step:
+            self._table_step = step
+            self._table = self._rebuilt(step * _CONTEXT_STEP)
+        return self._table
+
+    def at(self, width: int, context_tokens: int = 0) -> float:
+        """Seconds of one pass."""
+        return self.table(context_tokens)[width]
+
+    def observe(self, width: int, context_tokens: int, seconds: float) -> None:
+        """Learn from a pass that took `seconds`."""
+        if not 1 <= width <= WIDEST or seconds <= 0:
+            return
+        expected = (self._base[width] + self.context.at(width, context_tokens)) * math.exp(
+            self._drift + self._local[width]
+        )
+        surprise = math.log(seconds / expected)
+        surprise = max(-_MOST_SURPRISE, min(_MOST_SURPRISE, surprise))
+        self._drift += _DRIFT_RATE * surprise
+        self._local[width] += _LOCAL_RATE * surprise
+        self._factor[width], self._seen[width] = math.exp(self._local[width]), True
+        self._table_step = -1
+
+    def refined(self) -> dict[int, float]:
+        """The times by measured width as they are believed now, to begin with next time; drift is not kept."""
+        return {width: self._base[width] * math.exp(self._local[width]) for width in self.measured}
+
+    def _rebuilt(self, context_tokens: int) -> list[float]:
+        context, scale = self.context, math.exp(self._drift)
+        times = self._factor * (self._base_s + context_tokens * (context.fixed_s + _WIDTHS * context.row_s))
+        times[0] = 0.0
+        # A width that was never run costs no less than the narrower ones that were, whatever the base says of it.
+        np.maximum(times, np.maximum.accumulate(np.where(self._seen, times, 0.0)), out=times)
+        found: list[float] = (scale * np.minimum.accumulate(times[::-1])[::-1]).tolist()
+        return found
+
+
+def never_falling(measured: Mapping[int, float]) -> dict[int, float]:
+    """The nearest curve that does not fall, by pooling neighbours that do (Ayer et al. 1955), one width one vote.
+
+    A lucky time of a wide pass would otherwise make every narrower one look as cheap.
+    """
+    pools: list[tuple[float, list[int]]] = []
+    for width, seconds in sorted(measured.items()):
+        mean, widths = seconds, [width]
+        while pools and pools[-1][0] > mean:
+            below, members = pools.pop()
+            mean = (below * len(members) + mean * len(widths)) / (len(members) + len(widths))
+            widths = members + widths
+        pools.append((mean, widths))
+    return {width: mean for mean, widths in pools for width in widths}
+
+
+def _interpolated(measured: Mapping[int, float]) -> list[float]:
+    """Seconds by width 0..WIDEST: straight lines between measured widths, the last slope beyond them."""
+    widths = list(measured)
+    times = [0.0] * (WIDEST + 1)
+    for width in range(1, WIDEST + 1):
+        above = next((index for index, known in enumerate(widths) if known >= width), len(widths) - 1)
+        high = widths[above]
+        low = widths[max(above - 1, 0)]
+        if high == low:
+            times[width] = measured[high] * (max(width, high) / high)
+            continue
+        slope = (measured[high] - measured[low]) / (high - low)
+        times[width] = max(measured[low] + slope * (width - low), min(measured.values()))
+    return times
+
+
+@dataclass(slots=True)
+class DraftCost:
+    """Seconds that a drafter takes: `token_s` per drafted token, `read_s` per committed token that it lags behind."""
+
+    token_s: float = 0.0
+    read_s: float = 0.0
+    _seen: int = field(default=0, init=False)
+
+    def of(self, num_tokens: int, lag: int) -> float:
+        return num_tokens * self.token_s + lag * self.read_s
+
+    def observe(self, num_tokens: int, lag: int, seconds: float) -> None:
+        """Learn from one draft; what reading took shows only where it was most of the work."""
+        if num_tokens < 1:
+            return
+        drafting_s = num_tokens * self.token_s
+        if lag > 4 * num_tokens and self.token_s:
+            self.read_s = _moved(self.read_s, max(seconds - drafting_s, 0.0) / lag, _COST_RATE)
+        elif lag <= 2 * num_tokens + 2:
+            # The first drafts count for more: what was measured before is a bare pass, without choosing a token.
+            self._seen += 1
+            rate = max(1.0 / (self._seen + 1), _COST_RATE)
+            self.token_s = _moved(self.token_s, max(seconds - lag * self.read_s, 0.1 * seconds) / num_tokens, rate)
+
+
+def _moved(old: float, seen: float, rate: float) -> float:
+    """`old` moved towards what was seen, by no more than an outlier deserves."""
+    if old <= 0:
+        return seen
+    surprise = math.log(max(seen, 1e-9) / old)
+    return old * math.exp(rate * max(-_MOST_DRAFT_SURPRISE, min(_MOST_DRAFT_SURPRISE, surprise)))

@@ -1,0 +1,65 @@
+"""What the automatic controller learns of one drafter in one kind of sampling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from edgespec.control.confidence import BetaTable, Calibrator, Logistic, NextConfidence
+from edgespec.drafters.base import Drafter
+from edgespec.types import Draft
+
+_PROBE_EVERY, _PROBE_AT_MOST = 8, 32  # rounds between two probes of a paid drafter, doubling
+_WORTH_RATE = 0.05  # per round in which a drafter was asked, of what asking it is worth
+
+
+@dataclass(slots=True)
+class DrafterState:
+    """How far its evidence is to be trusted, what to expect of its next token, and when to try it again."""
+
+    calibrator: Calibrator
+    upcoming: NextConfidence = field(default_factory=NextConfidence)
+    worth: float | None = None  # tokens that asking a paid drafter gained lately, drafting paid, reading not
+    times_asked: int = 0
+    probe_in: int = _PROBE_EVERY
+    probe_interval: int = _PROBE_EVERY
+
+    @classmethod
+    def of(cls, drafter: Drafter) -> Self:
+        """Of a drafter of which nothing is known yet."""
+        return cls(BetaTable() if drafter.evidence_kind == "bucket" else Logistic())
+
+    def confidences(self, draft: Draft) -> list[float]:
+        """Calibrated, or the drafter's own where it gives no evidence."""
+        return self.calibrator.probabilities(draft.evidence) if draft.evidence else draft.confidences.tolist()
+
+    def learn(self, draft: Draft, accepted: int) -> None:
+        """Of a chain, the first `accepted` tokens stood and the next one, if there is one, did not."""
+        for index, evidence in enumerate((draft.evidence or ())[: accepted + 1]):
+            self.calibrator.observe(index, evidence, accepted=index < accepted)
+
+    def asked(self, gain: float) -> None:
+        """A paid drafter was asked, and what it drafted promises `gain` tokens, net of the drafting."""
+        self.times_asked += 1
+        before = gain if self.worth is None else self.worth
+        self.worth = before + max(_WORTH_RATE, 1.0 / (2.0 + self.times_asked)) * (gain - before)
+
+    def count_probe(self, *, asked: bool, expected: bool, promising: bool) -> None:
+        """One round is over. Left alone, it is tried again later: at once if it promised something, else more seldom."""
+        if not asked:
+            self.probe_in -= 1
+        elif promising:
+            self.probe_in, self.probe_interval = 0, _PROBE_EVERY
+        else:
+            self.probe_in = self.probe_interval
+            if not expected:
+                self.probe_interval = min(2 * self.probe_interval, _PROBE_AT_MOST)
+
+    def kept(self) -> list[Any]:
+        """What the next run may begin with, as JSON."""
+        return [self.calibrator.state(), self.upcoming.state()]
+
+    def restore(self, kept: Any) -> None:
+        """Go on from what `kept` gave; raises ValueError, TypeError, KeyError or IndexError for anything else."""
+        self.calibrator.restore(kept[0])
+        self.upcoming.restore(kept[1])

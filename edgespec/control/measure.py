@@ -1,0 +1,136 @@
+"""Measures what passes cost on this machine, in a second or two, and keeps the result between runs."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import numpy as np
+
+from edgespec.control.cost import ContextCost, CostCurve, DraftCost
+from edgespec.engines.base import Engine
+from edgespec.engines.measurements import file_key, key_of, recall, remember
+from edgespec.machine import processor
+from edgespec.types import Batch
+
+logger = logging.getLogger("edgespec")
+METHOD = 1  # raise it when the measurement changes, and what is kept of older ones is forgotten
+# The end of every step that a kernel of this kind was seen to have, and its neighbours; the rest is interpolated.
+WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16)
+QUICK_S, LEAST_PASSES, _MOST_TURNS = 1.5, 20, 24
+_PREFIX = 8  # tokens cached before: a pass onto nothing is read by another kernel in some engines
+_READ_WIDTH = 32
+_LIBRARIES = {"llamacpp": "llama-cpp-python", "onnx": "onnxruntime"}
+
+
+def target_curve(engine: Engine, files: Sequence[Path]) -> CostCurve:
+    """The cost curve of an empty engine, measured at first and recalled later; the engine is left empty."""
+    key = cost_key(engine, files)
+    kept = _kept_curve(recall("costs", key))
+    if kept is not None:
+        return kept
+    logger.info("measuring what passes of %s cost on this machine, once", files[0].name)
+    curve = CostCurve(_padded(quick_costs(engine, WIDTHS), engine))
+    remember_curve(key, curve)
+    return curve
+
+
+def _padded(costs: dict[int, float], engine: Engine) -> dict[int, float]:
+    """Widths below the pinned class are padded up to it: one and the same pass, so their times are taken together."""
+    low = engine.facts.pinned_class[0] if engine.facts.pinned_class else 1
+    same = [seconds for width, seconds in costs.items() if width <= low]
+    return {width: median(same) if width <= low else seconds for width, seconds in costs.items()}
+
+
+def draft_cost(engine: Engine, files: Iterable[Path]) -> DraftCost:
+    """Seconds per drafted and per read token of an empty draft model, measured at first and recalled later."""
+    key = cost_key(engine, files)
+    kept = recall("draft costs", key)
+    if not (isinstance(kept, list) and len(kept) == 2 and all(isinstance(s, float) and s > 0 for s in kept)):
+        read_width = min(_READ_WIDTH, engine.widest_pass)
+        costs = quick_costs(engine, (1, read_width), passes=8)
+        kept = [costs[1], costs[read_width] / read_width]
+        remember_draft_cost(key, DraftCost(*kept))
+    return DraftCost(kept[0], kept[1])
+
+
+def quick_costs(engine: Engine, widths: Sequence[int], passes: int = LEAST_PASSES) -> dict[int, float]:
+    """Median seconds by width, the widths taking turns: about `passes` passes, or more while QUICK_S is not over."""
+    fitting = [w for w in widths if w <= engine.widest_pass and _PREFIX + w <= engine.facts.context_length]
+    deadline_s = perf_counter() + QUICK_S
+    turns = max(passes // len(fitting), 1)
+
+    def is_enough(done: int) -> bool:
+        return (done >= turns and perf_counter() > deadline_s) or done >= _MOST_TURNS
+
+    return timed_costs(engine, fitting, _PREFIX, is_enough)
+
+
+def timed_costs(
+    engine: Engine, widths: Sequence[int], context_tokens: int, is_enough: Callable[[int], bool]
+) -> dict[int, float]:
+    """Median seconds of a verifying pass by width with `context_tokens` cached, until `is_enough(turns done)`.
+
+    The engine must be empty, and is left so. All rows give logits, as those of a draft do.
+    """
+    ids = np.random.default_rng(0).integers(0, engine.vocabulary.size, context_tokens + max(widths)).astype(np.int32)
+    taken: dict[int, list[float]] = defaultdict(list)
+    try:
+        step = engine.widest_pass
+        for start in range(0, context_tokens, step):
+            engine.forward(Batch.chain(ids[start : min(start + step, context_tokens)], last_only=True))
+        engine.forward(Batch.chain(ids[context_tokens : context_tokens + max(widths)]))  # pages and buffers are touched
+        done = 0
+        while not done or not is_enough(done):
+            for width in widths:
+                engine.rollback(context_tokens)
+                started_s = perf_counter()
+                engine.forward(Batch.chain(ids[context_tokens : context_tokens + width]))
+                taken[width].append(perf_counter() - started_s)
+            done += 1
+    finally:
+        engine.rollback(0)
+    return {width: median(times) for width, times in taken.items()}
+
+
+def cost_key(engine: Engine, files: Iterable[Path]) -> str:
+    """A name for everything that the time of a pass depends on: files, library, machine, device, threads, cache."""
+    facts = engine.facts
+    return key_of(
+        METHOD,
+        [file_key(file) for file in files],
+        (facts.name, _library_version(facts.name), processor()),
+        (facts.device, facts.threads, facts.kv_bytes_per_token, facts.pinned_class),
+    )
+
+
+def remember_curve(key: str, curve: CostCurve) -> None:
+    widths = {str(width): seconds for width, seconds in curve.refined().items()}
+    remember("costs", key, {"widths": widths, "context": [curve.context.fixed_s, curve.context.row_s]})
+
+
+def remember_draft_cost(key: str, cost: DraftCost) -> None:
+    remember("draft costs", key, [cost.token_s, cost.read_s])
+
+
+def _kept_curve(kept: object) -> CostCurve | None:
+    """What `remember_curve` kept, or None for anything else."""
+    try:
+        widths = {int(width): float(seconds) for width, seconds in kept["widths"].items()}  # type: ignore[index]
+        fixed_s, row_s = map(float, kept["context"])  # type: ignore[index]
+        return CostCurve(widths, ContextCost(fixed_s, row_s))
+    except (TypeError, KeyError, ValueError, AttributeError):
+        return None
+
+
+def _library_version(engine_name: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version  # 5 ms that only a first load needs
+
+    try:
+        return version(_LIBRARIES[engine_name])
+    except (KeyError, PackageNotFoundError):
+        return ""

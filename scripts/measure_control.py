@@ -1,0 +1,195 @@
+"""Does automatic speculation ever lose, and how near is it to the best fixed setting? Ratios in one run.
+
+    python scripts/measure_control.py MODEL --prompts FILE [--engine onnx] [--tokens N] [--temps T,T] [--slow-draft FILE]
+
+FILE holds one JSON object per line: {"domain": ..., "text": ...}. Every prompt is decoded by every setting before the
+next prompt, in an order that rotates. Plain decoding runs in both modes: `plain` without the reproducible mode, its
+best setting, and `padded` in it. A figure is the time that `plain` took for all prompts over the time that the setting
+took, prefill left out on both sides, what the draft model reads counted. The adversaries: a drafter that claims .9 and
+is right one time in ten, random tokens as text, temperature 1.5, answers of 8 tokens, a draft slower than the target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+import edgespec
+from edgespec import GenerateOptions, Model, Sampling
+from edgespec.control.auto import AutoController
+from edgespec.decode import Run, speculative
+from edgespec.drafters.base import Drafter, DraftRequest
+from edgespec.engines.sequence import CachedSequence
+from edgespec.sampling import Sampler
+from edgespec.stopping import StopRules
+from edgespec.types import Draft, TokenIds
+from edgespec.verify import coupled
+
+SHORT_ANSWER = 8
+Runner = Callable[[list[int]], float]
+
+
+class Liar(Drafter):
+    """Claims that every token is all but certain; `truth` knows the plain text and one token in ten is from it."""
+
+    name = "liar"
+    is_free = True
+
+    def __init__(self, truth: list[int]) -> None:
+        self._truth, self._rng = truth, np.random.default_rng(0)
+
+    def begin(self, prompt_ids: TokenIds) -> None:
+        self._start = prompt_ids.size
+
+    def draft(self, request: DraftRequest) -> Draft:
+        at = request.token_ids.size - self._start
+        ids = [token if self._rng.random() < 0.1 else (token + 1) % 1000 for token in self._truth[at : at + 8]]
+        return Draft.chain(ids[: request.max_tokens], evidence=[(4.0, 4.0, 0.0)] * min(len(ids), request.max_tokens))
+
+
+class Bench:
+    """The models of one run and the settings that take turns."""
+
+    def __init__(self, chosen: argparse.Namespace) -> None:
+        common = {"engine": chosen.engine, "draft": chosen.draft, "threads": chosen.threads, "context_length": 1024}
+        self.models = {"": edgespec.load(chosen.model, reproducible=False, **common)}
+        if chosen.reproducible:
+            self.models[" reproducible"] = edgespec.load(chosen.model, reproducible=True, **common)
+        self.slow = None
+        if chosen.slow_draft is not None:
+            self.slow = edgespec.load(
+                chosen.model, reproducible=False, **(common | {"draft": chosen.slow_draft}), drafter="model"
+            )
+
+    def decode(self, model: Model, ids: list[int], sampling: Sampling, **options: object) -> float:
+        model.generate([ids[0]], sampling, GenerateOptions(max_tokens=1, drafter="none"))  # nothing of it is cached
+        options = {"ignore_eos": True, "logprobs": False, **options}
+        stats = model.generate(ids, sampling, GenerateOptions(**options)).stats  # type: ignore[arg-type]
+        return stats.decode_s
+
+    def lie(
+        self, model: Model, ids: list[int], sampling: Sampling, max_tokens: int, controller: AutoController
+    ) -> float:
+        options = GenerateOptions(max_tokens=max_tokens, drafter="none", ignore_eos=True, logprobs=False)
+        truth = list(model.generate(ids, sampling, options).token_ids)[1:]
+        controller.drafters["liar"]._truth = truth  # type: ignore[attr-defined]
+        run = Run(
+            CachedSequence(model.target),
+            np.array(ids, np.int32),
+            Sampler(sampling, model.target.vocabulary.size),
+            StopRules(frozenset(), (), max_tokens),
+            logprobs=False,
+        )
+        for _ in speculative(run, controller, coupled):
+            pass
+        return run.stats.decode_s
+
+
+def compare(settings: dict[str, Runner], prompts: Sequence[list[int]], base: str = "plain") -> dict[str, float]:
+    """Time of `base` over the time of each setting, all prompts together; the settings take turns."""
+    taken: dict[str, float] = defaultdict(float)
+    names = list(settings)
+    for index, ids in enumerate(prompts):
+        turn = index % len(names)
+        for name in names[turn:] + names[:turn]:
+            taken[name] += settings[name](ids)
+    return {name: taken[base] / taken[name] for name in names if name != base}
+
+
+def settings_of(bench: Bench, temperature: float, tokens: int, fixed: Sequence[tuple[str, int]]) -> dict[str, Runner]:
+    sampling = Sampling(temperature=temperature, seed=1)
+    found: dict[str, Runner] = {}
+    for mode, model in bench.models.items():
+        plain = "padded" if mode else "plain"
+
+        def run(ids: list[int], model: Model = model, **options: object) -> float:
+            return bench.decode(model, ids, sampling, max_tokens=tokens, **options)
+
+        found[plain] = lambda ids, run=run: run(ids, drafter="none")
+        found[f"auto{mode}"] = lambda ids, run=run: run(ids)
+        for drafter, length in fixed:
+            found[f"{drafter} {length}{mode}"] = lambda ids, run=run, d=drafter, k=length: run(
+                ids, drafter=d, draft_length=k
+            )
+    return found
+
+
+def near_the_best(bench: Bench, chosen: argparse.Namespace, prompts: list[dict[str, str]]) -> None:
+    fixed = [("model", length) for length in chosen.lengths] + [("ngram", length) for length in (2, 5)]
+    model = bench.models[""]
+    for temperature in chosen.temps:
+        for domain in dict.fromkeys(prompt["domain"] for prompt in prompts):
+            texts = [model.encode(p["text"], parse_special=True) for p in prompts if p["domain"] == domain]
+            tell(f"T={temperature:g} {domain}", compare(settings_of(bench, temperature, chosen.tokens, fixed), texts))
+        mixed = [model.encode(prompt["text"], parse_special=True) for prompt in interleaved(prompts)]
+        tell(f"T={temperature:g} mixed", compare(settings_of(bench, temperature, chosen.tokens, [("model", 5)]), mixed))
+
+
+def never_slower(bench: Bench, chosen: argparse.Namespace, prompts: list[dict[str, str]]) -> None:
+    model = bench.models[""]
+    texts = [model.encode(prompt["text"], parse_special=True) for prompt in interleaved(prompts)]
+    greedy, rng = Sampling(temperature=0.0), np.random.default_rng(0)
+    plain: Runner = lambda ids: bench.decode(model, ids, greedy, drafter="none", max_tokens=chosen.tokens)  # noqa: E731
+    liar = AutoController({"liar": Liar([])}, model.cost_curve, {})
+    lying: Runner = lambda ids: bench.lie(model, ids, greedy, chosen.tokens, liar)  # noqa: E731
+    tell("a drafter that lies", compare({"plain": plain, "auto": lying}, texts))
+    noise = [rng.integers(0, min(model.target.vocabulary.size, 4000), 64).tolist() for _ in texts]
+    tell("random tokens as text", compare(settings_of(bench, 0.0, chosen.tokens, []), noise))
+    tell("temperature 1.5", compare(settings_of(bench, 1.5, chosen.tokens, []), texts))
+    tell(f"answers of {SHORT_ANSWER} tokens", compare(settings_of(bench, 0.0, SHORT_ANSWER, []), texts * 3))
+    if bench.slow is not None:
+        slow = bench.slow
+        run: Runner = lambda ids: bench.decode(slow, ids, greedy, max_tokens=chosen.tokens)  # noqa: E731
+        costs = {name: cost.token_s / model.cost_curve.at(1) for name, cost in slow.draft_costs.items()}
+        tell(
+            f"a slow draft ({costs['model']:.2f} of a target pass per token)",
+            compare({"plain": plain, "auto": run}, texts),
+        )
+
+
+def interleaved(prompts: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The domains by turns."""
+    rows = [[p for p in prompts if p["domain"] == domain] for domain in dict.fromkeys(p["domain"] for p in prompts)]
+    return [row[index] for index in range(max(map(len, rows))) for row in rows if index < len(row)]
+
+
+def tell(name: str, ratios: dict[str, float]) -> None:
+    print(f"{name:32} " + "  ".join(f"{setting}: {ratio:.3f}" for setting, ratio in ratios.items()), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--engine", default="auto")
+    parser.add_argument("--draft", type=Path)
+    parser.add_argument("--slow-draft", type=Path, help="a draft file that is slower than the target")
+    parser.add_argument("--lengths", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 3, 5, 7])
+    parser.add_argument("--temps", type=lambda text: [float(part) for part in text.split(",")], default=[0.0, 0.8])
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--no-reproducible", dest="reproducible", action="store_false")
+    parser.add_argument("--only", choices=("best", "never"), help="one half of the run")
+    chosen = parser.parse_args()
+    prompts = [json.loads(line) for line in chosen.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+    bench = Bench(chosen)
+    facts = bench.models[""].target.facts
+    curve, costs = bench.models[""].cost_curve, bench.models[""].draft_costs
+    print(f"{chosen.model}: {facts.name}, {facts.threads} threads, {len(prompts)} prompts, {chosen.tokens} tokens")
+    print("cost by width " + "  ".join(f"{w}: {s / curve.at(1):.2f}" for w, s in curve.measured.items()), end="; ")
+    print("draft token " + ", ".join(f"{name} {cost.token_s / curve.at(1):.3f}" for name, cost in costs.items()))
+    for half, measure in (("best", near_the_best), ("never", never_slower)):
+        if chosen.only in (None, half):
+            measure(bench, chosen, prompts)
+    for model in (*bench.models.values(), *([bench.slow] if bench.slow else [])):
+        model.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
