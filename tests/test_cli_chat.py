@@ -75,7 +75,7 @@ def test_each_line_is_answered(model, tmp_path):
 
 def test_the_configuration_is_told_once_and_not_on_stdout(model):
     result = chat(model, "hello")
-    assert len(re.findall(r"drafter model, draft length \d+, rule coupled", result.stderr)) == 1
+    assert len(re.findall("drafter auto, draft length auto, rule coupled", result.stderr)) == 1
     assert "drafter" not in result.stdout
 
 
@@ -157,7 +157,7 @@ def test_set_changes_what_show_shows(model):
         ("/set threads 2", "threads cannot change while the model is loaded"),
         ("/set max-tokens 0", "max-tokens must be at least 1"),
         ("/spec maybe", "got 'maybe'"),
-        ("/spec 99", "draft-length must be 0..64"),
+        ("/spec 99", "draft-length must be auto or 0..64"),
         ("/save", "/save needs a file name"),
         ("/load /nonexistent.json", "/nonexistent.json cannot be read"),
     ],

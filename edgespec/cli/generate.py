@@ -48,10 +48,10 @@ def command(model_name: str | None, config_file: Path | None, prompt: str | None
     """
     settings = resolve_settings(given, model_name, config_file)
     _check(SessionOptions(**settings.part("session")), as_json)
-    text = _read_prompt(prompt)
+    text = read_prompt(prompt)
     session = open_session(settings)
     with session.model:
-        prompt_ids = _encode(session, text)
+        prompt_ids = encode_prompt(session, text)
         return _print_json(session, prompt_ids) if as_json else _print_text(session, prompt_ids)
 
 
@@ -62,7 +62,8 @@ def _check(shown: SessionOptions, as_json: bool) -> None:
         raise ConfigError("--system needs the chat template, which --no-chat-template switches off: keep one")
 
 
-def _read_prompt(prompt: str | None) -> str:
+def read_prompt(prompt: str | None) -> str:
+    """The text of `-p`, or of standard input for `-` and where nothing is given. Raises PromptError."""
     if prompt is None:
         if sys.stdin.isatty():
             raise PromptError("no prompt is given: use -p TEXT, or -p - to read it from standard input")
@@ -79,7 +80,8 @@ def _read_prompt(prompt: str | None) -> str:
     return prompt
 
 
-def _encode(session: Session, text: str) -> list[int]:
+def encode_prompt(session: Session, text: str) -> list[int]:
+    """Token ids of one prompt, through the chat template unless that is switched off. Raises PromptError."""
     if not session.shown.chat_template:
         return session.model.encode(text)
     system = [{"role": "system", "content": session.shown.system}] if session.shown.system else []

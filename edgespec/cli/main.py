@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 import sys
 from typing import Any, NoReturn
@@ -21,11 +22,16 @@ from edgespec.settings import did_you_mean
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 # Modules are imported when their command runs: `edgespec --help` must not pay for numpy, jinja2 or an engine.
 COMMANDS = {
+    "bench": "Measure standard against speculative decoding on several domains.",
+    "calibrate": "Measure what passes cost on this machine, and keep and draw it.",
     "chat": "Talk to a model.",
     "distill": "Train a small draft for a target from its own text.",
     "doctor": "Show what is installed, what is missing and how to get it.",
     "export": "Turn a Hugging Face model into a pair of GGUF or ONNX files.",
     "generate": "Continue or answer one prompt.",
+    "plan-speedup": "Say what speculation should gain here, next to what it does gain.",
+    "race": "Plain and speculative decoding of one prompt, side by side.",
+    "tune": "Find the best settings for your prompts, and keep them for later runs.",
     "verify": "Check that speculation changes no token, and measure what it gains.",
 }
 
@@ -39,7 +45,7 @@ class CommandGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = importlib.import_module(f"edgespec.cli.{cmd_name}").command
+        command: click.Command = importlib.import_module(f"edgespec.cli.{cmd_name.replace('-', '_')}").command
         return command
 
     def resolve_command(
@@ -60,6 +66,10 @@ class CommandGroup(click.Group):
         extra |= {"standalone_mode": False, "windows_expand_args": False}  # a prompt may hold * and %
         extra["prog_name"] = extra.get("prog_name") or "edgespec"
         _make_streams_tolerant()
+        logger = logging.getLogger("edgespec")
+        if not any(isinstance(handler, _Notes) for handler in logger.handlers):
+            logger.addHandler(_Notes(logging.INFO))
+        logger.setLevel(logging.INFO)
         try:
             code = super().main(*args, **extra)
         except click.Abort:
@@ -81,6 +91,13 @@ class CommandGroup(click.Group):
         except OSError as exc:
             _abandon_stdout()
             return _report(f"{exc.filename or 'output'}: {exc.strerror or exc}", FAILED)
+
+
+class _Notes(logging.Handler):
+    """Shows what the library says of work that takes a while, beside the output."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        click.secho(f"note: {record.getMessage()}", err=True, dim=True)
 
 
 @click.group(

@@ -12,10 +12,27 @@ import click
 
 from edgespec.config import GenerateOptions, LoadOptions, SessionOptions
 from edgespec.errors import ConfigError
+from edgespec.profiles import with_profile
 from edgespec.sampling import Sampling
 from edgespec.settings import SETTINGS, Kind, Part, Setting, Settings, resolve
 
 _OWNERS = {"load": LoadOptions, "sampling": Sampling, "generate": GenerateOptions, "session": SessionOptions}
+
+
+class _Length(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases of click only
+    """A draft length: a whole number, or auto."""
+
+    name = "length"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "auto" or isinstance(value, int):
+            return value
+        try:
+            return int(value)
+        except ValueError:
+            self.fail(f"{value!r} is neither a whole number nor auto", param, ctx)
+
+
 _TYPES: dict[Kind, Any] = {
     "text": str,
     "path": click.Path(path_type=Path),
@@ -23,6 +40,7 @@ _TYPES: dict[Kind, Any] = {
     "number": float,
     "switch": bool,
     "texts": str,
+    "length": _Length(),
 }
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -36,7 +54,9 @@ def settings_options(*parts: Part, leave_out: Collection[str] = ()) -> Callable[
         config = click.option(
             "--config", "config_file", type=click.Path(path_type=Path), metavar="FILE", help="TOML file with settings."
         )
-        for option in (config, *reversed(options), click.argument("model_name", metavar="[MODEL]", required=False)):
+        profile = click.option("--no-profile", is_flag=True, help="Ignore what edgespec tune found for this model.")
+        model = click.argument("model_name", metavar="[MODEL]", required=False)
+        for option in (profile, config, *reversed(options), model):
             function = option(function)
         return function
 
@@ -72,16 +92,23 @@ def show(value: Any) -> str:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 
 
-def resolve_settings(given: Mapping[str, Any], model_name: str | None, config_file: Path | None) -> Settings:
-    """What was given on the command line, over environment and config file. Raises ConfigError."""
+def resolve_settings(
+    given: Mapping[str, Any], model_name: str | None, config_file: Path | None, *, speculates: bool = False
+) -> Settings:
+    """What was given on the command line, over environment, config file and the model's profile. Raises ConfigError.
+
+    `speculates`: the command is about speculation, so a profile for which plain decoding is best leaves that open.
+    """
     flags = dict(given)
+    ignores_profile = flags.pop("no_profile", False)
     if model_name is not None:
         if flags.get("model") not in (None, model_name):
             raise ConfigError(f"two models are given, {model_name!r} and --model {flags['model']!r}: keep one")
         flags["model"] = model_name
     if config_file is not None and not config_file.is_file():
         raise ConfigError(f"config file {config_file} does not exist")
-    return resolve(flags, config_file=config_file)
+    settings = resolve(flags, config_file=config_file)
+    return settings if ignores_profile else with_profile(settings, leaves_plain=speculates)
 
 
 def sampling_of(settings: Settings) -> Sampling:

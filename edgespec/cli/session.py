@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from edgespec.cli.options import sampling_of
 from edgespec.cli.terminal import configuration_line, note
 from edgespec.config import GenerateOptions, SessionOptions
+from edgespec.errors import CapabilityError
+from edgespec.profiles import profile_in_effect
 from edgespec.runtime import Model, load
 from edgespec.sampling import Sampling
 from edgespec.settings import Settings
@@ -31,10 +33,20 @@ def open_session(settings: Settings) -> Session:
     seed = sampling_of(settings).seed
     options = GenerateOptions(**settings.part("generate"))
     shown = SessionOptions(**settings.part("session"))
-    model = load(**settings.part("load"))
+    model = _load(settings)
     settings = settings.below(model.pair.recommended, f"recommended for {model.pair.name}")
     settings = settings.below({"seed": seed}, "chosen at random")
     return Session(model, settings, sampling_of(settings), options, shown)
+
+
+def _load(settings: Settings) -> Model:
+    try:
+        return load(**settings.part("load"))
+    except CapabilityError as exc:
+        profile = profile_in_effect(settings)
+        if profile is None:
+            raise
+        raise CapabilityError(f"{exc} ({profile} is in effect; --no-profile ignores it)") from exc
 
 
 def tell_configuration(session: Session) -> None:
@@ -42,6 +54,13 @@ def tell_configuration(session: Session) -> None:
     model = session.model
     if model.pair.banner:
         note(model.pair.banner)
-    note(configuration_line(model, session.sampling, session.options))
+    note(in_effect(session))
     for line in model.notes:
         note(f"note: {line}")
+
+
+def in_effect(session: Session) -> str:
+    """The effective configuration in one line, and the profile that a part of it comes from."""
+    line = configuration_line(session.model, session.sampling, session.options)
+    profile = profile_in_effect(session.settings)
+    return line if profile is None else f"{line} | {profile}"

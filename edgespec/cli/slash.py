@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from edgespec.cli.options import default_of, show
-from edgespec.cli.terminal import configuration_line, note, stats_lines
-from edgespec.config import MAX_DRAFT_LENGTH, DrafterName
+from edgespec.cli.session import in_effect
+from edgespec.cli.terminal import note, stats_lines
+from edgespec.config import MAX_DRAFT_LENGTH, DrafterName, DraftLength
 from edgespec.conversation import Conversation
 from edgespec.errors import ConfigError, StateError
 from edgespec.settings import SETTINGS, Setting, did_you_mean, find
@@ -115,7 +116,7 @@ def _set(chat: Chat, argument: str) -> None:
 
 def _show(chat: Chat, argument: str) -> None:
     session = chat.session
-    note(configuration_line(session.model, session.sampling, session.options))
+    note(in_effect(session))
     present = [(setting, _present(chat, setting)) for setting in SETTINGS]
     _table([(s.key, _spelled(value), _origin(chat, s, value)) for s, value in present if value not in (None, ())])
 
@@ -169,10 +170,11 @@ def _spec(chat: Chat, argument: str) -> None:
         session.options = dataclasses.replace(session.options, drafter="none")
     elif argument == "on":
         session.options = dataclasses.replace(session.options, drafter=usual)
-    elif argument.isdecimal():
-        session.options = dataclasses.replace(session.options, drafter=usual, draft_length=int(argument))
+    elif argument == "auto" or argument.isdecimal():
+        length: DraftLength = "auto" if argument == "auto" else int(argument)
+        session.options = dataclasses.replace(session.options, drafter=usual, draft_length=length)
     elif argument:
-        raise ConfigError(f"/spec takes on, off or a draft length of 0..{MAX_DRAFT_LENGTH}, got {argument!r}")
+        raise ConfigError(f"/spec takes on, off, auto or a draft length of 0..{MAX_DRAFT_LENGTH}, got {argument!r}")
     drafter = session.options.drafter or loaded
     length = session.options.draft_length or session.model.options.draft_length
     note("speculation off" if drafter == "none" else f"speculation on: drafter {drafter}, draft length {length}")
@@ -200,6 +202,6 @@ COMMANDS: dict[str, Command] = {
     "/set": Command("/set NAME VALUE", "change a setting, such as: /set temp 0.5", _set),
     "/show": Command("/show", "all settings in effect and where they come from", _show),
     "/stats": Command("/stats", "counters and rates of the last answer and of all", _stats),
-    "/spec": Command("/spec [on|off|N]", "switch speculation, or set the draft length", _spec),
+    "/spec": Command("/spec [on|off|auto|N]", "switch speculation, or set the draft length", _spec),
     "/exit": Command("/exit", "leave (or Ctrl-D)", _exit),
 }

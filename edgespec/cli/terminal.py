@@ -27,6 +27,11 @@ def complain(text: str) -> None:
     click.echo(f"error: {' '.join(text.split())}", err=True)
 
 
+def printable(text: str) -> str:
+    """A model's text without what would move the cursor or change the terminal."""
+    return text.translate(_CONTROLS)
+
+
 class EventPrinter:
     """Prints the text of events to stdout as it comes; remembers it whole in `text`."""
 
@@ -39,7 +44,7 @@ class EventPrinter:
         if not event.text:
             return
         self.text += event.text
-        shown = event.text.translate(_CONTROLS) if self._is_terminal else event.text
+        shown = printable(event.text) if self._is_terminal else event.text
         if self._show_draft and event.from_draft:
             shown = click.style(shown, fg=DRAFT_COLOUR)
         click.echo(shown, nl=False)

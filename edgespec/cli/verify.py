@@ -25,7 +25,7 @@ def command(model_name: str | None, config_file: Path | None, as_json: bool, **g
 
     Exit code 0: identical, 1: some token differs. MODEL is a registry name or the path of a GGUF file.
     """
-    settings = resolve_settings(given, model_name, config_file)
+    settings = resolve_settings(given, model_name, config_file, speculates=True)
     if settings.values.get("drafter") == "none":
         raise ConfigError("verify compares speculation with plain decoding, and --drafter none switches it off")
     session = open_session(settings)

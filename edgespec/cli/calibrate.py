@@ -1,0 +1,261 @@
+"""`edgespec calibrate`: measures what passes cost on this machine, keeps it for later runs, and draws it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from edgespec.cli.bar import bar
+from edgespec.cli.options import resolve_settings, settings_options
+from edgespec.cli.session import Session, open_session, tell_configuration
+from edgespec.cli.terminal import note
+from edgespec.control.measure import cost_key, remember_curve, remember_draft_cost
+from edgespec.errors import ConfigError
+from edgespec.machine import machine_name
+from edgespec.runtime import Model, load
+from edgespec.settings import Settings
+from edgespec.tuning import calibration as measuring
+from edgespec.tuning.calibration import Calibration, DraftCalibration, Sample
+from edgespec.tuning.chart import bar as drawn_bar
+from edgespec.tuning.chart import check_plot, draw
+
+INTERRUPTED = 130
+DEFAULT_TURNS = 12
+_BAR_CELLS = 20
+_BUSY_SPREAD = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """All that one calibration measured. `padding`: seconds of a lone token by itself and padded, and their ratio."""
+
+    facts: dict[str, Any]
+    target: Calibration
+    draft: DraftCalibration | None
+    padding: dict[str, float] | None
+
+
+@click.command(short_help="Measure what passes cost on this machine, and keep and draw it.")
+@settings_options("load")
+@click.option("--contexts", metavar="N,N", help="Cached tokens to measure at.  [default: 64,512,2048, as far as fits]")
+@click.option("--passes", type=int, default=DEFAULT_TURNS, show_default=True, help="Passes per width and context.")
+@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw the curve as a PNG as well.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the drawing.")
+def command(
+    model_name: str | None,
+    config_file: Path | None,
+    contexts: str | None,
+    passes: int,
+    plot: Path | None,
+    as_json: bool,
+    **given: Any,
+) -> int:
+    """Measure how the time of a target pass grows with its width and context, and what a token of the draft costs.
+
+    Without it, a first load measures both in a second or two. The result is kept for later runs with the same files,
+    engine, threads, reproducible mode and machine. MODEL is a registry name or the path of a GGUF or ONNX file.
+    """
+    wanted = None if contexts is None else _numbers(contexts)
+    if passes < 2:
+        raise ConfigError(f"--passes must be at least 2, got {passes}")
+    if plot is not None:
+        check_plot(plot)
+    settings = resolve_settings(given, model_name, config_file, speculates=True)
+    try:
+        found = _calibrate(settings, wanted, passes)
+    except KeyboardInterrupt:
+        note("interrupted: what was kept of earlier measurements stays as it was")
+        return INTERRUPTED
+    if plot is not None:
+        draw(found.target, found.draft, f"{found.facts['model']}, {found.facts['engine']}", plot)
+    if as_json:
+        click.echo(json.dumps(_as_object(found), allow_nan=False))
+    else:
+        _show(found)
+        if plot is not None:
+            note(f"drawn: {plot}")
+    return 0
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--contexts {text!r} is no list of whole numbers such as 64,512") from None
+
+
+def _calibrate(settings: Settings, wanted: tuple[int, ...] | None, turns: int) -> Found:
+    session = open_session(settings)
+    with session.model as model:
+        target_key = cost_key(model.target, model.pair.paths("target"))
+        draft_key = "" if model.draft_engine is None else cost_key(model.draft_engine, model.pair.paths("draft"))
+        target, draft = _measure(session, wanted, turns)
+        pinned = model.target.facts.pinned_class
+        facts = _facts(model)
+    padding = None
+    if pinned is not None and pinned[0] > 1:
+        padding = _padding(model, pinned[0], target.contexts[0], turns)
+    # Only now: a model keeps what it believes of its costs when it is closed.
+    remember_curve(target_key, target.curve)
+    if draft is not None:
+        remember_draft_cost(draft_key, draft.cost)
+    return Found(facts, target, draft, padding)
+
+
+def _measure(
+    session: Session, wanted: tuple[int, ...] | None, turns: int
+) -> tuple[Calibration, DraftCalibration | None]:
+    target, draft = session.model.target, session.model.draft_engine
+    widths = measuring.allowed_widths(target)
+    contexts = measuring.allowed_contexts(target, wanted, max(widths))
+    tell_configuration(session)
+    with bar("the target's passes", measuring.num_passes(widths, contexts, turns)) as progress:
+        fitted = measuring.fit_target(measuring.measure(target, widths, contexts, turns, progress.advance))
+        if draft is None:
+            return fitted, None
+        widths = measuring.draft_widths(draft)
+        room = draft.facts.context_length - max(widths)
+        contexts = tuple(sorted({min(context, room) for context in contexts}))
+        progress.tell("the draft's passes")
+        progress.grow(measuring.num_passes(widths, contexts, turns))
+        samples = measuring.measure(draft, widths, contexts, turns, progress.advance)
+    return fitted, measuring.fit_draft(samples, widths[-1])
+
+
+def _padding(model: Model, low: int, context: int, turns: int) -> dict[str, float]:
+    """Lone and padded tokens by turns on a copy of the target that does not pad; loaded when the other is closed."""
+    options = dataclasses.replace(model.options, reproducible=False, drafter="none")
+    chosen = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    steps = measuring.num_passes((1, low), (context,), turns)
+    with load(**chosen) as plain, bar("what padding costs", steps) as progress:
+        samples = measuring.measure(plain.target, (1, low), (context,), turns, progress.advance)
+    return dict(measuring.lone_token_cost(samples, low))
+
+
+def _facts(model: Model) -> dict[str, Any]:
+    facts = model.target.facts
+    return {
+        "model": model.pair.name,
+        "engine": facts.name,
+        "device": facts.device,
+        "threads": facts.threads,
+        "machine": machine_name(),
+        "context_length": facts.context_length,
+        "pinned_class": facts.pinned_class,
+        "reproducible": model.reproducible,
+    }
+
+
+# -- what is shown
+
+
+def _show(found: Found) -> None:
+    console = Console(highlight=False, markup=False)
+    console.print(_table(found.target))
+    for line in _conclusions(found):
+        click.echo(line)
+
+
+def _table(target: Calibration) -> Table:
+    """A row per width: the times at every context, the ratio to a lone token, and a bar; useful widths are marked."""
+    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
+    context = target.middle_context
+    table.add_column("width", justify="right")
+    for each in target.contexts:
+        table.add_column(f"ms at {each}", justify="right")
+    table.add_column("spread", justify="right")
+    table.add_column("ratio", justify="right")
+    table.add_column(f"at {context} cached")
+    most_s = max(target.sample(width, context).median_s for width in target.widths)
+    lone_s = target.sample(target.widths[0], context).median_s
+    for width in target.widths:
+        here = target.sample(width, context)
+        is_useful = width in target.useful_widths
+        table.add_row(
+            f"{width}{'*' if is_useful else ' '}",
+            *(f"{1e3 * target.sample(width, each).median_s:.2f}" for each in target.contexts),
+            f"{here.spread:.0%}",
+            f"{here.median_s / lone_s:.2f}",
+            drawn_bar(here.median_s, most_s, _BAR_CELLS),
+            style="bold" if is_useful else "dim",
+        )
+    return table
+
+
+def _conclusions(found: Found) -> list[str]:
+    target, facts = found.target, found.facts
+    context = target.curve.context
+    lines = [
+        f"* widths worth a pass: {', '.join(map(str, target.useful_widths))} (any wider one costs more)",
+        f"each cached token adds {_micro(context.fixed_s)} to a pass and {_micro(context.row_s)} per row; the fitted "
+        f"curve is off by {target.fit_error:.1%} (median)",
+    ]
+    length, speedup = target.ceiling(0.0)
+    lines.append(f"ceiling of any drafter: {speedup:.2f}x, if it cost nothing and all {length} tokens always stood")
+    if found.draft is not None:
+        cost = found.draft.cost
+        length, speedup = target.ceiling(cost.token_s)
+        lines.append(
+            f"the draft model: {1e3 * cost.token_s:.2f} ms per token ({_micro(found.draft.context_s)} more per cached "
+            f"one), {1e3 * cost.read_s:.3f} ms per token read; its ceiling: {speedup:.2f}x at {length} tokens"
+        )
+    if found.padding is not None:
+        low, high = facts["pinned_class"]
+        lines.append(
+            f"the reproducible mode keeps to widths {low} to {high}: a token without a draft takes "
+            f"{found.padding['ratio']:.2f} times as long as without the mode, {1e3 * found.padding['padded_s']:.2f} "
+            f"instead of {1e3 * found.padding['lone_s']:.2f} ms"
+        )
+    elif facts["pinned_class"] is not None:
+        lines.append("the reproducible mode costs a plain token nothing here: a width of 1 is in its class")
+    lines.append("kept: later runs with these files, this engine and these threads go by it")
+    if target.spread > _BUSY_SPREAD:
+        lines.append(
+            f"the machine was busy: times of equal passes spread by {target.spread:.0%}; close other programs and "
+            "measure again for better figures"
+        )
+    return lines
+
+
+def _micro(seconds: float) -> str:
+    return f"{1e6 * seconds:.3g} µs"
+
+
+def _as_object(found: Found) -> dict[str, Any]:
+    target, draft = found.target, found.draft
+    free_length, free_speedup = target.ceiling(0.0)
+    shown: dict[str, Any] = {
+        **found.facts,
+        "samples": [_sample_object(sample) for sample in target.samples],
+        "base_s": {str(width): seconds for width, seconds in target.curve.measured.items()},
+        "fixed_s": target.curve.context.fixed_s,
+        "row_s": target.curve.context.row_s,
+        "fit_error": target.fit_error,
+        "spread": target.spread,
+        "useful_widths": list(target.useful_widths),
+        "ceiling": {"draft_length": free_length, "speedup": free_speedup},
+        "padding": found.padding,
+        "draft": None,
+    }
+    if draft is not None:
+        length, speedup = target.ceiling(draft.cost.token_s)
+        shown["draft"] = {
+            "samples": [_sample_object(sample) for sample in draft.samples],
+            "token_s": draft.cost.token_s,
+            "read_s": draft.cost.read_s,
+            "fixed_s": draft.fixed_s,
+            "context_s": draft.context_s,
+            "ceiling": {"draft_length": length, "speedup": speedup},
+        }
+    return shown
+
+
+def _sample_object(sample: Sample) -> dict[str, float]:
+    return dataclasses.asdict(sample)

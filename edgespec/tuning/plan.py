@@ -1,0 +1,173 @@
+"""What speculation should gain by formula, and what it does gain: by draft length, on one model.
+
+Two formulas: Leviathan's (2211.17192, theorem 3.8), for which a pass costs the same whatever its width, and the same
+with a pass that costs what its width costs on this machine. Both take every token to be accepted alike and
+independently, which no text is; the measured column shows how far that carries.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from edgespec.config import DrafterName, GenerateOptions
+from edgespec.control.cost import WIDEST, CostCurve
+from edgespec.control.length import ceiling, expected_speedup
+from edgespec.errors import ConfigError, PromptError
+from edgespec.runtime import Model
+from edgespec.sampling import Sampling
+from edgespec.types import RoundRecord, Stats
+
+LENGTHS = tuple(range(13))
+_WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds: `pass_s[w]` of a target pass of width w, `token_s` of a drafted token."""
+
+    pass_s: Sequence[float]
+    token_s: float
+
+    @property
+    def flat(self) -> Sequence[float]:
+        """What a formula that knows no width goes by."""
+        return [self.pass_s[1]] * len(self.pass_s)
+
+    def ceiling(self, most: int) -> tuple[int, float]:
+        """(draft length, speedup) that no drafter of this cost exceeds with `most` tokens a round."""
+        return ceiling(self.pass_s, self.token_s, most)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One draft length: the speedup over plain decoding by either formula, and the measured one where it was."""
+
+    draft_length: int
+    flat_speedup: float
+    speedup: float
+    measured: float | None = None
+
+
+def given_costs(text: str, draft_ms: float) -> Costs:
+    """Costs from "1:24.6,8:70", milliseconds by width, straight lines between. Raises ConfigError."""
+    wrong = f"--pass-ms {text!r} must hold milliseconds by width, with that of width 1, such as 1:24.6,2:28,8:70"
+    try:
+        pairs = [part.split(":") for part in text.split(",")]
+        measured = {int(width): float(ms) / 1e3 for width, ms in pairs}
+    except ValueError:
+        raise ConfigError(wrong) from None
+    is_sound = 1 in measured and max(measured) <= WIDEST and all(0 < s < float("inf") for s in measured.values())
+    if not (is_sound and min(measured) == 1):
+        raise ConfigError(f"{wrong}; widths 1..{WIDEST}, times above 0")
+    if not 0 <= draft_ms < float("inf"):
+        raise ConfigError(f"--draft-ms must be at least 0, got {draft_ms}")
+    return Costs(CostCurve(measured).table(0), draft_ms / 1e3)
+
+
+def plan(acceptance: float, costs: Costs, lengths: Sequence[int] = LENGTHS) -> list[Row]:
+    """The expected speedup at each length, for a token that is accepted with probability `acceptance`."""
+    return [
+        Row(
+            length,
+            expected_speedup(acceptance, length, costs.flat, costs.token_s),
+            expected_speedup(acceptance, length, costs.pass_s, costs.token_s),
+        )
+        for length in lengths
+    ]
+
+
+@dataclass(slots=True)
+class Trials:
+    """Runs at several draft lengths; 0 is plain decoding in the same mode."""
+
+    seconds: dict[int, dict[int, list[float]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
+    tokens: dict[int, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
+    verify_s: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    token_s: list[float] = field(default_factory=list)
+    judged: int = 0
+    accepted: int = 0
+    decode_s: float = 0.0
+    overhead_s: float = 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the drafted tokens that stood among those that were judged: all before them stood."""
+        return self.accepted / self.judged if self.judged else 0.0
+
+    @property
+    def overhead_share(self) -> float:
+        """Of all decoding time, what was neither drafting nor a target pass."""
+        return self.overhead_s / self.decode_s if self.decode_s else 0.0
+
+    def tokens_per_second(self, length: int) -> float:
+        """All prompts together, the median of the repetitions of each."""
+        taken = sum(median(times) for times in self.seconds[length].values())
+        return sum(self.tokens[length].values()) / taken if taken else 0.0
+
+    def speedup(self, length: int) -> float | None:
+        """Over plain decoding; None where either decoded nothing."""
+        plain, drafted = self.tokens_per_second(0), self.tokens_per_second(length)
+        return drafted / plain if plain and drafted else None
+
+    def add(self, length: int, prompt: int, stats: Stats) -> None:
+        if stats.new_tokens < 2:
+            return
+        self.seconds[length][prompt].append(stats.decode_s)
+        self.tokens[length][prompt] = stats.new_tokens - 1
+        self.decode_s += stats.decode_s
+        self.overhead_s += stats.overhead_s
+
+    def observe(self, record: RoundRecord) -> None:
+        self.verify_s[record.width].append(record.verify_s)
+        if record.drafted_tokens:
+            self.token_s.append(record.draft_s / record.drafted_tokens)
+        self.accepted += record.accepted_tokens
+        self.judged += record.accepted_tokens + (record.accepted_tokens < record.drafted_tokens)
+
+    @property
+    def costs(self) -> Costs:
+        """What passes and drafted tokens cost in these very runs: medians, straight lines between the widths."""
+        measured = {width: median(times) for width, times in self.verify_s.items() if width <= WIDEST}
+        return Costs(CostCurve(measured).table(0), median(self.token_s) if self.token_s else 0.0)
+
+
+def run_trials(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    drafter: DrafterName,
+    lengths: Sequence[int],
+    max_tokens: int,
+    repeats: int,
+    advance: Callable[[int], None],
+) -> Trials:
+    """Decode every prompt at every length, `repeats` times.
+
+    Lengths take turns, and so do prompts: one that came just before would be in a draft model's cache already, which is
+    no part of what a length gains. `advance(n)` is told of each run. Raises PromptError when every answer is a single
+    token, so that nothing was decoded.
+    """
+    trials = Trials()
+    for length in (0, max(lengths)):
+        model.generate(prompts[-1], sampling, _options(drafter, length, _WARM_UP_TOKENS))
+    for turn in range(repeats * len(prompts)):
+        for index, length in enumerate(lengths):
+            prompt = (turn + index) % len(prompts)
+            options = _options(drafter, length, max_tokens)
+            result = model.generate(prompts[prompt], sampling, options, trials.observe)
+            trials.add(length, prompt, result.stats)
+            advance(1)
+    if not trials.verify_s:
+        raise PromptError(
+            "every answer ended with its first token, so there was nothing to speed up: give other prompts"
+        )
+    return trials
+
+
+def _options(drafter: DrafterName, length: int, max_tokens: int) -> GenerateOptions:
+    if not length:
+        return GenerateOptions(max_tokens=max_tokens, drafter="none", logprobs=False)
+    return GenerateOptions(max_tokens=max_tokens, drafter=drafter, draft_length=length, logprobs=False)

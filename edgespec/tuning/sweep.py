@@ -1,0 +1,293 @@
+"""The search for the best settings: successive halving over engines, threads, drafters and draft lengths.
+
+Each round decodes more prompts than the one before with fewer settings. Only one pair is loaded at a time, whatever
+fits besides; the last round goes through the loaded configurations up and down again, so that a machine that slows
+down meanwhile favours none. Never dropped are the best plain decoding, over which everything is told, and the best
+automatic setting, which learns as it goes and would be judged too early.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from edgespec.config import DrafterName, DraftLength, EngineName, GenerateOptions, LoadOptions
+from edgespec.errors import CapabilityError, EdgespecError, PromptError
+from edgespec.metrics import Totals
+from edgespec.runtime import FREE_DRAFTERS, Model, load
+from edgespec.sampling import Sampling
+from edgespec.types import Stats
+
+logger = logging.getLogger("edgespec")
+LENGTHS: tuple[DraftLength, ...] = ("auto", 2, 4, 8)
+SHARES = (0.25, 0.5, 1.0)  # of the prompts that each round decodes
+VISITS = (1, 1, 2)  # how often each round comes to a configuration
+KEPT_SHARE = 1 / 3  # of the settings that go on to the next round
+_LEAST_KEPT, _LEAST_PROMPTS = 4, 2  # fewer would decide by luck
+ABOUT_AS_FAST = 0.98
+_FEW_CORES = 4  # up to here every number of threads is tried, above it powers of two
+_WARM_UP_TOKENS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """One way to load the pair. `reproducible` None: as asked for; False: without the mode, to compare with only."""
+
+    engine: EngineName
+    threads: int
+    reproducible: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One setting that may be the best."""
+
+    loaded: Loaded
+    drafter: DrafterName
+    draft_length: DraftLength
+
+    @property
+    def is_plain(self) -> bool:
+        return self.drafter == "none"
+
+    @property
+    def is_adaptive(self) -> bool:
+        return self.drafter == "auto" and self.draft_length == "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the user has fixed: `options` to load with, and of the tuned settings those in `fixed`, by name."""
+
+    options: LoadOptions
+    fixed: frozenset[str]
+    sampling: Sampling
+    max_tokens: int
+
+    def load(self, loaded: Loaded, drafter: DrafterName) -> Model:
+        """The pair as `loaded` says, with a draft model only if `drafter` may want one."""
+        values: dict[str, Any] = {f.name: getattr(self.options, f.name) for f in dataclasses.fields(self.options)}
+        values |= {"engine": loaded.engine, "threads": loaded.threads or None, "drafter": drafter}
+        if loaded.reproducible is False:
+            values["reproducible"] = False
+        return load(**values)
+
+
+@dataclass(slots=True)
+class Score:
+    """What one setting did so far: seconds of each decoding by prompt, and tokens by prompt."""
+
+    candidate: Candidate
+    seconds: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    tokens: dict[int, int] = field(default_factory=dict)
+    totals: Totals = field(default_factory=Totals)
+    rounds: int = 0
+
+    def add(self, prompt: int, stats: Stats) -> None:
+        self.totals.add(stats)
+        self.seconds[prompt].append(stats.decode_s)
+        self.tokens[prompt] = max(stats.new_tokens - 1, 0)
+
+    def rate(self, prompts: Iterable[int] | None = None) -> float:
+        """Tokens per second over all of `prompts` together (None: all), with the median of repetitions of each."""
+        chosen = list(self.seconds if prompts is None else prompts)
+        taken = sum(median(self.seconds[prompt]) for prompt in chosen)
+        return sum(self.tokens[prompt] for prompt in chosen) / taken if taken > 0 else 0.0
+
+
+@dataclass(slots=True)
+class Sweep:
+    """A search under way or done; what it has found is there even when it was interrupted."""
+
+    asked: Asked
+    prompts: dict[EngineName, list[list[int]]]
+    scores: dict[Candidate, Score]
+    advance: Callable[[int], None] = lambda steps: None
+    tell: Callable[[str], None] = lambda text: None
+
+    def run(self) -> None:
+        """All rounds. Raises PromptError when no answer has more than one token, and whatever a generation raises."""
+        alive = list(self.scores)
+        for number, (share, visits) in enumerate(zip(SHARES, VISITS, strict=True), 1):
+            count = self.num_prompts(share)
+            self.tell(f"round {number} of {len(SHARES)}: {len(alive)} settings")
+            self._decode(alive, count, visits)
+            if not any(sum(self.scores[candidate].tokens.values()) for candidate in alive):
+                raise PromptError("every answer ended with its first token, so nothing was timed: give other prompts")
+            for candidate in alive:
+                self.scores[candidate].rounds = number
+            if number < len(SHARES):
+                alive = self._survivors(alive, range(count))
+
+    @property
+    def num_all_prompts(self) -> int:
+        return len(next(iter(self.prompts.values())))
+
+    def num_prompts(self, share: float) -> int:
+        return max(round(share * self.num_all_prompts), min(_LEAST_PROMPTS, self.num_all_prompts))
+
+    def num_runs(self) -> int:
+        """The most decodings that `run` will make."""
+        alive, total = len(self.scores), 0
+        for share, visits in zip(SHARES, VISITS, strict=True):
+            total += alive * self.num_prompts(share) * visits
+            alive = min(_num_kept(alive) + 3, alive)
+        return total
+
+    def finalists(self) -> list[Score]:
+        """Those of the last round in which anything was decoded, the fastest first."""
+        last = max(score.rounds for score in self.scores.values())
+        found = [score for score in self.scores.values() if score.rounds == last and score.tokens]
+        return sorted(found, key=lambda score: score.rate(), reverse=True)
+
+    def best(self) -> Score:
+        """The fastest finalist that keeps what was promised; `auto` where it is about as fast.
+
+        What is fixed was chosen on these prompts and may lose on others, which `auto` does not.
+        """
+        promised = [score for score in self.finalists() if score.candidate.loaded.reproducible is None]
+        enough = ABOUT_AS_FAST * promised[0].rate()
+        return next((s for s in promised if s.candidate.is_adaptive and s.rate() >= enough), promised[0])
+
+    def speedup(self, score: Score) -> float:
+        """Over the best plain decoding of the same prompts, in whatever mode; 0 where nothing was decoded."""
+        prompts = score.seconds.keys()
+        plain = [
+            other.rate(prompts)
+            for other in self.scores.values()
+            if other.candidate.is_plain and prompts <= other.seconds.keys()
+        ]
+        best = max(plain, default=0.0)
+        return score.rate() / best if best else 0.0
+
+    def _survivors(self, alive: Sequence[Candidate], prompts: Iterable[int]) -> list[Candidate]:
+        """The best third, the best plain decoding of either mode, and the best automatic setting."""
+        ranked = sorted(alive, key=lambda candidate: self.scores[candidate].rate(prompts), reverse=True)
+        kept = set(ranked[: _num_kept(len(ranked))])
+        for mode in {candidate.loaded.reproducible for candidate in ranked}:
+            kept.add(next(c for c in ranked if c.is_plain and c.loaded.reproducible is mode))
+        kept.update([candidate for candidate in ranked if candidate.is_adaptive][:1])
+        return [candidate for candidate in alive if candidate in kept]
+
+    def _decode(self, alive: Sequence[Candidate], count: int, visits: int) -> None:
+        groups: dict[Loaded, list[Candidate]] = defaultdict(list)
+        for candidate in alive:
+            groups[candidate.loaded].append(candidate)
+        order = list(groups)
+        opened: tuple[Loaded, Model] | None = None
+        try:
+            for visit in range(visits):
+                for loaded in order if visit % 2 == 0 else reversed(order):
+                    if opened is None or opened[0] != loaded:
+                        if opened is not None:
+                            opened[1].close()
+                            opened = None
+                        opened = loaded, self.asked.load(loaded, _needed(groups[loaded]))
+                        self._warm_up(opened[1], groups[loaded], loaded)
+                    self._visit(opened[1], groups[loaded], count)
+        finally:
+            if opened is not None:
+                opened[1].close()
+
+    def _warm_up(self, model: Model, candidates: Sequence[Candidate], loaded: Loaded) -> None:
+        ids = self.prompts[loaded.engine][-1]
+        for drafter in dict.fromkeys(candidate.drafter for candidate in candidates):
+            self._generate(model, ids, drafter, "auto", _WARM_UP_TOKENS)
+
+    def _visit(self, model: Model, candidates: Sequence[Candidate], count: int) -> None:
+        """Every setting on every prompt. Prompts take turns as well, or a draft model would have read one before."""
+        for turn in range(count):
+            for index, candidate in enumerate(candidates):
+                prompt = (turn + index) % count
+                ids = self.prompts[candidate.loaded.engine][prompt]
+                stats = self._generate(model, ids, candidate.drafter, candidate.draft_length, self.asked.max_tokens)
+                self.scores[candidate].add(prompt, stats)
+                self.advance(1)
+
+    def _generate(
+        self, model: Model, ids: list[int], drafter: DrafterName, length: DraftLength, max_tokens: int
+    ) -> Stats:
+        options = GenerateOptions(max_tokens=max_tokens, drafter=drafter, draft_length=length, logprobs=False)
+        return model.generate(ids, self.asked.sampling, options).stats
+
+
+def prepare(asked: Asked, engines: Sequence[EngineName], encode: Callable[[Model], list[list[int]]]) -> Sweep:
+    """Load the pair once with each engine, and lay out what is to be tried.
+
+    An engine that cannot be had here is left out with a note; when none is left, its CapabilityError is raised.
+    `encode` gives the prompts' token ids.
+    """
+    prompts: dict[EngineName, list[list[int]]] = {}
+    candidates: list[Candidate] = []
+    failure: EdgespecError | None = None
+    for engine in engines:
+        scout = Loaded(engine, asked.options.threads or 0, None)
+        try:
+            model = asked.load(scout, asked.options.drafter)
+        except CapabilityError as exc:
+            logger.info("engine %s is left out: %s", engine, exc)
+            failure = exc
+            continue
+        with model:
+            prompts[engine] = encode(model)
+            candidates += _candidates(asked, engine, model)
+    if failure is not None and not candidates:
+        raise failure
+    return Sweep(asked, prompts, {candidate: Score(candidate) for candidate in candidates})
+
+
+def _candidates(asked: Asked, engine: EngineName, model: Model) -> list[Candidate]:
+    found = []
+    for threads in thread_counts(asked, model.target.facts.threads):
+        loaded = Loaded(engine, threads, None)
+        found.append(Candidate(loaded, "none", "auto"))
+        found += [
+            Candidate(loaded, drafter, length)
+            for drafter in _drafters(asked, model)
+            for length in _lengths(asked, drafter)
+        ]
+        pinned = model.target.facts.pinned_class
+        if pinned is not None and pinned[0] > 1:
+            found.append(Candidate(Loaded(engine, threads, False), "none", "auto"))
+    return found
+
+
+def thread_counts(asked: Asked, usual: int) -> list[int]:
+    """1 up to the physical cores that the engine found, or what was fixed."""
+    if "threads" in asked.fixed or usual <= 1:
+        return [usual]
+    if usual <= _FEW_CORES:
+        return list(range(1, usual + 1))
+    return sorted({usual, *(2**power for power in range(usual.bit_length()) if 2**power <= usual)})
+
+
+def _drafters(asked: Asked, model: Model) -> list[DrafterName]:
+    if not model.target.facts.can_rollback:
+        return []
+    if "drafter" in asked.fixed:
+        return [] if asked.options.drafter == "none" else [asked.options.drafter]
+    has_model = model.draft_engine is not None
+    return [*FREE_DRAFTERS, *(["model"] if has_model else []), "auto"]  # type: ignore[list-item]
+
+
+def _lengths(asked: Asked, drafter: DrafterName) -> Sequence[DraftLength]:
+    if "draft_length" in asked.fixed:
+        return (asked.options.draft_length,)
+    return ("auto",) if drafter == "auto" else LENGTHS
+
+
+def _needed(candidates: Sequence[Candidate]) -> DrafterName:
+    """What to load a pair with so that all of these can be decoded: a draft model only where one is used."""
+    drafters = {candidate.drafter for candidate in candidates}
+    if "auto" in drafters:
+        return "auto"
+    return "model" if "model" in drafters else "none"
+
+
+def _num_kept(count: int) -> int:
+    return min(max(-(-count // round(1 / KEPT_SHARE)), _LEAST_KEPT), count)
