@@ -1,0 +1,105 @@
+"""The journal of a benchmark: a line per finished trial, so that a run which was killed goes on where it stopped.
+
+The first line names the settings; a line is written whole, and what a crash left of one is cut off by the next run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, Self
+
+from edgespec.bench.record import Trial
+from edgespec.engines.measurements import cache_folder, key_of
+from edgespec.errors import ConfigError, StateError
+
+FORMAT = 1
+
+
+def default_path(settings: Mapping[str, Any]) -> Path:
+    """Where a run of these settings keeps its journal when nobody says where."""
+    return cache_folder() / "bench" / f"{key_of(sorted(settings.items()))}.jsonl"
+
+
+class Journal:
+    """Trials by (prompt digest, repeat) in `path`, for one set of settings.
+
+    Raises ConfigError when the file is not a journal or is one of other settings, StateError when it cannot be
+    written. `restart` throws away what is there.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], *, restart: bool = False) -> None:
+        self.path = path
+        self.trials: dict[tuple[str, int], Trial] = {}
+        # through JSON, so that what is compared with a file went the same way
+        self._settings: dict[str, Any] = json.loads(json.dumps(settings))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if restart:
+                path.unlink(missing_ok=True)
+            whole_bytes = self._read() if path.exists() else 0
+            # Appending only: two runs of one command at once repeat work and spoil nothing.
+            self._file: IO[bytes] = path.open("ab")
+            self._file.truncate(whole_bytes)
+        except OSError as exc:
+            raise StateError(f"the journal {path} cannot be opened: {exc.strerror or exc}") from exc
+        if not whole_bytes:
+            self._write({"edgespec_bench": FORMAT, "settings": self._settings})
+
+    def add(self, trial: Trial) -> None:
+        self._write(trial.to_json())
+        self.trials[trial.key] = trial
+
+    def remove(self) -> None:
+        """Forget a finished run, so that the same command measures anew."""
+        self.close()
+        self.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _write(self, value: Any) -> None:
+        try:
+            self._file.write(json.dumps(value, allow_nan=False).encode() + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as exc:
+            raise StateError(f"the journal {self.path} cannot be written: {exc.strerror or exc}") from exc
+
+    def _read(self) -> int:
+        """Take in all whole lines; their length in bytes."""
+        whole_bytes = 0
+        for number, line in enumerate(self.path.read_bytes().splitlines(keepends=True), 1):
+            if not line.endswith(b"\n"):
+                break  # the last line of a run that was killed
+            self._take(number, line)
+            whole_bytes += len(line)
+        return whole_bytes
+
+    def _take(self, number: int, line: bytes) -> None:
+        try:
+            value = json.loads(line)
+            if number > 1:
+                trial = Trial.from_json(value)
+                self.trials[trial.key] = trial
+                return
+            found, settings = value["edgespec_bench"], dict(value["settings"])
+        except (ValueError, KeyError, TypeError) as exc:
+            raise ConfigError(
+                f"{self.path} line {number} is no line of a benchmark's journal ({exc!r}): give another --resume "
+                "FILE, or begin anew with --restart"
+            ) from exc
+        changed = sorted(key for key in {*settings, *self._settings} if settings.get(key) != self._settings.get(key))
+        if found != FORMAT or changed:
+            raise ConfigError(
+                f"{self.path} is of other settings ({', '.join(changed) or 'an older format'}): ask the same, give "
+                "another --resume FILE, or begin anew with --restart"
+            )

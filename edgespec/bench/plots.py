@@ -1,0 +1,167 @@
+"""The figures of a benchmark, drawn from its report. Needs matplotlib (extra `bench`), and no display."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from edgespec.bench.output import write_whole
+from edgespec.bench.report import Report
+from edgespec.bench.style import VERDICT_COLOURS, colour
+from edgespec.errors import StateError
+
+_DPI = 110
+_LEAST_DRAFTED, _LEAST_JUDGED, _LEAST_PASSES = 8, 5, 4  # fewer say nothing and only scatter
+
+
+def draw(report: Report, folder: Path) -> list[Path]:
+    """Write every figure into `folder` as NAME.png, in place of an earlier run's. Raises StateError when it cannot."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in PLOTS:
+            (folder / f"{name}.png").unlink(missing_ok=True)
+    except OSError as exc:
+        raise StateError(f"{folder} cannot be written: {exc.strerror or exc}") from exc
+    drawn = {folder / f"{name}.png": png for name, png in images(report).items()}
+    for path, png in drawn.items():
+        write_whole(path, png)
+    return list(drawn)
+
+
+def images(report: Report) -> dict[str, bytes]:
+    """PNG files by name; a figure for which the report holds nothing is left out."""
+    return {name: png for name, plot in PLOTS.items() if (png := _png(plot, report)) is not None}
+
+
+def _png(plot: Callable[[Any, Report], bool], report: Report) -> bytes | None:
+    from matplotlib.figure import Figure  # an extra; half a second
+
+    figure = Figure(figsize=(7.2, 4.0), dpi=_DPI, layout="constrained")
+    axes = figure.subplots()
+    if not plot(axes, report):
+        return None
+    axes.spines[["top", "right"]].set_visible(False)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _speedup(axes: Any, report: Report) -> bool:
+    """Median speedup per domain with its quartiles."""
+    rows = [(name, figures) for name, figures in report["domains"].items() if figures["speedup"]]
+    if not rows:
+        return False
+    for y, (_, figures) in enumerate(reversed(rows)):
+        spread = figures["speedup"]
+        axes.barh(y, spread["median"], color=VERDICT_COLOURS[figures["verdict"]], height=0.65)
+        axes.plot([spread["q1"], spread["q3"]], [y, y], color="black", linewidth=1.4, marker="|", markersize=7)
+    axes.axvline(1.0, color="black", linewidth=1, linestyle="--")
+    labels = [f"{name}  {figures['speedup']['median']:.2f}x" for name, figures in reversed(rows)]
+    axes.set_yticks(range(len(rows)), labels)
+    axes.set(title="Speedup over plain decoding, median and quartiles of runs", xlabel="times the tokens per second")
+    axes.set_xlim(left=0)
+    return True
+
+
+def _acceptance(axes: Any, report: Report) -> bool:
+    """Acceptance rate and tokens per pass along the answer."""
+    steps = [step for step in report["acceptance_by_position"] if step["drafted_tokens"] >= _LEAST_DRAFTED]
+    if not steps:
+        return False
+    positions = [step["position"] for step in steps]
+    rates = [step["accepted_tokens"] / step["drafted_tokens"] for step in steps]
+    axes.plot(positions, rates, marker="o", color=colour("model"))
+    axes.set(ylim=(0, 1.05), xlabel="tokens of the answer before the round", title="Acceptance along the text")
+    axes.set_ylabel("accepted / drafted tokens", color=colour("model"))
+    lengths = axes.twinx()
+    per_pass = [1 + step["accepted_tokens"] / step["num_rounds"] for step in steps]
+    lengths.plot(positions, per_pass, marker="s", color=colour("ngram"), linestyle=":")
+    lengths.set_ylabel("tokens per target pass", color=colour("ngram"))
+    lengths.set_ylim(0, 1.1 * max(per_pass))
+    lengths.spines["top"].set_visible(False)
+    return True
+
+
+def _lengths(axes: Any, report: Report) -> bool:
+    """How many tokens of a draft stood, by drafter."""
+    counts = {name: {int(n): c for n, c in found.items()} for name, found in report["accepted_lengths"].items()}
+    if set(counts) <= {"none"}:
+        return False
+    longest = max(max(found) for found in counts.values())
+    xs = range(longest + 1)
+    below = [0] * (longest + 1)
+    for name, found in counts.items():
+        heights = [found.get(x, 0) for x in xs]
+        label = "no draft" if name == "none" else name
+        axes.bar(xs, heights, bottom=below, color=colour(name), label=f"{label} ({sum(heights)} rounds)", width=0.8)
+        below = [low + height for low, height in zip(below, heights, strict=True)]
+    axes.set(title="Accepted tokens per round", xlabel="accepted draft tokens", ylabel="rounds")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(frameon=False)
+    return True
+
+
+def _reliability(axes: Any, report: Report) -> bool:
+    """Confidence against acceptance; the area of a point is its share of the drafter's tokens."""
+    every = report["reliability"].items()
+    found = {name: one for name, one in every if name != "all" and one["num_tokens"] >= _LEAST_DRAFTED}
+    if not found:
+        return False
+    axes.plot([0, 1], [0, 1], color="black", linewidth=1, linestyle="--", label="perfect")
+    for name, one in found.items():
+        bins = [point for point in one["bins"] if point["num_tokens"] >= _LEAST_JUDGED]
+        x, y = ([point[key] for point in bins] for key in ("confidence", "acceptance"))
+        sizes = [20 + 500 * point["num_tokens"] / one["num_tokens"] for point in bins]
+        error = one["expected_calibration_error"]
+        axes.scatter(x, y, s=sizes, color=colour(name), alpha=0.6, linewidths=0, clip_on=False)
+        axes.plot([], [], "o", color=colour(name), label=f"{name}: error {error:.3f}, {one['num_tokens']} tokens")
+    axes.set(xlim=(-0.05, 1.05), ylim=(-0.05, 1.05), title="Are the confidences true?")
+    axes.set(xlabel="confidence before verification", ylabel="share that was accepted")
+    axes.legend(frameon=False, fontsize=9, loc="upper left")
+    return True
+
+
+def _cost(axes: Any, report: Report) -> bool:
+    """Time of a target pass by width, and the speedup that it leaves room for."""
+    curve = {int(width): seconds for width, seconds in report["cost_curve"].items()}
+    if len(curve) < 2:
+        return False
+    plain_s = report["standard_pass_s"] or curve[min(curve)]
+    passes = report["observed_passes"].items()
+    seen = {int(width): one for width, one in passes if one["num_passes"] >= _LEAST_PASSES}
+    widths = list(curve)
+    times_ms = [1000 * seconds for seconds in curve.values()]
+    axes.plot(widths, times_ms, marker="o", color=colour("model"), label="measured at load, kept true since")
+    axes.scatter(
+        list(seen),
+        [1000 * one["median_s"] for one in seen.values()],
+        s=[15 + 5 * min(one["num_passes"], 40) for one in seen.values()],
+        color=colour("suffix"),
+        alpha=0.7,
+        linewidths=0,
+        label="median of this run's passes",
+    )
+    axes.axhline(1000 * plain_s, color="black", linewidth=1, linestyle="--", label="a token of plain decoding")
+    axes.legend(frameon=False, fontsize=9, loc="upper left")
+    axes.set(title="What a target pass costs here", xlabel="width: tokens in one pass")
+    axes.set_ylabel("milliseconds", color=colour("model"))
+    axes.set_ylim(bottom=0)
+    room = axes.twinx()
+    room.plot(
+        widths, [width * plain_s / curve[width] for width in widths], linestyle=":", marker="s", color=colour("ngram")
+    )
+    room.set_ylabel("highest possible speedup (free drafts, all accepted)", color=colour("ngram"), fontsize=8)
+    room.set_ylim(bottom=0)
+    room.spines["top"].set_visible(False)
+    return True
+
+
+PLOTS: dict[str, Callable[[Any, Report], bool]] = {
+    "speedup": _speedup,
+    "acceptance": _acceptance,
+    "accepted_lengths": _lengths,
+    "reliability": _reliability,
+    "cost_curve": _cost,
+}

@@ -1,0 +1,131 @@
+"""Decodes prompts plainly and with speculation, by turns, on empty caches, and takes the time.
+
+Standard decoding runs at its best: where the reproducible mode pads a lone token to a wider pass, a second copy of the
+target without that mode is the standard. What is timed never is the first of its kind in the process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from edgespec.bench.energy import EnergyMeter
+from edgespec.bench.record import Measurement, Trial, digest_of
+from edgespec.bench.workload import BenchPrompt
+from edgespec.config import GenerateOptions
+from edgespec.runtime import Model, load
+from edgespec.sampling import Sampling
+from edgespec.types import RoundRecord, TokenEvent
+
+_WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A prompt as token ids with its sampling, to be decoded for the `repeat`-th time; `index` counts the prompts."""
+
+    prompt: BenchPrompt
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    index: int
+    repeat: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.prompt.digest, self.repeat
+
+
+def needs_second_model(model: Model) -> bool:
+    """Whether plain decoding is slower in the mode of `model` than it could be."""
+    pinned = model.target.facts.pinned_class
+    return pinned is not None and pinned[0] > 1
+
+
+def load_standard(model: Model) -> Model:
+    """The model of the baseline: `model` itself, or its target loaded again without the reproducible mode."""
+    if not needs_second_model(model):
+        return model
+    options = {field.name: getattr(model.options, field.name) for field in dataclasses.fields(model.options)}
+    return load(**{**options, "reproducible": False, "drafter": "none"})
+
+
+def tasks_of(
+    prompts: Sequence[BenchPrompt], encode: Callable[[BenchPrompt], list[int]], sampling: Sampling, repeat: int
+) -> list[Task]:
+    """All prompts once, then all again: what the machine does meanwhile meets every domain alike."""
+    encoded = [tuple(encode(prompt)) for prompt in prompts]
+    return [
+        Task(prompt, encoded[index], prompt.sampling(sampling), index, turn)
+        for turn in range(repeat)
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+class Runner:
+    """`speculative` and `standard` may be one model. `is_over` is asked between generations and ends the run early."""
+
+    def __init__(
+        self,
+        speculative: Model,
+        standard: Model,
+        options: GenerateOptions,
+        is_over: Callable[[], bool] = lambda: False,
+        meter: EnergyMeter | None = None,
+    ) -> None:
+        self._speculative, self._standard = speculative, standard
+        self._options = dataclasses.replace(options, logprobs=False)
+        self._plain = dataclasses.replace(self._options, drafter="none")
+        self._is_over = is_over
+        self._meter = meter or EnergyMeter()
+
+    def run(self, tasks: Iterable[Task]) -> Iterator[Trial]:
+        """A trial per task, after an untimed warm-up; ends early when `is_over` or a cancelled generation say so."""
+        is_warm = False
+        for task in tasks:
+            if not is_warm:
+                self._warm_up(task)
+                is_warm = True
+            trial = None if self._is_over() else self._trial(task)
+            if trial is None:
+                return
+            yield trial
+
+    def _warm_up(self, task: Task) -> None:
+        for model, options in ((self._standard, self._plain), (self._speculative, self._options)):
+            self._measure(model, dataclasses.replace(options, max_tokens=_WARM_UP_TOKENS), task)
+
+    def _trial(self, task: Task) -> Trial | None:
+        sides = {"standard": (self._standard, self._plain), "speculative": (self._speculative, self._options)}
+        if task.repeat == 0 and self._standard is not self._speculative:
+            sides["plain"] = self._speculative, self._plain
+        turn = (task.index + task.repeat) % len(sides)
+        order = (*sides, *sides)[turn : turn + len(sides)]
+        found: dict[str, Measurement] = {}
+        for name in order:
+            measured = self._measure(*sides[name], task)
+            if measured is None:
+                return None
+            found[name] = measured
+        standard, plain = (found[name].without_text() if name in found else None for name in ("standard", "plain"))
+        assert standard is not None
+        return Trial(*task.key, order, standard, found["speculative"], plain)
+
+    def _measure(self, model: Model, options: GenerateOptions, task: Task) -> Measurement | None:
+        """One generation on empty caches; None when it was cancelled."""
+        if self._is_over():
+            return None
+        model.forget()
+        rounds: list[RoundRecord] = []
+        before = self._meter.read()
+        events = list(model.stream(task.prompt_ids, task.sampling, options, rounds.append))
+        energy_j = self._meter.joules_since(before)
+        stats = dataclasses.replace(model.stats)
+        if stats.finish_reason == "cancelled":
+            return None
+        assert stats.reused_tokens == 0, "a benchmark reads every prompt whole"
+        return Measurement(stats, digest_of(events), tuple(rounds), _pieces(events), energy_j)
+
+
+def _pieces(events: Iterable[TokenEvent]) -> tuple[tuple[str, str | None], ...]:
+    return tuple((event.text, event.drafter) for event in events)

@@ -1,0 +1,140 @@
+"""The report as a few lines for a terminal: what it gains where, what it loses where, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from edgespec.bench.report import Report
+
+HEADER = ("domain", "runs", "plain", "spec", "speedup (quartiles)", "whole", "accepted", "per pass", "")
+_WIDTHS = (15, 4, 7, 7, 20, 6, 8, 8, 0)
+UNKNOWN = "-"
+_LEAST_PASSES, _LEAST_JUDGED = 8, 30  # of fewer no median and no error is worth telling
+
+
+def table_lines(report: Report) -> Iterator[str]:
+    """The table and what follows from it."""
+    yield _row(HEADER)
+    domains: dict[str, Any] = report["domains"]
+    for name, figures in domains.items():
+        yield _row((name, *cells(figures)))
+    if len(domains) > 1:
+        yield _row(("all", *cells(report["total"])))
+    yield (
+        "plain, spec: tokens/s without and with speculation, prompts left out; whole: speedup with the prompts "
+        "read; per pass: tokens per target pass"
+    )
+    yield ""
+    yield verdict_line(report)
+    yield from reason_lines(report)
+
+
+def cells(figures: Mapping[str, Any]) -> tuple[str, ...]:
+    """A table row's figures as text, the name of the domain left out."""
+    rates = (figures[side]["tokens_per_second"] for side in ("standard", "speculative"))
+    spread = figures["speedup"]
+    speedup = f"{spread['median']:.2f}x" if spread else UNKNOWN
+    if spread and figures["num_trials"] > 1:
+        speedup += f" ({spread['q1']:.2f}-{spread['q3']:.2f})"
+    return (
+        str(figures["num_trials"]),
+        *(f"{rate['median']:.1f}" if rate else UNKNOWN for rate in rates),
+        speedup,
+        shown(figures["whole_answer_speedup"], "{:.2f}x"),
+        shown(figures["acceptance_rate"], "{:.0%}"),
+        shown(figures["mean_accepted_length"], "{:.2f}"),
+        "" if figures["verdict"] == "unknown" else str(figures["verdict"]),
+    )
+
+
+def shown(value: float | None, form: str) -> str:
+    return UNKNOWN if value is None else form.format(value)
+
+
+def verdict_line(report: Report) -> str:
+    """Whether it pays, in one sentence."""
+    total, domains = report["total"], report["domains"]
+    pooled = shown(total["pooled_speedup"], "{:.2f}x")
+    says = {
+        "gains": f"speculation pays here: {pooled} the tokens per second of plain decoding over all prompts",
+        "even": f"speculation makes no difference here that is more than noise: {pooled} over all prompts",
+        "loses": f"speculation does not pay here: {pooled} the tokens per second of plain decoding over all prompts",
+        "unknown": f"too few runs to tell gain from noise: {pooled} over all prompts; give more with --repeat",
+    }[total["verdict"]]
+    against = "gains" if total["verdict"] == "loses" else "loses"
+    others = [
+        f"{name} {shown(figures['pooled_speedup'], '{:.2f}x')}"
+        for name, figures in domains.items()
+        if figures["verdict"] == against
+    ]
+    return says + (f"; it {against} on {', '.join(others)}" if others and len(domains) > 1 else "")
+
+
+def reason_lines(report: Report) -> Iterator[str]:
+    """Equality of the texts, where the time went, what passes cost, energy, confidence, memory; one line each."""
+    yield f"baseline: {report['baseline']}"
+    if report["padded_plain_speedup"] is not None:
+        yield (
+            f"the reproducible mode alone: {report['padded_plain_speedup']:.2f}x without any speculation; "
+            "--no-reproducible goes without it"
+        )
+    yield _equality(report)
+    yield f"time of speculation: {_time_split(report['total']['speculative']['time'])}"
+    if report["standard_pass_s"]:
+        yield f"a target pass by width: {_cost(report)}"
+    if not report["drafters"]:
+        yield "nothing was drafted: no draft was expected to pay, so all that speculation can cost is its deciding"
+    for name, found in report["drafters"].items():
+        share, rate = shown(found["share_of_tokens"], "{:.0%}"), shown(found["acceptance_rate"], "{:.0%}")
+        error = report["reliability"].get(name, {"num_tokens": 0})
+        is_known = error["num_tokens"] >= _LEAST_JUDGED
+        trust = f", confidence off by {error['expected_calibration_error']:.3f} on average" if is_known else ""
+        yield f"drafter {name}: {share} of all tokens, {rate} of its drafts accepted{trust}"
+    joules = [report["total"][side]["joules_per_token"] for side in ("standard", "speculative")]
+    if None not in joules:
+        yield f"energy: {joules[0]:.2f} J per token plain, {joules[1]:.2f} J with speculation (whole processor)"
+    memory = report["memory"]
+    copies = " (two copies of the target are loaded)" if memory["num_target_copies"] > 1 else ""
+    yield (
+        f"memory: target {_mb(memory['target_weight_bytes'])} and cache {_mb(memory['target_kv_bytes'])}, drafters "
+        f"{_mb(memory['drafters_bytes'])}, peak of this process {_mb(memory['peak_rss_bytes'])}{copies}"
+    )
+
+
+def _equality(report: Report) -> str:
+    same, count = report["num_identical"], report["num_prompts"]
+    if report["reproducible"]:
+        verdict = "identical to plain decoding in the same mode" if same == count else "DIFFERENT from plain decoding"
+        return f"texts: {verdict}, {same} of {count} prompts"
+    return f"texts: as plain decoding on {same} of {count} prompts; not in the reproducible mode, so others may differ"
+
+
+def _time_split(times: Mapping[str, float]) -> str:
+    whole = times["wall_s"] or 1.0
+    names = {
+        "prefill_s": "reading prompts",
+        "draft_s": "drafting",
+        "verify_s": "target passes",
+        "overhead_s": "the rest",
+    }
+    return ", ".join(f"{text} {times[name] / whole:.0%}" for name, text in names.items())
+
+
+def _cost(report: Report) -> str:
+    base, passes = report["standard_pass_s"], report["observed_passes"]
+    common = {width: one["median_s"] for width, one in passes.items() if one["num_passes"] >= _LEAST_PASSES}
+    ratios = ", ".join(f"{width}: {seconds / base:.2f}" for width, seconds in common.items())
+    drafts = "".join(f"; a token of drafter {n}: {s / base:.3f}" for n, s in report["draft_token_s"].items())
+    return f"{ratios or UNKNOWN} of plain decoding's {1000 * base:.2f} ms{drafts}"
+
+
+def _mb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.0f} MB"
+
+
+def _row(values: tuple[str, ...]) -> str:
+    first, *others = values
+    shown_cells = [first.ljust(_WIDTHS[0])]
+    shown_cells += [text.rjust(width) for text, width in zip(others, _WIDTHS[1:], strict=True)]
+    return "  ".join(shown_cells).rstrip()

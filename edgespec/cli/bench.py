@@ -1,0 +1,184 @@
+"""`edgespec bench`: does speculation pay here? Standard against speculative decoding on prompts of several domains."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from edgespec import __version__
+from edgespec.bench.html import page
+from edgespec.bench.journal import Journal, default_path
+from edgespec.bench.output import check_outputs, write_whole
+from edgespec.bench.report import Setup, report_of
+from edgespec.bench.runner import Runner, Task, load_standard, tasks_of
+from edgespec.bench.sources import built_in, read_data, read_prompts
+from edgespec.bench.table import table_lines
+from edgespec.bench.workload import MADE, BenchPrompt, Domains, choose, with_made
+from edgespec.cli.bench_progress import progress, trial_line
+from edgespec.cli.interrupt import stops
+from edgespec.cli.options import resolve_settings, settings_options
+from edgespec.cli.session import Session, open_session, tell_configuration
+from edgespec.cli.terminal import note
+from edgespec.control.measure import cost_key
+from edgespec.errors import ConfigError
+from edgespec.settings import Settings
+
+INTERRUPTED = 130
+DEFAULT_TOKENS = 96
+DEFAULT_PER_DOMAIN = 4
+_PATH = click.Path(path_type=Path)
+
+
+@click.command(short_help="Measure standard against speculative decoding on several domains.")
+@settings_options("load", "generate", "sampling", "session", leave_out=("stop", "system", "show_draft", "stats"))
+@click.option("--prompts", type=_PATH, metavar="FILE", help='Your own: lines of text, or {"domain", "text"} a line.')
+@click.option("--data", type=_PATH, metavar="FOLDER", help="Folder of data files; without either: built-in prompts.")
+@click.option("--domain", "domains", multiple=True, metavar="NAME", help="Only this domain; repeatable.")
+@click.option("--per-domain", type=click.IntRange(1), help="Prompts per domain.  [default: 4 of --data, else all]")
+@click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, help="Times that each is decoded.")
+@click.option("--plot", type=_PATH, metavar="FOLDER", help="Draw the figures as PNG files there.")
+@click.option("--html", "html_file", type=_PATH, metavar="FILE", help="Write a page that needs nothing else.")
+@click.option("--resume", type=_PATH, metavar="FILE", help="Journal to go on from and to keep.")
+@click.option("--restart", is_flag=True, help="Throw away what an earlier run left unfinished.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+def command(model_name: str | None, config_file: Path | None, **given: Any) -> int:
+    """Decode each prompt plainly and with speculation, by turns and on empty caches, and say whether it pays.
+
+    A run that was interrupted goes on when the same command is given again. Prompts are drawn and texts are sampled
+    with seed 0 unless --seed says otherwise. MODEL is a registry name or a path.
+    """
+    own = {name: given.pop(name) for name in _OWN}
+    settings = _checked(resolve_settings(given, model_name, config_file, speculates=True))
+    check_outputs(own["plot"], own["html_file"])
+    found = _sources(own["prompts"], own["data"])
+    session = open_session(settings)
+    if session.options.max_tokens is None:
+        session.options = dataclasses.replace(session.options, max_tokens=DEFAULT_TOKENS)
+    with session.model:
+        tell_configuration(session)
+        prompts = _choose(session, found, own)
+        standard = load_standard(session.model)
+        with standard:
+            setup = Setup(session.model, standard, session.sampling, session.options)
+            return _bench(session, setup, prompts, own)
+
+
+_OWN = ("prompts", "data", "domains", "per_domain", "repeat", "plot", "html_file", "resume", "restart", "as_json")
+
+
+def _checked(settings: Settings) -> Settings:
+    """Settings with seed 0 below them: the same prompts and the same journal when the command is given again."""
+    for name in ("drafter", "draft_length"):
+        if settings.values.get(name) in ("none", 0):
+            raise ConfigError(
+                f"bench compares speculation with plain decoding, and {name.replace('_', '-')} "
+                f"{settings.values[name]} ({settings.sources[name]}) switches it off"
+            )
+    return settings.below({"seed": 0}, "bench")
+
+
+def _sources(prompts: Path | None, data: Path | None) -> Domains:
+    if prompts is not None and data is not None:
+        raise ConfigError("--prompts and --data both say where prompts come from: keep one")
+    if prompts is not None:
+        return read_prompts(prompts)
+    return built_in() if data is None else read_data(data)
+
+
+def _choose(session: Session, found: Domains, own: dict[str, Any]) -> list[BenchPrompt]:
+    """The prompts of this run: of a user's own file all domains in it, else the made ones as well."""
+    model, seed = session.model, session.sampling.seed
+    domains = with_made(found, model.target.vocabulary, seed)
+    per_domain, wanted = own["per_domain"], own["domains"]
+    if own["prompts"] is not None:
+        domains, wanted = {**domains, **found}, wanted or list(found)
+    elif own["data"] is not None:
+        per_domain = per_domain or DEFAULT_PER_DOMAIN
+    elif per_domain is None:
+        domains.update({name: domains[name][:DEFAULT_PER_DOMAIN] for name in MADE})
+    most = model.context_length - (session.options.max_tokens or 0)
+    too_long = 0
+
+    def fits(prompt: BenchPrompt) -> bool:
+        nonlocal too_long
+        is_short = len(_encode(session, prompt)) <= most
+        too_long += not is_short
+        return is_short
+
+    chosen = choose(domains, wanted, per_domain, seed, fits)
+    if too_long:
+        note(f"left out: {too_long} prompts that do not fit into the context with an answer of full length")
+    return chosen
+
+
+def _encode(session: Session, prompt: BenchPrompt) -> list[int]:
+    return prompt.encode(session.model, chat_template=session.shown.chat_template)
+
+
+def _bench(session: Session, setup: Setup, prompts: list[BenchPrompt], own: dict[str, Any]) -> int:
+    tasks = tasks_of(prompts, lambda prompt: _encode(session, prompt), session.sampling, own["repeat"])
+    kept = own["resume"]
+    identity = {
+        "edgespec": __version__,
+        **setup.describe(),
+        "files": _files_key(setup),
+        "chat_template": session.shown.chat_template,
+    }
+    path = kept or default_path(identity)
+    with Journal(path, identity, restart=own["restart"]) as journal:
+        is_complete = _run(setup, tasks, journal)
+        if not any(task.key in journal.trials for task in tasks):
+            note("interrupted before the first result")
+            return INTERRUPTED
+        report = report_of(setup, tasks, journal.trials)
+        _show(report, own)
+        if not is_complete:
+            note(f"interrupted: the same command goes on from {report['num_trials']} of {len(tasks)}, kept in {path}")
+            return INTERRUPTED
+        if kept is None:
+            journal.remove()
+    return 0
+
+
+def _files_key(setup: Setup) -> list[str]:
+    pair = setup.speculative.pair
+    return [cost_key(setup.speculative.target, pair.paths(role)) for role in sorted(pair.files)]
+
+
+def _run(setup: Setup, tasks: list[Task], journal: Journal) -> bool:
+    """Do what the journal lacks; False when it was interrupted."""
+    missing = [task for task in tasks if task.key not in journal.trials]
+    if len(missing) < len(tasks):
+        done = len(tasks) - len(missing)
+        note(f"{done} of {len(tasks)} are done already, from {journal.path}; --restart measures them anew")
+
+    def cancel() -> None:
+        setup.speculative.cancel()
+        setup.standard.cancel()
+
+    by_key = {task.key: task for task in missing}
+    with stops(cancel) as interruption, progress(len(tasks), len(tasks) - len(missing)) as tell:
+        runner = Runner(setup.speculative, setup.standard, setup.options, lambda: interruption.happened)
+        for trial in runner.run(missing):
+            journal.add(trial)
+            tell(trial_line(by_key[trial.key], trial))
+    return all(task.key in journal.trials for task in tasks)
+
+
+def _show(report: dict[str, Any], own: dict[str, Any]) -> None:
+    if own["as_json"]:
+        click.echo(json.dumps(report, allow_nan=False))
+    else:
+        for line in table_lines(report):
+            click.echo(line)
+    if own["plot"] is not None:
+        from edgespec.bench.plots import draw
+
+        note(f"figures: {', '.join(str(path) for path in draw(report, own['plot']))}")
+    if own["html_file"] is not None:
+        write_whole(own["html_file"], page(report).encode())
+        note(f"page: {own['html_file']}")

@@ -1,0 +1,179 @@
+"""Figures of a benchmark: spreads and verdicts, calibration, positions, lengths, energy. By hand, without a model."""
+
+from __future__ import annotations
+
+import pytest
+
+from edgespec.bench.energy import EnergyMeter
+from edgespec.bench.record import Measurement, Trial
+from edgespec.bench.rounds import (
+    acceptance_by_position,
+    accepted_lengths,
+    calibration_error,
+    drafter_shares,
+    judged,
+    observed_passes,
+    reliability,
+)
+from edgespec.bench.summary import Spread, Summary, median_pass_s
+from edgespec.types import RoundRecord, Stats
+
+
+def measurement(
+    tokens: int = 11, seconds: float = 1.0, prefill_s: float = 0.5, energy_j: float | None = None, **stats: int
+) -> Measurement:
+    given = Stats(new_tokens=tokens, wall_s=prefill_s + seconds, prefill_s=prefill_s, **stats)
+    return Measurement(given, "digest", energy_j=energy_j)
+
+
+def trial(plain_s: float, speculative_s: float, tokens: int = 11, prompt: str = "p") -> Trial:
+    return Trial(
+        prompt, 0, ("standard", "speculative"), measurement(tokens, plain_s), measurement(tokens, speculative_s)
+    )
+
+
+def record(position: int, drafter: str | None, confidences: tuple[float, ...], accepted: int) -> RoundRecord:
+    return RoundRecord(position, drafter, len(confidences), accepted, confidences, 0.001, 0.01 * (1 + len(confidences)))
+
+
+def test_a_spread_is_the_median_with_its_quartiles():
+    assert Spread.of([]) is None
+    assert Spread.of([2.0]) == Spread(2.0, 2.0, 2.0)
+    assert Spread.of([1.0, 2.0, 3.0, 4.0, 9.0]) == Spread(3.0, 2.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "verdict"),
+    [
+        ([(2.0, 1.0)] * 3, "gains"),
+        ([(1.0, 2.0)] * 3, "loses"),
+        ([(1.0, 1.01)] * 3, "even"),  # less than is noticeable
+        ([(2.0, 1.0), (2.0, 1.0), (1.0, 2.0), (1.0, 2.0)], "even"),  # as often faster as slower
+        ([(2.0, 1.0)] * 2, "unknown"),  # two runs say nothing of the spread
+    ],
+)
+def test_a_verdict_needs_more_than_noise(pairs, verdict):
+    assert Summary(trial(*pair) for pair in pairs).verdict == verdict
+
+
+def test_pooled_and_median_speedup_weigh_differently():
+    summary = Summary([trial(1.0, 0.5), trial(1.0, 0.5), trial(100.0, 200.0)])
+    assert summary.speedup is not None
+    assert summary.speedup.median == pytest.approx(2.0)
+    assert summary.pooled_speedup == pytest.approx(102 / 201)
+    assert summary.whole_speedup == pytest.approx(103.5 / 202.5)
+
+
+def test_an_answer_of_one_token_has_no_rate():
+    summary = Summary([trial(0.0, 0.0, tokens=1)])
+    assert summary.speedup is None
+    assert summary.pooled_speedup is None
+    assert summary.to_json()["standard"]["tokens_per_second"] is None
+    assert summary.verdict == "unknown"
+
+
+def test_acceptance_is_of_all_runs_and_none_without_a_draft():
+    drafted = [measurement(drafted_tokens=10, accepted_tokens=5, rounds=5) for _ in range(2)]
+    trials = [Trial("p", index, (), measurement(), run) for index, run in enumerate(drafted)]
+    summary = Summary(trials)
+    assert summary.acceptance_rate == 0.5
+    assert summary.mean_accepted_length == 2.0
+    assert Summary([trial(1.0, 1.0)]).acceptance_rate is None
+
+
+def test_energy_is_absent_unless_every_run_has_it():
+    def joules(*values: float | None) -> float | None:
+        trials = [Trial("p", 0, (), measurement(), measurement(10, energy_j=value)) for value in values]
+        return Summary(trials).speculative.joules_per_token
+
+    assert joules(5.0, 15.0) == 1.0
+    assert joules(5.0, None) is None
+    assert joules(None) is None
+
+
+def test_what_stands_behind_a_refused_token_is_not_judged():
+    assert list(judged(record(0, "model", (0.9, 0.8, 0.7, 0.6), accepted=1))) == [(0.9, True), (0.8, False)]
+    assert list(judged(record(0, "model", (0.9, 0.8), accepted=2))) == [(0.9, True), (0.8, True)]
+
+
+def test_calibration_error_by_hand():
+    outcomes = [(0.95, True)] * 6 + [(0.95, False)] * 2 + [(0.15, False)] * 2
+    error, bins = calibration_error(outcomes)
+    assert error == pytest.approx(0.8 * abs(0.95 - 0.75) + 0.2 * 0.15)
+    assert [(b["acceptance"], b["num_tokens"]) for b in bins] == [(0.0, 2), (0.75, 8)]
+    assert calibration_error([(1.0, True)])[0] == 0.0
+
+
+def test_reliability_is_told_by_drafter_and_of_all():
+    records = [record(0, "model", (0.5, 0.5), 1), record(0, "ngram", (1.0,), 1), record(0, None, (), 0)]
+    found = reliability(records)
+    assert {name: one["num_tokens"] for name, one in found.items()} == {"all": 3, "model": 2, "ngram": 1}
+    assert found["model"]["expected_calibration_error"] == pytest.approx(0.0)
+    assert reliability([record(0, None, (), 0)]) == {}
+
+
+def run_of(*records: RoundRecord, prompt_tokens: int = 100, tokens: int = 20) -> Measurement:
+    return Measurement(Stats(prompt_tokens=prompt_tokens, new_tokens=tokens), "d", rounds=records)
+
+
+def test_positions_count_from_the_answer():
+    run = run_of(record(101, "model", (0.5, 0.5), 1), record(103, None, (), 0), record(117, "ngram", (0.5,), 1))
+    first, second = acceptance_by_position([run, run])
+    assert first == {"position": 0, "drafted_tokens": 4, "accepted_tokens": 2, "num_rounds": 4}
+    assert second == {"position": 16, "drafted_tokens": 2, "accepted_tokens": 2, "num_rounds": 2}
+
+
+def test_lengths_shares_and_passes():
+    records = (record(1, "model", (0.5, 0.5), 2), record(1, "model", (0.5,), 0), record(1, None, (), 0))
+    assert accepted_lengths(records) == {"model": {"0": 1, "2": 1}, "none": {"0": 1}}
+    share = drafter_shares([run_of(*records, tokens=4)])["model"]
+    assert share == {
+        "rounds": 2,
+        "drafted_tokens": 3,
+        "accepted_tokens": 2,
+        "acceptance_rate": 2 / 3,
+        "share_of_tokens": 0.5,
+    }
+    passes = observed_passes([*records, records[0]])
+    assert passes["3"] == {"median_s": pytest.approx(0.03), "num_passes": 2}
+    assert list(passes) == ["1", "2", "3"]
+    assert median_pass_s(Summary([Trial("p", 0, (), run_of(*records), run_of())]).standard) == pytest.approx(0.02)
+
+
+# energy
+
+
+@pytest.fixture
+def powercap(tmp_path):
+    for name, label, value in (
+        ("intel-rapl:0", "package-0", 100),
+        ("intel-rapl:0:0", "core", 7),
+        ("intel-rapl:1", "psys", 9),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "name").write_text(label + "\n")
+        (folder / "energy_uj").write_text(f"{value}\n")
+        (folder / "max_energy_range_uj").write_text("1000000\n")
+    return tmp_path
+
+
+def test_energy_is_that_of_packages_and_an_overflow_is_no_gain(powercap):
+    meter = EnergyMeter(powercap)
+    before = meter.read()
+    assert before == (100,)
+    counter = powercap / "intel-rapl:0" / "energy_uj"
+    counter.write_text("500100\n")
+    assert meter.joules_since(before) == pytest.approx(0.5)
+    counter.write_text("50\n")
+    assert meter.joules_since(before) == pytest.approx(0.99995)
+
+
+def test_unreadable_counters_mean_unknown(powercap, tmp_path):
+    assert EnergyMeter(tmp_path / "nowhere").read() is None
+    meter = EnergyMeter(powercap)
+    before = meter.read()
+    (powercap / "intel-rapl:0" / "energy_uj").unlink()
+    assert meter.joules_since(before) is None
+    assert not EnergyMeter(powercap).is_known
+    assert EnergyMeter(powercap).joules_since(None) is None
