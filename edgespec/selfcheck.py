@@ -11,11 +11,12 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Protocol
 
 from edgespec.config import GenerateOptions
 from edgespec.metrics import Totals
 from edgespec.prompts import PROMPTS, BuiltInPrompt
-from edgespec.runtime import Model, Result
+from edgespec.runtime import Model
 from edgespec.sampling import Sampling
 from edgespec.types import Stats
 
@@ -94,7 +95,17 @@ def comparisons(
         yield Comparison(prompt.domain, temperature, without.stats, with_draft.stats, divergence)
 
 
-def first_divergence(plain: Result, drafted: Result) -> Divergence | None:
+class Answer(Protocol):
+    """What is compared: token ids, and the log probability that the target gave each."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def logprobs(self) -> tuple[float, ...]: ...
+
+
+def first_divergence(plain: Answer, drafted: Answer) -> Divergence | None:
     """Where two answers to one prompt part, or None when they are the same."""
     pairs = zip(plain.token_ids, drafted.token_ids, strict=False)
     at = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)

@@ -1,0 +1,88 @@
+"""Which pair a race runs when none is named: the expanded demo, if the user agrees to build it, else the small one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from edgespec.bench.offer import Offer, find_offer
+from edgespec.bench.pair import Progress as Tell
+from edgespec.cli.lines import is_interactive
+from edgespec.cli.terminal import note
+from edgespec.errors import CapabilityError, ConfigError
+from edgespec.settings import Settings
+
+_SMALL = "the small demo pair runs; a pass of it is too cheap for speculation to gain"
+
+
+def choose_pair(settings: Settings, expands: bool | None) -> Settings:
+    """The settings with the model that is raced. `expands`: True builds without asking, False takes the small demo.
+
+    Raises ConfigError when a model is named as well, and whatever building raises where it was demanded.
+    """
+    if "model" in settings.values or "draft" in settings.values:
+        if expands is not None:
+            raise ConfigError("--yes, --no and --demo are about the demo pair: leave them out where a model is named")
+        return settings
+    if expands is False:
+        return settings
+    try:
+        offer = find_offer(settings.values.get("engine", "auto"))
+    except CapabilityError as exc:
+        if expands:
+            raise
+        note(f"note: {_SMALL}. {exc}")
+        return settings
+    if not offer.is_built:
+        if offer.needs is not None and not expands and not _agrees(offer):
+            return settings
+        try:
+            with _progress() as tell:
+                offer.build(tell)
+        except KeyboardInterrupt:
+            note("stopped; the same command goes on from here")
+            raise
+    return settings.below({"model": str(offer.folder)}, "the demo pair, expanded")
+
+
+def _agrees(offer: Offer) -> bool:
+    """Say what building takes, and ask. Where nobody can answer, it is not built."""
+    needs = offer.needs
+    assert needs is not None
+    for reason in offer.missed:
+        note(f"note: not offered: {reason}")
+    what = (
+        "The demo target has 8 million parameters, too few for speculation to gain. Expanded once to the cost of a "
+        f"{offer.request.size.upper()} model ({offer.format}) it says the same words. That takes up to "
+        f"{needs.disk_bytes / 1e9:.1f} GB of disk in {offer.output}, {needs.memory_bytes / 1e9:.1f} GB of memory "
+        f"and about {max(1, round(needs.seconds / 60))} min."
+    )
+    if not is_interactive():
+        note(f"note: {_SMALL}. {what} edgespec race --yes does so")
+        return False
+    click.echo(what, err=True)
+    agreed = click.confirm("Expand it now?", default=True, err=True)
+    if not agreed:
+        note(f"note: {_SMALL}")
+    return agreed
+
+
+@contextmanager
+def _progress() -> Iterator[Tell]:
+    """How building is told: a bar on stderr where that is a terminal, elsewhere a line when a part is done."""
+    console = Console(stderr=True)
+    columns = TextColumn("{task.percentage:>3.0f}%"), BarColumn(), TextColumn("{task.description}")
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("")
+
+        def tell(done: int, total: int, what: str) -> None:
+            if console.is_terminal:
+                bar.update(task, completed=done, total=total, description=what)
+            elif done == total:
+                note(what)
+
+        yield tell
