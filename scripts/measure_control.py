@@ -1,6 +1,6 @@
 """Does automatic speculation ever lose, and how near is it to the best fixed setting? Ratios in one run.
 
-    python scripts/measure_control.py MODEL --prompts FILE [--engine onnx] [--tokens N] [--temps T,T] [--slow-draft FILE]
+    python scripts/measure_control.py MODEL --prompts FILE [--engine onnx] [--tokens N] [--temps T] [--slow-draft FILE]
 
 FILE holds one JSON object per line: {"domain": ..., "text": ...}. Every prompt is decoded by every setting before the
 next prompt, in an order that rotates. Plain decoding runs in both modes: `plain` without the reproducible mode, its

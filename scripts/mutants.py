@@ -33,15 +33,15 @@ MUTANTS = (
     Mutant(
         "residual without subtracting the draft",
         "verify.py",
-        "excess = target.probs - _probs_at(proposed, target.token_ids)",
-        "excess = target.probs - 0 * _probs_at(proposed, target.token_ids)",
+        "np.maximum(reach * target.probs - _probs_at(proposed, target.token_ids), 0)",
+        "np.maximum(reach * target.probs - 0 * _probs_at(proposed, target.token_ids), 0)",
         ("tests/test_verify.py",),
     ),
     Mutant(
         "stop one token early: the last draft token is never accepted",
         "verify.py",
-        "for node in range(draft.num_tokens):",
-        "for node in range(draft.num_tokens - 1):",
+        "    for node in range(draft.num_tokens):\n        target =",
+        "    for node in range(draft.num_tokens - 1):\n        target =",
         ("tests/test_verify.py",),
     ),
     Mutant(

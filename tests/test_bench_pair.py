@@ -47,7 +47,7 @@ def test_a_pair_runs_and_says_what_the_demo_says(tmp_path: Path):
     (folder,) = Builder(request, DEMO, tmp_path / "out").build()
     assert folder == tmp_path / "out" / "q8_0"
     assert not (tmp_path / "out" / "checkpoints").exists()
-    greedy, options = Sampling(temperature=0.0), GenerateOptions(max_tokens=24)
+    greedy, options = Sampling(temperature=0.0), GenerateOptions(max_tokens=24, drafter="model", draft_length=4)
     written = []
     for name in (str(folder), str(DEMO)):
         with edgespec.load(name, threads=TEST_THREADS) as model:
@@ -112,7 +112,8 @@ def test_an_interrupted_build_leaves_no_manifest_and_goes_on(tmp_path: Path):
     assert (tmp_path / "f16" / "draft.gguf").read_bytes() == (tmp_path / "q8_0" / "draft.gguf").read_bytes()
     assert (tmp_path / "q8_0" / "draft.gguf").stat().st_size > 20e6
     with edgespec.load(str(tmp_path / "q8_0"), threads=TEST_THREADS) as model:
-        result = model.generate(model.encode_chat(PROMPT), Sampling(temperature=0.0), GenerateOptions(max_tokens=16))
+        options = GenerateOptions(max_tokens=16, drafter="model", draft_length=4)
+        result = model.generate(model.encode_chat(PROMPT), Sampling(temperature=0.0), options)
     assert result.stats.acceptance_rate > 0.5
 
 

@@ -76,7 +76,7 @@ def test_a_pair_is_made_and_runs(tmp_path):
     ran = CliRunner().invoke(cli, ["generate", str(output), "-p", "Hello", "-n", "4", "--json"])
     assert ran.exit_code == 0, ran.output
     answer = json.loads(ran.stdout)
-    assert (answer["model"], answer["drafter"], len(answer["token_ids"])) == ("Demo-8M", "model", 4)
+    assert (answer["model"], answer["drafter"], len(answer["token_ids"])) == ("Demo-8M", "auto", 4)
 
 
 def test_drafts_derived_from_the_target(tmp_path):

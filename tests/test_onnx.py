@@ -157,7 +157,11 @@ def test_an_onnx_draft_serves_a_target_on_llamacpp(onnx_path):
     draft = onnx_path.parent.parent / "draft"
     with load("demo", draft=draft, threads=TEST_THREADS, context_length=512) as model:
         plain, drafted = (
-            model.generate("Book a table", Sampling(temperature=0), GenerateOptions(drafter=name, max_tokens=40))
+            model.generate(
+                "Book a table",
+                Sampling(temperature=0),
+                GenerateOptions(drafter=name, draft_length=4, max_tokens=40),
+            )
             for name in ("none", "model")
         )
         assert plain.token_ids == drafted.token_ids

@@ -45,7 +45,7 @@ class DrafterState:
         self.worth = before + max(_WORTH_RATE, 1.0 / (2.0 + self.times_asked)) * (gain - before)
 
     def count_probe(self, *, asked: bool, expected: bool, promising: bool) -> None:
-        """One round is over. Left alone, it is tried again later: at once if it promised something, else more seldom."""
+        """One round is over; if left alone it is tried again: at once if it promised something, else more seldom."""
         if not asked:
             self.probe_in -= 1
         elif promising:

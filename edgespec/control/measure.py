@@ -6,7 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import median, median_low
 from time import perf_counter
 
 import numpy as np
@@ -24,6 +24,7 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16)
 QUICK_S, LEAST_PASSES, _MOST_TURNS = 1.5, 20, 24
 _PREFIX = 8  # tokens cached before: a pass onto nothing is read by another kernel in some engines
 _READ_WIDTH = 32
+_CHECKED_WIDTH, _CHECKED_TURNS, _MOST_CHANGE, _WORTH_CHECKING_S = 8, 2, 1.5, 0.005
 _LIBRARIES = {"llamacpp": "llama-cpp-python", "onnx": "onnxruntime"}
 
 
@@ -31,12 +32,25 @@ def target_curve(engine: Engine, files: Sequence[Path]) -> CostCurve:
     """The cost curve of an empty engine, measured at first and recalled later; the engine is left empty."""
     key = cost_key(engine, files)
     kept = _kept_curve(recall("costs", key))
-    if kept is not None:
+    if kept is not None and _still_holds(kept, engine):
         return kept
-    logger.info("measuring what passes of %s cost on this machine, once", files[0].name)
+    why = "once" if kept is None else "again: they are not what they were"
+    logger.info("measuring what passes of %s cost on this machine, %s", files[0].name, why)
     curve = CostCurve(_padded(quick_costs(engine, WIDTHS), engine))
     remember_curve(key, curve)
     return curve
+
+
+def _still_holds(curve: CostCurve, engine: Engine) -> bool:
+    """Whether a narrow and a wide pass cost what they did: what a busy machine showed must not last for ever.
+
+    Short passes are not checked: there are enough of them in a moment's decoding to correct the curve.
+    """
+    widths = [width for width in (1, _CHECKED_WIDTH) if width in curve.measured and width <= engine.widest_pass]
+    if curve.at(1) < _WORTH_CHECKING_S or not widths or _PREFIX + max(widths) > engine.facts.context_length:
+        return True
+    now = timed_costs(engine, widths, _PREFIX, lambda done: done >= _CHECKED_TURNS)
+    return all(1 / _MOST_CHANGE <= now[width] / curve.at(width) <= _MOST_CHANGE for width in widths)
 
 
 def _padded(costs: dict[int, float], engine: Engine) -> dict[int, float]:
@@ -94,7 +108,8 @@ def timed_costs(
             done += 1
     finally:
         engine.rollback(0)
-    return {width: median(times) for width, times in taken.items()}
+    # Of two times the lower: what disturbs a pass makes it longer.
+    return {width: median_low(times) for width, times in taken.items()}
 
 
 def cost_key(engine: Engine, files: Iterable[Path]) -> str:

@@ -1,0 +1,114 @@
+"""The time bank: however a drafter lies, elapsed <= (1 + share) * tokens * plain + start, at every moment."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from simulation import PLAIN_S, CopyingDrafter, Machine, Text, World, always, honest, made_up, opposite, simulate
+
+from edgespec.control.auto import START_PASSES, AutoController
+from edgespec.control.bank import TimeBank
+from edgespec.types import RoundRecord
+
+TRACES = 10_000
+TOLERANCE_S = 1e-9
+
+
+def test_a_round_that_it_cannot_pay_is_refused_and_no_other() -> None:
+    bank = TimeBank(share=0.02, balance_s=1.0)
+    assert bank.can_pay(1.0 + 1.02 * 0.5, plain_s=0.5)
+    assert not bank.can_pay(1.0 + 1.02 * 0.5 + 1e-9, plain_s=0.5)
+
+
+def test_what_rounds_do_to_the_balance() -> None:
+    bank = TimeBank(share=0.1, balance_s=0.0)
+    bank.speculated(num_tokens=3, round_s=2.0, plain_s=1.0)
+    assert bank.balance_s == pytest.approx(1.3)
+    bank.decoded(plain_s=1.0, extra_s=0.2)
+    assert bank.balance_s == pytest.approx(1.2)
+    bank.limit(0.5)
+    assert bank.balance_s == 0.5
+    bank.limit(2.0)
+    assert bank.balance_s == 0.5
+    bank.waited(3.0)
+    assert bank.balance_s == pytest.approx(0.8)
+
+
+def test_the_bound_holds_for_any_policy_that_asks_the_bank() -> None:
+    """10^4 random games: whoever asks before each round never falls behind, whatever then comes of it."""
+    rng = random.Random(0)
+    for _ in range(TRACES):
+        share, plain_s = rng.choice((0.0, 0.02, 0.1)), rng.uniform(0.01, 0.1)
+        start_s = rng.uniform(0.0, 5.0) * plain_s
+        bank = TimeBank(share, start_s)
+        elapsed_s, tokens = 0.0, 0
+        for _ in range(rng.randrange(1, 60)):
+            round_s = plain_s * rng.uniform(1.0, 6.0)
+            if bank.can_pay(round_s, plain_s):
+                gained = 1 if rng.random() < 0.8 else rng.randrange(1, 6)
+                bank.speculated(gained, round_s, plain_s)
+            else:
+                gained, round_s = 1, plain_s
+                bank.decoded(plain_s, 0.0)
+            elapsed_s, tokens = elapsed_s + round_s, tokens + gained
+            assert elapsed_s <= (1.0 + share) * tokens * plain_s + start_s + TOLERANCE_S
+
+
+def random_machine(rng: random.Random) -> Machine:
+    """A curve of random steps that does not fall."""
+    ratios, ratio = {}, 1.0
+    for width in (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 32):
+        ratios[width] = ratio
+        ratio += rng.choice((0.0, 0.05, rng.uniform(0.0, 1.5)))
+    return Machine(ratios)
+
+
+def random_texts(count: int) -> list[Text]:
+    """Drafts that are right seldom or often, whatever they claim; some are good at first and bad then."""
+    rng = random.Random(1)
+    claims = (honest, opposite, always(0.9), always(0.99))
+    texts = []
+    for seed in range(count):
+        size, good, bad = rng.randrange(3, 14), rng.choice((0.1, 0.5, 0.95)), rng.choice((0.0, 0.1, 0.9))
+        turn = rng.randrange(size)
+        chances = [good] * turn + [bad] * (size - turn)
+        texts.append(made_up(size, chances, rng.choice(claims), seed, prompt_tokens=rng.randrange(1, 40), chain=12))
+    return texts
+
+
+def worst_excess_s(records: list[RoundRecord], share: float, start_s: float) -> float:
+    """By how much the bound is passed at the worst moment; negative: never. The prompts were in the cache."""
+    taken = np.cumsum([record.draft_s + record.verify_s for record in records])
+    tokens = np.cumsum([record.accepted_tokens + 1 for record in records])
+    return float((taken - (1.0 + share) * tokens * PLAIN_S - start_s).max())
+
+
+def test_the_bound_holds_for_the_controller_on_random_adversaries() -> None:
+    """10^4 traces through the production controller, with a paid and a free drafter that lie as they like."""
+    rng = random.Random(2)
+    texts = random_texts(100)
+    worst, speculated = -1.0, 0
+    traces = 0
+    while traces < TRACES:
+        world = World(random_machine(rng), draft_share=rng.choice((0.01, 0.04, 0.3, 1.5)), lookup=CopyingLiar)
+        share = rng.choice((0.0, 0.02, 0.1))
+        controller = world.auto(share)
+        assert isinstance(controller, AutoController)
+        records: list[RoundRecord] = []
+        for text in rng.sample(texts, 5):
+            records += simulate(controller, text, world.machine, world.clock, reads_prompts=False)
+            traces += 1
+        worst = max(worst, worst_excess_s(records, share, START_PASSES * PLAIN_S))
+        speculated += sum(record.drafter is not None for record in records)
+    assert worst <= TOLERANCE_S
+    assert speculated > TRACES  # the controller did take risks
+
+
+class CopyingLiar(CopyingDrafter):
+    """Free, and as right as the other one, with nothing to tell its good proposals from its bad ones."""
+
+    def draft(self, request):
+        draft = super().draft(request)
+        return type(draft).chain(draft.token_ids, evidence=[(3.0,)] * draft.num_tokens)

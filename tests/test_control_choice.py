@@ -1,0 +1,105 @@
+"""Hedge over policies, and drafts that only the text judges."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from edgespec.control.choice import BEST, NEVER, Hedge, choice_of
+from edgespec.control.shadow import Shadow, Shadows
+from edgespec.types import Draft
+
+GAINS = {"ngram": 0.5, "model": 0.3}
+
+
+def test_what_each_policy_does() -> None:
+    assert choice_of(BEST, GAINS) == "ngram"
+    assert choice_of("model", GAINS) == "model"
+    assert choice_of(NEVER, GAINS) is None
+    assert choice_of("ngram", {"ngram": -0.1, "model": 1.0}) is None
+    assert choice_of(BEST, {"ngram": -0.1, "model": 0.0}) is None
+    assert choice_of(BEST, {}) is None
+
+
+def test_the_best_expected_is_believed_at_first() -> None:
+    assert Hedge(["ngram", "model"]).pick(GAINS) == "ngram"
+
+
+def play(hedge: Hedge, net: dict[str, float], rounds: int) -> None:
+    for _ in range(rounds):
+        hedge.update(GAINS, net)
+        hedge.share()
+
+
+def test_the_leader_follows_what_was_really_gained() -> None:
+    """The lookup expects more and gains less; afterwards it is the other way round."""
+    hedge = Hedge(["ngram", "model"])
+    play(hedge, {"ngram": -0.5, "model": 1.0}, 30)
+    assert hedge.pick(GAINS) == "model"
+    play(hedge, {"ngram": 1.0, "model": -0.5}, 60)
+    assert hedge.pick(GAINS) == "ngram"
+
+
+def test_nobody_drafts_when_every_draft_loses_and_one_is_asked_again_when_it_gains() -> None:
+    hedge = Hedge(["ngram", "model"])
+    play(hedge, {"ngram": -0.5, "model": -0.5}, 1000)
+    assert hedge.pick(GAINS) is None
+    assert hedge.weights[BEST] > 1e-4  # a share of all weight keeps every policy within recall
+    play(hedge, {"ngram": 1.0, "model": 1.0}, 40)
+    assert hedge.pick(GAINS) is not None
+
+
+def test_weights_sum_to_one_and_one_round_moves_them_little() -> None:
+    hedge = Hedge(["ngram"])
+    hedge.update(GAINS, {"ngram": 1e9})
+    hedge.share()
+    assert sum(hedge.weights.values()) == pytest.approx(1.0)
+    assert min(hedge.weights.values()) > 0.05
+
+
+def shadow(token_ids: list[int], start: int, kept: int = 2) -> Shadow:
+    return Shadow("ngram", start, Draft.chain(token_ids, evidence=[(2.0,)] * len(token_ids)), kept, GAINS, 0.4)
+
+
+def resolved(shadows: Shadows, text: list[int]) -> list[tuple[int, int]]:
+    return [(found.start, agreed) for found, agreed in shadows.resolved(np.array(text, np.int32))]
+
+
+def test_a_draft_is_judged_at_its_first_difference() -> None:
+    shadows = Shadows()
+    shadows.add(shadow([5, 6, 7, 8], start=3))
+    assert resolved(shadows, [1, 2, 3]) == []
+    assert resolved(shadows, [1, 2, 3, 5]) == []
+    assert resolved(shadows, [1, 2, 3, 5, 6, 9]) == [(3, 2)]
+    assert resolved(shadows, [1, 2, 3, 5, 6, 9, 8]) == []
+
+
+def test_a_draft_that_agrees_waits_for_its_last_token() -> None:
+    shadows = Shadows()
+    shadows.add(shadow([5, 6], start=1))
+    assert resolved(shadows, [1, 5]) == []
+    assert resolved(shadows, [1, 5, 6, 7]) == [(1, 2)]
+
+
+def test_several_drafts_wait_at_once_and_each_is_told_once() -> None:
+    shadows = Shadows()
+    shadows.add(shadow([5, 6, 7], start=1))
+    shadows.add(shadow([6, 9], start=2))
+    shadows.add(shadow([4], start=1))
+    assert sorted(resolved(shadows, [1, 5])) == [(1, 0)]
+    assert sorted(resolved(shadows, [1, 5, 6, 7, 8])) == [(1, 3), (2, 1)]
+
+
+def test_an_empty_draft_is_no_draft_and_clearing_forgets() -> None:
+    shadows = Shadows()
+    shadows.add(shadow([], start=1))
+    shadows.add(shadow([5], start=1))
+    shadows.clear()
+    assert resolved(shadows, [1, 5]) == []
+
+
+def test_only_so_many_are_kept_waiting() -> None:
+    shadows = Shadows()
+    for start in range(200):
+        shadows.add(shadow([1] * 400, start=start))
+    assert len(resolved(shadows, [2] * 500)) == 64

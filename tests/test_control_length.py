@@ -1,0 +1,100 @@
+"""The rate rule against brute force and against the formula that it generalises."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from edgespec.control.length import best_length, ceiling, expected_speedup, forecast
+
+
+def random_passes(rng: random.Random, widest: int = 40) -> list[float]:
+    times = [0.0, 0.05]
+    while len(times) <= widest:
+        times.append(times[-1] + rng.choice((0.0, 0.001, 0.05)) * rng.random())
+    return times
+
+
+def gain_of(count: int, confidences: list[float], extra_s: float, rate: float) -> float:
+    """Expected tokens of a round over a plain one, term by term."""
+    expected, reach = 0.0, 1.0
+    for confidence in confidences[:count]:
+        reach *= confidence
+        expected += reach
+    return expected - rate * extra_s
+
+
+def test_best_length_is_what_brute_force_finds() -> None:
+    rng = random.Random(0)
+    for _ in range(500):
+        passes = random_passes(rng)
+        confidences = [rng.random() ** 0.3 for _ in range(rng.randrange(0, 16))]
+        rate, most = rng.uniform(5.0, 60.0), rng.randrange(0, 20)
+        gains = [
+            gain_of(count, confidences, passes[1 + count] - passes[1], rate)
+            for count in range(min(len(confidences), most) + 1)
+        ]
+        length, gain = best_length(confidences, passes, rate, most)
+        assert gain == pytest.approx(max(gains), abs=1e-12)
+        assert gains[length] == pytest.approx(gain, abs=1e-12)
+
+
+def test_forecast_is_what_brute_force_finds_behind_what_is_drafted() -> None:
+    rng = random.Random(1)
+    for _ in range(500):
+        passes = random_passes(rng)
+        ahead = [rng.random() ** 0.3 for _ in range(rng.randrange(0, 16))]
+        rate, token_s, reach = rng.uniform(5.0, 60.0), rng.uniform(0.0, 0.005), rng.random()
+        start = rng.randrange(0, 8)
+        most = start + rng.randrange(0, 16)
+        gains = [0.0]
+        for count in range(1, min(len(ahead), most - start) + 1):
+            extra_s = passes[1 + start + count] - passes[1 + start] + count * token_s
+            gains.append(reach * gain_of(count, ahead, 0.0, 0.0) - rate * extra_s)
+        length, gain = forecast(start, reach, ahead, passes, token_s, rate, most)
+        assert gain == pytest.approx(max(gains), abs=1e-12)
+        assert gains[length] == pytest.approx(gain, abs=1e-12)
+
+
+def test_only_the_end_of_a_step_is_worth_its_pass() -> None:
+    """Widths 2 to 4 cost alike, as do 5 to 8: a draft that is sure ends with a step and never behind its beginning."""
+    passes = [0.0, 1.0, *[1.5] * 3, *[2.5] * 4, *[9.0] * 30]
+    assert best_length([0.95] * 30, passes, rate=1.5, most=30)[0] == 7
+    assert best_length([0.7] * 30, passes, rate=1.5, most=30)[0] == 3
+    assert best_length([0.2] * 30, passes, rate=1.5, most=30)[0] == 0
+
+
+def test_a_higher_rate_asks_for_more() -> None:
+    """Dinkelbach's point: the better a run goes, the less a doubtful token is worth its time."""
+    passes = [0.0, *(1.0 + 0.2 * k for k in range(40))]
+    lengths = [best_length([0.8] * 30, passes, rate, 30)[0] for rate in (1.0, 1.5, 2.0, 3.0)]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > lengths[-1]
+
+
+def test_nothing_to_draft_is_no_gain() -> None:
+    assert best_length([], [0.0, 1.0, 2.0], 1.0, 5) == (0, 0.0)
+    assert best_length([0.9], [0.0, 1.0, 1.0], 1.0, 0) == (0, 0.0)
+    assert forecast(0, 1.0, [], [0.0, 1.0, 2.0], 0.1, 1.0, 5) == (0, 0.0)
+
+
+def test_expected_speedup_is_leviathans_where_passes_are_flat() -> None:
+    flat = [0.0, *[0.05] * 30]
+    for rate in (0.1, 0.5, 0.8, 0.95):
+        for length in (1, 3, 7, 12):
+            for share in (0.0, 0.05, 0.3):
+                theirs = (1 - rate ** (length + 1)) / ((1 - rate) * (length * share + 1))
+                assert expected_speedup(rate, length, flat, share * 0.05) == pytest.approx(theirs)
+    assert expected_speedup(1.0, 4, flat, 0.0) == pytest.approx(5.0)
+    assert expected_speedup(0.7, 0, flat, 0.1) == pytest.approx(1.0)
+
+
+def test_no_acceptance_passes_the_ceiling() -> None:
+    rng = random.Random(2)
+    for _ in range(50):
+        passes, token_s = random_passes(rng), rng.uniform(0.0, 0.02)
+        length, most = ceiling(passes, token_s, 30)
+        assert most == pytest.approx(expected_speedup(1.0, length, passes, token_s))
+        assert all(expected_speedup(rng.random(), count, passes, token_s) <= most + 1e-12 for count in range(31))
+    assert ceiling([0.0, 1.0, 2.0, 3.0], 0.1, 2) == (0, 1.0)

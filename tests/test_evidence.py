@@ -1,0 +1,81 @@
+"""What a draft model says for its tokens: scores that grow with the chance of being accepted, and cost little."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from edgespec.drafters.model import evidence_of
+from edgespec.noise import Stream
+from edgespec.sampling import Sampler, Sampling
+from edgespec.types import Distribution
+
+
+def logits_with(margin: float, size: int, seed: int = 0) -> np.ndarray:
+    """Random logits whose best one leads by `margin`."""
+    row = np.random.default_rng(seed).standard_normal(size).astype(np.float32)
+    row[size // 3] = row.max() + margin
+    return row
+
+
+@pytest.mark.parametrize("size", [10, 300, 4096, 50_003, 128_256])
+def test_a_surer_draft_scores_more(size: int) -> None:
+    found = [evidence_of(logits_with(margin, size), 1.0, math.inf) for margin in (0.1, 1.0, 3.0, 6.0)]
+    odds, own, lead = zip(*found, strict=True)
+    assert list(odds) == sorted(odds) and odds[0] < odds[-1]
+    assert lead == pytest.approx((0.025, 0.25, 0.75, 1.5), abs=1e-6)
+    assert own == (0.0,) * 4
+
+
+def test_scores_are_of_the_order_of_one_whatever_the_logits() -> None:
+    for scale in (1e-6, 1.0, 1e4):
+        for size in (1, 2, 9000):
+            row = logits_with(1.0, size) * np.float32(scale)
+            for prob, lead in ((1.0, math.inf), (1e-30, 1e-12), (0.0, 50.0)):
+                assert all(-4.0 <= score <= 4.0 for score in evidence_of(row, prob, lead))
+
+
+def test_the_logits_are_left_as_they_were() -> None:
+    for size in (10, 4096, 50_000):
+        row = logits_with(2.0, size)
+        before = row.copy()
+        evidence_of(row, 0.5, 0.3)
+        assert np.array_equal(row, before)
+
+
+def test_the_odds_of_a_short_row_are_those_of_its_softmax() -> None:
+    row = logits_with(1.5, 200)
+    weights = np.exp(row - row.max())
+    top = 1.0 / weights.sum()
+    assert evidence_of(row, 0.7, 0.4)[0] == pytest.approx(math.log(top / (1 - top)) / 2, abs=1e-5)
+
+
+def test_a_race_gives_what_pick_gives_and_by_how_much() -> None:
+    sampler = Sampler(Sampling(seed=3), 100)
+    rng = np.random.default_rng(0)
+    for position in range(200):
+        probs = rng.dirichlet(np.ones(20))
+        distribution = Distribution(np.arange(20, dtype=np.int32), probs)
+        token_id, lead = sampler.race(distribution, position)
+        assert token_id == sampler.pick(distribution, position)
+        times = np.sort(sampler.noise.exponential(Stream.TARGET, position, distribution.token_ids) / probs)
+        assert lead == pytest.approx(math.log(times[1] / times[0]))
+    assert sampler.race(Distribution(np.array([7], np.int32), np.ones(1)), 0) == (7, math.inf)
+
+
+def test_a_longer_lead_is_more_often_the_targets_choice_too() -> None:
+    """Draft and target run the same race with their own probabilities."""
+    sampler, rng = Sampler(Sampling(seed=1), 100), np.random.default_rng(1)
+    leads, agrees = [], []
+    for position in range(3000):
+        logits = rng.standard_normal(30)
+        draft, target = (np.exp(row) / np.exp(row).sum() for row in (logits, logits + 0.4 * rng.standard_normal(30)))
+        ids = np.arange(30, dtype=np.int32)
+        token_id, lead = sampler.race(Distribution(ids, draft), position)
+        leads.append(lead)
+        agrees.append(token_id == sampler.pick(Distribution(ids, target), position))
+    order = np.argsort(leads)
+    thirds = [np.mean(np.array(agrees)[part]) for part in np.array_split(order, 3)]
+    assert thirds[0] + 0.1 < thirds[1] + 0.05 < thirds[2]
