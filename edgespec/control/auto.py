@@ -32,6 +32,8 @@ _READING_ROUNDS = 16  # rounds over which the reading of what a paid drafter lac
 _PROBE_READING = 0.25  # of what the bank holds, that a probe may spend on reading first
 _LATE = 1.5  # times its known cost, that a pass is charged to speculation at most
 _REFRESH_EVERY = 128  # rounds of speculation after which one plain pass shows what it costs by now
+_DECIDING = 0.25  # of the share that may be lost, that deciding not to draft may take
+_LONGEST_REST = 64  # rounds
 _WORTH_PROBING = 1.02  # a drafter whose ceiling is below this speedup can gain nothing here
 
 
@@ -72,6 +74,7 @@ class AutoController(Controller):
         self._round: Round | None = None
         self._tokens, self._seconds = 0.0, 0.0  # of recent rounds, older ones fading
         self._since_plain = 0
+        self._rest = 0  # rounds before it is decided again: where a pass takes a millisecond, deciding is not free
 
     def begin(self, prompt_ids: TokenIds, prefill_s: float = 0.0) -> None:
         for drafter in self.drafters.values():
@@ -82,6 +85,9 @@ class AutoController(Controller):
         self.bank.waited(prefill_s)  # what lets a draft model read a long prompt
 
     def propose(self, request: DraftRequest) -> Proposal:
+        if self._rest:
+            self._rest -= 1
+            return NOTHING
         context = request.token_ids.size
         self._states, self._hedge = self._of_kind(_kind(request))
         pass_s = self.curve.table(context)
@@ -117,6 +123,9 @@ class AutoController(Controller):
         if proposal.drafter is None:
             self._since_plain = 0
             self.bank.decoded(plain_s, record.draft_s)
+            if self._round is not None and self._round.drafted is None:
+                affordable_s = _DECIDING * self.bank.share * plain_s
+                self._rest = min(int(record.draft_s / affordable_s), _LONGEST_REST) if affordable_s else 0
         else:
             self._since_plain += 1
             # A pass that took far too long is the machine's doing: plain decoding has to wait there too.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import median
 
 import numpy as np
 
@@ -18,6 +19,7 @@ _WIDTHS = np.arange(WIDEST + 1)
 _DRIFT_RATE, _LOCAL_RATE = 0.05, 0.1
 _MOST_SURPRISE = 0.3  # largest believed deviation of one pass, in natural logarithms of its time
 _COST_RATE, _MOST_DRAFT_SURPRISE = 0.1, 2.0
+_FIRST_PASSES = 3
 _CONTEXT_STEP = 64  # tokens of context by which a table of costs may be out of date
 
 
@@ -38,11 +40,12 @@ class CostCurve:
     def __init__(self, measured: Mapping[int, float], context: ContextCost = ContextCost()) -> None:
         if not measured or min(measured) < 1 or min(measured.values()) <= 0:
             raise ValueError(f"a cost curve needs positive times of positive widths, got {dict(measured)}")
-        self.measured = dict(sorted(measured.items()))
+        self.measured = never_falling(measured)
         self.context = context
-        self._base = _interpolated(never_falling(self.measured))
+        self._base = _interpolated(self.measured)
         self._local = [0.0] * (WIDEST + 1)  # logarithm of what a width costs beyond the base, drift aside
         self._base_s, self._factor = np.array(self._base), np.ones(WIDEST + 1)  # both as arrays, this one no logarithm
+        self._first: dict[int, list[float]] = {}  # logarithms of the first passes of each width over the base
         self._seen = np.zeros(WIDEST + 1, np.bool_)
         self._drift = 0.0
         self._table: list[float] = []
@@ -64,15 +67,25 @@ class CostCurve:
         """Learn from a pass that took `seconds`."""
         if not 1 <= width <= WIDEST or seconds <= 0:
             return
-        expected = (self._base[width] + self.context.at(width, context_tokens)) * math.exp(
-            self._drift + self._local[width]
-        )
-        surprise = math.log(seconds / expected)
-        surprise = max(-_MOST_SURPRISE, min(_MOST_SURPRISE, surprise))
-        self._drift += _DRIFT_RATE * surprise
-        self._local[width] += _LOCAL_RATE * surprise
-        self._factor[width], self._seen[width] = math.exp(self._local[width]), True
-        self._table_step = -1
+        ratio = math.log(seconds / (self._base[width] + self.context.at(width, context_tokens)))
+        first = self._first.setdefault(width, [])
+        if len(first) < _FIRST_PASSES:
+            first.append(ratio)
+            if len(first) == _FIRST_PASSES:
+                self._settle(width, median(first))
+        else:
+            surprise = max(-_MOST_SURPRISE, min(_MOST_SURPRISE, ratio - self._drift - self._local[width]))
+            self._drift += _DRIFT_RATE * surprise
+            self._local[width] += _LOCAL_RATE * surprise
+        if len(first) == _FIRST_PASSES:
+            self._factor[width], self._seen[width] = math.exp(self._local[width]), True
+            self._table_step = -1
+
+    def _settle(self, width: int, ratio: float) -> None:
+        """Believe the first passes of a width at once: what was measured before may be of a busier machine."""
+        if not self._seen.any():
+            self._drift = ratio
+        self._local[width] = ratio - self._drift
 
     def refined(self) -> dict[int, float]:
         """The times by measured width as they are believed now, to begin with next time; drift is not kept."""

@@ -6,7 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from statistics import median, median_low
+from statistics import median
 from time import perf_counter
 
 import numpy as np
@@ -73,7 +73,7 @@ def draft_cost(engine: Engine, files: Iterable[Path]) -> DraftCost:
 
 
 def quick_costs(engine: Engine, widths: Sequence[int], passes: int = LEAST_PASSES) -> dict[int, float]:
-    """Median seconds by width, the widths taking turns: about `passes` passes, or more while QUICK_S is not over."""
+    """Seconds by width, the widths taking turns: about `passes` passes, or more while QUICK_S is not over."""
     fitting = [w for w in widths if w <= engine.widest_pass and _PREFIX + w <= engine.facts.context_length]
     deadline_s = perf_counter() + QUICK_S
     turns = max(passes // len(fitting), 1)
@@ -87,9 +87,10 @@ def quick_costs(engine: Engine, widths: Sequence[int], passes: int = LEAST_PASSE
 def timed_costs(
     engine: Engine, widths: Sequence[int], context_tokens: int, is_enough: Callable[[int], bool]
 ) -> dict[int, float]:
-    """Median seconds of a verifying pass by width with `context_tokens` cached, until `is_enough(turns done)`.
+    """Lower quartile of the seconds of a verifying pass by width, until `is_enough(turns done)`.
 
-    The engine must be empty, and is left so. All rows give logits, as those of a draft do.
+    `context_tokens`: what is cached before. The engine must be empty, and is left so. All rows give logits, as those of
+    a draft do.
     """
     ids = np.random.default_rng(0).integers(0, engine.vocabulary.size, context_tokens + max(widths)).astype(np.int32)
     taken: dict[int, list[float]] = defaultdict(list)
@@ -108,8 +109,8 @@ def timed_costs(
             done += 1
     finally:
         engine.rollback(0)
-    # Of two times the lower: what disturbs a pass makes it longer.
-    return {width: median_low(times) for width, times in taken.items()}
+    # The lower quartile, of two the lower one: what disturbs a pass makes it longer.
+    return {width: sorted(times)[len(times) // 4] for width, times in taken.items()}
 
 
 def cost_key(engine: Engine, files: Iterable[Path]) -> str:
