@@ -242,7 +242,7 @@ def test_a_round_that_was_not_decided_here_is_only_timed() -> None:
     controller = world.auto()
     balance_s = controller.bank.balance_s
     controller.observe(NOTHING, Verdict((), 1), RoundRecord(20, None, 0, 0, (), 0.0, world.machine.plain_s))
-    assert controller.bank.balance_s == pytest.approx(balance_s + 0.02 * world.machine.plain_s)
+    assert controller.bank.balance_s == pytest.approx(balance_s + controller.bank.share * world.machine.plain_s)
 
 
 def test_what_was_learnt_serves_the_next_run() -> None:

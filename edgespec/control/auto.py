@@ -32,6 +32,7 @@ _READING_ROUNDS = 16  # rounds over which the reading of what a paid drafter lac
 _PROBE_READING = 0.25  # of what the bank holds, that a probe may spend on reading first
 _LATE = 1.5  # times its known cost, that a pass is charged to speculation at most
 _REFRESH_EVERY = 128  # rounds of speculation after which one plain pass shows what it costs by now
+_COUNTED = 0.6  # of the share that may be lost, what drafts may cost; the rest is for what a round adds besides
 _DECIDING = 0.25  # of the share that may be lost, that deciding not to draft may take
 _LONGEST_REST = 64  # rounds
 _WORTH_PROBING = 1.02  # a drafter whose ceiling is below this speedup can gain nothing here
@@ -66,7 +67,7 @@ class AutoController(Controller):
         self.drafters = dict(drafters)
         self.curve = curve
         self.costs = {name: costs.get(name) or DraftCost() for name in drafters}
-        self.bank = TimeBank(share, START_PASSES * curve.at(1))
+        self.bank = TimeBank(_COUNTED * share, START_PASSES * curve.at(1))
         self._clock = clock
         self._kinds: dict[str, tuple[dict[str, DrafterState], Hedge]] = {}
         self._states, self._hedge = self._of_kind("greedy")
