@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from edgespec.stopping import StopRules
 from edgespec.types import FinishReason, RoundRecord, Stats, TokenEvent, TokenIds
 from edgespec.verify import LOSSY, RULES
 
+logger = logging.getLogger("edgespec")
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 FREE_DRAFTERS: dict[DrafterName, Callable[[], Drafter]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
@@ -233,10 +235,14 @@ class Model:
 
     def close(self) -> None:
         """Free both models; closing twice is allowed."""
-        self._keep_what_was_learnt()
-        for drafter in self._drafters.values():
-            drafter.close()
-        self.target.close()
+        try:
+            self._keep_what_was_learnt()
+        except OSError as exc:  # a file of the model was deleted meanwhile: nothing can be kept under its name
+            logger.debug("what was learnt is not kept: %s", exc)
+        finally:
+            for drafter in self._drafters.values():
+                drafter.close()
+            self.target.close()
 
     def __enter__(self) -> Self:
         return self
@@ -319,13 +325,13 @@ class Model:
 
     def _keep_what_was_learnt(self) -> None:
         """Costs and confidences for the next run; a crash loses no more than they are worth."""
-        if self._controllers:
+        controllers, self._controllers = self._controllers, {}
+        if controllers:
             remember_curve(cost_key(self.target, self.pair.paths("target")), self.cost_curve)
             if self.draft_engine is not None:
                 remember_draft_cost(cost_key(self.draft_engine, self.pair.paths("draft")), self.draft_costs["model"])
-        for name, controller in self._controllers.items():
+        for name, controller in controllers.items():
             remember("learnt", self._learnt_key(name), controller.state())
-        self._controllers = {}
 
     def _drafter(self, name: DrafterName) -> Drafter:
         if name in FREE_DRAFTERS:

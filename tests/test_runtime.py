@@ -15,6 +15,7 @@ from edgespec import GenerateOptions, Sampling
 from edgespec.errors import (
     CapabilityError,
     ConfigError,
+    EngineError,
     ModelNotFound,
     PromptError,
     SamplingError,
@@ -192,3 +193,15 @@ def test_a_closed_model_says_so() -> None:
     loaded.close()
     with pytest.raises(edgespec.EdgespecError, match="closed"):
         loaded.generate("x")
+
+
+def test_a_model_whose_file_was_deleted_meanwhile_still_closes(tiny_path: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.gguf"
+    copy.write_bytes(tiny_path.read_bytes())
+    model = edgespec.load(str(copy), threads=1)
+    model.generate([5, 6, 7], options=GenerateOptions(max_tokens=4))
+    copy.unlink()
+    model.close()
+    model.close()
+    with pytest.raises(EngineError):
+        model.target.length()
