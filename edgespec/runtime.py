@@ -6,26 +6,20 @@ import logging
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
-from edgespec.config import DrafterName, DraftLength, GenerateOptions, LoadOptions, RuleName
-from edgespec.control.auto import AutoController
-from edgespec.control.base import Controller, FixedLength
+from edgespec.config import DrafterName, GenerateOptions, LoadOptions, RuleName
 from edgespec.control.cost import CostCurve, DraftCost
-from edgespec.control.measure import cost_key, draft_cost, remember_curve, remember_draft_cost, target_curve
+from edgespec.deciding import Deciders
 from edgespec.decode import Run, autoregressive, speculative
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.ngram import NgramDrafter
-from edgespec.drafters.suffix import SuffixDrafter
 from edgespec.engines.base import Engine
-from edgespec.engines.measurements import key_of, recall, remember
 from edgespec.engines.sequence import CachedSequence
-from edgespec.errors import CapabilityError, ConfigError, PromptError, StateError
+from edgespec.errors import ConfigError, PromptError, StateError
 from edgespec.loading import open_models
 from edgespec.manifest import ModelPair
 from edgespec.memory import peak_rss_bytes
@@ -37,7 +31,6 @@ from edgespec.verify import LOSSY, RULES
 logger = logging.getLogger("edgespec")
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
-FREE_DRAFTERS: dict[DrafterName, Callable[[], Drafter]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
 _WORTH_TELLING = 1.15  # what padding may cost a lone token before the user is told
 
 
@@ -68,9 +61,8 @@ class Model:
         self.pair = pair
         self.target = target
         self.stats = Stats()
-        self._drafters = drafters
         self._sequence = CachedSequence(target)
-        self._controllers: dict[DrafterName, AutoController] = {}
+        self._deciders = Deciders(options, pair, self._sequence, drafters)
         self._current: Run | None = None
         self._lock = threading.RLock()
 
@@ -162,7 +154,7 @@ class Model:
         chosen = options or GenerateOptions()
         run = self._prepare(prompt, sampling or self.recommended_sampling, chosen)
         run.on_round = on_round
-        controller = self._controller(chosen)
+        controller = self._deciders.controller(chosen)
         if controller is None:
             return self._watch(run, autoregressive(run))
         rule = RULES[chosen.verify or self.options.verify]
@@ -206,12 +198,27 @@ class Model:
 
     def prepare(self) -> None:
         """Measure what the first generation would otherwise have to; nothing when it was measured before."""
-        self._controller(GenerateOptions())
+        self._deciders.controller(GenerateOptions())
+
+    @property
+    def cost_curve(self) -> CostCurve:
+        """What the target's passes cost on this machine, measured at the first load and refined by every pass."""
+        return self._deciders.cost_curve
+
+    @property
+    def draft_costs(self) -> dict[str, DraftCost]:
+        """What the tokens of each drafter that owns a model cost on this machine."""
+        return self._deciders.draft_costs
+
+    @property
+    def draft_engine(self) -> Engine | None:
+        """The draft model's engine with its cache emptied, for measuring; None without a draft model."""
+        return self._deciders.draft_engine
 
     @property
     def drafter_bytes(self) -> int:
         """Memory that the drafters hold now: a draft model's weights and cache, the tables of the others."""
-        return sum(drafter.bytes_used for drafter in self._drafters.values())
+        return sum(drafter.bytes_used for drafter in self._deciders.drafters.values())
 
     def forget(self) -> None:
         """Empty the caches: the next generation reads its whole prompt, as if it were the first. Ends a running one.
@@ -221,26 +228,23 @@ class Model:
         with self._lock:
             self._current = None
             self._sequence.rollback(0)
-            for drafter in self._drafters.values():
-                drafter.begin(np.empty(0, np.int32))
-                if isinstance(drafter, ModelDrafter):
-                    drafter.emptied()
+            self._deciders.empty()
 
     def cancel(self) -> None:
         """End the running generation after at most one pass; does nothing when none runs."""
         if self._current is not None:
             self.target.cancel()
-            for drafter in self._drafters.values():
+            for drafter in self._deciders.drafters.values():
                 drafter.cancel()
 
     def close(self) -> None:
         """Free both models; closing twice is allowed."""
         try:
-            self._keep_what_was_learnt()
+            self._deciders.keep()
         except OSError as exc:  # a file of the model was deleted meanwhile: nothing can be kept under its name
             logger.debug("what was learnt is not kept: %s", exc)
         finally:
-            for drafter in self._drafters.values():
+            for drafter in self._deciders.drafters.values():
                 drafter.close()
             self.target.close()
 
@@ -276,79 +280,12 @@ class Model:
         self.stats = run.stats
         return run
 
-    def _controller(self, options: GenerateOptions) -> Controller | None:
-        """Who decides about drafts; None for plain decoding."""
-        name = options.drafter or self.drafter_name
-        length: DraftLength = self.options.draft_length if options.draft_length is None else options.draft_length
-        if name == "none" or length == 0 or not self.target.facts.can_rollback:
-            return None
-        if length == "auto":
-            return self._automatic(name)
-        if name == "auto":
-            name = "model" if "model" in self._drafters else "ngram"
-        return FixedLength(self._drafter(name), length)
-
-    def _automatic(self, name: DrafterName) -> AutoController:
-        """The controller of one choice of drafters; what it learns serves all later generations."""
-        found = self._controllers.get(name)
-        if found is None:
-            names: list[DrafterName] = [*FREE_DRAFTERS, *self._drafters] if name == "auto" else [name]
-            drafters: dict[str, Drafter] = {each: self._drafter(each) for each in names}
-            found = AutoController(drafters, self.cost_curve, self.draft_costs, self.options.never_slower)
-            found.restore(recall("learnt", self._learnt_key(name)))
-            self._controllers[name] = found
-        return found
-
-    @cached_property
-    def cost_curve(self) -> CostCurve:
-        """What the target's passes cost on this machine, measured at the first load and refined by every pass."""
-        self._sequence.rollback(0)
-        return target_curve(self.target, self.pair.paths("target"))
-
-    @cached_property
-    def draft_costs(self) -> dict[str, DraftCost]:
-        """What the tokens of each drafter that owns a model cost on this machine."""
-        return {
-            name: draft_cost(drafter.emptied(), self.pair.paths("draft"))
-            for name, drafter in self._drafters.items()
-            if isinstance(drafter, ModelDrafter)
-        }
-
-    @property
-    def draft_engine(self) -> Engine | None:
-        """The draft model's engine with its cache emptied, for measuring; None without a draft model."""
-        drafter = self._drafters.get("model")
-        return drafter.emptied() if isinstance(drafter, ModelDrafter) else None
-
-    def _learnt_key(self, name: DrafterName) -> str:
-        return key_of(name, [cost_key(self.target, self.pair.paths(role)) for role in self.pair.files])
-
-    def _keep_what_was_learnt(self) -> None:
-        """Costs and confidences for the next run; a crash loses no more than they are worth."""
-        controllers, self._controllers = self._controllers, {}
-        if controllers:
-            remember_curve(cost_key(self.target, self.pair.paths("target")), self.cost_curve)
-            if self.draft_engine is not None:
-                remember_draft_cost(cost_key(self.draft_engine, self.pair.paths("draft")), self.draft_costs["model"])
-        for name, controller in controllers.items():
-            remember("learnt", self._learnt_key(name), controller.state())
-
-    def _drafter(self, name: DrafterName) -> Drafter:
-        if name in FREE_DRAFTERS:
-            return self._drafters.setdefault(name, FREE_DRAFTERS[name]())
-        if name not in self._drafters:
-            raise CapabilityError(
-                f"drafter {name!r} needs a draft model and {self.pair.name!r} was loaded without one: give "
-                "-md/--model-draft (draft=...), or use --drafter ngram"
-            )
-        return self._drafters[name]
-
     def _watch(self, run: Run, events: Generator[TokenEvent, None, None]) -> Iterator[TokenEvent]:
         """Pass events on, one step at a time under the lock; `cancel` reaches this generation and no later one."""
         with self._lock:
             self._current = run
             self.target.clear_cancel()
-            for drafter in self._drafters.values():
+            for drafter in self._deciders.drafters.values():
                 drafter.clear_cancel()
         try:
             while True:

@@ -23,7 +23,7 @@ RANKS = {
     **dict.fromkeys(("drafters",), 5),
     **dict.fromkeys(("control",), 6),
     **dict.fromkeys(("decode",), 7),
-    **dict.fromkeys(("loading",), 8),
+    **dict.fromkeys(("loading", "deciding"), 8),
     **dict.fromkeys(("runtime",), 9),
     **dict.fromkeys(("", "selfcheck", "export"), 10),
     **dict.fromkeys(("training", "server"), 11),
@@ -95,7 +95,7 @@ def test_drafters_know_contracts_only(name):
 def test_only_the_runtime_knows_implementations():
     """Everything else meets engines and drafters through their base classes; doctor asks a library for its version."""
     for name in MODULES:
-        if component(name) in ("engines", "drafters", "loading", "runtime", "export") or name in (
+        if component(name) in ("engines", "drafters", "loading", "deciding", "runtime", "export") or name in (
             "cli.probe",
             "cli.doctor",
         ):

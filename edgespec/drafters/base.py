@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
+from edgespec.engines.base import Engine
 from edgespec.sampling import Sampler
 from edgespec.types import Draft, Evidence, TokenIds, Verdict
 
@@ -59,6 +60,10 @@ class Drafter(ABC):
     def lag(self, token_ids: TokenIds) -> int:
         """Tokens that it would first have to read to draft behind the committed `token_ids` [n]."""
         return 0
+
+    def emptied(self) -> Engine | None:
+        """Its own engine with an empty cache, for measuring; None without one. What was read is read again."""
+        return None
 
     @property
     def bytes_used(self) -> int:

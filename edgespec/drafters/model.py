@@ -91,7 +91,6 @@ class ModelDrafter(Drafter):
         return token_ids.size - self._cache.shared_length(token_ids)
 
     def emptied(self) -> Engine:
-        """Its engine with an empty cache, for measuring; what was read is read again by the next draft."""
         self._cache.rollback(0)
         return self._engine
 
