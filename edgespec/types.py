@@ -152,7 +152,7 @@ class RoundRecord:
 
     `position`: index of the first token it could emit; `drafter`: who drafted, None for a plain pass; `width`: rows of
     the target pass; `confidences`: per draft token, the estimated probability that it stands if its parent does;
-    `draft_s` includes deciding. `verify_s` is the target pass alone.
+    `draft_s` includes deciding. `verify_s` is the target pass alone. `judge_s`: choosing tokens, keeping what stands.
     """
 
     position: int
@@ -162,6 +162,7 @@ class RoundRecord:
     confidences: tuple[float, ...]
     draft_s: float
     verify_s: float
+    judge_s: float = 0.0
 
     @property
     def width(self) -> int:

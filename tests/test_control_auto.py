@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 from simulation import (
     CURVES,
+    LLAMA_Q4_K_M,
     LLAMA_Q8_0,
     ORT_INT8,
+    PLAIN_S,
+    VOCABULARY,
     Machine,
     Text,
     TracedDrafter,
@@ -109,6 +112,35 @@ def test_never_slower_on_a_noisy_machine(curve: str, adversary: str) -> None:
     plain = np.mean([World(Machine(CURVES[curve], seed=seed, **noise)).plain_s(texts) for seed in range(3)])
     taken = np.mean([auto_s(CURVES[curve], texts, 0.0, seed=seed, **noise) for seed in range(3)])
     assert plain / taken >= 0.98
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("chance", [0.3, 0.95])
+def test_never_slower_where_a_rounds_own_work_outweighs_its_pass(curve: str, chance: float) -> None:
+    """A tiny model: judging a draft takes as long as four of its passes, which no cost curve tells."""
+    texts = [made_up(200, repeat(chance), honest, seed) for seed in range(5)]
+    plain_s = World(Machine(CURVES[curve])).plain_s(texts)
+    world = World(Machine(CURVES[curve], judge_s=4 * PLAIN_S))
+    controller = world.auto()
+    taken_s = world.run(controller, texts)
+    assert plain_s / taken_s >= 0.98
+    assert controller.round_cost.round_s == 0 or controller.round_cost.round_s > 2 * PLAIN_S
+
+
+def test_rounds_that_cannot_be_paid_are_not_decided_one_by_one() -> None:
+    """Once the bank is empty the controller says how long it takes to fill it, and is not asked before."""
+    world = World(Machine(LLAMA_Q4_K_M))
+    controller = world.auto()
+    controller.bank.balance_s = -0.1 * world.machine.plain_s
+    text = made_up(40, repeat(0.9), honest, 0)
+    controller.begin(text.token_ids[: text.prompt_tokens])
+    request = DraftRequest(text.token_ids[: text.prompt_tokens + 1], 8, Sampler(Sampling(temperature=0.0), VOCABULARY))
+    assert controller.propose(request).draft.num_tokens == 0
+    missing_s = world.machine.curve().at(2) - (1 + controller.bank.share) * world.machine.plain_s
+    missing_s += 0.1 * world.machine.plain_s
+    expected = min(int(missing_s / (controller.bank.share * world.machine.plain_s)), 64)
+    assert controller.rest() == expected > 8
+    assert controller.rest() == 0
 
 
 @pytest.mark.parametrize("curve", CURVES)
@@ -217,7 +249,7 @@ def test_rounds_of_one_kind_of_sampling_teach_nothing_about_another() -> None:
     text = TEXTS["dialogue"][0.0][0]
     world.run(controller, [text], Sampling(temperature=0.0))
     world.run(controller, [text], Sampling(temperature=1.5))
-    assert set(controller.state()) == {"greedy", "hot"}
+    assert set(controller.state()["kinds"]) == {"greedy", "hot"}
 
 
 def proposed(controller: AutoController, text: Text, most: int) -> int:
@@ -265,15 +297,19 @@ def test_what_was_learnt_serves_the_next_run() -> None:
         17,
         [],
         "greedy",
-        {"greedy": None},
-        {"greedy": {"model": None}},
-        {"greedy": {"model": 3}},
-        {"greedy": {"model": [[], []]}},
-        {"greedy": {"model": {"calibrator": 1}}},
-        {"greedy": {"model": [[[1, 2], [3], [4], [5], [6]], [[1], [1]]]}},
-        {"greedy": {"ngram": [[["a", 1, 2, 3]], [[0.5] * 8, [9] * 8]]}},
-        {"greedy": {"ngram": [[[2, 0, 50, 3]], [[0.5] * 8, [9] * 8]]}},
-        {"greedy": {"unknown": [1, 2]}, "nonsense": {"model": [1, 2]}},
+        {"kinds": 3, "round": 4},
+        {"round": [0.1]},
+        {"round": [-1.0, 2.0]},
+        {"round": ["a", None]},
+        {"kinds": {"greedy": None}},
+        {"kinds": {"greedy": {"model": None}}},
+        {"kinds": {"greedy": {"model": 3}}},
+        {"kinds": {"greedy": {"model": [[], []]}}},
+        {"kinds": {"greedy": {"model": {"calibrator": 1}}}},
+        {"kinds": {"greedy": {"model": [[[1, 2], [3], [4], [5], [6]], [[1], [1]]]}}},
+        {"kinds": {"greedy": {"ngram": [[["a", 1, 2, 3]], [[0.5] * 8, [9] * 8]]}}},
+        {"kinds": {"greedy": {"ngram": [[[2, 0, 50, 3]], [[0.5] * 8, [9] * 8]]}}},
+        {"kinds": {"greedy": {"unknown": [1, 2]}, "nonsense": {"model": [1, 2]}}},
     ],
 )
 def test_a_corrupt_state_is_left_out(kept: object) -> None:
@@ -291,7 +327,9 @@ def test_a_state_with_one_bad_number_is_left_out(place: int, value: object) -> N
     controller = world.auto()
     world.run(controller, TEXTS["dialogue"][0.0])
     kept = json.loads(json.dumps(controller.state()))
-    kept["greedy"]["model"][0][place][0] = value
+    kept["kinds"]["greedy"]["model"][0][place][0] = value
     fresh = World(Machine(ORT_INT8)).auto()
     fresh.restore(kept)
-    assert fresh.state()["greedy"]["model"] == World(Machine(ORT_INT8)).auto().state()["greedy"]["model"]
+    assert (
+        fresh.state()["kinds"]["greedy"]["model"] == World(Machine(ORT_INT8)).auto().state()["kinds"]["greedy"]["model"]
+    )
