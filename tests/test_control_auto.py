@@ -31,7 +31,7 @@ from simulation import (
 
 from edgespec.control.auto import AutoController
 from edgespec.control.base import NOTHING
-from edgespec.control.cost import DraftCost
+from edgespec.control.cost import CostCurve, DraftCost
 from edgespec.control.drafter_state import DrafterState
 from edgespec.drafters.base import DraftRequest
 from edgespec.sampling import Sampler, Sampling
@@ -131,6 +131,8 @@ def test_rounds_that_cannot_be_paid_are_not_decided_one_by_one() -> None:
     """Once the bank is empty the controller says how long it takes to fill it, and is not asked before."""
     world = World(Machine(LLAMA_Q4_K_M))
     controller = world.auto()
+    for _ in range(3):
+        controller.curve.observe(1, 0, world.machine.plain_s)
     controller.bank.balance_s = -0.1 * world.machine.plain_s
     text = made_up(40, repeat(0.9), honest, 0)
     controller.begin(text.token_ids[: text.prompt_tokens])
@@ -159,6 +161,30 @@ def test_a_measurement_that_was_wrong_is_corrected(error: float) -> None:
     texts = [text for by_heat in TEXTS.values() for text in by_heat[0.0]]
     right, wrong = World(Machine(ORT_INT8)), World(Machine(ORT_INT8))
     assert wrong.run(wrong.auto(curve_error=error), texts) <= 1.05 * right.run(right.auto(), texts)
+
+
+@pytest.mark.parametrize("curve", REAL_CURVES)
+@pytest.mark.parametrize("adversary", ADVERSARIES)
+def test_never_slower_where_a_plain_pass_was_measured_in_a_bad_moment(curve: str, adversary: str) -> None:
+    """It seems to take as long as a pass of two tokens, so that drafting one looks free: plain passes tell better."""
+    texts = [ADVERSARIES[adversary](40, seed) for seed in range(12)]
+    plain_s = World(Machine(CURVES[curve])).plain_s(texts)
+    world = World(Machine(CURVES[curve]))
+    controller = world.auto()
+    measured = world.machine.curve().measured
+    controller.curve = CostCurve({**measured, 1: measured[2]})
+    assert plain_s / world.run(controller, texts) >= 0.98
+
+
+def test_plain_decoding_is_timed_again_soon_and_then_seldom() -> None:
+    world = World(Machine(ORT_INT8))
+    controller = world.auto()
+    text = made_up(600, repeat(0.95), honest, 0)
+    records = simulate(controller, text, world.machine, world.clock)
+    plain = [index for index, record in enumerate(records) if record.drafter is None]
+    assert plain[:3] == [0, 1, 2]
+    assert plain[3] <= 3 + 8 + 1
+    assert len(plain) < 0.15 * len(records)
 
 
 def test_a_good_draft_gains_what_it_can() -> None:

@@ -52,6 +52,23 @@ def test_a_round_cost_that_was_kept_badly_is_forgotten(kept: object) -> None:
     assert RoundCost.of(kept) == RoundCost()
 
 
+def test_passes_that_surprise_three_times_in_a_row_are_believed_and_one_is_not() -> None:
+    curve = CostCurve(STEPS)
+    for _ in range(5):
+        curve.observe(1, 0, 1.0)
+    assert curve.is_sure_of(1)
+    assert not curve.is_sure_of(2)
+    curve.observe(1, 0, 3.0)
+    assert not curve.is_sure_of(1)
+    assert curve.at(1) < 1.1
+    curve.observe(1, 0, 1.0)
+    assert curve.is_sure_of(1)
+    for _ in range(3):
+        curve.observe(1, 0, 3.0)
+    assert curve.is_sure_of(1)
+    assert curve.at(1) == pytest.approx(3.0, rel=0.15)
+
+
 def test_a_table_never_falls_whatever_was_measured_or_seen() -> None:
     """A narrow pass can be padded to a wider one, so it never costs more."""
     rng = np.random.default_rng(0)

@@ -25,12 +25,12 @@ from edgespec.types import Draft, Evidence, RoundRecord, TokenIds, Verdict
 
 MAX_AUTO_LENGTH = 32
 START_PASSES = 2.0  # what the bank holds at first, in plain passes
-MOST_PASSES = 16.0  # the most it may hold when a generation begins
+MOST_PASSES = 6.0  # the most it may hold when a generation begins
 _RATE_MEMORY = 0.95  # per round, of the running rate
 _READING_ROUNDS = 16  # rounds over which the reading of what a paid drafter lacks is spread
 _PROBE_READING = 0.25  # of what the bank holds, that a probe may spend on reading first
 _LATE = 1.5  # times its known cost, that a pass is charged to speculation at most
-_REFRESH_EVERY = 128  # rounds of speculation after which one plain pass shows what it costs by now
+_REFRESH_FIRST, _REFRESH_EVERY = 8, 128  # rounds of speculation after which one plain pass is timed again, doubling
 _COUNTED = 0.6  # of the share that may be lost, what drafts may cost; the rest is for what a round adds besides
 _DECIDING = 0.25  # of the share that may be lost, that deciding not to draft may take
 _LONGEST_REST = 64  # rounds
@@ -74,7 +74,7 @@ class AutoController(Controller):
         self._shadows = Shadows()
         self._round: Round | None = None
         self._tokens, self._seconds = 0.0, 0.0  # of recent rounds, older ones fading
-        self._since_plain = 0
+        self._since_plain, self._refresh_after = 0, _REFRESH_FIRST
         self._rest = 0  # rounds before it is decided again: where a pass takes a millisecond, deciding is not free
         self._rested = 0  # plain rounds since the last one that was decided
         self._learning_s = 0.0  # that the last `observe` took
@@ -100,6 +100,8 @@ class AutoController(Controller):
         self._states, self._hedge = self._kinds.of(kind_of(request))
         pass_s = self._round_table(context)
         most = min(request.max_tokens, MAX_AUTO_LENGTH, WIDEST - 1)
+        if not self.curve.is_sure_of(1):
+            return NOTHING  # what plain decoding takes is the measure of all: it is looked at before anything is risked
         if most < 1 or not self.bank.can_pay(pass_s[2], pass_s[1]):
             # Nothing could be afforded, so nothing is spent on deciding either, until something can be.
             self._rest = min(self.bank.rounds_until(pass_s[2], pass_s[1]), _LONGEST_REST)
@@ -207,7 +209,8 @@ class AutoController(Controller):
 
     def _chosen(self, gains: Mapping[str, float], token_ids: TokenIds, pass_s: list[float], most: int) -> str | None:
         """The round's drafter: what Hedge takes, a probe that is due, or none so that a plain pass is timed again."""
-        if self._since_plain >= _REFRESH_EVERY:
+        if self._since_plain >= self._refresh_after:
+            self._refresh_after = min(2 * self._refresh_after, _REFRESH_EVERY)
             return None
         chosen = self._hedge.pick(gains)
         if chosen is not None:

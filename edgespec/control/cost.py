@@ -18,7 +18,7 @@ import numpy as np
 WIDEST = 65
 _WIDTHS = np.arange(WIDEST + 1)
 _DRIFT_RATE, _LOCAL_RATE = 0.05, 0.1
-_MOST_SURPRISE = 0.3  # largest believed deviation of one pass, in natural logarithms of its time
+_MOST_SURPRISE = 0.3  # largest believed deviation of a single pass, in natural logarithms of its time
 _COST_RATE, _MOST_DRAFT_SURPRISE = 0.1, 2.0
 _FIRST_PASSES = 3
 _MOST_STALE = 0.01  # by which a table of costs may be out of date, in logarithms: making one is not free
@@ -48,6 +48,7 @@ class CostCurve:
         self._local = [0.0] * (WIDEST + 1)  # logarithm of what a width costs beyond the base, drift aside
         self._base_s, self._factor = np.array(self._base), np.ones(WIDEST + 1)  # both as arrays, this one no logarithm
         self._first: dict[int, list[float]] = {}  # logarithms of the first passes of each width over the base
+        self._odd: dict[int, list[float]] = {}  # what the latest passes of each width were off by, where that was a lot
         self._seen = np.zeros(WIDEST + 1, np.bool_)
         self._drift = 0.0
         self._stale = 0.0  # how much has been learnt since the table was made, in logarithms
@@ -80,14 +81,33 @@ class CostCurve:
             else:
                 return
         else:
-            surprise = max(-_MOST_SURPRISE, min(_MOST_SURPRISE, ratio - self._drift - self._local[width]))
-            self._drift += _DRIFT_RATE * surprise
-            self._local[width] += _LOCAL_RATE * surprise
-            self._stale += abs(surprise) * (_DRIFT_RATE + _LOCAL_RATE)
+            self._follow(width, ratio)
         self._factor[width] = math.exp(self._local[width])
         if self._stale > _MOST_STALE or not self._seen[width]:
             self._seen[width] = True
             self._table_step = -1
+
+    def is_sure_of(self, width: int) -> bool:
+        """Whether passes of this width were timed in this run, and the last one was no surprise."""
+        return bool(self._seen[width]) and not self._odd.get(width)
+
+    def _follow(self, width: int, ratio: float) -> None:
+        """Move a little towards one pass; if three in a row were surprising in one direction, all the way to them."""
+        surprise = ratio - self._drift - self._local[width]
+        odd = self._odd.setdefault(width, [])
+        if abs(surprise) <= _MOST_SURPRISE or (odd and (odd[0] > 0) != (surprise > 0)):
+            odd.clear()
+        if abs(surprise) > _MOST_SURPRISE:
+            odd.append(surprise)
+        if len(odd) == _FIRST_PASSES:
+            moved = median(odd)
+            self._local[width] += moved
+            odd.clear()
+        else:
+            moved = max(-_MOST_SURPRISE, min(_MOST_SURPRISE, surprise))
+            self._drift += _DRIFT_RATE * moved
+            self._local[width] += _LOCAL_RATE * moved
+        self._stale += abs(moved) * (_DRIFT_RATE + _LOCAL_RATE)
 
     def _settle(self, width: int, ratio: float) -> None:
         """Believe the first passes of a width at once: what was measured before may be of a busier machine."""
