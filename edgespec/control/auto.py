@@ -248,6 +248,9 @@ class AutoController(Controller):
             nonlocal reach
             found.append(state.calibrator.probability(count - 1, evidence))
             reach *= found[-1]
+            next_s = pass_s[count + 2] - pass_s[count + 1] + cost.token_s
+            if count < most and reach * state.upcoming.expected(found[-1]) > rate * next_s:
+                return True  # the next token pays by itself, as it mostly does; otherwise those behind it may
             ahead = state.upcoming.chain(found[-1], min(most - count, FORESIGHT))
             return forecast(count, reach, ahead, pass_s, cost.token_s, rate, most)[0] > 0
 
