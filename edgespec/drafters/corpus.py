@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgespec.texts.index import END_OF_TEXT, LONGEST_MATCH, Span, SuffixIndex
+from edgespec.texts.index import DEPTH, END_OF_TEXT, LONGEST_MATCH, Span, SuffixIndex
 
 Continuation = tuple[int, float, int]
 """A token, its share of what followed, and how many places it was judged by."""
@@ -57,7 +57,7 @@ class CorpusMatch:
         found: list[Continuation] = []
         while span is not None and len(found) < most:
             places = span.high - span.low
-            if places == 1:
+            if places == 1 or span.length >= DEPTH:
                 found += [(token_id, 1.0, 1) for token_id in index.copied(span, most - len(found))]
                 break
             token_id, share = index.next_token(span)

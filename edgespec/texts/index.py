@@ -21,6 +21,7 @@ LONGEST_MATCH = 32  # tokens; what is left of DEPTH is for drafting
 END_OF_TEXT = -1  # stands behind each text, so that nothing is matched or copied across the border of two
 _SAMPLED = 32  # places that are looked at to say what mostly follows
 BYTES_PER_TOKEN = 8
+_PACKED_BITS = 63  # of one number that keys and places are packed into
 
 
 class Span(NamedTuple):
@@ -138,7 +139,9 @@ def sorted_places(token_ids: TokenIds) -> NDArray[np.int32]:
 def _ranked(key: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(places sorted by key, dense rank of each place's key from 1 on); no key exceeds (n + 1)^2."""
     bits = int(key.size).bit_length()
-    if 3 * bits < 63:  # key and place in one number: numpy sorts numbers some times faster than it finds their order
+    if (
+        3 * bits < _PACKED_BITS
+    ):  # key and place in one number: numpy sorts numbers some times faster than it finds their order
         packed = np.sort(key << bits | np.arange(key.size))
         order, in_order = packed & ((1 << bits) - 1), packed >> bits
     else:

@@ -82,9 +82,12 @@ def writing(path: Path, schema: str, *, timeout_s: float = 10.0, durable: bool =
 
 @contextlib.contextmanager
 def reading(path: Path, schema: str, *, timeout_s: float = 10.0) -> Iterator[sqlite3.Connection]:
-    """The database `path` as it is, which may be in a folder that cannot be written. Raises as `writing`."""
+    """The database `path` as it is, which may be write-protected. Raises as `writing`.
+
+    It is opened for writing where that is possible: what a killed process left half done has to be taken back first.
+    """
     with _translated(path), contextlib.ExitStack() as open_ones:
-        connection = _connect(open_ones, f"{path.absolute().as_uri()}?mode=ro", timeout_s)
+        connection = _connect(open_ones, f"{path.absolute().as_uri()}?mode=rw", timeout_s)
         connection.execute("BEGIN")
         if not _has_tables(connection, path):  # someone is about to write the first row
             connection = _connect(open_ones, "file::memory:", timeout_s)
@@ -103,7 +106,7 @@ def _translated(path: Path) -> Iterator[None]:
         yield
     except sqlite3.OperationalError as exc:
         raise StateError(f"{path} cannot be used: {exc}. See that the disk has room and the folder is yours") from exc
-    except sqlite3.DatabaseError as exc:
+    except (sqlite3.Error, UnicodeDecodeError) as exc:  # the latter from its own message about damaged text
         raise DamagedError(f"{path} is damaged: {exc}") from exc
     except OSError as exc:
         raise StateError(f"{path} cannot be used: {exc.strerror}. Make its folder writable") from exc
