@@ -16,8 +16,10 @@ from edgespec.control.base import Controller, FixedLength
 from edgespec.control.cost import CostCurve, DraftCost
 from edgespec.control.measure import cost_key, draft_cost, remember_curve, remember_draft_cost, target_curve
 from edgespec.drafters.base import Drafter
+from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.suffix import SuffixDrafter
+from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.base import Engine
 from edgespec.engines.measurements import key_of, recall, remember
 from edgespec.engines.sequence import CachedSequence
@@ -69,6 +71,9 @@ class Deciders:
         """Raises CapabilityError for one that this pair has not got."""
         if name in FREE_DRAFTERS:
             return self.drafters.setdefault(name, FREE_DRAFTERS[name]())
+        model = self.drafters.get("model")
+        if name == "tree" and isinstance(model, ModelDrafter):
+            return self.drafters.setdefault(name, TreeDrafter(model))
         if name not in self.drafters:
             raise CapabilityError(
                 f"drafter {name!r} needs a draft model and {self._pair.name!r} was loaded without one: give "

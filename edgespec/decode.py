@@ -21,7 +21,7 @@ from edgespec.errors import Cancelled, PromptError
 from edgespec.sampling import Sampler
 from edgespec.stopping import StopRules, TextStream
 from edgespec.types import Distribution, Draft, Logits, RoundRecord, Stats, TokenEvent, TokenIds, Verdict
-from edgespec.verify import COMPARING, Rule, TargetAt
+from edgespec.verify import CHAINS_ONLY, COMPARING, Rule, TargetAt
 
 
 @dataclass(slots=True)
@@ -129,7 +129,7 @@ def speculative(run: Run, controller: Controller, rule: Rule) -> Generator[Token
         while run.stats.finish_reason is None:
             context_ids = run.target.with_pending(pending_id)
             position = context_ids.size
-            proposal, draft_s = _propose(run, controller, context_ids, needs_distributions=rule in COMPARING)
+            proposal, draft_s = _propose(run, controller, context_ids, rule)
             draft = proposal.draft
             logits, verify_s = _score(run, pending_id, draft)
             verdict = rule(draft, _target_at(run, draft, context_ids, logits), run.sampler, position)
@@ -147,9 +147,7 @@ def speculative(run: Run, controller: Controller, rule: Rule) -> Generator[Token
             yield from run.emit(pending_id, position, logits[row])
 
 
-def _propose(
-    run: Run, controller: Controller, context_ids: TokenIds, *, needs_distributions: bool
-) -> tuple[Proposal, float]:
+def _propose(run: Run, controller: Controller, context_ids: TokenIds, rule: Rule) -> tuple[Proposal, float]:
     """The round's draft and the seconds it took; never longer than what may still be emitted, cached or scored."""
     most = min(run.target.engine.widest_pass - 1, run.target.room - 1)
     if run.stop.max_tokens is not None:
@@ -157,7 +155,9 @@ def _propose(
     if most <= 0:
         return NOTHING, 0.0
     started_s = perf_counter()
-    proposal = controller.propose(DraftRequest(context_ids, most, run.sampler, needs_distributions))
+    branches = 0 if rule in CHAINS_ONLY else run.target.engine.most_branches
+    request = DraftRequest(context_ids, most, run.sampler, rule in COMPARING, max_branches=branches)
+    proposal = controller.propose(request)
     return proposal, perf_counter() - started_s
 
 

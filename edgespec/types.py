@@ -129,6 +129,24 @@ class Draft:
     def is_chain(self) -> bool:
         return bool(np.array_equal(self.parents, np.arange(-1, self.parents.size - 1)))
 
+    @property
+    def main_chain(self) -> Draft:
+        """The first branch, which is listed first: the whole draft when it has no other."""
+        beyond = np.flatnonzero(self.parents != np.arange(-1, self.parents.size - 1))
+        return self.first(int(beyond[0])) if beyond.size else self
+
+    def depths(self) -> list[int]:
+        """How many of the draft's nodes stand before each node on its path."""
+        found: list[int] = []
+        for parent in self.parents.tolist():
+            found.append(0 if parent == NO_PARENT else found[parent] + 1)
+        return found
+
+    def children_of(self, node: int) -> list[int]:
+        """The nodes below `node` (-1: below the pending token), in the order in which they were proposed."""
+        found: list[int] = np.flatnonzero(self.parents == node).tolist()
+        return found
+
     def child_of(self, node: int, token_id: int) -> int | None:
         """The node below `node` (-1: below the pending token) that proposes `token_id`."""
         found = np.flatnonzero((self.parents == node) & (self.token_ids == token_id))

@@ -30,6 +30,11 @@ class ModelDrafter(Drafter):
         self._cache = CachedSequence(engine)
         self._window_start = 1  # first text position in the window behind the text's first token
 
+    @property
+    def cache(self) -> CachedSequence:
+        """What the draft model holds, for a drafter that shares it."""
+        return self._cache
+
     def begin(self, prompt_ids: TokenIds) -> None:
         # The prompt is fed with the first draft, off the path to the first token.
         self._window_start = 1
@@ -41,13 +46,13 @@ class ModelDrafter(Drafter):
         if most < 1:
             return EMPTY_DRAFT
         try:
-            logits = self._catch_up(request.token_ids, most)
+            logits = self.catch_up(request.token_ids, most)
             return self._chain(request, logits, most)
         except Cancelled:
             self._cache.restore()
             raise
 
-    def _catch_up(self, token_ids: TokenIds, most: int) -> Logits:
+    def catch_up(self, token_ids: TokenIds, most: int) -> Logits:
         """Feed what the cache lacks of `token_ids` [n]; the logits row after the last of them."""
         window = self._window(token_ids, most)
         self._cache.reuse(window)
