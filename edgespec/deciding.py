@@ -16,6 +16,7 @@ from edgespec.control.base import Controller, FixedLength
 from edgespec.control.cost import CostCurve, DraftCost
 from edgespec.control.measure import cost_key, draft_cost, remember_curve, remember_draft_cost, target_curve
 from edgespec.drafters.base import Drafter
+from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.suffix import SuffixDrafter
@@ -27,6 +28,10 @@ from edgespec.errors import CapabilityError
 from edgespec.manifest import ModelPair
 
 FREE_DRAFTERS: dict[DrafterName, Callable[[], Drafter]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
+
+MANY_ROWS: tuple[DrafterName, ...] = ("tree", "lookahead")
+# A second choice seldom stands with more than a tenth: a row that costs more of a plain pass is not worth verifying.
+_ROWS, _CHEAP_ROW = 9, 0.1
 
 
 class Deciders:
@@ -60,17 +65,30 @@ class Deciders:
         """The controller of one choice of drafters; what it learns serves all later generations."""
         found = self._automatic.get(name)
         if found is None:
-            names: list[DrafterName] = [*FREE_DRAFTERS, *self.drafters] if name == "auto" else [name]
+            names = self._automatic_names() if name == "auto" else [name]
             drafters: dict[str, Drafter] = {each: self.drafter(each) for each in names}
             found = AutoController(drafters, self.cost_curve, self.draft_costs, self._options.never_slower)
             found.restore(recall("learnt", self._learnt_key(name)))
             self._automatic[name] = found
         return found
 
+    def _automatic_names(self) -> list[DrafterName]:
+        """All drafters of this pair, those that need many rows only where a row costs next to nothing.
+
+        Where it does cost something they could never be chosen, and asking them now and then would cost time.
+        """
+        names = [name for name in (*FREE_DRAFTERS, *self.drafters) if name not in MANY_ROWS]
+        row_s = (self.cost_curve.at(_ROWS) - self.cost_curve.at(1)) / (_ROWS - 1)
+        if self._target.engine.most_branches and row_s < _CHEAP_ROW * self.cost_curve.at(1):
+            names += [name for name in MANY_ROWS if name != "tree" or "model" in self.drafters]
+        return names
+
     def drafter(self, name: DrafterName) -> Drafter:
         """Raises CapabilityError for one that this pair has not got."""
         if name in FREE_DRAFTERS:
             return self.drafters.setdefault(name, FREE_DRAFTERS[name]())
+        if name == "lookahead":
+            return self.drafters.setdefault(name, LookaheadDrafter())
         model = self.drafters.get("model")
         if name == "tree" and isinstance(model, ModelDrafter):
             return self.drafters.setdefault(name, TreeDrafter(model))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 import numpy as np
@@ -133,6 +133,8 @@ def speculative(run: Run, controller: Controller, rule: Rule) -> Generator[Token
             draft = proposal.draft
             logits, verify_s = _score(run, pending_id, draft)
             verdict = rule(draft, _target_at(run, draft, context_ids, logits), run.sampler, position)
+            if draft.wants_rows:
+                verdict = replace(verdict, row_choices=tuple(logits.argmax(axis=1).tolist()))
             run.target.keep(pending_id, draft, verdict.accepted_nodes)
             record = _record(proposal, verdict, position, draft_s, verify_s)
             controller.observe(proposal, verdict, record)

@@ -24,8 +24,8 @@ def open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterNa
     wants_draft = options.drafter in ("model", "tree") or (options.drafter == "auto" and pair.draft is not None)
     if wants_draft and pair.draft is None:
         raise CapabilityError(
-            f"drafter {options.drafter!r} needs a draft model and {pair.name!r} has none: give -md/--model-draft (draft=...), or "
-            "use --drafter ngram"
+            f"drafter {options.drafter!r} needs a draft model and {pair.name!r} has none: give -md/--model-draft "
+            "(draft=...), or use --drafter ngram"
         )
     for role in ("target", "draft") if wants_draft else ("target",):
         _check_contents(pair.files[role])

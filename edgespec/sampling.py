@@ -102,7 +102,9 @@ class Sampler:
         """Sample by exponential races: argmin of noise / prob (Gumbel coupling, arXiv 2408.07978, eq. 4)."""
         return self.race(distribution, position, stream)[0]
 
-    def race(self, distribution: Distribution, position: int, stream: Stream = Stream.TARGET) -> tuple[int, float]:
+    def race(
+        self, distribution: Distribution, position: int, stream: Stream = Stream.TARGET, index: int = 0
+    ) -> tuple[int, float]:
         """(the token that `pick` gives, the logarithm by which it came in before the second).
 
         With the same noise another distribution picks the same token unless it differs by that much; inf: no second.
@@ -110,7 +112,7 @@ class Sampler:
         token_ids, probs = distribution
         if token_ids.size == 1:
             return int(token_ids[0]), math.inf
-        times = self.noise.exponential(stream, position, token_ids) / probs
+        times = self.noise.exponential(stream, position, token_ids, index) / probs
         first = times.argmin()
         first_time, times[first] = times[first], math.inf
         return int(token_ids[first]), math.log(times.min() / first_time)

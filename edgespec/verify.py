@@ -106,7 +106,8 @@ def block(draft: Draft, target_at: TargetAt, choices: Choices, position: int) ->
         excess = 0 if is_last else _excess(target, _proposed(draft, node + 1), reach).sum()
         # reach 1 without excess: target and draft agree on what follows, and the prefix stands for certain
         chance = reach if is_last or not excess + 1 - reach else excess / (excess + 1 - reach)
-        if choices.accept(chance, position + node):
+        # a later round may judge this position anew, and what was seen of this draw decided that it does
+        if choices.accept(chance, position + node, node):
             kept = node + 1
             remainder = target if is_last else residual(target, _proposed(draft, node + 1), reach)
     return Verdict(tuple(range(kept)), choices.pick(remainder, position + kept, Stream.RESIDUAL))

@@ -19,9 +19,9 @@ from edgespec.drafters.base import DraftRequest
 from edgespec.noise import Stream
 from edgespec.types import Distribution, Evidence, Logits, TokenIds
 
-_DISAGREEMENT = 1.0  # of the models' logits, in which a race between two tokens is decided: fitted to trained pairs
-_AGREED = 0.95
-_FIRST, _FIRST_SLOPE, _LATER = 0.55, 0.4, 0.35
+# Fitted to the demo pair, in dialogues; what a controller believes is calibrated as it goes.
+_DISAGREEMENT, _AGREED = 0.6, 0.98  # of logits, by which a race between two tokens is decided; most that is believed
+_FIRST, _LATER = 0.5, 0.3  # a drawn token of probability 0 stands as a first child; any as a later one
 _KNOWN = 24  # likeliest tokens that are ranked when the sampler itself would look at one only
 _NODES_PER_DEPTH = 1 << 16
 
@@ -64,7 +64,7 @@ class Raced(Candidates):
 
     def take(self, attempt: int) -> Candidate:
         probability = self.reach(attempt)
-        evidence = math.log(probability / (1.0 - probability)) / 2.0, float(-min(attempt, 2))
+        evidence = _half_odds(probability), -min(attempt, 2.0)
         return Candidate(int(self._token_ids[attempt]), probability, evidence)
 
 
@@ -80,21 +80,22 @@ class Drawn(Candidates):
         self._refused = 1.0  # the probability that the target refuses all that were taken
 
     def reach(self, attempt: int) -> float:
-        return self._refused * self._expected(attempt)
-
-    def _expected(self, attempt: int) -> float:
-        """The probability that child `attempt` stands if the ones before it were refused."""
-        if attempt:
-            return _LATER
-        return _FIRST + _FIRST_SLOPE * float(self._drawn.probs.max())
+        probs = self._drawn.probs
+        return self._refused * (_LATER if attempt else _FIRST + (1.0 - _FIRST) * float(probs @ probs))
 
     def take(self, attempt: int) -> Candidate:
         token_ids, probs = self._drawn.token_ids[attempt:], self._drawn.probs[attempt:]
         left = Distribution(token_ids, probs / probs.sum())
-        stands = self._refused * self._expected(attempt)
-        self._refused -= stands
-        evidence = math.log(stands / (1.0 - stands)) / 2.0, max(math.log(float(left.probs[0])), -4.0), -min(attempt, 2.0)
-        return Candidate(int(token_ids[0]), stands, evidence, left)
+        prob = float(left.probs[0])
+        stands = _LATER if attempt else _FIRST + (1.0 - _FIRST) * prob
+        probability = min(self._refused * stands, _AGREED)
+        self._refused *= 1.0 - stands
+        evidence = _half_odds(probability), max(math.log(prob), -4.0), -min(attempt, 2.0)
+        return Candidate(int(token_ids[0]), probability, evidence, left)
+
+
+def _half_odds(probability: float) -> float:
+    return max(math.log(probability / (1.0 - probability)), -6.0) / 2.0
 
 
 def candidates_for(request: DraftRequest) -> Callable[[Logits, int, int, TokenIds], Candidates]:
