@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_lossless import ALPHA_1E6, DEMO, PLAIN, PROMPTS, VOCABULARY, chi_square_score, run_once
+from laws import ALPHA_1E6, law_score
+from test_lossless import DEMO, PLAIN, PROMPTS, VOCABULARY, run_once
 
 import edgespec
 from edgespec import GenerateOptions, Sampling
@@ -220,24 +221,10 @@ def test_a_cancelled_draft_ends_quietly_and_the_next_is_whole(target: TableEngin
     assert [event.token_id for event in again] == [event.token_id for event in expected]
 
 
-@pytest.mark.parametrize("rule, sigma", [("coupled", 1.0), ("rejection", 1.0), ("rejection", 0.3)])
-def test_joint_law_of_sampled_text_is_the_targets(rule: str, sigma: float) -> None:
-    """>= 2e5 tokens: the counts of (two tokens before, token) against the table's own probabilities."""
-    target = TableEngine.random(VOCABULARY, order=2, seed=3, spread=1.0, context_length=4100)
-    drafter, cached = tree_drafter(target, sigma), CachedSequence(target)
-    counts = np.zeros((VOCABULARY,) * 3)
-    for seed in range(51):
-        events = run_once(cached, drafter, rule, 9, replace(PLAIN, seed=seed), 4000, logprobs=False)
-        ids = [0, 1, *(event.token_id for event in events)]
-        np.add.at(counts, (ids[:-2], ids[1:-1], ids[2:]), 1)
-    expected = np.zeros_like(counts)
-    for before in itertools.product(range(VOCABULARY), repeat=2):
-        row = target.row(before).astype(np.float64)
-        expected[before] = counts[before].sum() * np.exp(row - row.max()) / np.exp(row - row.max()).sum()
-    tested = expected.min(axis=2) >= 5
-    assert tested.sum() > 50
-    score = chi_square_score(counts[tested], expected[tested], int(tested.sum()) * (VOCABULARY - 1))
-    assert score < ALPHA_1E6
+@pytest.mark.parametrize("rule, name", [("coupled", "tree"), ("rejection", "tree"), ("rejection", "close tree")])
+def test_joint_law_of_sampled_text_is_the_targets(rule: str, name: str) -> None:
+    """laws.py runs the same over 2e5 tokens and more."""
+    assert law_score(rule, name, num_tokens=16_000) < ALPHA_1E6
 
 
 @pytest.fixture(scope="module", params=["llamacpp", "onnx"])

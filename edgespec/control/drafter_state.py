@@ -33,7 +33,8 @@ class DrafterState:
     def confidences(self, draft: Draft) -> list[float]:
         """Calibrated, or the drafter's own where it gives no evidence."""
         if not draft.evidence:
-            return draft.confidences.tolist()
+            found: list[float] = draft.confidences.tolist()
+            return found
         if draft.is_chain:
             return self.calibrator.probabilities(draft.evidence)
         return [self.calibrator.probability(*known) for known in zip(draft.depths(), draft.evidence, strict=True)]
@@ -45,8 +46,9 @@ class DrafterState:
 
     def learn_verdict(self, draft: Draft, verdict: Verdict) -> None:
         """Of any draft, what became of the nodes whose parents stood."""
-        for node, depth, stood in outcomes(draft, verdict) if draft.evidence else ():
-            self.calibrator.observe(depth, draft.evidence[node], accepted=stood)
+        evidence = draft.evidence or ()
+        for node, depth, stood in outcomes(draft, verdict) if evidence else ():
+            self.calibrator.observe(depth, evidence[node], accepted=stood)
 
     def asked(self, gain: float) -> None:
         """A paid drafter was asked, and what it drafted promises `gain` tokens, net of the drafting."""

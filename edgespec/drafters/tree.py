@@ -121,7 +121,7 @@ class _Growth:
     _added: int = 0
 
     def __post_init__(self) -> None:
-        self._root = _Node(ROOT, -1, 1.0, Candidate(0, 1.0, 1.0))
+        self._root = _Node(ROOT, -1, 1.0, Candidate(0, 1.0))
 
     def at(self, node: int) -> _Node:
         return self._root if node == ROOT else self.nodes[node]
