@@ -46,9 +46,11 @@ class DrafterState:
 
     def learn_verdict(self, draft: Draft, verdict: Verdict) -> None:
         """Of any draft, what became of the nodes whose parents stood."""
-        evidence = draft.evidence or ()
-        for node, depth, stood in outcomes(draft, verdict) if evidence else ():
-            self.calibrator.observe(depth, evidence[node], accepted=stood)
+        if draft.evidence is None or draft.is_chain:
+            self.learn(draft, len(verdict.accepted_nodes))
+            return
+        for node, depth, stood in outcomes(draft, verdict):
+            self.calibrator.observe(depth, draft.evidence[node], accepted=stood)
 
     def asked(self, gain: float) -> None:
         """A paid drafter was asked, and what it drafted promises `gain` tokens, net of the drafting."""

@@ -28,14 +28,12 @@ class NgramDrafter(Drafter):
         self._places: dict[tuple[int, ...], list[int]] = {}
         self._refused: deque[int] = deque(maxlen=refusals_kept)
         self._source: tuple[int, int] | None = None  # n-gram size and place of the last draft
+        self._is_new = False
 
     def begin(self, prompt_ids: TokenIds) -> None:
         self._refused.clear()
         self._source = None
-        shared = len(self._ids)
-        if prompt_ids.size < shared or prompt_ids[:shared].tolist() != self._ids:
-            self._ids, self._places = [], {}
-        self._extend(prompt_ids)
+        self._is_new = True  # the prompt is indexed with the first draft: who never asks does not pay
 
     def draft(self, request: DraftRequest) -> Draft:
         self._extend(request.token_ids)
@@ -58,6 +56,10 @@ class NgramDrafter(Drafter):
 
     def _extend(self, token_ids: TokenIds) -> None:
         """Index the tokens that are new; a place is where an n-gram's continuation begins."""
+        if self._is_new:
+            self._is_new, shared = False, len(self._ids)
+            if token_ids.size < shared or token_ids[:shared].tolist() != self._ids:
+                self._ids, self._places = [], {}
         for token_id in token_ids[len(self._ids) :].tolist():
             # the n-grams that end here are indexed when their continuation arrives, so none matches itself
             end = len(self._ids)

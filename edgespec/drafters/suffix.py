@@ -25,12 +25,10 @@ class SuffixDrafter(Drafter):
         self._ids: list[int] = []
         self._start = 0  # how many of the first `_ids` the automaton has forgotten
         self._automaton = SuffixAutomaton()
+        self._is_new = False
 
     def begin(self, prompt_ids: TokenIds) -> None:
-        known = len(self._ids)
-        if prompt_ids.size < known or prompt_ids[:known].tolist() != self._ids:
-            self._ids, self._start, self._automaton = [], 0, SuffixAutomaton()
-        self._index(prompt_ids)
+        self._is_new = True  # the prompt is indexed with the first draft: who never asks does not pay
 
     def draft(self, request: DraftRequest) -> Draft:
         self._index(request.token_ids)
@@ -55,6 +53,10 @@ class SuffixDrafter(Drafter):
         return self._automaton.bytes_used + 36 * len(self._ids)
 
     def _index(self, token_ids: TokenIds) -> None:
+        if self._is_new:
+            self._is_new, known = False, len(self._ids)
+            if token_ids.size < known or token_ids[:known].tolist() != self._ids:
+                self._ids, self._start, self._automaton = [], 0, SuffixAutomaton()
         new = token_ids[len(self._ids) :].tolist()
         self._ids += new
         self._automaton.extend(new)
