@@ -24,11 +24,11 @@ def open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterNa
     when what was demanded is not possible, ConfigError for options that do not fit the engine.
     """
     pair = resolve(options.model, options.draft, options.engine)
-    wants_draft = options.drafter == "model" or (options.drafter == "auto" and pair.draft is not None)
+    wants_draft = options.drafter in ("model", "tree") or (options.drafter == "auto" and pair.draft is not None)
     if wants_draft and pair.draft is None:
         raise CapabilityError(
-            f"drafter 'model' needs a draft model and {pair.name!r} has none: give -md/--model-draft (draft=...), or "
-            "use --drafter ngram"
+            f"drafter {options.drafter!r} needs a draft model and {pair.name!r} has none: give -md/--model-draft "
+            "(draft=...), or use --drafter ngram"
         )
     for role in ("target", "draft") if wants_draft else ("target",):
         _check_contents(pair.files[role])
