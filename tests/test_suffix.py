@@ -101,3 +101,15 @@ def test_another_text_starts_afresh_and_the_same_one_goes_on() -> None:
     assert drafter._automaton is automaton
     drafter.begin(np.array([1, 2, 3, 5, 6], np.int32))
     assert drafted(drafter, [1, 2, 3, 5, 6, 3])[:1] == [5]
+
+
+def test_of_very_many_continuations_the_common_and_the_latest_are_looked_at() -> None:
+    ids = [token for i in range(5, 300) for token in (1, 2, 1, i)] + [1, 500, 1]
+    automaton = SuffixAutomaton()
+    automaton.extend(ids)
+    state, length = automaton.match
+    while length > 1:
+        state, length = automaton.shorter(state)
+    found = {token_id: count for token_id, _, count in automaton.continuations(state)}
+    assert len(found) <= 32 and max(found, key=found.__getitem__) == 2 and 500 in found
+    assert automaton.occurrences(state) >= 295

@@ -60,7 +60,7 @@ class SuffixDrafter(Drafter):
             if not found:
                 break
             token_id, following, count = max(found, key=lambda one: one[2])
-            total = sum(one[2] for one in found)
+            total = max(sum(one[2] for one in found), self._automaton.occurrences(state))
             chosen.append(token_id)
             evidence.append(_evidence(length + len(chosen) - 1, count, total, 0.0))
             state = following
