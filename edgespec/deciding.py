@@ -25,6 +25,7 @@ from edgespec.errors import CapabilityError
 from edgespec.manifest import ModelPair
 
 FREE_DRAFTERS: dict[DrafterName, Callable[[], Drafter]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
+_ROLES: dict[DrafterName, str] = {"hierarchical": "medium"}  # whose file a drafter's engine runs, if not the draft's
 
 
 class Deciders:
@@ -69,6 +70,11 @@ class Deciders:
         """Raises CapabilityError for one that this pair has not got."""
         if name in FREE_DRAFTERS:
             return self.drafters.setdefault(name, FREE_DRAFTERS[name]())
+        if name == "hierarchical" and name not in self.drafters:
+            raise CapabilityError(
+                f"drafter 'hierarchical' needs a draft and a medium, and {self._pair.name!r} was loaded without the "
+                "medium: load it with --drafter hierarchical, or use --drafter auto"
+            )
         if name not in self.drafters:
             raise CapabilityError(
                 f"drafter {name!r} needs a draft model and {self._pair.name!r} was loaded without one: give "
@@ -86,7 +92,7 @@ class Deciders:
     def draft_costs(self) -> dict[str, DraftCost]:
         """What the tokens of each drafter with an engine of its own cost on this machine."""
         return {
-            name: draft_cost(engine, self._pair.paths("draft"))
+            name: draft_cost(engine, self._pair.paths(_ROLES.get(name, "draft")))
             for name, drafter in self.drafters.items()
             if (engine := drafter.emptied()) is not None
         }

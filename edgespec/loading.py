@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from edgespec.config import DrafterName, LoadOptions
 from edgespec.drafters.base import Drafter
+from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.base import Engine
 from edgespec.engines.measurements import file_key, key_of, recall, remember
@@ -20,22 +21,46 @@ def open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterNa
     Raises ModelNotFound, ModelFileError, VocabularyMismatch (naming the first token that differs), CapabilityError
     when what was demanded is not possible, ConfigError for options that do not fit the engine.
     """
-    pair = resolve(options.model, options.draft, options.engine)
-    wants_draft = options.drafter == "model" or (options.drafter == "auto" and pair.draft is not None)
-    if wants_draft and pair.draft is None:
-        raise CapabilityError(
-            f"drafter 'model' needs a draft model and {pair.name!r} has none: give -md/--model-draft (draft=...), or "
-            "use --drafter ngram"
-        )
-    for role in ("target", "draft") if wants_draft else ("target",):
+    pair = resolve(options.model, options.draft, options.engine, options.medium)
+    roles = _wanted_roles(options, pair)
+    for role in ("target", *roles):
         _check_contents(pair.files[role])
     target = _open_target(options, pair.files["target"])
+    drafters: dict[DrafterName, Drafter] = {}
     try:
-        drafters: dict[DrafterName, Drafter] = {"model": _open_draft(options, pair, target)} if wants_draft else {}
+        for role in roles:
+            engine = _open_draft(options, pair.files[role], target)
+            if role == "draft":
+                drafters["model"] = small = ModelDrafter(engine)
+            else:
+                drafters["hierarchical"] = HierarchicalDrafter(small, engine)
     except BaseException:
+        for drafter in drafters.values():
+            drafter.close()
         target.close()
         raise
     return pair, target, drafters
+
+
+def _wanted_roles(options: LoadOptions, pair: ModelPair) -> tuple[str, ...]:
+    """The models to load beside the target: a pair's medium only for whoever asks, it costs memory and a second load.
+
+    Raises CapabilityError for one that is needed and not there.
+    """
+    wanted: tuple[str, ...] = ()
+    if options.drafter == "hierarchical" or (options.drafter == "auto" and options.medium is not None):
+        wanted = ("draft", "medium")
+    elif options.drafter == "model" or (options.drafter == "auto" and pair.draft is not None):
+        wanted = ("draft",)
+    flags = {"draft": "-md/--model-draft (draft=...)", "medium": "--medium (medium=...)"}
+    for role in wanted:
+        if role not in pair.files:
+            name = "model" if wanted == ("draft",) else "hierarchical"
+            raise CapabilityError(
+                f"drafter {name!r} needs a {role} model and {pair.name!r} has none: give {flags[role]}, or "
+                "use --drafter ngram"
+            )
+    return wanted
 
 
 def _check_contents(model: ModelFile) -> None:
@@ -58,8 +83,7 @@ def _open_target(options: LoadOptions, file: ModelFile) -> Engine:
     return _open(options, file, options.context_length, options.gpu_layers, wanted)
 
 
-def _open_draft(options: LoadOptions, pair: ModelPair, target: Engine) -> ModelDrafter:
-    file = pair.files["draft"]
+def _open_draft(options: LoadOptions, file: ModelFile, target: Engine) -> Engine:
     gpu_layers = options.gpu_layers if options.draft_gpu_layers is None else options.draft_gpu_layers
     engine = _open(options, file, options.draft_context_length, gpu_layers, reproducible=False, is_draft=True)
     try:
@@ -69,7 +93,7 @@ def _open_draft(options: LoadOptions, pair: ModelPair, target: Engine) -> ModelD
     except BaseException:
         engine.close()
         raise
-    return ModelDrafter(engine)
+    return engine
 
 
 def _open(

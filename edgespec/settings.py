@@ -105,6 +105,14 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "draft", "load", "path", ("-md", "--model-draft", "--draft-model"), "Path of a draft model.", metavar="FILE"
     ),
+    Setting(
+        "medium",
+        "load",
+        "path",
+        ("--medium",),
+        "Path of a model between draft and target, for --drafter hierarchical.",
+        metavar="FILE",
+    ),
     Setting("engine", "load", "text", ("--engine",), "Engine whose files of a pair are taken.", ENGINES),
     Setting("drafter", "load", "text", ("--drafter",), "What proposes tokens; auto: what should pay.", DRAFTERS),
     Setting(

@@ -54,9 +54,12 @@ class ModelDrafter(Drafter):
         return self._cache.feed(window[self._cache.length :])
 
     def _window(self, token_ids: TokenIds, most: int) -> TokenIds:
-        """The text as the draft sees it: all of it, or its first token and the latest part that fits."""
+        """The text as the draft sees it: all of it, or its first token and the latest part that fits.
+
+        Once it has slid it stays so, though a shorter draft might let the whole text fit again.
+        """
         capacity = self._engine.facts.context_length - most
-        if token_ids.size <= capacity:
+        if token_ids.size <= max(capacity if self._window_start == 1 else 0, self._window_start):
             return token_ids
         if 1 + token_ids.size - self._window_start > capacity:
             self._window_start = token_ids.size - capacity // 2
