@@ -52,7 +52,7 @@ class Deciders:
         if length == "auto":
             return self._automatic_one(name)
         if name == "auto":
-            name = "model" if "model" in self.drafters else "ngram"
+            name = self._draft_name or "ngram"
         return FixedLength(self.drafter(name), length)
 
     def _automatic_one(self, name: DrafterName) -> AutoController:
@@ -74,6 +74,11 @@ class Deciders:
             raise CapabilityError(
                 f"drafter 'hierarchical' needs a draft and a medium, and {self._pair.name!r} was loaded without the "
                 "medium: load it with --drafter hierarchical, or use --drafter auto"
+            )
+        if name == "early-exit" and name not in self.drafters:
+            raise CapabilityError(
+                f"drafter 'early-exit' was not prepared when {self._pair.name!r} was loaded: load it with --drafter "
+                "early-exit, or use --drafter auto"
             )
         if name not in self.drafters:
             raise CapabilityError(
@@ -99,8 +104,14 @@ class Deciders:
 
     @property
     def draft_engine(self) -> Engine | None:
-        """The draft model's engine with its cache emptied, for measuring; None without a draft model."""
-        return self.drafters["model"].emptied() if "model" in self.drafters else None
+        """The draft model's engine with its cache emptied, for measuring; None without one that is not the target's."""
+        return self.drafters[self._draft_name].emptied() if self._draft_name else None
+
+    @property
+    def _draft_name(self) -> DrafterName | None:
+        """The drafter that the pair's draft became."""
+        names: tuple[DrafterName, ...] = ("model", "early-exit")
+        return next((name for name in names if name in self.drafters), None)
 
     def empty(self) -> None:
         """Forget all texts; what was learnt of costs and confidences stays."""
@@ -113,8 +124,9 @@ class Deciders:
         controllers, self._automatic = self._automatic, {}
         if controllers:
             remember_curve(cost_key(self._target.engine, self._pair.paths("target")), self.cost_curve)
-            if self.draft_engine is not None:
-                remember_draft_cost(cost_key(self.draft_engine, self._pair.paths("draft")), self.draft_costs["model"])
+            if self._draft_name and self.draft_engine is not None:
+                key = cost_key(self.draft_engine, self._pair.paths("draft"))
+                remember_draft_cost(key, self.draft_costs[self._draft_name])
         for name, controller in controllers.items():
             remember("learnt", self._learnt_key(name), controller.state())
 

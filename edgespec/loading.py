@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from edgespec.config import DrafterName, LoadOptions
 from edgespec.drafters.base import Drafter
+from edgespec.drafters.early_exit import EarlyExitDrafter, SharedStateDrafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.base import Engine
+from edgespec.engines.gguf_split import is_early_exit
 from edgespec.engines.measurements import file_key, key_of, recall, remember
 from edgespec.engines.probe import check_model_file
 from edgespec.errors import CapabilityError, ConfigError
@@ -22,45 +24,109 @@ def open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterNa
     when what was demanded is not possible, ConfigError for options that do not fit the engine.
     """
     pair = resolve(options.model, options.draft, options.engine, options.medium)
-    roles = _wanted_roles(options, pair)
-    for role in ("target", *roles):
+    _check_contents(pair.files["target"])
+    exit_layer = _exit_layer(options, pair)
+    wanted = _wanted_drafters(options, pair, exit_layer)
+    roles = {role for name in wanted for role in _ROLES[name] if exit_layer is None or name != "early-exit"}
+    for role in sorted(roles):
         _check_contents(pair.files[role])
-    target = _open_target(options, pair.files["target"])
-    drafters: dict[DrafterName, Drafter] = {}
+    target = _open_target(options, pair.files["target"], exit_layer)
+    opened: list[Engine] = [target]
     try:
-        for role in roles:
-            engine = _open_draft(options, pair.files[role], target)
-            if role == "draft":
-                drafters["model"] = small = ModelDrafter(engine)
-            else:
-                drafters["hierarchical"] = HierarchicalDrafter(small, engine)
+        engines: dict[str, Engine] = {}
+        for role in sorted(roles):
+            engines[role] = _open_draft(options, pair.files[role], target)
+            opened.append(engines[role])
+        return pair, target, _drafters(wanted, engines, target)
     except BaseException:
-        for drafter in drafters.values():
-            drafter.close()
-        target.close()
+        for engine in opened:
+            engine.close()
         raise
-    return pair, target, drafters
 
 
-def _wanted_roles(options: LoadOptions, pair: ModelPair) -> tuple[str, ...]:
-    """The models to load beside the target: a pair's medium only for whoever asks, it costs memory and a second load.
+_ROLES: dict[DrafterName, tuple[str, ...]] = {
+    "model": ("draft",),
+    "early-exit": ("draft",),
+    "hierarchical": ("draft", "medium"),
+}
+_FLAGS = {"draft": "-md/--model-draft (draft=...)", "medium": "--medium (medium=...)"}
 
-    Raises CapabilityError for one that is needed and not there.
+
+def _drafters(
+    wanted: tuple[DrafterName, ...], engines: dict[str, Engine], target: Engine
+) -> dict[DrafterName, Drafter]:
+    """Those of `wanted`, and with hierarchical the draft model that it looks ahead with."""
+    drafters: dict[DrafterName, Drafter] = {}
+    if "early-exit" in wanted:
+        own = engines.pop("draft", None) if "model" not in wanted else None
+        drafters["early-exit"] = SharedStateDrafter(target) if own is None else EarlyExitDrafter(own)
+    if "draft" in engines:
+        drafters["model"] = small = ModelDrafter(engines["draft"])
+        if "medium" in engines:
+            drafters["hierarchical"] = HierarchicalDrafter(small, engines["medium"])
+    return drafters
+
+
+def _exit_layer(options: LoadOptions, pair: ModelPair) -> int | None:
+    """Layers after which an ONNX target is cut for an early exit; None: it stays in one piece.
+
+    Raises CapabilityError where an exit was asked for and there is none.
     """
-    wanted: tuple[str, ...] = ()
-    if options.drafter == "hierarchical" or (options.drafter == "auto" and options.medium is not None):
-        wanted = ("draft", "medium")
-    elif options.drafter == "model" or (options.drafter == "auto" and pair.draft is not None):
-        wanted = ("draft",)
-    flags = {"draft": "-md/--model-draft (draft=...)", "medium": "--medium (medium=...)"}
-    for role in wanted:
-        if role not in pair.files:
-            name = "model" if wanted == ("draft",) else "hierarchical"
+    target, draft = pair.files["target"], pair.files.get("draft")
+    if options.drafter not in ("auto", "early-exit"):
+        return None
+    if options.exit_layer is not None:
+        if target.engine != "onnx":
             raise CapabilityError(
-                f"drafter {name!r} needs a {role} model and {pair.name!r} has none: give {flags[role]}, or "
-                "use --drafter ngram"
+                "--exit-layer is for ONNX targets; the exit of a GGUF is chosen when it is written: edgespec export "
+                f"--derive early-exit:{options.exit_layer}"
             )
+        return options.exit_layer
+    if target.engine == "onnx" and draft is not None and draft.engine == "onnx":
+        from edgespec.engines.onnx.partition import exit_layer_of
+
+        return exit_layer_of(draft.path, target.path)
+    return None
+
+
+def _wanted_drafters(options: LoadOptions, pair: ModelPair, exit_layer: int | None) -> tuple[DrafterName, ...]:
+    """Which drafters to open: a pair's medium only for whoever asks, since it costs memory and one more load.
+
+    Raises CapabilityError when the pair lacks what a drafter needs.
+    """
+    own: tuple[DrafterName, ...] = ()
+    if pair.draft is not None:
+        own = ("early-exit",) if _draft_is_exit(pair) else ("model",)
+    if options.drafter == "auto":
+        named: tuple[DrafterName, ...] = ("hierarchical",) if options.medium is not None else ()
+        exits: tuple[DrafterName, ...] = ("early-exit",) if options.exit_layer is not None else ()
+        wanted = tuple(dict.fromkeys((*own, *exits, *named)))
+    else:
+        wanted = (options.drafter,) if options.drafter in _ROLES else ()
+    if "early-exit" in wanted and exit_layer is None and "early-exit" not in own:
+        hint = "--exit-layer N, or " if pair.files["target"].engine == "onnx" else ""
+        raise CapabilityError(
+            f"drafter 'early-exit' needs to know where {pair.name!r} ends early: give {hint}a pair made with edgespec "
+            "export --derive early-exit:LAYERS"
+        )
+    for name in wanted:
+        for role in _ROLES[name] if name != "early-exit" else ():
+            if role not in pair.files:
+                raise CapabilityError(
+                    f"drafter {name!r} needs a {role} model and {pair.name!r} has none: give {_FLAGS[role]}, or "
+                    "use --drafter ngram"
+                )
     return wanted
+
+
+def _draft_is_exit(pair: ModelPair) -> bool:
+    """Whether the pair's draft is the beginning of its target, over the same weights."""
+    target, draft = pair.files["target"], pair.files["draft"]
+    if target.engine != draft.engine:
+        return False
+    if target.engine == "onnx":
+        return draft.path.parent == target.path.parent and draft.path != target.path
+    return is_early_exit(draft.path, target.path)
 
 
 def _check_contents(model: ModelFile) -> None:
@@ -78,9 +144,9 @@ def _check_contents(model: ModelFile) -> None:
         check_model_file(model.path, is_trusted=all(file.sha256 for file in model.all_files))
 
 
-def _open_target(options: LoadOptions, file: ModelFile) -> Engine:
+def _open_target(options: LoadOptions, file: ModelFile, exit_layer: int | None) -> Engine:
     wanted = False if options.verify != "coupled" else options.reproducible
-    return _open(options, file, options.context_length, options.gpu_layers, wanted)
+    return _open(options, file, options.context_length, options.gpu_layers, wanted, exit_layer=exit_layer)
 
 
 def _open_draft(options: LoadOptions, file: ModelFile, target: Engine) -> Engine:
@@ -104,6 +170,7 @@ def _open(
     reproducible: bool | None,
     *,
     is_draft: bool = False,
+    exit_layer: int | None = None,
 ) -> Engine:
     """The engine of a file; its library is loaded when the first model is."""
     if file.engine == "onnx":
@@ -116,6 +183,7 @@ def _open(
             provider=options.provider,
             cache_type="f32" if is_draft else _onnx_cache_type(options),
             reproducible=reproducible,
+            exit_layer=exit_layer,
         )
     from edgespec.engines.llamacpp import LlamaCppEngine
 

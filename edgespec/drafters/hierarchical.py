@@ -111,7 +111,7 @@ class HierarchicalDrafter(ModelDrafter):
             lengths.outcome(min(agreed, known), min(tried, known))
         self._unlearnt = []
 
-    def emptied(self) -> Engine:
+    def emptied(self) -> Engine | None:
         self._small.emptied()
         return super().emptied()
 
