@@ -55,6 +55,7 @@ FREE_DRAFTERS: dict[DrafterName, Callable[[LoadOptions, Vocabulary], Drafter]] =
 MANY_ROWS: tuple[DrafterName, ...] = ("tree", "lookahead")
 # A second choice seldom stands with more than a tenth: a row that costs more of a plain pass is not worth verifying.
 _ROWS, _CHEAP_ROW = 9, 0.1
+_ROLES: dict[DrafterName, str] = {"hierarchical": "medium"}  # whose file a drafter's engine runs, if not the draft's
 
 
 class Deciders:
@@ -81,7 +82,7 @@ class Deciders:
         if length == "auto":
             return self._automatic_one(name)
         if name == "auto":
-            name = "model" if "model" in self.drafters else "ngram"
+            name = self._draft_name or "ngram"
         return FixedLength(self.drafter(name), length)
 
     def _automatic_one(self, name: DrafterName) -> AutoController:
@@ -115,6 +116,16 @@ class Deciders:
         model = self.drafters.get("model")
         if name == "tree" and isinstance(model, ModelDrafter):
             return self.drafters.setdefault(name, TreeDrafter(model))
+        if name == "hierarchical" and name not in self.drafters:
+            raise CapabilityError(
+                f"drafter 'hierarchical' needs a draft and a medium, and {self._pair.name!r} was loaded without the "
+                "medium: load it with --drafter hierarchical, or use --drafter auto"
+            )
+        if name == "early-exit" and name not in self.drafters:
+            raise CapabilityError(
+                f"drafter 'early-exit' was not prepared when {self._pair.name!r} was loaded: load it with --drafter "
+                "early-exit, or use --drafter auto"
+            )
         if name not in self.drafters:
             raise CapabilityError(
                 f"drafter {name!r} needs a draft model and {self._pair.name!r} was loaded without one: give "
@@ -132,15 +143,21 @@ class Deciders:
     def draft_costs(self) -> dict[str, DraftCost]:
         """What the tokens of each drafter with an engine of its own cost on this machine."""
         return {
-            name: draft_cost(engine, self._pair.paths("draft"))
+            name: draft_cost(engine, self._pair.paths(_ROLES.get(name, "draft")))
             for name, drafter in self.drafters.items()
             if (engine := drafter.emptied()) is not None
         }
 
     @property
     def draft_engine(self) -> Engine | None:
-        """The draft model's engine with its cache emptied, for measuring; None without a draft model."""
-        return self.drafters["model"].emptied() if "model" in self.drafters else None
+        """The draft model's engine with its cache emptied, for measuring; None without one that is not the target's."""
+        return self.drafters[self._draft_name].emptied() if self._draft_name else None
+
+    @property
+    def _draft_name(self) -> DrafterName | None:
+        """The drafter that the pair's draft became."""
+        names: tuple[DrafterName, ...] = ("model", "early-exit")
+        return next((name for name in names if name in self.drafters), None)
 
     def empty(self) -> None:
         """Forget all texts; what was learnt of costs and confidences stays."""
@@ -161,8 +178,9 @@ class Deciders:
         controllers, self._automatic = self._automatic, {}
         if controllers:
             remember_curve(cost_key(self._target.engine, self._pair.paths("target")), self.cost_curve)
-            if self.draft_engine is not None:
-                remember_draft_cost(cost_key(self.draft_engine, self._pair.paths("draft")), self.draft_costs["model"])
+            if self._draft_name and self.draft_engine is not None:
+                key = cost_key(self.draft_engine, self._pair.paths("draft"))
+                remember_draft_cost(key, self.draft_costs[self._draft_name])
         for name, controller in controllers.items():
             remember("learnt", self._learnt_key(name), controller.state())
 

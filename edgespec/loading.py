@@ -7,8 +7,11 @@ from contextlib import contextmanager
 
 from edgespec.config import DrafterName, LoadOptions
 from edgespec.drafters.base import Drafter
+from edgespec.drafters.early_exit import EarlyExitDrafter, SharedStateDrafter
+from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.base import Engine
+from edgespec.engines.gguf_split import is_early_exit
 from edgespec.engines.measurements import file_key, key_of, recall, remember
 from edgespec.engines.probe import check_model_file
 from edgespec.errors import CapabilityError, ConfigError
@@ -23,22 +26,111 @@ def open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterNa
     Raises ModelNotFound, ModelFileError, VocabularyMismatch (naming the first token that differs), CapabilityError
     when what was demanded is not possible, ConfigError for options that do not fit the engine.
     """
-    pair = resolve(options.model, options.draft, options.engine)
-    wants_draft = options.drafter in ("model", "tree") or (options.drafter == "auto" and pair.draft is not None)
-    if wants_draft and pair.draft is None:
-        raise CapabilityError(
-            f"drafter {options.drafter!r} needs a draft model and {pair.name!r} has none: give -md/--model-draft "
-            "(draft=...), or use --drafter ngram"
-        )
-    for role in ("target", "draft") if wants_draft else ("target",):
+    pair = resolve(options.model, options.draft, options.engine, options.medium)
+    _check_contents(pair.files["target"])
+    exit_layer = _exit_layer(options, pair)
+    wanted = _wanted_drafters(options, pair, exit_layer)
+    roles = {role for name in wanted for role in _ROLES[name] if exit_layer is None or name != "early-exit"}
+    for role in sorted(roles):
         _check_contents(pair.files[role])
-    target = _open_target(options, pair.files["target"])
+    target = _open_target(options, pair.files["target"], exit_layer)
+    opened: list[Engine] = [target]
     try:
-        drafters: dict[DrafterName, Drafter] = {"model": _open_draft(options, pair, target)} if wants_draft else {}
+        engines: dict[str, Engine] = {}
+        for role in sorted(roles):
+            engines[role] = _open_draft(options, pair.files[role], target)
+            opened.append(engines[role])
+        return pair, target, _drafters(wanted, engines, target)
     except BaseException:
-        target.close()
+        for engine in opened:
+            engine.close()
         raise
-    return pair, target, drafters
+
+
+_ROLES: dict[DrafterName, tuple[str, ...]] = {
+    "model": ("draft",),
+    "tree": ("draft",),
+    "early-exit": ("draft",),
+    "hierarchical": ("draft", "medium"),
+}
+_FLAGS = {"draft": "-md/--model-draft (draft=...)", "medium": "--medium (medium=...)"}
+
+
+def _drafters(
+    wanted: tuple[DrafterName, ...], engines: dict[str, Engine], target: Engine
+) -> dict[DrafterName, Drafter]:
+    """Those of `wanted`, and with hierarchical the draft model that it looks ahead with."""
+    drafters: dict[DrafterName, Drafter] = {}
+    if "early-exit" in wanted:
+        own = engines.pop("draft", None) if "model" not in wanted else None
+        drafters["early-exit"] = SharedStateDrafter(target) if own is None else EarlyExitDrafter(own)
+    if "draft" in engines:
+        drafters["model"] = small = ModelDrafter(engines["draft"])
+        if "medium" in engines:
+            drafters["hierarchical"] = HierarchicalDrafter(small, engines["medium"])
+    return drafters
+
+
+def _exit_layer(options: LoadOptions, pair: ModelPair) -> int | None:
+    """Layers after which an ONNX target is cut for an early exit; None: it stays in one piece.
+
+    Raises CapabilityError where an exit was asked for and there is none.
+    """
+    target, draft = pair.files["target"], pair.files.get("draft")
+    if options.drafter not in ("auto", "early-exit"):
+        return None
+    if options.exit_layer is not None:
+        if target.engine != "onnx":
+            raise CapabilityError(
+                "--exit-layer is for ONNX targets; the exit of a GGUF is chosen when it is written: edgespec export "
+                f"--derive early-exit:{options.exit_layer}"
+            )
+        return options.exit_layer
+    if target.engine == "onnx" and draft is not None and draft.engine == "onnx":
+        from edgespec.engines.onnx.partition import exit_layer_of
+
+        return exit_layer_of(draft.path, target.path)
+    return None
+
+
+def _wanted_drafters(options: LoadOptions, pair: ModelPair, exit_layer: int | None) -> tuple[DrafterName, ...]:
+    """Which drafters to open: a pair's medium only for whoever asks, since it costs memory and one more load.
+
+    Raises CapabilityError when the pair lacks what a drafter needs.
+    """
+    own: tuple[DrafterName, ...] = ()
+    if pair.draft is not None:
+        own = ("early-exit",) if _draft_is_exit(pair) else ("model",)
+    if options.drafter == "auto":
+        named: tuple[DrafterName, ...] = ("hierarchical",) if options.medium is not None else ()
+        exits: tuple[DrafterName, ...] = ("early-exit",) if options.exit_layer is not None else ()
+        wanted = tuple(dict.fromkeys((*own, *exits, *named)))
+    else:
+        wanted = (options.drafter,) if options.drafter in _ROLES else ()
+    if "early-exit" in wanted and exit_layer is None and "early-exit" not in own:
+        hint = "--exit-layer N, or " if pair.files["target"].engine == "onnx" else ""
+        raise CapabilityError(
+            f"drafter 'early-exit' needs to know where {pair.name!r} ends early: give {hint}a pair made with edgespec "
+            "export --derive early-exit:LAYERS"
+        )
+    for name in wanted:
+        for role in _ROLES[name] if name != "early-exit" else ():
+            if role not in pair.files:
+                raise CapabilityError(
+                    f"drafter {name!r} needs a {role} model and {pair.name!r} has none: give {_FLAGS[role]}, or "
+                    "use --drafter ngram"
+                )
+    return wanted
+
+
+def _draft_is_exit(pair: ModelPair) -> bool:
+    """Whether the pair's draft is the beginning of its target, over the same weights."""
+    target, draft = pair.files["target"], pair.files["draft"]
+    if target.engine != draft.engine:
+        return False
+    if target.engine == "onnx":
+        return draft.path.parent == target.path.parent and draft.path != target.path
+    return is_early_exit(draft.path, target.path)
 
 
 @contextmanager
@@ -74,13 +166,12 @@ def _check_contents(model: ModelFile) -> None:
         check_model_file(model.path, is_trusted=all(file.sha256 for file in model.all_files))
 
 
-def _open_target(options: LoadOptions, file: ModelFile) -> Engine:
+def _open_target(options: LoadOptions, file: ModelFile, exit_layer: int | None) -> Engine:
     wanted = False if options.verify != "coupled" else options.reproducible
-    return _open(options, file, options.context_length, options.gpu_layers, wanted)
+    return _open(options, file, options.context_length, options.gpu_layers, wanted, exit_layer=exit_layer)
 
 
-def _open_draft(options: LoadOptions, pair: ModelPair, target: Engine) -> ModelDrafter:
-    file = pair.files["draft"]
+def _open_draft(options: LoadOptions, file: ModelFile, target: Engine) -> Engine:
     gpu_layers = options.gpu_layers if options.draft_gpu_layers is None else options.draft_gpu_layers
     engine = _open(options, file, options.draft_context_length, gpu_layers, reproducible=False, is_draft=True)
     try:
@@ -90,7 +181,7 @@ def _open_draft(options: LoadOptions, pair: ModelPair, target: Engine) -> ModelD
     except BaseException:
         engine.close()
         raise
-    return ModelDrafter(engine)
+    return engine
 
 
 def _open(
@@ -101,6 +192,7 @@ def _open(
     reproducible: bool | None,
     *,
     is_draft: bool = False,
+    exit_layer: int | None = None,
 ) -> Engine:
     """The engine of a file; its library is loaded when the first model is."""
     if file.engine == "onnx":
@@ -113,6 +205,7 @@ def _open(
             provider=options.provider,
             cache_type="f32" if is_draft else _onnx_cache_type(options),
             reproducible=reproducible,
+            exit_layer=exit_layer,
         )
     from edgespec.engines.llamacpp import LlamaCppEngine
 

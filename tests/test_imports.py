@@ -39,6 +39,7 @@ BASES = {"engines.base", "engines.sequence", "drafters.base"}
 SHARED_BY_DRAFTERS = {
     *("drafters.automaton", "drafters.corpus", "drafters.counts", "texts.index"),
     *("drafters.candidates", "drafters.model"),
+    "drafters.inner_length",
 }
 KEPT = {"engines.measurements"}  # where what was measured of a machine is kept; it knows no engine
 HEAVY = {"torch", "tokenizers", "gguf", "safetensors", "transformers"}

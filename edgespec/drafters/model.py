@@ -59,9 +59,12 @@ class ModelDrafter(Drafter):
         return self._cache.feed(window[self._cache.length :])
 
     def _window(self, token_ids: TokenIds, most: int) -> TokenIds:
-        """The text as the draft sees it: all of it, or its first token and the latest part that fits."""
+        """The text as the draft sees it: all of it, or its first token and the latest part that fits.
+
+        Once it has slid it stays so, though a shorter draft might let the whole text fit again.
+        """
         capacity = self._engine.facts.context_length - most
-        if token_ids.size <= capacity:
+        if token_ids.size <= max(capacity if self._window_start == 1 else 0, self._window_start):
             return token_ids
         if 1 + token_ids.size - self._window_start > capacity:
             self._window_start = token_ids.size - capacity // 2
@@ -88,16 +91,19 @@ class ModelDrafter(Drafter):
                 break
             if sampler.sampling.uses_history:
                 history = np.append(history, np.int32(token_id))
-            logits = self._cache.feed(np.array([token_id], np.int32))
+            logits = self._feed(np.array([token_id], np.int32))
         given = distributions if request.needs_distributions else None
         return Draft.chain(chosen, distributions=given, evidence=evidence)
+
+    def _feed(self, token_ids: TokenIds) -> Logits:
+        return self._cache.feed(token_ids)
 
     def lag(self, token_ids: TokenIds) -> int:
         if token_ids.size > self._engine.facts.context_length:
             return 1  # the window slides seldom; what that costs shows in the time of a draft
         return token_ids.size - self._cache.shared_length(token_ids)
 
-    def emptied(self) -> Engine:
+    def emptied(self) -> Engine | None:
         self._cache.rollback(0)
         return self._engine
 

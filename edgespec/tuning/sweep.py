@@ -285,9 +285,8 @@ def _lengths(asked: Asked, drafter: DrafterName) -> Sequence[DraftLength]:
 def _needed(candidates: Sequence[Candidate]) -> DrafterName:
     """What to load a pair with so that all of these can be decoded: a draft model only where one is used."""
     drafters = {candidate.drafter for candidate in candidates}
-    if "auto" in drafters:
-        return "auto"
-    return "model" if "model" in drafters else "none"
+    loading: tuple[DrafterName, ...] = ("auto", "hierarchical", "early-exit", "model")
+    return next((name for name in loading if name in drafters), "none")
 
 
 def _num_kept(count: int) -> int:
