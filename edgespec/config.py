@@ -8,13 +8,14 @@ from typing import Literal
 
 from edgespec.errors import ConfigError
 
-DrafterName = Literal["auto", "none", "model", "ngram", "suffix"]
+DrafterName = Literal["auto", "none", "model", "ngram", "suffix", "hybrid"]
 DraftLength = int | Literal["auto"]
+DraftTemperature = float | Literal["auto"]
 RuleName = Literal["coupled", "rejection", "block", "typical"]
 EngineName = Literal["auto", "llamacpp", "onnx"]
 ProviderName = Literal["auto", "cpu", "cuda", "dml", "webgpu"]
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "int8"]
-DRAFTERS: tuple[DrafterName, ...] = ("auto", "none", "model", "ngram", "suffix")
+DRAFTERS: tuple[DrafterName, ...] = ("auto", "none", "model", "ngram", "suffix", "hybrid")
 RULES: tuple[RuleName, ...] = ("coupled", "rejection", "block", "typical")
 ENGINES: tuple[EngineName, ...] = ("auto", "llamacpp", "onnx")
 PROVIDERS: tuple[ProviderName, ...] = ("auto", "cpu", "cuda", "dml", "webgpu")
@@ -37,13 +38,21 @@ def _check_draft_length(value: object) -> None:
         raise ConfigError(f"draft-length must be auto or 0..{MAX_DRAFT_LENGTH}, got {value!r}")
 
 
+def _check_draft_temperature(value: object) -> None:
+    if value != "auto" and not (
+        isinstance(value, int | float) and 0.05 <= value <= 20
+    ):  # refuses what is no number too
+        raise ConfigError(f"draft-temp must be auto or a factor from 0.05 to 20, got {value!r}")
+
+
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
     """What is loaded and how. None means: decide from the model and the machine.
 
     `model`: registry name or path; `draft`: path of a draft model, or None for the pair's own; lengths in tokens;
     `drafter` auto: whichever is expected to pay, by the round; `draft_length` auto: as many tokens as pay; a number
-    with drafter auto means the draft model where there is one, else ngram. `never_slower`: share of plain decoding's
+    with drafter auto means the draft model where there is one, else ngram. `draft_temperature`: what the draft model
+    samples at over the target's temperature; auto learns it from the text. `never_slower`: share of plain decoding's
     time that speculation may lose at most. `engine`: which of a pair's files are taken; `provider`: the device of ONNX
     Runtime, `gpu_layers` that of llama.cpp;
     `reproducible`: None means yes where the model and the rule allow it, True demands it, False gives it up for speed.
@@ -54,6 +63,7 @@ class LoadOptions:
     engine: EngineName = "auto"
     drafter: DrafterName = "auto"
     draft_length: DraftLength = "auto"
+    draft_temperature: DraftTemperature = 1.0
     never_slower: float = 0.02
     verify: RuleName = "coupled"
     reproducible: bool | None = None
@@ -78,6 +88,7 @@ class LoadOptions:
         _at_least("ctx-size", self.context_length, 16)
         _at_least("draft ctx-size", self.draft_context_length, 16)
         _check_draft_length(self.draft_length)
+        _check_draft_temperature(self.draft_temperature)
         if not 0 <= self.never_slower <= 1:
             raise ConfigError(f"never-slower must be a share of time from 0 to 1, got {self.never_slower}")
         if self.reproducible and self.verify != "coupled":

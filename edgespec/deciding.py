@@ -16,6 +16,7 @@ from edgespec.control.base import Controller, FixedLength
 from edgespec.control.cost import CostCurve, DraftCost
 from edgespec.control.measure import cost_key, draft_cost, remember_curve, remember_draft_cost, target_curve
 from edgespec.drafters.base import Drafter
+from edgespec.drafters.hybrid import HybridDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.suffix import SuffixDrafter
 from edgespec.engines.base import Engine
@@ -25,6 +26,8 @@ from edgespec.errors import CapabilityError
 from edgespec.manifest import ModelPair
 
 FREE_DRAFTERS: dict[DrafterName, Callable[[], Drafter]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
+
+COPYING: tuple[DrafterName, ...] = ("suffix", "ngram")  # what a hybrid has before its draft model
 
 
 class Deciders:
@@ -69,6 +72,9 @@ class Deciders:
         """Raises CapabilityError for one that this pair has not got."""
         if name in FREE_DRAFTERS:
             return self.drafters.setdefault(name, FREE_DRAFTERS[name]())
+        if name == "hybrid" and "model" in self.drafters:
+            free = [FREE_DRAFTERS[each]() for each in COPYING]
+            return self.drafters.setdefault(name, HybridDrafter(free, self.drafters["model"]))
         if name not in self.drafters:
             raise CapabilityError(
                 f"drafter {name!r} needs a draft model and {self._pair.name!r} was loaded without one: give "

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from edgespec.config import DrafterName, LoadOptions
 from edgespec.drafters.base import Drafter
+from edgespec.drafters.mapped import MappedSequence, map_vocabulary
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.base import Engine
 from edgespec.engines.measurements import file_key, key_of, recall, remember
 from edgespec.engines.probe import check_model_file
-from edgespec.errors import CapabilityError, ConfigError
+from edgespec.engines.sequence import CachedSequence
+from edgespec.errors import CapabilityError, ConfigError, VocabularyMismatch
 from edgespec.manifest import ModelFile, ModelPair, check_file
 from edgespec.models import resolve
+from edgespec.prompts import PROMPTS
 from edgespec.tokenizer import check_same_vocabulary
+
+LEAST_OVERLAP = 0.5  # of the tokens of a text, that a draft with another vocabulary must have
 
 
 def open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterName, Drafter]]:
@@ -21,11 +26,11 @@ def open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterNa
     when what was demanded is not possible, ConfigError for options that do not fit the engine.
     """
     pair = resolve(options.model, options.draft, options.engine)
-    wants_draft = options.drafter == "model" or (options.drafter == "auto" and pair.draft is not None)
+    wants_draft = options.drafter in ("model", "hybrid") or (options.drafter == "auto" and pair.draft is not None)
     if wants_draft and pair.draft is None:
         raise CapabilityError(
-            f"drafter 'model' needs a draft model and {pair.name!r} has none: give -md/--model-draft (draft=...), or "
-            "use --drafter ngram"
+            f"drafter {options.drafter!r} needs a draft model and {pair.name!r} has none: give -md/--model-draft "
+            "(draft=...), or use --drafter ngram"
         )
     for role in ("target", "draft") if wants_draft else ("target",):
         _check_contents(pair.files[role])
@@ -63,13 +68,36 @@ def _open_draft(options: LoadOptions, pair: ModelPair, target: Engine) -> ModelD
     gpu_layers = options.gpu_layers if options.draft_gpu_layers is None else options.draft_gpu_layers
     engine = _open(options, file, options.draft_context_length, gpu_layers, reproducible=False, is_draft=True)
     try:
-        check_same_vocabulary(target.vocabulary, engine.vocabulary)
+        cache, note = _draft_cache(target, engine, file)
         if not engine.facts.can_rollback:
             raise CapabilityError(f"draft {file.path.name} cannot roll back its state and so cannot draft")
     except BaseException:
         engine.close()
         raise
-    return ModelDrafter(engine)
+    return ModelDrafter(engine, cache, (note,) if note else (), options.draft_temperature)
+
+
+def _draft_cache(target: Engine, draft: Engine, file: ModelFile) -> tuple[CachedSequence, str]:
+    """The draft's cache as the target counts tokens, and what a user must know of another vocabulary.
+
+    Raises VocabularyMismatch naming the first token that differs, where too little of a text can be drafted.
+    """
+    try:
+        check_same_vocabulary(target.vocabulary, draft.vocabulary)
+    except VocabularyMismatch as exc:
+        why = str(exc).partition(". Use")[0]
+        mapping = map_vocabulary(target.vocabulary, draft)
+        in_text = mapping.share_of(target.vocabulary.encode(" ".join(prompt.text for prompt in PROMPTS)))
+        overlap = (
+            f"{file.path.name} has {mapping.share:.1%} of the target's tokens and {in_text:.1%} of those in a text"
+        )
+        if in_text < LEAST_OVERLAP:
+            raise VocabularyMismatch(
+                f"{why}. {overlap}; at least {LEAST_OVERLAP:.0%} of the latter are needed. Use a draft of the same "
+                "model family, or --drafter ngram, which needs none"
+            ) from exc
+        return MappedSequence(draft, mapping), f"{why}. {overlap}, and proposes no others"
+    return CachedSequence(draft), ""
 
 
 def _open(

@@ -35,7 +35,7 @@ RANKS = {
 ENGINES_MAY_USE = {"errors", "types", "tokenizer", "engines"}
 DRAFTERS_MAY_USE = {"errors", "types", "tokenizer", "sampling", "noise"}
 BASES = {"engines.base", "engines.sequence", "drafters.base"}
-SHARED_BY_DRAFTERS = {"drafters.automaton"}  # a data structure
+SHARED_BY_DRAFTERS = {"drafters.automaton", "drafters.temperature"}  # what several may build on
 KEPT = {"engines.measurements"}  # where what was measured of a machine is kept; it knows no engine
 HEAVY = {"torch", "tokenizers", "gguf", "safetensors", "transformers"}
 
