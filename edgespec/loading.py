@@ -14,7 +14,7 @@ from edgespec.errors import CapabilityError, ConfigError, VocabularyMismatch
 from edgespec.manifest import ModelFile, ModelPair, check_file
 from edgespec.models import resolve
 from edgespec.prompts import PROMPTS
-from edgespec.tokenizer import check_same_vocabulary
+from edgespec.tokenizer import Vocabulary, check_same_vocabulary
 
 LEAST_OVERLAP = 0.5  # of the tokens of a text, that a draft with another vocabulary must have
 
@@ -82,22 +82,29 @@ def _draft_cache(target: Engine, draft: Engine, file: ModelFile) -> tuple[Cached
 
     Raises VocabularyMismatch naming the first token that differs, where too little of a text can be drafted.
     """
-    try:
-        check_same_vocabulary(target.vocabulary, draft.vocabulary)
-    except VocabularyMismatch as exc:
-        why = str(exc).partition(". Use")[0]
-        mapping = map_vocabulary(target.vocabulary, draft)
-        in_text = mapping.share_of(target.vocabulary.encode(" ".join(prompt.text for prompt in PROMPTS)))
-        overlap = (
-            f"{file.path.name} has {mapping.share:.1%} of the target's tokens and {in_text:.1%} of those in a text"
+    why = _difference(target.vocabulary, draft.vocabulary)
+    if not why:
+        return CachedSequence(draft), ""
+    mapping = map_vocabulary(target.vocabulary, draft)
+    in_text = mapping.share_of(target.vocabulary.encode(" ".join(prompt.text for prompt in PROMPTS)))
+    overlap = f"{file.path.name} has {mapping.share:.1%} of the target's tokens and {in_text:.1%} of those in a text"
+    if in_text < LEAST_OVERLAP:
+        raise VocabularyMismatch(
+            f"{why}. {overlap}; at least {LEAST_OVERLAP:.0%} of the latter are needed. Use a draft of the same model "
+            "family, or --drafter ngram, which needs none"
         )
-        if in_text < LEAST_OVERLAP:
-            raise VocabularyMismatch(
-                f"{why}. {overlap}; at least {LEAST_OVERLAP:.0%} of the latter are needed. Use a draft of the same "
-                "model family, or --drafter ngram, which needs none"
-            ) from exc
-        return MappedSequence(draft, mapping), f"{why}. {overlap}, and proposes no others"
-    return CachedSequence(draft), ""
+    return MappedSequence(draft, mapping), f"{why}. {overlap}, and proposes no others"
+
+
+def _difference(target: Vocabulary, draft: Vocabulary) -> str:
+    """How the draft's token ids differ from the target's; empty when they mean the same, padding aside."""
+    try:
+        check_same_vocabulary(target, draft)
+    except VocabularyMismatch as exc:
+        return str(exc).partition(". Use")[0]
+    if any(target.pieces[draft.size :]):
+        return f"target and draft have different vocabularies: the draft ends with token {draft.size - 1}"
+    return ""
 
 
 def _open(

@@ -10,7 +10,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 
 
 def write_reordered_gguf(source: Path, path: Path, order: Sequence[int]) -> Path:
@@ -48,20 +48,13 @@ def write_reordered_onnx(source: Path, folder: Path, order: Sequence[int]) -> Pa
     shutil.copytree(source, folder)
     place = {old: new for new, old in enumerate(order)}
     graph_file, tokenizer_file = folder / "model.onnx", folder / "tokenizer.json"
-    model = onnx.load(str(graph_file), load_external_data=False)
-    graph = model.graph
-    old_of_new = numpy_helper.from_array(np.array(order, np.int64), "old_of_new")
-    for node in graph.node:
-        for index, name in enumerate(node.input):
-            if name == "input_ids":
-                node.input[index] = "known_ids"
-        for index, name in enumerate(node.output):
-            if name == "logits":
-                node.output[index] = "known_logits"
-    graph.initializer.append(old_of_new)
-    graph.node.insert(0, helper.make_node("Gather", ["old_of_new", "input_ids"], ["known_ids"]))
-    graph.node.append(helper.make_node("Gather", ["known_logits", "old_of_new"], ["logits"], axis=-1))
-    onnx.save(model, str(graph_file))
+    model = onnx.load(str(graph_file))
+    for tensor in model.graph.initializer:
+        if tensor.name.startswith(("lm_head.", "model.embed_tokens.")):
+            rows = numpy_helper.to_array(tensor)[list(order)]
+            tensor.CopyFrom(numpy_helper.from_array(rows, tensor.name))
+    (folder / "model.onnx.data").unlink()
+    onnx.save(model, str(graph_file), save_as_external_data=True, location="model.onnx.data", size_threshold=1024)
     tokenizer = json.loads(tokenizer_file.read_text(encoding="utf-8"))
     vocabulary = tokenizer["model"]["vocab"]
     tokenizer["model"]["vocab"] = {name: place[old] for name, old in vocabulary.items()}

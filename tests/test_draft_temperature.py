@@ -13,7 +13,7 @@ from test_lossless import ALPHA_1E6, PLAIN, chi_square_score, run_once
 
 import edgespec
 from edgespec import GenerateOptions, Sampling
-from edgespec.cli.main import main
+from edgespec.cli.main import cli
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.temperature import FACTORS, DraftTemperature, brier_scores
@@ -136,7 +136,7 @@ def test_a_factor_that_is_none_is_refused(factor: object) -> None:
 
 
 def test_the_command_line_takes_a_factor_or_auto() -> None:
-    found = CliRunner().invoke(main, ["generate", "demo", "-p", "x", "--draft-temp", "hot"])
+    found = CliRunner().invoke(cli, ["generate", "demo", "-p", "x", "--draft-temp", "hot"])
     assert found.exit_code == 2 and "neither a number nor auto" in found.output
 
 
