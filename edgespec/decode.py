@@ -107,34 +107,49 @@ class Run:
 def autoregressive(run: Run) -> Generator[TokenEvent, None, None]:
     """Plain decoding: one token per target pass."""
     with run.guarded():
-        logits = run.prefill()
-        while True:
-            position = run.target.length
-            token_id = run.sampler.pick(run.sampler.distribution(logits, run.target.token_ids), position)
-            yield from run.emit(token_id, position, logits)
-            if run.stats.finish_reason is not None:
-                return
-            started_s = perf_counter()
-            logits = run.target.feed(np.array([token_id], np.int32))
-            run.count(RoundRecord(position + 1, None, 0, 0, (), 0.0, perf_counter() - started_s))
+        yield from _plain_rounds(run, (yield from _first_token(run)))
+
+
+def _first_token(run: Run) -> Generator[TokenEvent, None, int]:
+    """Read the prompt and emit the token that follows it; returned as the pending one."""
+    logits = run.prefill()
+    pending_id = run.sampler.pick(run.sampler.distribution(logits, run.prompt_ids), run.target.length)
+    yield from run.emit(pending_id, run.target.length, logits)
+    return pending_id
+
+
+def _plain_rounds(run: Run, pending_id: int, most: int | None = None) -> Generator[TokenEvent, None, int]:
+    """One pass per token for `most` rounds or to the end; the pending token after them."""
+    done = 0
+    while run.stats.finish_reason is None and done != most:
+        started_s = perf_counter()
+        logits = run.target.feed(np.array([pending_id], np.int32))
+        position = run.target.length
+        run.count(RoundRecord(position, None, 0, 0, (), 0.0, perf_counter() - started_s))
+        pending_id = run.sampler.pick(run.sampler.distribution(logits, run.target.token_ids), position)
+        yield from run.emit(pending_id, position, logits)
+        done += 1
+    return pending_id
 
 
 def speculative(run: Run, controller: Controller, rule: Rule) -> Generator[TokenEvent, None, None]:
     """Rounds of draft, verify, accept; emits what `autoregressive` would, in law or (coupled) token by token."""
     with run.guarded():
-        logits = run.prefill()
+        pending_id = yield from _first_token(run)
         controller.begin(run.prompt_ids, run.stats.prefill_s)
-        pending_id = run.sampler.pick(run.sampler.distribution(logits, run.prompt_ids), run.target.length)
-        yield from run.emit(pending_id, run.target.length, logits)
         while run.stats.finish_reason is None:
+            pending_id = yield from _plain_rounds(run, pending_id, controller.rest())
+            if run.stats.finish_reason is not None:
+                return
             context_ids = run.target.with_pending(pending_id)
             position = context_ids.size
             proposal, draft_s = _propose(run, controller, context_ids, needs_distributions=rule in COMPARING)
             draft = proposal.draft
             logits, verify_s = _score(run, pending_id, draft)
-            verdict = rule(draft, _target_at(run, draft, context_ids, logits), run.sampler, position)
+            started_s = perf_counter()
+            verdict = _judge(run, rule, draft, context_ids, logits)
             run.target.keep(pending_id, draft, verdict.accepted_nodes)
-            record = _record(proposal, verdict, position, draft_s, verify_s)
+            record = _record(proposal, verdict, position, (draft_s, verify_s, perf_counter() - started_s))
             controller.observe(proposal, verdict, record)
             run.count(record)
             row = 0
@@ -167,6 +182,14 @@ def _score(run: Run, pending_id: int, draft: Draft) -> tuple[Logits, float]:
     return logits, perf_counter() - started_s
 
 
+def _judge(run: Run, rule: Rule, draft: Draft, context_ids: TokenIds, logits: Logits) -> Verdict:
+    """What the rule says; without a draft there is nothing to judge: the choice is that of plain decoding."""
+    position = context_ids.size
+    if draft.num_tokens:
+        return rule(draft, _target_at(run, draft, context_ids, logits), run.sampler, position)
+    return Verdict((), run.sampler.pick(run.sampler.distribution(logits[0], context_ids), position))
+
+
 def _target_at(run: Run, draft: Draft, context_ids: TokenIds, logits: Logits) -> TargetAt:
     """The target's distribution after a node, computed only when a rule asks for it."""
 
@@ -179,8 +202,7 @@ def _target_at(run: Run, draft: Draft, context_ids: TokenIds, logits: Logits) ->
     return target_at
 
 
-def _record(proposal: Proposal, verdict: Verdict, position: int, draft_s: float, verify_s: float) -> RoundRecord:
+def _record(proposal: Proposal, verdict: Verdict, position: int, seconds: tuple[float, float, float]) -> RoundRecord:
     draft = proposal.draft
-    confidences = tuple(draft.confidences.tolist())
-    accepted = len(verdict.accepted_nodes)
-    return RoundRecord(position, proposal.drafter, draft.num_tokens, accepted, confidences, draft_s, verify_s)
+    confidences = tuple(draft.confidences.tolist()) if draft.num_tokens else ()
+    return RoundRecord(position, proposal.drafter, draft.num_tokens, len(verdict.accepted_nodes), confidences, *seconds)

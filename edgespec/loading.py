@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from edgespec.config import DrafterName, LoadOptions
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.mapped import MappedSequence, map_vocabulary
@@ -41,6 +44,24 @@ def open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterNa
         target.close()
         raise
     return pair, target, drafters
+
+
+@contextmanager
+def open_vocabulary(options: LoadOptions) -> Iterator[tuple[ModelPair, Vocabulary]]:
+    """The pair that `options` name and its target's vocabulary, without the weights where the engine can do without.
+
+    Raises as `open_models`.
+    """
+    pair = resolve(options.model, options.draft, options.engine)
+    file = pair.files["target"]
+    if file.engine == "llamacpp":
+        from edgespec.engines.llamacpp.vocabulary import VocabularyFile
+
+        with VocabularyFile(file.path) as vocabulary:
+            yield pair, vocabulary
+    else:
+        with _open(options, file, None, 0, reproducible=False) as engine:
+            yield pair, engine.vocabulary
 
 
 def _check_contents(model: ModelFile) -> None:

@@ -90,7 +90,7 @@ class Draft:
         sizes.update(len(given) for given in (self.distributions, self.evidence) if given is not None)
         if len(sizes) != 1:
             raise BatchError(f"a draft needs one parent, confidence, distribution and evidence per token, got {sizes}")
-        if np.any(self.parents >= np.arange(self.parents.size)) or np.any(self.parents < NO_PARENT):
+        if not all(NO_PARENT <= parent < node for node, parent in enumerate(self.parents.tolist())):
             raise BatchError(f"draft parents must come before their children, got {self.parents.tolist()}")
 
     @staticmethod
@@ -127,7 +127,7 @@ class Draft:
 
     @property
     def is_chain(self) -> bool:
-        return bool(np.array_equal(self.parents, np.arange(-1, self.parents.size - 1)))
+        return self.parents.tolist() == list(range(-1, self.parents.size - 1))
 
     def child_of(self, node: int, token_id: int) -> int | None:
         """The node below `node` (-1: below the pending token) that proposes `token_id`."""
@@ -152,7 +152,7 @@ class RoundRecord:
 
     `position`: index of the first token it could emit; `drafter`: who drafted, None for a plain pass; `width`: rows of
     the target pass; `confidences`: per draft token, the estimated probability that it stands if its parent does;
-    `draft_s` includes deciding. `verify_s` is the target pass alone.
+    `draft_s` includes deciding. `verify_s` is the target pass alone. `judge_s`: choosing tokens, keeping what stands.
     """
 
     position: int
@@ -162,6 +162,7 @@ class RoundRecord:
     confidences: tuple[float, ...]
     draft_s: float
     verify_s: float
+    judge_s: float = 0.0
 
     @property
     def width(self) -> int:

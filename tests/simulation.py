@@ -61,7 +61,8 @@ class Machine:
     """What passes really take: `ratios` by width times `plain_s`, with noise, outliers and a drift over time.
 
     `noise`: standard deviation of a pass's logarithm; `outliers`: share of passes that take four times as long;
-    `drift`: logarithm by which everything slows down and recovers again, once in `period_s`.
+    `drift`: logarithm by which everything slows down and recovers again, once in `period_s`; `judge_s`: what a round
+    takes to judge a draft and to take back what does not stand.
     """
 
     ratios: dict[int, float]
@@ -71,6 +72,7 @@ class Machine:
     drift: float = 0.0
     period_s: float = 60.0
     seed: int = 0
+    judge_s: float = 0.0
     _curve: CostCurve = field(init=False)
     _rng: np.random.Generator = field(init=False)
 
@@ -196,25 +198,27 @@ def simulate(
             drafter.take(text)
     prefill_s = text.prompt_tokens * PREFILL_SHARE * machine.plain_s if reads_prompts else 0.0
     controller.begin(text.token_ids[: text.prompt_tokens], prefill_s)
-    records = []
+    records, resting = [], 0
     position = text.prompt_tokens + 1  # the prefill gave the first token
     while position < text.token_ids.size:
         context_ids, left = text.token_ids[:position], int(text.token_ids.size) - position
         started_s, proposal = clock(), NOTHING
-        if left > 1:
+        resting = resting - 1 if resting else controller.rest()
+        if left > 1 and not resting:
             proposal = controller.propose(DraftRequest(context_ids, min(left - 1, WIDEST - 1), sampler))
         draft, drafted_s = proposal.draft, clock()
         told = text.token_ids[position : position + draft.num_tokens]
         differs = np.flatnonzero(told != draft.token_ids)
         accepted = int(differs[0]) if differs.size else draft.num_tokens
         verify_s = machine.seconds(draft.num_tokens + 1, clock())
-        clock.now_s += verify_s
+        judge_s = machine.judge_s if draft.num_tokens else 0.0
+        clock.now_s += verify_s + judge_s
         verdict = Verdict(tuple(range(accepted)), int(text.token_ids[position + accepted]))
         confidences = tuple(draft.confidences.tolist())
-        record = RoundRecord(
-            position, proposal.drafter, draft.num_tokens, accepted, confidences, drafted_s - started_s, verify_s
-        )
-        controller.observe(proposal, verdict, record)
+        seconds = drafted_s - started_s, verify_s, judge_s
+        record = RoundRecord(position, proposal.drafter, draft.num_tokens, accepted, confidences, *seconds)
+        if not resting:
+            controller.observe(proposal, verdict, record)
         records.append(record)
         position += accepted + 1
     return records

@@ -22,6 +22,18 @@ def test_a_round_that_it_cannot_pay_is_refused_and_no_other() -> None:
     assert not bank.can_pay(1.0 + 1.02 * 0.5 + 1e-9, plain_s=0.5)
 
 
+def test_how_many_rounds_must_be_saved_up() -> None:
+    bank = TimeBank(share=0.02, balance_s=-1.0)
+    rounds = bank.rounds_until(2.0, plain_s=0.5)
+    for _ in range(rounds):
+        assert not bank.can_pay(2.0, plain_s=0.5)
+        bank.decoded(0.5, 0.0)
+    bank.decoded(0.5, 1e-9)
+    bank.decoded(0.5, 0.0)
+    assert bank.can_pay(2.0, plain_s=0.5)
+    assert TimeBank(share=0.0, balance_s=0.0).rounds_until(2.0, plain_s=0.5) >= 1000
+
+
 def test_what_rounds_do_to_the_balance() -> None:
     bank = TimeBank(share=0.1, balance_s=0.0)
     bank.speculated(num_tokens=3, round_s=2.0, plain_s=1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from itertools import pairwise
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec.control.cost import WIDEST, ContextCost, CostCurve, DraftCost
+from edgespec.control.cost import WIDEST, ContextCost, CostCurve, DraftCost, RoundCost
 from edgespec.control.measure import (
     LEAST_PASSES,
     WIDTHS,
@@ -33,6 +34,39 @@ def test_measured_widths_are_kept_and_others_lie_between() -> None:
     assert curve.at(11) == pytest.approx(2.6 + 3 * (2.6 - 2.5) / 3)
     assert curve.table(0)[0] == 0.0
     assert len(curve.table(0)) == WIDEST + 1
+
+
+def test_what_a_round_costs_besides_its_pass_is_told_from_what_its_tokens_cost() -> None:
+    cost = RoundCost()
+    for _ in range(50):
+        cost.decoded(0.001)
+        cost.speculated(4, 4 * 0.001 + 0.003)
+    assert cost.token_s == pytest.approx(0.001)
+    assert cost.round_s == pytest.approx(0.003, rel=0.01)
+    assert cost.speculated(5, 0.004) == 0.0
+    assert RoundCost.of(json.loads(json.dumps(cost.kept()))) == cost
+
+
+@pytest.mark.parametrize("kept", [None, 3, [], [1.0], [-1.0, 0.1], ["a", "b"], [0.1, math.nan], [0.1, 2.0]])
+def test_a_round_cost_that_was_kept_badly_is_forgotten(kept: object) -> None:
+    assert RoundCost.of(kept) == RoundCost()
+
+
+def test_passes_that_surprise_three_times_in_a_row_are_believed_and_one_is_not() -> None:
+    curve = CostCurve(STEPS)
+    for _ in range(5):
+        curve.observe(1, 0, 1.0)
+    assert curve.is_sure_of(1)
+    assert not curve.is_sure_of(2)
+    curve.observe(1, 0, 3.0)
+    assert not curve.is_sure_of(1)
+    assert curve.at(1) < 1.1
+    curve.observe(1, 0, 1.0)
+    assert curve.is_sure_of(1)
+    for _ in range(3):
+        curve.observe(1, 0, 3.0)
+    assert curve.is_sure_of(1)
+    assert curve.at(1) == pytest.approx(3.0, rel=0.15)
 
 
 def test_a_table_never_falls_whatever_was_measured_or_seen() -> None:

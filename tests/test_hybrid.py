@@ -191,6 +191,16 @@ def test_the_model_is_shared_with_the_drafter_of_that_name(demo: edgespec.Model)
     assert demo.generate(ids, Sampling(temperature=0.0), options).stats.reused_tokens == 0
 
 
+def test_auto_has_the_parts_and_not_the_hybrid(demo: edgespec.Model) -> None:
+    ids = demo.encode_chat([{"role": "user", "content": PROMPTS[1]}])
+    for name in ("hybrid", "auto"):
+        options = GenerateOptions(max_tokens=48, drafter=name, draft_length="auto", ignore_eos=True)
+        demo.generate(ids, Sampling(temperature=0.0), options)
+    automatic = demo._deciders.controller(GenerateOptions(drafter="auto", draft_length="auto"))
+    assert {"model", "suffix", "ngram"} <= set(automatic.drafters)  # type: ignore[union-attr]
+    assert "hybrid" not in automatic.drafters  # type: ignore[union-attr]
+
+
 def test_a_pair_without_a_draft_has_no_hybrid(tiny_path: Path) -> None:
     with pytest.raises(CapabilityError, match="drafter 'hybrid' needs a draft model"):
         edgespec.load(str(tiny_path), drafter="hybrid")

@@ -19,7 +19,7 @@ RANKS = {
     **dict.fromkeys(("types", "tokenizer", "config", "memory", "prompts", "manifest", "machine"), 1),
     **dict.fromkeys(("noise", "settings", "stopping", "metrics", "chat", "models"), 2),
     **dict.fromkeys(("sampling", "conversation", "profiles"), 3),
-    **dict.fromkeys(("verify", "engines"), 4),
+    **dict.fromkeys(("verify", "engines", "texts"), 4),
     **dict.fromkeys(("drafters",), 5),
     **dict.fromkeys(("control",), 6),
     **dict.fromkeys(("decode",), 7),
@@ -35,7 +35,9 @@ RANKS = {
 ENGINES_MAY_USE = {"errors", "types", "tokenizer", "engines"}
 DRAFTERS_MAY_USE = {"errors", "types", "tokenizer", "sampling", "noise"}
 BASES = {"engines.base", "engines.sequence", "drafters.base"}
-SHARED_BY_DRAFTERS = {"drafters.automaton", "drafters.temperature"}  # what several may build on
+SHARED_BY_DRAFTERS = {  # data structures, and what several may build on
+    *("drafters.automaton", "drafters.corpus", "drafters.counts", "drafters.temperature", "texts.index"),
+}
 KEPT = {"engines.measurements"}  # where what was measured of a machine is kept; it knows no engine
 HEAVY = {"torch", "tokenizers", "gguf", "safetensors", "transformers"}
 

@@ -49,9 +49,8 @@ class Measurement:
     def from_json(value: Mapping[str, Any]) -> Measurement:
         """Raises KeyError, TypeError or ValueError for anything that `to_json` did not give."""
         rounds = []
-        for position, drafter, drafted, accepted, confidences, draft_s, verify_s in value["rounds"]:
-            record = RoundRecord(position, drafter, drafted, accepted, tuple(confidences), draft_s, verify_s)
-            rounds.append(record)
+        for position, drafter, drafted, accepted, confidences, *seconds in value["rounds"]:
+            rounds.append(RoundRecord(position, drafter, drafted, accepted, tuple(confidences), *seconds))
         pieces = tuple((text, drafter) for text, drafter in value["pieces"])
         stats = Stats(**value["stats"])
         return Measurement(stats, value["token_digest"], tuple(rounds), pieces, value["energy_j"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import lzma
 import random
-import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ from edgespec.prompts import PROMPTS
 from edgespec.training.corpus import (
     GSM8K_FILE,
     SGD_DEV_FILE,
-    documented_functions,
     function_request,
     is_held_out,
+    library_functions,
     read_lines,
 )
 
@@ -143,15 +142,7 @@ _READERS: dict[str, PromptsOf] = {
 
 def library_prompts() -> Iterator[BenchPrompt]:
     """Requests for documented functions of those library files that training left out, and for edits of short ones."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if relative.parts[0] in ("site-packages", "lib2to3") or not is_held_out(str(relative)):
-            continue
-        try:
-            functions = list(documented_functions(path.read_text(encoding="utf-8")))
-        except (SyntaxError, UnicodeDecodeError):  # the library's own tests hold broken files on purpose
-            continue
+    for _, functions in library_functions(is_held_out):
         for signature, documentation, code in functions:
             yield BenchPrompt("code", (function_request(signature, documentation),))
             edit = copy_edit(code, random.Random(signature))

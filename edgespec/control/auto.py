@@ -16,9 +16,8 @@ import numpy as np
 
 from edgespec.control.bank import TimeBank
 from edgespec.control.base import NOTHING, Controller, Proposal
-from edgespec.control.choice import Hedge
-from edgespec.control.cost import WIDEST, CostCurve, DraftCost
-from edgespec.control.drafter_state import DrafterState
+from edgespec.control.cost import WIDEST, CostCurve, DraftCost, RoundCost
+from edgespec.control.kinds import Kinds, kind_of
 from edgespec.control.length import FORESIGHT, best_length, ceiling, forecast
 from edgespec.control.shadow import Shadow, Shadows
 from edgespec.drafters.base import Drafter, DraftRequest
@@ -26,12 +25,12 @@ from edgespec.types import Draft, Evidence, RoundRecord, TokenIds, Verdict
 
 MAX_AUTO_LENGTH = 32
 START_PASSES = 2.0  # what the bank holds at first, in plain passes
-MOST_PASSES = 16.0  # the most it may hold when a generation begins
+MOST_PASSES = 6.0  # the most it may hold when a generation begins
 _RATE_MEMORY = 0.95  # per round, of the running rate
 _READING_ROUNDS = 16  # rounds over which the reading of what a paid drafter lacks is spread
 _PROBE_READING = 0.25  # of what the bank holds, that a probe may spend on reading first
 _LATE = 1.5  # times its known cost, that a pass is charged to speculation at most
-_REFRESH_EVERY = 128  # rounds of speculation after which one plain pass shows what it costs by now
+_REFRESH_FIRST, _REFRESH_EVERY = 8, 128  # rounds of speculation after which one plain pass is timed again, doubling
 _COUNTED = 0.6  # of the share that may be lost, what drafts may cost; the rest is for what a round adds besides
 _DECIDING = 0.25  # of the share that may be lost, that deciding not to draft may take
 _LONGEST_REST = 64  # rounds
@@ -67,36 +66,48 @@ class AutoController(Controller):
         self.drafters = dict(drafters)
         self.curve = curve
         self.costs = {name: costs.get(name) or DraftCost() for name in drafters}
+        self.round_cost = RoundCost()
         self.bank = TimeBank(_COUNTED * share, START_PASSES * curve.at(1))
         self._clock = clock
-        self._kinds: dict[str, tuple[dict[str, DrafterState], Hedge]] = {}
-        self._states, self._hedge = self._of_kind("greedy")
+        self._kinds = Kinds(self.drafters)
+        self._states, self._hedge = self._kinds.of("greedy")
         self._shadows = Shadows()
         self._round: Round | None = None
         self._tokens, self._seconds = 0.0, 0.0  # of recent rounds, older ones fading
-        self._since_plain = 0
+        self._since_plain, self._refresh_after = 0, _REFRESH_FIRST
         self._rest = 0  # rounds before it is decided again: where a pass takes a millisecond, deciding is not free
+        self._rested = 0  # plain rounds since the last one that was decided
+        self._learning_s = 0.0  # that the last `observe` took
+        self._pass_s: tuple[list[float], float, list[float]] = [], 0.0, []  # a table, what was added to it, the sum
 
     def begin(self, prompt_ids: TokenIds, prefill_s: float = 0.0) -> None:
         for drafter in self.drafters.values():
             drafter.begin(prompt_ids)
         self._shadows.clear()
-        self._round = None
+        self._round, self._rest, self._rested = None, 0, 0
         self.bank.limit(MOST_PASSES * self.curve.at(1, prompt_ids.size))
         self.bank.waited(prefill_s)  # what lets a draft model read a long prompt
 
+    def rest(self) -> int:
+        self._rested, self._rest = self._rest, 0
+        return self._rested
+
     def propose(self, request: DraftRequest) -> Proposal:
-        if self._rest:
-            self._rest -= 1
-            return NOTHING
         context = request.token_ids.size
-        self._states, self._hedge = self._of_kind(_kind(request))
-        pass_s = self.curve.table(context)
+        if self._rested:
+            self.bank.decoded(self._rested * self.curve.at(1, context), 0.0)
+            self._rested = self._since_plain = 0
+        self._states, self._hedge = self._kinds.of(kind_of(request))
+        pass_s = self._round_table(context)
+        most = min(request.max_tokens, MAX_AUTO_LENGTH, WIDEST - 1)
+        if not self.curve.is_sure_of(1):
+            return NOTHING  # what plain decoding takes is the measure of all: it is looked at before anything is risked
+        if most < 1 or not self.bank.can_pay(pass_s[2], pass_s[1]):
+            # Nothing could be afforded, so nothing is spent on deciding either, until something can be.
+            self._rest = min(self.bank.rounds_until(pass_s[2], pass_s[1]), _LONGEST_REST)
+            return NOTHING
         rate = self._rate(pass_s[1])
         self._judge_shadows(request.token_ids)
-        most = min(request.max_tokens, MAX_AUTO_LENGTH, WIDEST - 1)
-        if most < 1 or not self.bank.can_pay(pass_s[2], pass_s[1]):
-            return NOTHING  # nothing could be afforded, so nothing is spent on deciding either
         drafts = self._trial_drafts(request.at_most(most))
         lengths: dict[str, int] = {}
         gains: dict[str, float] = {}
@@ -118,17 +129,26 @@ class AutoController(Controller):
         return self._paid_proposal(chosen, request.at_most(most), pass_s, rate)
 
     def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
+        started_s = self._clock()
+        self._learn(proposal, verdict, record)
+        self._learning_s = self._clock() - started_s
+
+    def _learn(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
         context, plain_s = record.position, self.curve.at(1, record.position)
-        round_s, num_tokens = record.draft_s + record.verify_s, record.accepted_tokens + 1
+        num_tokens = record.accepted_tokens + 1
+        round_s = record.draft_s + record.verify_s
         rate = self._rate(plain_s)
         if proposal.drafter is None:
             self._since_plain = 0
-            self.bank.decoded(plain_s, record.draft_s)
+            self.round_cost.decoded(record.judge_s)
+            self.bank.decoded(plain_s, record.draft_s + self._learning_s)
             if self._round is not None and self._round.drafted is None:
                 affordable_s = _DECIDING * self.bank.share * plain_s
-                self._rest = min(int(record.draft_s / affordable_s), _LONGEST_REST) if affordable_s else 0
+                deciding_s = record.draft_s + self._learning_s
+                self._rest = min(int(deciding_s / affordable_s), _LONGEST_REST) if affordable_s else 0
         else:
             self._since_plain += 1
+            round_s += self.round_cost.speculated(num_tokens, record.judge_s + self._learning_s)
             # A pass that took far too long is the machine's doing: plain decoding has to wait there too.
             late_s = record.verify_s - _LATE * self.curve.at(record.width, context)
             self.bank.speculated(num_tokens, round_s - max(late_s, 0.0), plain_s)
@@ -152,6 +172,13 @@ class AutoController(Controller):
         self._count_probes(decided)
 
     # -- deciding
+
+    def _round_table(self, context: int) -> list[float]:
+        """Seconds of a round by the width of its pass: of the pass and, if something is drafted, our own work."""
+        table, round_s = self.curve.table(context), self.round_cost.round_s
+        if self._pass_s[0] is not table or self._pass_s[1] != round_s:
+            self._pass_s = table, round_s, [*table[:2], *(seconds + round_s for seconds in table[2:])]
+        return self._pass_s[2]
 
     def _rate(self, plain_s: float) -> float:
         """Tokens per second that this run earns; never less than plain decoding would."""
@@ -182,7 +209,8 @@ class AutoController(Controller):
 
     def _chosen(self, gains: Mapping[str, float], token_ids: TokenIds, pass_s: list[float], most: int) -> str | None:
         """The round's drafter: what Hedge takes, a probe that is due, or none so that a plain pass is timed again."""
-        if self._since_plain >= _REFRESH_EVERY:
+        if self._since_plain >= self._refresh_after:
+            self._refresh_after = min(2 * self._refresh_after, _REFRESH_EVERY)
             return None
         chosen = self._hedge.pick(gains)
         if chosen is not None:
@@ -220,6 +248,9 @@ class AutoController(Controller):
             nonlocal reach
             found.append(state.calibrator.probability(count - 1, evidence))
             reach *= found[-1]
+            next_s = pass_s[count + 2] - pass_s[count + 1] + cost.token_s
+            if count < most and reach * state.upcoming.expected(found[-1]) > rate * next_s:
+                return True  # the next token pays by itself, as it mostly does; otherwise those behind it may
             ahead = state.upcoming.chain(found[-1], min(most - count, FORESIGHT))
             return forecast(count, reach, ahead, pass_s, cost.token_s, rate, most)[0] > 0
 
@@ -262,31 +293,17 @@ class AutoController(Controller):
                 expected = decided.gains[name] > 0
                 state.count_probe(asked=name == decided.chosen, expected=expected, promising=decided.is_promising)
 
-    # -- what is kept and told
-
-    def _of_kind(self, kind: str) -> tuple[dict[str, DrafterState], Hedge]:
-        if kind not in self._kinds:
-            states = {name: DrafterState.of(drafter) for name, drafter in self.drafters.items()}
-            self._kinds[kind] = states, Hedge(self.drafters)
-        return self._kinds[kind]
+    # -- what is kept
 
     def state(self) -> dict[str, Any]:
-        """What was learnt of the drafters, as JSON."""
-        return {
-            kind: {name: state.kept() for name, state in states.items()} for kind, (states, _) in self._kinds.items()
-        }
+        """What was learnt of the drafters and of a round's own work, as JSON."""
+        return {"kinds": self._kinds.kept(), "round": self.round_cost.kept()}
 
     def restore(self, kept: Any) -> None:
         """Go on from what `state` gave; what does not fit is left out."""
-        for kind, drafters in kept.items() if isinstance(kept, dict) else ():
-            states, _ = self._of_kind(kind)
-            for name, parts in drafters.items() if isinstance(drafters, dict) else ():
-                if name not in states:
-                    continue
-                try:
-                    states[name].restore(parts)
-                except (ValueError, TypeError, KeyError, IndexError):
-                    states[name] = DrafterState.of(self.drafters[name])
+        if isinstance(kept, dict):
+            self._kinds.restore(kept.get("kinds"))
+            self.round_cost = RoundCost.of(kept.get("round"))
 
 
 def _kept(draft: Draft, confidences: list[float], length: int) -> Draft:
@@ -298,10 +315,3 @@ def _kept(draft: Draft, confidences: list[float], length: int) -> Draft:
         None if draft.distributions is None else draft.distributions[:length],
         None if draft.evidence is None else draft.evidence[:length],
     )
-
-
-def _kind(request: DraftRequest) -> str:
-    """Requests whose acceptance is alike: by temperature, and by whether the rule compares distributions."""
-    temperature = request.sampler.sampling.temperature
-    heat = "greedy" if temperature == 0 else "cool" if temperature < 0.5 else "warm" if temperature <= 1.1 else "hot"
-    return f"{heat} rejection" if request.needs_distributions else heat

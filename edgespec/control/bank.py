@@ -21,6 +21,11 @@ class TimeBank:
         """Whether a round of `round_s` that yields only one token, worth `plain_s`, leaves the bank solvent."""
         return self.balance_s + (1.0 + self.share) * plain_s >= round_s
 
+    def rounds_until(self, round_s: float, plain_s: float) -> int:
+        """Plain rounds that have to be saved up before `can_pay` says yes; a great many when nothing is saved."""
+        missing_s = round_s - (1.0 + self.share) * plain_s - self.balance_s
+        return int(min(missing_s / (self.share * plain_s), 1e6)) if self.share * plain_s else 1_000_000
+
     def speculated(self, num_tokens: int, round_s: float, plain_s: float) -> None:
         """A round emitted `num_tokens` in `round_s` seconds, each worth `plain_s`."""
         self.balance_s += (1.0 + self.share) * num_tokens * plain_s - round_s

@@ -34,6 +34,10 @@ class Controller(ABC):
     def propose(self, request: DraftRequest) -> Proposal:
         """The draft of the next round: at most `request.max_tokens` tokens; an empty one is plain decoding."""
 
+    def rest(self) -> int:
+        """Plain rounds to decode before it wants to be asked again; asked before every `propose`."""
+        return 0
+
     @abstractmethod
     def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
         """Learn what became of the last proposal, and what the round cost."""

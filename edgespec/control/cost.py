@@ -11,15 +11,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Self
 
 import numpy as np
 
 WIDEST = 65
 _WIDTHS = np.arange(WIDEST + 1)
 _DRIFT_RATE, _LOCAL_RATE = 0.05, 0.1
-_MOST_SURPRISE = 0.3  # largest believed deviation of one pass, in natural logarithms of its time
+_MOST_SURPRISE = 0.3  # largest believed deviation of a single pass, in natural logarithms of its time
 _COST_RATE, _MOST_DRAFT_SURPRISE = 0.1, 2.0
 _FIRST_PASSES = 3
+_MOST_STALE = 0.01  # by which a table of costs may be out of date, in logarithms: making one is not free
 _CONTEXT_STEP = 64  # tokens of context by which a table of costs may be out of date
 
 
@@ -46,8 +48,10 @@ class CostCurve:
         self._local = [0.0] * (WIDEST + 1)  # logarithm of what a width costs beyond the base, drift aside
         self._base_s, self._factor = np.array(self._base), np.ones(WIDEST + 1)  # both as arrays, this one no logarithm
         self._first: dict[int, list[float]] = {}  # logarithms of the first passes of each width over the base
+        self._odd: dict[int, list[float]] = {}  # what the latest passes of each width were off by, where that was a lot
         self._seen = np.zeros(WIDEST + 1, np.bool_)
         self._drift = 0.0
+        self._stale = 0.0  # how much has been learnt since the table was made, in logarithms
         self._table: list[float] = []
         self._table_step = -1
 
@@ -56,6 +60,7 @@ class CostCurve:
         step = context_tokens // _CONTEXT_STEP
         if step != self._table_step:
             self._table_step = step
+            self._stale = 0.0
             self._table = self._rebuilt(step * _CONTEXT_STEP)
         return self._table
 
@@ -73,17 +78,44 @@ class CostCurve:
             first.append(ratio)
             if len(first) == _FIRST_PASSES:
                 self._settle(width, median(first))
+            else:
+                return
         else:
-            surprise = max(-_MOST_SURPRISE, min(_MOST_SURPRISE, ratio - self._drift - self._local[width]))
-            self._drift += _DRIFT_RATE * surprise
-            self._local[width] += _LOCAL_RATE * surprise
-        if len(first) == _FIRST_PASSES:
-            self._factor[width], self._seen[width] = math.exp(self._local[width]), True
+            self._follow(width, ratio)
+        self._factor[width] = math.exp(self._local[width])
+        if self._stale > _MOST_STALE or not self._seen[width]:
+            self._seen[width] = True
             self._table_step = -1
+
+    def is_sure_of(self, width: int) -> bool:
+        """Whether passes of this width were timed in this run, and the last one was no surprise."""
+        return bool(self._seen[width]) and not self._odd.get(width)
+
+    def _follow(self, width: int, ratio: float) -> None:
+        """Move a little towards one pass; if three in a row were surprising in one direction, all the way to them."""
+        surprise = ratio - self._drift - self._local[width]
+        odd = self._odd.setdefault(width, [])
+        if abs(surprise) <= _MOST_SURPRISE or (odd and (odd[0] > 0) != (surprise > 0)):
+            odd.clear()
+        if abs(surprise) > _MOST_SURPRISE:
+            odd.append(surprise)
+        if len(odd) == _FIRST_PASSES:
+            self._move(width, median(odd), 0.0, 1.0)
+            odd.clear()
+        else:
+            self._move(width, max(-_MOST_SURPRISE, min(_MOST_SURPRISE, surprise)), _DRIFT_RATE, _LOCAL_RATE)
+
+    def _move(self, width: int, surprise: float, drift_rate: float, local_rate: float) -> None:
+        """A plain pass is what all others are compared with: what it shows is the machine's pace, and never its own."""
+        if width == 1:
+            drift_rate, local_rate = drift_rate + local_rate, 0.0
+        self._drift += drift_rate * surprise
+        self._local[width] += local_rate * surprise
+        self._stale += abs(surprise) * (drift_rate + local_rate)
 
     def _settle(self, width: int, ratio: float) -> None:
         """Believe the first passes of a width at once: what was measured before may be of a busier machine."""
-        if not self._seen.any():
+        if width == 1 or not self._seen.any():
             self._drift = ratio
         self._local[width] = ratio - self._drift
 
@@ -156,6 +188,38 @@ class DraftCost:
             self._seen += 1
             rate = max(1.0 / (self._seen + 1), _COST_RATE)
             self.token_s = _moved(self.token_s, max(seconds - lag * self.read_s, 0.1 * seconds) / num_tokens, rate)
+
+
+@dataclass(slots=True)
+class RoundCost:
+    """Seconds that a speculative round takes beyond its draft, its pass and what its tokens cost in any mode.
+
+    Judging a draft, taking back what does not stand and learning from it are nothing beside the pass of a large model
+    and more than that of a tiny one. `token_s`: what choosing a token takes when nothing is drafted.
+    """
+
+    token_s: float = 0.0
+    round_s: float = 0.0
+
+    @classmethod
+    def of(cls, kept: object) -> Self:
+        """As `kept` gave it; nothing known for anything else."""
+        is_kept = isinstance(kept, list) and len(kept) == 2 and all(isinstance(s, float) and 0 <= s < 1 for s in kept)
+        return cls(*kept) if is_kept and isinstance(kept, list) else cls()
+
+    def kept(self) -> list[float]:
+        """For the next run, as JSON."""
+        return [self.token_s, self.round_s]
+
+    def decoded(self, judge_s: float) -> None:
+        """A plain round took `judge_s` to choose its token."""
+        self.token_s = _moved(self.token_s, judge_s, _COST_RATE)
+
+    def speculated(self, num_tokens: int, seconds: float) -> float:
+        """A round of `num_tokens` took `seconds` besides drafting and its pass; how many of them speculation caused."""
+        extra_s = max(seconds - num_tokens * self.token_s, 0.0)
+        self.round_s = _moved(self.round_s, max(extra_s, 1e-7), _COST_RATE)
+        return extra_s
 
 
 def _moved(old: float, seen: float, rate: float) -> float:

@@ -86,10 +86,16 @@ class CachedSequence:
 
     def score(self, pending_token_id: int, draft: Draft) -> Logits:
         """Logits [1 + draft tokens, vocabulary] of the pending token and every draft node; `keep` must follow."""
-        return self.engine.forward(Batch.tree(pending_token_id, draft, sequence=self.sequence))
+        if draft.num_tokens:
+            return self.engine.forward(Batch.tree(pending_token_id, draft, sequence=self.sequence))
+        return self.engine.forward(Batch.chain([pending_token_id], sequence=self.sequence))
 
     def keep(self, pending_token_id: int, draft: Draft, accepted_nodes: tuple[int, ...]) -> None:
         """Commit the pending token and the accepted path of the draft just scored, drop the rest."""
+        if not draft.num_tokens:
+            self._ids[self._length] = pending_token_id
+            self._length += 1
+            return
         if draft.is_chain:
             kept = self._length + 1 + len(accepted_nodes)
             if len(accepted_nodes) < draft.num_tokens:

@@ -15,7 +15,7 @@ import random
 import re
 import sysconfig
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,27 +131,34 @@ def function_document(signature: str, documentation: str, code: str, *, as_chat:
     return BOS + turn("user", request) + turn("assistant", f"```python\n{code}\n```")
 
 
+def library_functions(
+    is_wanted: Callable[[str], bool] = lambda path: True,
+) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
+    """(path, its documented functions as `documented_functions` gives them) of each file of this Python's library."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if relative.parts[0] in ("site-packages", "lib2to3") or not is_wanted(str(relative)):
+            continue
+        try:
+            yield str(relative), list(documented_functions(path.read_text(encoding="utf-8")))
+        except (SyntaxError, UnicodeDecodeError):  # the library's own tests hold broken files on purpose
+            continue
+
+
 def standard_library(seed: int) -> tuple[list[str], list[str]]:
     """(training, held-out) documented functions of this Python's own library, split by file."""
-    root = Path(sysconfig.get_paths()["stdlib"])
     rng = random.Random(seed)
     train: list[str] = []
     held_out: list[str] = []
     seen: set[str] = set()
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if relative.parts[0] in ("site-packages", "lib2to3"):
-            continue
-        try:
-            functions = list(documented_functions(path.read_text(encoding="utf-8")))
-        except (SyntaxError, UnicodeDecodeError):  # the library's own tests hold broken files on purpose
-            continue
+    for path, functions in library_functions():
         for signature, documentation, code in functions:
             if code in seen:
                 continue
             seen.add(code)
             document = function_document(signature, documentation, code, as_chat=rng.random() < 0.5)
-            (held_out if is_held_out(str(relative)) else train).append(document)
+            (held_out if is_held_out(path) else train).append(document)
     return train, held_out
 
 
