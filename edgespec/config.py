@@ -9,9 +9,10 @@ from typing import Literal, get_args
 from edgespec.errors import ConfigError
 
 DrafterName = Literal[
-    "auto", "none", "model", "tree", "hierarchical", "early-exit", "ngram", "suffix", "cache", "lookahead"
+    "auto", "none", "model", "tree", "hybrid", "hierarchical", "early-exit", "ngram", "suffix", "cache", "lookahead"
 ]
 DraftLength = int | Literal["auto"]
+DraftTemperature = float | Literal["auto"]
 RuleName = Literal["coupled", "rejection", "block", "typical"]
 EngineName = Literal["auto", "llamacpp", "onnx"]
 ProviderName = Literal["auto", "cpu", "cuda", "dml", "webgpu"]
@@ -39,6 +40,13 @@ def _check_draft_length(value: object) -> None:
         raise ConfigError(f"draft-length must be auto or 0..{MAX_DRAFT_LENGTH}, got {value!r}")
 
 
+def _check_draft_temperature(value: object) -> None:
+    if value != "auto" and not (
+        isinstance(value, int | float) and 0.05 <= value <= 20
+    ):  # refuses what is no number too
+        raise ConfigError(f"draft-temp must be auto or a factor from 0.05 to 20, got {value!r}")
+
+
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
     """What is loaded and how. None means: decide from the model and the machine.
@@ -47,7 +55,8 @@ class LoadOptions:
     `medium`: path of a model between the two, for drafter hierarchical, or None for the pair's own, which is loaded
     for that drafter only; `exit_layer`: layers of an ONNX target that draft, None for what its pair was exported with;
     `drafter` auto: whichever is expected to pay, by the round; `draft_length` auto: as many tokens as pay; a number
-    with drafter auto means the draft model where there is one, else ngram. `never_slower`: share of plain decoding's
+    with drafter auto means the draft model where there is one, else ngram. `draft_temperature`: what the draft model
+    samples at over the target's temperature; auto learns it from the text. `never_slower`: share of plain decoding's
     time that speculation may lose at most. `engine`: which of a pair's files are taken; `provider`: the device of ONNX
     Runtime, `gpu_layers` that of llama.cpp;
     `reproducible`: None means yes where the model and the rule allow it, True demands it, False gives it up for speed.
@@ -63,6 +72,7 @@ class LoadOptions:
     engine: EngineName = "auto"
     drafter: DrafterName = "auto"
     draft_length: DraftLength = "auto"
+    draft_temperature: DraftTemperature = 1.0
     never_slower: float = 0.02
     verify: RuleName = "coupled"
     reproducible: bool | None = None
@@ -91,6 +101,7 @@ class LoadOptions:
         _at_least("ctx-size", self.context_length, 16)
         _at_least("draft ctx-size", self.draft_context_length, 16)
         _check_draft_length(self.draft_length)
+        _check_draft_temperature(self.draft_temperature)
         if not 0 <= self.never_slower <= 1:
             raise ConfigError(f"never-slower must be a share of time from 0 to 1, got {self.never_slower}")
         if self.reproducible and self.verify != "coupled":

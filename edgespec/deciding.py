@@ -5,8 +5,6 @@ Costs are measured at the first load; what every generation adds to them serves 
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from functools import cached_property
 
 import numpy as np
@@ -18,41 +16,13 @@ from edgespec.control.cost import CostCurve, DraftCost
 from edgespec.control.measure import cost_key, draft_cost, remember_curve, remember_draft_cost, target_curve
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.cache import CacheDrafter
-from edgespec.drafters.lookahead import LookaheadDrafter
-from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.ngram import NgramDrafter
-from edgespec.drafters.suffix import SuffixDrafter
-from edgespec.drafters.tree import TreeDrafter
+from edgespec.drafting import BY_NAME_ONLY, FREE_DRAFTERS, MANY_ROWS, learnt_texts, made
 from edgespec.engines.base import Engine
 from edgespec.engines.measurements import key_of, recall, remember
 from edgespec.engines.sequence import CachedSequence
-from edgespec.errors import CapabilityError, StateError
 from edgespec.manifest import ModelPair
-from edgespec.texts.corpus import Corpus
-from edgespec.texts.index import SuffixIndex
-from edgespec.texts.learnt import LearntTexts
-from edgespec.texts.store import texts_folder, vocabulary_key
-from edgespec.tokenizer import Vocabulary
 from edgespec.types import TokenIds
 
-logger = logging.getLogger("edgespec")
-
-
-def _suffix(options: LoadOptions, vocabulary: Vocabulary) -> Drafter:
-    return SuffixDrafter(corpus=user_corpus(vocabulary) if options.corpus else None)
-
-
-def _cache(options: LoadOptions, vocabulary: Vocabulary) -> Drafter:
-    return CacheDrafter(vocabulary.size, learnt_texts(vocabulary).read() if options.recall else ())
-
-
-FREE_DRAFTERS: dict[DrafterName, Callable[[LoadOptions, Vocabulary], Drafter]] = {
-    "ngram": lambda options, vocabulary: NgramDrafter(),
-    "suffix": _suffix,
-    "cache": _cache,
-}
-
-MANY_ROWS: tuple[DrafterName, ...] = ("tree", "lookahead")
 # A second choice seldom stands with more than a tenth: a row that costs more of a plain pass is not worth verifying.
 _ROWS, _CHEAP_ROW = 9, 0.1
 _ROLES: dict[DrafterName, str] = {"hierarchical": "medium"}  # whose file a drafter's engine runs, if not the draft's
@@ -101,7 +71,8 @@ class Deciders:
 
         Where it does cost something they could never be chosen, and asking them now and then would cost time.
         """
-        names = [name for name in (*FREE_DRAFTERS, *self.drafters) if name not in MANY_ROWS]
+        known = dict.fromkeys((*FREE_DRAFTERS, *self.drafters))
+        names = [name for name in known if name not in (*MANY_ROWS, *BY_NAME_ONLY)]
         row_s = (self.cost_curve.at(_ROWS) - self.cost_curve.at(1)) / (_ROWS - 1)
         if self._target.engine.most_branches and row_s < _CHEAP_ROW * self.cost_curve.at(1):
             names += [name for name in MANY_ROWS if name != "tree" or "model" in self.drafters]
@@ -109,28 +80,9 @@ class Deciders:
 
     def drafter(self, name: DrafterName) -> Drafter:
         """Raises CapabilityError for one that this pair has not got."""
-        if name in FREE_DRAFTERS:
-            return self.drafters.setdefault(name, FREE_DRAFTERS[name](self._options, self._target.engine.vocabulary))
-        if name == "lookahead":
-            return self.drafters.setdefault(name, LookaheadDrafter())
-        model = self.drafters.get("model")
-        if name == "tree" and isinstance(model, ModelDrafter):
-            return self.drafters.setdefault(name, TreeDrafter(model))
-        if name == "hierarchical" and name not in self.drafters:
-            raise CapabilityError(
-                f"drafter 'hierarchical' needs a draft and a medium, and {self._pair.name!r} was loaded without the "
-                "medium: load it with --drafter hierarchical, or use --drafter auto"
-            )
-        if name == "early-exit" and name not in self.drafters:
-            raise CapabilityError(
-                f"drafter 'early-exit' was not prepared when {self._pair.name!r} was loaded: load it with --drafter "
-                "early-exit, or use --drafter auto"
-            )
         if name not in self.drafters:
-            raise CapabilityError(
-                f"drafter {name!r} needs a draft model and {self._pair.name!r} was loaded without one: give "
-                "-md/--model-draft (draft=...), or use --drafter ngram"
-            )
+            vocabulary = self._target.engine.vocabulary
+            self.drafters[name] = made(name, self._options, vocabulary, self.drafters, self._pair.name)
         return self.drafters[name]
 
     @cached_property
@@ -186,19 +138,3 @@ class Deciders:
 
     def _learnt_key(self, name: DrafterName) -> str:
         return key_of(name, [cost_key(self._target.engine, self._pair.paths(role)) for role in self._pair.files])
-
-
-def learnt_texts(vocabulary: Vocabulary) -> LearntTexts:
-    """What models wrote in `vocabulary` in earlier runs."""
-    return LearntTexts(vocabulary_key(vocabulary), vocabulary.size)
-
-
-def user_corpus(vocabulary: Vocabulary) -> SuffixIndex | None:
-    """The user's corpus in `vocabulary`; None when there is none, or when it cannot be used, which is said."""
-    if not texts_folder().is_dir():
-        return None
-    try:
-        return Corpus(vocabulary_key(vocabulary), vocabulary.size).index()
-    except StateError as exc:
-        logger.info("%s", exc)
-        return None

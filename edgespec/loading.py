@@ -1,4 +1,4 @@
-"""Opens what a run names: files are checked, then become engines, and the draft model a drafter."""
+"""Opens what a run names: files are checked, then become engines, and draft models drafters."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from edgespec.drafters.early_exit import EarlyExitDrafter, SharedStateDrafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.base import Engine
-from edgespec.engines.gguf_split import is_early_exit
 from edgespec.engines.measurements import file_key, key_of, recall, remember
 from edgespec.engines.probe import check_model_file
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.manifest import ModelFile, ModelPair, check_file
 from edgespec.models import resolve
 from edgespec.tokenizer import Vocabulary, check_same_vocabulary
+from edgespec.vocabularies import draft_cache
+from edgespec.wanted import ROLES, exit_layer_of, wanted_drafters
 
 
 def open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterName, Drafter]]:
@@ -28,109 +29,64 @@ def open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterNa
     """
     pair = resolve(options.model, options.draft, options.engine, options.medium)
     _check_contents(pair.files["target"])
-    exit_layer = _exit_layer(options, pair)
-    wanted = _wanted_drafters(options, pair, exit_layer)
-    roles = {role for name in wanted for role in _ROLES[name] if exit_layer is None or name != "early-exit"}
+    exit_layer = exit_layer_of(options, pair)
+    wanted = wanted_drafters(options, pair, exit_layer)
+    roles = {role for name in wanted for role in ROLES[name] if exit_layer is None or name != "early-exit"}
     for role in sorted(roles):
         _check_contents(pair.files[role])
     target = _open_target(options, pair.files["target"], exit_layer)
-    opened: list[Engine] = [target]
-    try:
-        engines: dict[str, Engine] = {}
-        for role in sorted(roles):
-            engines[role] = _open_draft(options, pair.files[role], target)
-            opened.append(engines[role])
-        return pair, target, _drafters(wanted, engines, target)
-    except BaseException:
-        for engine in opened:
-            engine.close()
-        raise
-
-
-_ROLES: dict[DrafterName, tuple[str, ...]] = {
-    "model": ("draft",),
-    "tree": ("draft",),
-    "early-exit": ("draft",),
-    "hierarchical": ("draft", "medium"),
-}
-_FLAGS = {"draft": "-md/--model-draft (draft=...)", "medium": "--medium (medium=...)"}
-
-
-def _drafters(
-    wanted: tuple[DrafterName, ...], engines: dict[str, Engine], target: Engine
-) -> dict[DrafterName, Drafter]:
-    """Those of `wanted`, and with hierarchical the draft model that it looks ahead with."""
     drafters: dict[DrafterName, Drafter] = {}
-    if "early-exit" in wanted:
-        own = engines.pop("draft", None) if "model" not in wanted else None
-        drafters["early-exit"] = SharedStateDrafter(target) if own is None else EarlyExitDrafter(own)
-    if "draft" in engines:
-        drafters["model"] = small = ModelDrafter(engines["draft"])
-        if "medium" in engines:
-            drafters["hierarchical"] = HierarchicalDrafter(small, engines["medium"])
-    return drafters
+    try:
+        for name in wanted:
+            drafters |= _opened(name, options, pair, target, drafters, is_cut=exit_layer is not None)
+    except BaseException:
+        for drafter in drafters.values():
+            drafter.close()
+        target.close()
+        raise
+    return pair, target, drafters
 
 
-def _exit_layer(options: LoadOptions, pair: ModelPair) -> int | None:
-    """Layers after which an ONNX target is cut for an early exit; None: it stays in one piece.
-
-    Raises CapabilityError where an exit was asked for and there is none.
-    """
-    target, draft = pair.files["target"], pair.files.get("draft")
-    if options.drafter not in ("auto", "early-exit"):
-        return None
-    if options.exit_layer is not None:
-        if target.engine != "onnx":
-            raise CapabilityError(
-                "--exit-layer is for ONNX targets; the exit of a GGUF is chosen when it is written: edgespec export "
-                f"--derive early-exit:{options.exit_layer}"
-            )
-        return options.exit_layer
-    if target.engine == "onnx" and draft is not None and draft.engine == "onnx":
-        from edgespec.engines.onnx.partition import exit_layer_of
-
-        return exit_layer_of(draft.path, target.path)
-    return None
-
-
-def _wanted_drafters(options: LoadOptions, pair: ModelPair, exit_layer: int | None) -> tuple[DrafterName, ...]:
-    """Which drafters to open: a pair's medium only for whoever asks, since it costs memory and one more load.
-
-    Raises CapabilityError when the pair lacks what a drafter needs.
-    """
-    own: tuple[DrafterName, ...] = ()
-    if pair.draft is not None:
-        own = ("early-exit",) if _draft_is_exit(pair) else ("model",)
-    if options.drafter == "auto":
-        named: tuple[DrafterName, ...] = ("hierarchical",) if options.medium is not None else ()
-        exits: tuple[DrafterName, ...] = ("early-exit",) if options.exit_layer is not None else ()
-        wanted = tuple(dict.fromkeys((*own, *exits, *named)))
-    else:
-        wanted = (options.drafter,) if options.drafter in _ROLES else ()
-    if "early-exit" in wanted and exit_layer is None and "early-exit" not in own:
-        hint = "--exit-layer N, or " if pair.files["target"].engine == "onnx" else ""
-        raise CapabilityError(
-            f"drafter 'early-exit' needs to know where {pair.name!r} ends early: give {hint}a pair made with edgespec "
-            "export --derive early-exit:LAYERS"
-        )
-    for name in wanted:
-        for role in _ROLES[name] if name != "early-exit" else ():
-            if role not in pair.files:
-                raise CapabilityError(
-                    f"drafter {name!r} needs a {role} model and {pair.name!r} has none: give {_FLAGS[role]}, or "
-                    "use --drafter ngram"
-                )
-    return wanted
+def _opened(
+    name: DrafterName,
+    options: LoadOptions,
+    pair: ModelPair,
+    target: Engine,
+    opened: dict[DrafterName, Drafter],
+    *,
+    is_cut: bool,
+) -> dict[DrafterName, Drafter]:
+    """The drafters that `name` needs models for, those already `opened` left out. `is_cut`: the target has an exit."""
+    if name == "early-exit":
+        if is_cut:
+            return {name: SharedStateDrafter(target)}
+        return {name: EarlyExitDrafter(_open_draft(options, pair.files["draft"], target))}
+    small = opened.get("model") or _model_drafter(options, pair.files["draft"], target)
+    if name != "hierarchical":
+        return {"model": small}
+    assert isinstance(small, ModelDrafter)
+    try:
+        medium = _open_draft(options, pair.files["medium"], target)
+    except BaseException:
+        small.close()
+        raise
+    try:
+        check_same_vocabulary(target.vocabulary, medium.vocabulary)
+    except BaseException:
+        small.close()
+        medium.close()
+        raise
+    return {"model": small, name: HierarchicalDrafter(small, medium)}
 
 
-def _draft_is_exit(pair: ModelPair) -> bool:
-    """Whether the pair's draft is the beginning of its target, over the same weights."""
-    target, draft = pair.files["target"], pair.files["draft"]
-    if target.engine != draft.engine:
-        return False
-    if target.engine == "onnx":
-        return draft.path.parent == target.path.parent and draft.path != target.path
-    return is_early_exit(draft.path, target.path)
+def _model_drafter(options: LoadOptions, file: ModelFile, target: Engine) -> ModelDrafter:
+    engine = _open_draft(options, file, target)
+    try:
+        cache, note = draft_cache(target, engine, file.path.name)
+    except BaseException:
+        engine.close()
+        raise
+    return ModelDrafter(engine, cache, (note,) if note else (), options.draft_temperature)
 
 
 @contextmanager
@@ -174,13 +130,9 @@ def _open_target(options: LoadOptions, file: ModelFile, exit_layer: int | None) 
 def _open_draft(options: LoadOptions, file: ModelFile, target: Engine) -> Engine:
     gpu_layers = options.gpu_layers if options.draft_gpu_layers is None else options.draft_gpu_layers
     engine = _open(options, file, options.draft_context_length, gpu_layers, reproducible=False, is_draft=True)
-    try:
-        check_same_vocabulary(target.vocabulary, engine.vocabulary)
-        if not engine.facts.can_rollback:
-            raise CapabilityError(f"draft {file.path.name} cannot roll back its state and so cannot draft")
-    except BaseException:
+    if not engine.facts.can_rollback:
         engine.close()
-        raise
+        raise CapabilityError(f"draft {file.path.name} cannot roll back its state and so cannot draft")
     return engine
 
 

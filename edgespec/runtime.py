@@ -95,6 +95,7 @@ class Model:
                 f"reproducible: a token without a draft takes {self.target.facts.padding_cost:.2f} times as long here, "
                 "since it is padded to a pass whose bits do not depend on its width; --no-reproducible avoids that"
             )
+        notes += [note for drafter in self._deciders.drafters.values() for note in drafter.notes]
         if not self.target.facts.can_rollback:
             notes.append("this model cannot roll back its state, so nothing is drafted: decoding is plain")
         return tuple(notes)

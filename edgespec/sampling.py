@@ -77,6 +77,7 @@ class Sampler:
         if outside:
             raise SamplingError(f"logit_bias names token {outside[0]}, the vocabulary has 0..{vocabulary_size - 1}")
         self.sampling = sampling
+        self.vocabulary_size = vocabulary_size
         self.noise = Noise(sampling.seed)
         self._scratch = np.empty(vocabulary_size, np.float32)  # a fresh row of 150k would cost more than its exp
         self._ones = np.ones(vocabulary_size, np.float32)

@@ -19,7 +19,7 @@ from edgespec.config import CACHE_TYPES, DRAFTERS, ENGINES, PROVIDERS, RULES
 from edgespec.errors import ConfigError
 
 Part = Literal["load", "sampling", "generate", "session"]
-Kind = Literal["text", "path", "integer", "number", "switch", "texts", "length"]
+Kind = Literal["text", "path", "integer", "number", "switch", "texts", "length", "factor"]
 ENVIRONMENT_PREFIX = "EDGESPEC_"
 # Variables that are no settings but say where things lie.
 PLACES = ("CONFIG", "HOME", "MODELS")
@@ -31,6 +31,7 @@ _TOML_TYPES: dict[Kind, tuple[type, ...]] = {
     "path": (str,),
     "texts": (str, list),
     "length": (int, str),
+    "factor": (int, float, str),
 }
 _SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -60,15 +61,16 @@ class Setting:
 
     def parse(self, text: str, source: str) -> Any:
         """The value that `text` spells. Raises ConfigError naming `source`."""
-        if self.kind == "length" and text == "auto":
+        if self.kind in ("length", "factor") and text == "auto":
             return text
         try:
             if self.kind in ("integer", "length"):
                 return int(text)
-            if self.kind == "number":
+            if self.kind in ("number", "factor"):
                 return float(text)
         except ValueError:
-            wanted = {"integer": "a whole number", "length": "a whole number or auto"}.get(self.kind, "a number")
+            names = {"integer": "a whole number", "length": "a whole number or auto", "factor": "a number or auto"}
+            wanted = names.get(self.kind, "a number")
             raise ConfigError(f"{source}: {text!r} is not {wanted}") from None
         if self.kind == "switch":
             if text.lower() not in _SWITCHES:
@@ -89,7 +91,7 @@ class Setting:
             return texts
         if self.kind == "number":
             return float(value)
-        if self.kind == "length":
+        if self.kind in ("length", "factor"):
             return self.parse(str(value), source)
         return self._chosen(value, source) if isinstance(value, str) else value
 
@@ -123,6 +125,14 @@ SETTINGS: tuple[Setting, ...] = (
         ("--draft-length", "--num-draft-tokens", "--draft-max"),
         "Tokens drafted per round; auto: as many as are expected to pay.",
         metavar="N|auto",
+    ),
+    Setting(
+        "draft_temperature",
+        "load",
+        "factor",
+        ("--draft-temp",),
+        "What the draft model samples at over the target's temperature; auto learns it from the text.",
+        metavar="F|auto",
     ),
     Setting(
         "never_slower",

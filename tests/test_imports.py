@@ -22,7 +22,7 @@ RANKS = {
     **dict.fromkeys(("verify", "engines", "texts"), 4),
     **dict.fromkeys(("drafters",), 5),
     **dict.fromkeys(("control",), 6),
-    **dict.fromkeys(("decode",), 7),
+    **dict.fromkeys(("decode", "wanted", "vocabularies", "drafting"), 7),
     **dict.fromkeys(("loading", "deciding"), 8),
     **dict.fromkeys(("runtime",), 9),
     **dict.fromkeys(("", "selfcheck", "export"), 10),
@@ -40,6 +40,12 @@ SHARED_BY_DRAFTERS = {
     *("drafters.automaton", "drafters.corpus", "drafters.counts", "texts.index"),
     *("drafters.candidates", "drafters.model"),
     "drafters.inner_length",
+    "drafters.temperature",
+}
+# what puts engines and drafters together, or reads their files
+ASSEMBLING = {
+    *("engines", "drafters", "runtime", "export"),
+    *("loading", "deciding", "drafting", "wanted", "vocabularies"),
 }
 KEPT = {"engines.measurements"}  # where what was measured of a machine is kept; it knows no engine
 HEAVY = {"torch", "tokenizers", "gguf", "safetensors", "transformers"}
@@ -100,7 +106,7 @@ def test_drafters_know_contracts_only(name):
 def test_only_the_runtime_knows_implementations():
     """Everything else meets engines and drafters through their base classes; doctor asks a library for its version."""
     for name in MODULES:
-        if component(name) in ("engines", "drafters", "loading", "deciding", "runtime", "export") or name in (
+        if component(name) in ASSEMBLING or name in (
             "cli.probe",
             "cli.doctor",
         ):

@@ -16,10 +16,10 @@ import edgespec
 from edgespec import GenerateOptions, Sampling
 from edgespec.cli.main import cli
 from edgespec.cli.session import open_session
-from edgespec.deciding import learnt_texts
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.cache import CacheDrafter
 from edgespec.drafters.suffix import SuffixDrafter
+from edgespec.drafting import learnt_texts
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.table import TableEngine
 from edgespec.settings import resolve

@@ -47,6 +47,7 @@ class Drafter(ABC):
     """
 
     name: str
+    notes: tuple[str, ...] = ()  # what a user must be told of it
     is_free: ClassVar[bool] = False
     evidence_kind: ClassVar[Literal["bucket", "scores"]] = "scores"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.temperature import DraftTemperature
 from edgespec.engines.base import Engine
 from edgespec.types import EMPTY_DRAFT, Draft, Logits, TokenIds
 
@@ -32,6 +33,7 @@ class SharedStateDrafter(EarlyExitDrafter):
     def __init__(self, target: Engine) -> None:
         # No sequence of its own, as ModelDrafter has: what the target's cache holds is not for a drafter to change.
         self._engine = target
+        self._temperature = DraftTemperature()
         self._exit = target.early_exit()
 
     def begin(self, prompt_ids: TokenIds) -> None:
@@ -44,10 +46,15 @@ class SharedStateDrafter(EarlyExitDrafter):
         read = self._exit.follow(text)
         if read is None or most < 1:
             return EMPTY_DRAFT
+        self._temperature.learn(request.sampler, text)
         return self._chain(request, self._feed(text[read:]), most)
 
     def _feed(self, token_ids: TokenIds) -> Logits:
         return self._exit.feed(token_ids)
+
+    @property
+    def _end_ids(self) -> frozenset[int]:
+        return self._engine.vocabulary.end_ids
 
     def lag(self, token_ids: TokenIds) -> int:
         return 1

@@ -11,6 +11,7 @@ import math
 import numpy as np
 
 from edgespec.drafters.base import Drafter, DraftRequest
+from edgespec.drafters.temperature import DraftTemperature, Factor
 from edgespec.engines.base import Engine
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import Cancelled
@@ -21,13 +22,24 @@ _FOLD, _SHORT_ROW = 64, 8192  # logits of which the largest counts, in rows that
 
 
 class ModelDrafter(Drafter):
-    """Drafts with `engine`, which it owns and closes."""
+    """Drafts with `engine`, which it owns and closes; `cache` shows another vocabulary as the target's.
+
+    `temperature`: that of the draft over the target's, or "auto".
+    """
 
     name = "model"
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        cache: CachedSequence | None = None,
+        notes: tuple[str, ...] = (),
+        temperature: Factor = 1.0,
+    ) -> None:
+        self.notes = notes
+        self._temperature = DraftTemperature(temperature)
         self._engine = engine
-        self._cache = CachedSequence(engine)
+        self._cache = CachedSequence(engine) if cache is None else cache
         self._window_start = 1  # first text position in the window behind the text's first token
 
     @property
@@ -45,6 +57,7 @@ class ModelDrafter(Drafter):
         most = min(request.max_tokens, room // 4)
         if most < 1:
             return EMPTY_DRAFT
+        self._temperature.learn(request.sampler, request.token_ids)
         try:
             logits = self.catch_up(request.token_ids, most)
             return self._chain(request, logits, most)
@@ -64,14 +77,17 @@ class ModelDrafter(Drafter):
         Once it has slid it stays so, though a shorter draft might let the whole text fit again.
         """
         capacity = self._engine.facts.context_length - most
-        if token_ids.size <= max(capacity if self._window_start == 1 else 0, self._window_start):
+        if token_ids.size <= self._window_start:
             return token_ids
-        if 1 + token_ids.size - self._window_start > capacity:
-            self._window_start = token_ids.size - capacity // 2
+        if self._window_start == 1 and self._cache.latest_fitting(token_ids, capacity) == token_ids.size:
+            return token_ids
+        behind_first = self._cache.latest_fitting(token_ids, capacity - self._cache.most_per_token)
+        if token_ids.size - self._window_start > behind_first:
+            self._window_start = token_ids.size - self._cache.latest_fitting(token_ids, capacity // 2)
         return np.concatenate((token_ids[:1], token_ids[self._window_start :]))
 
     def _chain(self, request: DraftRequest, logits: Logits, most: int) -> Draft:
-        sampler = request.sampler
+        sampler = self._temperature.sampler(request.sampler)
         stream = Stream.DRAFT if request.needs_distributions else Stream.TARGET
         history = request.token_ids
         chosen: list[int] = []
@@ -85,21 +101,27 @@ class ModelDrafter(Drafter):
             chosen.append(token_id)
             evidence.append(evidence_of(logits, distribution.prob_of(token_id), lead))
             distributions.append(distribution)
-            if len(chosen) == most or token_id in self._engine.vocabulary.end_ids:
+            if len(chosen) == most or token_id in self._end_ids:
                 break
             if request.worth_going_on is not None and not request.worth_going_on(len(chosen), evidence[-1]):
                 break
             if sampler.sampling.uses_history:
                 history = np.append(history, np.int32(token_id))
             logits = self._feed(np.array([token_id], np.int32))
+        self._temperature.drafted(request.token_ids.size, chosen, distributions)
         given = distributions if request.needs_distributions else None
         return Draft.chain(chosen, distributions=given, evidence=evidence)
+
+    @property
+    def _end_ids(self) -> frozenset[int]:
+        return self._cache.end_ids
 
     def _feed(self, token_ids: TokenIds) -> Logits:
         return self._cache.feed(token_ids)
 
     def lag(self, token_ids: TokenIds) -> int:
-        if token_ids.size > self._engine.facts.context_length:
+        room = self._engine.facts.context_length
+        if self._window_start > 1 or self._cache.latest_fitting(token_ids, room) < token_ids.size:
             return 1  # the window slides seldom; what that costs shows in the time of a draft
         return token_ids.size - self._cache.shared_length(token_ids)
 

@@ -42,7 +42,7 @@ class TreeDrafter(Drafter):
     def draft(self, request: DraftRequest) -> Draft:
         """A tree of at most `request.max_tokens` nodes, `request.max_branches` of them side branches' ends."""
         cache = self._model.cache
-        branches = min(request.max_branches, cache.engine.most_branches)
+        branches = min(request.max_branches, cache.most_branches)
         if not branches:
             return self._model.draft(request)
         most = min(request.max_tokens, cache.engine.facts.context_length // 4)
@@ -51,7 +51,7 @@ class TreeDrafter(Drafter):
         try:
             growth = _Growth(candidates_for(request), most, branches, self._most_children, request.row_cost)
             growth.open(ROOT, self._model.catch_up(request.token_ids, most))
-            while growth.grow(cache.engine.vocabulary.end_ids):
+            while growth.grow(cache.end_ids):
                 self._score(growth)
             return growth.draft()
         except Cancelled:

@@ -12,6 +12,8 @@ from edgespec.types import Batch, Draft, Logits, TokenIds
 class CachedSequence:
     """The KV cache of one sequence as a list of tokens that grows, is rolled back and is reused."""
 
+    most_per_token = 1  # places of the cache that a token takes at most
+
     def __init__(self, engine: Engine, sequence: int = 0) -> None:
         self.engine = engine
         self.sequence = sequence
@@ -39,6 +41,20 @@ class CachedSequence:
     def room(self) -> int:
         """How many more tokens fit."""
         return self.engine.facts.context_length - self._length
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """The tokens that end a text, as this sequence counts them."""
+        return self.engine.vocabulary.end_ids
+
+    @property
+    def most_branches(self) -> int:
+        """Side branches that a tree to `look` at may have; 0: chains only."""
+        return self.engine.most_branches
+
+    def latest_fitting(self, token_ids: TokenIds, capacity: int) -> int:
+        """How many of `token_ids` [n], from the last one back, take at most `capacity` places of the cache."""
+        return max(min(token_ids.size, capacity), 0)
 
     def reuse(self, wanted_ids: TokenIds) -> int:
         """Roll back to the longest prefix of `wanted_ids` [n] that is cached and leaves a token to feed; its length.

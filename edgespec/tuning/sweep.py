@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from edgespec.config import DrafterName, DraftLength, EngineName, GenerateOptions, LoadOptions
-from edgespec.deciding import FREE_DRAFTERS
+from edgespec.drafting import FREE_DRAFTERS
 from edgespec.errors import CapabilityError, EdgespecError, PromptError
 from edgespec.metrics import Totals
 from edgespec.runtime import Model, load

@@ -1,0 +1,159 @@
+"""A draft temperature other than the target's: the same text, better drafts, and a factor that is learnt."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from test_lossless import ALPHA_1E6, PLAIN, chi_square_score, run_once
+
+import edgespec
+from edgespec import GenerateOptions, Sampling
+from edgespec.cli.main import cli
+from edgespec.drafters.base import DraftRequest
+from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.temperature import FACTORS, DraftTemperature, brier_scores
+from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.table import TableEngine
+from edgespec.errors import ConfigError
+from edgespec.sampling import Sampler
+from edgespec.types import Distribution
+
+DEMO = Path(__file__).resolve().parent.parent / "models" / "demo" / "manifest.toml"
+
+
+def scaled(target: TableEngine, factor: float) -> TableEngine:
+    """The target's own logits, flatter or steeper: a draft for which `factor` is the right temperature."""
+    return TableEngine(target._table * np.float32(factor), order=target._order, context_length=4100)
+
+
+def test_a_factor_of_one_and_a_greedy_target_leave_the_sampler_alone() -> None:
+    warm, greedy = Sampler(Sampling(temperature=0.8), 10), Sampler(Sampling(temperature=0.0), 10)
+    assert DraftTemperature(1.0).sampler(warm) is warm and DraftTemperature("auto").sampler(warm) is warm
+    assert DraftTemperature(0.5).sampler(greedy) is greedy
+    half = DraftTemperature(0.5)
+    made = half.sampler(warm)
+    assert made.sampling == dataclasses.replace(warm.sampling, temperature=0.4)
+    assert half.sampler(warm) is made
+    other = Sampler(Sampling(temperature=0.8, seed=5), 10)
+    assert half.sampler(other).sampling.seed == 5
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.5])
+def test_a_draft_carries_the_distributions_that_it_was_sampled_from(factor: float) -> None:
+    draft = TableEngine.random(10, seed=2)
+    sampling = Sampling(temperature=0.8, top_k=6, top_p=0.9, min_p=0.02, seed=3)
+    drafter = ModelDrafter(draft, temperature=factor)
+    context = np.array([1, 2, 3], np.int32)
+    found = drafter.draft(DraftRequest(context, 5, Sampler(sampling, 10), needs_distributions=True))
+    tempered = Sampler(dataclasses.replace(sampling, temperature=0.8 * factor), 10)
+    text = context.tolist()
+    assert found.distributions is not None
+    for token_id, distribution in zip(found.token_ids.tolist(), found.distributions, strict=True):
+        expected = tempered.distribution(draft.row(text), np.array(text, np.int32))
+        assert np.array_equal(distribution.token_ids, expected.token_ids)
+        assert np.array_equal(distribution.probs, expected.probs)
+        text.append(token_id)
+
+
+@pytest.mark.parametrize("factor", [0.6, 1.4, "auto"])
+def test_coupled_text_is_plain_text_at_any_draft_temperature(factor: float) -> None:
+    target = TableEngine.random(10, seed=1, context_length=4100)
+    cached, drafter = CachedSequence(target), ModelDrafter(scaled(target, 0.5), temperature=factor)
+    for settings in (PLAIN, Sampling(temperature=0.8, top_k=5, seed=9), Sampling(temperature=0.0)):
+        plain = run_once(cached, None, "coupled", 0, settings, 600)
+        found = run_once(cached, drafter, "coupled", 4, settings, 600)
+        assert [(e.token_id, e.logprob) for e in found] == [(e.token_id, e.logprob) for e in plain]
+
+
+@pytest.mark.parametrize("factor", [0.5, "auto"])
+def test_joint_law_under_rejection_is_the_targets_at_any_draft_temperature(factor: float) -> None:
+    target = TableEngine.random(10, order=1, seed=3, spread=1.0, context_length=4100)
+    cached, drafter = CachedSequence(target), ModelDrafter(scaled(target, 0.5), temperature=factor)
+    counts = np.zeros((10, 10))
+    for seed in range(6):
+        settings = dataclasses.replace(PLAIN, seed=seed)
+        ids = [1, *(e.token_id for e in run_once(cached, drafter, "rejection", 3, settings, 4000, logprobs=False))]
+        np.add.at(counts, (ids[:-1], ids[1:]), 1)
+    expected = np.zeros_like(counts)
+    for before in range(10):
+        weights = np.exp(target.row([before]).astype(np.float64))
+        expected[before] = counts[before].sum() * weights / weights.sum()
+    assert chi_square_score(counts, expected, 90) < ALPHA_1E6
+
+
+@pytest.mark.parametrize("flatter", [0.6, 1.0])
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_the_factor_that_is_right_is_learnt(rule: str, flatter: float) -> None:
+    target = TableEngine.random(10, seed=1, context_length=4100)
+    cached, sampling = CachedSequence(target), Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=4)
+    accepted = {}
+    for setting in (1.0, "auto"):
+        drafter = ModelDrafter(scaled(target, flatter), temperature=setting)
+        run_once(cached, drafter, rule, 4, sampling, 4000, logprobs=False)  # learns
+        events = run_once(cached, drafter, rule, 4, dataclasses.replace(sampling, seed=5), 4000, logprobs=False)
+        accepted[setting] = sum(event.from_draft for event in events)
+    learnt = drafter._temperature.factor_at(1.0)
+    if flatter == 1.0:
+        assert learnt == 1.0 and accepted["auto"] == accepted[1.0]
+    else:
+        assert 0.6 <= learnt <= 0.7 and accepted["auto"] > accepted[1.0] + 100
+
+
+def test_the_score_is_best_for_the_factor_that_makes_the_draft_the_target() -> None:
+    rng = np.random.default_rng(0)
+    for right in FACTORS:
+        total = np.zeros(FACTORS.size)
+        for _ in range(30):
+            logits = 2 * rng.standard_normal(12)
+            truth, used = np.exp(logits), np.exp(logits * right)  # used at factor 1, right at `right`
+            drafted = Distribution(np.arange(12, dtype=np.int32), used / used.sum())
+            total += sum(p * brier_scores(drafted, v, 1.0) for v, p in enumerate(truth / truth.sum()))
+        assert FACTORS[total.argmax()] == right
+
+
+def test_a_score_takes_the_factor_that_was_used_into_account() -> None:
+    logits = np.random.default_rng(1).standard_normal(8)
+
+    def scores(used: float) -> np.ndarray:
+        weights = np.exp(logits / used)
+        return brier_scores(Distribution(np.arange(8, dtype=np.int32), weights / weights.sum()), 3, used)
+
+    for used, other in itertools.pairwise(FACTORS):
+        assert scores(used) == pytest.approx(scores(other), abs=1e-9)
+    lost = brier_scores(Distribution(np.array([1], np.int32), np.ones(1)), 3, 1.0)
+    assert lost.tolist() == [-1.0] * FACTORS.size
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf"), 21, "hot", None])
+def test_a_factor_that_is_none_is_refused(factor: object) -> None:
+    with pytest.raises(ConfigError, match=r"draft-temp must be auto or a factor from 0.05 to 20"):
+        edgespec.load("demo", draft_temperature=factor)
+
+
+def test_the_command_line_takes_a_factor_or_auto() -> None:
+    found = CliRunner().invoke(cli, ["generate", "demo", "-p", "x", "--draft-temp", "hot"])
+    assert found.exit_code == 2 and "neither a number nor auto" in found.output
+
+
+@pytest.mark.parametrize("engine", ["llamacpp", "onnx"])
+def test_demo_text_does_not_depend_on_the_draft_temperature(engine: str) -> None:
+    if not DEMO.exists():
+        pytest.skip("this checkout has no demo weights")
+    ids, plain = None, {}
+    temperatures = (0.0, 0.8, 1.2)
+    for factor in (0.7, "auto"):
+        with edgespec.load("demo", engine=engine, draft_temperature=factor, reproducible=True) as model:
+            ids = ids or model.encode_chat([{"role": "user", "content": "Find me a cheap restaurant in San Jose."}])
+            for temperature in temperatures:
+                sampling = Sampling(temperature=temperature, seed=8)
+                if temperature not in plain:
+                    options = GenerateOptions(max_tokens=64, drafter="none", ignore_eos=True)
+                    plain[temperature] = model.generate(ids, sampling, options).token_ids
+                for length in (1, 4, "auto"):
+                    options = GenerateOptions(max_tokens=64, drafter="model", draft_length=length, ignore_eos=True)
+                    assert model.generate(ids, sampling, options).token_ids == plain[temperature]
