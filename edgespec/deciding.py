@@ -39,6 +39,8 @@ class Deciders:
         self._pair = pair
         self._target = target
         self._automatic: dict[DrafterName, AutoController] = {}
+        # Found now: a generation may be over only after its model, and with it the vocabulary, was closed.
+        self._learnt = learnt_texts(target.engine.vocabulary) if options.learn else None
 
     def controller(self, options: GenerateOptions) -> Controller | None:
         """Who decides about the drafts of one generation; None for plain decoding.
@@ -119,11 +121,11 @@ class Deciders:
 
     def learn(self, answer_ids: TokenIds) -> None:
         """An answer [n] is over: keep it for later ones where the options say so."""
-        if self._options.learn and answer_ids.size:
+        if self._learnt is not None and answer_ids.size:
             cache = self.drafters.get("cache")
             if isinstance(cache, CacheDrafter):
                 cache.learn(answer_ids)
-            learnt_texts(self._target.engine.vocabulary).add(answer_ids)
+            self._learnt.add(answer_ids)
 
     def keep(self) -> None:
         """Costs and confidences for the next run; a crash loses no more than they are worth. Raises OSError."""
