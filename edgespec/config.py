@@ -8,13 +8,13 @@ from typing import Literal
 
 from edgespec.errors import ConfigError
 
-DrafterName = Literal["auto", "none", "model", "tree", "ngram", "suffix", "lookahead"]
+DrafterName = Literal["auto", "none", "model", "tree", "ngram", "suffix", "cache", "lookahead"]
 DraftLength = int | Literal["auto"]
 RuleName = Literal["coupled", "rejection", "block", "typical"]
 EngineName = Literal["auto", "llamacpp", "onnx"]
 ProviderName = Literal["auto", "cpu", "cuda", "dml", "webgpu"]
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "int8"]
-DRAFTERS: tuple[DrafterName, ...] = ("auto", "none", "model", "tree", "ngram", "suffix", "lookahead")
+DRAFTERS: tuple[DrafterName, ...] = ("auto", "none", "model", "tree", "ngram", "suffix", "cache", "lookahead")
 RULES: tuple[RuleName, ...] = ("coupled", "rejection", "block", "typical")
 ENGINES: tuple[EngineName, ...] = ("auto", "llamacpp", "onnx")
 PROVIDERS: tuple[ProviderName, ...] = ("auto", "cpu", "cuda", "dml", "webgpu")
@@ -47,6 +47,9 @@ class LoadOptions:
     time that speculation may lose at most. `engine`: which of a pair's files are taken; `provider`: the device of ONNX
     Runtime, `gpu_layers` that of llama.cpp;
     `reproducible`: None means yes where the model and the rule allow it, True demands it, False gives it up for speed.
+    `corpus`: drafter suffix looks in the user's corpus too; `recall`: drafter cache knows what models wrote in earlier
+    runs; `learn`: what this one writes is added to that, on disk. Neither unless asked for: prompts that are decoded
+    again, as when measuring, would meet their own answers.
     """
 
     model: str = "demo"
@@ -65,6 +68,9 @@ class LoadOptions:
     cache_type_k: CacheType | None = None
     cache_type_v: CacheType | None = None
     provider: ProviderName = "auto"
+    corpus: bool = True
+    recall: bool = False
+    learn: bool = False
 
     def __post_init__(self) -> None:
         _one_of("engine", self.engine, ENGINES)

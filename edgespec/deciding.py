@@ -5,6 +5,7 @@ Costs are measured at the first load; what every generation adds to them serves 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import cached_property
 
@@ -16,6 +17,7 @@ from edgespec.control.base import Controller, FixedLength
 from edgespec.control.cost import CostCurve, DraftCost
 from edgespec.control.measure import cost_key, draft_cost, remember_curve, remember_draft_cost, target_curve
 from edgespec.drafters.base import Drafter
+from edgespec.drafters.cache import CacheDrafter
 from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
@@ -24,10 +26,31 @@ from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.base import Engine
 from edgespec.engines.measurements import key_of, recall, remember
 from edgespec.engines.sequence import CachedSequence
-from edgespec.errors import CapabilityError
+from edgespec.errors import CapabilityError, StateError
 from edgespec.manifest import ModelPair
+from edgespec.texts.corpus import Corpus
+from edgespec.texts.index import SuffixIndex
+from edgespec.texts.learnt import LearntTexts
+from edgespec.texts.store import texts_folder, vocabulary_key
+from edgespec.tokenizer import Vocabulary
+from edgespec.types import TokenIds
 
-FREE_DRAFTERS: dict[DrafterName, Callable[[], Drafter]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
+logger = logging.getLogger("edgespec")
+
+
+def _suffix(options: LoadOptions, vocabulary: Vocabulary) -> Drafter:
+    return SuffixDrafter(corpus=user_corpus(vocabulary) if options.corpus else None)
+
+
+def _cache(options: LoadOptions, vocabulary: Vocabulary) -> Drafter:
+    return CacheDrafter(vocabulary.size, learnt_texts(vocabulary).read() if options.recall else ())
+
+
+FREE_DRAFTERS: dict[DrafterName, Callable[[LoadOptions, Vocabulary], Drafter]] = {
+    "ngram": lambda options, vocabulary: NgramDrafter(),
+    "suffix": _suffix,
+    "cache": _cache,
+}
 
 MANY_ROWS: tuple[DrafterName, ...] = ("tree", "lookahead")
 # A second choice seldom stands with more than a tenth: a row that costs more of a plain pass is not worth verifying.
@@ -86,7 +109,7 @@ class Deciders:
     def drafter(self, name: DrafterName) -> Drafter:
         """Raises CapabilityError for one that this pair has not got."""
         if name in FREE_DRAFTERS:
-            return self.drafters.setdefault(name, FREE_DRAFTERS[name]())
+            return self.drafters.setdefault(name, FREE_DRAFTERS[name](self._options, self._target.engine.vocabulary))
         if name == "lookahead":
             return self.drafters.setdefault(name, LookaheadDrafter())
         model = self.drafters.get("model")
@@ -125,6 +148,14 @@ class Deciders:
             drafter.begin(np.empty(0, np.int32))
             drafter.emptied()
 
+    def learn(self, answer_ids: TokenIds) -> None:
+        """An answer [n] is over: keep it for later ones where the options say so."""
+        if self._options.learn and answer_ids.size:
+            cache = self.drafters.get("cache")
+            if isinstance(cache, CacheDrafter):
+                cache.learn(answer_ids)
+            learnt_texts(self._target.engine.vocabulary).add(answer_ids)
+
     def keep(self) -> None:
         """Costs and confidences for the next run; a crash loses no more than they are worth. Raises OSError."""
         controllers, self._automatic = self._automatic, {}
@@ -137,3 +168,19 @@ class Deciders:
 
     def _learnt_key(self, name: DrafterName) -> str:
         return key_of(name, [cost_key(self._target.engine, self._pair.paths(role)) for role in self._pair.files])
+
+
+def learnt_texts(vocabulary: Vocabulary) -> LearntTexts:
+    """What models wrote in `vocabulary` in earlier runs."""
+    return LearntTexts(vocabulary_key(vocabulary), vocabulary.size)
+
+
+def user_corpus(vocabulary: Vocabulary) -> SuffixIndex | None:
+    """The user's corpus in `vocabulary`; None when there is none, or when it cannot be used, which is said."""
+    if not texts_folder().is_dir():
+        return None
+    try:
+        return Corpus(vocabulary_key(vocabulary), vocabulary.size).index()
+    except StateError as exc:
+        logger.info("%s", exc)
+        return None

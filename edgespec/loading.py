@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from edgespec.config import DrafterName, LoadOptions
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
@@ -11,7 +14,7 @@ from edgespec.engines.probe import check_model_file
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.manifest import ModelFile, ModelPair, check_file
 from edgespec.models import resolve
-from edgespec.tokenizer import check_same_vocabulary
+from edgespec.tokenizer import Vocabulary, check_same_vocabulary
 
 
 def open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterName, Drafter]]:
@@ -36,6 +39,24 @@ def open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterNa
         target.close()
         raise
     return pair, target, drafters
+
+
+@contextmanager
+def open_vocabulary(options: LoadOptions) -> Iterator[tuple[ModelPair, Vocabulary]]:
+    """The pair that `options` name and its target's vocabulary, without the weights where the engine can do without.
+
+    Raises as `open_models`.
+    """
+    pair = resolve(options.model, options.draft, options.engine)
+    file = pair.files["target"]
+    if file.engine == "llamacpp":
+        from edgespec.engines.llamacpp.vocabulary import VocabularyFile
+
+        with VocabularyFile(file.path) as vocabulary:
+            yield pair, vocabulary
+    else:
+        with _open(options, file, None, 0, reproducible=False) as engine:
+            yield pair, engine.vocabulary
 
 
 def _check_contents(model: ModelFile) -> None:

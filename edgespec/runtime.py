@@ -305,6 +305,8 @@ class Model:
                 if self._current is run:
                     events.close()
                     self._current = None
+                    begin = run.prompt_ids.size
+                    self._deciders.learn(self._sequence.token_ids[begin : begin + run.stats.new_tokens])
 
 
 def load(model: str = "demo", **options: Any) -> Model:

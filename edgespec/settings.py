@@ -137,6 +137,15 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("gpu_layers", "load", "integer", ("-ngl", "--gpu-layers"), "Target layers on the GPU, -1 for all."),
     Setting("draft_gpu_layers", "load", "integer", ("-ngld", "--gpu-layers-draft"), "Draft layers on the GPU."),
     Setting("provider", "load", "text", ("--provider",), "Device of ONNX Runtime.", PROVIDERS),
+    Setting("corpus", "load", "switch", ("--corpus",), "Drafter suffix looks in your corpus (edgespec corpus) too."),
+    Setting("recall", "load", "switch", ("--recall",), "Drafter cache looks in what models wrote in earlier runs."),
+    Setting(
+        "learn",
+        "load",
+        "switch",
+        ("--learn",),
+        "Keep what the model writes on this disk, to draft later answers from; edgespec corpus shows and clears it.",
+    ),
     Setting(
         "cache_type_k",
         "load",
@@ -170,6 +179,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("show_draft", "session", "switch", ("--show-draft",), "Show drafted tokens in another colour."),
     Setting("stats", "session", "switch", ("--stats",), "Print counters and rates after each answer."),
 )
+# Chat and generate switch these on unless told otherwise; what measures never does: a prompt that is decoded again
+# would meet its own answer.
+REMEMBERING = ("recall", "learn")
 _BY_KEY = {key: setting for setting in SETTINGS for key in setting.keys}
 
 
@@ -188,6 +200,12 @@ class Settings:
         """These settings with `defaults` (a model's recommended values) filled in underneath."""
         known = {find(key, source).name: value for key, value in defaults.items()}
         return Settings({**known, **self.values}, {**dict.fromkeys(known, source), **self.sources})
+
+    def without(self, names: Iterable[str]) -> Settings:
+        """These settings as if nobody had given those of `names`."""
+        left_out = set(names)
+        values = {name: value for name, value in self.values.items() if name not in left_out}
+        return Settings(values, {name: source for name, source in self.sources.items() if name in values})
 
 
 def find(key: str, source: str) -> Setting:

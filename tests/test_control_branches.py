@@ -15,6 +15,7 @@ from edgespec.control.base import Proposal
 from edgespec.control.branches import best_nodes, outcomes, path_products
 from edgespec.control.cost import CostCurve
 from edgespec.control.length import best_length
+from edgespec.deciding import FREE_DRAFTERS, MANY_ROWS
 from edgespec.decode import Run, autoregressive, speculative
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.lookahead import LookaheadDrafter
@@ -118,6 +119,6 @@ def test_auto_joins_drafters_of_many_rows_where_a_row_costs_next_to_nothing(
     deciders = demo._deciders
     deciders.drafter("tree")  # asked for by name before: that changes nothing
     monkeypatch.setitem(deciders.__dict__, "cost_curve", CostCurve({1: 1.0, 2: 1.1, 9: 2.6}))
-    assert set(deciders._automatic_names()) == {"model", "ngram", "suffix"}
+    assert set(deciders._automatic_names()) == set(FREE_DRAFTERS) | {"model"}
     monkeypatch.setitem(deciders.__dict__, "cost_curve", CostCurve({1: 1.0, 9: 1.2}))
-    assert set(deciders._automatic_names()) == {"model", "ngram", "suffix", "tree", "lookahead"}
+    assert set(deciders._automatic_names()) == set(FREE_DRAFTERS) | {"model", *MANY_ROWS}

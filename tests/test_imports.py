@@ -19,7 +19,7 @@ RANKS = {
     **dict.fromkeys(("types", "tokenizer", "config", "memory", "prompts", "manifest", "machine"), 1),
     **dict.fromkeys(("noise", "settings", "stopping", "metrics", "chat", "models"), 2),
     **dict.fromkeys(("sampling", "conversation", "profiles"), 3),
-    **dict.fromkeys(("verify", "engines"), 4),
+    **dict.fromkeys(("verify", "engines", "texts"), 4),
     **dict.fromkeys(("drafters",), 5),
     **dict.fromkeys(("control",), 6),
     **dict.fromkeys(("decode",), 7),
@@ -35,8 +35,9 @@ RANKS = {
 ENGINES_MAY_USE = {"errors", "types", "tokenizer", "engines"}
 DRAFTERS_MAY_USE = {"errors", "types", "tokenizer", "sampling", "noise"}
 BASES = {"engines.base", "engines.sequence", "drafters.base"}
-# a data structure; what several draft with; the engine and cache that two of them share
-SHARED_BY_DRAFTERS = {"drafters.automaton", "drafters.candidates", "drafters.model"}
+# data structures; what several draft with; the engine and cache that two of them share
+SHARED_BY_DRAFTERS = {"drafters.automaton", "drafters.corpus", "drafters.counts", "texts.index"}
+SHARED_BY_DRAFTERS |= {"drafters.candidates", "drafters.model"}
 KEPT = {"engines.measurements"}  # where what was measured of a machine is kept; it knows no engine
 HEAVY = {"torch", "tokenizers", "gguf", "safetensors", "transformers"}
 

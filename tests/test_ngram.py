@@ -82,7 +82,7 @@ def test_work_per_token_does_not_grow_with_the_history() -> None:
     drafter.begin(np.array(ids, np.int32))
     assert drafter.draft(request(ids, 3)).token_ids.tolist() == [2, 1, 2]
     assert max(len(places) for places in drafter._places.values()) <= 4
-    assert 0 < drafter.bytes_used < 10_000
+    assert 0 < drafter.bytes_used < 36 * len(ids) + 10_000, "the text itself, and next to nothing"
 
 
 def test_empty_draft_and_short_history() -> None:
@@ -92,3 +92,18 @@ def test_empty_draft_and_short_history() -> None:
     assert empty.num_tokens == 0
     drafter.observe(empty, Verdict((), 2))
     assert isinstance(drafter.draft(request([1, 2])), Draft)
+
+
+def test_a_long_history_takes_bounded_memory_and_its_latest_half_is_found() -> None:
+    ids = np.random.default_rng(0).integers(0, 50_000, 20_000).tolist()
+    drafter = NgramDrafter(max_indexed=2000)
+    most = 0
+    for end in range(100, len(ids), 100):
+        drafter.draft(request(ids[:end]))
+        most = max(most, len(drafter._places) + len(drafter._older_places))
+    assert most <= 3 * 2000
+    end = len(ids) - 100
+    for back in (4, 300, 900):
+        again = [*ids[:end], *ids[end - back : end - back + 3]]
+        assert drafter.draft(request(again, 1)).token_ids.tolist() == [ids[end - back + 3]]
+        drafter.begin(np.array(ids[:end], np.int32))

@@ -25,16 +25,17 @@ from edgespec.cli.session import Session, open_session, tell_configuration
 from edgespec.cli.terminal import note
 from edgespec.control.measure import cost_key
 from edgespec.errors import ConfigError
-from edgespec.settings import Settings
+from edgespec.settings import REMEMBERING, Settings
 
 INTERRUPTED = 130
 DEFAULT_TOKENS = 96
 DEFAULT_PER_DOMAIN = 4
+_LEFT_OUT = ("stop", "system", "show_draft", "stats", *REMEMBERING)
 _PATH = click.Path(path_type=Path)
 
 
 @click.command(short_help="Measure standard against speculative decoding on several domains.")
-@settings_options("load", "generate", "sampling", "session", leave_out=("stop", "system", "show_draft", "stats"))
+@settings_options("load", "generate", "sampling", "session", leave_out=_LEFT_OUT)
 @click.option("--prompts", type=_PATH, metavar="FILE", help='Your own: lines of text, or {"domain", "text"} a line.')
 @click.option("--data", type=_PATH, metavar="FOLDER", help="Folder of data files; without either: built-in prompts.")
 @click.option("--domain", "domains", multiple=True, metavar="NAME", help="Only this domain; repeatable.")

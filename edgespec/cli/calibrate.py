@@ -20,7 +20,7 @@ from edgespec.control.measure import cost_key, remember_curve, remember_draft_co
 from edgespec.errors import ConfigError
 from edgespec.machine import machine_name
 from edgespec.runtime import Model, load
-from edgespec.settings import Settings
+from edgespec.settings import REMEMBERING, Settings
 from edgespec.tuning import calibration as measuring
 from edgespec.tuning.calibration import Calibration, DraftCalibration, Sample
 from edgespec.tuning.chart import bar as drawn_bar
@@ -43,7 +43,7 @@ class Found:
 
 
 @click.command(short_help="Measure what passes cost on this machine, and keep and draw it.")
-@settings_options("load")
+@settings_options("load", leave_out=REMEMBERING)
 @click.option("--contexts", metavar="N,N", help="Cached tokens to measure at.  [default: 64,512,2048, as far as fits]")
 @click.option("--passes", type=int, default=DEFAULT_TURNS, show_default=True, help="Passes per width and context.")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw the curve as a PNG as well.")

@@ -34,7 +34,7 @@ def command(model_name: str | None, config_file: Path | None, **given: Any) -> i
         raise ConfigError(
             "a chat needs the chat template; generate can do without: edgespec generate --no-chat-template"
         )
-    session = open_session(settings)
+    session = open_session(settings, remembers=True)
     with session.model:
         return Chat(session).run()
 

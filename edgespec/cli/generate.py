@@ -49,7 +49,7 @@ def command(model_name: str | None, config_file: Path | None, prompt: str | None
     settings = resolve_settings(given, model_name, config_file)
     _check(SessionOptions(**settings.part("session")), as_json)
     text = read_prompt(prompt)
-    session = open_session(settings)
+    session = open_session(settings, remembers=True)
     with session.model:
         prompt_ids = encode_prompt(session, text)
         return _print_json(session, prompt_ids) if as_json else _print_text(session, prompt_ids)

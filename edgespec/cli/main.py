@@ -25,6 +25,7 @@ COMMANDS = {
     "bench": "Measure standard against speculative decoding on several domains.",
     "calibrate": "Measure what passes cost on this machine, and keep and draw it.",
     "chat": "Talk to a model.",
+    "corpus": "Your own texts and code to draft from, and what was learnt from earlier answers.",
     "distill": "Train a small draft for a target from its own text.",
     "doctor": "Show what is installed, what is missing and how to get it.",
     "export": "Turn a Hugging Face model into a pair of GGUF or ONNX files.",

@@ -20,7 +20,7 @@ from edgespec.config import DrafterName
 from edgespec.errors import ConfigError
 from edgespec.runtime import Model
 from edgespec.sampling import Sampling
-from edgespec.settings import Settings
+from edgespec.settings import REMEMBERING, Settings
 from edgespec.tuning.plan import LENGTHS, Costs, Row, Trials, given_costs, plan, run_trials
 from edgespec.tuning.prompts import Prompts, choose_prompts
 
@@ -53,7 +53,7 @@ class Planned:
 
 
 @click.command("plan-speedup", short_help="Say what speculation should gain here, next to what it does gain.")
-@settings_options("load", "sampling", "session", leave_out=("system", "show_draft", "stats"))
+@settings_options("load", "sampling", "session", leave_out=("system", "show_draft", "stats", *REMEMBERING))
 @click.option("--acceptance", type=float, metavar="A", help="Take this probability per token; nothing is decoded.")
 @click.option("--pass-ms", metavar="W:MS,W:MS", help="Take these costs of passes; with --acceptance nothing is loaded.")
 @click.option("--draft-ms", type=float, metavar="MS", help="Take this cost of a drafted token.")

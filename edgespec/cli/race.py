@@ -31,6 +31,7 @@ from edgespec.config import SessionOptions
 from edgespec.errors import Cancelled, ConfigError
 from edgespec.profiles import with_profile
 from edgespec.prompts import PROMPTS
+from edgespec.settings import REMEMBERING
 
 FAILED, INTERRUPTED = 1, 130
 DEFAULT_TOKENS = 128
@@ -42,7 +43,7 @@ HOW = (
 
 
 @click.command(short_help="Plain and speculative decoding of one prompt, side by side.")
-@settings_options("load", "generate", "sampling", "session", leave_out=("show_draft", "stats"))
+@settings_options("load", "generate", "sampling", "session", leave_out=("show_draft", "stats", *REMEMBERING))
 @click.option("-p", "--prompt", metavar="TEXT|-", help="The prompt; - reads it from standard input.")
 @click.option(
     "-y/--no",

@@ -11,7 +11,7 @@ from edgespec.errors import CapabilityError
 from edgespec.profiles import profile_in_effect
 from edgespec.runtime import Model, load
 from edgespec.sampling import Sampling
-from edgespec.settings import Settings
+from edgespec.settings import REMEMBERING, Settings
 
 
 @dataclass(slots=True)
@@ -25,11 +25,17 @@ class Session:
     shown: SessionOptions
 
 
-def open_session(settings: Settings) -> Session:
+def open_session(settings: Settings, *, remembers: bool = False) -> Session:
     """Load what the settings name. Every option is checked before any file is opened.
 
+    `remembers`: earlier answers are drafted from and this session's are kept, unless the user says otherwise; without
+    it neither is done, whatever the settings say.
     Raises ConfigError, SamplingError, and whatever `edgespec.load` raises.
     """
+    if remembers:
+        settings = settings.below(dict.fromkeys(REMEMBERING, True), "what is usual here")
+    else:
+        settings = settings.without(REMEMBERING)
     seed = sampling_of(settings).seed
     options = GenerateOptions(**settings.part("generate"))
     shown = SessionOptions(**settings.part("session"))

@@ -27,7 +27,7 @@ from edgespec.profiles import (
     source_of,
 )
 from edgespec.sampling import Sampling
-from edgespec.settings import Settings
+from edgespec.settings import REMEMBERING, Settings
 from edgespec.tuning.prompts import Prompts, choose_prompts
 from edgespec.tuning.sweep import Asked, Score, Sweep, prepare
 
@@ -37,7 +37,7 @@ _SHOWN = 12  # rows of the table
 
 
 @click.command(short_help="Find the best settings for your prompts, and keep them for later runs.")
-@settings_options("load", "sampling", "session", leave_out=("system", "show_draft", "stats"))
+@settings_options("load", "sampling", "session", leave_out=("system", "show_draft", "stats", *REMEMBERING))
 @click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE", help='JSON lines with "text", or lines.')
 @click.option("--max-prompts", type=int, default=DEFAULT_PROMPTS, show_default=True, help="Most prompts to decode.")
 @click.option("-n", "--max-tokens", type=int, default=DEFAULT_TOKENS, show_default=True, help="Tokens per answer.")
@@ -59,7 +59,7 @@ def command(
     on this model start wherever nothing else is said; --no-profile ignores it. Decoding is timed, reading prompts is
     not. MODEL is a registry name or the path of a GGUF or ONNX file.
     """
-    settings = resolve_settings({**given, "no_profile": True}, model_name, config_file)
+    settings = resolve_settings({**given, "no_profile": True}, model_name, config_file).without(REMEMBERING)
     model = settings.values.get("model", DEFAULT_MODEL)
     path = profile_path(model, settings.values.get("draft"))
     if forget:

@@ -13,13 +13,14 @@ from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.session import Session, open_session, tell_configuration
 from edgespec.errors import ConfigError
 from edgespec.selfcheck import Comparison, Divergence, Report, comparisons
+from edgespec.settings import REMEMBERING
 
 DEFAULT_TOKENS = 64
 DRAFT_LENGTH = 4
 
 
 @click.command(short_help="Check that speculation changes no token, and measure what it gains.")
-@settings_options("load", "generate", "sampling", leave_out=("stop",))
+@settings_options("load", "generate", "sampling", leave_out=("stop", *REMEMBERING))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
 def command(model_name: str | None, config_file: Path | None, as_json: bool, **given: Any) -> int:
     """Decode built-in prompts with and without speculation, greedily and sampled, and compare token by token.

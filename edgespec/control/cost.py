@@ -100,18 +100,22 @@ class CostCurve:
         if abs(surprise) > _MOST_SURPRISE:
             odd.append(surprise)
         if len(odd) == _FIRST_PASSES:
-            moved = median(odd)
-            self._local[width] += moved
+            self._move(width, median(odd), 0.0, 1.0)
             odd.clear()
         else:
-            moved = max(-_MOST_SURPRISE, min(_MOST_SURPRISE, surprise))
-            self._drift += _DRIFT_RATE * moved
-            self._local[width] += _LOCAL_RATE * moved
-        self._stale += abs(moved) * (_DRIFT_RATE + _LOCAL_RATE)
+            self._move(width, max(-_MOST_SURPRISE, min(_MOST_SURPRISE, surprise)), _DRIFT_RATE, _LOCAL_RATE)
+
+    def _move(self, width: int, surprise: float, drift_rate: float, local_rate: float) -> None:
+        """A plain pass is what all others are compared with: what it shows is the machine's pace, and never its own."""
+        if width == 1:
+            drift_rate, local_rate = drift_rate + local_rate, 0.0
+        self._drift += drift_rate * surprise
+        self._local[width] += local_rate * surprise
+        self._stale += abs(surprise) * (drift_rate + local_rate)
 
     def _settle(self, width: int, ratio: float) -> None:
         """Believe the first passes of a width at once: what was measured before may be of a busier machine."""
-        if not self._seen.any():
+        if width == 1 or not self._seen.any():
             self._drift = ratio
         self._local[width] = ratio - self._drift
 

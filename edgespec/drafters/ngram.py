@@ -1,6 +1,7 @@
 """Prompt lookup: find where the latest tokens stood before and propose what followed them there (no model, no cost).
 
-An index from each n-gram to its latest few places makes a lookup independent of the length of the history. A place
+An index from each n-gram to its latest few places makes a lookup independent of the length of the history; of a long
+one it keeps the latest half at least, so that memory is bounded and no token is indexed twice. A place
 whose proposal was just refused outright is not proposed from again, so a loop in the text cannot replay itself.
 """
 
@@ -21,11 +22,20 @@ class NgramDrafter(Drafter):
     is_free = True
     evidence_kind = "bucket"  # the size of the matching n-gram
 
-    def __init__(self, min_ngram: int = 2, max_ngram: int = 4, places_kept: int = 4, refusals_kept: int = 32) -> None:
+    def __init__(
+        self,
+        min_ngram: int = 2,
+        max_ngram: int = 4,
+        places_kept: int = 4,
+        refusals_kept: int = 32,
+        max_indexed: int = 1 << 17,
+    ) -> None:
         self._sizes = range(max_ngram, min_ngram - 1, -1)
-        self._places_kept = places_kept
+        self._places_kept, self._max_indexed = places_kept, max_indexed
         self._ids: list[int] = []
         self._places: dict[tuple[int, ...], list[int]] = {}
+        self._older_places: dict[tuple[int, ...], list[int]] = {}
+        self._next_half = max_indexed // 2  # tokens at which the older places are forgotten
         self._refused: deque[int] = deque(maxlen=refusals_kept)
         self._source: tuple[int, int] | None = None  # n-gram size and place of the last draft
         self._is_new = False
@@ -34,6 +44,8 @@ class NgramDrafter(Drafter):
         self._refused.clear()
         self._source = None
         self._is_new = True  # the prompt is indexed with the first draft: who never asks does not pay
+        if not prompt_ids.size:
+            self._forget()
 
     def draft(self, request: DraftRequest) -> Draft:
         self._extend(request.token_ids)
@@ -52,17 +64,20 @@ class NgramDrafter(Drafter):
 
     @property
     def bytes_used(self) -> int:
-        return len(self._places) * _BYTES_PER_PLACE
+        return (len(self._places) + len(self._older_places)) * _BYTES_PER_PLACE + 36 * len(self._ids)
 
     def _extend(self, token_ids: TokenIds) -> None:
         """Index the tokens that are new; a place is where an n-gram's continuation begins."""
         if self._is_new:
             self._is_new, shared = False, len(self._ids)
             if token_ids.size < shared or token_ids[:shared].tolist() != self._ids:
-                self._ids, self._places = [], {}
+                self._forget()
         for token_id in token_ids[len(self._ids) :].tolist():
             # the n-grams that end here are indexed when their continuation arrives, so none matches itself
             end = len(self._ids)
+            if end >= self._next_half:
+                self._places, self._older_places = {}, self._places
+                self._next_half += self._max_indexed // 2
             for size in self._sizes:
                 if size <= end:
                     places = self._places.setdefault(tuple(self._ids[end - size :]), [])
@@ -70,12 +85,18 @@ class NgramDrafter(Drafter):
                     del places[: -self._places_kept]
             self._ids.append(token_id)
 
+    def _forget(self) -> None:
+        self._ids, self._places, self._older_places = [], {}, {}
+        self._next_half = self._max_indexed // 2
+
     def _find(self) -> tuple[int, int] | None:
         """(n-gram size, place) of the longest match, the latest of its places that was not just refused."""
         for size in self._sizes:
-            for place in reversed(self._places.get(tuple(self._ids[-size:]), ())):
-                if place not in self._refused:
-                    return size, place
+            latest = tuple(self._ids[-size:])
+            for places in (self._places.get(latest, ()), self._older_places.get(latest, ())):
+                for place in reversed(places):
+                    if place not in self._refused:
+                        return size, place
         return None
 
     def _copy(self, place: int, count: int) -> list[int]:

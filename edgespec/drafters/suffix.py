@@ -1,7 +1,8 @@
 """Suffix decoding: the longest suffix of the text that occurred before is continued as it most often was.
 
 After SuffixDecoding (arXiv 2411.04975), with an automaton in place of a tree: the match is as long as it can be and
-costs nothing to find, and each token of the draft is the continuation with the highest count on the path so far.
+costs nothing to find, and each token of the draft is the continuation with the highest count on the path so far. A
+corpus is a second place to look; the longer match wins, and of equal ones that in the text itself.
 """
 
 from __future__ import annotations
@@ -10,64 +11,98 @@ import math
 
 from edgespec.drafters.automaton import ROOT, SuffixAutomaton
 from edgespec.drafters.base import Drafter, DraftRequest
+from edgespec.drafters.corpus import CorpusMatch
+from edgespec.texts.index import SuffixIndex
 from edgespec.types import EMPTY_DRAFT, Draft, Evidence, TokenIds
 
 
 class SuffixDrafter(Drafter):
-    """Continues the text from what it holds itself; `max_indexed` tokens are remembered at most, the latest ones."""
+    """Continues the text from what it holds itself, and from `corpus`.
+
+    `max_indexed` tokens of the text are remembered at most, the latest ones.
+    """
 
     name = "suffix"
     is_free = True
     evidence_kind = "scores"
 
-    def __init__(self, min_match: int = 1, max_indexed: int = 1 << 16) -> None:
+    def __init__(self, min_match: int = 1, max_indexed: int = 1 << 16, corpus: SuffixIndex | None = None) -> None:
         self._min_match, self._max_indexed = min_match, max_indexed
         self._ids: list[int] = []
         self._start = 0  # how many of the first `_ids` the automaton has forgotten
         self._automaton = SuffixAutomaton()
+        self._corpus = None if corpus is None else CorpusMatch(corpus)
         self._is_new = False
 
     def begin(self, prompt_ids: TokenIds) -> None:
         self._is_new = True  # the prompt is indexed with the first draft: who never asks does not pay
+        if not prompt_ids.size:
+            self._forget()
 
     def draft(self, request: DraftRequest) -> Draft:
         self._index(request.token_ids)
+        length = self._automaton.match[1]
+        if self._corpus is not None:
+            self._corpus.follow(self._ids)
+            if self._corpus.length > max(length, self._min_match - 1):
+                return self._copied_from_corpus(self._corpus, request.max_tokens)
+        return self._copied(request.max_tokens) if length >= self._min_match else EMPTY_DRAFT
+
+    def _copied(self, most: int) -> Draft:
+        """From the text itself."""
         state, length = self._automaton.match
-        if length < self._min_match or state == ROOT:
-            return EMPTY_DRAFT
         chosen: list[int] = []
         evidence: list[Evidence] = []
-        while len(chosen) < request.max_tokens:
+        while state != ROOT and len(chosen) < most:
             found = list(self._automaton.continuations(state))
             if not found:
                 break
             token_id, following, count = max(found, key=lambda one: one[2])
             total = sum(one[2] for one in found)
             chosen.append(token_id)
-            evidence.append(_evidence(length + len(chosen) - 1, count, total))
+            evidence.append(_evidence(length + len(chosen) - 1, count, total, 0.0))
             state = following
         return Draft.chain(chosen, evidence=evidence)
 
+    def _copied_from_corpus(self, corpus: CorpusMatch, most: int) -> Draft:
+        found = corpus.continued(most)
+        evidence = [
+            _evidence(length, share * places, places, -1.0)
+            for length, (_, share, places) in enumerate(found, corpus.length)
+        ]
+        return Draft.chain([token_id for token_id, *_ in found], evidence=evidence)
+
     @property
     def bytes_used(self) -> int:
-        return self._automaton.bytes_used + 36 * len(self._ids)
+        corpus_bytes = 0 if self._corpus is None else self._corpus.bytes_used
+        return self._automaton.bytes_used + 36 * len(self._ids) + corpus_bytes
 
     def _index(self, token_ids: TokenIds) -> None:
         if self._is_new:
             self._is_new, known = False, len(self._ids)
             if token_ids.size < known or token_ids[:known].tolist() != self._ids:
-                self._ids, self._start, self._automaton = [], 0, SuffixAutomaton()
+                self._forget()
         new = token_ids[len(self._ids) :].tolist()
         self._ids += new
-        self._automaton.extend(new)
-        if self._automaton.num_tokens > self._max_indexed:
+        if self._automaton.num_tokens + len(new) <= self._max_indexed:
+            self._automaton.extend(new)
+        else:
             # Half is forgotten at once, so that each token is indexed twice at most.
             self._start = len(self._ids) - self._max_indexed // 2
             self._automaton = SuffixAutomaton()
             self._automaton.extend(self._ids[self._start :])
 
+    def _forget(self) -> None:
+        self._ids, self._start, self._automaton = [], 0, SuffixAutomaton()
+        if self._corpus is not None:
+            self._corpus.restart()
 
-def _evidence(match_length: int, count: int, total: int) -> Evidence:
-    """What speaks for a continuation: the length of the match, its share of all continuations, how many there were."""
+
+def _evidence(match_length: int, count: float, total: int, origin: float) -> Evidence:
+    """What speaks for a continuation: the length of the match, its share of all continuations, how many there were.
+
+    `origin`: 0 in the text itself, -1 in the corpus, which may be about something else.
+    """
     share = (count + 0.5) / (total + 1.0)
-    return math.log2(match_length) / 2.0 - 1.0, math.log(share / (1.0 - share)) / 2.0, math.log2(total) / 4.0
+    known = math.log2(match_length) / 2.0 - 1.0, math.log(share / (1.0 - share)) / 2.0, math.log2(total) / 4.0
+    return (*known, origin)

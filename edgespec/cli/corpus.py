@@ -1,0 +1,141 @@
+"""`edgespec corpus`: the texts that are kept to draft from, a user's own and what models wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from edgespec.cli.terminal import note
+from edgespec.config import LoadOptions
+from edgespec.deciding import learnt_texts
+from edgespec.errors import ConfigError
+from edgespec.loading import open_vocabulary
+from edgespec.settings import resolve
+from edgespec.texts.corpus import MAX_BUDGET_BYTES, Corpus, CorpusText, check_budget, check_name
+from edgespec.texts.documents import Documents
+from edgespec.texts.learnt import LearntTexts
+from edgespec.texts.store import vocabulary_key
+from edgespec.tokenizer import Vocabulary
+from edgespec.types import TokenIds
+
+_MIB = 1 << 20
+_MODEL = click.option("-m", "--model", metavar="MODEL", help="Whose tokens the texts are kept in.  [default: demo]")
+
+
+@click.group("corpus", short_help="Your own texts and code to draft from, and what was learnt from earlier answers.")
+def command() -> None:
+    """Texts that are kept on this disk to draft from. A draft changes the speed of an answer, never its words.
+
+    Two kinds, each in a file of its own per vocabulary, in the folder `texts` of EDGESPEC_HOME or of your data
+    folder: what you add here, from which the drafter suffix copies; and what models wrote in chat and generate, from
+    which the drafter cache copies, the latest 262144 tokens of the last 180 days. Prompts are not kept. --no-learn
+    keeps nothing, and `edgespec corpus rm --learnt` removes what was kept.
+    """
+
+
+@command.command("add")
+@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="PATH...")
+@_MODEL
+@click.option("--name", help="Name of the text.  [default: that of the file or folder]")
+@click.option(
+    "--budget",
+    type=click.IntRange(1, MAX_BUDGET_BYTES // _MIB),
+    metavar="MIB",
+    help="Memory that all texts together may take, from now on.  [default: 64]",
+)
+def add(paths: tuple[Path, ...], model: str | None, name: str | None, budget: int | None) -> int:
+    """Add files of text or code, or folders of them; the same path again replaces what it gave before."""
+    if name is not None and len(paths) > 1:
+        raise ConfigError(f"--name names one text and {len(paths)} paths are given: add them one by one")
+    budget_bytes = None if budget is None else budget * _MIB
+    sources = [Documents(path) for path in paths]  # all of them are there before any is read
+    with _opened(model) as (vocabulary, corpus, _):
+        for documents in sources:
+            chosen = name or documents.path.resolve().name
+            check_name(chosen)
+            ids = _encoded(documents, vocabulary, corpus, budget_bytes)
+            added = corpus.add(chosen, str(documents.path.resolve()), ids, budget_bytes)
+            if documents.left_out:
+                note(f"left out: {_reasons(documents)}")
+            click.echo(f"added: {_described(added)}")
+    return 0
+
+
+@command.command("ls")
+@_MODEL
+def ls(model: str | None) -> int:
+    """List the texts, what they take of the budget, and how much was learnt."""
+    with _opened(model) as (_, corpus, learnt):
+        texts = corpus.texts()
+        table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+        for heading in ("name", "tokens", "files", "MiB", "added", "from"):
+            table.add_column(heading, justify="right" if heading in ("tokens", "files", "MiB") else "left")
+        for text in texts:
+            added = datetime.fromtimestamp(text.added_s, UTC).date().isoformat()
+            row = text.name, str(text.num_tokens), str(text.num_documents), f"{text.num_bytes / _MIB:.1f}", added
+            table.add_row(*row, text.source)
+        if texts:
+            Console(highlight=False, markup=False).print(table)
+        total = sum(text.num_bytes for text in texts)
+        click.echo(f"corpus: {total / _MIB:.1f} of {corpus.budget_bytes() / _MIB:.0f} MiB, {corpus.path}")
+        kept = learnt.kept()
+        click.echo(f"learnt: {kept.num_tokens} tokens of {kept.num_answers} answers, {learnt.path}")
+    return 0
+
+
+@command.command("rm")
+@click.argument("names", nargs=-1, metavar="[NAME...]")
+@_MODEL
+@click.option("--all", "everything", is_flag=True, help="All texts, damaged or not.")
+@click.option("--learnt", is_flag=True, help="What was learnt from earlier answers.")
+def rm(names: tuple[str, ...], model: str | None, everything: bool, learnt: bool) -> int:
+    """Remove texts by name, or all of them, or what was learnt."""
+    if bool(names) + everything + learnt != 1:
+        raise ConfigError("say what to remove: names as corpus ls shows them, or --all, or --learnt")
+    with _opened(model) as (_, corpus, answers):
+        for name in names:
+            click.echo(f"removed: {_described(corpus.remove(name))}")
+        if everything or learnt:
+            store: Corpus | LearntTexts = corpus if everything else answers
+            click.echo(f"removed: {store.path}" if store.clear() else f"there was nothing: {store.path}")
+    return 0
+
+
+@contextmanager
+def _opened(model: str | None) -> Iterator[tuple[Vocabulary, Corpus, LearntTexts]]:
+    """The vocabulary of `model` and what is kept in it."""
+    options = LoadOptions(**resolve({"model": model}).part("load"))
+    with open_vocabulary(options) as (_, vocabulary):
+        yield vocabulary, Corpus(vocabulary_key(vocabulary), vocabulary.size), learnt_texts(vocabulary)
+
+
+def _encoded(documents: Documents, vocabulary: Vocabulary, corpus: Corpus, budget_bytes: int | None) -> list[TokenIds]:
+    """The token ids of each document. Raises ConfigError when there is none, or as soon as the budget is exceeded."""
+    name = str(documents.path.resolve())
+    others = [text for text in corpus.texts() if text.source != name]
+    found: list[TokenIds] = []
+    num_tokens = 0
+    for _, text in documents:
+        found.append(np.array(vocabulary.encode(text), np.int32))
+        num_tokens += found[-1].size + 1
+        so_far = CorpusText("", name, 0.0, len(found), num_tokens)
+        check_budget(so_far, others, budget_bytes or corpus.budget_bytes())
+    if not found:
+        raise ConfigError(f"{documents.path} holds no text ({_reasons(documents)}): give a folder that does")
+    return found
+
+
+def _reasons(documents: Documents) -> str:
+    counts = sorted(documents.left_out.items())
+    return ", ".join(f"{count} {'file' if count == 1 else 'files'}: {reason}" for reason, count in counts) or "empty"
+
+
+def _described(text: CorpusText) -> str:
+    return f"{text.name}, {text.num_tokens} tokens of {text.num_documents} files, {text.num_bytes / _MIB:.1f} MiB"

@@ -1,0 +1,68 @@
+"""Where the end of a growing text stands in a corpus, and what mostly followed there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from edgespec.texts.index import DEPTH, END_OF_TEXT, LONGEST_MATCH, Span, SuffixIndex
+
+Continuation = tuple[int, float, int]
+"""A token, its share of what followed, and how many places it was judged by."""
+
+
+class CorpusMatch:
+    """The longest end of a text that occurs in `index`, kept up to date token by token."""
+
+    def __init__(self, index: SuffixIndex) -> None:
+        self._index = index
+        self._span: Span | None = None
+        self._num_seen = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of the match; 0 without one."""
+        return 0 if self._span is None else self._span.length
+
+    @property
+    def bytes_used(self) -> int:
+        return self._index.bytes_used
+
+    def restart(self) -> None:
+        """Another text begins."""
+        self._span, self._num_seen = None, 0
+
+    def follow(self, token_ids: Sequence[int]) -> None:
+        """The text is `token_ids` now: what it was before, and more."""
+        num_new = len(token_ids) - self._num_seen
+        self._num_seen = len(token_ids)
+        if num_new > LONGEST_MATCH:
+            self._span = self._index.longest_end(token_ids[-LONGEST_MATCH:])
+            return
+        for end in range(len(token_ids) - num_new + 1, len(token_ids) + 1):
+            self._span = self._longer(token_ids[end - 1]) or self._found_anew(token_ids, end)
+
+    def _longer(self, token_id: int) -> Span | None:
+        """The match with one more token behind it."""
+        span = self._span
+        return None if span is None or span.length >= LONGEST_MATCH else self._index.narrowed(span, token_id)
+
+    def _found_anew(self, token_ids: Sequence[int], end: int) -> Span | None:
+        """The match of the first `end` tokens, no longer than the one before; an overlong one grows again from half."""
+        most = LONGEST_MATCH // 2 if self.length == LONGEST_MATCH else max(self.length, 1)
+        return self._index.longest_end(token_ids[max(end - most, 0) : end], most)
+
+    def continued(self, most: int) -> list[Continuation]:
+        """Up to `most` tokens that mostly follow, each after those before it."""
+        index, span = self._index, self._span
+        found: list[Continuation] = []
+        while span is not None and len(found) < most:
+            places = span.high - span.low
+            if places == 1 or span.length >= DEPTH:
+                found += [(token_id, 1.0, 1) for token_id in index.copied(span, most - len(found))]
+                break
+            token_id, share = index.next_token(span)
+            if token_id == END_OF_TEXT:
+                break
+            found.append((token_id, share, places))
+            span = index.narrowed(span, token_id)
+        return found
