@@ -100,7 +100,7 @@ def test_auto_takes_trees_where_rows_are_cheap_and_only_there(
     if rule == "coupled":
         assert found == [event.token_id for event in autoregressive(runs[1])]
     if row_s == 0.6 or rule == "block":
-        assert controller.branched <= 1
+        assert controller.branched <= 5, "a few to find out, of hundreds of rounds"
     elif rule == "coupled":
         assert controller.branched > 5
 

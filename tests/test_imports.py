@@ -36,8 +36,10 @@ ENGINES_MAY_USE = {"errors", "types", "tokenizer", "engines"}
 DRAFTERS_MAY_USE = {"errors", "types", "tokenizer", "sampling", "noise"}
 BASES = {"engines.base", "engines.sequence", "drafters.base"}
 # data structures; what several draft with; the engine and cache that two of them share
-SHARED_BY_DRAFTERS = {"drafters.automaton", "drafters.corpus", "drafters.counts", "texts.index"}
-SHARED_BY_DRAFTERS |= {"drafters.candidates", "drafters.model"}
+SHARED_BY_DRAFTERS = {
+    *("drafters.automaton", "drafters.corpus", "drafters.counts", "texts.index"),
+    *("drafters.candidates", "drafters.model"),
+}
 KEPT = {"engines.measurements"}  # where what was measured of a machine is kept; it knows no engine
 HEAVY = {"torch", "tokenizers", "gguf", "safetensors", "transformers"}
 
