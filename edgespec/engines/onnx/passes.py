@@ -169,8 +169,8 @@ class SharedPasses(Passes):
             binding.bind_ortvalue_input(entry.past, buffer)
             binding.bind_ortvalue_output(entry.present, buffer)
         if LOGITS in self._graph.outputs:
-            shape: tuple[int, ...] = (1, count, self._graph.vocabulary_size)
-            binding.bind_output(LOGITS, "cpu", 0, np.float32, shape, self.logits.ctypes.data)
+            wanted = 1, count, self._graph.vocabulary_size
+            binding.bind_output(LOGITS, "cpu", 0, np.float32, wanted, self.logits.ctypes.data)
         if HIDDEN in self._graph.outputs:
             shape = (1, width, self._hidden.shape[1])
             binding.bind_output(HIDDEN, "cpu", 0, np.float32, shape, self._hidden.ctypes.data)
