@@ -8,14 +8,14 @@ from typing import Literal
 
 from edgespec.errors import ConfigError
 
-DrafterName = Literal["auto", "none", "model", "ngram", "suffix", "cache", "hybrid"]
+DrafterName = Literal["auto", "none", "model", "tree", "ngram", "suffix", "cache", "lookahead", "hybrid"]
 DraftLength = int | Literal["auto"]
 DraftTemperature = float | Literal["auto"]
 RuleName = Literal["coupled", "rejection", "block", "typical"]
 EngineName = Literal["auto", "llamacpp", "onnx"]
 ProviderName = Literal["auto", "cpu", "cuda", "dml", "webgpu"]
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "int8"]
-DRAFTERS: tuple[DrafterName, ...] = ("auto", "none", "model", "ngram", "suffix", "cache", "hybrid")
+DRAFTERS: tuple[DrafterName, ...] = ("auto", "none", "model", "tree", "ngram", "suffix", "cache", "lookahead", "hybrid")
 RULES: tuple[RuleName, ...] = ("coupled", "rejection", "block", "typical")
 ENGINES: tuple[EngineName, ...] = ("auto", "llamacpp", "onnx")
 PROVIDERS: tuple[ProviderName, ...] = ("auto", "cpu", "cuda", "dml", "webgpu")

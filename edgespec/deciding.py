@@ -19,8 +19,11 @@ from edgespec.control.measure import cost_key, draft_cost, remember_curve, remem
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.cache import CacheDrafter
 from edgespec.drafters.hybrid import HybridDrafter
+from edgespec.drafters.lookahead import LookaheadDrafter
+from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.suffix import SuffixDrafter
+from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.base import Engine
 from edgespec.engines.measurements import key_of, recall, remember
 from edgespec.engines.sequence import CachedSequence
@@ -53,6 +56,9 @@ FREE_DRAFTERS: dict[DrafterName, Callable[[LoadOptions, Vocabulary], Drafter]] =
 COPYING: tuple[DrafterName, ...] = ("suffix", "ngram")  # what a hybrid has before its draft model
 # Left to be asked for: beside its parts a hybrid gains nothing in `auto`, which chooses between them by the round.
 BY_NAME_ONLY = frozenset({"hybrid"})
+MANY_ROWS: tuple[DrafterName, ...] = ("tree", "lookahead")
+# A second choice seldom stands with more than a tenth: a row that costs more of a plain pass is not worth verifying.
+_ROWS, _CHEAP_ROW = 9, 0.1
 
 
 class Deciders:
@@ -86,20 +92,37 @@ class Deciders:
         """The controller of one choice of drafters; what it learns serves all later generations."""
         found = self._automatic.get(name)
         if found is None:
-            names: list[DrafterName] = [*FREE_DRAFTERS, *self.drafters] if name == "auto" else [name]
-            joining = [each for each in names if name != "auto" or each not in BY_NAME_ONLY]
-            drafters: dict[str, Drafter] = {each: self.drafter(each) for each in joining}
+            names = self._automatic_names() if name == "auto" else [name]
+            drafters: dict[str, Drafter] = {each: self.drafter(each) for each in names}
             found = AutoController(drafters, self.cost_curve, self.draft_costs, self._options.never_slower)
             found.restore(recall("learnt", self._learnt_key(name)))
             self._automatic[name] = found
         return found
 
+    def _automatic_names(self) -> list[DrafterName]:
+        """All drafters of this pair, those that need many rows only where a row costs next to nothing.
+
+        Where it does cost something they could never be chosen, and asking them now and then would cost time.
+        """
+        names = [
+            name for name in (*FREE_DRAFTERS, *self.drafters) if name not in MANY_ROWS and name not in BY_NAME_ONLY
+        ]
+        row_s = (self.cost_curve.at(_ROWS) - self.cost_curve.at(1)) / (_ROWS - 1)
+        if self._target.engine.most_branches and row_s < _CHEAP_ROW * self.cost_curve.at(1):
+            names += [name for name in MANY_ROWS if name != "tree" or "model" in self.drafters]
+        return names
+
     def drafter(self, name: DrafterName) -> Drafter:
         """Raises CapabilityError for one that this pair has not got."""
         if name in FREE_DRAFTERS:
             return self.drafters.setdefault(name, self._free(name))
-        if name == "hybrid" and "model" in self.drafters:
-            return self.drafters.setdefault(name, HybridDrafter(list(map(self._free, COPYING)), self.drafters["model"]))
+        if name == "lookahead":
+            return self.drafters.setdefault(name, LookaheadDrafter())
+        model = self.drafters.get("model")
+        if name == "tree" and isinstance(model, ModelDrafter):
+            return self.drafters.setdefault(name, TreeDrafter(model))
+        if name == "hybrid" and model is not None:
+            return self.drafters.setdefault(name, HybridDrafter(list(map(self._free, COPYING)), model))
         if name not in self.drafters:
             raise CapabilityError(
                 f"drafter {name!r} needs a draft model and {self._pair.name!r} was loaded without one: give "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 import numpy as np
@@ -21,7 +21,7 @@ from edgespec.errors import Cancelled, PromptError
 from edgespec.sampling import Sampler
 from edgespec.stopping import StopRules, TextStream
 from edgespec.types import Distribution, Draft, Logits, RoundRecord, Stats, TokenEvent, TokenIds, Verdict
-from edgespec.verify import COMPARING, Rule, TargetAt
+from edgespec.verify import CHAINS_ONLY, COMPARING, Rule, TargetAt
 
 
 @dataclass(slots=True)
@@ -143,7 +143,7 @@ def speculative(run: Run, controller: Controller, rule: Rule) -> Generator[Token
                 return
             context_ids = run.target.with_pending(pending_id)
             position = context_ids.size
-            proposal, draft_s = _propose(run, controller, context_ids, needs_distributions=rule in COMPARING)
+            proposal, draft_s = _propose(run, controller, context_ids, rule)
             draft = proposal.draft
             logits, verify_s = _score(run, pending_id, draft)
             started_s = perf_counter()
@@ -162,9 +162,7 @@ def speculative(run: Run, controller: Controller, rule: Rule) -> Generator[Token
             yield from run.emit(pending_id, position, logits[row])
 
 
-def _propose(
-    run: Run, controller: Controller, context_ids: TokenIds, *, needs_distributions: bool
-) -> tuple[Proposal, float]:
+def _propose(run: Run, controller: Controller, context_ids: TokenIds, rule: Rule) -> tuple[Proposal, float]:
     """The round's draft and the seconds it took; never longer than what may still be emitted, cached or scored."""
     most = min(run.target.engine.widest_pass - 1, run.target.room - 1)
     if run.stop.max_tokens is not None:
@@ -172,7 +170,9 @@ def _propose(
     if most <= 0:
         return NOTHING, 0.0
     started_s = perf_counter()
-    proposal = controller.propose(DraftRequest(context_ids, most, run.sampler, needs_distributions))
+    branches = 0 if rule in CHAINS_ONLY else run.target.engine.most_branches
+    request = DraftRequest(context_ids, most, run.sampler, rule in COMPARING, max_branches=branches)
+    proposal = controller.propose(request)
     return proposal, perf_counter() - started_s
 
 
@@ -185,9 +185,10 @@ def _score(run: Run, pending_id: int, draft: Draft) -> tuple[Logits, float]:
 def _judge(run: Run, rule: Rule, draft: Draft, context_ids: TokenIds, logits: Logits) -> Verdict:
     """What the rule says; without a draft there is nothing to judge: the choice is that of plain decoding."""
     position = context_ids.size
-    if draft.num_tokens:
-        return rule(draft, _target_at(run, draft, context_ids, logits), run.sampler, position)
-    return Verdict((), run.sampler.pick(run.sampler.distribution(logits[0], context_ids), position))
+    if not draft.num_tokens:
+        return Verdict((), run.sampler.pick(run.sampler.distribution(logits[0], context_ids), position))
+    verdict = rule(draft, _target_at(run, draft, context_ids, logits), run.sampler, position)
+    return replace(verdict, row_choices=tuple(logits.argmax(axis=1).tolist())) if draft.wants_rows else verdict
 
 
 def _target_at(run: Run, draft: Draft, context_ids: TokenIds, logits: Logits) -> TargetAt:

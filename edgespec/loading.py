@@ -19,6 +19,7 @@ from edgespec.models import resolve
 from edgespec.prompts import PROMPTS
 from edgespec.tokenizer import Vocabulary, check_same_vocabulary
 
+NEED_A_DRAFT = frozenset({"model", "tree", "hybrid"})
 LEAST_OVERLAP = 0.5  # of the tokens of a text, that a draft with another vocabulary must have
 
 
@@ -29,7 +30,7 @@ def open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterNa
     when what was demanded is not possible, ConfigError for options that do not fit the engine.
     """
     pair = resolve(options.model, options.draft, options.engine)
-    wants_draft = options.drafter in ("model", "hybrid") or (options.drafter == "auto" and pair.draft is not None)
+    wants_draft = options.drafter in NEED_A_DRAFT or (options.drafter == "auto" and pair.draft is not None)
     if wants_draft and pair.draft is None:
         raise CapabilityError(
             f"drafter {options.drafter!r} needs a draft model and {pair.name!r} has none: give -md/--model-draft "

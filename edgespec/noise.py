@@ -42,18 +42,19 @@ class Noise:
     def __init__(self, seed: int) -> None:
         self._key = _mix(seed & _MASK)
 
-    def _counter(self, stream: Stream, position: int) -> int:
-        return _mix(_mix(self._key ^ (int(stream) * _GOLDEN & _MASK)) ^ position)
+    def _counter(self, stream: Stream, position: int, index: int) -> int:
+        counter = _mix(_mix(self._key ^ (int(stream) * _GOLDEN & _MASK)) ^ position)
+        return _mix(counter ^ _mix(index)) if index else counter
 
-    def uniform(self, stream: Stream, position: int) -> float:
-        """One number in (0, 1)."""
-        return ((_mix(self._counter(stream, position)) >> 11) + 0.5) * 2.0**-53
+    def uniform(self, stream: Stream, position: int, index: int = 0) -> float:
+        """One number in (0, 1); `index` tells the draws of one position apart."""
+        return ((_mix(self._counter(stream, position, index)) >> 11) + 0.5) * 2.0**-53
 
-    def exponential(self, stream: Stream, position: int, token_ids: TokenIds) -> NDArray[np.float64]:
-        """Exp(1) draws [m], one per token id [m]; the same id at the same position always gets the same draw."""
+    def exponential(self, stream: Stream, position: int, token_ids: TokenIds, index: int = 0) -> NDArray[np.float64]:
+        """Exp(1) draws [m], one per token id [m]; the same id at the same position and index always gets the same."""
         x = token_ids.astype(np.uint64)
         x *= _FACTORS[2]
-        x += np.uint64(self._counter(stream, position))
+        x += np.uint64(self._counter(stream, position, index))
         x ^= x >> _SHIFTS[0]
         x *= _FACTORS[0]
         x ^= x >> _SHIFTS[1]

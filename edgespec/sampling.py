@@ -103,7 +103,9 @@ class Sampler:
         """Sample by exponential races: argmin of noise / prob (Gumbel coupling, arXiv 2408.07978, eq. 4)."""
         return self.race(distribution, position, stream)[0]
 
-    def race(self, distribution: Distribution, position: int, stream: Stream = Stream.TARGET) -> tuple[int, float]:
+    def race(
+        self, distribution: Distribution, position: int, stream: Stream = Stream.TARGET, index: int = 0
+    ) -> tuple[int, float]:
         """(the token that `pick` gives, the logarithm by which it came in before the second).
 
         With the same noise another distribution picks the same token unless it differs by that much; inf: no second.
@@ -111,14 +113,33 @@ class Sampler:
         token_ids, probs = distribution
         if token_ids.size == 1:
             return int(token_ids[0]), math.inf
-        times = self.noise.exponential(stream, position, token_ids) / probs
+        times = self.noise.exponential(stream, position, token_ids, index) / probs
         first = times.argmin()
         first_time, times[first] = times[first], math.inf
         return int(token_ids[first]), math.log(times.min() / first_time)
 
-    def accept(self, probability: float, position: int) -> bool:
-        """True with `probability`."""
-        return self.noise.uniform(Stream.ACCEPT, position) < probability
+    def ranked(
+        self, distribution: Distribution, position: int, stream: Stream = Stream.TARGET, index: int = 0
+    ) -> tuple[Distribution, NDArray[np.float64]]:
+        """The race of `pick` run to its end: the tokens in the order of arrival, and when each arrived [n].
+
+        Taking the first k of them is sampling k without replacement (Kool et al. 2019, arXiv 1903.06059, section 3).
+        """
+        token_ids, probs = distribution
+        times = self.noise.exponential(stream, position, token_ids, index) / probs
+        order = times.argsort(kind="stable")
+        return Distribution(token_ids[order], probs[order]), times[order]
+
+    def likeliest(self, logits: Logits, history: TokenIds, count: int) -> Distribution:
+        """The `count` likeliest tokens, descending, at temperature 1 and among themselves, whatever is truncated."""
+        row = self._adjusted(logits, history) if self._adjusts else logits
+        token_ids = top_ids(row, count)
+        weights = np.exp(row[token_ids].astype(np.float64) - float(row[token_ids[0]]))
+        return Distribution(token_ids, weights / weights.sum())
+
+    def accept(self, probability: float, position: int, attempt: int = 0) -> bool:
+        """True with `probability`; the attempts of one position are independent."""
+        return self.noise.uniform(Stream.ACCEPT, position, attempt) < probability
 
     def log_prob(self, logits: Logits, token_id: int) -> float:
         """Natural log probability of a token under softmax of one untouched logits row [vocabulary]."""

@@ -76,7 +76,8 @@ class Draft:
     `token_ids` [n]; `parents` [n], index of the parent node or -1 for a child of the pending token;
     `confidences` [n], the estimated probability that a node is accepted given that its parent was;
     `distributions`, one per node: what the node was sampled from, or None for a deterministic proposal;
-    `evidence`, one per node: what the confidences are to be estimated from, or None when there is nothing to go by.
+    `evidence`, one per node: what the confidences are to be estimated from, or None when there is nothing to go by;
+    `wants_rows`: its drafter learns from what the target would choose after every row, refused ones included.
     """
 
     token_ids: TokenIds
@@ -84,6 +85,7 @@ class Draft:
     confidences: NDArray[np.float32]
     distributions: tuple[Distribution, ...] | None = None
     evidence: tuple[Evidence, ...] | None = None
+    wants_rows: bool = False
 
     def __post_init__(self) -> None:
         sizes = {self.token_ids.size, self.parents.size, self.confidences.size}
@@ -119,6 +121,7 @@ class Draft:
             self.confidences[:count],
             None if self.distributions is None else self.distributions[:count],
             None if self.evidence is None else self.evidence[:count],
+            self.wants_rows,
         )
 
     @property
@@ -128,6 +131,25 @@ class Draft:
     @property
     def is_chain(self) -> bool:
         return self.parents.tolist() == list(range(-1, self.parents.size - 1))
+
+    @property
+    def main_chain(self) -> Draft:
+        """The first branch, which is listed first: the whole draft when it has no other."""
+        parents = self.parents.tolist()
+        length = next((node for node, parent in enumerate(parents) if parent != node - 1), len(parents))
+        return self if length == len(parents) else self.first(length)
+
+    def depths(self) -> list[int]:
+        """How many of the draft's nodes stand before each node on its path."""
+        found: list[int] = []
+        for parent in self.parents.tolist():
+            found.append(0 if parent == NO_PARENT else found[parent] + 1)
+        return found
+
+    def children_of(self, node: int) -> list[int]:
+        """The nodes below `node` (-1: below the pending token), in the order in which they were proposed."""
+        found: list[int] = np.flatnonzero(self.parents == node).tolist()
+        return found
 
     def child_of(self, node: int, token_id: int) -> int | None:
         """The node below `node` (-1: below the pending token) that proposes `token_id`."""
@@ -140,10 +162,14 @@ EMPTY_DRAFT = Draft.chain([])
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the target made of one draft: the accepted path of nodes, then one token of the target's own."""
+    """What the target made of one draft: the accepted path of nodes, then one token of the target's own.
+
+    `row_choices`, for a draft that wants them: the likeliest token after the pending one and after each node.
+    """
 
     accepted_nodes: tuple[int, ...]
     next_token_id: int
+    row_choices: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

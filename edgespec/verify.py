@@ -30,7 +30,7 @@ class Choices(Protocol):
 
     def pick(self, distribution: Distribution, position: int, stream: Stream = ...) -> int: ...
 
-    def accept(self, probability: float, position: int) -> bool: ...
+    def accept(self, probability: float, position: int, attempt: int = ...) -> bool: ...
 
 
 Rule = Callable[[Draft, TargetAt, Choices, int], Verdict]
@@ -53,25 +53,28 @@ def coupled(draft: Draft, target_at: TargetAt, choices: Choices, position: int) 
 
 
 def rejection(draft: Draft, target_at: TargetAt, choices: Choices, position: int) -> Verdict:
-    """Speculative sampling of a chain (Leviathan 2211.17192 alg. 1; Chen 2302.01318 alg. 2).
+    """Speculative sampling (Leviathan 2211.17192 alg. 1; Chen 2302.01318 alg. 2), of trees by recursion.
 
-    Accept x with probability min(1, p(x)/q(x)); after a rejection sample from max(p - q, 0) normalised, after a full
-    accept from p. A deterministic draft has q = 1 at its token. Raises CapabilityError for a tree with branches.
+    The children of a node are tried in the order in which they were drawn (SpecInfer 2305.09781, alg. 2; Sequoia
+    2402.12374, alg. 2). With r_1 = p, child i stands with probability min(1, r_i(x_i)/q_i(x_i)), and after its refusal
+    r_(i+1) is max(r_i - q_i, 0) normalised; when none stands the next token is drawn from what is left, below a node
+    without children from p. q_i is what child i was drawn from given the ones before it, so children drawn without
+    replacement come with distributions that lack the earlier ones; a deterministic proposal has q = 1 at its token.
     """
-    if not draft.is_chain:
-        raise CapabilityError("the rejection rule takes chains only; use --verify coupled for a draft with branches")
+    node = ROOT
     path: tuple[int, ...] = ()
-    for node in range(draft.num_tokens):
-        target = target_at(node - 1, path)
-        token_id = int(draft.token_ids[node])
-        proposed = _proposed(draft, node)
-        ratio = target.prob_of(token_id) / proposed.prob_of(token_id)
-        if not choices.accept(ratio, position + node):
-            remainder = residual(target, proposed)
-            return Verdict(path, choices.pick(remainder, position + node, Stream.RESIDUAL))
-        path = (*path, node)
-    bonus = choices.pick(target_at(draft.num_tokens - 1, path), position + draft.num_tokens, Stream.RESIDUAL)
-    return Verdict(path, bonus)
+    while True:
+        remainder, accepted = target_at(node, path), None
+        for attempt, child in enumerate(draft.children_of(node)):
+            token_id, proposed = int(draft.token_ids[child]), _proposed(draft, child)
+            ratio = remainder.prob_of(token_id) / proposed.prob_of(token_id)
+            if choices.accept(ratio, position + len(path), attempt):
+                accepted = child
+                break
+            remainder = residual(remainder, proposed)
+        if accepted is None:
+            return Verdict(path, choices.pick(remainder, position + len(path), Stream.RESIDUAL))
+        node, path = accepted, (*path, accepted)
 
 
 def block(draft: Draft, target_at: TargetAt, choices: Choices, position: int) -> Verdict:
@@ -81,10 +84,13 @@ def block(draft: Draft, target_at: TargetAt, choices: Choices, position: int) ->
     Z_i / (Z_i + 1 - p_i), Z_i the sum of max(p_i p - q, 0) at the next token, and p_n for the whole draft; the longest
     candidate stands, so a failure is no end. The token after it is drawn from max(p_i p - q, 0) normalised, or from p.
     Where the draft ends may depend on its tokens, one after which it might have ended included. Raises CapabilityError
-    for a tree with branches.
+    for a tree with branches: what a sibling leaves over of p would depend on how far the block before it reached.
     """
     if not draft.is_chain:
-        raise CapabilityError("the block rule takes chains only; use --verify coupled for a draft with branches")
+        raise CapabilityError(
+            "the block rule judges a draft as one chain and was given a tree; use --verify coupled or rejection for "
+            "a drafter with branches, or a drafter without"
+        )
     reach: Any = 1
     target = target_at(ROOT, ())
     kept, remainder = 0, target
@@ -100,7 +106,8 @@ def block(draft: Draft, target_at: TargetAt, choices: Choices, position: int) ->
         excess = 0 if is_last else _excess(target, _proposed(draft, node + 1), reach).sum()
         # reach 1 without excess: target and draft agree on what follows, and the prefix stands for certain
         chance = reach if is_last or not excess + 1 - reach else excess / (excess + 1 - reach)
-        if choices.accept(chance, position + node):
+        # a later round may judge this position anew, and what was seen of this draw decided that it does
+        if choices.accept(chance, position + node, node):
             kept = node + 1
             remainder = target if is_last else residual(target, _proposed(draft, node + 1), reach)
     return Verdict(tuple(range(kept)), choices.pick(remainder, position + kept, Stream.RESIDUAL))
@@ -118,8 +125,7 @@ def typical(draft: Draft, target_at: TargetAt, choices: Choices, position: int) 
         target = target_at(node, path)
         entropy = -float((target.probs * np.log(target.probs)).sum())
         threshold = min(_TYPICAL_PROBABILITY, _TYPICAL_SHARE * math.exp(-entropy))
-        children = np.flatnonzero(draft.parents == node).tolist()
-        likely = [(target.prob_of(int(draft.token_ids[child])), -child) for child in children]
+        likely = [(target.prob_of(int(draft.token_ids[child])), -child) for child in draft.children_of(node)]
         probability, child = max(likely, default=(0.0, 0))
         if probability <= threshold:
             return Verdict(path, choices.pick(target, position + len(path)))
@@ -161,4 +167,5 @@ def _probs_at(distribution: Distribution, token_ids: TokenIds) -> NDArray[Any]:
 
 RULES: dict[str, Rule] = {"coupled": coupled, "rejection": rejection, "block": block, "typical": typical}
 COMPARING = frozenset({rejection, block})  # rules that need the distribution that a token was drafted from
+CHAINS_ONLY = frozenset({block})
 LOSSY = frozenset({"typical"})

@@ -35,7 +35,7 @@ class Enumerator:
     def pick(self, distribution: Distribution, position: int, stream: Stream = Stream.TARGET) -> int:
         return int(distribution.token_ids[self._choose(list(distribution.probs))])
 
-    def accept(self, probability: Fraction, position: int) -> bool:
+    def accept(self, probability: Fraction, position: int, attempt: int = 0) -> bool:
         chance = min(Fraction(1), Fraction(probability))
         return self._choose([chance, 1 - chance]) == 0
 

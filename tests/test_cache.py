@@ -83,7 +83,7 @@ def test_growing_counts_keep_the_majority_of_what_followed() -> None:
 def test_keys_are_those_of_the_latest_tokens_whatever_stands_before() -> None:
     assert keys_of([9, 9, 1, 2, 3, 4, 5, 6])[0] == keys_of([1, 2, 3, 4, 5, 6])[0]
     assert len(keys_of([1, 2, 3, 4, 5, 6])) == len(SIZES)
-    assert keys_of([1]) == [] and len(keys_of([1, 2])) == 1
+    assert keys_of([]) == [] and [len(keys_of(range(size))) for size in (1, 2, 3, 4, 5, 9)] == [1, 2, 3, 3, 4, 4]
     assert len(set(keys_of([0, 0, 0, 0, 0, 0]))) == len(SIZES)
 
 
@@ -102,7 +102,7 @@ def test_a_draft_ends_where_nothing_is_known_or_too_little_is_sure() -> None:
     drafter.begin(array(9))
     assert drafted(drafter, [9, 1, 2]) == [3, 4]
     assert drafted(drafter, [9, 1, 2], 1) == [3] and drafted(drafter, [9, 1, 2], 0) == []
-    assert drafted(drafter, [9, 1, 2, 9, 9]) == []
+    assert drafted(drafter, [9, 1, 2, 8, 7]) == []
     torn = [array(1, 2, 10 + i, 1, 2) for i in range(40)]
     drafter = CacheDrafter(100, torn)
     drafter.begin(array(9))
@@ -143,7 +143,7 @@ def test_memory_is_bounded_and_told() -> None:
     table = CountTable([np.array(ids, np.int32)])
     drafter = CacheDrafter(50_000, [np.array(ids, np.int32)])
     assert drafter.bytes_used == table.bytes_used
-    assert 20_000 * 4 * 20 <= table.bytes_used <= 20_000 * 4 * 21 + (1 << 19)
+    assert 20_000 * 3 * 20 <= table.bytes_used <= 20_000 * 4 * 21 + (1 << 19)
 
 
 def test_a_vocabulary_that_does_not_fit_the_keys_is_refused() -> None:

@@ -35,8 +35,10 @@ RANKS = {
 ENGINES_MAY_USE = {"errors", "types", "tokenizer", "engines"}
 DRAFTERS_MAY_USE = {"errors", "types", "tokenizer", "sampling", "noise"}
 BASES = {"engines.base", "engines.sequence", "drafters.base"}
-SHARED_BY_DRAFTERS = {  # data structures, and what several may build on
-    *("drafters.automaton", "drafters.corpus", "drafters.counts", "drafters.temperature", "texts.index"),
+# data structures; what several draft with; the engine and cache that two of them share
+SHARED_BY_DRAFTERS = {
+    *("drafters.automaton", "drafters.corpus", "drafters.counts", "texts.index"),
+    *("drafters.candidates", "drafters.model", "drafters.temperature"),
 }
 KEPT = {"engines.measurements"}  # where what was measured of a machine is kept; it knows no engine
 HEAVY = {"torch", "tokenizers", "gguf", "safetensors", "transformers"}

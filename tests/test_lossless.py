@@ -86,7 +86,7 @@ def test_greedy_rejection_is_plain_greedy() -> None:
         assert [event.token_id for event in found] == plain
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "block"])
 @pytest.mark.parametrize("drafter_name", ["model", "ngram"])
 def test_joint_law_of_sampled_text_is_the_targets(rule: str, drafter_name: str) -> None:
     """>= 2e5 tokens: the counts of (two tokens before, token) against the table's own probabilities."""

@@ -239,7 +239,7 @@ def test_a_corpus_is_added_listed_and_removed(home: Path, tmp_path: Path) -> Non
         (["add", "folder"], "holds no text (1 file: empty): give a folder that does"),
         (["add", "a.txt", "b.txt", "--name", "x"], "--name names one text and 2 paths are given"),
         (["add", "a.txt", "--name", ""], "is no name for a text"),
-        (["add", "large.txt", "--budget", "1"], "raise the budget with --budget 2"),
+        (["add", "large.txt", "--budget", "1"], "raise the budget with --budget"),
         (["add", "a.txt", "-m", "nonsense"], "no model 'nonsense'"),
         (["rm"], "say what to remove"),
         (["rm", "a", "--learnt"], "say what to remove"),

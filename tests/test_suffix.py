@@ -12,6 +12,8 @@ from edgespec.drafters.automaton import SuffixAutomaton
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.suffix import SuffixDrafter
 from edgespec.sampling import Sampler, Sampling
+from edgespec.texts.corpus import joined
+from edgespec.texts.index import SuffixIndex
 
 
 def longest_earlier_suffix(ids: list[int]) -> int:
@@ -101,3 +103,31 @@ def test_another_text_starts_afresh_and_the_same_one_goes_on() -> None:
     assert drafter._automaton is automaton
     drafter.begin(np.array([1, 2, 3, 5, 6], np.int32))
     assert drafted(drafter, [1, 2, 3, 5, 6, 3])[:1] == [5]
+
+
+def test_of_very_many_continuations_the_common_and_the_latest_are_looked_at() -> None:
+    ids = [token for i in range(5, 300) for token in (1, 2, 1, i)] + [1, 500, 1]
+    automaton = SuffixAutomaton()
+    automaton.extend(ids)
+    state, length = automaton.match
+    while length > 1:
+        state, length = automaton.shorter(state)
+    found = {token_id: count for token_id, _, count in automaton.continuations(state)}
+    assert len(found) <= 32 and max(found, key=found.__getitem__) == 2 and 500 in found
+    assert automaton.occurrences(state) >= 295
+
+
+def test_the_corpus_is_copied_from_where_its_match_is_clearly_longer() -> None:
+    corpus = SuffixIndex.of(joined([np.array([11, 12, 13, 14, 15, 16], np.int32)]))
+    drafter = SuffixDrafter(corpus=corpus)
+    drafter.begin(np.array([14, 50, 51], np.int32))
+    assert drafted(drafter, [14, 50, 51, 14], 2) == [50, 51], "one token here, one there"
+    assert drafted(drafter, [14, 50, 51, 14, 13, 14], 2) == [50, 51], "one here, two there"
+    drafter.begin(np.array([14, 50, 51, 11], np.int32))
+    draft = drafter.draft(request([14, 50, 51, 11, 12, 13, 14]))
+    assert draft.token_ids.tolist() == [15, 16], "one here, four there"
+    assert draft.evidence is not None and [one[3] for one in draft.evidence] == [-1.0, -1.0]
+    assert drafted(drafter, [14, 50, 51, 11, 12, 13, 14, 99]) == []
+    assert drafter.bytes_used >= corpus.bytes_used
+    drafter.begin(np.array([7], np.int32))
+    assert drafted(drafter, [7, 12], 2) == [13, 14], "nothing here, one there"

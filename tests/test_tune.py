@@ -136,7 +136,7 @@ def test_the_best_setting_is_what_later_runs_use(target_path, draft_path, prompt
     best = [one for one in told["tried"] if one["tokens_per_second"] == told["tokens_per_second"]]
     assert any(one["drafter"] == told["settings"]["drafter"] for one in best)
     assert told["speedup"] > 0
-    assert {one["drafter"] for one in told["tried"]} == {"none", "ngram", "suffix", "model", "auto"}
+    assert {one["drafter"] for one in told["tried"]} == {"none", "ngram", "suffix", "cache", "model", "auto"}
 
     after = run("generate", *pair, "-p", "hello", "-n", "2")
     assert f"profile {path.stem}" in after.stderr

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from exact import Enumerator, Law, Prefix, assert_same_law, outcomes, random_law
 
-from edgespec.errors import CapabilityError
 from edgespec.noise import Stream
 from edgespec.sampling import Sampler, Sampling
 from edgespec.types import Distribution, Draft, Verdict
@@ -106,12 +105,6 @@ def test_rules_ask_only_for_rows_behind_accepted_ones() -> None:
         verdict = rule(Draft.chain([5, 4, 5]), lazy, Sampler(Sampling(), 10), 0)
         assert verdict == Verdict((0,), 5)
         assert asked == [-1, 0]
-
-
-def test_rejection_refuses_a_tree() -> None:
-    tree = Draft(np.array([1, 2], np.int32), np.array([-1, -1], np.int32), np.ones(2, np.float32))
-    with pytest.raises(CapabilityError, match="coupled"):
-        rejection(tree, lambda node, path: random_law(3, 0)(()), Enumerator([]), 0)
 
 
 def test_residual_of_equal_distributions_is_the_target() -> None:

@@ -58,7 +58,7 @@ def add(paths: tuple[Path, ...], model: str | None, name: str | None, budget: in
     sources = [Documents(path) for path in paths]  # all of them are there before any is read
     with _opened(model) as (vocabulary, corpus, _):
         for documents in sources:
-            chosen = name or documents.path.resolve().name
+            chosen = documents.path.resolve().name if name is None else name
             check_name(chosen)
             ids = _encoded(documents, vocabulary, corpus, budget_bytes)
             added = corpus.add(chosen, str(documents.path.resolve()), ids, budget_bytes)

@@ -16,6 +16,7 @@ import numpy as np
 
 from edgespec.control.bank import TimeBank
 from edgespec.control.base import NOTHING, Controller, Proposal
+from edgespec.control.branches import best_nodes
 from edgespec.control.cost import WIDEST, CostCurve, DraftCost, RoundCost
 from edgespec.control.kinds import Kinds, kind_of
 from edgespec.control.length import FORESIGHT, best_length, ceiling, forecast
@@ -163,7 +164,7 @@ class AutoController(Controller):
         net = {name: 0.5 * gain for name, gain in decided.gains.items() if not self.drafters[name].is_free}
         if proposal.drafter is not None:
             self.drafters[proposal.drafter].observe(proposal.draft, verdict)
-            self._states[proposal.drafter].learn(proposal.draft, record.accepted_tokens)
+            self._states[proposal.drafter].learn_verdict(proposal.draft, verdict)
             net[proposal.drafter] = num_tokens - 1 - rate * (round_s - reading_s - plain_s)
         elif decided.drafted is not None and decided.chosen is not None:
             net[decided.chosen] = -rate * (record.draft_s - reading_s)  # drafted, and not worth a wider pass
@@ -254,14 +255,16 @@ class AutoController(Controller):
             ahead = state.upcoming.chain(found[-1], min(most - count, FORESIGHT))
             return forecast(count, reach, ahead, pass_s, cost.token_s, rate, most)[0] > 0
 
-        draft, confidences = self._timed_draft(name, replace(request, max_tokens=most, worth_going_on=worth_going_on))
-        length, gain = best_length(confidences, pass_s, rate, most)
+        row_cost = rate * ((pass_s[most + 1] - plain_s) / most + cost.token_s)
+        asked = replace(request, max_tokens=most, worth_going_on=worth_going_on, row_cost=row_cost)
+        draft, confidences = self._timed_draft(name, asked)
+        length, gain = best_nodes(draft, confidences, pass_s, rate, most)
         assert self._round is not None
         gain -= rate * cost.of(draft.num_tokens, 0)
         self._round.is_promising = gain > 0
         state.asked(gain)
         if not length and draft.distributions is None:
-            self._shadows.add(Shadow(name, request.token_ids.size, draft, 0, self._round.gains, 0.0))
+            self._shadows.add(Shadow(name, request.token_ids.size, draft.main_chain, 0, self._round.gains, 0.0))
         if draft.distributions is not None:
             length = draft.num_tokens  # under the rejection rule a sampled token may not be dropped for what it is
         return Proposal(_kept(draft, confidences, length), name) if length else NOTHING
@@ -274,7 +277,7 @@ class AutoController(Controller):
         draft = drafter.draft(request)
         cost.observe(draft.num_tokens, lag, self._clock() - started_s)
         confidences = state.confidences(draft)
-        state.upcoming.observe_chain(confidences)
+        state.upcoming.observe_chain(confidences[: draft.main_chain.num_tokens])
         self._round.drafted, self._round.reading_s = draft, lag * cost.read_s
         return draft, confidences
 
@@ -308,10 +311,4 @@ class AutoController(Controller):
 
 def _kept(draft: Draft, confidences: list[float], length: int) -> Draft:
     """The first `length` tokens of a draft, with their confidences."""
-    return Draft(
-        draft.token_ids[:length],
-        draft.parents[:length],
-        np.array(confidences[:length], np.float32),
-        None if draft.distributions is None else draft.distributions[:length],
-        None if draft.evidence is None else draft.evidence[:length],
-    )
+    return replace(draft.first(length), confidences=np.array(confidences[:length], np.float32))

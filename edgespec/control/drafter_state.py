@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from edgespec.control.branches import outcomes
 from edgespec.control.confidence import BetaTable, Calibrator, Logistic, NextConfidence
 from edgespec.drafters.base import Drafter
-from edgespec.types import Draft
+from edgespec.types import Draft, Verdict
 
 _PROBE_EVERY, _PROBE_AT_MOST = 8, 32  # rounds between two probes of a paid drafter, doubling
 _WORTH_RATE = 0.05  # per round in which a drafter was asked, of what asking it is worth
@@ -31,12 +32,25 @@ class DrafterState:
 
     def confidences(self, draft: Draft) -> list[float]:
         """Calibrated, or the drafter's own where it gives no evidence."""
-        return self.calibrator.probabilities(draft.evidence) if draft.evidence else draft.confidences.tolist()
+        if not draft.evidence:
+            found: list[float] = draft.confidences.tolist()
+            return found
+        if draft.is_chain:
+            return self.calibrator.probabilities(draft.evidence)
+        return [self.calibrator.probability(*known) for known in zip(draft.depths(), draft.evidence, strict=True)]
 
     def learn(self, draft: Draft, accepted: int) -> None:
         """Of a chain, the first `accepted` tokens stood and the next one, if there is one, did not."""
         for index, evidence in enumerate((draft.evidence or ())[: accepted + 1]):
             self.calibrator.observe(index, evidence, accepted=index < accepted)
+
+    def learn_verdict(self, draft: Draft, verdict: Verdict) -> None:
+        """Of any draft, what became of the nodes whose parents stood."""
+        if draft.evidence is None or draft.is_chain:
+            self.learn(draft, len(verdict.accepted_nodes))
+            return
+        for node, depth, stood in outcomes(draft, verdict):
+            self.calibrator.observe(depth, draft.evidence[node], accepted=stood)
 
     def asked(self, gain: float) -> None:
         """A paid drafter was asked, and what it drafted promises `gain` tokens, net of the drafting."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 
 ROOT, NONE = 0, -1
 _COUNTED_LINKS = 24  # suffixes of each new token that are counted: longer walks happen in repetitive text only
+_LOOKED_AT = 32  # continuations of one state
 _BYTES_PER_STATE, _BYTES_PER_BRANCH = 20, 260
 
 
@@ -42,16 +44,28 @@ class SuffixAutomaton:
         state = self._link[state]
         return state, self._length[state]
 
+    def occurrences(self, state: int) -> int:
+        """How often the strings of `state` occurred; fewer than that in very repetitive text."""
+        return self._count[state]
+
     def extend(self, token_ids: Iterable[int]) -> None:
         """Append tokens to the text."""
         for token_id in token_ids:
             self._append(token_id)
 
     def continuations(self, state: int) -> Iterator[tuple[int, int, int]]:
-        """(token, state after it, how often it occurred) of all that ever followed the strings of `state`."""
+        """(token, state after it, how often it occurred) of what followed the strings of `state`.
+
+        Of many, which only short strings have, these are the first ones, since what is common comes early, and the
+        latest ones: a look at all of them would take the longer, the longer the text is.
+        """
         branches = self._branches.get(state)
         if branches is not None:
-            for token_id, following in branches.items():
+            found: Iterable[tuple[int, int]] = branches.items()
+            if len(branches) > _LOOKED_AT:
+                latest = islice(reversed(branches.items()), _LOOKED_AT // 2)
+                found = chain(islice(found, _LOOKED_AT // 2), latest)
+            for token_id, following in found:
                 yield token_id, following, self._count[following]
         elif self._only_token[state] != NONE:
             following = self._only_next[state]

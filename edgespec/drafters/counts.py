@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from edgespec.types import TokenIds
 
-SIZES = (6, 4, 3, 2)  # of n-grams, in tokens, the longest first
+SIZES = (5, 3, 2, 1)  # of n-grams, in tokens, the longest first
 _TOKEN_BITS = 22
 MAX_VOCABULARY = 1 << _TOKEN_BITS
 _MASK, _MULTIPLIER, _SHIFT = (1 << 64) - 1, 0x9E3779B97F4A7C15, 29

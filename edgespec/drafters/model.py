@@ -42,6 +42,11 @@ class ModelDrafter(Drafter):
         self._cache = CachedSequence(engine) if cache is None else cache
         self._window_start = 1  # first text position in the window behind the text's first token
 
+    @property
+    def cache(self) -> CachedSequence:
+        """What the draft model holds, for a drafter that shares it."""
+        return self._cache
+
     def begin(self, prompt_ids: TokenIds) -> None:
         # The prompt is fed with the first draft, off the path to the first token.
         self._window_start = 1
@@ -54,13 +59,13 @@ class ModelDrafter(Drafter):
             return EMPTY_DRAFT
         self._temperature.learn(request.sampler, request.token_ids)
         try:
-            logits = self._catch_up(request.token_ids, most)
+            logits = self.catch_up(request.token_ids, most)
             return self._chain(request, logits, most)
         except Cancelled:
             self._cache.restore()
             raise
 
-    def _catch_up(self, token_ids: TokenIds, most: int) -> Logits:
+    def catch_up(self, token_ids: TokenIds, most: int) -> Logits:
         """Feed what the cache lacks of `token_ids` [n]; the logits row after the last of them."""
         window = self._window(token_ids, most)
         self._cache.reuse(window)
@@ -85,7 +90,9 @@ class ModelDrafter(Drafter):
         distributions: list[Distribution] = []
         while True:
             distribution = sampler.distribution(logits, history)
-            token_id, lead = sampler.race(distribution, request.token_ids.size + len(chosen), stream)
+            # Draws of its own must not come again in a later round, since what was kept of this one depends on them.
+            index = len(chosen) if request.needs_distributions else 0
+            token_id, lead = sampler.race(distribution, request.token_ids.size + len(chosen), stream, index)
             chosen.append(token_id)
             evidence.append(evidence_of(logits, distribution.prob_of(token_id), lead))
             distributions.append(distribution)

@@ -2,7 +2,7 @@
 
 After SuffixDecoding (arXiv 2411.04975), with an automaton in place of a tree: the match is as long as it can be and
 costs nothing to find, and each token of the draft is the continuation with the highest count on the path so far. A
-corpus is a second place to look; the longer match wins, and of equal ones that in the text itself.
+corpus is a second place to look; the longer match wins, that in the text itself being worth a little more.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.corpus import CorpusMatch
 from edgespec.texts.index import SuffixIndex
 from edgespec.types import EMPTY_DRAFT, Draft, Evidence, TokenIds
+
+_NEARER = 2  # tokens that a match in the text counts for more: a corpus may be about something else
 
 
 class SuffixDrafter(Drafter):
@@ -44,7 +46,7 @@ class SuffixDrafter(Drafter):
         length = self._automaton.match[1]
         if self._corpus is not None:
             self._corpus.follow(self._ids)
-            if self._corpus.length > max(length, self._min_match - 1):
+            if self._corpus.length > (length + _NEARER if length else self._min_match - 1):
                 return self._copied_from_corpus(self._corpus, request.max_tokens)
         return self._copied(request.max_tokens) if length >= self._min_match else EMPTY_DRAFT
 
@@ -58,7 +60,7 @@ class SuffixDrafter(Drafter):
             if not found:
                 break
             token_id, following, count = max(found, key=lambda one: one[2])
-            total = sum(one[2] for one in found)
+            total = max(sum(one[2] for one in found), self._automaton.occurrences(state))
             chosen.append(token_id)
             evidence.append(_evidence(length + len(chosen) - 1, count, total, 0.0))
             state = following

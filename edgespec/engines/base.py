@@ -118,6 +118,11 @@ class Engine(ABC):
         pinned = self.facts.pinned_class
         return min(pinned[1], self.facts.max_batch) if pinned else self.facts.max_batch
 
+    @property
+    def most_branches(self) -> int:
+        """Most side branches that the trees of a batch may have; 0 where only chains may come."""
+        return self.facts.max_batch if self.facts.can_tree else 0
+
     def __enter__(self) -> Self:
         return self
 

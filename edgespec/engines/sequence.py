@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgespec.engines.base import Engine
 from edgespec.types import Batch, Draft, Logits, TokenIds
@@ -90,6 +91,16 @@ class CachedSequence:
             return self.engine.forward(Batch.tree(pending_token_id, draft, sequence=self.sequence))
         return self.engine.forward(Batch.chain([pending_token_id], sequence=self.sequence))
 
+    def look(self, token_ids: TokenIds, parents: TokenIds, outputs: NDArray[np.bool_]) -> Logits:
+        """Logits of a tree of tokens [n] behind the cached ones, for the rows of `outputs`; nothing of it stays.
+
+        `parents` [n]: rows, or -1 behind the last cached token. Raises as `Engine.forward`.
+        """
+        sequences = np.full(token_ids.size, self.sequence, np.int32)
+        logits = self.engine.forward(Batch(token_ids, parents, sequences, outputs))
+        self.engine.rollback(self._length, self.sequence)
+        return logits
+
     def keep(self, pending_token_id: int, draft: Draft, accepted_nodes: tuple[int, ...]) -> None:
         """Commit the pending token and the accepted path of the draft just scored, drop the rest."""
         if not draft.num_tokens:
@@ -110,8 +121,8 @@ class CachedSequence:
 
     def restore(self) -> None:
         """After an interruption: drop whatever a half-finished call left behind the known tokens."""
-        if self.engine.length(self.sequence) > self._length:
-            self.engine.rollback(self._length, self.sequence)
+        # also where the length is right: a tree that was scored and not settled does not show in it
+        self.engine.rollback(self._length, self.sequence)
 
     def _append(self, token_ids: TokenIds) -> None:
         self._ids[self._length : self._length + token_ids.size] = token_ids

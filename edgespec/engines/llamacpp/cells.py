@@ -36,6 +36,11 @@ class Cells:
         self._lengths = book.lengths
         self._branches: Branches = {}  # of unsettled trees
 
+    @property
+    def most_branches(self) -> int:
+        """Side branches that the trees of one batch may have together."""
+        return len(self._branch_ids)
+
     def prepare(self, placed: dict[int, SequenceRows]) -> Branches:
         """Make the cache fit to receive a batch, and give every branch of its trees an id.
 

@@ -242,6 +242,10 @@ class LlamaCppEngine(Engine):
             raise StateError(f"llama.cpp refused the state, the sequence is now empty: {complaints()}")
         self._book.lengths[sequence] = length
 
+    @property
+    def most_branches(self) -> int:
+        return self._cells.most_branches if self.facts.can_tree else 0
+
     def _state_size(self, sequence: int = 0) -> int:
         return int(library().llama_state_seq_get_size(self._context, sequence))
 

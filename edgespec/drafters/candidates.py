@@ -1,0 +1,125 @@
+"""What may follow a node of a draft model's tree: tokens, the order in which they are tried, and what they are worth.
+
+Under a rule that samples the target's own tokens the children are the first of the race that the target will run with
+the same noise (Kool et al. 2019, arXiv 1903.06059: Gumbel top-k); under a rule that compares distributions they are
+drawn without replacement with noise of the draft's own, and carry what they were drawn from.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.drafters.base import DraftRequest
+from edgespec.noise import Stream
+from edgespec.types import Distribution, Evidence, Logits, TokenIds
+
+# Fitted to the demo pair, in dialogues; what a controller believes is calibrated as it goes.
+_DISAGREEMENT, _AGREED = 0.6, 0.98  # of logits, by which a race between two tokens is decided; most that is believed
+_FIRST, _LATER = 0.5, 0.3  # a drawn token of probability 0 stands as a first child; any as a later one
+_KNOWN = 24  # likeliest tokens that are ranked when the sampler itself would look at one only
+_NODES_PER_DEPTH = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A child. `probability` that it stands if its parent does, and `evidence` of that; `distribution`: drawn from."""
+
+    token_id: int
+    probability: float
+    evidence: Evidence = ()
+    distribution: Distribution | None = None
+
+
+class Candidates(ABC):
+    """The children of one node, in the order in which they are tried; there are `count` at most."""
+
+    count: int
+
+    @abstractmethod
+    def reach(self, attempt: int) -> float:
+        """The probability that child `attempt` stands if the node does, before the child is known."""
+
+    @abstractmethod
+    def take(self, attempt: int) -> Candidate:
+        """Child `attempt`; they are taken in order."""
+
+
+class Raced(Candidates):
+    """Children for rules that pick the target's token by a race with known noise, or greedily."""
+
+    def __init__(self, token_ids: TokenIds, scores: NDArray[np.float64]) -> None:
+        """`scores` [n], descending: perturbed logits, whose differences say how far the target must disagree."""
+        self._token_ids, self.count = token_ids, token_ids.size
+        weights = np.exp((scores - scores[0]) / _DISAGREEMENT)
+        self._probs = _AGREED * weights / weights.sum()
+
+    def reach(self, attempt: int) -> float:
+        return float(self._probs[attempt])
+
+    def take(self, attempt: int) -> Candidate:
+        probability = self.reach(attempt)
+        evidence = _half_odds(probability), -min(attempt, 2.0)
+        return Candidate(int(self._token_ids[attempt]), probability, evidence)
+
+
+class Drawn(Candidates):
+    """Children drawn without replacement, for rules that compare what a token was drawn from with the target.
+
+    What a child is worth before it is drawn may depend on what it is drawn from and on the children before it.
+    """
+
+    def __init__(self, drawn: Distribution) -> None:
+        """`drawn` [n]: the tokens in the order in which they come, with their probabilities."""
+        self._drawn, self.count = drawn, drawn.token_ids.size
+        self._refused = 1.0  # the probability that the target refuses all that were taken
+
+    def reach(self, attempt: int) -> float:
+        probs = self._drawn.probs
+        return self._refused * (_LATER if attempt else _FIRST + (1.0 - _FIRST) * float(probs @ probs))
+
+    def take(self, attempt: int) -> Candidate:
+        token_ids, probs = self._drawn.token_ids[attempt:], self._drawn.probs[attempt:]
+        left = Distribution(token_ids, probs / probs.sum())
+        prob = float(left.probs[0])
+        stands = _LATER if attempt else _FIRST + (1.0 - _FIRST) * prob
+        probability = min(self._refused * stands, _AGREED)
+        self._refused *= 1.0 - stands
+        evidence = _half_odds(probability), max(math.log(prob), -4.0), -min(attempt, 2.0)
+        return Candidate(int(token_ids[0]), probability, evidence, left)
+
+
+def _half_odds(probability: float) -> float:
+    return max(math.log(probability / (1.0 - probability)), -6.0) / 2.0
+
+
+def candidates_for(request: DraftRequest) -> Callable[[Logits, int, int, TokenIds], Candidates]:
+    """What makes the children of a node out of the draft model's row of logits [vocabulary].
+
+    Its further arguments: how far behind the text the children stand, the node's number, and the tokens [m] of its
+    path.
+    """
+    sampler, text_ids = request.sampler, request.token_ids
+
+    def make(logits: Logits, depth: int, node: int, path_ids: TokenIds) -> Candidates:
+        uses_history = sampler.sampling.uses_history and path_ids.size > 0
+        history = np.concatenate((text_ids, path_ids)) if uses_history else text_ids
+        temperature, position = sampler.sampling.temperature, text_ids.size + depth
+        if temperature == 0:
+            known = sampler.likeliest(logits, history, _KNOWN)
+            return Raced(known.token_ids, np.log(known.probs))
+        distribution = sampler.distribution(logits, history)
+        if request.needs_distributions:
+            # Draws of one position that were looked at before must not come again, neither in this tree nor in a
+            # later round: what was drafted and accepted so far depends on them.
+            index = depth * _NODES_PER_DEPTH + node + 2
+            return Drawn(sampler.ranked(distribution, position, Stream.DRAFT, index)[0])
+        ranked, times = sampler.ranked(distribution, position)
+        return Raced(ranked.token_ids, -temperature * np.log(times))
+
+    return make

@@ -1,0 +1,153 @@
+"""Lookahead decoding: the target guesses ahead for itself, and its guesses come back as n-grams (arXiv 2402.02057).
+
+Besides the n-grams to verify, a pass carries a window: rows (level, column), of which (0, j) follows (0, j - 1) and
+(l, j) follows (l - 1, j). The levels are the guesses of the last few passes (Jacobi iteration: every position guesses
+its next token from older guesses before it), so a column read downwards, with the target's choice after it, is an
+n-gram that the target itself would write. All rows are a tree, and any of them may be accepted like any other draft.
+No model, no training; where trees are not possible only the n-grams of the text are left.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from itertools import islice
+
+import numpy as np
+
+from edgespec.drafters.base import Drafter, DraftRequest
+from edgespec.types import EMPTY_DRAFT, NO_PARENT, Draft, TokenIds, Verdict
+
+NgramTail = tuple[int, ...]
+_IN_WINDOW, _POOLED, _BEST = 0.0, 1.0, 2.0  # classes of proposals
+_CONFIDENCE = {_IN_WINDOW: 0.1, _POOLED: 0.2, _BEST: 0.5}
+_MOST_READ = 4096  # latest tokens of a prompt that come into the pool
+_BYTES_PER_NGRAM = 150  # a tuple and its share of the table, measured on CPython 3.11
+
+
+class LookaheadDrafter(Drafter):
+    """`ngram`: tokens of an n-gram; `window`: most columns; `most_kept`: n-grams of the pool, the latest ones."""
+
+    name = "lookahead"
+    evidence_kind = "bucket"
+
+    def __init__(self, ngram: int = 4, window: int = 8, most_kept: int = 1 << 15) -> None:
+        self._tail, self._window = ngram - 1, window
+        self._pool = NgramPool(most_kept)
+        self._levels: list[dict[int, int]] = [{} for _ in range(self._tail)]  # position -> guessed token
+        self._num_read = 0
+        self._columns: list[tuple[int, list[int]]] = []  # position and nodes of each column of the last draft
+
+    def begin(self, prompt_ids: TokenIds) -> None:
+        # The pool stays: what the target once wrote it may write again.
+        self._levels = [{} for _ in range(self._tail)]
+        self._num_read = max(prompt_ids.size - _MOST_READ, 0)
+        self._columns = []
+
+    def draft(self, request: DraftRequest) -> Draft:
+        """The pool's n-grams that begin with the pending token, the latest first, then the window."""
+        self._read(request.token_ids)
+        columns, ngrams = self._shares(request.max_tokens, request.max_branches)
+        tree = _Trie()
+        for rank, tail in enumerate(islice(self._pool.tails(int(request.token_ids[-1])), ngrams)):
+            tree.add(NO_PARENT, tail[: request.max_tokens], _POOLED if rank else _BEST)
+        self._columns = []
+        parent = NO_PARENT
+        for position in range(request.token_ids.size, request.token_ids.size + columns):
+            guesses = [self._guess(level, position + level, request.token_ids) for level in range(self._tail)]
+            (parent,) = tree.add(parent, guesses[:1], _IN_WINDOW)
+            below = tree.add(parent, guesses[1:], _IN_WINDOW)
+            self._columns.append((position, [parent, *below]))
+        return tree.draft(wants_rows=columns > 0)
+
+    def _shares(self, most: int, branches: int) -> tuple[int, int]:
+        """(columns of the window, n-grams to verify): about half of the rows each; no window without branches."""
+        if not branches:
+            return 0, 1
+        columns = min(most // 2 // self._tail, self._window, (branches + 1) // 2)
+        return columns, max(min((most - columns * self._tail) // self._tail, branches + 1 - columns), 1)
+
+    def _guess(self, level: int, position: int, token_ids: TokenIds) -> int:
+        """The level's token at a position; where none was guessed yet, that of a level before it, or of the text."""
+        for known in self._levels[level::-1]:
+            if position in known:
+                return known[position]
+        return int(token_ids[position % token_ids.size])
+
+    def observe(self, draft: Draft, verdict: Verdict) -> None:
+        """The window moves on by one level; what the target chose after its columns makes n-grams."""
+        choices = verdict.row_choices
+        if choices is None:
+            return
+        ahead: dict[int, int] = {}
+        for position, nodes in self._columns:
+            if nodes[-1] < draft.num_tokens:
+                ahead[position + self._tail] = choices[nodes[-1] + 1]
+                tokens = draft.token_ids[nodes].tolist()
+                self._pool.add(tokens[0], (*tokens[1:], choices[nodes[-1] + 1]))
+        self._levels = [*self._levels[1:], ahead]
+
+    def _read(self, token_ids: TokenIds) -> None:
+        """The n-grams of the text are the target's own as well."""
+        start = max(self._num_read - self._tail, 0)
+        text = token_ids[start:].tolist()
+        for place in range(len(text) - self._tail):
+            self._pool.add(text[place], tuple(text[place + 1 : place + 1 + self._tail]))
+        self._num_read = token_ids.size
+
+    @property
+    def bytes_used(self) -> int:
+        return self._pool.size * _BYTES_PER_NGRAM
+
+
+class NgramPool:
+    """For each token what followed it, the latest first; of all n-grams the latest `most_kept` stay."""
+
+    def __init__(self, most_kept: int) -> None:
+        self._most_kept = most_kept
+        self._tails: dict[int, OrderedDict[NgramTail, None]] = {}
+        self._order: OrderedDict[tuple[int, NgramTail], None] = OrderedDict()
+
+    @property
+    def size(self) -> int:
+        return len(self._order)
+
+    def add(self, token_id: int, tail: NgramTail) -> None:
+        tails = self._tails.setdefault(token_id, OrderedDict())
+        tails[tail] = None
+        tails.move_to_end(tail)
+        self._order[token_id, tail] = None
+        self._order.move_to_end((token_id, tail))
+        if len(self._order) > self._most_kept:
+            (oldest, its_tail), _ = self._order.popitem(last=False)
+            del self._tails[oldest][its_tail]
+
+    def tails(self, token_id: int) -> list[NgramTail]:
+        return list(reversed(self._tails.get(token_id, {})))
+
+
+class _Trie:
+    """A tree of proposals under construction: equal tokens below one node are one row."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[tuple[int, int], int] = {}  # (parent, token) -> node, in order
+        self._classes: list[float] = []
+
+    def add(self, parent: int, token_ids: list[int] | NgramTail, kind: float) -> list[int]:
+        """Tokens one below the other, from `parent` on; their nodes."""
+        found = []
+        for token_id in token_ids:
+            key = parent, token_id
+            if key not in self._nodes:
+                self._nodes[key] = len(self._nodes)
+                self._classes.append(kind)
+            parent = self._nodes[key]
+            found.append(parent)
+        return found
+
+    def draft(self, *, wants_rows: bool) -> Draft:
+        if not self._nodes:
+            return EMPTY_DRAFT
+        parents, token_ids = np.array(list(self._nodes), np.int32).T
+        confidences = np.array([_CONFIDENCE[kind] for kind in self._classes], np.float32)
+        evidence = tuple((kind,) for kind in self._classes)
+        return Draft(token_ids.copy(), parents.copy(), confidences, None, evidence, wants_rows)
