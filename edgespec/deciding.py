@@ -104,9 +104,7 @@ class Deciders:
 
         Where it does cost something they could never be chosen, and asking them now and then would cost time.
         """
-        names = [
-            name for name in (*FREE_DRAFTERS, *self.drafters) if name not in MANY_ROWS and name not in BY_NAME_ONLY
-        ]
+        names = [name for name in (*FREE_DRAFTERS, *self.drafters) if name not in {*MANY_ROWS, *BY_NAME_ONLY}]
         row_s = (self.cost_curve.at(_ROWS) - self.cost_curve.at(1)) / (_ROWS - 1)
         if self._target.engine.most_branches and row_s < _CHEAP_ROW * self.cost_curve.at(1):
             names += [name for name in MANY_ROWS if name != "tree" or "model" in self.drafters]

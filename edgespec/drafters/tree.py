@@ -51,7 +51,7 @@ class TreeDrafter(Drafter):
         try:
             growth = _Growth(candidates_for(request), most, branches, self._most_children, request.row_cost)
             growth.open(ROOT, self._model.catch_up(request.token_ids, most))
-            while growth.grow(cache.engine.vocabulary.end_ids):
+            while growth.grow(cache.end_ids):
                 self._score(growth)
             return growth.draft()
         except Cancelled:
