@@ -143,12 +143,13 @@ def test_coupled_text_is_plain_text(settings: Sampling) -> None:
         assert [(event.token_id, event.logprob) for event in found] == [(e.token_id, e.logprob) for e in plain]
 
 
-def test_joint_law_under_rejection_is_the_targets() -> None:
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_joint_law_is_the_targets(rule: str) -> None:
     target = TableEngine.random(VOCABULARY, order=1, seed=3, spread=1.0, context_length=4100)
     cached, drafter, counts = CachedSequence(target), make_hybrid(target, 0.1), np.zeros((VOCABULARY, VOCABULARY))
     for seed in range(6):
         settings = dataclasses.replace(PLAIN, seed=seed)
-        events = run_once(cached, drafter, "rejection", 3, settings, 4000, logprobs=False)
+        events = run_once(cached, drafter, rule, 3, settings, 4000, logprobs=False)
         ids = [1, *(event.token_id for event in events)]
         np.add.at(counts, (ids[:-1], ids[1:]), 1)
     expected = np.zeros_like(counts)

@@ -17,6 +17,7 @@ from edgespec import GenerateOptions, Sampling
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.mapped import LACKS, MappedSequence, VocabularyMap, map_vocabulary
 from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.table import TableEngine
 from edgespec.errors import Cancelled, PromptError, VocabularyMismatch
@@ -207,6 +208,18 @@ def test_joint_law_with_another_vocabulary_is_the_targets(rule: str) -> None:
     assert chi_square_score(counts, expected, 90) < ALPHA_1E6
 
 
+def test_trees_with_another_vocabulary_leave_the_text_alone() -> None:
+    target = TableEngine.random(10, seed=3, spread=2.0, context_length=400)
+    draft = TableEngine(target._table[:, :8], order=2, context_length=400)  # lacks i and j, reads a line break for them
+    cached = CachedSequence(target)
+    for settings in (PLAIN, Sampling(temperature=0.0), Sampling(temperature=0.8, top_k=4, seed=2)):
+        plain = [event.token_id for event in run_once(cached, None, "coupled", 0, settings, 200)]
+        tree = TreeDrafter(ModelDrafter(draft, MappedSequence(draft, map_vocabulary(target.vocabulary, draft))))
+        found = run_once(cached, tree, "coupled", 8, settings, 200)
+        assert [event.token_id for event in found] == plain
+        assert sum(event.from_draft for event in found) > 20
+
+
 @pytest.fixture(scope="module")
 def reordered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_reordered_gguf(DRAFT, tmp_path_factory.mktemp("reordered") / "reordered.gguf", ORDER)
@@ -246,6 +259,8 @@ def test_the_same_draft_in_another_order_drafts_the_same(
         assert one.logprobs == other.logprobs == plain.logprobs
         assert one.stats.accepted_tokens == other.stats.accepted_tokens > 20
         assert one.stats.drafted_tokens == other.stats.drafted_tokens
+        tree = dataclasses.replace(options, drafter="tree")
+        assert mapped.generate(ids, sampling, tree).token_ids == plain.token_ids
         auto = dataclasses.replace(options, drafter="auto", draft_length="auto")
         assert mapped.generate(ids, sampling, auto).token_ids == plain.token_ids
 

@@ -21,6 +21,7 @@ class DraftRequest:
     uses both, so that its tokens couple with the target's. `needs_distributions`: the acceptance rule compares
     distributions, so sampled proposals come with theirs. `worth_going_on(num_drafted, evidence)`: asked by drafters
     whose tokens cost time, after each token with that token's evidence; False ends the draft behind it.
+    `num_drafted`: how many of the last `token_ids` are drafted themselves, by another drafter in the same round.
     `max_branches`: most side branches that the draft may have, 0 for a chain. `row_cost`: what a further row of the
     target's pass costs, in tokens: a node of a tree that stands with less probability does not pay for its row.
     """
@@ -31,6 +32,7 @@ class DraftRequest:
     needs_distributions: bool = False
     worth_going_on: Callable[[int, Evidence], bool] | None = None
     max_branches: int = 0
+    num_drafted: int = 0
     row_cost: float = 0.0
 
     def at_most(self, max_tokens: int) -> DraftRequest:

@@ -114,6 +114,7 @@ class HybridDrafter(Drafter):
             request,
             token_ids=np.concatenate((request.token_ids, copied)) if count else request.token_ids,
             max_tokens=request.max_tokens - count,
+            num_drafted=count,
             worth_going_on=None if ask is None else lambda done, scores: ask(count + done, (0.0, 0.0, *scores)),
         )
         return self._model.draft(behind)

@@ -86,6 +86,11 @@ class VocabularyMap:
         parts = [[mapped] if mapped >= 0 else self._spell(token_id) for mapped, token_id in both]
         return np.array([token_id for part in parts for token_id in part], np.int32)
 
+    def proposed(self, token_ids: TokenIds) -> TokenIds:
+        """Target tokens [n] that the draft proposed as the draft counts them; one that it lacks is all but impossible."""
+        direct = self.draft_ids[token_ids]
+        return np.where(direct < 0, np.int32(self._filler), direct)
+
     def gathered(self, logits: Logits) -> Logits:
         """A draft's logits row [its vocabulary] as one of the target's [target vocabulary]; the next call reuses it."""
         self._padded[:-1] = logits
@@ -134,7 +139,7 @@ def map_vocabulary(target: Vocabulary, draft: Engine) -> VocabularyMap:
 class MappedSequence(CachedSequence):
     """A draft model's cache as a list of target tokens; logits come in the target's ids.
 
-    Only what a draft model needs: it is read and rolled back, drafts are not scored with it.
+    Only what a draft model needs: it is read, looked ahead with and rolled back; drafts are not scored with it.
     """
 
     def __init__(self, engine: Engine, mapping: VocabularyMap) -> None:
@@ -147,10 +152,6 @@ class MappedSequence(CachedSequence):
     @property
     def end_ids(self) -> frozenset[int]:
         return self._map.end_ids
-
-    @property
-    def most_branches(self) -> int:
-        return 0  # a token may be several of the draft's, so that a node would be no row
 
     @property
     def room(self) -> int:
@@ -169,6 +170,10 @@ class MappedSequence(CachedSequence):
         self._ends[self._length + 1 : self._length + 1 + token_ids.size] = self._inner.length - int(ends[-1]) + ends
         self._append(token_ids)
         return self._map.gathered(logits)
+
+    def look(self, token_ids: TokenIds, parents: TokenIds, outputs: NDArray[np.bool_]) -> Logits:
+        logits = self._inner.look(self._map.proposed(token_ids), parents, outputs)
+        return np.array([self._map.gathered(row).copy() for row in logits])
 
     def rollback(self, to_length: int) -> None:
         self._inner.rollback(int(self._ends[to_length]))
