@@ -46,6 +46,12 @@ class Deciders:
         """
         name = options.drafter or self._options.drafter
         length: DraftLength = self._options.draft_length if options.draft_length is None else options.draft_length
+        controller = self._chosen(name, length)
+        asked = () if controller is None else self.drafters if name == "auto" else (name,)
+        self._target.keep_features(any(self.drafters[each].wants_features for each in asked))
+        return controller
+
+    def _chosen(self, name: DrafterName, length: DraftLength) -> Controller | None:
         if name == "none" or length == 0 or not self._target.engine.facts.can_rollback:
             return None
         if length == "auto":

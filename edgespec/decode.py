@@ -157,7 +157,8 @@ def _propose(
     if most <= 0:
         return NOTHING, 0.0
     started_s = perf_counter()
-    proposal = controller.propose(DraftRequest(context_ids, most, run.sampler, needs_distributions))
+    request = DraftRequest(context_ids, most, run.sampler, needs_distributions, features=run.target.features)
+    proposal = controller.propose(request)
     return proposal, perf_counter() - started_s
 
 

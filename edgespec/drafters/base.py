@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgespec.engines.base import Engine
 from edgespec.sampling import Sampler
 from edgespec.types import Draft, Evidence, TokenIds, Verdict
@@ -20,7 +23,9 @@ class DraftRequest:
     `max_tokens`: most nodes the draft may have. `sampler`: the target's settings and noise; a drafter that samples
     uses both, so that its tokens couple with the target's. `needs_distributions`: the acceptance rule compares
     distributions, so sampled proposals come with theirs. `worth_going_on(num_drafted, evidence)`: asked by drafters
-    whose tokens cost time, after each token with that token's evidence; False ends the draft behind it.
+    whose tokens cost time, after each token with that token's evidence; False ends the draft behind it. `features`
+    [m, hidden size]: the target's last hidden states of the m tokens before the pending one, m at least 1, the last row
+    the one that the pending token was sampled from; None unless the drafter `wants_features`.
     """
 
     token_ids: TokenIds
@@ -28,6 +33,7 @@ class DraftRequest:
     sampler: Sampler
     needs_distributions: bool = False
     worth_going_on: Callable[[int, Evidence], bool] | None = None
+    features: NDArray[np.float32] | None = None
 
     def at_most(self, max_tokens: int) -> DraftRequest:
         """The same request for fewer tokens."""
@@ -37,13 +43,14 @@ class DraftRequest:
 class Drafter(ABC):
     """One method of proposing tokens, for one generation at a time.
 
-    `is_free`: drafting costs next to nothing, so that it may be done on trial. `evidence_kind`: what the evidence of
-    its tokens is: `bucket`, one number that names a class of alike proposals; `scores`, numbers that grow with the
-    probability of being accepted, each of the order of one.
+    `is_free`: drafting costs next to nothing, so that it may be done on trial. `wants_features`: it reads the target's
+    hidden states. `evidence_kind`: what the evidence of its tokens is: `bucket`, one number that names a class of
+    alike proposals; `scores`, numbers that grow with the probability of being accepted, each of the order of one.
     """
 
     name: str
     is_free: ClassVar[bool] = False
+    wants_features: ClassVar[bool] = False
     evidence_kind: ClassVar[Literal["bucket", "scores"]] = "scores"
 
     @abstractmethod

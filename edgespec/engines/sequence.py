@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from edgespec.engines.base import Engine
+from edgespec.engines.features import PROMPT_FEATURES, FeatureRows, Features
 from edgespec.types import Batch, Draft, Logits, TokenIds
 
 
@@ -17,6 +20,8 @@ class CachedSequence:
         # one slot more than the cache: the pending token stands behind the cached ones
         self._ids = np.zeros(engine.facts.context_length + 1, np.int32)
         self._length = engine.length(sequence)
+        self._features: FeatureRows | None = None
+        self._scored: Features | None = None  # hidden states of the rows that wait for `keep`
         if self._length:
             self.rollback(0)
 
@@ -33,6 +38,26 @@ class CachedSequence:
         """The cached tokens and `token_id` behind them [length + 1], a view that the next call may change."""
         self._ids[self._length] = token_id
         return self._ids[: self._length + 1]
+
+    def keep_features(self, wanted: bool) -> None:
+        """Keep the hidden states of the latest tokens from the next pass on, or no longer.
+
+        Of a prompt they are computed for its last tokens alone. Raises CapabilityError when the engine gives none.
+        """
+        if wanted == (self._features is not None):
+            return
+        self.engine.give_hidden_states(wanted)
+        self._features = FeatureRows() if wanted else None
+
+    @property
+    def features(self) -> Features | None:
+        """Hidden states [n, hidden size] of the last n cached tokens, a view; None unless they are kept.
+
+        n is 1 at least behind a pass and WINDOW at most.
+        """
+        if self._features is None:
+            return None
+        return self._features.states if self._features.end == self._length else self._features.states[:0]
 
     @property
     def room(self) -> int:
@@ -61,24 +86,41 @@ class CachedSequence:
         In reproducible mode no pass leaves the pinned width class, so a prompt read whole, one read in parts and
         tokens that were once decoded leave the same bits in the cache.
         """
-        step = self.engine.widest_pass
-        for start in range(0, token_ids.size, step):
-            part = token_ids[start : start + step]
+        for start, end in itertools.pairwise(self._borders(token_ids.size)):
+            part = token_ids[start:end]
+            wanted = self._features is not None and end + PROMPT_FEATURES > token_ids.size
+            if self._features is not None:
+                self.engine.give_hidden_states(wanted)
             logits = self.engine.forward(Batch.chain(part, sequence=self.sequence, last_only=True))
+            if wanted and self._features is not None:
+                self._features.append(self._length, self.engine.hidden_states())
             self._append(part)
         last: Logits = logits[-1]
         return last
 
+    def _borders(self, num_tokens: int) -> list[int]:
+        """Where the passes of `feed` begin and end; one with hidden states has to be narrow."""
+        step = self.engine.widest_pass
+        ends = [*range(0, num_tokens, step), num_tokens]
+        late = num_tokens - PROMPT_FEATURES
+        if self._features is None or step <= PROMPT_FEATURES or late <= 0:
+            return ends
+        return [*(end for end in ends if end < late), late, num_tokens]
+
     def passes_for(self, num_tokens: int) -> int:
         """How many passes `feed` makes of so many tokens."""
-        return -(-num_tokens // self.engine.widest_pass)
+        return len(self._borders(num_tokens)) - 1 if num_tokens else 0
 
     def score(self, pending_token_id: int, draft: Draft) -> Logits:
         """Logits [1 + draft tokens, vocabulary] of the pending token and every draft node; `keep` must follow."""
-        return self.engine.forward(Batch.tree(pending_token_id, draft, sequence=self.sequence))
+        logits = self.engine.forward(Batch.tree(pending_token_id, draft, sequence=self.sequence))
+        self._scored = None if self._features is None else self.engine.hidden_states().copy()
+        return logits
 
     def keep(self, pending_token_id: int, draft: Draft, accepted_nodes: tuple[int, ...]) -> None:
         """Commit the pending token and the accepted path of the draft just scored, drop the rest."""
+        if self._features is not None and self._scored is not None:
+            self._features.append(self._length, self._scored[[0, *(node + 1 for node in accepted_nodes)]])
         if draft.is_chain:
             kept = self._length + 1 + len(accepted_nodes)
             if len(accepted_nodes) < draft.num_tokens:
@@ -90,6 +132,8 @@ class CachedSequence:
     def rollback(self, to_length: int) -> None:
         self.engine.rollback(to_length, self.sequence)
         self._length = to_length
+        if self._features is not None:
+            self._features.truncate(to_length)
 
     def restore(self) -> None:
         """After an interruption: drop whatever a half-finished call left behind the known tokens."""
