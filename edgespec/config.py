@@ -8,13 +8,13 @@ from typing import Literal
 
 from edgespec.errors import ConfigError
 
-DrafterName = Literal["auto", "none", "model", "ngram", "suffix"]
+DrafterName = Literal["auto", "none", "model", "ngram", "suffix", "medusa", "eagle"]
 DraftLength = int | Literal["auto"]
 RuleName = Literal["coupled", "rejection", "block", "typical"]
 EngineName = Literal["auto", "llamacpp", "onnx"]
 ProviderName = Literal["auto", "cpu", "cuda", "dml", "webgpu"]
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "int8"]
-DRAFTERS: tuple[DrafterName, ...] = ("auto", "none", "model", "ngram", "suffix")
+DRAFTERS: tuple[DrafterName, ...] = ("auto", "none", "model", "ngram", "suffix", "medusa", "eagle")
 RULES: tuple[RuleName, ...] = ("coupled", "rejection", "block", "typical")
 ENGINES: tuple[EngineName, ...] = ("auto", "llamacpp", "onnx")
 PROVIDERS: tuple[ProviderName, ...] = ("auto", "cpu", "cuda", "dml", "webgpu")
@@ -41,7 +41,8 @@ def _check_draft_length(value: object) -> None:
 class LoadOptions:
     """What is loaded and how. None means: decide from the model and the machine.
 
-    `model`: registry name or path; `draft`: path of a draft model, or None for the pair's own; lengths in tokens;
+    `model`: registry name or path; `draft`: path of a draft model, or None for the pair's own; `heads`: path of a file
+    of heads for drafter medusa or eagle, or None for the pair's own; lengths in tokens;
     `drafter` auto: whichever is expected to pay, by the round; `draft_length` auto: as many tokens as pay; a number
     with drafter auto means the draft model where there is one, else ngram. `never_slower`: share of plain decoding's
     time that speculation may lose at most. `engine`: which of a pair's files are taken; `provider`: the device of ONNX
@@ -51,6 +52,7 @@ class LoadOptions:
 
     model: str = "demo"
     draft: Path | None = None
+    heads: Path | None = None
     engine: EngineName = "auto"
     drafter: DrafterName = "auto"
     draft_length: DraftLength = "auto"

@@ -22,7 +22,7 @@ from edgespec.engines.base import Engine
 from edgespec.engines.measurements import key_of, recall, remember
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError
-from edgespec.manifest import ModelPair
+from edgespec.manifest import HEAD_KINDS, ModelPair
 
 FREE_DRAFTERS: dict[DrafterName, Callable[[], Drafter]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
 
@@ -76,9 +76,12 @@ class Deciders:
         if name in FREE_DRAFTERS:
             return self.drafters.setdefault(name, FREE_DRAFTERS[name]())
         if name not in self.drafters:
+            what, flag = ("heads", "--heads (heads=...)") if name in HEAD_KINDS else (
+                "a draft model", "-md/--model-draft (draft=...)"
+            )  # fmt: skip
             raise CapabilityError(
-                f"drafter {name!r} needs a draft model and {self._pair.name!r} was loaded without one: give "
-                "-md/--model-draft (draft=...), or use --drafter ngram"
+                f"drafter {name!r} needs {what} and {self._pair.name!r} was loaded without: give {flag}, or use "
+                "--drafter ngram"
             )
         return self.drafters[name]
 

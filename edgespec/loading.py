@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
 from edgespec.config import DrafterName, LoadOptions
 from edgespec.drafters.base import Drafter
+from edgespec.drafters.eagle import EagleDrafter
+from edgespec.drafters.medusa import MedusaDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.base import Engine
 from edgespec.engines.measurements import file_key, key_of, recall, remember
 from edgespec.engines.probe import check_model_file
-from edgespec.errors import CapabilityError, ConfigError
-from edgespec.manifest import ModelFile, ModelPair, check_file
+from edgespec.errors import CapabilityError, ConfigError, ModelFileError
+from edgespec.headfile import HeadFile, read_head_file
+from edgespec.manifest import HEAD_KINDS, ModelFile, ModelPair, check_file
 from edgespec.models import resolve
 from edgespec.tokenizer import check_same_vocabulary
+from edgespec.types import Batch
 
 
 def open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterName, Drafter]]:
@@ -29,9 +38,11 @@ def open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterNa
         )
     for role in ("target", "draft") if wants_draft else ("target",):
         _check_contents(pair.files[role])
-    target = _open_target(options, pair.files["target"])
+    heads = _read_heads(options, pair)
+    target = _open_target(options, pair.files["target"], hidden_states=bool(heads))
     try:
         drafters: dict[DrafterName, Drafter] = {"model": _open_draft(options, pair, target)} if wants_draft else {}
+        drafters |= {each.manifest.kind: _open_heads(each, path, target) for path, each in heads.items()}
     except BaseException:
         target.close()
         raise
@@ -53,9 +64,51 @@ def _check_contents(model: ModelFile) -> None:
         check_model_file(model.path, is_trusted=all(file.sha256 for file in model.all_files))
 
 
-def _open_target(options: LoadOptions, file: ModelFile) -> Engine:
+def _open_target(options: LoadOptions, file: ModelFile, *, hidden_states: bool) -> Engine:
     wanted = False if options.verify != "coupled" else options.reproducible
-    return _open(options, file, options.context_length, options.gpu_layers, wanted)
+    return _open(options, file, options.context_length, options.gpu_layers, wanted, hidden_states=hidden_states)
+
+
+def _read_heads(options: LoadOptions, pair: ModelPair) -> dict[Path, HeadFile]:
+    """The files of heads that the options ask for: the one they name, else those of the pair that may be drafted with.
+
+    Raises CapabilityError when the asked drafter has none, ModelFileError for a damaged file.
+    """
+    wanted = HEAD_KINDS if options.drafter == "auto" else tuple(kind for kind in HEAD_KINDS if kind == options.drafter)
+    paths = [pair.heads[kind].path for kind in wanted if kind in pair.heads]
+    if options.heads is not None and options.drafter != "none":
+        paths = [options.heads.expanduser()]
+    found = {path: read_head_file(path) for path in paths}
+    if options.drafter in HEAD_KINDS and options.drafter not in {each.manifest.kind for each in found.values()}:
+        has = f"{paths[0].name} holds {found[paths[0]].manifest.kind} heads" if paths else f"{pair.name!r} has none"
+        raise CapabilityError(
+            f"drafter {options.drafter!r} needs a file of such heads and {has}: give --heads FILE (heads=...), made by "
+            f"edgespec train-heads --kind {options.drafter}"
+        )
+    return found
+
+
+def _open_heads(heads: HeadFile, path: Path, target: Engine) -> Drafter:
+    """A drafter with these heads. Raises ModelFileError when they were trained for another target."""
+    manifest, vocabulary = heads.manifest, target.vocabulary
+    if manifest.vocabulary_size > vocabulary.size or not heads.is_of(_probed(heads, target)):
+        raise ModelFileError(
+            f"{path} holds heads for another target ({manifest.target}, hidden size {manifest.hidden_size}, "
+            f"{manifest.vocabulary_size} tokens): give the file that edgespec train-heads made for this one"
+        )
+    kind = MedusaDrafter if manifest.kind == "medusa" else EagleDrafter
+    return kind(heads, vocabulary.size, vocabulary.end_ids)
+
+
+def _probed(heads: HeadFile, target: Engine) -> NDArray[np.float32]:
+    """The hidden states that `target` gives the tokens by which heads know theirs; its cache is left empty."""
+    target.give_hidden_states(True)
+    try:
+        target.forward(Batch.chain(heads.probe_ids))
+        return target.hidden_states().copy()
+    finally:
+        target.rollback(0)
+        target.give_hidden_states(False)
 
 
 def _open_draft(options: LoadOptions, pair: ModelPair, target: Engine) -> ModelDrafter:
@@ -80,6 +133,7 @@ def _open(
     reproducible: bool | None,
     *,
     is_draft: bool = False,
+    hidden_states: bool = False,
 ) -> Engine:
     """The engine of a file; its library is loaded when the first model is."""
     if file.engine == "onnx":
@@ -92,6 +146,7 @@ def _open(
             provider=options.provider,
             cache_type="f32" if is_draft else _onnx_cache_type(options),
             reproducible=reproducible,
+            hidden_states=hidden_states,
         )
     from edgespec.engines.llamacpp import LlamaCppEngine
 

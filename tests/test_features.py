@@ -1,4 +1,4 @@
-"""Hidden states from the engines to the drafters: aligned with the tokens, cut with them, and no bit of logits moved."""
+"""Hidden states from the engines to the drafters: aligned with the tokens, cut with them, no bit of logits moved."""
 
 from __future__ import annotations
 
@@ -155,9 +155,9 @@ def test_an_engine_says_when_it_has_none(target_path: Path, onnx_path: Path) -> 
     pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
     from edgespec.engines.onnx import OnnxEngine
 
-    with OnnxEngine.load(onnx_path, threads=TEST_THREADS, context_length=64, reproducible=False) as engine:
-        with pytest.raises(CapabilityError, match="load it with hidden_states=True"):
-            CachedSequence(engine).keep_features(True)
+    without = OnnxEngine.load(onnx_path, threads=TEST_THREADS, context_length=64, reproducible=False)
+    with without as engine, pytest.raises(CapabilityError, match="load it with hidden_states=True"):
+        CachedSequence(engine).keep_features(True)
     with LlamaCppEngine.load(target_path, threads=TEST_THREADS, context_length=64, reproducible=False) as engine:
         engine.forward(Batch.chain([1, 2]))
         with pytest.raises(CapabilityError, match="give_hidden_states"):

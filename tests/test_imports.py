@@ -16,7 +16,7 @@ PACKAGE = Path(edgespec.__file__).parent
 # A component (a module or a subpackage) imports only components of a lower rank, and itself. '' is the package root.
 RANKS = {
     **dict.fromkeys(("errors",), 0),
-    **dict.fromkeys(("types", "tokenizer", "config", "memory", "prompts", "manifest", "machine"), 1),
+    **dict.fromkeys(("types", "tokenizer", "config", "memory", "prompts", "manifest", "machine", "headfile"), 1),
     **dict.fromkeys(("noise", "settings", "stopping", "metrics", "chat", "models"), 2),
     **dict.fromkeys(("sampling", "conversation", "profiles"), 3),
     **dict.fromkeys(("verify", "engines"), 4),
@@ -33,9 +33,10 @@ RANKS = {
     **dict.fromkeys(("__main__",), 15),
 }
 ENGINES_MAY_USE = {"errors", "types", "tokenizer", "engines"}
-DRAFTERS_MAY_USE = {"errors", "types", "tokenizer", "sampling", "noise"}
+DRAFTERS_MAY_USE = {"errors", "types", "tokenizer", "sampling", "noise", "headfile"}
 BASES = {"engines.base", "engines.sequence", "drafters.base"}
-SHARED_BY_DRAFTERS = {"drafters.automaton"}  # a data structure
+# a data structure; what speaks for a token; what drafters on hidden states have in common
+SHARED_BY_DRAFTERS = {"drafters.automaton", "drafters.model", "drafters.states"}
 KEPT = {"engines.measurements"}  # where what was measured of a machine is kept; it knows no engine
 HEAVY = {"torch", "tokenizers", "gguf", "safetensors", "transformers"}
 

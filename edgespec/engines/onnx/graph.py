@@ -235,9 +235,9 @@ def _give_hidden(graph: Any, path: Path) -> None:
     if any(value.name == HIDDEN for value in graph.output):
         return
     head = _head(graph, path)
-    widths = [_attribute(head, "K", 0)]
+    widths: list[int | str] = [_attribute(head, "K", 0)]
     widths += [int(tensor.dims[0]) for tensor in graph.initializer if tensor.name == head.input[1]]
-    widths += [_shape(value)[-1] for value in graph.value_info if value.name == head.input[0] and _shape(value)]
+    widths += [shape[-1] for v in graph.value_info if v.name == head.input[0] and (shape := _shape(v))]
     width = next((width for width in widths if isinstance(width, int) and width > 0), None)
     if width is None:
         raise CapabilityError(f"{path} does not tell the width of its hidden states: export it again")
