@@ -157,7 +157,14 @@ def _propose(
     if most <= 0:
         return NOTHING, 0.0
     started_s = perf_counter()
-    request = DraftRequest(context_ids, most, run.sampler, needs_distributions, features=run.target.features)
+    request = DraftRequest(
+        context_ids,
+        most,
+        run.sampler,
+        needs_distributions,
+        features=run.target.features,
+        layer_inputs=run.target.layer_inputs,
+    )
     proposal = controller.propose(request)
     return proposal, perf_counter() - started_s
 

@@ -25,7 +25,8 @@ class DraftRequest:
     distributions, so sampled proposals come with theirs. `worth_going_on(num_drafted, evidence)`: asked by drafters
     whose tokens cost time, after each token with that token's evidence; False ends the draft behind it. `features`
     [m, hidden size]: the target's last hidden states of the m tokens before the pending one, m at least 1, the last row
-    the one that the pending token was sampled from; None unless the drafter `wants_features`.
+    the one that the pending token was sampled from; None unless the drafter `wants_features`. `layer_inputs`
+    [m, layers * hidden size]: likewise, what went into the layers that the drafter `wants_layers` of.
     """
 
     token_ids: TokenIds
@@ -34,6 +35,7 @@ class DraftRequest:
     needs_distributions: bool = False
     worth_going_on: Callable[[int, Evidence], bool] | None = None
     features: NDArray[np.float32] | None = None
+    layer_inputs: NDArray[np.float32] | None = None
 
     def at_most(self, max_tokens: int) -> DraftRequest:
         """The same request for fewer tokens."""
@@ -51,6 +53,7 @@ class Drafter(ABC):
     name: str
     is_free: ClassVar[bool] = False
     wants_features: ClassVar[bool] = False
+    wants_layers: tuple[int, ...] = ()  # of the target, counted from 0: what goes into them is to be in each request
     evidence_kind: ClassVar[Literal["bucket", "scores"]] = "scores"
 
     @abstractmethod

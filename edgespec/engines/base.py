@@ -109,6 +109,21 @@ class Engine(ABC):
         """
         raise CapabilityError(f"the {self.facts.name} engine gives no hidden states of this model")
 
+    def give_layer_inputs(self, layers: tuple[int, ...]) -> None:
+        """Let passes from now on keep what goes into `layers`, counted from 0, for all their rows; of none to end it.
+
+        Logits stay the same bits. Raises CapabilityError where the engine, the model or a layer gives none.
+        """
+        if layers:
+            raise CapabilityError(f"the {self.facts.name} engine gives no layer inputs: use a GGUF target")
+
+    def layer_inputs(self) -> NDArray[np.float32]:
+        """A copy [rows, layers * hidden size] of the last pass, in the layers' order, of all rows in batch order.
+
+        Raises CapabilityError unless `give_layer_inputs` was called before that pass.
+        """
+        raise CapabilityError(f"the {self.facts.name} engine gives no layer inputs: use a GGUF target")
+
     @abstractmethod
     def cancel(self) -> None:
         """End the running pass, or the next one, with Cancelled. May be called from any thread."""

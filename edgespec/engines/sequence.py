@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 
 from edgespec.engines.base import Engine
-from edgespec.engines.features import PROMPT_FEATURES, FeatureRows, Features
+from edgespec.engines.features import LAYERS_WINDOW, PROMPT_FEATURES, FeatureRows, Features
 from edgespec.types import Batch, Draft, Logits, TokenIds
 
 
@@ -22,6 +22,9 @@ class CachedSequence:
         self._length = engine.length(sequence)
         self._features: FeatureRows | None = None
         self._scored: Features | None = None  # hidden states of the rows that wait for `keep`
+        self._layers: tuple[int, ...] = ()
+        self._layer_rows = FeatureRows(LAYERS_WINDOW)
+        self._scored_layers: Features | None = None
         if self._length:
             self.rollback(0)
 
@@ -59,6 +62,26 @@ class CachedSequence:
             return None
         return self._features.states if self._features.end == self._length else self._features.states[:0]
 
+    def keep_layer_inputs(self, layers: tuple[int, ...]) -> None:
+        """Keep what goes into `layers` for the latest tokens from the next pass on; of none to end it.
+
+        Raises CapabilityError when the engine gives none.
+        """
+        if layers == self._layers:
+            return
+        self.engine.give_layer_inputs(layers)
+        self._layers, self._layer_rows = layers, FeatureRows(LAYERS_WINDOW)
+
+    @property
+    def layer_inputs(self) -> Features | None:
+        """Inputs [n, layers * hidden size] of the last n cached tokens, a view; None unless they are kept.
+
+        n is 1 at least behind a pass and LAYERS_WINDOW at most.
+        """
+        if not self._layers:
+            return None
+        return self._layer_rows.states if self._layer_rows.end == self._length else self._layer_rows.states[:0]
+
     @property
     def room(self) -> int:
         """How many more tokens fit."""
@@ -94,6 +117,8 @@ class CachedSequence:
             logits = self.engine.forward(Batch.chain(part, sequence=self.sequence, last_only=True))
             if wanted and self._features is not None:
                 self._features.append(self._length, self.engine.hidden_states())
+            if self._layers:
+                self._layer_rows.append(self._length, self.engine.layer_inputs())
             self._append(part)
         last: Logits = logits[-1]
         return last
@@ -115,12 +140,16 @@ class CachedSequence:
         """Logits [1 + draft tokens, vocabulary] of the pending token and every draft node; `keep` must follow."""
         logits = self.engine.forward(Batch.tree(pending_token_id, draft, sequence=self.sequence))
         self._scored = None if self._features is None else self.engine.hidden_states().copy()
+        self._scored_layers = self.engine.layer_inputs() if self._layers else None
         return logits
 
     def keep(self, pending_token_id: int, draft: Draft, accepted_nodes: tuple[int, ...]) -> None:
         """Commit the pending token and the accepted path of the draft just scored, drop the rest."""
+        rows = [0, *(node + 1 for node in accepted_nodes)]
         if self._features is not None and self._scored is not None:
-            self._features.append(self._length, self._scored[[0, *(node + 1 for node in accepted_nodes)]])
+            self._features.append(self._length, self._scored[rows])
+        if self._scored_layers is not None:
+            self._layer_rows.append(self._length, self._scored_layers[rows])
         if draft.is_chain:
             kept = self._length + 1 + len(accepted_nodes)
             if len(accepted_nodes) < draft.num_tokens:
@@ -134,6 +163,7 @@ class CachedSequence:
         self._length = to_length
         if self._features is not None:
             self._features.truncate(to_length)
+        self._layer_rows.truncate(to_length)
 
     def restore(self) -> None:
         """After an interruption: drop whatever a half-finished call left behind the known tokens."""

@@ -93,6 +93,8 @@ class TableEngine(Engine):
         self._is_open = True
         self._gives_hidden = False
         self._hidden: Logits | None = None
+        self._layers: tuple[int, ...] = ()
+        self._layer_inputs: Logits | None = None
 
     @classmethod
     def random(
@@ -159,6 +161,7 @@ class TableEngine(Engine):
         logits = self._buffer(int(batch.outputs.sum()))
         np.take(self._table, rows[batch.outputs], axis=0, out=logits)
         self._hidden = self._table[rows] if self._gives_hidden else None
+        self._layer_inputs = np.tile(self._table[rows], len(self._layers)) if self._layers else None
         for sequence in set(batch.sequences.tolist()):
             self._last[sequence] = (len(self._cached[sequence]), batch)
             if not self._is_tree(sequence):
@@ -196,6 +199,17 @@ class TableEngine(Engine):
         if self._hidden is None:
             raise CapabilityError("the last pass gave no hidden states: call give_hidden_states(True) before it")
         return self._hidden
+
+    def give_layer_inputs(self, layers: tuple[int, ...]) -> None:
+        self._require_open()
+        self._layers = layers
+
+    def layer_inputs(self) -> NDArray[np.float32]:
+        """As the contract says: the rows of the table, once for every layer."""
+        self._require_open()
+        if self._layer_inputs is None:
+            raise CapabilityError("the last pass gave no layer inputs: call give_layer_inputs before it")
+        return self._layer_inputs
 
     def length(self, sequence: int = 0) -> int:
         self._require_open()

@@ -15,7 +15,9 @@ from edgespec.engines.envelope import StateStamp
 from edgespec.engines.gguf_check import check_gguf
 from edgespec.engines.gguf_split import model_files
 from edgespec.engines.llamacpp.cells import Cells
+from edgespec.engines.llamacpp.eagle3 import Eagle3Head
 from edgespec.engines.llamacpp.facts import keeps_running_state, measured_facts, read_facts
+from edgespec.engines.llamacpp.layers import LayerInputs
 from edgespec.engines.llamacpp.library import CancelFlag, complaints, forget_complaints, library, open_model, version
 from edgespec.engines.llamacpp.rows import RowBuffer, Selection
 from edgespec.engines.llamacpp.settings import ContextSettings, choose_context_length, create_context, require_generator
@@ -47,6 +49,7 @@ class LlamaCppEngine(Engine):
         self._hidden_size = int(llama.llama_model_n_embd(model))
         self._gives_hidden = False
         self._hidden_rows = 0  # of the last pass
+        self._layer_inputs = LayerInputs(model, context)
         kinds = (settings.cache_type_k, settings.cache_type_v, settings.flash_attention, version())
         self._stamp = StateStamp.of("llamacpp", model_files(path), *kinds)
         self.vocabulary = LlamaCppVocabulary(model)
@@ -148,7 +151,9 @@ class LlamaCppEngine(Engine):
         result = self._decode(self._context, self._rows.struct)
         if result:
             self._hidden_rows = 0
+            self._layer_inputs.passed(0)
             self._raise_failed(result, batch.width)
+        self._layer_inputs.passed(batch.width)
         return kept
 
     def _choose_hidden(self, width: int) -> None:
@@ -185,6 +190,26 @@ class LlamaCppEngine(Engine):
             )
         states = library().llama_get_embeddings(self._context)
         return np.ctypeslib.as_array(states, (self._hidden_rows, self._hidden_size))
+
+    def give_layer_inputs(self, layers: tuple[int, ...]) -> None:
+        self._require_open()
+        self._layer_inputs.ask(layers, self.facts.architecture)
+
+    def layer_inputs(self) -> NDArray[np.float32]:
+        self._require_open()
+        return self._layer_inputs.read()
+
+    def load_head(self, path: Path, *, context_length: int | None = None, gpu_layers: int = 0) -> Eagle3Head:
+        """The EAGLE-3 head `path` for this model; close it first. Raises as `Eagle3Head.load`."""
+        self._require_open()
+        return Eagle3Head.load(
+            path,
+            (self._model, self._context),
+            self.vocabulary,
+            threads=self.facts.threads,
+            context_length=context_length,
+            gpu_layers=gpu_layers,
+        )
 
     def length(self, sequence: int = 0) -> int:
         self._require_open()
