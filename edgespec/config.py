@@ -8,13 +8,13 @@ from typing import Literal
 
 from edgespec.errors import ConfigError
 
-DrafterName = Literal["auto", "none", "model", "ngram", "suffix", "medusa", "eagle"]
+DrafterName = Literal["auto", "none", "model", "ngram", "suffix", "medusa", "eagle", "eagle3"]
 DraftLength = int | Literal["auto"]
 RuleName = Literal["coupled", "rejection", "block", "typical"]
 EngineName = Literal["auto", "llamacpp", "onnx"]
 ProviderName = Literal["auto", "cpu", "cuda", "dml", "webgpu"]
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "int8"]
-DRAFTERS: tuple[DrafterName, ...] = ("auto", "none", "model", "ngram", "suffix", "medusa", "eagle")
+DRAFTERS: tuple[DrafterName, ...] = ("auto", "none", "model", "ngram", "suffix", "medusa", "eagle", "eagle3")
 RULES: tuple[RuleName, ...] = ("coupled", "rejection", "block", "typical")
 ENGINES: tuple[EngineName, ...] = ("auto", "llamacpp", "onnx")
 PROVIDERS: tuple[ProviderName, ...] = ("auto", "cpu", "cuda", "dml", "webgpu")
@@ -44,9 +44,9 @@ class LoadOptions:
     `model`: registry name or path; `draft`: path of a draft model, or None for the pair's own; `heads`: path of a file
     of heads for drafter medusa or eagle, or None for the pair's own; lengths in tokens;
     `drafter` auto: whichever is expected to pay, by the round; `draft_length` auto: as many tokens as pay; a number
-    with drafter auto means the draft model where there is one, else ngram. `never_slower`: share of plain decoding's
-    time that speculation may lose at most. `engine`: which of a pair's files are taken; `provider`: the device of ONNX
-    Runtime, `gpu_layers` that of llama.cpp;
+    with drafter auto means the draft model or head where there is one, else ngram. `never_slower`: share of plain
+    decoding's time that speculation may lose at most. `engine`: which of a pair's files are taken; `provider`: the
+    device of ONNX Runtime, `gpu_layers` that of llama.cpp;
     `reproducible`: None means yes where the model and the rule allow it, True demands it, False gives it up for speed.
     """
 

@@ -59,7 +59,7 @@ class Deciders:
         if length == "auto":
             return self._automatic_one(name)
         if name == "auto":
-            name = "model" if "model" in self.drafters else "ngram"
+            name = next((each for each in ("model", "eagle3") if each in self.drafters), "ngram")
         return FixedLength(self.drafter(name), length)
 
     def _automatic_one(self, name: DrafterName) -> AutoController:
@@ -79,7 +79,7 @@ class Deciders:
             return self.drafters.setdefault(name, FREE_DRAFTERS[name]())
         if name not in self.drafters:
             what, flag = ("heads", "--heads (heads=...)") if name in HEAD_KINDS else (
-                "a draft model", "-md/--model-draft (draft=...)"
+                "an EAGLE-3 head" if name == "eagle3" else "a draft model", "-md/--model-draft (draft=...)"
             )  # fmt: skip
             raise CapabilityError(
                 f"drafter {name!r} needs {what} and {self._pair.name!r} was loaded without: give {flag}, or use "

@@ -10,9 +10,12 @@ from numpy.typing import NDArray
 from edgespec.config import DrafterName, LoadOptions
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.eagle import EagleDrafter
+from edgespec.drafters.eagle3 import Eagle3Drafter
 from edgespec.drafters.medusa import MedusaDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.base import Engine
+from edgespec.engines.eagle3_header import is_eagle3
+from edgespec.engines.features import LAYERS_WINDOW
 from edgespec.engines.measurements import file_key, key_of, recall, remember
 from edgespec.engines.probe import check_model_file
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError
@@ -30,20 +33,25 @@ def open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterNa
     when what was demanded is not possible, ConfigError for options that do not fit the engine.
     """
     pair = resolve(options.model, options.draft, options.engine)
-    wants_draft = options.drafter == "model" or (options.drafter == "auto" and pair.draft is not None)
+    wants_draft = options.drafter in ("model", "eagle3") or (options.drafter == "auto" and pair.draft is not None)
     if wants_draft and pair.draft is None:
+        needed = "an EAGLE-3 head" if options.drafter == "eagle3" else "a draft model"
         raise CapabilityError(
-            f"drafter 'model' needs a draft model and {pair.name!r} has none: give -md/--model-draft (draft=...), or "
-            "use --drafter ngram"
+            f"drafter {options.drafter!r} needs {needed} and {pair.name!r} has none: give -md/--model-draft "
+            "(draft=...), or use --drafter ngram"
         )
     for role in ("target", "draft") if wants_draft else ("target",):
         _check_contents(pair.files[role])
     heads = _read_heads(options, pair)
     target = _open_target(options, pair.files["target"], hidden_states=bool(heads))
+    drafters: dict[DrafterName, Drafter] = {}
     try:
-        drafters: dict[DrafterName, Drafter] = {"model": _open_draft(options, pair, target)} if wants_draft else {}
+        if wants_draft:
+            drafters |= _open_drafters(options, pair, target)
         drafters |= {each.manifest.kind: _open_heads(each, path, target) for path, each in heads.items()}
     except BaseException:
+        for drafter in drafters.values():
+            drafter.close()
         target.close()
         raise
     return pair, target, drafters
@@ -111,9 +119,39 @@ def _probed(heads: HeadFile, target: Engine) -> NDArray[np.float32]:
         target.give_hidden_states(False)
 
 
-def _open_draft(options: LoadOptions, pair: ModelPair, target: Engine) -> ModelDrafter:
+def _open_drafters(options: LoadOptions, pair: ModelPair, target: Engine) -> dict[DrafterName, Drafter]:
+    """The drafter that the pair's draft file makes: a model, or a head on the target's layers."""
     file = pair.files["draft"]
     gpu_layers = options.gpu_layers if options.draft_gpu_layers is None else options.draft_gpu_layers
+    is_head = is_eagle3(file.path)
+    wanted: DrafterName = "eagle3" if is_head else "model"
+    if options.drafter not in ("auto", wanted):
+        kind = "an EAGLE-3 head" if is_head else "a draft model"
+        raise CapabilityError(f"{file.path.name} is {kind}, which is drafter {wanted!r}, not {options.drafter!r}")
+    if is_head:
+        return {"eagle3": _open_head(options, file, target, gpu_layers)}
+    return {"model": _open_draft(options, file, target, gpu_layers)}
+
+
+def _open_head(options: LoadOptions, file: ModelFile, target: Engine, gpu_layers: int) -> Eagle3Drafter:
+    from edgespec.engines.llamacpp import LlamaCppEngine
+
+    if not isinstance(target, LlamaCppEngine):
+        raise CapabilityError(
+            f"{file.path.name} is an EAGLE-3 head in GGUF, which reads the layers of a target in llama.cpp; this one "
+            f"runs on {target.facts.name}: use --engine llamacpp, or another drafter"
+        )
+    head = target.load_head(file.path, context_length=options.draft_context_length, gpu_layers=gpu_layers)
+    try:
+        target.give_layer_inputs(head.facts.layers)  # a target that cannot is told of before a text is begun
+        target.give_layer_inputs(())
+    except BaseException:
+        head.close()
+        raise
+    return Eagle3Drafter(head, LAYERS_WINDOW)
+
+
+def _open_draft(options: LoadOptions, file: ModelFile, target: Engine, gpu_layers: int) -> ModelDrafter:
     engine = _open(options, file, options.draft_context_length, gpu_layers, reproducible=False, is_draft=True)
     try:
         check_same_vocabulary(target.vocabulary, engine.vocabulary)

@@ -34,7 +34,7 @@ RANKS = {
 }
 ENGINES_MAY_USE = {"errors", "types", "tokenizer", "engines"}
 DRAFTERS_MAY_USE = {"errors", "types", "tokenizer", "sampling", "noise", "headfile"}
-BASES = {"engines.base", "engines.sequence", "drafters.base"}
+BASES = {"engines.base", "engines.sequence", "engines.head", "drafters.base"}
 # a data structure; what speaks for a token; what drafters on hidden states have in common
 SHARED_BY_DRAFTERS = {"drafters.automaton", "drafters.model", "drafters.states"}
 KEPT = {"engines.measurements"}  # where what was measured of a machine is kept; it knows no engine

@@ -15,11 +15,11 @@ from edgespec.engines.head import FeatureHead, States
 from edgespec.noise import Stream
 from edgespec.types import EMPTY_DRAFT, Distribution, Draft, Evidence, Logits, TokenIds
 
-KEPT_BYTES_PER_NUMBER = 4
+BYTES_PER_FEATURE = 4 * 4  # two windows of what is told, and what the library and a pass hold of it
 
 
 class Eagle3Drafter(Drafter):
-    """Drafts with `head`, which it owns and closes. `kept_rows` of its features are kept outside of it.
+    """Drafts with `head`, which it owns and closes. Features of `most_told` tokens at most come with a request.
 
     Its window is the head's: when that is full, the older half of the pairs goes. What the target's passes no longer
     tell (the beginning of a long prompt, a part read while another drafter was wanted) the head does without.
@@ -27,9 +27,9 @@ class Eagle3Drafter(Drafter):
 
     name = "eagle3"
 
-    def __init__(self, head: FeatureHead, kept_rows: int = 0) -> None:
+    def __init__(self, head: FeatureHead, most_told: int) -> None:
         self._head = head
-        self._kept_bytes = kept_rows * head.facts.feature_width * KEPT_BYTES_PER_NUMBER
+        self._most_told = most_told
         self._known = np.empty(0, np.int32)  # the text whose pairs are cached, its last token in the last of them
         self.wants_layers = head.facts.layers
 
@@ -48,17 +48,18 @@ class Eagle3Drafter(Drafter):
 
     def _catch_up(self, token_ids: TokenIds, features: States, most: int) -> tuple[Logits, States]:
         """Read the pairs that the cache lacks of `token_ids` [n]; the logits and the state behind the last of them."""
-        end = token_ids.size - 1  # pairs there are
+        head, end = self._head, token_ids.size - 1  # pairs there are
         told_from = end - len(features)
-        kept = min(self._shared_pairs(token_ids), end - 1)
-        if kept <= max(self._head.start, told_from - 1):
-            kept = max(told_from, self._window_start(end, most))
-            self._head.restart(kept)
+        kept = min(self._shared_pairs(token_ids), head.end, end - 1)
+        goes_on = kept > head.start and kept >= told_from
+        start = self._window_start(head.start if goes_on else told_from, end, most)
+        if goes_on and start < kept:
+            head.rollback(kept)
+            head.drop_before(start)
         else:
-            self._head.rollback(kept)
-            if (start := self._window_start(end, most)) > self._head.start:
-                self._head.drop_before(min(start, kept))
-        found = self._head.decode(token_ids[kept + 1 :], self._head.encode(features[kept - told_from :]))
+            kept = start
+            head.restart(kept)
+        found = head.decode(token_ids[kept + 1 :], head.encode(features[kept - told_from :]))
         self._known = token_ids.copy()
         return found
 
@@ -68,10 +69,10 @@ class Eagle3Drafter(Drafter):
         differs = np.flatnonzero(self._known[:limit] != token_ids[:limit])
         return int(differs[0] if differs.size else limit) - 1
 
-    def _window_start(self, end: int, most: int) -> int:
-        """The first pair to stay when pairs up to `end` and `most` more are to fit."""
+    def _window_start(self, first: int, end: int, most: int) -> int:
+        """`first`, or a later pair when those from it up to `end` and `most` more do not fit."""
         room = self._head.facts.context_length
-        return self._head.start if end + most - self._head.start <= room else end - room // 2
+        return first if end + most - first <= room else end - room // 2
 
     def _chain(self, request: DraftRequest, logits: Logits, state: States, most: int) -> Draft:
         sampler = request.sampler
@@ -97,11 +98,11 @@ class Eagle3Drafter(Drafter):
         return Draft.chain(chosen, distributions=given, evidence=evidence)
 
     def lag(self, token_ids: TokenIds) -> int:
-        return token_ids.size - max(self._shared_pairs(token_ids), 0)
+        return min(token_ids.size - max(self._shared_pairs(token_ids), 0), self._most_told)
 
     @property
     def bytes_used(self) -> int:
-        return self._head.facts.num_bytes + self._kept_bytes
+        return self._head.facts.num_bytes + self._most_told * self._head.facts.feature_width * BYTES_PER_FEATURE
 
     def cancel(self) -> None:
         self._head.cancel()

@@ -59,12 +59,15 @@ class Eagle3Sizes:
                 f"head {name} reads layer {max(self.layers)} of its target, this one has 0..{num_layers - 1}: give the "
                 "head that was trained for it"
             )
-        if self.shares_embeddings and self.width != target_width:
-            raise CapabilityError(f"head {name} has no embeddings, and the target's are {target_width} wide")
-        if (self.shares_embeddings or self.shares_output) and self.vocabulary_size != vocabulary_size:
+        if (self.shares_embeddings or self.shares_output) and self.width != target_width:
             raise CapabilityError(
-                f"head {name} was made for {self.vocabulary_size} tokens and takes embeddings or head from its "
-                f"target, which has {vocabulary_size}: give the head that was trained for it"
+                f"head {name} is {self.width} wide and lacks embeddings or head, which its target has {target_width} "
+                "wide: give the head that was trained for it"
+            )
+        if self.vocabulary_size != vocabulary_size:
+            raise CapabilityError(
+                f"head {name} was made for {self.vocabulary_size} tokens, this target has {vocabulary_size}: give the "
+                "head that was trained for it"
             )
 
 

@@ -74,13 +74,27 @@ class Eagle3Head(FeatureHead):
             path.name, llama.llama_model_n_embd(target[0]), llama.llama_model_n_layer(target[0]), vocabulary.size
         )
         length = min(context_length or DEFAULT_CONTEXT, sizes.context_length)
-        model = _open(path, gpu_layers)
+        return cls._open(path, sizes, length, threads, gpu_layers, target[1], vocabulary)
+
+    @classmethod
+    def _open(
+        cls,
+        path: Path,
+        sizes: Eagle3Sizes,
+        length: int,
+        threads: int,
+        gpu_layers: int,
+        target_context: Any,
+        vocabulary: Vocabulary | None,
+    ) -> Eagle3Head:
+        model = _open_weights(path, gpu_layers, check_tensors=vocabulary is None)
         cancel = CancelFlag()
         try:
-            check_same_vocabulary(vocabulary, LlamaCppVocabulary(model))
-            context = _create_context(model, path, sizes, cancel, length, threads, target[1])
+            if vocabulary is not None:
+                check_same_vocabulary(vocabulary, LlamaCppVocabulary(model))
+            context = _create_context(model, path, sizes, cancel, length, threads, target_context)
         except BaseException:
-            llama.llama_model_free(model)
+            library().llama_model_free(model)
             raise
         head = cls(model, context, sizes, cancel, length)
         try:
@@ -89,6 +103,15 @@ class Eagle3Head(FeatureHead):
             head.close()
             raise
         return head
+
+    @classmethod
+    def try_alone(cls, path: Path) -> None:
+        """Load all that needs no target, and use it if that is the whole head. Raises as `load`."""
+        sizes = read_eagle3(path)
+        if sizes.shares_embeddings or sizes.shares_output:
+            library().llama_model_free(_open_weights(path, 0, check_tensors=True))
+        else:
+            cls._open(path, sizes, min(16, sizes.context_length), 1, 0, None, None).close()
 
     def _try_out(self, path: Path) -> None:
         """One pair of nothing: damaged weights are found before a text is begun."""
@@ -173,8 +196,10 @@ class Eagle3Head(FeatureHead):
 
     def drop_before(self, start: int) -> None:
         self._check_position(start)
-        library().llama_memory_seq_rm(self._memory, 0, 0, start)
-        self.start = start
+        if start > self.start:
+            self._trim()
+            library().llama_memory_seq_rm(self._memory, 0, 0, start)
+            self.start = start
 
     def restart(self, position: int) -> None:
         self._require_open()
@@ -254,10 +279,11 @@ def _num_bytes(sizes: Eagle3Sizes, context_length: int) -> int:
     return sizes.weight_bytes + context_length * sizes.kv_bytes_per_token + _step(sizes) * row_bytes
 
 
-def _open(path: Path, gpu_layers: int) -> Any:
+def _open_weights(path: Path, gpu_layers: int, *, check_tensors: bool) -> Any:
     llama = library()
     params = llama.llama_model_default_params()
     params.n_gpu_layers = gpu_layers
+    params.check_tensors = check_tensors
     forget_complaints()
     model = llama.llama_model_load_from_file(os.fsencode(path), params)
     if not model:

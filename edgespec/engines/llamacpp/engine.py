@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import Engine, EngineFacts, check_batch
+from edgespec.engines.eagle3_header import ARCHITECTURE as EAGLE3
 from edgespec.engines.envelope import StateStamp
 from edgespec.engines.gguf_check import check_gguf
 from edgespec.engines.gguf_split import model_files
@@ -89,6 +90,11 @@ class LlamaCppEngine(Engine):
         build or model cannot do what was asked.
         """
         header = check_gguf(path)
+        if header.architecture == EAGLE3:
+            raise CapabilityError(
+                f"{path.name} is an EAGLE-3 head, which drafts for another model and writes nothing itself: give it "
+                "with -md/--model-draft"
+            )
         settings = ContextSettings.checked(
             context_length=choose_context_length(path, header.context_length, context_length),
             threads=threads,
