@@ -126,8 +126,10 @@ def _open_drafters(options: LoadOptions, pair: ModelPair, target: Engine) -> dic
     is_head = is_eagle3(file.path)
     wanted: DrafterName = "eagle3" if is_head else "model"
     if options.drafter not in ("auto", wanted):
-        kind = "an EAGLE-3 head" if is_head else "a draft model"
-        raise CapabilityError(f"{file.path.name} is {kind}, which is drafter {wanted!r}, not {options.drafter!r}")
+        kind, other = ("an EAGLE-3 head", "a draft model") if is_head else ("a draft model", "an EAGLE-3 head")
+        raise CapabilityError(
+            f"{file.path.name} is {kind}: use --drafter {wanted}, or give {other} with -md/--model-draft (draft=...)"
+        )
     if is_head:
         return {"eagle3": _open_head(options, file, target, gpu_layers)}
     return {"model": _open_draft(options, file, target, gpu_layers)}

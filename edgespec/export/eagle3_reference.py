@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.head import FeatureHead, HeadFacts, States
 from edgespec.errors import BatchError, ContextFull
+from edgespec.export.checkpoint import Checkpoint
 from edgespec.export.gguf.eagle3 import HeadPlan
 from edgespec.export.gguf.rotary import llama3_frequency_factors, rotary_settings
 from edgespec.types import Logits, TokenIds
@@ -39,6 +41,17 @@ class NumpyHead(FeatureHead):
             end_ids=frozenset(),
             num_bytes=sum(weights.nbytes for weights in self._weights.values()),
         )
+
+    @classmethod
+    def of(cls, plan: HeadPlan, target_folder: Path, context_length: int = 1 << 16) -> Self:
+        """The head of a plan with what it shares with the model of `target_folder`."""
+        target = Checkpoint.open(target_folder)
+        shared: dict[str, NDArray[np.float32]] = {}
+        if plan.shares_weights:
+            embeddings = next(name for name in target.names() if name.endswith("embed_tokens.weight"))
+            head = "lm_head.weight" if "lm_head.weight" in target.tensors else embeddings
+            shared = {"token_embd.weight": target.weights(embeddings), "output.weight": target.weights(head)}
+        return cls(plan, shared, context_length)
 
     def encode(self, features: States) -> States:
         if features.ndim != 2 or features.shape[1] != self.facts.feature_width:

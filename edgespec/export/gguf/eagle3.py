@@ -68,6 +68,11 @@ class HeadPlan:
     tensors: Mapping[str, str]
     drafted: NDArray[np.int64] | None
 
+    @property
+    def shares_weights(self) -> bool:
+        """Whether embeddings or head are its target's."""
+        return not {"token_embd.weight", "output.weight"} <= self.tensors.keys()
+
 
 def plan_head(folder: Path, target_folder: Path) -> HeadPlan:
     """Raises ModelFileError for what is no EAGLE-3 head, damaged, or does not fit the target of `target_folder`."""
