@@ -161,8 +161,9 @@ def compare_head(reference: FeatureHead, target: Engine, path: Path) -> Comparis
         cached.feed(token_ids)
         features = cached.layer_inputs
         assert features is not None
+        behind = range(1, token_ids.size)
         wanted, found = (
-            np.stack([one.decode(token_ids[at : at + 1], states[at - 1 : at])[0] for at in range(1, token_ids.size)])
+            np.stack([one.decode(token_ids[at : at + 1], states[at - 1 : at])[0].copy() for at in behind])
             for one, states in ((one, one.encode(features)) for one in (reference, head))
         )
     drafted = np.isfinite(wanted[0])
