@@ -34,7 +34,15 @@ DEFAULT_CONTEXT = 2048
 class Eagle3Head(FeatureHead):
     """Owns a llama.cpp model and a context, and borrows the target's context where the head shares weights with it."""
 
-    def __init__(self, model: Any, context: Any, sizes: Eagle3Sizes, cancel: CancelFlag, context_length: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        context: Any,
+        sizes: Eagle3Sizes,
+        cancel: CancelFlag,
+        context_length: int,
+        end_ids: frozenset[int],
+    ) -> None:
         llama = library()
         self._model, self._context, self._cancel, self._sizes = model, context, cancel, sizes
         self._memory = llama.llama_get_memory(context)
@@ -46,7 +54,7 @@ class Eagle3Head(FeatureHead):
             layers=sizes.layers,
             feature_width=sizes.feature_width,
             width=sizes.width,
-            end_ids=LlamaCppVocabulary(model).end_ids,
+            end_ids=end_ids,
             num_bytes=_num_bytes(sizes, context_length),
         )
         # Of all rows whose logits are asked for; unmasked, a pass without any would still copy its states.
@@ -96,7 +104,7 @@ class Eagle3Head(FeatureHead):
         except BaseException:
             library().llama_model_free(model)
             raise
-        head = cls(model, context, sizes, cancel, length)
+        head = cls(model, context, sizes, cancel, length, vocabulary.end_ids if vocabulary else frozenset())
         try:
             head._try_out(path)
         except BaseException:
