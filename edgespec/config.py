@@ -9,7 +9,20 @@ from typing import Literal, get_args
 from edgespec.errors import ConfigError
 
 DrafterName = Literal[
-    "auto", "none", "model", "tree", "hybrid", "hierarchical", "early-exit", "ngram", "suffix", "cache", "lookahead"
+    "auto",
+    "none",
+    "model",
+    "tree",
+    "hybrid",
+    "hierarchical",
+    "early-exit",
+    "medusa",
+    "eagle",
+    "eagle3",
+    "ngram",
+    "suffix",
+    "cache",
+    "lookahead",
 ]
 DraftLength = int | Literal["auto"]
 DraftTemperature = float | Literal["auto"]
@@ -51,14 +64,15 @@ def _check_draft_temperature(value: object) -> None:
 class LoadOptions:
     """What is loaded and how. None means: decide from the model and the machine.
 
-    `model`: registry name or path; `draft`: path of a draft model, or None for the pair's own; lengths in tokens;
-    `medium`: path of a model between the two, for drafter hierarchical, or None for the pair's own, which is loaded
-    for that drafter only; `exit_layer`: layers of an ONNX target that draft, None for what its pair was exported with;
+    `model`: registry name or path; `draft`: path of a draft model, or None for the pair's own; `medium`: path of a
+    model between the two, for drafter hierarchical, or None for the pair's own, which is loaded for that drafter only;
+    `heads`: path of a file of heads for drafter medusa or eagle, or None for the pair's own; `exit_layer`: layers of an
+    ONNX target that draft, None for what its pair was exported with; lengths in tokens;
     `drafter` auto: whichever is expected to pay, by the round; `draft_length` auto: as many tokens as pay; a number
-    with drafter auto means the draft model where there is one, else ngram. `draft_temperature`: what the draft model
-    samples at over the target's temperature; auto learns it from the text. `never_slower`: share of plain decoding's
-    time that speculation may lose at most. `engine`: which of a pair's files are taken; `provider`: the device of ONNX
-    Runtime, `gpu_layers` that of llama.cpp;
+    with drafter auto means the pair's own draft where there is one, else ngram. `draft_temperature`: what the draft
+    model samples at over the target's temperature; auto learns it from the text. `never_slower`: share of plain
+    decoding's time that speculation may lose at most. `engine`: which of a pair's files are taken; `provider`: the
+    device of ONNX Runtime, `gpu_layers` that of llama.cpp;
     `reproducible`: None means yes where the model and the rule allow it, True demands it, False gives it up for speed.
     `corpus`: drafter suffix looks in the user's corpus too; `recall`: drafter cache knows what models wrote in earlier
     runs; `learn`: what this one writes is added to that, on disk. Neither unless asked for: prompts that are decoded
@@ -69,6 +83,7 @@ class LoadOptions:
     draft: Path | None = None
     medium: Path | None = None
     exit_layer: int | None = None
+    heads: Path | None = None
     engine: EngineName = "auto"
     drafter: DrafterName = "auto"
     draft_length: DraftLength = "auto"

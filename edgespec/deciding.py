@@ -49,6 +49,14 @@ class Deciders:
         """
         name = options.drafter or self._options.drafter
         length: DraftLength = self._options.draft_length if options.draft_length is None else options.draft_length
+        controller = self._chosen(name, length)
+        asked = () if controller is None else self.drafters if name == "auto" else (name,)
+        self._target.keep_features(any(self.drafters[each].wants_features for each in asked))
+        layers = [self.drafters[each].wants_layers for each in asked]
+        self._target.keep_layer_inputs(next(filter(None, layers), ()))
+        return controller
+
+    def _chosen(self, name: DrafterName, length: DraftLength) -> Controller | None:
         if name == "none" or length == 0 or not self._target.engine.facts.can_rollback:
             return None
         if length == "auto":
@@ -110,7 +118,7 @@ class Deciders:
     @property
     def _draft_name(self) -> DrafterName | None:
         """The drafter that the pair's draft became."""
-        names: tuple[DrafterName, ...] = ("model", "early-exit")
+        names: tuple[DrafterName, ...] = ("model", "early-exit", "eagle3")
         return next((name for name in names if name in self.drafters), None)
 
     def empty(self) -> None:

@@ -47,6 +47,13 @@ _AT_LOADING: dict[DrafterName, str] = {
 }
 
 
+_NEEDS: dict[DrafterName, tuple[str, str]] = {
+    "medusa": ("heads", "--heads (heads=...)"),
+    "eagle": ("heads", "--heads (heads=...)"),
+    "eagle3": ("an EAGLE-3 head", "-md/--model-draft (draft=...)"),
+}
+
+
 def made(
     name: DrafterName,
     options: LoadOptions,
@@ -70,9 +77,9 @@ def made(
     if name in _AT_LOADING:
         reason = _AT_LOADING[name].format(pair=pair)
         raise CapabilityError(f"drafter {name!r} {reason}: load it with --drafter {name}, or use --drafter auto")
+    what, flag = _NEEDS.get(name, ("a draft model", "-md/--model-draft (draft=...)"))
     raise CapabilityError(
-        f"drafter {name!r} needs a draft model and {pair!r} was loaded without one: give -md/--model-draft "
-        "(draft=...), or use --drafter ngram"
+        f"drafter {name!r} needs {what} and {pair!r} was loaded without: give {flag}, or use --drafter ngram"
     )
 
 

@@ -14,6 +14,7 @@ from edgespec.engines.base import Engine
 from edgespec.engines.measurements import file_key, key_of, recall, remember
 from edgespec.engines.probe import check_model_file
 from edgespec.errors import CapabilityError, ConfigError
+from edgespec.heads import open_eagle3, open_heads, read_heads
 from edgespec.manifest import ModelFile, ModelPair, check_file
 from edgespec.models import resolve
 from edgespec.tokenizer import Vocabulary, check_same_vocabulary
@@ -34,11 +35,13 @@ def open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterNa
     roles = {role for name in wanted for role in ROLES[name] if exit_layer is None or name != "early-exit"}
     for role in sorted(roles):
         _check_contents(pair.files[role])
-    target = _open_target(options, pair.files["target"], exit_layer)
+    heads = read_heads(options, pair)
+    target = _open_target(options, pair.files["target"], exit_layer, hidden_states=bool(heads))
     drafters: dict[DrafterName, Drafter] = {}
     try:
         for name in wanted:
             drafters |= _opened(name, options, pair, target, drafters, is_cut=exit_layer is not None)
+        drafters |= {each.manifest.kind: open_heads(each, path, target) for path, each in heads.items()}
     except BaseException:
         for drafter in drafters.values():
             drafter.close()
@@ -61,6 +64,8 @@ def _opened(
         if is_cut:
             return {name: SharedStateDrafter(target)}
         return {name: EarlyExitDrafter(_open_draft(options, pair.files["draft"], target))}
+    if name == "eagle3":
+        return {name: open_eagle3(options, pair.files["draft"], target)}
     small = opened.get("model") or _model_drafter(options, pair.files["draft"], target)
     if name != "hierarchical":
         return {"model": small}
@@ -122,9 +127,17 @@ def _check_contents(model: ModelFile) -> None:
         check_model_file(model.path, is_trusted=all(file.sha256 for file in model.all_files))
 
 
-def _open_target(options: LoadOptions, file: ModelFile, exit_layer: int | None) -> Engine:
+def _open_target(options: LoadOptions, file: ModelFile, exit_layer: int | None, *, hidden_states: bool) -> Engine:
     wanted = False if options.verify != "coupled" else options.reproducible
-    return _open(options, file, options.context_length, options.gpu_layers, wanted, exit_layer=exit_layer)
+    return _open(
+        options,
+        file,
+        options.context_length,
+        options.gpu_layers,
+        wanted,
+        exit_layer=exit_layer,
+        hidden_states=hidden_states,
+    )
 
 
 def _open_draft(options: LoadOptions, file: ModelFile, target: Engine) -> Engine:
@@ -145,6 +158,7 @@ def _open(
     *,
     is_draft: bool = False,
     exit_layer: int | None = None,
+    hidden_states: bool = False,
 ) -> Engine:
     """The engine of a file; its library is loaded when the first model is."""
     if file.engine == "onnx":
@@ -158,6 +172,7 @@ def _open(
             cache_type="f32" if is_draft else _onnx_cache_type(options),
             reproducible=reproducible,
             exit_layer=exit_layer,
+            hidden_states=hidden_states,
         )
     from edgespec.engines.llamacpp import LlamaCppEngine
 

@@ -116,6 +116,7 @@ SETTINGS: tuple[Setting, ...] = (
         metavar="FILE",
     ),
     Setting("exit_layer", "load", "integer", ("--exit-layer",), "Layers of an ONNX target that draft (early-exit)."),
+    Setting("heads", "load", "path", ("--heads",), "File of heads for drafter medusa or eagle.", metavar="FILE"),
     Setting("engine", "load", "text", ("--engine",), "Engine whose files of a pair are taken.", ENGINES),
     Setting("drafter", "load", "text", ("--drafter",), "What proposes tokens; auto: what should pay.", DRAFTERS),
     Setting(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from edgespec.config import DrafterName, LoadOptions
+from edgespec.engines.eagle3_header import is_eagle3
 from edgespec.engines.gguf_split import is_early_exit
 from edgespec.errors import CapabilityError
 from edgespec.manifest import ModelPair
@@ -12,6 +13,7 @@ ROLES: dict[DrafterName, tuple[str, ...]] = {
     "tree": ("draft",),
     "hybrid": ("draft",),
     "early-exit": ("draft",),
+    "eagle3": ("draft",),
     "hierarchical": ("draft", "medium"),
 }
 _FLAGS = {"draft": "-md/--model-draft (draft=...)", "medium": "--medium (medium=...)"}
@@ -24,7 +26,7 @@ def wanted_drafters(options: LoadOptions, pair: ModelPair, exit_layer: int | Non
     """
     own: tuple[DrafterName, ...] = ()
     if pair.draft is not None:
-        own = ("early-exit",) if _draft_is_exit(pair) else ("model",)
+        own = (_kind_of_draft(pair),)
     if options.drafter == "auto":
         named: tuple[DrafterName, ...] = ("hierarchical",) if options.medium is not None else ()
         exits: tuple[DrafterName, ...] = ("early-exit",) if options.exit_layer is not None else ()
@@ -44,7 +46,28 @@ def wanted_drafters(options: LoadOptions, pair: ModelPair, exit_layer: int | Non
                     f"drafter {name!r} needs a {role} model and {pair.name!r} has none: give {_FLAGS[role]}, or "
                     "use --drafter ngram"
                 )
+    _check_kind(wanted, own, pair)
     return wanted
+
+
+def _check_kind(wanted: tuple[DrafterName, ...], own: tuple[DrafterName, ...], pair: ModelPair) -> None:
+    """Raises CapabilityError where a model was asked for and the pair's draft is an EAGLE-3 head, or the other way."""
+    is_head = own == ("eagle3",)
+    for name in wanted:
+        if name != "early-exit" and is_head != (name == "eagle3"):
+            kinds = ("an EAGLE-3 head", "a draft model") if is_head else ("a draft model", "an EAGLE-3 head")
+            raise CapabilityError(
+                f"{pair.files['draft'].path.name} is {kinds[0]} and drafter {name!r} needs {kinds[1]}: give one with "
+                f"-md/--model-draft (draft=...), or use --drafter {own[0]}"
+            )
+
+
+def _kind_of_draft(pair: ModelPair) -> DrafterName:
+    """The drafter that the pair's draft file makes."""
+    file = pair.files["draft"]
+    if file.engine == "llamacpp" and is_eagle3(file.path):
+        return "eagle3"
+    return "early-exit" if _draft_is_exit(pair) else "model"
 
 
 def exit_layer_of(options: LoadOptions, pair: ModelPair) -> int | None:

@@ -78,7 +78,7 @@ class TreeDrafter(Drafter):
     def lag(self, token_ids: TokenIds) -> int:
         return self._model.lag(token_ids)
 
-    def emptied(self) -> Engine:
+    def emptied(self) -> Engine | None:
         return self._model.emptied()
 
     def cancel(self) -> None:

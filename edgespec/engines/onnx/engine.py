@@ -46,6 +46,7 @@ class OnnxEngine(Engine):
         if settings.packs(graph) and isinstance(passes, SharedPasses):
             self._caches = PackedCaches(passes, settings.max_sequences)
         self._can_pack = settings.can_pack(graph)
+        self._has_hidden = graph.hidden_size is not None
         self._book = SequenceBook(settings.max_sequences)
         self._last_width = 0
         self._is_open = True
@@ -81,6 +82,7 @@ class OnnxEngine(Engine):
         reproducible: bool | None = None,
         widest: int = 63,
         exit_layer: int | None = None,
+        hidden_states: bool = False,
     ) -> Self:
         """Load `path` (model.onnx, its weights and tokenizer beside it) and measure what it can do.
 
@@ -88,12 +90,12 @@ class OnnxEngine(Engine):
         physical cores; `provider`: auto, cpu, cuda, dml, webgpu; `cache_type`: f32 for what the export has, int8 for
         a quarter of its bytes; `reproducible` True demands a width class, None takes one if the model has it, False
         skips the measurement; `widest`, the widest pass measured; `exit_layer`: cut after so many layers, for
-        `early_exit`.
+        `early_exit`; `hidden_states`: make it able to give them.
 
         Raises ModelNotFound, ModelFileError, ConfigError for an option out of range, CapabilityError when this build
         or model cannot do what was asked.
         """
-        graph = read_graph(path)
+        graph = read_graph(path, hidden_states=hidden_states)
         config = ModelConfig.read(path.parent)
         settings = OnnxSettings.checked(
             graph,
@@ -111,7 +113,7 @@ class OnnxEngine(Engine):
         cells = settings.cells(graph)
         scales = cache_scales(path, graph, settings) if cache_type == "int8" else None
         if scales is not None or (graph.max_positions is not None and graph.max_positions < cells):
-            graph = read_graph(path, scales, cells)
+            graph = read_graph(path, scales, cells, hidden_states=hidden_states)
         engine = cls(path, graph, settings, config)
         if reproducible is not False:
             key = key_of(METHOD, "onnx", *map(file_key, weight_files(path)), version(), settings)
@@ -192,6 +194,12 @@ class OnnxEngine(Engine):
         self._book.settle(sequence, 0)
         self._caches.load(sequence, payload, length)
         self._book.settle(sequence, length)
+
+    def give_hidden_states(self, wanted: bool) -> None:
+        """As the contract says; a graph that has them as an output gives them with every pass, at no cost."""
+        self._require_open()
+        if wanted and not self._has_hidden:
+            raise CapabilityError("this model was loaded without hidden states: load it with hidden_states=True")
 
     def hidden_states(self) -> NDArray[np.float32]:
         self._require_open()

@@ -66,7 +66,7 @@ class Passes(ABC):
 
     def hidden(self) -> NDArray[np.float32]:
         """Last hidden states [rows, hidden size] of the last pass, which the next one overwrites."""
-        raise CapabilityError("this export has no output 'hidden_states'; export the model with hidden states")
+        raise CapabilityError("this model was loaded without an output 'hidden_states'; load it with one")
 
 
 def element_of(entry: CacheEntry) -> Any:
