@@ -133,7 +133,7 @@ def read_head_file(path: Path) -> HeadFile:
     if not path.is_file():
         raise ModelNotFound(f"no file {str(path)!r}: give the .npz that edgespec train-heads has written")
     try:
-        with np.load(path, allow_pickle=False) as stored:
+        with path.open("rb") as handle, np.load(handle, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}
         described = json.loads(arrays.pop(MANIFEST).tobytes())
     except _UNREADABLE as exc:
