@@ -78,7 +78,7 @@ class ModelDrafter(Drafter):
         """
         capacity = self._engine.facts.context_length - most
         if token_ids.size <= self._window_start:
-            return token_ids
+            self._window_start = 1
         if self._window_start == 1 and self._cache.latest_fitting(token_ids, capacity) == token_ids.size:
             return token_ids
         behind_first = self._cache.latest_fitting(token_ids, capacity - self._cache.most_per_token)
