@@ -6,6 +6,7 @@ same noise, its outcome would be known in part, and the text would no longer be 
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -13,9 +14,9 @@ import pytest
 from numpy.typing import NDArray
 from test_lossless import PLAIN, VOCABULARY
 
-from edgespec.control.base import FixedLength
+from edgespec.control.base import Controller, FixedLength, Proposal
 from edgespec.decode import Run, speculative
-from edgespec.drafters.base import Drafter
+from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree import TreeDrafter
@@ -49,14 +50,32 @@ def drafter_of(name: str, target: TableEngine) -> Drafter:
     return {"model": model, "tree": TreeDrafter(model), "lookahead": LookaheadDrafter()}[name]
 
 
+class InTurn(FixedLength):
+    """Chains and trees of one draft model, as the automatic choice may mix them."""
+
+    def __init__(self, drafters: tuple[Drafter, ...]) -> None:
+        super().__init__(drafters[0], 8)
+        self._turn = itertools.cycle(drafters)
+
+    def propose(self, request: DraftRequest) -> Proposal:
+        self._drafter = next(self._turn)
+        return super().propose(request)
+
+
+def controller_of(name: str, target: TableEngine) -> Controller:
+    if name == "in turn":
+        return InTurn((drafter_of("model", target), drafter_of("tree", target)))
+    return FixedLength(drafter_of(name, target), 8)
+
+
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-@pytest.mark.parametrize("name", ["model", "tree", "lookahead"])
+@pytest.mark.parametrize("name", ["model", "tree", "lookahead", "in turn"])
 def test_no_draw_decides_twice(name: str, rule: str) -> None:
     target = TableEngine.random(VOCABULARY, seed=1, context_length=400)
     sampler = Sampler(PLAIN, VOCABULARY)
     sampler.noise = noise = CountedNoise(3)
     run = Run(CachedSequence(target), np.array([0, 1], np.int32), sampler, StopRules(frozenset(), (), 300), False)
-    list(speculative(run, FixedLength(drafter_of(name, target), 8), RULES[rule]))
+    list(speculative(run, controller_of(name, target), RULES[rule]))
     own = {draw: count for draw, count in noise.seen.items() if draw[0] is not Stream.TARGET}
     assert {draw[0] for draw in own} >= {Stream.ACCEPT, Stream.RESIDUAL}
     assert max(own.values()) == 1

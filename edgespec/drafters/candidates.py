@@ -116,8 +116,8 @@ def candidates_for(request: DraftRequest) -> Callable[[Logits, int, int, TokenId
         distribution = sampler.distribution(logits, history)
         if request.needs_distributions:
             # Draws of one position that were looked at before must not come again, neither in this tree nor in a
-            # later round: what was drafted and accepted so far depends on them.
-            index = depth * _NODES_PER_DEPTH + node + 2
+            # later round, nor those of a chain: what was drafted and accepted so far depends on them.
+            index = (request.num_drafted + depth + 1) * _NODES_PER_DEPTH + node + 1
             return Drawn(sampler.ranked(distribution, position, Stream.DRAFT, index)[0])
         ranked, times = sampler.ranked(distribution, position)
         return Raced(ranked.token_ids, -temperature * np.log(times))
