@@ -4,18 +4,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from edgespec.errors import ConfigError
 
-DrafterName = Literal["auto", "none", "model", "tree", "ngram", "suffix", "cache", "lookahead", "hybrid"]
+DrafterName = Literal[
+    "auto",
+    "none",
+    "model",
+    "tree",
+    "hybrid",
+    "hierarchical",
+    "early-exit",
+    "medusa",
+    "eagle",
+    "eagle3",
+    "ngram",
+    "suffix",
+    "cache",
+    "lookahead",
+]
 DraftLength = int | Literal["auto"]
 DraftTemperature = float | Literal["auto"]
 RuleName = Literal["coupled", "rejection", "block", "typical"]
 EngineName = Literal["auto", "llamacpp", "onnx"]
 ProviderName = Literal["auto", "cpu", "cuda", "dml", "webgpu"]
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "int8"]
-DRAFTERS: tuple[DrafterName, ...] = ("auto", "none", "model", "tree", "ngram", "suffix", "cache", "lookahead", "hybrid")
+DRAFTERS: tuple[DrafterName, ...] = get_args(DrafterName)
 RULES: tuple[RuleName, ...] = ("coupled", "rejection", "block", "typical")
 ENGINES: tuple[EngineName, ...] = ("auto", "llamacpp", "onnx")
 PROVIDERS: tuple[ProviderName, ...] = ("auto", "cpu", "cuda", "dml", "webgpu")
@@ -49,12 +64,15 @@ def _check_draft_temperature(value: object) -> None:
 class LoadOptions:
     """What is loaded and how. None means: decide from the model and the machine.
 
-    `model`: registry name or path; `draft`: path of a draft model, or None for the pair's own; lengths in tokens;
+    `model`: registry name or path; `draft`: path of a draft model, or None for the pair's own; `medium`: path of a
+    model between the two, for drafter hierarchical, or None for the pair's own, which is loaded for that drafter only;
+    `heads`: path of a file of heads for drafter medusa or eagle, or None for the pair's own; `exit_layer`: layers of an
+    ONNX target that draft, None for what its pair was exported with; lengths in tokens;
     `drafter` auto: whichever is expected to pay, by the round; `draft_length` auto: as many tokens as pay; a number
-    with drafter auto means the draft model where there is one, else ngram. `draft_temperature`: what the draft model
-    samples at over the target's temperature; auto learns it from the text under the coupled rule. `never_slower`: share
-    of plain decoding's time that speculation may lose at most. `engine`: which of a pair's files are taken; `provider`:
-    the device of ONNX Runtime, `gpu_layers` that of llama.cpp;
+    with drafter auto means the pair's own draft where there is one, else ngram. `draft_temperature`: what the draft
+    model samples at over the target's temperature; auto learns it from the text under the coupled rule. `never_slower`:
+    share of plain decoding's time that speculation may lose at most. `engine`: which of a pair's files are taken;
+    `provider`: the device of ONNX Runtime, `gpu_layers` that of llama.cpp;
     `reproducible`: None means yes where the model and the rule allow it, True demands it, False gives it up for speed.
     `corpus`: drafter suffix looks in the user's corpus too; `recall`: drafter cache knows what models wrote in earlier
     runs; `learn`: what this one writes is added to that, on disk. Neither unless asked for: prompts that are decoded
@@ -63,6 +81,9 @@ class LoadOptions:
 
     model: str = "demo"
     draft: Path | None = None
+    medium: Path | None = None
+    exit_layer: int | None = None
+    heads: Path | None = None
     engine: EngineName = "auto"
     drafter: DrafterName = "auto"
     draft_length: DraftLength = "auto"
@@ -91,6 +112,7 @@ class LoadOptions:
                 _one_of("cache type", kind, CACHE_TYPES)
         _one_of("provider", self.provider, PROVIDERS)
         _at_least("threads", self.threads, 1)
+        _at_least("exit-layer", self.exit_layer, 1)
         _at_least("ctx-size", self.context_length, 16)
         _at_least("draft ctx-size", self.draft_context_length, 16)
         _check_draft_length(self.draft_length)

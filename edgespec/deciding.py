@@ -5,8 +5,6 @@ Costs are measured at the first load; what every generation adds to them serves 
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from functools import cached_property
 
 import numpy as np
@@ -18,47 +16,16 @@ from edgespec.control.cost import CostCurve, DraftCost
 from edgespec.control.measure import cost_key, draft_cost, remember_curve, remember_draft_cost, target_curve
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.cache import CacheDrafter
-from edgespec.drafters.hybrid import HybridDrafter
-from edgespec.drafters.lookahead import LookaheadDrafter
-from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.ngram import NgramDrafter
-from edgespec.drafters.suffix import SuffixDrafter
-from edgespec.drafters.tree import TreeDrafter
+from edgespec.drafting import BY_NAME_ONLY, FREE_DRAFTERS, MANY_ROWS, learnt_texts, made
 from edgespec.engines.base import Engine
 from edgespec.engines.measurements import key_of, recall, remember
 from edgespec.engines.sequence import CachedSequence
-from edgespec.errors import CapabilityError, StateError
 from edgespec.manifest import ModelPair
-from edgespec.texts.corpus import Corpus
-from edgespec.texts.index import SuffixIndex
-from edgespec.texts.learnt import LearntTexts
-from edgespec.texts.store import texts_folder, vocabulary_key
-from edgespec.tokenizer import Vocabulary
 from edgespec.types import TokenIds
 
-logger = logging.getLogger("edgespec")
-
-
-def _suffix(options: LoadOptions, vocabulary: Vocabulary) -> Drafter:
-    return SuffixDrafter(corpus=user_corpus(vocabulary) if options.corpus else None)
-
-
-def _cache(options: LoadOptions, vocabulary: Vocabulary) -> Drafter:
-    return CacheDrafter(vocabulary.size, learnt_texts(vocabulary).read() if options.recall else ())
-
-
-FREE_DRAFTERS: dict[DrafterName, Callable[[LoadOptions, Vocabulary], Drafter]] = {
-    "ngram": lambda options, vocabulary: NgramDrafter(),
-    "suffix": _suffix,
-    "cache": _cache,
-}
-
-COPYING: tuple[DrafterName, ...] = ("suffix", "ngram")  # what a hybrid has before its draft model
-# Left to be asked for: beside its parts a hybrid gains nothing in `auto`, which chooses between them by the round.
-BY_NAME_ONLY = frozenset({"hybrid"})
-MANY_ROWS: tuple[DrafterName, ...] = ("tree", "lookahead")
 # A second choice seldom stands with more than a tenth: a row that costs more of a plain pass is not worth verifying.
 _ROWS, _CHEAP_ROW = 9, 0.1
+_ROLES: dict[DrafterName, str] = {"hierarchical": "medium"}  # whose file a drafter's engine runs, if not the draft's
 
 
 class Deciders:
@@ -72,6 +39,8 @@ class Deciders:
         self._pair = pair
         self._target = target
         self._automatic: dict[DrafterName, AutoController] = {}
+        # Found now: a generation may be over only after its model, and with it the vocabulary, was closed.
+        self._learnt = learnt_texts(target.engine.vocabulary) if options.learn else None
 
     def controller(self, options: GenerateOptions) -> Controller | None:
         """Who decides about the drafts of one generation; None for plain decoding.
@@ -80,12 +49,20 @@ class Deciders:
         """
         name = options.drafter or self._options.drafter
         length: DraftLength = self._options.draft_length if options.draft_length is None else options.draft_length
+        controller = self._chosen(name, length)
+        asked = () if controller is None else self.drafters if name == "auto" else (name,)
+        self._target.keep_features(any(self.drafters[each].wants_features for each in asked))
+        layers = [self.drafters[each].wants_layers for each in asked]
+        self._target.keep_layer_inputs(next(filter(None, layers), ()))
+        return controller
+
+    def _chosen(self, name: DrafterName, length: DraftLength) -> Controller | None:
         if name == "none" or length == 0 or not self._target.engine.facts.can_rollback:
             return None
         if length == "auto":
             return self._automatic_one(name)
         if name == "auto":
-            name = "model" if "model" in self.drafters else "ngram"
+            name = self._draft_name or "ngram"
         return FixedLength(self.drafter(name), length)
 
     def _automatic_one(self, name: DrafterName) -> AutoController:
@@ -104,7 +81,8 @@ class Deciders:
 
         Where it does cost something they could never be chosen, and asking them now and then would cost time.
         """
-        names = [name for name in (*FREE_DRAFTERS, *self.drafters) if name not in {*MANY_ROWS, *BY_NAME_ONLY}]
+        known = dict.fromkeys((*FREE_DRAFTERS, *self.drafters))
+        names = [name for name in known if name not in (*MANY_ROWS, *BY_NAME_ONLY)]
         row_s = (self.cost_curve.at(_ROWS) - self.cost_curve.at(1)) / (_ROWS - 1)
         if self._target.engine.most_branches and row_s < _CHEAP_ROW * self.cost_curve.at(1):
             names += [name for name in MANY_ROWS if name != "tree" or "model" in self.drafters]
@@ -112,25 +90,10 @@ class Deciders:
 
     def drafter(self, name: DrafterName) -> Drafter:
         """Raises CapabilityError for one that this pair has not got."""
-        if name in FREE_DRAFTERS:
-            return self.drafters.setdefault(name, self._free(name))
-        if name == "lookahead":
-            return self.drafters.setdefault(name, LookaheadDrafter())
-        model = self.drafters.get("model")
-        if name == "tree" and isinstance(model, ModelDrafter):
-            return self.drafters.setdefault(name, TreeDrafter(model))
-        if name == "hybrid" and model is not None:
-            return self.drafters.setdefault(name, HybridDrafter(list(map(self._free, COPYING)), model))
         if name not in self.drafters:
-            raise CapabilityError(
-                f"drafter {name!r} needs a draft model and {self._pair.name!r} was loaded without one: give "
-                "-md/--model-draft (draft=...), or use --drafter ngram"
-            )
+            vocabulary = self._target.engine.vocabulary
+            self.drafters[name] = made(name, self._options, vocabulary, self.drafters, self._pair.name)
         return self.drafters[name]
-
-    def _free(self, name: DrafterName) -> Drafter:
-        """A new drafter that copies."""
-        return FREE_DRAFTERS[name](self._options, self._target.engine.vocabulary)
 
     @cached_property
     def cost_curve(self) -> CostCurve:
@@ -142,15 +105,21 @@ class Deciders:
     def draft_costs(self) -> dict[str, DraftCost]:
         """What the tokens of each drafter with an engine of its own cost on this machine."""
         return {
-            name: draft_cost(engine, self._pair.paths("draft"))
+            name: draft_cost(engine, self._pair.paths(_ROLES.get(name, "draft")))
             for name, drafter in self.drafters.items()
             if (engine := drafter.emptied()) is not None
         }
 
     @property
     def draft_engine(self) -> Engine | None:
-        """The draft model's engine with its cache emptied, for measuring; None without a draft model."""
-        return self.drafters["model"].emptied() if "model" in self.drafters else None
+        """The draft model's engine with its cache emptied, for measuring; None without one that is not the target's."""
+        return self.drafters[self._draft_name].emptied() if self._draft_name else None
+
+    @property
+    def _draft_name(self) -> DrafterName | None:
+        """The drafter that the pair's draft became."""
+        names: tuple[DrafterName, ...] = ("model", "early-exit", "eagle3")
+        return next((name for name in names if name in self.drafters), None)
 
     def empty(self) -> None:
         """Forget all texts; what was learnt of costs and confidences stays."""
@@ -160,37 +129,22 @@ class Deciders:
 
     def learn(self, answer_ids: TokenIds) -> None:
         """An answer [n] is over: keep it for later ones where the options say so."""
-        if self._options.learn and answer_ids.size:
+        if self._learnt is not None and answer_ids.size:
             cache = self.drafters.get("cache")
             if isinstance(cache, CacheDrafter):
                 cache.learn(answer_ids)
-            learnt_texts(self._target.engine.vocabulary).add(answer_ids)
+            self._learnt.add(answer_ids)
 
     def keep(self) -> None:
         """Costs and confidences for the next run; a crash loses no more than they are worth. Raises OSError."""
         controllers, self._automatic = self._automatic, {}
         if controllers:
             remember_curve(cost_key(self._target.engine, self._pair.paths("target")), self.cost_curve)
-            if self.draft_engine is not None:
-                remember_draft_cost(cost_key(self.draft_engine, self._pair.paths("draft")), self.draft_costs["model"])
+            if self._draft_name and self.draft_engine is not None:
+                key = cost_key(self.draft_engine, self._pair.paths("draft"))
+                remember_draft_cost(key, self.draft_costs[self._draft_name])
         for name, controller in controllers.items():
             remember("learnt", self._learnt_key(name), controller.state())
 
     def _learnt_key(self, name: DrafterName) -> str:
         return key_of(name, [cost_key(self._target.engine, self._pair.paths(role)) for role in self._pair.files])
-
-
-def learnt_texts(vocabulary: Vocabulary) -> LearntTexts:
-    """What models wrote in `vocabulary` in earlier runs."""
-    return LearntTexts(vocabulary_key(vocabulary), vocabulary.size)
-
-
-def user_corpus(vocabulary: Vocabulary) -> SuffixIndex | None:
-    """The user's corpus in `vocabulary`; None when there is none, or when it cannot be used, which is said."""
-    if not texts_folder().is_dir():
-        return None
-    try:
-        return Corpus(vocabulary_key(vocabulary), vocabulary.size).index()
-    except StateError as exc:
-        logger.info("%s", exc)
-        return None

@@ -170,8 +170,16 @@ def _propose(run: Run, controller: Controller, context_ids: TokenIds, rule: Rule
     if most <= 0:
         return NOTHING, 0.0
     started_s = perf_counter()
-    branches = 0 if rule in CHAINS_ONLY else run.target.engine.most_branches
-    request = DraftRequest(context_ids, most, run.sampler, rule in COMPARING, max_branches=branches)
+    target = run.target
+    request = DraftRequest(
+        context_ids,
+        most,
+        run.sampler,
+        needs_distributions=rule in COMPARING,
+        max_branches=0 if rule in CHAINS_ONLY else target.engine.most_branches,
+        features=target.features,
+        layer_inputs=target.layer_inputs,
+    )
     proposal = controller.propose(request)
     return proposal, perf_counter() - started_s
 

@@ -1,4 +1,4 @@
-"""Opens what a run names: files are checked, then become engines, and the draft model a drafter."""
+"""Opens what a run names: files are checked, then become engines, and draft models drafters."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from contextlib import contextmanager
 
 from edgespec.config import DrafterName, LoadOptions
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.mapped import MappedSequence, map_vocabulary
+from edgespec.drafters.early_exit import EarlyExitDrafter, SharedStateDrafter
+from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.base import Engine
 from edgespec.engines.measurements import file_key, key_of, recall, remember
 from edgespec.engines.probe import check_model_file
-from edgespec.engines.sequence import CachedSequence
-from edgespec.errors import CapabilityError, ConfigError, VocabularyMismatch
+from edgespec.errors import CapabilityError, ConfigError
+from edgespec.heads import open_eagle3, open_heads, read_heads
 from edgespec.manifest import ModelFile, ModelPair, check_file
 from edgespec.models import resolve
-from edgespec.prompts import PROMPTS
 from edgespec.tokenizer import Vocabulary, check_same_vocabulary
-
-NEED_A_DRAFT = frozenset({"model", "tree", "hybrid"})
-LEAST_OVERLAP = 0.5  # of the tokens of a text, that a draft with another vocabulary must have
+from edgespec.vocabularies import draft_cache
+from edgespec.wanted import ROLES, exit_layer_of, wanted_drafters
 
 
 def open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterName, Drafter]]:
@@ -29,22 +28,70 @@ def open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterNa
     Raises ModelNotFound, ModelFileError, VocabularyMismatch (naming the first token that differs), CapabilityError
     when what was demanded is not possible, ConfigError for options that do not fit the engine.
     """
-    pair = resolve(options.model, options.draft, options.engine)
-    wants_draft = options.drafter in NEED_A_DRAFT or (options.drafter == "auto" and pair.draft is not None)
-    if wants_draft and pair.draft is None:
-        raise CapabilityError(
-            f"drafter {options.drafter!r} needs a draft model and {pair.name!r} has none: give -md/--model-draft "
-            "(draft=...), or use --drafter ngram"
-        )
-    for role in ("target", "draft") if wants_draft else ("target",):
+    pair = resolve(options.model, options.draft, options.engine, options.medium)
+    _check_contents(pair.files["target"])
+    exit_layer = exit_layer_of(options, pair)
+    wanted = wanted_drafters(options, pair, exit_layer)
+    roles = {role for name in wanted for role in ROLES[name] if exit_layer is None or name != "early-exit"}
+    for role in sorted(roles):
         _check_contents(pair.files[role])
-    target = _open_target(options, pair.files["target"])
+    heads = read_heads(options, pair)
+    target = _open_target(options, pair.files["target"], exit_layer, hidden_states=bool(heads))
+    drafters: dict[DrafterName, Drafter] = {}
     try:
-        drafters: dict[DrafterName, Drafter] = {"model": _open_draft(options, pair, target)} if wants_draft else {}
+        for name in wanted:
+            drafters |= _opened(name, options, pair, target, drafters, is_cut=exit_layer is not None)
+        drafters |= {each.manifest.kind: open_heads(each, path, target) for path, each in heads.items()}
     except BaseException:
+        for drafter in drafters.values():
+            drafter.close()
         target.close()
         raise
     return pair, target, drafters
+
+
+def _opened(
+    name: DrafterName,
+    options: LoadOptions,
+    pair: ModelPair,
+    target: Engine,
+    opened: dict[DrafterName, Drafter],
+    *,
+    is_cut: bool,
+) -> dict[DrafterName, Drafter]:
+    """The drafters that `name` needs models for, those already `opened` left out. `is_cut`: the target has an exit."""
+    if name == "early-exit":
+        if is_cut:
+            return {name: SharedStateDrafter(target)}
+        return {name: EarlyExitDrafter(_open_draft(options, pair.files["draft"], target))}
+    if name == "eagle3":
+        return {name: open_eagle3(options, pair.files["draft"], target)}
+    small = opened.get("model") or _model_drafter(options, pair.files["draft"], target)
+    if name != "hierarchical":
+        return {"model": small}
+    assert isinstance(small, ModelDrafter)
+    try:
+        medium = _open_draft(options, pair.files["medium"], target)
+    except BaseException:
+        small.close()
+        raise
+    try:
+        check_same_vocabulary(target.vocabulary, medium.vocabulary)
+    except BaseException:
+        small.close()
+        medium.close()
+        raise
+    return {"model": small, name: HierarchicalDrafter(small, medium)}
+
+
+def _model_drafter(options: LoadOptions, file: ModelFile, target: Engine) -> ModelDrafter:
+    engine = _open_draft(options, file, target)
+    try:
+        cache, note = draft_cache(target, engine, file.path.name)
+    except BaseException:
+        engine.close()
+        raise
+    return ModelDrafter(engine, cache, (note,) if note else (), options.draft_temperature)
 
 
 @contextmanager
@@ -80,53 +127,26 @@ def _check_contents(model: ModelFile) -> None:
         check_model_file(model.path, is_trusted=all(file.sha256 for file in model.all_files))
 
 
-def _open_target(options: LoadOptions, file: ModelFile) -> Engine:
+def _open_target(options: LoadOptions, file: ModelFile, exit_layer: int | None, *, hidden_states: bool) -> Engine:
     wanted = False if options.verify != "coupled" else options.reproducible
-    return _open(options, file, options.context_length, options.gpu_layers, wanted)
+    return _open(
+        options,
+        file,
+        options.context_length,
+        options.gpu_layers,
+        wanted,
+        exit_layer=exit_layer,
+        hidden_states=hidden_states,
+    )
 
 
-def _open_draft(options: LoadOptions, pair: ModelPair, target: Engine) -> ModelDrafter:
-    file = pair.files["draft"]
+def _open_draft(options: LoadOptions, file: ModelFile, target: Engine) -> Engine:
     gpu_layers = options.gpu_layers if options.draft_gpu_layers is None else options.draft_gpu_layers
     engine = _open(options, file, options.draft_context_length, gpu_layers, reproducible=False, is_draft=True)
-    try:
-        cache, note = _draft_cache(target, engine, file)
-        if not engine.facts.can_rollback:
-            raise CapabilityError(f"draft {file.path.name} cannot roll back its state and so cannot draft")
-    except BaseException:
+    if not engine.facts.can_rollback:
         engine.close()
-        raise
-    return ModelDrafter(engine, cache, (note,) if note else (), options.draft_temperature)
-
-
-def _draft_cache(target: Engine, draft: Engine, file: ModelFile) -> tuple[CachedSequence, str]:
-    """The draft's cache as the target counts tokens, and what a user must know of another vocabulary.
-
-    Raises VocabularyMismatch naming the first token that differs, where too little of a text can be drafted.
-    """
-    why = _difference(target.vocabulary, draft.vocabulary)
-    if not why:
-        return CachedSequence(draft), ""
-    mapping = map_vocabulary(target.vocabulary, draft)
-    in_text = mapping.share_of(target.vocabulary.encode(" ".join(prompt.text for prompt in PROMPTS)))
-    overlap = f"{file.path.name} has {mapping.share:.1%} of the target's tokens and {in_text:.1%} of those in a text"
-    if in_text < LEAST_OVERLAP:
-        raise VocabularyMismatch(
-            f"{why}. {overlap}; at least {LEAST_OVERLAP:.0%} of the latter are needed. Use a draft of the same model "
-            "family, or --drafter ngram, which needs none"
-        )
-    return MappedSequence(draft, mapping), f"{why}. {overlap}, and proposes no others"
-
-
-def _difference(target: Vocabulary, draft: Vocabulary) -> str:
-    """How the draft's token ids differ from the target's; empty when they mean the same, padding aside."""
-    try:
-        check_same_vocabulary(target, draft)
-    except VocabularyMismatch as exc:
-        return str(exc).partition(". Use")[0]
-    if any(target.pieces[draft.size :]):
-        return f"target and draft have different vocabularies: the draft ends with token {draft.size - 1}"
-    return ""
+        raise CapabilityError(f"draft {file.path.name} cannot roll back its state and so cannot draft")
+    return engine
 
 
 def _open(
@@ -137,6 +157,8 @@ def _open(
     reproducible: bool | None,
     *,
     is_draft: bool = False,
+    exit_layer: int | None = None,
+    hidden_states: bool = False,
 ) -> Engine:
     """The engine of a file; its library is loaded when the first model is."""
     if file.engine == "onnx":
@@ -149,6 +171,8 @@ def _open(
             provider=options.provider,
             cache_type="f32" if is_draft else _onnx_cache_type(options),
             reproducible=reproducible,
+            exit_layer=exit_layer,
+            hidden_states=hidden_states,
         )
     from edgespec.engines.llamacpp import LlamaCppEngine
 

@@ -1,6 +1,7 @@
 """A pair of models and the manifest that describes it: `manifest.toml` in a folder becomes a `ModelPair`.
 
 `[files.ROLE]` holds the GGUF of a role, `[onnx.ROLE]` its ONNX export; `parts` are the further files that one needs.
+`[heads.KIND]` holds heads on the target's states, for either engine.
 Every file is checked to be the one described. What this module does not know: whether a file loads.
 """
 
@@ -23,7 +24,8 @@ ROLES = ("target", "draft", "medium")
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
 TEXT_KEYS = ("name", "description", "licence", "banner")
 ENGINE_TABLES = {"llamacpp": "files", "onnx": "onnx"}
-TABLES = (*ENGINE_TABLES.values(), "sampling", "figures")
+HEADS, HEAD_KINDS = "heads", ("medusa", "eagle")
+TABLES = (*ENGINE_TABLES.values(), HEADS, "sampling", "figures")
 FILE_KEYS = ("path", "bytes", "sha256", "parameters", "parts")
 # Larger files are hashed where the result can be kept, once.
 MAX_HASHED_BYTES = 256 * 2**20
@@ -64,7 +66,7 @@ class ModelPair:
     """A target and what goes with it. `recommended` holds sampling settings by their name in `Sampling`.
 
     `files`: one model per role, of the chosen engine where it has one; `engines`: those that have a target;
-    `banner` is shown before a chat and may be empty; `figures` are the publisher's own measurements.
+    `banner` is shown before a chat and may be empty; `figures` are the publisher's own measurements; `heads` by kind.
     """
 
     name: str
@@ -76,6 +78,7 @@ class ModelPair:
     context_length: int | None = None
     recommended: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     figures: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    heads: Mapping[str, ModelFile] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def target(self) -> Path:
@@ -213,7 +216,9 @@ def read_pair(folder: Path, engine: str = "auto", *, check_hashes: bool = True) 
     engines = tuple(name for name, roles in by_engine.items() if "target" in roles)
     chosen = engines[0] if engine == "auto" else engine
     files = {role: file for name in by_engine for role, file in by_engine[name].items()} | by_engine[chosen]
-    for file in files.values():
+    manifest.only(f"{HEADS}.", tables[HEADS], HEAD_KINDS)
+    heads = {kind: _read_file(manifest, f"{HEADS}.{kind}", entry) for kind, entry in tables[HEADS].items()}
+    for file in (*files.values(), *heads.values()):
         for part in file.all_files:
             check_file(part, hashed=check_hashes)
     texts = {key: manifest.get(values, key, str, "") for key in TEXT_KEYS}
@@ -227,4 +232,5 @@ def read_pair(folder: Path, engine: str = "auto", *, check_hashes: bool = True) 
         context_length=manifest.get(values, "context_length", int) if "context_length" in values else None,
         recommended=MappingProxyType(recommended),
         figures=MappingProxyType(tables["figures"]),
+        heads=MappingProxyType(heads),
     )

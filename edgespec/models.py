@@ -98,8 +98,10 @@ def _local_pair(text: str, engine: str) -> ModelPair:
     return ModelPair(name, MappingProxyType({"target": file}), (file.engine,))
 
 
-def resolve(name_or_path: str, draft: Path | None = None, engine: str = "auto") -> ModelPair:
-    """The pair that a user means by a registered name or a path; `draft` replaces the pair's own draft.
+def resolve(
+    name_or_path: str, draft: Path | None = None, engine: str = "auto", medium: Path | None = None
+) -> ModelPair:
+    """The pair that a user means by a registered name or a path; `draft` and `medium` replace the pair's own.
 
     `engine` "auto", or the one whose files are wanted. Raises ModelNotFound for an unknown name (with the nearest
     known one) and for a path that does not exist, ModelFileError for a bad manifest, and for a file that is missing or
@@ -112,11 +114,15 @@ def resolve(name_or_path: str, draft: Path | None = None, engine: str = "auto") 
         pair = _local_pair(name_or_path, engine)
     else:
         raise _not_found(name_or_path)
-    if draft is None:
-        return pair
-    path = draft.expanduser()
+    given = {"draft": draft, "medium": medium}
+    own = {role: _given_file(role, path) for role, path in given.items() if path is not None}
+    return replace(pair, files=MappingProxyType({**pair.files, **own})) if own else pair
+
+
+def _given_file(role: str, given: Path) -> ModelFile:
+    path = given.expanduser()
     if path.is_dir():
         path = path / GRAPH
     if not path.is_file() or path.suffix not in SUFFIXES:
-        raise ModelNotFound(f"no draft file {str(draft)!r}: give the path of a .gguf or .onnx file")
-    return replace(pair, files=MappingProxyType({**pair.files, "draft": ModelFile(path)}))
+        raise ModelNotFound(f"no {role} file {str(given)!r}: give the path of a .gguf or .onnx file")
+    return ModelFile(path)

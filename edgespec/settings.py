@@ -107,6 +107,16 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "draft", "load", "path", ("-md", "--model-draft", "--draft-model"), "Path of a draft model.", metavar="FILE"
     ),
+    Setting(
+        "medium",
+        "load",
+        "path",
+        ("--medium",),
+        "Path of a model between draft and target, for --drafter hierarchical.",
+        metavar="FILE",
+    ),
+    Setting("exit_layer", "load", "integer", ("--exit-layer",), "Layers of an ONNX target that draft (early-exit)."),
+    Setting("heads", "load", "path", ("--heads",), "File of heads for drafter medusa or eagle.", metavar="FILE"),
     Setting("engine", "load", "text", ("--engine",), "Engine whose files of a pair are taken.", ENGINES),
     Setting("drafter", "load", "text", ("--drafter",), "What proposes tokens; auto: what should pay.", DRAFTERS),
     Setting(

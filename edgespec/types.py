@@ -130,7 +130,7 @@ class Draft:
 
     @property
     def is_chain(self) -> bool:
-        return self.parents.tolist() == list(range(-1, self.parents.size - 1))
+        return bool(self.parents.tolist() == list(range(-1, self.parents.size - 1)))
 
     @property
     def main_chain(self) -> Draft:

@@ -40,7 +40,7 @@ def load_llamacpp(path: Path, *, reproducible: bool) -> Engine:
     )
 
 
-def load_onnx(path: Path, *, reproducible: bool, cache_type: str = "f32") -> Engine:
+def load_onnx(path: Path, *, reproducible: bool, cache_type: str = "f32", exit_layer: int | None = None) -> Engine:
     pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
     from edgespec.engines.onnx import OnnxEngine
 
@@ -52,6 +52,7 @@ def load_onnx(path: Path, *, reproducible: bool, cache_type: str = "f32") -> Eng
         threads=TEST_THREADS,
         cache_type=cache_type,
         reproducible=reproducible,
+        exit_layer=exit_layer,
     )
 
 
@@ -63,6 +64,7 @@ KINDS = (
     "onnx",
     "onnx-reproducible",
     "onnx-int8-cache",
+    "onnx-exit",
     "onnx-concatenated",
 )
 
@@ -79,6 +81,7 @@ def loader(
         "onnx": lambda: load_onnx(onnx_path, reproducible=False),
         "onnx-reproducible": lambda: load_onnx(onnx_path, reproducible=True),
         "onnx-concatenated": lambda: load_onnx(concatenated_path, reproducible=False),
+        "onnx-exit": lambda: load_onnx(onnx_path, reproducible=True, exit_layer=4),
         "onnx-int8-cache": lambda: load_onnx(onnx_path, reproducible=True, cache_type="int8"),
     }
     return loaders[request.param]

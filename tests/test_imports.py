@@ -16,13 +16,13 @@ PACKAGE = Path(edgespec.__file__).parent
 # A component (a module or a subpackage) imports only components of a lower rank, and itself. '' is the package root.
 RANKS = {
     **dict.fromkeys(("errors",), 0),
-    **dict.fromkeys(("types", "tokenizer", "config", "memory", "prompts", "manifest", "machine"), 1),
+    **dict.fromkeys(("types", "tokenizer", "config", "memory", "prompts", "manifest", "machine", "headfile"), 1),
     **dict.fromkeys(("noise", "settings", "stopping", "metrics", "chat", "models"), 2),
     **dict.fromkeys(("sampling", "conversation", "profiles"), 3),
     **dict.fromkeys(("verify", "engines", "texts"), 4),
     **dict.fromkeys(("drafters",), 5),
     **dict.fromkeys(("control",), 6),
-    **dict.fromkeys(("decode",), 7),
+    **dict.fromkeys(("decode", "wanted", "vocabularies", "drafting", "heads"), 7),
     **dict.fromkeys(("loading", "deciding"), 8),
     **dict.fromkeys(("runtime",), 9),
     **dict.fromkeys(("", "selfcheck", "export"), 10),
@@ -33,12 +33,19 @@ RANKS = {
     **dict.fromkeys(("__main__",), 15),
 }
 ENGINES_MAY_USE = {"errors", "types", "tokenizer", "engines"}
-DRAFTERS_MAY_USE = {"errors", "types", "tokenizer", "sampling", "noise"}
-BASES = {"engines.base", "engines.sequence", "drafters.base"}
+DRAFTERS_MAY_USE = {"errors", "types", "tokenizer", "sampling", "noise", "headfile"}
+BASES = {"engines.base", "engines.sequence", "engines.head", "drafters.base"}
 # data structures; what several draft with; the engine and cache that two of them share
 SHARED_BY_DRAFTERS = {
     *("drafters.automaton", "drafters.corpus", "drafters.counts", "texts.index"),
-    *("drafters.candidates", "drafters.model", "drafters.temperature"),
+    *("drafters.candidates", "drafters.model"),
+    *("drafters.inner_length", "drafters.states"),
+    "drafters.temperature",
+}
+# what puts engines and drafters together, or reads their files
+ASSEMBLING = {
+    *("engines", "drafters", "runtime", "export"),
+    *("loading", "deciding", "drafting", "wanted", "vocabularies", "heads"),
 }
 KEPT = {"engines.measurements"}  # where what was measured of a machine is kept; it knows no engine
 HEAVY = {"torch", "tokenizers", "gguf", "safetensors", "transformers"}
@@ -99,7 +106,7 @@ def test_drafters_know_contracts_only(name):
 def test_only_the_runtime_knows_implementations():
     """Everything else meets engines and drafters through their base classes; doctor asks a library for its version."""
     for name in MODULES:
-        if component(name) in ("engines", "drafters", "loading", "deciding", "runtime", "export") or name in (
+        if component(name) in ASSEMBLING or name in (
             "cli.probe",
             "cli.doctor",
         ):

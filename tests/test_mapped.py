@@ -21,9 +21,9 @@ from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.table import TableEngine
 from edgespec.errors import Cancelled, PromptError, VocabularyMismatch
-from edgespec.loading import LEAST_OVERLAP
 from edgespec.sampling import Sampler
 from edgespec.tokenizer import Vocabulary
+from edgespec.vocabularies import LEAST_OVERLAP
 
 DEMO = Path(__file__).resolve().parent.parent / "models" / "demo"
 DRAFT = DEMO / "demo-draft-q8_0.gguf"

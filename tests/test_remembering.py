@@ -16,10 +16,10 @@ import edgespec
 from edgespec import GenerateOptions, Sampling
 from edgespec.cli.main import cli
 from edgespec.cli.session import open_session
-from edgespec.deciding import learnt_texts
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.cache import CacheDrafter
 from edgespec.drafters.suffix import SuffixDrafter
+from edgespec.drafting import learnt_texts
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.table import TableEngine
 from edgespec.settings import resolve
@@ -193,16 +193,28 @@ def test_an_answer_that_was_stopped_is_learnt_as_far_as_it_came(home: Path) -> N
 
 
 def test_an_answer_that_ends_inside_a_draft_is_learnt_to_its_end_alone(home: Path) -> None:
-    with load_demo(learn=True, recall=True) as model:
-        for max_tokens in (40, 23):
-            ids = model.encode_chat([{"role": "user", "content": QUESTION}])
-            options = GenerateOptions(max_tokens=40, stop=("restaurant",) if max_tokens == 23 else (), ignore_eos=True)
-            found = model.generate(ids, Sampling(temperature=0.0), options)
-        kept = learnt_texts(model.target.vocabulary).read()
-        assert all(
-            found.token_ids[: ids.size] == tuple(ids.tolist()) or ids.size > len(found.token_ids) for ids in kept
-        )
-        assert min(ids.size for ids in kept) <= len(found.token_ids)
+    with load_demo(learn=True) as model:
+        ids = model.encode_chat([{"role": "user", "content": QUESTION}])
+        greedy = Sampling(temperature=0.0)
+        whole = model.generate(ids, greedy, GenerateOptions(max_tokens=48, ignore_eos=True))
+        num_beyond = 0
+        stops = [whole.text[begin : begin + 8] for begin in range(40, len(whole.text) - 8, 12)]
+        for stop in [stop for stop in stops if whole.text.index(stop) >= 40][:8]:
+            found = model.generate(ids, greedy, GenerateOptions(max_tokens=48, stop=(stop,), ignore_eos=True))
+            num_beyond += model._sequence.length > len(ids) + len(found.token_ids)
+            newest = learnt_texts(model.target.vocabulary).read()[-1]
+            assert tuple(newest.tolist()) == found.token_ids[: newest.size]
+        assert num_beyond, "the cache held accepted tokens behind the stop string"
+
+
+def test_an_answer_whose_model_was_closed_meanwhile_is_learnt_too(home: Path) -> None:
+    with load_demo(learn=True) as model:
+        events = model.stream(QUESTION, Sampling(temperature=0.0), GenerateOptions(max_tokens=64, ignore_eos=True))
+        emitted = [next(events).token_id for _ in range(20)]
+    events.close()  # type: ignore[attr-defined]
+    with load_demo() as model:
+        (kept,) = learnt_texts(model.target.vocabulary).read()
+    assert kept.tolist() == emitted[: kept.size]
 
 
 # -- on the command line

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from edgespec.cli.terminal import note
 from edgespec.config import LoadOptions
-from edgespec.deciding import learnt_texts
+from edgespec.drafting import learnt_texts
 from edgespec.errors import ConfigError
 from edgespec.loading import open_vocabulary
 from edgespec.settings import resolve

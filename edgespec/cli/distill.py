@@ -20,7 +20,7 @@ _SIZES = {
     "kv_heads": "Heads for keys and values.  [default: half the heads or less]",
     "ffn": "Width of the feed-forward layers.  [default: 3 x width]",
 }
-_NUMBERS = {
+NUMBERS = {
     "rounds": "Most rounds of writing and learning.",
     "round_tokens": "Tokens learnt from per round.",
     "round_prompts": "Texts that the target writes per round.",
@@ -35,7 +35,7 @@ _NUMBERS = {
     "rate": "Factor on the learning rates.",
     "seed": "The same seed gives the same weights on one machine.",
 }
-_CHOICES = {
+CHOICES = {
     "loss": (LOSSES, "Distance to the target: total variation or Kullback-Leibler."),
     "precision": (PRECISIONS, "Arithmetic of the forward passes; bf16 halves the target's memory."),
     "device": (DEVICES, "Where it runs."),
@@ -46,16 +46,19 @@ _DEFAULTS = DistillRequest(Path(), Path())
 
 def _request_options(function: Callable[..., int]) -> Callable[..., int]:
     """An option for every field of the request that is a plain value."""
-    for name, text in reversed({**_SIZES, **_NUMBERS}.items()):
+    for name, text in reversed({**_SIZES, **NUMBERS}.items()):
         kind = float if isinstance(getattr(_DEFAULTS, name), float) else int
-        function = _option(name, kind, text)(function)
-    for name, (allowed, text) in reversed(_CHOICES.items()):
-        function = _option(name, click.Choice(allowed), text)(function)
+        function = option(_DEFAULTS, name, kind, text)(function)
+    for name, (allowed, text) in reversed(CHOICES.items()):
+        function = option(_DEFAULTS, name, click.Choice(allowed), text)(function)
     return function
 
 
-def _option(name: str, kind: Any, text: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    default = getattr(_DEFAULTS, name)
+def option(
+    defaults: DistillRequest, name: str, kind: Any, text: str
+) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """A flag for one field of a request."""
+    default = getattr(defaults, name)
     return click.option(flag(name), name, type=kind, default=default, show_default=default is not None, help=text)
 
 
@@ -101,7 +104,7 @@ def command(
 def _run(prepared: Any, journal: Any, target: str) -> int:
     from edgespec.training.on_policy import distill
 
-    with _progress(prepared.request.total_tokens) as (say, advance):
+    with progress(prepared.request.total_tokens) as (say, advance):
         done = distill(prepared, journal, say, advance)
     best = done.best
     note(f"ended: {done.reason}; kept: round {best.index}")
@@ -113,7 +116,7 @@ def _run(prepared: Any, journal: Any, target: str) -> int:
 
 
 @contextmanager
-def _progress(total_tokens: int) -> Iterator[tuple[Callable[[str], None], Callable[[int, str], None]]]:
+def progress(total_tokens: int) -> Iterator[tuple[Callable[[str], None], Callable[[int, str], None]]]:
     """(say a line, advance the bar by tokens): a bar on stderr where that is a terminal, lines alone elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn

@@ -42,7 +42,8 @@ INTERRUPTED = 130
     "--derive",
     metavar="HOW:LAYERS",
     help="Make a draft of the target's own layers: early-exit:5 takes the first five and shares their weights with "
-    "the target, prune:0-3,8 keeps the layers named (counted from 0) in files of its own.",
+    "the target, early-exit:auto as many as a measurement on its own text says; prune:0-3,8 keeps the layers named "
+    "(counted from 0) in files of its own.",
 )
 @click.option("--group-size", type=int, default=32, metavar="N", help="ONNX: weights per scale.  [default: 32]")
 @click.option(
@@ -97,6 +98,8 @@ def _request(
     from edgespec.export.request import DEFAULT_QUANTS, Derivation, ExportRequest, parse_formats, parse_quants
 
     formats = parse_formats(to)
+    if derive == "early-exit:auto":
+        derive = _chosen_exit(Path(source).expanduser(), rest["threads"])
     derivation = None if derive is None else Derivation.parse(derive)
     chosen = {wanted: DEFAULT_QUANTS[wanted] for wanted in formats} | parse_quants("--quant", quants, formats)
     if output is None:
@@ -111,6 +114,21 @@ def _request(
         made_by=f"edgespec {__version__}",
         **rest,
     )
+
+
+def _chosen_exit(folder: Path, threads: int | None) -> str:
+    """The early exit that is expected to gain most, every one measured and told."""
+    from edgespec.export.exit_choice import best_exit, exits_of
+
+    exits = exits_of(folder, threads)
+    for found in exits:
+        note(
+            f"exit after layer {found.layers}: agrees on {found.acceptance:.3f} of the target's tokens, expected "
+            f"{found.speedup:.2f}x with drafts of {found.length}"
+        )
+    best = best_exit(exits)
+    note(f"chosen: early-exit:{best.layers}")
+    return f"early-exit:{best.layers}"
 
 
 def _print(request: ExportRequest, done: Exported) -> None:

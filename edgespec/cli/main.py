@@ -32,6 +32,7 @@ COMMANDS = {
     "generate": "Continue or answer one prompt.",
     "plan-speedup": "Say what speculation should gain here, next to what it does gain.",
     "race": "Plain and speculative decoding of one prompt, side by side.",
+    "train-heads": "Train Medusa or EAGLE heads for a target from its own text.",
     "tune": "Find the best settings for your prompts, and keep them for later runs.",
     "verify": "Check that speculation changes no token, and measure what it gains.",
 }

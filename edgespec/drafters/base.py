@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgespec.engines.base import Engine
 from edgespec.sampling import Sampler
 from edgespec.types import Draft, Evidence, TokenIds, Verdict
@@ -24,6 +27,9 @@ class DraftRequest:
     `num_drafted`: how many of the last `token_ids` are drafted themselves, by another drafter in the same round.
     `max_branches`: most side branches that the draft may have, 0 for a chain. `row_cost`: what a further row of the
     target's pass costs, in tokens: a node of a tree that stands with less probability does not pay for its row.
+    `features` [m, hidden size]: the target's last hidden states of the m tokens before the pending one, m at least 1,
+    the last row the one that the pending token was sampled from; None unless the drafter `wants_features`.
+    `layer_inputs` [m, layers * hidden size]: likewise, what went into the layers that the drafter `wants_layers` of.
     """
 
     token_ids: TokenIds
@@ -34,6 +40,8 @@ class DraftRequest:
     max_branches: int = 0
     num_drafted: int = 0
     row_cost: float = 0.0
+    features: NDArray[np.float32] | None = None
+    layer_inputs: NDArray[np.float32] | None = None
 
     def at_most(self, max_tokens: int) -> DraftRequest:
         """The same request for fewer tokens."""
@@ -43,14 +51,16 @@ class DraftRequest:
 class Drafter(ABC):
     """One method of proposing tokens, for one generation at a time.
 
-    `is_free`: drafting costs next to nothing, so that it may be done on trial. `evidence_kind`: what the evidence of
-    its tokens is: `bucket`, one number that names a class of alike proposals; `scores`, numbers that grow with the
-    probability of being accepted, each of the order of one.
+    `is_free`: drafting costs next to nothing, so that it may be done on trial. `wants_features`: it reads the target's
+    hidden states. `evidence_kind`: what the evidence of its tokens is: `bucket`, one number that names a class of
+    alike proposals; `scores`, numbers that grow with the probability of being accepted, each of the order of one.
     """
 
     name: str
     notes: tuple[str, ...] = ()  # what a user must be told of it
     is_free: ClassVar[bool] = False
+    wants_features: ClassVar[bool] = False
+    wants_layers: tuple[int, ...] = ()  # of the target, counted from 0: what goes into them is to be in each request
     evidence_kind: ClassVar[Literal["bucket", "scores"]] = "scores"
 
     @abstractmethod

@@ -87,7 +87,7 @@ class VocabularyMap:
         return np.array([token_id for part in parts for token_id in part], np.int32)
 
     def proposed(self, token_ids: TokenIds) -> TokenIds:
-        """Target tokens [n] that the draft proposed as the draft's own; one that it lacks is all but impossible."""
+        """Target tokens [n] that the draft proposed as it counts them; one that it lacks is all but impossible."""
         direct = self.draft_ids[token_ids]
         return np.where(direct < 0, np.int32(self._filler), direct)
 

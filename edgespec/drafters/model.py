@@ -72,9 +72,14 @@ class ModelDrafter(Drafter):
         return self._cache.feed(window[self._cache.length :])
 
     def _window(self, token_ids: TokenIds, most: int) -> TokenIds:
-        """The text as the draft sees it: all of it, or its first token and the latest part that fits."""
+        """The text as the draft sees it: all of it, or its first token and the latest part that fits.
+
+        Once it has slid it stays so, though a shorter draft might let the whole text fit again.
+        """
         capacity = self._engine.facts.context_length - most
-        if self._cache.latest_fitting(token_ids, capacity) == token_ids.size:
+        if token_ids.size <= self._window_start:
+            return token_ids
+        if self._window_start == 1 and self._cache.latest_fitting(token_ids, capacity) == token_ids.size:
             return token_ids
         behind_first = self._cache.latest_fitting(token_ids, capacity - self._cache.most_per_token)
         if token_ids.size - self._window_start > behind_first:
@@ -96,17 +101,24 @@ class ModelDrafter(Drafter):
             chosen.append(token_id)
             evidence.append(evidence_of(logits, distribution.prob_of(token_id), lead))
             distributions.append(distribution)
-            if len(chosen) == most or token_id in self._cache.end_ids:
+            if len(chosen) == most or token_id in self._end_ids:
                 break
             if request.worth_going_on is not None and not request.worth_going_on(len(chosen), evidence[-1]):
                 break
             if sampler.sampling.uses_history:
                 history = np.append(history, np.int32(token_id))
-            logits = self._cache.feed(np.array([token_id], np.int32))
+            logits = self._feed(np.array([token_id], np.int32))
         if not request.needs_distributions:
             self._temperature.drafted(request.token_ids.size, chosen, distributions)
         given = distributions if request.needs_distributions else None
         return Draft.chain(chosen, distributions=given, evidence=evidence)
+
+    @property
+    def _end_ids(self) -> frozenset[int]:
+        return self._cache.end_ids
+
+    def _feed(self, token_ids: TokenIds) -> Logits:
+        return self._cache.feed(token_ids)
 
     def lag(self, token_ids: TokenIds) -> int:
         room = self._engine.facts.context_length
@@ -114,7 +126,7 @@ class ModelDrafter(Drafter):
             return 1  # the window slides seldom; what that costs shows in the time of a draft
         return token_ids.size - self._cache.shared_length(token_ids)
 
-    def emptied(self) -> Engine:
+    def emptied(self) -> Engine | None:
         self._cache.rollback(0)
         return self._engine
 

@@ -15,6 +15,7 @@ from edgespec.drafters.corpus import CorpusMatch
 from edgespec.texts.index import SuffixIndex
 from edgespec.types import EMPTY_DRAFT, Draft, Evidence, TokenIds
 
+_GROWTH = 4  # tokens drafted per token of the match; what is longer is seldom right
 _NEARER = 2  # tokens that a match in the text counts for more: a corpus may be about something else
 
 
@@ -42,13 +43,14 @@ class SuffixDrafter(Drafter):
             self._forget()
 
     def draft(self, request: DraftRequest) -> Draft:
+        """A copy of what followed the longest match, at most so many times as long as the match."""
         self._index(request.token_ids)
         length = self._automaton.match[1]
         if self._corpus is not None:
             self._corpus.follow(self._ids)
             if self._corpus.length > (length + _NEARER if length else self._min_match - 1):
-                return self._copied_from_corpus(self._corpus, request.max_tokens)
-        return self._copied(request.max_tokens) if length >= self._min_match else EMPTY_DRAFT
+                return self._copied_from_corpus(self._corpus, min(request.max_tokens, _GROWTH * self._corpus.length))
+        return self._copied(min(request.max_tokens, _GROWTH * length)) if length >= self._min_match else EMPTY_DRAFT
 
     def _copied(self, most: int) -> Draft:
         """From the text itself."""

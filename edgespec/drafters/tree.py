@@ -42,7 +42,7 @@ class TreeDrafter(Drafter):
     def draft(self, request: DraftRequest) -> Draft:
         """A tree of at most `request.max_tokens` nodes, `request.max_branches` of them side branches' ends."""
         cache = self._model.cache
-        branches = min(request.max_branches, cache.engine.most_branches)
+        branches = min(request.max_branches, cache.most_branches)
         if not branches:
             return self._model.draft(request)
         most = min(request.max_tokens, cache.engine.facts.context_length // 4)
@@ -78,7 +78,7 @@ class TreeDrafter(Drafter):
     def lag(self, token_ids: TokenIds) -> int:
         return self._model.lag(token_ids)
 
-    def emptied(self) -> Engine:
+    def emptied(self) -> Engine | None:
         return self._model.emptied()
 
     def cancel(self) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from edgespec.errors import BatchError, CapabilityError, ContextFull
 from edgespec.tokenizer import Vocabulary
-from edgespec.types import NO_PARENT, Batch, Logits
+from edgespec.types import NO_PARENT, Batch, Logits, TokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,30 @@ class EngineFacts:
     device: str
     threads: int
     padding_cost: float = 1.0
+
+
+class EarlyExit(ABC):
+    """The first layers and the head of a loaded target as a draft, over the target's own weights and cache.
+
+    What it reads the target's next pass need not compute again. It never changes what the target's cache holds.
+    `bytes_used`: memory of the states that are handed over.
+    """
+
+    bytes_used: int
+
+    @abstractmethod
+    def follow(self, token_ids: TokenIds) -> int | None:
+        """Go on from as much of `token_ids` [n] as was read; how many that are, at most n - 1.
+
+        None when the target's cache holds another text, or more than n - 1 tokens of this one.
+        """
+
+    @abstractmethod
+    def feed(self, token_ids: TokenIds) -> Logits:
+        """Read the text's next tokens [n]; the exit's logits [vocabulary] after the last one.
+
+        A view until anything else is run. Raises Cancelled after the engine's `cancel()`, ContextFull.
+        """
 
 
 class Engine(ABC):
@@ -93,12 +117,40 @@ class Engine(ABC):
     def load_state(self, state: bytes, sequence: int = 0) -> None:
         """Restore what `save_state` gave. Raises StateError when it is not from this model and settings."""
 
-    def hidden_states(self) -> NDArray[np.float32]:
-        """Last hidden states [rows, hidden size] of the last pass, of one sequence only; a view as `forward`'s.
+    def give_hidden_states(self, wanted: bool) -> None:
+        """Let passes from now on give hidden states of all their rows, or no longer; logits stay the same bits.
 
         Raises CapabilityError where the engine or the export does not give them.
         """
+        if wanted:
+            raise CapabilityError(f"the {self.facts.name} engine gives no hidden states of this model")
+
+    def hidden_states(self) -> NDArray[np.float32]:
+        """Last hidden states [rows, hidden size] of the last pass, of one sequence only; a view as `forward`'s.
+
+        They are what the head turns into logits, the final norm included. Raises CapabilityError unless
+        `give_hidden_states` was called before that pass.
+        """
         raise CapabilityError(f"the {self.facts.name} engine gives no hidden states of this model")
+
+    def early_exit(self) -> EarlyExit:
+        """Its first layers as a draft. Raises CapabilityError for a model that was loaded in one piece."""
+        raise CapabilityError(f"the {self.facts.name} engine loaded this model in one piece: it has no early exit")
+
+    def give_layer_inputs(self, layers: tuple[int, ...]) -> None:
+        """Let passes from now on keep what goes into `layers`, counted from 0, for all their rows; of none to end it.
+
+        Logits stay the same bits. Raises CapabilityError where the engine, the model or a layer gives none.
+        """
+        if layers:
+            raise CapabilityError(f"the {self.facts.name} engine gives no layer inputs: use a GGUF target")
+
+    def layer_inputs(self) -> NDArray[np.float32]:
+        """A copy [rows, layers * hidden size] of the last pass, in the layers' order, of all rows in batch order.
+
+        Raises CapabilityError unless `give_layer_inputs` was called before that pass.
+        """
+        raise CapabilityError(f"the {self.facts.name} engine gives no layer inputs: use a GGUF target")
 
     @abstractmethod
     def cancel(self) -> None:

@@ -30,6 +30,12 @@ def model_files(path: Path) -> tuple[Path, ...]:
     return (path, *(path.parent / name for name in _known[key]))
 
 
+def is_early_exit(draft: Path, target: Path) -> bool:
+    """Whether all shards of `draft` are the first ones of `target`. Raises as `model_files`."""
+    ours, theirs = model_files(draft)[1:], model_files(target)[1:]
+    return 0 < len(ours) < len(theirs) and theirs[: len(ours)] == ours
+
+
 def _key(path: Path) -> tuple[Path, int, int]:
     try:
         found = path.stat()

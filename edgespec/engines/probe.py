@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from edgespec.engines.eagle3_header import is_eagle3
 from edgespec.engines.gguf_check import check_gguf
 from edgespec.engines.gguf_split import model_files
 from edgespec.engines.measurements import file_key, key_of, recall, remember
@@ -88,10 +89,13 @@ def _run_child(paths: Iterable[Path], timeout_s: float) -> tuple[list[dict[str, 
 
 def try_model(path: Path) -> str | None:
     """In the child: use a model the way the engine will; the reason when it cannot be used."""
-    from edgespec.engines.llamacpp import LlamaCppEngine
+    from edgespec.engines.llamacpp import Eagle3Head, LlamaCppEngine
     from edgespec.types import Batch
 
     try:
+        if is_eagle3(path):
+            Eagle3Head.try_alone(path)
+            return None
         with LlamaCppEngine.load(
             path, context_length=16, max_batch=8, threads=1, reproducible=False, check_tensors=True
         ) as engine:

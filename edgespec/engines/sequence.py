@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import Engine
+from edgespec.engines.features import LAYERS_WINDOW, PROMPT_FEATURES, FeatureRows, Features
 from edgespec.types import Batch, Draft, Logits, TokenIds
 
 
@@ -20,6 +23,11 @@ class CachedSequence:
         # one slot more than the cache: the pending token stands behind the cached ones
         self._ids = np.zeros(engine.facts.context_length + 1, np.int32)
         self._length = engine.length(sequence)
+        self._features: FeatureRows | None = None
+        self._scored: Features | None = None  # hidden states of the rows that wait for `keep`
+        self._layers: tuple[int, ...] = ()
+        self._layer_rows = FeatureRows(LAYERS_WINDOW)
+        self._scored_layers: Features | None = None
         if self._length:
             self.rollback(0)
 
@@ -37,6 +45,46 @@ class CachedSequence:
         self._ids[self._length] = token_id
         return self._ids[: self._length + 1]
 
+    def keep_features(self, wanted: bool) -> None:
+        """Keep the hidden states of the latest tokens from the next pass on, or no longer.
+
+        Of a prompt they are computed for its last tokens alone. Raises CapabilityError when the engine gives none.
+        """
+        if wanted == (self._features is not None):
+            return
+        self.engine.give_hidden_states(wanted)
+        self._features = FeatureRows() if wanted else None
+
+    @property
+    def features(self) -> Features | None:
+        """Hidden states [n, hidden size] of the last n cached tokens, a view; None unless they are kept.
+
+        n is 1 at least behind a pass and WINDOW at most.
+        """
+        if self._features is None:
+            return None
+        return self._features.states if self._features.end == self._length else self._features.states[:0]
+
+    def keep_layer_inputs(self, layers: tuple[int, ...]) -> None:
+        """Keep what goes into `layers` for the latest tokens from the next pass on; of none to end it.
+
+        Raises CapabilityError when the engine gives none.
+        """
+        if layers == self._layers:
+            return
+        self.engine.give_layer_inputs(layers)
+        self._layers, self._layer_rows = layers, FeatureRows(LAYERS_WINDOW)
+
+    @property
+    def layer_inputs(self) -> Features | None:
+        """Inputs [n, layers * hidden size] of the last n cached tokens, a view; None unless they are kept.
+
+        n is 1 at least behind a pass and LAYERS_WINDOW at most.
+        """
+        if not self._layers:
+            return None
+        return self._layer_rows.states if self._layer_rows.end == self._length else self._layer_rows.states[:0]
+
     @property
     def room(self) -> int:
         """How many more tokens fit."""
@@ -46,6 +94,11 @@ class CachedSequence:
     def end_ids(self) -> frozenset[int]:
         """The tokens that end a text, as this sequence counts them."""
         return self.engine.vocabulary.end_ids
+
+    @property
+    def most_branches(self) -> int:
+        """Side branches that a tree to `look` at may have; 0: chains only."""
+        return self.engine.most_branches
 
     def latest_fitting(self, token_ids: TokenIds, capacity: int) -> int:
         """How many of `token_ids` [n], from the last one back, take at most `capacity` places of the cache."""
@@ -73,23 +126,42 @@ class CachedSequence:
         In reproducible mode no pass leaves the pinned width class, so a prompt read whole, one read in parts and
         tokens that were once decoded leave the same bits in the cache.
         """
-        step = self.engine.widest_pass
-        for start in range(0, token_ids.size, step):
-            part = token_ids[start : start + step]
+        for start, end in itertools.pairwise(self._borders(token_ids.size)):
+            part = token_ids[start:end]
+            wanted = self._features is not None and end + PROMPT_FEATURES > token_ids.size
+            if self._features is not None:
+                self.engine.give_hidden_states(wanted)
             logits = self.engine.forward(Batch.chain(part, sequence=self.sequence, last_only=True))
+            if wanted and self._features is not None:
+                self._features.append(self._length, self.engine.hidden_states())
+            if self._layers:
+                self._layer_rows.append(self._length, self.engine.layer_inputs())
             self._append(part)
         last: Logits = logits[-1]
         return last
 
+    def _borders(self, num_tokens: int) -> list[int]:
+        """Where the passes of `feed` begin and end; one with hidden states has to be narrow."""
+        step = self.engine.widest_pass
+        ends = [*range(0, num_tokens, step), num_tokens]
+        late = num_tokens - PROMPT_FEATURES
+        if self._features is None or step <= PROMPT_FEATURES or late <= 0:
+            return ends
+        return [*(end for end in ends if end < late), late, num_tokens]
+
     def passes_for(self, num_tokens: int) -> int:
         """How many passes `feed` makes of so many tokens."""
-        return -(-num_tokens // self.engine.widest_pass)
+        return len(self._borders(num_tokens)) - 1 if num_tokens else 0
 
     def score(self, pending_token_id: int, draft: Draft) -> Logits:
         """Logits [1 + draft tokens, vocabulary] of the pending token and every draft node; `keep` must follow."""
         if draft.num_tokens:
-            return self.engine.forward(Batch.tree(pending_token_id, draft, sequence=self.sequence))
-        return self.engine.forward(Batch.chain([pending_token_id], sequence=self.sequence))
+            logits = self.engine.forward(Batch.tree(pending_token_id, draft, sequence=self.sequence))
+        else:
+            logits = self.engine.forward(Batch.chain([pending_token_id], sequence=self.sequence))
+        self._scored = None if self._features is None else self.engine.hidden_states().copy()
+        self._scored_layers = self.engine.layer_inputs() if self._layers else None
+        return logits
 
     def look(self, token_ids: TokenIds, parents: TokenIds, outputs: NDArray[np.bool_]) -> Logits:
         """Logits of a tree of tokens [n] behind the cached ones, for the rows of `outputs`; nothing of it stays.
@@ -103,6 +175,11 @@ class CachedSequence:
 
     def keep(self, pending_token_id: int, draft: Draft, accepted_nodes: tuple[int, ...]) -> None:
         """Commit the pending token and the accepted path of the draft just scored, drop the rest."""
+        rows = [0, *(node + 1 for node in accepted_nodes)]
+        if self._features is not None and self._scored is not None:
+            self._features.append(self._length, self._scored[rows])
+        if self._scored_layers is not None:
+            self._layer_rows.append(self._length, self._scored_layers[rows])
         if not draft.num_tokens:
             self._ids[self._length] = pending_token_id
             self._length += 1
@@ -118,6 +195,9 @@ class CachedSequence:
     def rollback(self, to_length: int) -> None:
         self.engine.rollback(to_length, self.sequence)
         self._length = to_length
+        if self._features is not None:
+            self._features.truncate(to_length)
+        self._layer_rows.truncate(to_length)
 
     def restore(self) -> None:
         """After an interruption: drop whatever a half-finished call left behind the known tokens."""

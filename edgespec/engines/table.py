@@ -91,6 +91,10 @@ class TableEngine(Engine):
         self._last: dict[int, tuple[int, Batch]] = {}  # sequence -> tokens cached before, the batch
         self._cancelled = False
         self._is_open = True
+        self._gives_hidden = False
+        self._hidden: Logits | None = None
+        self._layers: tuple[int, ...] = ()
+        self._layer_inputs: Logits | None = None
 
     @classmethod
     def random(
@@ -156,6 +160,8 @@ class TableEngine(Engine):
         rows = self._contexts_to_rows(batch)
         logits = self._buffer(int(batch.outputs.sum()))
         np.take(self._table, rows[batch.outputs], axis=0, out=logits)
+        self._hidden = self._table[rows] if self._gives_hidden else None
+        self._layer_inputs = np.tile(self._table[rows], len(self._layers)) if self._layers else None
         for sequence in set(batch.sequences.tolist()):
             self._last[sequence] = (len(self._cached[sequence]), batch)
             if not self._is_tree(sequence):
@@ -182,6 +188,28 @@ class TableEngine(Engine):
         _, batch = self._last[sequence]
         rows = np.flatnonzero(batch.sequences == sequence)
         return not np.array_equal(batch.parents[rows], [NO_PARENT, *rows[:-1]])
+
+    def give_hidden_states(self, wanted: bool) -> None:
+        self._require_open()
+        self._gives_hidden = wanted
+
+    def hidden_states(self) -> NDArray[np.float32]:
+        """As the contract says: the rows of the table, as if the head were the identity."""
+        self._require_open()
+        if self._hidden is None:
+            raise CapabilityError("the last pass gave no hidden states: call give_hidden_states(True) before it")
+        return self._hidden
+
+    def give_layer_inputs(self, layers: tuple[int, ...]) -> None:
+        self._require_open()
+        self._layers = layers
+
+    def layer_inputs(self) -> NDArray[np.float32]:
+        """As the contract says: the rows of the table, once for every layer."""
+        self._require_open()
+        if self._layer_inputs is None:
+            raise CapabilityError("the last pass gave no layer inputs: call give_layer_inputs before it")
+        return self._layer_inputs
 
     def length(self, sequence: int = 0) -> int:
         self._require_open()

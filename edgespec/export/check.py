@@ -34,12 +34,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import Engine
+from edgespec.engines.head import FeatureHead
+from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import EdgespecError
 from edgespec.export.reference import Reference
 from edgespec.export.request import Format
+from edgespec.export.tokens import PROBE_TEXTS
 from edgespec.types import Batch
 
 DECIDED = 0.1  # of the logits' standard deviation
+HEAD_TOKENS = 96  # behind which a head's logits are compared
 BLOCK = 32  # rows compared at once: of a vocabulary of 150k tokens they take 20 MB, as float64 twice that
 
 
@@ -133,6 +137,38 @@ def compare(reference: Reference, engine: Engine) -> Comparison:
             found = engine.forward(Batch.chain(token_ids[start : start + BLOCK]))
             blocks.append(_compare_rows(wanted[start : start + BLOCK], found, spread))
     differences, divergences, agreed = (np.concatenate(part) for part in zip(*blocks, strict=True))
+    return Comparison(
+        num_tokens=differences.size,
+        max_difference=float(differences.max()),
+        top1_agreement=float(agreed.mean()) if agreed.size else 1.0,
+        mean_kl=float(divergences.mean()),
+    )
+
+
+def compare_head(reference: FeatureHead, target: Engine, path: Path) -> Comparison:
+    """The EAGLE-3 head `path` behind an open target against the same head computed otherwise.
+
+    Both heads are closed. Raises what `load_head` raises.
+    """
+    from edgespec.engines.llamacpp import LlamaCppEngine
+
+    assert isinstance(target, LlamaCppEngine)
+    text_ids = target.vocabulary.encode("".join(PROBE_TEXTS.values()))
+    token_ids = np.array(text_ids[: min(HEAD_TOKENS, target.facts.context_length)], np.int32)
+    cached = CachedSequence(target)
+    with target.load_head(path) as head, reference:
+        cached.keep_layer_inputs(head.facts.layers)
+        cached.feed(token_ids)
+        features = cached.layer_inputs
+        assert features is not None
+        behind = range(1, token_ids.size)
+        wanted, found = (
+            np.stack([one.decode(token_ids[at : at + 1], states[at - 1 : at])[0].copy() for at in behind])
+            for one, states in ((one, one.encode(features)) for one in (reference, head))
+        )
+    drafted = np.isfinite(wanted[0])
+    wanted, found = wanted[:, drafted], found[:, drafted]
+    differences, divergences, agreed = _compare_rows(wanted, found, _spread([wanted]))
     return Comparison(
         num_tokens=differences.size,
         max_difference=float(differences.max()),

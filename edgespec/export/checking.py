@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import EngineError, ModelFileError
-from edgespec.export.check import ExportRefused, compare, limits_of, open_engine
+from edgespec.export.check import ExportRefused, compare, compare_head, limits_of, open_engine
 from edgespec.export.plan import STRAIGHT_GGUF
 from edgespec.export.reference import reference_of
 from edgespec.export.reporting import Progress, Reporter
@@ -51,6 +51,8 @@ def _check_role(
 ) -> tuple[str, dict[str, dict[str, float]]]:
     """What one role's files were compared with, and the figures by format."""
     model, threads = maker.model_of(role), maker.request.threads
+    if role == "draft" and model.is_head:
+        return _check_head(maker, artefacts[0])
     files = [(one, one.quant, maker.workspace.pair / one.path) for one in artefacts]
     rounded = [one for one in artefacts if one.format == "gguf" and one.quant not in STRAIGHT_GGUF]
     total = 1 + len(files) + len(rounded)
@@ -76,6 +78,26 @@ def _check_role(
         figures[name] = {key: float(f"{value:.4g}") for key, value in dataclasses.asdict(found).items()}
     progress(total, total, "done")
     return f"{reference.version}, float32", figures
+
+
+def _check_head(maker: Maker, artefact: Artefact) -> tuple[str, dict[str, dict[str, float]]]:
+    """An EAGLE-3 head against the same head in numpy, both behind the exported target."""
+    from edgespec.export.eagle3_reference import NumpyHead
+    from edgespec.export.gguf.eagle3 import plan_head
+
+    request, target = maker.request, maker.models["target"].source.folder
+    plan = plan_head(maker.model_of("draft").source.folder, target)
+    target_quant = request.quant_of("target", "gguf")
+    target_path = maker.workspace.pair / f"target-{target_quant}.gguf"
+    try:
+        with open_engine("gguf", target_path, CHECK_CONTEXT, request.threads) as engine:
+            found = compare_head(NumpyHead.of(plan, target), engine, maker.workspace.pair / artefact.path)
+        complaint = found.complaint(limits_of(target_quant if plan.shares_weights else artefact.quant))
+    except (ModelFileError, EngineError) as error:
+        complaint = str(error)
+    if complaint:
+        raise _refused(maker.workspace, artefact, complaint)
+    return "numpy, float32", {"gguf": {key: float(f"{value:.4g}") for key, value in dataclasses.asdict(found).items()}}
 
 
 def _exact_file(maker: Maker, role: str) -> Path:

@@ -83,21 +83,34 @@ def _found(request: ExportRequest, reporter: Reporter) -> dict[str, Model]:
             reporter.note(source.note)
         if request.output.resolve().is_relative_to(source.folder.resolve()):
             raise ConfigError(f"--output {request.output} lies inside the source {source.folder}: choose another")
-        facts = read_facts(source)
-        token_names(source.folder)
-        check_round_trip(source.folder)
-        models[role] = Model(source, facts)
+        models[role] = Model(source, read_facts(source))
+        if role == "draft" and models[role].is_head:
+            _check_head(request)
+        else:
+            token_names(source.folder)
+            check_round_trip(source.folder)
     check_architectures(request, models)
     if request.derivation is not None:
         request.derivation.check(models["target"].facts.num_layers)
-    if "draft" in models:
+    if "draft" in models and not models["draft"].is_head:
         check_same_tokens(models["target"].source.folder, models["draft"].source.folder)
     return models
 
 
+def _check_head(request: ExportRequest) -> None:
+    """Raise ConfigError for what cannot be made of an EAGLE-3 head."""
+    if "onnx" in request.formats:
+        raise ConfigError(f"--draft {request.draft} is an EAGLE-3 head, which llama.cpp alone runs: give --to gguf")
+    from edgespec.export.gguf.eagle3 import check_head_quant
+
+    check_head_quant(request.quant_of("draft", "gguf"))
+
+
 def check_architectures(request: ExportRequest, models: Mapping[str, Model]) -> None:
     """Raise ModelFileError naming an architecture that cannot be converted, CapabilityError for a missing exporter."""
-    for model in models.values():
+    for role, model in models.items():
+        if role == "draft" and model.is_head:
+            continue
         name = model.facts.architecture
         if "gguf" in request.formats:
             from edgespec.export.gguf import ARCHITECTURES

@@ -48,27 +48,34 @@ def require_packages(formats: tuple[Format, ...], *, torch: bool) -> None:
 
 def reference_of(folder: Path, threads: int | None = None) -> Reference:
     """Run transformers in float32 over the probe texts. Raises CapabilityError and ModelFileError."""
-    try:
-        import torch
-        import transformers
-    except ModuleNotFoundError as error:
-        raise CapabilityError(f"the check needs {error.name}: {INSTALL}, or leave it out with --no-check") from error
     tokenizer = read_tokenizer(folder)
     assert tokenizer is not None
     texts = [tokenizer.encode(text, add_special_tokens=False).ids for text in PROBE_TEXTS.values()]
-    with _quiet(transformers), _torch_threads(torch, threads), torch.inference_mode():
-        try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, local_files_only=True, attn_implementation="eager"
-            ).eval()
-            begins_with = _begin_token(transformers, folder)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise ModelFileError(f"transformers cannot load {folder}: {error}") from error
+    with in_transformers(folder, threads) as (torch, transformers, model):
+        begins_with = _begin_token(transformers, folder)
         ids = _probe_ids(texts, int(getattr(model.config.get_text_config(), "max_position_embeddings", LONG_TOKENS)))
         logits = [model(torch.from_numpy(row[None].astype(np.int64))).logits[0].float().numpy().copy() for row in ids]
     del model
     gc.collect()
     return Reference(tuple(ids), tuple(logits), begins_with, f"transformers {transformers.__version__}")
+
+
+@contextlib.contextmanager
+def in_transformers(folder: Path, threads: int | None) -> Iterator[tuple[Any, Any, Any]]:
+    """(torch, transformers, the model of `folder` in float32), quiet. Raises CapabilityError and ModelFileError."""
+    try:
+        import torch
+        import transformers
+    except ModuleNotFoundError as error:
+        raise CapabilityError(f"this export needs {error.name}: {INSTALL}, or see --no-check") from error
+    with _quiet(transformers), _torch_threads(torch, threads), torch.inference_mode():
+        try:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, local_files_only=True, attn_implementation="eager"
+            ).eval()
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise ModelFileError(f"transformers cannot load {folder}: {error}") from error
+        yield torch, transformers, model
 
 
 def _probe_ids(texts: list[list[int]], longest: int) -> list[NDArray[np.int32]]:

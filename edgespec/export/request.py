@@ -37,7 +37,9 @@ class Derivation:
         kind, _, layers = text.partition(":")
         if kind == "early-exit":
             if not re.fullmatch(r"[1-9]\d{0,3}", layers):
-                raise ConfigError(f"--derive {text!r}: give the number of leading layers, such as early-exit:5")
+                raise ConfigError(
+                    f"--derive {text!r}: give the number of leading layers, such as early-exit:5, or auto"
+                )
             return Derivation("early-exit", tuple(range(int(layers))))
         if kind == "prune":
             return Derivation("prune", _layers(text, layers))

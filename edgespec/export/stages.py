@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from edgespec.export.checkpoint import read_json
+from edgespec.export.eagle3 import is_head_config
 from edgespec.export.hub import Source, local_source
 from edgespec.export.plan import Facts, read_facts
 from edgespec.export.reporting import Progress
@@ -31,6 +33,11 @@ class Model:
 
     source: Source
     facts: Facts
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it is an EAGLE-3 head, which drafts from its target's layers and has no tokenizer of its own."""
+        return is_head_config(read_json(self.source.folder / "config.json"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +113,8 @@ class Maker:
 
         quant, model = self.request.quant_of(role, "gguf"), self.model_of(role)
         name = f"{role}-{quant}.gguf"
+        if role == "draft" and model.is_head:
+            return self._gguf_head(model, quant, name, progress)
         export_gguf(
             model.source.folder,
             self.workspace.pair / name,
@@ -117,6 +126,20 @@ class Maker:
             progress=progress,
         )
         return [Artefact(f"gguf.{role}", "gguf", role, quant, name, (), model.facts.num_parameters)]
+
+    def _gguf_head(self, model: Model, quant: str, name: str, progress: Progress) -> list[Artefact]:
+        from edgespec.export.gguf.eagle3 import convert_head
+
+        convert_head(
+            model.source.folder,
+            self.models["target"].source.folder,
+            self.workspace.pair / name,
+            quant,
+            name=self._name("draft"),
+            licence=self.request.licence,
+            progress=progress,
+        )
+        return [Artefact("gguf.draft", "gguf", "draft", quant, name, (), model.facts.num_parameters)]
 
     def gguf_early_exit(self, progress: Progress) -> list[Artefact]:
         from edgespec.export.gguf import export_gguf

@@ -22,7 +22,7 @@ class OwnText:
     start: int
 
 
-def _batches(texts: Sequence[OwnText], max_tokens: int) -> Iterator[Sequence[OwnText]]:
+def batches(texts: Sequence[OwnText], max_tokens: int) -> Iterator[Sequence[OwnText]]:
     """Texts of similar length together, at most `max_tokens` a batch with padding, at least one text."""
     ordered = sorted(texts, key=lambda text: len(text.token_ids))
     start = 0
@@ -49,7 +49,7 @@ def agreement(
     hits = overlap = 0.0
     count = 0
     student.eval()
-    for batch in _batches(texts, max_tokens):
+    for batch in batches(texts, max_tokens):
         longest = max(len(text.token_ids) for text in batch)
         ids = torch.tensor([t.token_ids + [0] * (longest - len(t.token_ids)) for t in batch], device=student.device)
         places = [(r, c) for r, t in enumerate(batch) for c in range(t.start - 1, len(t.token_ids) - 1)]

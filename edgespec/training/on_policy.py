@@ -24,6 +24,7 @@ from edgespec.training.documents import Corpus, Document, Encode
 from edgespec.training.inherit import load_target, new_student, pick_device
 from edgespec.training.journal import Journal, RoundResult, best_round, stale_rounds, translated
 from edgespec.training.preparation import Preparation
+from edgespec.training.request import DistillRequest
 from edgespec.training.target import TOKENIZER_FILE, TargetFacts
 from edgespec.training.trainer import LOGIT_COPIES, Advance, Trainer, temperatures
 from edgespec.training.writing import write
@@ -125,7 +126,8 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def _load_state(trainer: Trainer, journal: Journal) -> None:
+def load_state(trainer: Trainer, journal: Journal) -> None:
+    """Go on from the last finished round. Raises StateError for a state that cannot be read."""
     try:
         trainer.load(journal)
     except (RuntimeError, KeyError, ValueError, TypeError, EOFError) as exc:
@@ -142,7 +144,7 @@ def distill(prepared: Preparation, journal: Journal, say: Say, advance: Advance)
     journal.need_space(8 * STATE_COPIES * prepared.shape.parameters(prepared.facts.size("vocab_size")))
     trainer, held_out = build_trainer(prepared)
     if journal.is_resumed:
-        _load_state(trainer, journal)
+        load_state(trainer, journal)
         say(f"goes on after round {trainer.round_index} of at most {request.rounds}, from {journal.folder}")
         advance(trainer.tokens_seen, "")
     if not trainer.is_done:
@@ -165,12 +167,15 @@ def _finish(prepared: Preparation, journal: Journal, trainer: Trainer) -> Distil
     with translated(journal.result, SafetensorError):
         write_folder(journal.result, trainer.student, request, prepared.facts, prepared.shape, trainer.rounds)
     journal.publish()
+    return Distilled(request.output, tuple(trainer.rounds), reason_of(request, trainer))
+
+
+def reason_of(request: DistillRequest, trainer: Trainer) -> str:
+    """Why a training that is done has ended."""
     if trainer.round_index >= request.rounds:
-        reason = f"all {request.rounds} rounds are done"
-    else:
-        stale = stale_rounds(trainer.rounds, request.min_rise)
-        reason = f"acceptance has not risen by more than {request.min_rise:g} for {stale} rounds"
-    return Distilled(request.output, tuple(trainer.rounds), reason)
+        return f"all {request.rounds} rounds are done"
+    stale = stale_rounds(trainer.rounds, request.min_rise)
+    return f"acceptance has not risen by more than {request.min_rise:g} for {stale} rounds"
 
 
 def round_line(result: RoundResult, before: RoundResult | None) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from edgespec.errors import ConfigError
 from edgespec.training.documents import Document, read_documents, split_held_out
@@ -28,13 +30,17 @@ class Preparation:
         return Journal(self.request.output, identity, restart=restart)
 
 
-def prepare(request: DistillRequest, target_name: str = "") -> Preparation:
-    """Check a request against its target and its data. Raises ConfigError, ModelNotFound, ModelFileError or
-    CapabilityError for the first thing that will not do.
+Shaper = Callable[[Any, TargetFacts], StudentShape]
+
+
+def prepare(request: DistillRequest, target_name: str = "", shaper: Shaper = student_shape) -> Preparation:
+    """Check a request against its target and its data; `shaper` decides the student's sizes.
+
+    Raises ConfigError, ModelNotFound, ModelFileError or CapabilityError for the first thing that will not do.
     """
     request.check()
     facts = read_target(request.target, target_name)
-    shape = student_shape(request, facts)
+    shape = shaper(request, facts)
     if request.window > facts.size("max_position_embeddings"):
         raise ConfigError(
             f"--window {request.window} is longer than the target's context of {facts.size('max_position_embeddings')}"

@@ -252,11 +252,17 @@ class Trainer:
         return float(np.mean(variations))
 
     def measure(self, own_tokens: int, variation: float, started: float) -> RoundResult:
-        """Append the result of the round that ends now; the student is kept when it is the best so far."""
+        """Measure the student on held-out text, which ends the round."""
         at_once = self.rows_at_once * self.request.window
         with self.autocast():
             greedy, _ = agreement(self.target, self.student, self.held_out["greedy"], at_once, with_target=False)
             _, sampled = agreement(self.target, self.student, self.held_out["sampled"], at_once, with_target=True)
+        return self.add_result(own_tokens, variation, started, greedy, sampled)
+
+    def add_result(
+        self, own_tokens: int, variation: float, started: float, greedy: float, sampled: float
+    ) -> RoundResult:
+        """Append the result of the round that began at `started`; the student is kept when it is the best so far."""
         result = RoundResult(
             index=len(self.rounds),
             tokens=self.tokens_seen,

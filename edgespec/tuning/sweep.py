@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from edgespec.config import DrafterName, DraftLength, EngineName, GenerateOptions, LoadOptions
-from edgespec.deciding import FREE_DRAFTERS
+from edgespec.drafting import FREE_DRAFTERS
 from edgespec.errors import CapabilityError, EdgespecError, PromptError
 from edgespec.metrics import Totals
 from edgespec.runtime import Model, load
@@ -285,9 +285,8 @@ def _lengths(asked: Asked, drafter: DrafterName) -> Sequence[DraftLength]:
 def _needed(candidates: Sequence[Candidate]) -> DrafterName:
     """What to load a pair with so that all of these can be decoded: a draft model only where one is used."""
     drafters = {candidate.drafter for candidate in candidates}
-    if "auto" in drafters:
-        return "auto"
-    return "model" if "model" in drafters else "none"
+    loading: tuple[DrafterName, ...] = ("auto", "hierarchical", "early-exit", "model")
+    return next((name for name in loading if name in drafters), "none")
 
 
 def _num_kept(count: int) -> int:

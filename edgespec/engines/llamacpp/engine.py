@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgespec.engines.base import Engine, EngineFacts, check_batch
+from edgespec.engines.eagle3_header import ARCHITECTURE as EAGLE3
 from edgespec.engines.envelope import StateStamp
 from edgespec.engines.gguf_check import check_gguf
 from edgespec.engines.gguf_split import model_files
 from edgespec.engines.llamacpp.cells import Cells
+from edgespec.engines.llamacpp.eagle3 import Eagle3Head
 from edgespec.engines.llamacpp.facts import keeps_running_state, measured_facts, read_facts
+from edgespec.engines.llamacpp.layers import LayerInputs
 from edgespec.engines.llamacpp.library import CancelFlag, complaints, forget_complaints, library, open_model, version
 from edgespec.engines.llamacpp.rows import RowBuffer, Selection
 from edgespec.engines.llamacpp.settings import ContextSettings, choose_context_length, create_context, require_generator
@@ -43,6 +47,10 @@ class LlamaCppEngine(Engine):
         self._book = SequenceBook(settings.max_sequences)
         self._cells = Cells(context, settings, self._book)
         self._scratch_id = settings.scratch_id
+        self._hidden_size = int(llama.llama_model_n_embd(model))
+        self._gives_hidden = False
+        self._hidden_rows = 0  # of the last pass
+        self._layer_inputs = LayerInputs(model, context)
         kinds = (settings.cache_type_k, settings.cache_type_v, settings.flash_attention, version())
         self._stamp = StateStamp.of("llamacpp", model_files(path), *kinds)
         self.vocabulary = LlamaCppVocabulary(model)
@@ -82,6 +90,11 @@ class LlamaCppEngine(Engine):
         build or model cannot do what was asked.
         """
         header = check_gguf(path)
+        if header.architecture == EAGLE3:
+            raise CapabilityError(
+                f"{path.name} is an EAGLE-3 head, which drafts for another model and writes nothing itself: give it "
+                "with -md/--model-draft"
+            )
         settings = ContextSettings.checked(
             context_length=choose_context_length(path, header.context_length, context_length),
             threads=threads,
@@ -137,13 +150,25 @@ class LlamaCppEngine(Engine):
         low = self.facts.pinned_class[0] if self.facts.pinned_class else 1
         self._rows.fill(batch, placed, self._cells.prepare(placed))
         self._rows.pad(low, self._scratch_id)
+        self._choose_hidden(batch.width)
         # The last layer and the head run on the rows with logits only: their number is a width of its own.
         kept = self._rows.widen_outputs(batch.outputs, low)
         forget_complaints()
         result = self._decode(self._context, self._rows.struct)
         if result:
+            self._hidden_rows = 0
+            self._layer_inputs.passed(0)
             self._raise_failed(result, batch.width)
+        self._layer_inputs.passed(batch.width)
         return kept
+
+    def _choose_hidden(self, width: int) -> None:
+        """A pass that gives hidden states gives logits of all its rows too, and so must be narrow enough for them."""
+        gives = self._gives_hidden and self._rows.struct.n_tokens <= self._max_outputs
+        self._hidden_rows = width if gives else 0
+        library().llama_set_embeddings(self._context, gives)
+        if gives:
+            self._rows.outputs[: self._rows.struct.n_tokens] = 1
 
     def _raise_failed(self, result: int, width: int) -> NoReturn:
         if result == ABORTED:
@@ -157,6 +182,40 @@ class LlamaCppEngine(Engine):
         rows = kept.stop if isinstance(kept, slice) else int(kept[-1]) + 1
         logits: Logits = np.ctypeslib.as_array(self._get_logits(self._context), (rows, self.vocabulary.size))[kept]
         return logits
+
+    def give_hidden_states(self, wanted: bool) -> None:
+        self._require_open()
+        self._gives_hidden = wanted
+
+    def hidden_states(self) -> NDArray[np.float32]:
+        self._require_open()
+        if not self._hidden_rows:
+            raise CapabilityError(
+                f"the last pass gave no hidden states: call give_hidden_states(True) before a pass of at most "
+                f"{self._max_outputs} rows"
+            )
+        states = library().llama_get_embeddings(self._context)
+        return np.ctypeslib.as_array(states, (self._hidden_rows, self._hidden_size))
+
+    def give_layer_inputs(self, layers: tuple[int, ...]) -> None:
+        self._require_open()
+        self._layer_inputs.ask(layers, self.facts.architecture)
+
+    def layer_inputs(self) -> NDArray[np.float32]:
+        self._require_open()
+        return self._layer_inputs.read()
+
+    def load_head(self, path: Path, *, context_length: int | None = None, gpu_layers: int = 0) -> Eagle3Head:
+        """The EAGLE-3 head `path` for this model; close it first. Raises as `Eagle3Head.load`."""
+        self._require_open()
+        return Eagle3Head.load(
+            path,
+            (self._model, self._context),
+            self.vocabulary,
+            threads=self.facts.threads,
+            context_length=context_length,
+            gpu_layers=gpu_layers,
+        )
 
     def length(self, sequence: int = 0) -> int:
         self._require_open()
@@ -195,13 +254,15 @@ class LlamaCppEngine(Engine):
         """A side branch's cells stand in another order than its tokens, and attention adds in cell order."""
         self._cells.drop_from(base, sequence)
         self._book.forget_last(sequence)
-        was_cancelled = self._cancel.is_set
+        was_cancelled, gave_hidden = self._cancel.is_set, self._gives_hidden
+        self._gives_hidden = False  # it would write over more rows of logits than are saved here
         self._cancel.clear()
         low = self.facts.pinned_class[0] if self.facts.pinned_class else 1
         scored = self._logits(slice(0, low))
         before = scored.copy()
         self.forward(Batch.chain(token_ids, sequence=sequence, last_only=True))
         scored[:] = before
+        self._gives_hidden = gave_hidden
         if was_cancelled:
             self._cancel.set()
 

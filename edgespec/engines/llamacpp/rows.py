@@ -104,11 +104,13 @@ class RowBuffer:
 
     def widen_outputs(self, wanted: NDArray[np.bool_], low: int) -> Selection:
         """Ask for at least `low` rows of logits, the last ones first; where the `wanted` rows will stand among them."""
-        count = int(np.count_nonzero(wanted))
-        if count >= low:
-            return slice(0, count)
         outputs = self.outputs[: self.struct.n_tokens]
-        outputs[np.flatnonzero(outputs == 0)[count - low :]] = 1
+        asked = int(np.count_nonzero(outputs))
+        count = int(np.count_nonzero(wanted))
+        if asked == count >= low:
+            return slice(0, count)
+        if asked < low:
+            outputs[np.flatnonzero(outputs == 0)[asked - low :]] = 1
         is_ours = np.zeros(outputs.size, np.bool_)
         is_ours[: wanted.size] = wanted
         found = np.flatnonzero(is_ours[outputs != 0])

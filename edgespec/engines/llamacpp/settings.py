@@ -17,6 +17,7 @@ LOGITS_BYTES = 32 << 20
 # ggml's numbers of the types that its attention kernels read.
 CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
 AUTO, OFF, ON = -1, 0, 1
+NO_POOLING = 0
 PLAIN_TYPES = frozenset({"f32", "f16", "bf16"})
 
 
@@ -136,6 +137,7 @@ def create_context(model: Any, path: Path, settings: ContextSettings, cancel: Ca
     params.kv_unified = True
     params.swa_full = True  # a sliding-window cache could not be rolled back
     params.no_perf = True
+    params.pooling_type = NO_POOLING  # hidden states are wanted by the row
     params.abort_callback, params.abort_callback_data = cancel.callback, cancel.callback_data
     forget_complaints()
     context = llama.llama_init_from_model(model, params)

@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from edgespec.engines.onnx.graph import LOGITS, MASK, POSITIONS, Graph
+from edgespec.engines.onnx.graph import HIDDEN, LOGITS, MASK, POSITIONS, Graph
 from edgespec.engines.onnx.library import Device, library, translated
 from edgespec.engines.onnx.passes import Cells, Passes, PassRows, element_of
 from edgespec.errors import CapabilityError
@@ -41,7 +42,9 @@ class ConcatenatedPasses(Passes):
         self.capacity = capacity
         self._caches: dict[int, list[Any]] = {}
         self.logits = np.zeros((max_outputs, graph.vocabulary_size), np.float32)
-        self._outputs = [LOGITS, *(entry.present for entry in graph.cache)]
+        hidden = [HIDDEN] if HIDDEN in graph.outputs else []
+        self._outputs = [LOGITS, *hidden, *(entry.present for entry in graph.cache)]
+        self._hidden: NDArray[np.float32] | None = None
         self.bytes_per_token = sum(e.heads * head_size * np.dtype(element_of(e)).itemsize for e in graph.cache)
 
     def run(self, cache: int, rows: PassRows) -> Logits:
@@ -58,10 +61,15 @@ class ConcatenatedPasses(Passes):
             feeds[entry.past] = make(array if whole else np.ascontiguousarray(array[:, :, : rows.base]))
         with translated(self._options):
             found, *present = self._session.run_with_ort_values(self._outputs, feeds, self._options)
+        if HIDDEN in self._graph.outputs:
+            self._hidden = present.pop(0).numpy()[0]
         self._caches[cache] = [value.numpy() for value in present]
         count = rows.outputs.size
         np.take(found.numpy()[0], rows.outputs, axis=0, out=self.logits[:count])
         return self.logits[:count]
+
+    def hidden(self) -> NDArray[np.float32]:
+        return super().hidden() if self._hidden is None else self._hidden
 
     def _cells(self, cache: int) -> list[Any]:
         if cache not in self._caches:

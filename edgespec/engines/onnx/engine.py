@@ -11,10 +11,11 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.base import Engine, EngineFacts, check_batch
+from edgespec.engines.base import EarlyExit, Engine, EngineFacts, check_batch
 from edgespec.engines.envelope import StateStamp
 from edgespec.engines.measurements import file_key, key_of
 from edgespec.engines.onnx.caches import Caches
+from edgespec.engines.onnx.exits import ExitPasses, OnnxExit
 from edgespec.engines.onnx.graph import Graph, read_graph
 from edgespec.engines.onnx.library import library, version
 from edgespec.engines.onnx.opening import cache_scales, open_passes, weight_files
@@ -39,15 +40,17 @@ class OnnxEngine(Engine):
         self._options = library().RunOptions()
         self._max_outputs = settings.max_outputs(graph.vocabulary_size)
         passes, device = open_passes(path, graph, settings, self._options)
+        self._exit_passes = passes if isinstance(passes, ExitPasses) else None
         self._separate = SeparateCaches(passes, settings.max_sequences)
         self._caches: Caches = self._separate
         if settings.packs(graph) and isinstance(passes, SharedPasses):
             self._caches = PackedCaches(passes, settings.max_sequences)
         self._can_pack = settings.can_pack(graph)
+        self._has_hidden = graph.hidden_size is not None
         self._book = SequenceBook(settings.max_sequences)
         self._last_width = 0
         self._is_open = True
-        layout = type(self._caches).__name__
+        layout = f"{type(self._caches).__name__} {settings.exit_layer}"
         self._stamp = StateStamp.of("onnx", weight_files(path), version(), device.provider, settings.cache_type, layout)
         self.facts = EngineFacts(
             name="onnx",
@@ -78,18 +81,21 @@ class OnnxEngine(Engine):
         cache_type: str = "f32",
         reproducible: bool | None = None,
         widest: int = 63,
+        exit_layer: int | None = None,
+        hidden_states: bool = False,
     ) -> Self:
         """Load `path` (model.onnx, its weights and tokenizer beside it) and measure what it can do.
 
         `context_length` in tokens per sequence, None for the trained one (at most 4096); `threads` None for the
         physical cores; `provider`: auto, cpu, cuda, dml, webgpu; `cache_type`: f32 for what the export has, int8 for
         a quarter of its bytes; `reproducible` True demands a width class, None takes one if the model has it, False
-        skips the measurement; `widest`, the widest pass measured.
+        skips the measurement; `widest`, the widest pass measured; `exit_layer`: cut after so many layers, for
+        `early_exit`; `hidden_states`: make it able to give them.
 
         Raises ModelNotFound, ModelFileError, ConfigError for an option out of range, CapabilityError when this build
         or model cannot do what was asked.
         """
-        graph = read_graph(path)
+        graph = read_graph(path, hidden_states=hidden_states)
         config = ModelConfig.read(path.parent)
         settings = OnnxSettings.checked(
             graph,
@@ -102,11 +108,12 @@ class OnnxEngine(Engine):
             cache_type=cache_type,
             reproducible=reproducible,
             widest=widest,
+            exit_layer=exit_layer,
         )
         cells = settings.cells(graph)
         scales = cache_scales(path, graph, settings) if cache_type == "int8" else None
         if scales is not None or (graph.max_positions is not None and graph.max_positions < cells):
-            graph = read_graph(path, scales, cells)
+            graph = read_graph(path, scales, cells, hidden_states=hidden_states)
         engine = cls(path, graph, settings, config)
         if reproducible is not False:
             key = key_of(METHOD, "onnx", *map(file_key, weight_files(path)), version(), settings)
@@ -114,8 +121,13 @@ class OnnxEngine(Engine):
             widest = settings.measured_widths
             engine.facts = pinned_facts(engine, key, widest=widest, reproducible=reproducible, advice=advice)
             if engine.facts.pinned_class:
-                engine._separate.least_rows = engine.facts.pinned_class[0]
+                engine._pad_to(engine.facts.pinned_class[0])
         return engine
+
+    def _pad_to(self, rows: int) -> None:
+        self._separate.least_rows = rows
+        if self._exit_passes is not None:
+            self._exit_passes.least_rows = rows
 
     def forward(self, batch: Batch) -> Logits:
         self._require_open()
@@ -183,9 +195,21 @@ class OnnxEngine(Engine):
         self._caches.load(sequence, payload, length)
         self._book.settle(sequence, length)
 
+    def give_hidden_states(self, wanted: bool) -> None:
+        """As the contract says; a graph that has them as an output gives them with every pass, at no cost."""
+        self._require_open()
+        if wanted and not self._has_hidden:
+            raise CapabilityError("this model was loaded without hidden states: load it with hidden_states=True")
+
     def hidden_states(self) -> NDArray[np.float32]:
         self._require_open()
         return self._caches.hidden(self._last_width)
+
+    def early_exit(self) -> EarlyExit:
+        self._require_open()
+        if self._exit_passes is None:
+            return super().early_exit()
+        return OnnxExit(self._exit_passes, self._book.lengths, self._separate, self.widest_pass)
 
     def cancel(self) -> None:
         self._require_open()
@@ -199,6 +223,7 @@ class OnnxEngine(Engine):
         if self._is_open:
             self._is_open = False
             del self._caches
+            self._exit_passes = None
 
     def _require_open(self) -> None:
         if not self._is_open:

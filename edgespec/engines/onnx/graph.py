@@ -62,12 +62,14 @@ class Graph:
     weight_bytes: int
 
 
-def read_graph(path: Path, cache_scales: CacheScales | None = None, cells: int = 0) -> Graph:
+def read_graph(
+    path: Path, cache_scales: CacheScales | None = None, cells: int = 0, *, hidden_states: bool = False
+) -> Graph:
     """The graph of an exported causal language model.
 
     `cache_scales` by input name, [heads, head size] each: keys and values are kept as int8 times these. `cells` of
-    the caches that it will get. Raises ModelNotFound, ModelFileError for a file that is no such graph, CapabilityError
-    without `onnx`.
+    the caches that it will get. `hidden_states`: give what the head reads as an output, too. Raises ModelNotFound,
+    ModelFileError for a file that is no such graph, CapabilityError without `onnx`.
     """
     model = _load(path)
     graph = model.graph
@@ -76,6 +78,8 @@ def read_graph(path: Path, cache_scales: CacheScales | None = None, cells: int =
     if cache_scales is not None:
         _quantise_cache(graph, attention, cache_scales)
     cache = _cache_entries(graph, path)
+    if hidden_states:
+        _give_hidden(graph, path)
     if attention:
         _rewrite_attention(graph, attention, is_half)
         _keep_wanted_rows(graph, path)
@@ -213,16 +217,39 @@ def _quantise_cache(graph: Any, attention: list[Any], scales: CacheScales) -> No
             value.type.tensor_type.elem_type = TensorProto.INT8
 
 
-def _keep_wanted_rows(graph: Any, path: Path) -> None:
-    """Cut the head's input down to the rows whose logits are wanted: the head is a large part of a narrow pass."""
-    from onnx import TensorProto, helper
-
+def _head(graph: Any, path: Path) -> Any:
+    """The operator that turns hidden states into logits."""
     producers = {name: node for node in graph.node for name in node.output}
     head = producers[LOGITS]
     while head.op_type in UNARY_AFTER_HEAD and head.input[0] in producers:
         head = producers[head.input[0]]
     if not head.op_type.startswith("MatMul") and head.op_type != "Gemm":
         raise ModelFileError(f"{path} has a head of an unknown kind ({head.op_type} {head.name!r}): export it again")
+    return head
+
+
+def _give_hidden(graph: Any, path: Path) -> None:
+    """Make the head's input an output of the graph, in float32. Raises CapabilityError when its width is unknown."""
+    from onnx import helper
+
+    if any(value.name == HIDDEN for value in graph.output):
+        return
+    head = _head(graph, path)
+    widths: list[int | str] = [_attribute(head, "K", 0)]
+    widths += [int(tensor.dims[0]) for tensor in graph.initializer if tensor.name == head.input[1]]
+    widths += [shape[-1] for v in graph.value_info if v.name == head.input[0] and (shape := _shape(v))]
+    width = next((width for width in widths if isinstance(width, int) and width > 0), None)
+    if width is None:
+        raise CapabilityError(f"{path} does not tell the width of its hidden states: export it again")
+    graph.node.append(helper.make_node("Cast", [head.input[0]], [HIDDEN], to=FLOAT, name="give_hidden_states"))
+    graph.output.append(helper.make_tensor_value_info(HIDDEN, FLOAT, [1, "sequence_length", width]))
+
+
+def _keep_wanted_rows(graph: Any, path: Path) -> None:
+    """Cut the head's input down to the rows whose logits are wanted: the head is a large part of a narrow pass."""
+    from onnx import TensorProto, helper
+
+    head = _head(graph, path)
     rows = helper.make_node("Gather", [head.input[0], OUTPUT_ROWS], ["wanted_rows"], axis=1, name="keep_wanted_rows")
     place = next(i for i, node in enumerate(graph.node) if node.name == head.name and node.output == head.output)
     head.input[0] = "wanted_rows"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from edgespec.engines.measurements import file_key, key_of, recall, remember
 from edgespec.engines.onnx.calibration import TEXT, as_scales, measure_scales
 from edgespec.engines.onnx.concatenated import ConcatenatedPasses
+from edgespec.engines.onnx.exits import ExitPasses
 from edgespec.engines.onnx.graph import CacheScales, Graph
 from edgespec.engines.onnx.library import Device, library, open_session, version
 from edgespec.engines.onnx.passes import Passes, SharedPasses
@@ -24,7 +26,10 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def open_passes(path: Path, graph: Graph, settings: OnnxSettings, run_options: Any) -> tuple[Passes, Device]:
-    """Raises ModelFileError and CapabilityError as `open_session`."""
+    """Raises ModelFileError and CapabilityError as `open_session`, and with an exit layer as `partition`."""
+    if settings.exit_layer is not None:
+        parts = ExitPasses(path, graph, settings, run_options, settings.exit_layer)
+        return parts, parts.device
     session, device = open_session(graph.serialised, path.parent, threads=settings.threads, provider=settings.provider)
     kind = SharedPasses if graph.is_shared else ConcatenatedPasses
     passes = kind(
@@ -47,7 +52,7 @@ def cache_scales(path: Path, graph: Graph, settings: OnnxSettings) -> CacheScale
     key = key_of("cache scales", TEXT, *map(file_key, weight_files(path)), version())
     measured = recall("cache-scales", key)
     if measured is None:
-        passes, _ = open_passes(path, graph, settings, library().RunOptions())
+        passes, _ = open_passes(path, graph, replace(settings, exit_layer=None), library().RunOptions())
         assert isinstance(passes, SharedPasses)
         ids = TokenizerFile(path.parent, graph.vocabulary_size).encode(TEXT)[: settings.context_length]
         measured = measure_scales(passes, graph, np.array(ids, np.int32))

@@ -66,7 +66,7 @@ class Passes(ABC):
 
     def hidden(self) -> NDArray[np.float32]:
         """Last hidden states [rows, hidden size] of the last pass, which the next one overwrites."""
-        raise CapabilityError("this export has no output 'hidden_states'; export the model with hidden states")
+        raise CapabilityError("this model was loaded without an output 'hidden_states'; load it with one")
 
 
 def element_of(entry: CacheEntry) -> Any:
@@ -108,17 +108,25 @@ class SharedPasses(Passes):
         self.bytes_per_token = sum(e.heads * head_size * np.dtype(element_of(e)).itemsize for e in graph.cache)
 
     def run(self, cache: int, rows: PassRows) -> Logits:
+        self._run(self._bound(cache, rows))
+        return self.logits[: rows.outputs.size]
+
+    def _run(self, binding: Any) -> None:
+        with translated(self._options):
+            self._session.run_with_iobinding(binding, self._options)
+
+    def _bound(self, cache: int, rows: PassRows) -> Any:
+        """A binding of all that the pass over `rows` reads and writes."""
         width, count, total = rows.token_ids.size, rows.outputs.size, rows.base + rows.token_ids.size
         self._ids[:width] = rows.token_ids
         self._positions[:width] = self._counting[rows.base : total] if rows.positions is None else rows.positions
         self._output_rows[:count] = rows.outputs
         self._lengths[0], self._total[0] = total - 1, total
-        bias = self._tree_bias(rows) if rows.parents else self._no_bias
         binding = self._binding(cache, width, count)
-        binding.bind_input(BIAS, "cpu", 0, np.float32, (1, 1, width, total), bias.ctypes.data)
-        with translated(self._options):
-            self._session.run_with_iobinding(binding, self._options)
-        return self.logits[:count]
+        if self._graph.cache:
+            bias = self._tree_bias(rows) if rows.parents else self._no_bias
+            binding.bind_input(BIAS, "cpu", 0, np.float32, (1, 1, width, total), bias.ctypes.data)
+        return binding
 
     def _tree_bias(self, rows: PassRows) -> NDArray[np.float32]:
         """[n, base + n]: 0 where a row sees a cell, -inf where it does not."""
@@ -160,8 +168,9 @@ class SharedPasses(Passes):
         for entry, buffer in zip(self._graph.cache, self._cache_buffers(cache), strict=True):
             binding.bind_ortvalue_input(entry.past, buffer)
             binding.bind_ortvalue_output(entry.present, buffer)
-        outputs = {LOGITS: (1, count, self._graph.vocabulary_size)}
-        binding.bind_output(LOGITS, "cpu", 0, np.float32, outputs[LOGITS], self.logits.ctypes.data)
+        if LOGITS in self._graph.outputs:
+            wanted = 1, count, self._graph.vocabulary_size
+            binding.bind_output(LOGITS, "cpu", 0, np.float32, wanted, self.logits.ctypes.data)
         if HIDDEN in self._graph.outputs:
             shape = (1, width, self._hidden.shape[1])
             binding.bind_output(HIDDEN, "cpu", 0, np.float32, shape, self._hidden.ctypes.data)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edgespec.engines.onnx.caches import Caches
 from edgespec.engines.onnx.passes import Passes, PassRows
 from edgespec.engines.rows import SequenceRows
-from edgespec.types import Batch, Logits
+from edgespec.types import Batch, Logits, TokenIds
 
 
 class SeparateCaches(Caches):
@@ -62,6 +62,11 @@ class SeparateCaches(Caches):
         logits = self._passes.run(sequence, PassRows(part.base - shift, ids, outputs))
         self._ids[sequence, part.base : part.base + len(part.rows)] = part.token_ids
         return logits[:count]
+
+    def token_ids(self, sequence: int) -> TokenIds:
+        """What the cells of a sequence were last filled with [capacity], a view."""
+        found: TokenIds = self._ids[sequence]
+        return found
 
     def keep(self, sequence: int, part: SequenceRows, path: list[int]) -> None:
         """The path of a chain is its beginning, which stands where it should."""

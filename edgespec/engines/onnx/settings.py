@@ -68,6 +68,7 @@ class OnnxSettings:
     head_size: int
     reproducible: bool | None
     widest: int
+    exit_layer: int | None = None
 
     @classmethod
     def checked(

@@ -152,7 +152,7 @@ def _extra_tensors(checkpoint: Checkpoint, sizes: Sizes) -> dict[str, Weights]:
     return {}
 
 
-def _stored_type(shape: tuple[int, ...], wanted: gguf.GGMLQuantizationType) -> gguf.GGMLQuantizationType:
+def stored_type(shape: tuple[int, ...], wanted: gguf.GGMLQuantizationType) -> gguf.GGMLQuantizationType:
     if len(shape) < 2:
         return gguf.GGMLQuantizationType.F32
     block, _ = gguf.GGML_QUANT_SIZES[wanted]
@@ -171,7 +171,7 @@ def _write_tensors(
 ) -> dict[str, int]:
     """Describe all tensors, write the header, then stream the data. Returns the number of tensors by stored type."""
     shapes = {name: planned.shape for name, planned in plan.items()} | {n: w.shape for n, w in extra.items()}
-    stored = {name: _stored_type(shape, wanted) for name, shape in shapes.items()}
+    stored = {name: stored_type(shape, wanted) for name, shape in shapes.items()}
     for name, shape in shapes.items():
         block, block_bytes = gguf.GGML_QUANT_SIZES[stored[name]]
         writer.add_tensor_info(name, shape, np.dtype(np.float32), math.prod(shape) // block * block_bytes, stored[name])
@@ -181,7 +181,7 @@ def _write_tensors(
     for done, name in enumerate(shapes):
         progress(done, len(shapes), name)
         weights = extra[name] if name in extra else _weights(checkpoint, found, sizes, plan[name])
-        writer.write_tensor_data(_quantised(weights, stored[name], name))
+        writer.write_tensor_data(quantised(weights, stored[name], name))
     progress(len(shapes), len(shapes), "done")
     return dict(Counter(kind.name for kind in stored.values()))
 
@@ -194,7 +194,7 @@ def _weights(checkpoint: Checkpoint, found: Architecture, sizes: Sizes, planned:
     return apply(planned.tensor.change, weights, checkpoint, found, sizes)
 
 
-def _quantised(weights: Weights, kind: gguf.GGMLQuantizationType, name: str) -> Any:
+def quantised(weights: Weights, kind: gguf.GGMLQuantizationType, name: str) -> Any:
     if kind == gguf.GGMLQuantizationType.F16 and np.abs(_extremes(weights)).max() > np.finfo(np.float16).max:
         raise ModelFileError(f"tensor {name} has numbers beyond what f16 holds; export it as bf16 or f32")
     return quantize(weights, kind)

@@ -6,9 +6,9 @@ pointing at the same bytes. What this module does not know: which exporter made 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
+from edgespec.engines.onnx.extract import extract, producers
 from edgespec.errors import CapabilityError, ModelFileError
 
 try:
@@ -17,6 +17,7 @@ try:
 except ImportError as error:
     raise CapabilityError("ONNX graphs need onnx: pip install 'edgespec[export]'") from error
 
+__all__ = ["DATA", "MODEL", "attribute", "extract", "producers", "read_graph", "write_graph"]
 MODEL = "model.onnx"
 DATA = "model.onnx.data"
 
@@ -45,46 +46,6 @@ def write_graph(model: onnx.ModelProto, path: Path) -> Path:
     return path
 
 
-def producers(graph: onnx.GraphProto) -> dict[str, onnx.NodeProto]:
-    """The node that makes each value."""
-    return {output: node for node in graph.node for output in node.output if output}
-
-
 def attribute(node: onnx.NodeProto, name: str, default: int = 0) -> int:
     """An integer attribute of a node."""
     return next((item.i for item in node.attribute if item.name == name), default)
-
-
-def extract(
-    model: onnx.ModelProto, name: str, inputs: Iterable[onnx.ValueInfoProto], outputs: Iterable[onnx.ValueInfoProto]
-) -> onnx.ModelProto:
-    """The part of a graph that computes `outputs` from `inputs`; weights keep their places in the data file.
-
-    Raises ModelFileError when `outputs` need something that is neither computed nor among `inputs`.
-    """
-    made = producers(model.graph)
-    outputs = list(outputs)
-    known = {value.name for value in inputs}
-    weights = {tensor.name for tensor in model.graph.initializer}
-    wanted, used = [value.name for value in outputs], set[str]()
-    kept: set[int] = set()
-    while wanted:
-        value = wanted.pop()
-        if not value or value in known or value in used:
-            continue
-        used.add(value)
-        if value in weights:
-            continue
-        if value not in made:
-            raise ModelFileError(f"{name} needs {value!r}, which the graph does not compute")
-        kept.add(id(made[value]))
-        wanted.extend(made[value].input)
-    graph = onnx.GraphProto(name=name)
-    graph.node.extend(node for node in model.graph.node if id(node) in kept)
-    graph.initializer.extend(tensor for tensor in model.graph.initializer if tensor.name in used)
-    read = {value for node in graph.node for value in node.input}
-    graph.input.extend(value for value in inputs if value.name in read)
-    graph.output.extend(outputs)
-    part = onnx.ModelProto(ir_version=model.ir_version, producer_name=model.producer_name, graph=graph)
-    part.opset_import.extend(model.opset_import)
-    return part

@@ -1,0 +1,89 @@
+"""`edgespec train-heads`: train Medusa heads or an EAGLE head for a target from the target's own outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from edgespec.cli.distill import CHOICES, INTERRUPTED, NUMBERS, option, progress
+from edgespec.cli.terminal import note
+from edgespec.training.heads_request import KINDS, STORAGE, HeadsRequest
+
+_SIZES = {
+    "depth": "Tokens of a draft that it learns to predict.",
+    "layers": "Residual blocks per Medusa head.  [default: 1]",
+    "heads": "Attention heads of EAGLE's layer.  [default: the target's]",
+    "kv_heads": "Its heads for keys and values.  [default: the target's]",
+    "ffn": "Width of its feed-forward part.  [default: 2 x width]",
+    "draft_vocabulary": "Most tokens that can be drafted, the most frequent ones.",
+}
+_NUMBERS = {name: text for name, text in NUMBERS.items() if name != "seed"}
+_CHOICES = {name: given for name, given in CHOICES.items() if name != "weights"}
+_DEFAULTS = HeadsRequest(Path(), Path())
+
+
+def _request_options(function: Callable[..., int]) -> Callable[..., int]:
+    for name, text in reversed({**_SIZES, **_NUMBERS, "seed": NUMBERS["seed"]}.items()):
+        kind = float if isinstance(getattr(_DEFAULTS, name), float) else int
+        function = option(_DEFAULTS, name, kind, text)(function)
+    for name, (allowed, text) in reversed({**_CHOICES, "storage": (STORAGE, "Type of the finished matrices.")}.items()):
+        function = option(_DEFAULTS, name, click.Choice(allowed), text)(function)
+    return function
+
+
+@click.command(short_help="Train Medusa or EAGLE heads for a target from its own text.")
+@click.argument("target")
+@click.option("--kind", type=click.Choice(KINDS), required=True, help="Independent heads, or one that goes on.")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    metavar="FILE",
+    help='Text, or .jsonl or .jsonl.xz with "text" or "messages"; repeatable. Without: the target begins on its own.',
+)
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), help="File to make.  [default: TARGET's name-KIND.npz]"
+)
+@_request_options
+@click.option("--restart", is_flag=True, help="Throw away what an earlier run left unfinished.")
+def command(target: str, data: tuple[Path, ...], output: Path | None, restart: bool, **given: Any) -> int:
+    """Train heads for TARGET, a Hugging Face folder or hub id, that draft from its last hidden state.
+
+    The finished file is one that `--heads FILE` takes, with any GGUF or ONNX file of that target. A run that was
+    stopped goes on when the same command is given again.
+    """
+    from edgespec.export.hub import find_source
+    from edgespec.training.heads_request import heads_shape
+    from edgespec.training.preparation import prepare
+    from edgespec.training.request import require_libraries
+
+    source = find_source(target)
+    output = output or Path(f"{source.name}-{given['kind']}.npz")
+    request = HeadsRequest(source.folder, output, data, **given)
+    prepared = prepare(request, source.name, heads_shape)
+    require_libraries()
+    source.fetch(lambda name, num_bytes: note(f"fetches {name}, {num_bytes / 2**20:.0f} MiB"))
+    journal = prepared.open_journal(restart=restart)
+    try:
+        return _run(prepared, journal, target)
+    except KeyboardInterrupt:
+        note(f"interrupted: the same command goes on from the last finished round, kept in {journal.folder}")
+        return INTERRUPTED
+
+
+def _run(prepared: Any, journal: Any, target: str) -> int:
+    from edgespec.training.heads import train_heads
+
+    with progress(prepared.request.total_tokens) as (say, advance):
+        done = train_heads(prepared, journal, say, advance)
+    best, request = done.best, prepared.request
+    note(f"ended: {done.reason}; kept: round {best.index}")
+    lengths = (1 + request.depth * share for share in (best.greedy, best.sampled))
+    click.echo("{}: tokens per pass at draft length {}: {:.2f} greedy, {:.2f} sampled".format(
+        done.folder, request.depth, *lengths
+    ))  # fmt: skip
+    click.echo(f"next: edgespec generate MODEL --heads {done.folder} --drafter {request.kind}, MODEL made of {target}")
+    return 0

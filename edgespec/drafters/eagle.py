@@ -1,0 +1,143 @@
+"""EAGLE (arXiv 2401.15077): one layer goes on from the target's last hidden state, token by token.
+
+Each step reads a state and the token behind it, and predicts the next state, from which the cut-down head scores the
+next token. Of committed text it reads the target's own states, of its draft those that it predicted itself; so the
+cache of keys and values keeps only pairs of the former. There is one layer, hence pairs that are only looked back at
+need their key and value and nothing else. `edgespec train-heads --kind eagle` makes the head.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.drafters.base import DraftRequest
+from edgespec.drafters.states import Array, StateDrafter, silu
+from edgespec.headfile import HeadFile
+from edgespec.types import EMPTY_DRAFT, Draft, TokenIds
+
+WINDOW = 512  # pairs that it looks back at
+
+
+class EagleDrafter(StateDrafter):
+    """Drafts chains of any length; of a text it knows the part of which the target's states are known."""
+
+    name = "eagle"
+
+    def __init__(self, heads: HeadFile, vocabulary_size: int, end_ids: frozenset[int]) -> None:
+        super().__init__(heads, vocabulary_size, end_ids)
+        self._sizes = heads.manifest
+        sizes = heads.manifest
+        half = np.arange(0, sizes.head_dim, 2, dtype=np.float32) / np.float32(sizes.head_dim)
+        self._frequencies = np.float32(sizes.rope_theta) ** -half
+        self._keys = np.zeros((sizes.kv_heads, 0, sizes.head_dim), np.float32)
+        self._values = self._keys.copy()
+        self._length = 0  # pairs in the cache
+        self._end = 0  # text position of the first pair that is not in it
+
+    def begin(self, prompt_ids: TokenIds) -> None:
+        self._length = self._end = 0
+
+    def lag(self, token_ids: TokenIds) -> int:
+        return min(token_ids.size - 1 - self._end, WINDOW)
+
+    def draft(self, request: DraftRequest) -> Draft:
+        """A chain of at most `request.max_tokens`."""
+        if request.max_tokens < 1 or request.features is None or not len(request.features):
+            return EMPTY_DRAFT
+        self._make_room(len(request.features) + request.max_tokens)
+        state = self._catch_up(request.token_ids, request.features)
+        committed, position = self._length, self._end
+
+        def scores_after(token_id: int | None) -> Array:
+            nonlocal state, position
+            if token_id is not None:
+                state = self._predicted(state[None], self.embed(np.array([token_id], np.int32)), position)
+                position += 1
+            return self.scores(state)
+
+        try:
+            return self.chain(request, request.max_tokens, scores_after)
+        finally:
+            self._length = committed  # what it predicted itself is forgotten
+
+    def _catch_up(self, token_ids: TokenIds, states: Array) -> Array:
+        """Read the pairs that were committed since the last draft; the state predicted from the last of them."""
+        last = token_ids.size - 2  # position of the state that the pending token was sampled from
+        first = last + 1 - len(states)
+        if not first <= self._end <= last:  # states are missing in between, or the text is asked for again
+            self._length, self._end = 0, first
+        new = last + 1 - self._end
+        found = self._predicted(states[-new:], self.embed(token_ids[-new:]), self._end)
+        self._end = last + 1
+        return found
+
+    def _predicted(self, states: Array, embedded: Array, position: int) -> Array:
+        """Append the pairs (states [n, hidden], embedded [n, hidden]); the state [hidden] that follows the last one.
+
+        `position` of the first pair in the text.
+        """
+        arrays, sizes = self._arrays, self._sizes
+        x = np.concatenate((states, embedded), axis=1) @ arrays["fc"].T
+        normed = self._normed(x, "attention_norm")
+        self._append(normed, position)
+        last = self._angles(position + len(states) - 1)
+        x, normed = x[-1], normed[-1]
+        query = _rotated((arrays["q_proj"] @ normed).reshape(-1, sizes.head_dim), *last)
+        x = x + arrays["o_proj"] @ self._attended(query)
+        normed = self._normed(x, "mlp_norm")
+        x = x + arrays["down_proj"] @ (silu(arrays["gate_proj"] @ normed) * (arrays["up_proj"] @ normed))
+        return self._normed(x, "norm")
+
+    def _attended(self, query: Array) -> Array:
+        """Attention of `query` [heads, size] over all pairs: [heads * size]."""
+        sizes, length = self._sizes, self._length
+        grouped = query.reshape(sizes.kv_heads, -1, sizes.head_dim)
+        scores = grouped @ self._keys[:, :length].swapaxes(1, 2) / np.float32(math.sqrt(sizes.head_dim))
+        weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+        weights /= weights.sum(axis=2, keepdims=True)
+        found: Array = (weights @ self._values[:, :length]).reshape(-1)
+        return found
+
+    def _append(self, normed: Array, position: int) -> None:
+        """Keys and values of the pairs `normed` [n, hidden], the first at `position`."""
+        sizes, count = self._sizes, len(normed)
+        place = slice(self._length, self._length + count)
+        shape = (count, sizes.kv_heads, sizes.head_dim)
+        angles = self._angles(np.arange(position, position + count)[:, None])
+        keys = (normed @ self._arrays["k_proj"].T).reshape(shape)
+        self._keys[:, place] = _rotated(keys, *angles).swapaxes(0, 1)
+        self._values[:, place] = (normed @ self._arrays["v_proj"].T).reshape(shape).swapaxes(0, 1)
+        self._length += count
+
+    def _make_room(self, count: int) -> None:
+        """See that so many pairs fit; the oldest ones go."""
+        if self._length + count <= self._keys.shape[1]:
+            return
+        kept = min(self._length, WINDOW)
+        keys, values = (old[:, self._length - kept : self._length] for old in (self._keys, self._values))
+        shape = (self._sizes.kv_heads, 2 * WINDOW + count, self._sizes.head_dim)
+        self._keys, self._values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        self._keys[:, :kept], self._values[:, :kept] = keys, values
+        self._length = kept
+
+    def _angles(self, positions: int | NDArray[np.intp]) -> tuple[Array, Array]:
+        """Cosines and sines [..., head size / 2] of text positions [...]."""
+        angles = np.asarray(positions, np.float32)[..., None] * self._frequencies
+        return np.cos(angles), np.sin(angles)
+
+    def _normed(self, x: Array, name: str) -> Array:
+        found: Array = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + np.float32(self._sizes.norm_eps))
+        return found * self._arrays[name]
+
+    @property
+    def bytes_used(self) -> int:
+        return super().bytes_used + self._keys.nbytes + self._values.nbytes
+
+
+def _rotated(x: Array, cos: Array, sin: Array) -> Array:
+    """Rotary positions in Hugging Face's half-split order: x [..., heads, size]; cos, sin [..., 1, size / 2]."""
+    first, second = np.split(x, 2, axis=-1)
+    return np.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)

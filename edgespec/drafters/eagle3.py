@@ -1,0 +1,114 @@
+"""EAGLE-3 (arXiv 2503.01840): a head of one layer drafts a chain from what the target's own layers made of the text.
+
+The head reads pairs of a state and the token behind it. Of the text they come from the target's passes; within a draft
+its own last state stands for what the target has not computed yet. Those pairs are taken back with the next draft,
+since the target's passes have better ones by then.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from edgespec.drafters.base import Drafter, DraftRequest
+from edgespec.drafters.model import evidence_of
+from edgespec.engines.head import FeatureHead, States
+from edgespec.noise import Stream
+from edgespec.types import EMPTY_DRAFT, Distribution, Draft, Evidence, Logits, TokenIds
+
+BYTES_PER_FEATURE = 4 * 4  # two windows of what is told, and what the library and a pass hold of it
+
+
+class Eagle3Drafter(Drafter):
+    """Drafts with `head`, which it owns and closes. Features of `most_told` tokens at most come with a request.
+
+    Its window is the head's: when that is full, the older half of the pairs goes. What the target's passes no longer
+    tell (the beginning of a long prompt, a part read while another drafter was wanted) the head does without.
+    """
+
+    name = "eagle3"
+
+    def __init__(self, head: FeatureHead, most_told: int) -> None:
+        self._head = head
+        self._most_told = most_told
+        self._known = np.empty(0, np.int32)  # the text whose pairs are cached, its last token in the last of them
+        self.wants_layers = head.facts.layers
+
+    def begin(self, prompt_ids: TokenIds) -> None:
+        # Pairs that the prompt shares with the last text stay; the others are read with the first draft.
+        pass
+
+    def draft(self, request: DraftRequest) -> Draft:
+        """A chain sampled with the target's settings and, unless the rule needs distributions, the target's noise."""
+        most = min(request.max_tokens, self._head.facts.context_length // 4)
+        features = request.layer_inputs
+        if most < 1 or features is None or not len(features):
+            return EMPTY_DRAFT
+        logits, state = self._catch_up(request.token_ids, features, most)
+        return self._chain(request, logits, state, most)
+
+    def _catch_up(self, token_ids: TokenIds, features: States, most: int) -> tuple[Logits, States]:
+        """Read the pairs that the cache lacks of `token_ids` [n]; the logits and the state behind the last of them."""
+        head, end = self._head, token_ids.size - 1  # pairs there are
+        told_from = end - len(features)
+        kept = min(self._shared_pairs(token_ids), head.end, end - 1)
+        goes_on = kept > head.start and kept >= told_from
+        start = self._window_start(head.start if goes_on else told_from, end, most)
+        if goes_on and start < kept:
+            head.rollback(kept)
+            head.drop_before(start)
+        else:
+            kept = start
+            head.restart(kept)
+        found = head.decode(token_ids[kept + 1 :], head.encode(features[kept - told_from :]))
+        self._known = token_ids.copy()
+        return found
+
+    def _shared_pairs(self, token_ids: TokenIds) -> int:
+        """Up to which pair the cache holds the text's own."""
+        limit = min(self._known.size, token_ids.size)
+        differs = np.flatnonzero(self._known[:limit] != token_ids[:limit])
+        return int(differs[0] if differs.size else limit) - 1
+
+    def _window_start(self, first: int, end: int, most: int) -> int:
+        """`first`, or a later pair when those from it up to `end` and `most` more do not fit."""
+        room = self._head.facts.context_length
+        return first if end + most - first <= room else end - room // 2
+
+    def _chain(self, request: DraftRequest, logits: Logits, state: States, most: int) -> Draft:
+        sampler = request.sampler
+        stream = Stream.DRAFT if request.needs_distributions else Stream.TARGET
+        history = request.token_ids
+        chosen: list[int] = []
+        evidence: list[Evidence] = []
+        distributions: list[Distribution] = []
+        while True:
+            distribution = sampler.distribution(logits, history)
+            token_id, lead = sampler.race(distribution, request.token_ids.size + len(chosen), stream)
+            chosen.append(token_id)
+            evidence.append(evidence_of(logits, distribution.prob_of(token_id), lead))
+            distributions.append(distribution)
+            if len(chosen) == most or token_id in self._head.facts.end_ids:
+                break
+            if request.worth_going_on is not None and not request.worth_going_on(len(chosen), evidence[-1]):
+                break
+            if sampler.sampling.uses_history:
+                history = np.append(history, np.int32(token_id))
+            logits, state = self._head.decode(np.array([token_id], np.int32), state[np.newaxis].copy())
+        given = distributions if request.needs_distributions else None
+        return Draft.chain(chosen, distributions=given, evidence=evidence)
+
+    def lag(self, token_ids: TokenIds) -> int:
+        return min(token_ids.size - max(self._shared_pairs(token_ids), 0), self._most_told)
+
+    @property
+    def bytes_used(self) -> int:
+        return self._head.facts.num_bytes + self._most_told * self._head.facts.feature_width * BYTES_PER_FEATURE
+
+    def cancel(self) -> None:
+        self._head.cancel()
+
+    def clear_cancel(self) -> None:
+        self._head.clear_cancel()
+
+    def close(self) -> None:
+        self._head.close()

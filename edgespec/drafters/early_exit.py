@@ -1,0 +1,70 @@
+"""The target's own first layers and head as its draft model: no weights of its own in memory.
+
+Two ways: an engine of its own over the target's weights, with a cache of its own; or the target's engine itself, which
+keeps what the first layers computed of a draft, so that the verifying pass begins behind them.
+"""
+
+from __future__ import annotations
+
+from edgespec.drafters.base import DraftRequest
+from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.temperature import DraftTemperature
+from edgespec.engines.base import Engine
+from edgespec.types import EMPTY_DRAFT, Draft, Logits, TokenIds
+
+
+class EarlyExitDrafter(ModelDrafter):
+    """Drafts with `engine`, which it owns and closes, over weights that the target has in memory anyway."""
+
+    name = "early-exit"
+
+    @property
+    def bytes_used(self) -> int:
+        facts = self._engine.facts
+        return facts.kv_bytes_per_token * facts.context_length
+
+
+class SharedStateDrafter(EarlyExitDrafter):
+    """Drafts with the early exit of the engine `target`, which somebody else owns: same cache, states handed over.
+
+    The target has read the text already, so there is nothing to catch up with, and no window: both end together.
+    """
+
+    def __init__(self, target: Engine) -> None:
+        # No sequence of its own, as ModelDrafter has: what the target's cache holds is not for a drafter to change.
+        self._engine = target
+        self._temperature = DraftTemperature()
+        self._exit = target.early_exit()
+
+    def begin(self, prompt_ids: TokenIds) -> None:
+        """The target reads the prompt for both."""
+
+    def draft(self, request: DraftRequest) -> Draft:
+        """A chain as ModelDrafter's; empty for a text that the target's cache is not the beginning of."""
+        text = request.token_ids
+        most = min(request.max_tokens, self._engine.facts.context_length - text.size)
+        read = self._exit.follow(text)
+        if read is None or most < 1:
+            return EMPTY_DRAFT
+        self._temperature.learn(request.sampler, text)
+        return self._chain(request, self._feed(text[read:]), most)
+
+    def _feed(self, token_ids: TokenIds) -> Logits:
+        return self._exit.feed(token_ids)
+
+    @property
+    def _end_ids(self) -> frozenset[int]:
+        return self._engine.vocabulary.end_ids
+
+    def lag(self, token_ids: TokenIds) -> int:
+        return 1
+
+    def emptied(self) -> Engine | None:
+        return None
+
+    @property
+    def bytes_used(self) -> int:
+        return self._exit.bytes_used
+
+    def close(self) -> None:
+        """The engine is the target's."""

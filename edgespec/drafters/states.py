@@ -1,0 +1,95 @@
+"""What the drafters that read the target's hidden states share: scores of a cut-down head, a chain sampled from them.
+
+A token outside the draft vocabulary is never proposed; the target samples it whenever it wants to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.drafters.base import Drafter, DraftRequest
+from edgespec.drafters.model import evidence_of
+from edgespec.headfile import HeadFile
+from edgespec.noise import Stream
+from edgespec.types import Distribution, Draft, Evidence, Logits, TokenIds
+
+Array = NDArray[np.float32]
+_NEVER = -1e30  # a logit; finite, so that no bias makes it no number
+
+
+class StateDrafter(Drafter):
+    """`heads` for a target whose vocabulary has `vocabulary_size` tokens; one of `end_ids` ends a draft."""
+
+    wants_features = True
+
+    def __init__(self, heads: HeadFile, vocabulary_size: int, end_ids: frozenset[int]) -> None:
+        manifest, vocabulary = heads.manifest, heads.vocabulary
+        self._end_ids = end_ids
+        self._scale = np.float32(manifest.scale)
+        self._token_ids = heads.token_ids
+        self._vocabulary = vocabulary
+        # The rows of the head stand for tokens as inputs too, brought to unit size; a token without one is zero.
+        size = 1.0 / float(np.sqrt(np.mean(np.square(vocabulary))))
+        self._size = np.float32(size)
+        self._slots = np.full(vocabulary_size, -1, np.int32)
+        self._slots[self._token_ids] = np.arange(self._token_ids.size)
+        self._row = np.full(vocabulary_size, _NEVER, np.float32)
+        self._arrays = dict(heads.arrays)
+
+    def embed(self, token_ids: TokenIds) -> Array:
+        """Input rows [n, hidden size] of `token_ids` [n]."""
+        slots = self._slots[token_ids]
+        rows: Array = self._vocabulary[slots] * self._size
+        rows[slots < 0] = 0.0
+        return rows
+
+    def scores(self, states: Array) -> Array:
+        """Logits [..., m] of predicted states [..., hidden size] over the draft vocabulary."""
+        found: Array = (states @ self._vocabulary.T) * self._scale
+        return found
+
+    def row(self, scores: Array) -> Logits:
+        """Scores [m] as a row [vocabulary] of logits, which the next call overwrites."""
+        self._row[self._token_ids] = scores
+        return self._row
+
+    def chain(self, request: DraftRequest, most: int, scores_after: Callable[[int | None], Array]) -> Draft:
+        """At most `most` tokens, sampled with the target's settings and, unless the rule compares, its noise.
+
+        `scores_after(token_id)`: scores [m] of what follows the last drafted token, None at first.
+        """
+        sampler = request.sampler
+        stream = Stream.DRAFT if request.needs_distributions else Stream.TARGET
+        history = request.token_ids
+        chosen: list[int] = []
+        evidence: list[Evidence] = []
+        distributions: list[Distribution] = []
+        while True:
+            logits = self.row(scores_after(chosen[-1] if chosen else None))
+            distribution = sampler.distribution(logits, history)
+            token_id, lead = sampler.race(distribution, request.token_ids.size + len(chosen), stream)
+            chosen.append(token_id)
+            evidence.append(evidence_of(logits, distribution.prob_of(token_id), lead))
+            distributions.append(distribution)
+            if len(chosen) == most or token_id in self._end_ids:
+                break
+            if request.worth_going_on is not None and not request.worth_going_on(len(chosen), evidence[-1]):
+                break
+            if sampler.sampling.uses_history:
+                history = np.append(history, np.int32(token_id))
+        given = distributions if request.needs_distributions else None
+        return Draft.chain(chosen, distributions=given, evidence=evidence)
+
+    @property
+    def bytes_used(self) -> int:
+        arrays = (*self._arrays.values(), self._vocabulary, self._slots, self._row)
+        return sum(array.nbytes for array in arrays)
+
+
+def silu(x: Array) -> Array:
+    """x / (1 + exp(-x)), without an overflow."""
+    found: Array = x * (0.5 + 0.5 * np.tanh(0.5 * x))
+    return found

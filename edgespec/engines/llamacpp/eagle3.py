@@ -1,0 +1,324 @@
+"""EAGLE-3 heads in llama.cpp: a context of its own, which may borrow embeddings and head from the target's.
+
+Two traps of llama-cpp-python 0.3.36 shape this file. The head's graph gives logits of all rows of a pass and the
+library copies as many as were asked for from the first on, so rows are asked for all or none. And a pass that encodes
+wants positions as if it decoded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.engines.eagle3_header import Eagle3Sizes, read_eagle3
+from edgespec.engines.head import FeatureHead, HeadFacts, States
+from edgespec.engines.llamacpp.extensions import extension
+from edgespec.engines.llamacpp.library import CancelFlag, complaints, forget_complaints, library
+from edgespec.engines.llamacpp.settings import AUTO, CACHE_TYPES, ON
+from edgespec.engines.llamacpp.vocabulary import LlamaCppVocabulary
+from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError, ModelFileError
+from edgespec.tokenizer import Vocabulary, check_same_vocabulary
+from edgespec.types import Logits, TokenIds
+
+NO_ROOM, ABORTED, END = 1, 2, -1
+LOGITS_BYTES = 16 << 20
+WIDEST = 64  # pairs per pass, where their logits fit LOGITS_BYTES
+DEFAULT_CONTEXT = 2048
+
+
+class Eagle3Head(FeatureHead):
+    """Owns a llama.cpp model and a context, and borrows the target's context where the head shares weights with it."""
+
+    def __init__(
+        self,
+        model: Any,
+        context: Any,
+        sizes: Eagle3Sizes,
+        cancel: CancelFlag,
+        context_length: int,
+        end_ids: frozenset[int],
+    ) -> None:
+        llama = library()
+        self._model, self._context, self._cancel, self._sizes = model, context, cancel, sizes
+        self._memory = llama.llama_get_memory(context)
+        self._step = _step(sizes)
+        self._rows = _Rows(self._step)
+        self.start = self.end = 0
+        self.facts = HeadFacts(
+            context_length=context_length,
+            layers=sizes.layers,
+            feature_width=sizes.feature_width,
+            width=sizes.width,
+            end_ids=end_ids,
+            num_bytes=_num_bytes(sizes, context_length),
+        )
+        # Of all rows whose logits are asked for; unmasked, a pass without any would still copy its states.
+        extension("set_states")(context, True, True)
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        target: tuple[Any, Any],
+        vocabulary: Vocabulary,
+        *,
+        threads: int,
+        context_length: int | None = None,
+        gpu_layers: int = 0,
+    ) -> Eagle3Head:
+        """Load the head `path` for a loaded `target` (model, context), which must outlive it, with its `vocabulary`.
+
+        `context_length`: most pairs it attends to, None for the trained number (at most DEFAULT_CONTEXT). Raises
+        ModelNotFound, ModelFileError, VocabularyMismatch, and CapabilityError for a head of another target.
+        """
+        llama = library()
+        sizes = read_eagle3(path)
+        sizes.check_fits(
+            path.name, llama.llama_model_n_embd(target[0]), llama.llama_model_n_layer(target[0]), vocabulary.size
+        )
+        length = min(context_length or DEFAULT_CONTEXT, sizes.context_length)
+        return cls._open(path, sizes, length, threads, gpu_layers, target[1], vocabulary)
+
+    @classmethod
+    def _open(
+        cls,
+        path: Path,
+        sizes: Eagle3Sizes,
+        length: int,
+        threads: int,
+        gpu_layers: int,
+        target_context: Any,
+        vocabulary: Vocabulary | None,
+    ) -> Eagle3Head:
+        model = _open_weights(path, gpu_layers, check_tensors=vocabulary is None)
+        cancel = CancelFlag()
+        try:
+            if vocabulary is not None:
+                check_same_vocabulary(vocabulary, LlamaCppVocabulary(model))
+            context = _create_context(model, path, sizes, cancel, length, threads, target_context)
+        except BaseException:
+            library().llama_model_free(model)
+            raise
+        head = cls(model, context, sizes, cancel, length, vocabulary.end_ids if vocabulary else frozenset())
+        try:
+            head._try_out(path)
+        except BaseException:
+            head.close()
+            raise
+        return head
+
+    @classmethod
+    def try_alone(cls, path: Path) -> None:
+        """Load all that needs no target, and use it if that is the whole head. Raises as `load`."""
+        sizes = read_eagle3(path)
+        if sizes.shares_embeddings or sizes.shares_output:
+            library().llama_model_free(_open_weights(path, 0, check_tensors=True))
+        else:
+            cls._open(path, sizes, min(16, sizes.context_length), 1, 0, None, None).close()
+
+    def _try_out(self, path: Path) -> None:
+        """One pair of nothing: damaged weights are found before a text is begun."""
+        states = self.encode(np.ones((1, self._sizes.feature_width), np.float32))
+        logits, state = self.decode(np.zeros(1, np.int32), states)
+        if not (np.isfinite(state).all() and np.isfinite(logits.max())):
+            raise ModelFileError(
+                f"{path} is not a usable EAGLE-3 head: what it computes is no number. Download or export it again"
+            )
+        self.restart(0)
+
+    def encode(self, features: States) -> States:
+        self._require_open()
+        if features.ndim != 2 or features.shape[1] != self._sizes.feature_width:
+            raise BatchError(f"features of the shape [n, {self._sizes.feature_width}] are needed, got {features.shape}")
+        self._trim()
+        states = np.empty((len(features), self._sizes.width), np.float32)
+        for start in range(0, len(features), self._step):
+            part = np.ascontiguousarray(features[start : start + self._step], np.float32)
+            self._rows.fill(self.end, None, part, outputs=True)
+            self._run(library().llama_encode, len(part))
+            states[start : start + len(part)] = self._states(len(part))
+        return states
+
+    def decode(self, token_ids: TokenIds, states: States) -> tuple[Logits, States]:
+        self._require_open()
+        self._check_pairs(token_ids, states)
+        self._trim()
+        count = int(token_ids.size)
+        for start in range(0, count, self._step):
+            stop = min(start + self._step, count)
+            part = np.ascontiguousarray(states[start:stop], np.float32)
+            self._rows.fill(self.end + start, token_ids[start:stop], part, outputs=stop == count)
+            self._run(library().llama_decode, stop - start)
+        self.end += count
+        last = (count - 1) % self._step
+        shape = (last + 1, self._sizes.vocabulary_size)
+        logits = np.ctypeslib.as_array(library().llama_get_logits(self._context), shape)
+        return logits[last], self._states(last + 1)[last]
+
+    def _check_pairs(self, token_ids: TokenIds, states: States) -> None:
+        if token_ids.size == 0 or states.shape != (token_ids.size, self._sizes.width):
+            raise BatchError(
+                f"one state of width {self._sizes.width} per token and at least one token are needed, got "
+                f"{token_ids.size} tokens and states {states.shape}"
+            )
+        if token_ids.min() < 0 or token_ids.max() >= self._sizes.vocabulary_size:
+            raise BatchError(f"a token id is outside the head's vocabulary 0..{self._sizes.vocabulary_size - 1}")
+        room = self.facts.context_length - (self.end - self.start)
+        if token_ids.size > room:
+            raise ContextFull(f"the head's context of {self.facts.context_length} has room for {room} more pairs")
+
+    def _run(self, function: Any, width: int) -> None:
+        if self._cancel.is_set:
+            self._cancel.clear()
+            raise Cancelled("the head's pass was cancelled before it began; its cache is as before")
+        forget_complaints()
+        result = function(self._context, self._rows.struct)
+        if result:
+            self._raise_failed(result, width)
+
+    def _raise_failed(self, result: int, width: int) -> NoReturn:
+        if result == ABORTED:
+            self._cancel.clear()
+            raise Cancelled("the head's pass was cancelled; its cache is as before")
+        if result == NO_ROOM:
+            raise ContextFull(f"no room for {width} more pairs in the head's cache")
+        raise EngineError(f"llama.cpp failed on a head's pass of {width} rows (result {result}): {complaints()}")
+
+    def _states(self, count: int) -> States:
+        return np.ctypeslib.as_array(extension("get_states")(self._context), (count, self._sizes.width))
+
+    def _trim(self) -> None:
+        """Remove what an unfinished call left."""
+        if library().llama_memory_seq_pos_max(self._memory, 0) >= self.end:
+            library().llama_memory_seq_rm(self._memory, 0, self.end, END)
+
+    def rollback(self, to_end: int) -> None:
+        self._check_position(to_end)
+        self.end = to_end
+        self._trim()
+
+    def drop_before(self, start: int) -> None:
+        self._check_position(start)
+        if start > self.start:
+            self._trim()
+            library().llama_memory_seq_rm(self._memory, 0, 0, start)
+            self.start = start
+
+    def restart(self, position: int) -> None:
+        self._require_open()
+        self.start = self.end = position
+        library().llama_memory_seq_rm(self._memory, 0, -1, END)
+
+    def _check_position(self, position: int) -> None:
+        self._require_open()
+        if not self.start <= position <= self.end:
+            raise BatchError(f"the head's cache holds pairs {self.start}..{self.end}, {position} is outside")
+
+    def cancel(self) -> None:
+        self._cancel.set()
+
+    def clear_cancel(self) -> None:
+        self._cancel.clear()
+
+    def close(self) -> None:
+        if self._context is None:
+            return
+        library().llama_free(self._context)
+        library().llama_model_free(self._model)
+        self._context = self._model = None
+
+    def _require_open(self) -> None:
+        if self._context is None:
+            raise EngineError("this head is closed; load the model again")
+
+
+class _Rows:
+    """A `llama_batch` over arrays owned here, of one sequence; floats are the caller's and outlive the pass only."""
+
+    def __init__(self, capacity: int) -> None:
+        self._token_ids = np.zeros(capacity, np.int32)
+        self._positions = np.zeros(capacity, np.int32)
+        self._ones = np.ones(capacity, np.int32)
+        self._sequence = np.zeros(1, np.int32)
+        self._sequences = np.full(capacity, self._sequence.ctypes.data, np.uintp)
+        self._outputs = np.zeros(capacity, np.int8)
+        self._floats: States | None = None
+        self.struct = library().llama_batch(
+            n_tokens=0,
+            token=None,
+            embd=None,
+            pos=_pointer(self._positions, ctypes.c_int32),
+            n_seq_id=_pointer(self._ones, ctypes.c_int32),
+            seq_id=_pointer(self._sequences, ctypes.POINTER(ctypes.c_int32)),
+            logits=_pointer(self._outputs, ctypes.c_int8),
+        )
+
+    def fill(self, position: int, token_ids: TokenIds | None, floats: States, *, outputs: bool) -> None:
+        width = len(floats)
+        self._floats = floats
+        self._positions[:width] = np.arange(position, position + width)
+        self._outputs[:width] = outputs
+        self.struct.n_tokens = width
+        self.struct.embd = _pointer(floats, ctypes.c_float)
+        if token_ids is None:
+            self.struct.token = None
+        else:
+            self._token_ids[:width] = token_ids
+            self.struct.token = _pointer(self._token_ids, ctypes.c_int32)
+
+
+def _pointer(array: NDArray[Any], kind: Any) -> Any:
+    return ctypes.cast(array.ctypes.data, ctypes.POINTER(kind))
+
+
+def _step(sizes: Eagle3Sizes) -> int:
+    """Rows per pass: the library keeps logits of the whole vocabulary for all of them."""
+    return min(max(LOGITS_BYTES // (4 * sizes.vocabulary_size), 1), WIDEST)
+
+
+def _num_bytes(sizes: Eagle3Sizes, context_length: int) -> int:
+    """Weights, cache, and for a widest pass the logits as kept and as computed, with the layer's own numbers."""
+    row_bytes = 4 * (2 * sizes.vocabulary_size + sizes.num_drafted + sizes.feature_width + 8 * sizes.width)
+    return sizes.weight_bytes + context_length * sizes.kv_bytes_per_token + _step(sizes) * row_bytes
+
+
+def _open_weights(path: Path, gpu_layers: int, *, check_tensors: bool) -> Any:
+    llama = library()
+    params = llama.llama_model_default_params()
+    params.n_gpu_layers = gpu_layers
+    params.check_tensors = check_tensors
+    forget_complaints()
+    model = llama.llama_model_load_from_file(os.fsencode(path), params)
+    if not model:
+        raise ModelFileError(f"{path} cannot be loaded by llama.cpp: {complaints()}. Download or export it again")
+    return model
+
+
+def _create_context(
+    model: Any, path: Path, sizes: Eagle3Sizes, cancel: CancelFlag, length: int, threads: int, target_context: Any
+) -> Any:
+    llama = library()
+    params = llama.llama_context_default_params()
+    params.n_ctx = length
+    params.n_batch = params.n_ubatch = params.n_outputs_max = _step(sizes)
+    params.n_seq_max = 1
+    params.n_threads = params.n_threads_batch = threads
+    params.type_k = params.type_v = CACHE_TYPES["f16"]
+    params.flash_attn_type = ON
+    params.kv_unified = True
+    params.no_perf = True
+    params.ctx_other = target_context if sizes.shares_embeddings or sizes.shares_output else None
+    params.abort_callback, params.abort_callback_data = cancel.callback, cancel.callback_data
+    forget_complaints()
+    context = llama.llama_init_from_model(model, params)
+    if not context:
+        params.flash_attn_type = AUTO  # not every device has it
+        context = llama.llama_init_from_model(model, params)
+    if not context:
+        raise CapabilityError(f"llama.cpp refused a context of {length} pairs for head {path.name}: {complaints()}")
+    return context

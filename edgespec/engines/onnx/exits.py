@@ -1,0 +1,207 @@
+"""Passes of a graph in three parts: what a draft computed in the first layers, the verifying pass does not again.
+
+An early exit drafts with the first layers and the head. It leaves their keys and values in the target's own cache and
+their states here; the target's pass takes the states of the rows whose tokens are those that were drafted. In
+reproducible mode no part leaves the pinned width class, so the states' bits do not depend on who computed them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.engines.base import EarlyExit
+from edgespec.engines.onnx.graph import Graph
+from edgespec.engines.onnx.library import Device, open_session
+from edgespec.engines.onnx.partition import HIDDEN_IN, HIDDEN_OUT, partition
+from edgespec.engines.onnx.passes import ELEMENTS, Cells, Passes, PassRows, SharedPasses
+from edgespec.engines.onnx.separate import SeparateCaches
+from edgespec.engines.onnx.settings import OnnxSettings
+from edgespec.errors import ContextFull
+from edgespec.types import Logits, TokenIds
+
+_DRAFTED = 128  # rows of states beyond those of the widest pass
+NO_ROWS = np.zeros(0, np.intp)
+
+
+class Part(SharedPasses):
+    """Passes of one part; `taken` and `given` are its two incoming and outgoing states, [2, rows, hidden size]."""
+
+    def run_part(
+        self, cache: int, rows: PassRows, taken: NDArray[Any] | None = None, given: NDArray[Any] | None = None
+    ) -> Logits:
+        binding = self._bound(cache, rows)
+        for states, names, bind in (
+            (taken, HIDDEN_IN, binding.bind_input),
+            (given, HIDDEN_OUT, binding.bind_output),
+        ):
+            if states is not None:
+                for name, state in zip(names, states, strict=True):
+                    bind(name, "cpu", 0, state.dtype.type, (1, *state.shape), state.ctypes.data)
+        self._run(binding)
+        return self.logits[: rows.outputs.size]
+
+
+@dataclass(slots=True)
+class Drafted:
+    """Tokens behind a cache's text that the first layers have read: their states are rows of the buffer, in order."""
+
+    cache: int = -1
+    start: int = 0
+    token_ids: list[int] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+    def shared(self, cache: int, base: int, token_ids: TokenIds) -> int:
+        """How many of `token_ids` [n], which come from cell `base` on, are the ones that were read there."""
+        if cache != self.cache or not self.start <= base <= self.end:
+            return 0
+        held = self.token_ids[base - self.start :][: token_ids.size]
+        differs = np.flatnonzero(np.array(held, np.int64) != token_ids[: len(held)])
+        return int(differs[0]) if differs.size else len(held)
+
+
+class ExitPasses(Passes):
+    """`least_rows`: of every pass of the first layers, as `SeparateCaches`'s for the whole; `bytes_used` by states."""
+
+    def __init__(self, path: Path, graph: Graph, settings: OnnxSettings, run_options: Any, layers: int) -> None:
+        cut = partition(graph, path, layers)
+        self.capacity = settings.cells(graph)
+        self.least_rows = 1
+        rows = max(settings.max_batch, settings.widest)
+        self._parts: list[Part] = []
+        self.device: Device
+        for part in (cut.first, cut.rest, cut.head):
+            session, self.device = open_session(
+                part.serialised, path.parent, threads=settings.threads, provider=settings.provider
+            )
+            made = Part(
+                session,
+                part,
+                self.device,
+                run_options,
+                head_size=settings.head_size,
+                capacity=self.capacity if part.cache else 0,
+                max_rows=rows,
+                max_outputs=settings.max_outputs(graph.vocabulary_size) if part.vocabulary_size else 0,
+            )
+            self._parts.append(made)
+        self.bytes_per_token = sum(part.bytes_per_token for part in self._parts)
+        self.logits = self._parts[-1].logits
+        shape = 2, rows + _DRAFTED, cut.hidden_size
+        self._states, self._last_states = (np.zeros(shape, ELEMENTS[cut.element_type]) for _ in range(2))
+        self._drafted = Drafted()
+        self.bytes_used = self._states.nbytes + self._last_states.nbytes
+
+    def run(self, cache: int, rows: PassRows) -> Logits:
+        start = self._run_first(cache, rows.base, rows.token_ids)
+        width = rows.token_ids.size
+        states, last = self._states[:, start : start + width], self._last_states[:, :width]
+        self._parts[1].run_part(cache, rows, states, last)
+        self._drafted = Drafted()
+        return self._run_head(rows.outputs, last)
+
+    def draft(self, cache: int, base: int, token_ids: TokenIds) -> Logits:
+        """Let the first layers read `token_ids` [n] into the cells from `base` on; the exit's logits [1, vocabulary].
+
+        Rows of scratch follow where there are fewer tokens than a pass needs.
+        """
+        scratch = max(self.least_rows - token_ids.size, 0)
+        padded = np.concatenate((token_ids, np.zeros(scratch, np.int32)))
+        start = self._run_first(cache, base, padded)
+        row = start + token_ids.size - 1
+        del self._drafted.token_ids[row + 1 :]
+        return self._run_head(np.zeros(1, np.intp), self._states[:, row : row + 1])
+
+    def drafted_length(self, cache: int, length: int, token_ids: TokenIds) -> int:
+        """Of the text `token_ids` [n], of which the cache holds `length` tokens, how many the first layers have read.
+
+        What they read that is not of this text is forgotten.
+        """
+        drafted = self._drafted
+        if drafted.cache != cache or not drafted.start <= length <= drafted.end:
+            self._drafted = Drafted()
+            return length
+        agreed = drafted.shared(cache, drafted.start, token_ids[drafted.start :])
+        del drafted.token_ids[agreed:]
+        return max(length, drafted.end)
+
+    def _run_first(self, cache: int, base: int, token_ids: TokenIds) -> int:
+        """Make the states of rows that come into the cells from `base` on known; the first one's row in the buffer."""
+        drafted = self._drafted
+        known = drafted.shared(cache, base, token_ids)
+        fits = base - drafted.start + token_ids.size <= self._states.shape[1]
+        if cache != drafted.cache or not drafted.start <= base <= drafted.end or not fits:
+            drafted = self._drafted = Drafted(cache, base)
+            known = 0
+        start = base - drafted.start
+        if known < token_ids.size:
+            first = min(known, max(token_ids.size - self.least_rows, 0))
+            del drafted.token_ids[start + first :]
+            given = self._states[:, start + first : start + token_ids.size]
+            self._parts[0].run_part(cache, PassRows(base + first, token_ids[first:], NO_ROWS), given=given)
+            drafted.token_ids.extend(token_ids[first:].tolist())
+        return start
+
+    def _run_head(self, outputs: NDArray[np.intp], states: NDArray[Any]) -> Logits:
+        """Logits of the rows `outputs`; the head looks at no more of the states [2, n, hidden size] than those."""
+        low, high = int(outputs[0]), int(outputs[-1]) + 1
+        ids = np.zeros(high - low, np.int32)
+        return self._parts[2].run_part(0, PassRows(0, ids, outputs - low), states[:, low:high])
+
+    def copy(self, source: int, destination: int, length: int) -> None:
+        self._drafted = Drafted()
+        for part in self._parts:
+            part.copy(source, destination, length)
+
+    def read(self, cache: int, cells: Cells) -> bytes:
+        return b"".join(part.read(cache, cells) for part in self._parts)
+
+    def write(self, cache: int, cells: Cells, payload: bytes) -> None:
+        self._drafted = Drafted()
+        length = len(payload) // self.bytes_per_token
+        start = 0
+        for part in self._parts[:2]:
+            end = start + length * part.bytes_per_token
+            part.write(cache, cells, payload[start:end])
+            start = end
+
+
+class OnnxExit(EarlyExit):
+    """The exit of sequence 0. `lengths` and `caches` are the engine's own; `widest`: rows that a pass may have."""
+
+    def __init__(self, passes: ExitPasses, lengths: list[int], caches: SeparateCaches, widest: int) -> None:
+        self._passes, self._lengths, self._caches, self._widest = passes, lengths, caches, widest
+        self._ids = np.zeros(passes.capacity, np.int32)
+        self._end = 0
+        self.bytes_used = passes.bytes_used
+
+    def follow(self, token_ids: TokenIds) -> int | None:
+        length = self._lengths[0]
+        if not length < token_ids.size <= self._ids.size:
+            return None
+        if not np.array_equal(token_ids[:length], self._caches.token_ids(0)[:length]):
+            return None
+        self._ids[: token_ids.size] = token_ids
+        self._end = min(self._passes.drafted_length(0, length, token_ids), token_ids.size - 1)
+        return self._end
+
+    def feed(self, token_ids: TokenIds) -> Logits:
+        if self._end + token_ids.size > self._ids.size:
+            raise ContextFull(f"the context of {self._ids.size} tokens is full: draft fewer")
+        self._ids[self._end : self._end + token_ids.size] = token_ids
+        last, step = self._end + token_ids.size, self._widest
+        while self._end < last:
+            stop = min(self._end + step, last)
+            missing = max(self._passes.least_rows - (stop - self._end), 0)
+            start = self._end - (missing if missing <= self._end else 0)
+            logits = self._passes.draft(0, start, self._ids[start:stop])
+            self._end = stop
+        row: Logits = logits[0]
+        return row

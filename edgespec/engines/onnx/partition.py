@@ -1,0 +1,119 @@
+"""Cuts a graph after some of its layers, so that a draft's states of the first ones are not computed again.
+
+first: embeddings and the first layers; rest: the other layers; head: final norm and logits. first, rest, head is the
+target, first, head the early exit. Between two layers the hidden state exists as two values, `residual` and `delta`,
+which the next layer's first norm adds; parts hand over both, so that they compute bit for bit what the whole computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from edgespec.engines.onnx.extract import extract
+from edgespec.engines.onnx.graph import LOGITS, PAST, CacheEntry, Graph, read_graph
+from edgespec.errors import CapabilityError, ConfigError
+
+HIDDEN_IN = ("edgespec.in.residual", "edgespec.in.delta")
+HIDDEN_OUT = ("edgespec.out.residual", "edgespec.out.delta")
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """The three parts of one graph; `hidden_size` of a state, `element_type` by onnx's number."""
+
+    first: Graph
+    rest: Graph
+    head: Graph
+    hidden_size: int
+    element_type: int
+
+
+def partition(graph: Graph, path: Path, layers: int) -> Partition:
+    """`graph`, as `read_graph` rewrote it, cut after layer `layers`.
+
+    Raises ConfigError for a number of layers outside 1..all but one, CapabilityError for a graph that
+    onnxruntime-genai's model builder did not write.
+    """
+    import onnx
+
+    total = len(graph.cache) // 2
+    model = onnx.ModelProto.FromString(graph.serialised)
+    nodes = {node.name: node for node in model.graph.node}
+    final = nodes.get(f"/model/layers.{total}/final_norm_layernorm/SkipLayerNorm")
+    if graph.is_shared and final is not None and not 0 < layers < total:
+        raise ConfigError(f"an exit after layer {layers} was asked for; {path} allows 1..{total - 1}")
+    entry = nodes.get(f"/model/layers.{layers}/input_layernorm/SkipLayerNorm")
+    if entry is None or final is None or not graph.is_shared:
+        raise CapabilityError(
+            f"{path} cannot be cut between layers: it was not written by onnxruntime-genai's model builder. Export it "
+            "again with --exporter builder, or use another drafter"
+        )
+    cut, end = list(entry.input[:2]), list(final.input[:2])
+    scale = next(tensor for tensor in model.graph.initializer if tensor.name == entry.input[2])
+    kind = scale.data_type
+    own = [value for value in model.graph.input if not value.name.startswith("past_key_values.")]
+    logits = [value for value in model.graph.output if value.name == LOGITS]
+
+    def part(name: str, low: int, high: int, taken: Sequence[str], given: Sequence[str]) -> Graph:
+        """Layers low <= N < high: from the tokens or two `taken` values to the logits or two `given` ones."""
+        renamed = _renamed(model, (*zip(taken, HIDDEN_IN, strict=False), *zip(given, HIDDEN_OUT, strict=False)))
+        cache = tuple(entry for entry in graph.cache if low <= _layer(entry) < high)
+        pasts, presents = {e.past for e in cache}, {e.present for e in cache}
+        inputs = [*own, *(v for v in model.graph.input if v.name in pasts), *_states(HIDDEN_IN if taken else (), kind)]
+        outputs = _states(HIDDEN_OUT, kind) if given else logits
+        found = extract(renamed, name, inputs, [*outputs, *(v for v in model.graph.output if v.name in presents)])
+        return replace(
+            graph,
+            serialised=found.SerializeToString(),
+            cache=cache,
+            vocabulary_size=0 if given else graph.vocabulary_size,
+            inputs=frozenset(value.name for value in found.graph.input),
+            outputs=frozenset(value.name for value in found.graph.output),
+            hidden_size=None,
+        )
+
+    return Partition(
+        part("first layers", 0, layers, (), cut),
+        part("other layers", layers, total, cut, end),
+        part("head", 0, 0, end, ()),
+        int(scale.dims[0]),
+        kind,
+    )
+
+
+def exit_layer_of(draft: Path, target: Path) -> int | None:
+    """Layers of the early exit `draft` of `target`, a graph beside it over the same weights; None for another model.
+
+    Raises ModelFileError.
+    """
+    if draft.parent != target.parent or draft == target:
+        return None
+    return len(read_graph(draft).cache) // 2
+
+
+def _layer(entry: CacheEntry) -> int:
+    found = PAST.fullmatch(entry.past)
+    assert found is not None
+    return int(found[1])
+
+
+def _states(names: Sequence[str], kind: int) -> list[Any]:
+    from onnx import helper
+
+    return [helper.make_tensor_value_info(name, kind, [1, "sequence_length", None]) for name in names]
+
+
+def _renamed(model: Any, pairs: Sequence[tuple[str, str]]) -> Any:
+    """A copy in which some values have other names."""
+    import onnx
+
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    names = dict(pairs)
+    for node in copy.graph.node:
+        node.input[:] = [names.get(value, value) for value in node.input]
+        node.output[:] = [names.get(value, value) for value in node.output]
+    return copy

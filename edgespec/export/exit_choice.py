@@ -1,0 +1,96 @@
+"""After which layer a model should end early: each exit is asked along the model's own text. Needs torch.
+
+The model writes greedily behind the built-in prompts; an exit after layer E is its final norm and head over the hidden
+state there, and its acceptance is the share of tokens that it would have chosen too. What that is worth follows from
+the weights that a pass reads: an exit's token costs its share of them, and a verifying pass grows with its width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edgespec.control.length import expected_speedup
+from edgespec.errors import CapabilityError, ConfigError
+from edgespec.export.reference import in_transformers
+from edgespec.prompts import PROMPTS
+
+TOKENS = 48  # per prompt
+LONGEST = 8
+ROW_COST = 0.2  # of one more row in a verifying pass, in passes of one row: int8 and Q8_0 on a processor
+FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "embedding_norm")
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """`acceptance` in 0..1; `speedup` expected over plain decoding with the best draft length, `length`."""
+
+    layers: int
+    acceptance: float
+    speedup: float
+    length: int
+
+
+def exits_of(folder: Path, threads: int | None = None) -> list[Exit]:
+    """Every exit of the model in `folder`, in order of its layers.
+
+    Raises CapabilityError without torch and for a model whose final norm is not known, ConfigError for a folder that
+    is not there, ModelFileError for one that transformers cannot load.
+    """
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"early-exit:auto measures a folder on this disk, {folder} is none: give a number instead")
+    with in_transformers(folder, threads) as (torch, transformers, model):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        head, norm = model.get_output_embeddings(), _final_norm(model, folder)
+        agreed: list[list[float]] = []
+        for prompt in PROMPTS:
+            ids = torch.tensor([_prompt_ids(tokenizer, prompt.text)])
+            text = model.generate(ids, max_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
+            states = model(text[:, :-1], output_hidden_states=True).hidden_states
+            start = ids.shape[1] - 1
+            chosen = [head(norm(state[:, start:])).argmax(-1) for state in states[1:-1]]
+            wanted = text[0, start + 1 :]
+            agreed.extend((torch.stack([one[0] for one in chosen]) == wanted).T.tolist())
+        shares = [sum(column) / len(agreed) for column in zip(*agreed, strict=True)]
+        in_head = head.weight.numel()
+        per_layer = (sum(p.numel() for p in _body(model).parameters()) - _embedded(model)) / (len(shares) + 1)
+    whole = (len(shares) + 1) * per_layer + in_head
+    return [_valued(n, share, (n * per_layer + in_head) / whole) for n, share in enumerate(shares, start=1)]
+
+
+def best_exit(exits: Sequence[Exit]) -> Exit:
+    """The one with the highest expected speedup, of equals the shortest."""
+    return max(exits, key=lambda found: (round(found.speedup, 3), -found.layers))
+
+
+def _valued(layers: int, acceptance: float, token_cost: float) -> Exit:
+    pass_cost = [0.0, *(1.0 + ROW_COST * row for row in range(LONGEST + 1))]
+    speedups = {k: expected_speedup(acceptance, k, pass_cost, token_cost) for k in range(1, LONGEST + 1)}
+    length = max(speedups, key=lambda k: speedups[k])
+    return Exit(layers, acceptance, speedups[length], length)
+
+
+def _prompt_ids(tokenizer: Any, text: str) -> list[int]:
+    """A user's turn where the model has a chat template, else the bare text."""
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if has_template:
+        turn = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+    return list(tokenizer(text, add_special_tokens=not has_template)["input_ids"])
+
+
+def _body(model: Any) -> Any:
+    return getattr(model, model.base_model_prefix)
+
+
+def _final_norm(model: Any, folder: Path) -> Any:
+    norm = next((getattr(_body(model), name) for name in FINAL_NORMS if hasattr(_body(model), name)), None)
+    if norm is None:
+        raise CapabilityError(f"the final norm of {folder} is not known by name: give --derive early-exit:LAYERS")
+    return norm
+
+
+def _embedded(model: Any) -> int:
+    return int(model.get_input_embeddings().weight.numel())

@@ -1,0 +1,260 @@
+"""EAGLE-3 heads as Hugging Face folders hold them -> GGUF, with the tokenizer of the target they were trained for.
+
+Two layouts are known: that of the method's authors (`midlayer.*`; SpecForge and AngelSlim write it too) and that of
+speculators (`layers.0.*`, the layer's settings nested). A head without embeddings takes its target's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.engines.eagle3_header import ARCHITECTURE, DRAFTED, NUM_LAYERS_READ
+from edgespec.errors import ConfigError, ModelFileError
+from edgespec.export.checkpoint import Checkpoint, Config, Weights
+from edgespec.export.eagle3 import PREFIXES, head_config
+from edgespec.export.gguf.convert import OUTPUT_TYPES, Conversion, quantised, stored_type
+from edgespec.export.gguf.files import Progress, no_progress, whole_file
+from edgespec.export.gguf.hyperparameters import write_hyperparameters
+from edgespec.export.gguf.rotary import llama3_frequency_factors, rotary_settings
+from edgespec.export.gguf.rows import Architecture, Sizes, read_sizes
+from edgespec.export.gguf.tokenizer import write_tokenizer
+from edgespec.export.gguf.transforms import interleave_rotary
+
+HEAD = Architecture(ARCHITECTURE, {}, {})
+# Hugging Face's name -> (GGUF's, shape); t the target's layers side by side, w what it proposes, i embedding and state
+OUTER: Mapping[str, tuple[str, str]] = {
+    "fc.weight": ("fc.weight", "d t"),
+    "input_norm.weight": ("enc.output_norm.weight", "t"),
+    "norm.weight": ("output_norm.weight", "d"),
+    "lm_head.weight": ("output.weight", "w d"),
+    "embed_tokens.weight": ("token_embd.weight", "v d"),
+}
+LAYER: Mapping[str, tuple[str, str]] = {
+    "input_layernorm.weight": ("attn_norm.weight", "d"),
+    "hidden_norm.weight": ("attn_norm_2.weight", "d"),
+    "self_attn.q_proj.weight": ("attn_q.weight", "q i"),
+    "self_attn.k_proj.weight": ("attn_k.weight", "k i"),
+    "self_attn.v_proj.weight": ("attn_v.weight", "k i"),
+    "self_attn.o_proj.weight": ("attn_output.weight", "d q"),
+    "post_attention_layernorm.weight": ("ffn_norm.weight", "d"),
+    "mlp.gate_proj.weight": ("ffn_gate.weight", "f d"),
+    "mlp.up_proj.weight": ("ffn_up.weight", "f d"),
+    "mlp.down_proj.weight": ("ffn_down.weight", "d f"),
+}
+OPTIONAL = ("enc.output_norm.weight", "output.weight", "token_embd.weight")
+NOT_NEEDED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class HeadPlan:
+    """A head with its target's sizes: `layers` whose inputs it reads, `tensors` as GGUF name -> name in the folder.
+
+    `drafted` [draft vocabulary]: ids of the target's tokens that it proposes, or None for all of them.
+    """
+
+    checkpoint: Checkpoint
+    sizes: Sizes
+    layers: tuple[int, ...]
+    target_width: int
+    tensors: Mapping[str, str]
+    drafted: NDArray[np.int64] | None
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether embeddings or head are its target's."""
+        return not {"token_embd.weight", "output.weight"} <= self.tensors.keys()
+
+
+def plan_head(folder: Path, target_folder: Path) -> HeadPlan:
+    """Raises ModelFileError for what is no EAGLE-3 head, damaged, or does not fit the target of `target_folder`."""
+    found, target = Checkpoint.open(folder), Checkpoint.open(target_folder)
+    checkpoint = replace(found, config=head_config(found.config, folder))
+    vocabulary = target.count("vocab_size")
+    sizes = replace(read_sizes(checkpoint), vocabulary=vocabulary)
+    _check_settings(checkpoint, target)
+    width = target.count("hidden_size")
+    drafted = _drafted(checkpoint, vocabulary)
+    layers = _layers(checkpoint.config, target.count("num_hidden_layers"), folder)
+    numbers = {"t": NUM_LAYERS_READ * width, "w": vocabulary if drafted is None else drafted.size, "i": 2 * sizes.width}
+    tensors = _tensors(checkpoint, sizes, numbers)
+    return HeadPlan(checkpoint, sizes, layers, width, tensors, drafted)
+
+
+def convert_head(
+    folder: Path,
+    target_folder: Path,
+    output: Path,
+    quant: str = "q8_0",
+    *,
+    name: str | None = None,
+    licence: str | None = None,
+    progress: Progress = no_progress,
+) -> Conversion:
+    """Write the head of `folder`, made for the model of `target_folder`, to `output`; norms stay F32.
+
+    Raises ModelFileError as `plan_head`, ConfigError for a `quant` that is not in OUTPUT_TYPES, UsageError when
+    `output` cannot be written. The output appears only when it is whole.
+    """
+    check_head_quant(quant)
+    plan = plan_head(folder, target_folder)
+    quantisation, file_type = OUTPUT_TYPES[quant]  # type: ignore[index]  # checked above
+    with whole_file(output) as temporary:
+        writer = gguf.GGUFWriter(temporary, ARCHITECTURE)
+        try:
+            writer.add_name(name or folder.name)
+            if licence is not None:
+                writer.add_license(licence)
+            writer.add_file_type(file_type)
+            writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+            write_hyperparameters(writer, plan.checkpoint, HEAD, plan.sizes)
+            _write_head(writer, plan)
+            write_tokenizer(writer, Checkpoint.open(target_folder), plan.sizes.vocabulary)
+            types = _write_tensors(writer, plan, quantisation, progress)
+        finally:
+            writer.close()
+    return Conversion(output, ARCHITECTURE, types)
+
+
+def check_head_quant(quant: str) -> None:
+    """Raises ConfigError for a type that heads are not written in."""
+    if quant not in OUTPUT_TYPES:
+        raise ConfigError(
+            f"an EAGLE-3 head cannot be written as {quant}; allowed: {', '.join(OUTPUT_TYPES)}. Give --draft-quant q8_0"
+        )
+
+
+def _check_settings(checkpoint: Checkpoint, target: Checkpoint) -> None:
+    folder, config = checkpoint.folder, checkpoint.config
+    if (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
+        raise ModelFileError(f"{folder} has hidden_act {act!r:.40}; allowed: silu")
+    if (kind := rotary_settings(config)["rope_type"]) not in ("default", "linear", "llama3"):
+        raise ModelFileError(f"{folder} has rotary scaling {kind!r:.40}; allowed: default, linear, llama3")
+    wanted = config.get("target_hidden_size")
+    if wanted is not None and wanted != target.count("hidden_size"):
+        raise ModelFileError(
+            f"{folder} is a head for a target of width {wanted!r:.20}, {target.folder.name} has "
+            f"{target.count('hidden_size')}: give the target that it was trained for"
+        )
+
+
+def _layers(config: Config, num_layers: int, folder: Path) -> tuple[int, ...]:
+    """The target's layers whose inputs the head reads: named, or those that the method's authors take."""
+    nested = config.get("eagle_config")
+    named = config.get("eagle_aux_hidden_state_layer_ids")
+    if named is None and isinstance(nested, dict):
+        named = nested.get("eagle_aux_hidden_state_layer_ids")
+    layers = [2, num_layers // 2, num_layers - 3] if named is None else named
+    sound = isinstance(layers, list) and all(type(layer) is int and 0 <= layer < num_layers for layer in layers)
+    if not sound or len(set(layers)) != NUM_LAYERS_READ or len(layers) != NUM_LAYERS_READ:
+        raise ModelFileError(
+            f"{folder} reads the target's layers {layers!r:.60}; {NUM_LAYERS_READ} different ones of 0.."
+            f"{num_layers - 1} are needed"
+        )
+    return tuple(layers)
+
+
+def _tensors(checkpoint: Checkpoint, sizes: Sizes, numbers: Mapping[str, int]) -> dict[str, str]:
+    """GGUF name -> name in the checkpoint. Raises ModelFileError for one that is missing, unknown or misshapen."""
+    found: dict[str, str] = {}
+    for source in checkpoint.names():
+        name = source.removeprefix("model.")
+        if name in NOT_NEEDED or name == DRAFTED:
+            continue
+        rest = next((name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)), None)
+        placed = OUTER.get(name) if rest is None else LAYER.get(rest)
+        if placed is None:
+            raise ModelFileError(f"{checkpoint.tensors[source].file}: tensor {source} has no place in an EAGLE-3 head")
+        shape = tuple(numbers[part] if part in numbers else sizes.shape(part)[0] for part in placed[1].split())
+        if checkpoint.shape(source) != shape:
+            raise ModelFileError(
+                f"{checkpoint.tensors[source].file}: tensor {source} has the shape {checkpoint.shape(source)}, the "
+                f"configs of head and target imply {shape}"
+            )
+        found[placed[0] if rest is None else f"blk.0.{placed[0]}"] = source
+    needed = [name for name, _ in OUTER.values() if name not in OPTIONAL] + [f"blk.0.{n}" for n, _ in LAYER.values()]
+    if checkpoint.config.get("norm_before_fc"):
+        needed.append("enc.output_norm.weight")
+    if missing := [name for name in needed if name not in found]:
+        raise ModelFileError(f"{checkpoint.folder} lacks {len(missing)} tensors of an EAGLE-3 head: {missing[0]} ...")
+    return found
+
+
+def _drafted(checkpoint: Checkpoint, vocabulary: int) -> NDArray[np.int64] | None:
+    """Ids of the tokens that the head proposes; `d2t` holds what is to be added to the place of each."""
+    tensor = checkpoint.tensors.get(DRAFTED)
+    if tensor is None:
+        return None
+    kinds = {"I64": "<i8", "I32": "<i4"}
+    if tensor.dtype not in kinds or len(tensor.shape) != 1 or not tensor.shape[0]:
+        raise ModelFileError(
+            f"{tensor.file}: tensor {DRAFTED} is {tensor.dtype} {tensor.shape}, a list of I64 is needed"
+        )
+    offsets: NDArray[Any] = np.fromfile(tensor.file, kinds[tensor.dtype], tensor.shape[0], offset=tensor.offset)
+    ids: NDArray[np.int64] = offsets.astype(np.int64) + np.arange(offsets.size)
+    if ids.min() < 0 or ids.max() >= vocabulary or np.unique(ids).size < ids.size:
+        raise ModelFileError(f"{tensor.file}: {DRAFTED} does not name different tokens of the target's {vocabulary}")
+    if "lm_head.weight" not in checkpoint.tensors:
+        raise ModelFileError(
+            f"{checkpoint.folder} lists the tokens that it proposes but has no lm_head of their number"
+        )
+    return ids
+
+
+def _write_head(writer: gguf.GGUFWriter, plan: HeadPlan) -> None:
+    config = plan.checkpoint.config
+    writer.add_array(f"{ARCHITECTURE}.target_layers", list(plan.layers))
+    writer.add_uint32(f"{ARCHITECTURE}.target_hidden_size", plan.target_width)
+    for setting in ("norm_before_residual", "norm_before_fc"):
+        writer.add_bool(f"{ARCHITECTURE}.{setting}", bool(config.get(setting, False)))
+
+
+def _write_tensors(
+    writer: gguf.GGUFWriter, plan: HeadPlan, wanted: gguf.GGMLQuantizationType, progress: Progress
+) -> dict[str, int]:
+    """Describe all tensors, write the header, then stream the data. Returns the number of tensors by stored type."""
+    extra = _frequencies(plan)
+    shapes = {name: plan.checkpoint.shape(source) for name, source in plan.tensors.items()}
+    shapes |= {name: weights.shape for name, weights in extra.items()}
+    stored = {name: stored_type(shape, wanted) for name, shape in shapes.items()}
+    for name, shape in shapes.items():
+        block, block_bytes = gguf.GGML_QUANT_SIZES[stored[name]]
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), math.prod(shape) // block * block_bytes, stored[name])
+    if plan.drafted is not None:
+        kind = gguf.GGMLQuantizationType.I64
+        writer.add_tensor_info(DRAFTED, plan.drafted.shape, plan.drafted.dtype, plan.drafted.nbytes, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for done, name in enumerate(shapes):
+        progress(done, len(shapes), name)
+        weights = extra[name] if name in extra else _weights(plan, name)
+        writer.write_tensor_data(quantised(weights, stored[name], name))
+    if plan.drafted is not None:
+        writer.write_tensor_data(plan.drafted)
+    progress(len(shapes), len(shapes), "done")
+    return dict(Counter(kind.name for kind in stored.values()))
+
+
+def _frequencies(plan: HeadPlan) -> dict[str, Weights]:
+    settings = rotary_settings(plan.checkpoint.config)
+    if settings["rope_type"] != "llama3":
+        return {}
+    return {"rope_freqs.weight": llama3_frequency_factors(settings, plan.sizes.head_dim)}
+
+
+def _weights(plan: HeadPlan, name: str) -> Weights:
+    source = plan.tensors[name]
+    weights = plan.checkpoint.weights(source)
+    if not np.isfinite(weights).all():
+        raise ModelFileError(f"{plan.checkpoint.tensors[source].file}: tensor {source} holds infinite numbers or NaN")
+    heads = {"blk.0.attn_q.weight": plan.sizes.heads, "blk.0.attn_k.weight": plan.sizes.kv_heads}.get(name)
+    return weights if heads is None else interleave_rotary(weights, heads)

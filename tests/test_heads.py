@@ -1,0 +1,330 @@
+"""Drafting from hidden states: losslessness on every engine, files that are wrong or damaged, costs of nothing."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import DEMO, TEST_THREADS
+from test_lossless import ALPHA_1E6, PLAIN, PROMPTS, chi_square_score, run_once
+from tiny_gguf import Shape, write_model
+from tiny_heads import drafter_of, random_heads, table_heads, write
+
+import edgespec
+from edgespec import GenerateOptions, Sampling
+from edgespec.drafters.base import DraftRequest
+from edgespec.drafters.eagle import WINDOW, EagleDrafter
+from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.table import TableEngine
+from edgespec.errors import CapabilityError, EdgespecError, ModelFileError, ModelNotFound
+from edgespec.headfile import read_head_file, write_head_file
+from edgespec.manifest import read_pair
+from edgespec.sampling import Sampler
+
+KINDS = ("medusa", "eagle")
+VOCABULARY = 10
+GREEDY = Sampling(temperature=0.0)
+
+
+def table(seed: int = 1, order: int = 1, context_length: int = 400) -> TableEngine:
+    return TableEngine.random(VOCABULARY, order=order, seed=seed, context_length=context_length)
+
+
+def with_features(target: TableEngine) -> CachedSequence:
+    cached = CachedSequence(target)
+    cached.keep_features(True)
+    return cached
+
+
+# -- losslessness
+
+
+@pytest.mark.parametrize("settings", [
+    GREEDY,
+    PLAIN,
+    Sampling(temperature=0.8, top_k=5, top_p=0.9, min_p=0.05, seed=9),
+    Sampling(temperature=1.2, repeat_penalty=1.3, frequency_penalty=0.2, penalty_window=8, logit_bias={3: -2}, seed=4),
+])  # fmt: skip
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("order", [1, 2])
+def test_coupled_text_is_plain_text_token_by_token(settings: Sampling, kind: str, order: int) -> None:
+    """With heads that know the table (order 1), and with heads that know another one (order 2)."""
+    target, known = table(order=order), table()
+    plain = run_once(CachedSequence(target), None, "coupled", 0, settings, 200)
+    cached = with_features(target)
+    drafter = drafter_of(table_heads(kind, known), VOCABULARY)
+    for length in (1, 3, 6):
+        found = run_once(cached, drafter, "coupled", length, settings, 200)
+        assert [event.token_id for event in found] == [event.token_id for event in plain]
+        assert [event.logprob for event in found] == [event.logprob for event in plain]
+    if order == 1:
+        assert sum(event.from_draft for event in found) > 40
+
+
+def test_heads_that_know_the_target_are_accepted() -> None:
+    target = table()
+    for kind, length, least in (("medusa", 1, 0.99), ("eagle", 6, 0.99)):
+        cached = with_features(target)
+        drafter = drafter_of(table_heads(kind, target), VOCABULARY)
+        found = run_once(cached, drafter, "coupled", length, GREEDY, 200)
+        share = sum(event.from_draft for event in found) / 200
+        assert share >= least * length / (length + 1) - 0.02, kind
+    # with noise shared, a head that has the target's own probabilities draws the target's own tokens
+    drafter = drafter_of(table_heads("medusa", target), VOCABULARY)
+    found = run_once(with_features(target), drafter, "coupled", 1, PLAIN, 200)
+    assert sum(event.from_draft for event in found) >= 90
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_joint_law_of_sampled_text_is_the_targets(rule: str, kind: str) -> None:
+    """Counts of (token before, token) against the table, with heads of a related table, whose drafts often fail."""
+    target = table(seed=3, context_length=2100)
+    cached, drafter = with_features(target), drafter_of(table_heads(kind, target.related(sigma=1.0)), VOCABULARY)
+    counts = np.zeros((VOCABULARY, VOCABULARY))
+    for seed in range(4):
+        events = run_once(cached, drafter, rule, 3, replace(PLAIN, seed=seed), 2000, logprobs=False)
+        ids = [0, 1, *(event.token_id for event in events)]
+        np.add.at(counts, (ids[1:-1], ids[2:]), 1)
+    probs = np.stack([np.exp(target.row([before]).astype(np.float64)) for before in range(VOCABULARY)])
+    expected = counts.sum(axis=1, keepdims=True) * probs / probs.sum(axis=1, keepdims=True)
+    tested = expected.min(axis=1) >= 5
+    assert tested.sum() > 3
+    freedom = int(tested.sum()) * (VOCABULARY - 1)
+    assert chi_square_score(counts[tested], expected[tested], freedom) < ALPHA_1E6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("engine", ["llamacpp", "onnx"])
+def test_demo_text_does_not_depend_on_the_heads(engine: str, kind: str, tmp_path: Path) -> None:
+    """The shipped heads where there are some, otherwise random ones, whose drafts fail."""
+    if engine == "onnx":
+        pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
+    own = read_pair(DEMO).heads
+    path = own[kind].path if kind in own else demo_heads(kind, tmp_path)
+    with edgespec.load(
+        "demo", engine=engine, drafter=kind, heads=path, reproducible=True, threads=TEST_THREADS
+    ) as model:
+        accepted = 0
+        for number, (prompt, temperature) in enumerate(zip(PROMPTS, (0.0, 0.8, 1.2), strict=True)):
+            ids = model.encode_chat([{"role": "user", "content": prompt}])
+            for seed in (number, number + 11):
+                sampling = Sampling(temperature=temperature, seed=seed)
+                plain = model.generate(ids, sampling, GenerateOptions(max_tokens=48, drafter="none", ignore_eos=True))
+                for length in (1, 4, "auto"):
+                    options = GenerateOptions(max_tokens=48, drafter=kind, draft_length=length, ignore_eos=True)
+                    found = model.generate(ids, sampling, options)
+                    assert found.token_ids == plain.token_ids, (prompt, length)
+                    assert found.logprobs == plain.logprobs, (prompt, length)
+                    accepted += found.stats.accepted_tokens
+        assert accepted > 0 or kind not in own
+
+
+def demo_heads(kind: str, folder: Path) -> Path:
+    with LlamaCppEngine.load(DEMO / "demo-target-q8_0.gguf", threads=TEST_THREADS, context_length=64) as engine:
+        return write(random_heads(kind, engine, 256, draft_vocabulary=300), folder / "heads.npz")
+
+
+# -- the drafters
+
+
+@pytest.fixture(scope="module")
+def tiny_engine(tiny_path: Path) -> Any:
+    with LlamaCppEngine.load(tiny_path, threads=TEST_THREADS, context_length=128, reproducible=False) as engine:
+        yield engine
+
+
+def request(text: np.ndarray, states: np.ndarray, most: int = 4, temperature: float = 0.0) -> DraftRequest:
+    sampler = Sampler(Sampling(temperature=temperature, seed=1), 299)
+    return DraftRequest(text, most, sampler, features=states)
+
+
+@pytest.mark.parametrize("steps", [(1, 1, 1), (3, 1, 5), (2, 40, 1)])
+def test_eagle_reads_a_text_in_parts_as_at_once(tiny_engine: Any, steps: tuple[int, ...]) -> None:
+    heads = random_heads("eagle", tiny_engine, 64)
+    rng = np.random.default_rng(3)
+    states = rng.standard_normal((600, 64)).astype(np.float32)
+    text = rng.integers(0, 299, 601).astype(np.int32)
+    drafter = drafter_of(heads, 299)
+    drafter.begin(text[:1])
+    length = 20
+    for step in steps:
+        length += step
+        found = drafter.draft(request(text[: length + 1], states[:length], temperature=0.9))
+    afresh = drafter_of(heads, 299).draft(request(text[: length + 1], states[:length], temperature=0.9))
+    assert found.token_ids.tolist() == afresh.token_ids.tolist()
+    np.testing.assert_allclose(found.evidence, afresh.evidence, atol=1e-4)
+
+
+def test_eagle_forgets_what_is_far_and_what_it_predicted(tiny_engine: Any) -> None:
+    heads = random_heads("eagle", tiny_engine, 64)
+    drafter = drafter_of(heads, 299)
+    assert isinstance(drafter, EagleDrafter)
+    rng = np.random.default_rng(3)
+    states, text = rng.standard_normal((256, 64)).astype(np.float32), rng.integers(0, 299, 4000).astype(np.int32)
+    drafter.begin(text[:1])
+    sizes = []
+    for length in range(300, 3900, 50):
+        drafter.draft(request(text[: length + 1], states))
+        sizes.append(drafter.bytes_used)
+        assert drafter.lag(text[: length + 1]) == 0
+        assert drafter.lag(text[: length + 4]) == 3
+    assert len(set(sizes[30:])) == 1  # bounded, whatever the length of the text
+    assert drafter.lag(text) <= WINDOW
+
+
+def test_a_draft_ends_with_the_text_and_where_no_state_is_known(tiny_engine: Any) -> None:
+    states, text = np.ones((3, 64), np.float32), np.arange(4, dtype=np.int32)
+    for kind in KINDS:
+        heads = random_heads(kind, tiny_engine, 64)
+        drafter = drafter_of(heads, 299)
+        assert drafter.draft(request(text, states[:0])).num_tokens == 0
+        assert drafter.draft(replace(request(text, states), features=None)).num_tokens == 0
+        assert drafter.draft(request(text, states, most=0)).num_tokens == 0
+        first = int(drafter.draft(request(text, states)).token_ids[0])
+        ended = type(drafter)(heads, 299, frozenset({first})).draft(request(text, states))
+        assert ended.token_ids.tolist() == [first]
+        short = drafter.draft(replace(request(text, states), worth_going_on=lambda count, _: count < 2))
+        assert short.num_tokens == 2
+        known = set(heads.token_ids.tolist())
+        assert set(drafter.draft(request(text, states, temperature=50.0)).token_ids.tolist()) <= known
+
+
+def test_medusa_drafts_no_more_than_it_has_heads(tiny_engine: Any) -> None:
+    drafter = drafter_of(random_heads("medusa", tiny_engine, 64), 299)
+    assert drafter.draft(request(np.arange(4, dtype=np.int32), np.ones((3, 64), np.float32), most=9)).num_tokens == 3
+
+
+# -- files
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("storage", "tolerance"), [("int8", 0.01), ("f16", 0.001)])
+def test_a_file_keeps_the_heads(kind: str, storage: str, tolerance: float, tiny_engine: Any, tmp_path: Path) -> None:
+    heads = random_heads(kind, tiny_engine, 64)
+    write_head_file(tmp_path / "heads.npz", heads, storage)
+    found = read_head_file(tmp_path / "heads.npz")
+    assert found.manifest == heads.manifest
+    assert found.arrays.keys() == heads.arrays.keys()
+    for name, array in heads.arrays.items():
+        np.testing.assert_allclose(found.arrays[name], array, atol=tolerance * np.abs(array).max())
+    np.testing.assert_array_equal(found.token_ids, heads.token_ids)
+    assert list(tmp_path.iterdir()) == [tmp_path / "heads.npz"]
+
+
+def test_no_damage_passes_for_heads_and_none_ends_in_a_traceback(tiny_engine: Any, tmp_path: Path) -> None:
+    path = tmp_path / "heads.npz"
+    write_head_file(path, random_heads("eagle", tiny_engine, 64, draft_vocabulary=16))
+    whole, rng = path.read_bytes(), np.random.default_rng(0)
+    intact = read_head_file(path)
+    refused = 0
+    for trial in range(150):
+        damaged = bytearray(whole)
+        if trial % 3:
+            damaged[int(rng.integers(len(whole)))] ^= 1 << int(rng.integers(8))
+        else:
+            del damaged[int(rng.integers(len(whole))) :]
+        path.write_bytes(damaged)
+        try:
+            found = read_head_file(path)
+        except ModelFileError as exc:
+            refused += 1
+            assert "\n" not in str(exc)
+        else:  # a bit that means nothing, as in a time stamp
+            assert found.manifest == intact.manifest
+            assert all(np.array_equal(found.arrays[name], array) for name, array in intact.arrays.items())
+    assert refused > 120
+
+
+def rewritten(path: Path, change: Any) -> None:
+    with np.load(path) as stored:
+        arrays = {name: stored[name] for name in stored.files}
+    manifest = json.loads(arrays["manifest"].tobytes())
+    change(manifest, arrays)
+    if "manifest" in arrays:
+        arrays["manifest"] = np.frombuffer(json.dumps(manifest).encode(), np.uint8)
+    buffer = io.BytesIO()
+    np.savez(buffer, allow_pickle=False, **arrays)
+    path.write_bytes(buffer.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    {
+        "no manifest": (lambda m, a: a.pop("manifest"), "no file of heads"),
+        "another format": (lambda m, a: m.update(format=9), "another format"),
+        "unknown key": (lambda m, a: m.update(colour="red"), "unknown way"),
+        "unknown kind": (lambda m, a: m.update(kind="hydra"), "kind 'hydra'"),
+        "text for a size": (lambda m, a: m.update(depth="3"), "depth must be int"),
+        "size out of range": (lambda m, a: m.update(hidden_size=0), "hidden_size 0 is out of range"),
+        "other sizes": (lambda m, a: m.update(hidden_size=32), "fc must be"),
+        "uneven heads": (lambda m, a: m.update(kv_heads=3), "do not fit together"),
+        "matrix gone": (lambda m, a: a.pop("q_proj"), "there is nothing"),
+        "matrix turned": (lambda m, a: a.update(fc=a["fc"].T.copy()), "fc must be"),
+        "not a number": (lambda m, a: a["norm"].fill(np.nan), "no numbers"),
+        "ids out of range": (lambda m, a: a["token_ids"].fill(299), "outside the vocabulary"),
+        "ids out of order": (lambda m, a: a.update(token_ids=a["token_ids"][::-1].copy()), "out of order"),
+        "ids are floats": (lambda m, a: a.update(token_ids=a["token_ids"].astype(np.float32)), "list of token ids"),
+        "objects": (lambda m, a: a.update(norm=np.array(["x"] * 64)), "norm must be"),
+    }.values(),
+)  # fmt: skip
+def test_a_file_that_does_not_fit_itself_is_refused(change: Any, said: str, tiny_engine: Any, tmp_path: Path) -> None:
+    path = tmp_path / "heads.npz"
+    write_head_file(path, random_heads("eagle", tiny_engine, 64, draft_vocabulary=16))
+    rewritten(path, change)
+    with pytest.raises(ModelFileError, match=said):
+        read_head_file(path)
+
+
+def test_heads_of_another_target_are_refused(tiny_path: Path, other_tiny_path: Path, tmp_path: Path) -> None:
+    """Another one of the same sizes is told by its states; one of other sizes by these."""
+    with LlamaCppEngine.load(tiny_path, threads=TEST_THREADS, context_length=64) as engine:
+        path = write(random_heads("eagle", engine, 64), tmp_path / "heads.npz")
+    options = {"drafter": "eagle", "heads": path, "threads": TEST_THREADS, "context_length": 64}
+    edgespec.load(str(tiny_path), **options).close()
+    wider = write_model(tmp_path / "wider.gguf", Shape(width=128))
+    for wrong in (other_tiny_path, wider, DEMO / "demo-target-q8_0.gguf"):
+        with pytest.raises(ModelFileError, match="heads for another target"):
+            edgespec.load(str(wrong), **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_that_are_not_there_are_missed_by_name(kind: str, tiny_path: Path, tmp_path: Path) -> None:
+    options = {"threads": TEST_THREADS, "context_length": 64}
+    with pytest.raises(CapabilityError, match=f"drafter '{kind}' needs a file of such heads"):
+        edgespec.load(str(tiny_path), drafter=kind, **options)
+    with pytest.raises(ModelNotFound, match="edgespec train-heads"):
+        edgespec.load(str(tiny_path), drafter=kind, heads=tmp_path / "none.npz", **options)
+    model = edgespec.load(str(tiny_path), drafter="ngram", **options)
+    with model, pytest.raises(CapabilityError, match="--heads"):
+        model.generate("ab", GREEDY, GenerateOptions(max_tokens=2, drafter=kind))
+    with LlamaCppEngine.load(tiny_path, threads=TEST_THREADS, context_length=64) as engine:
+        other = KINDS[1 - KINDS.index(kind)]
+        path = write(random_heads(other, engine, 64), tmp_path / "heads.npz")
+    with pytest.raises(CapabilityError, match=f"holds {other} heads"):
+        edgespec.load(str(tiny_path), drafter=kind, heads=path, **options)
+
+
+def test_auto_knows_the_heads_and_stays_exact(tiny_path: Path, tmp_path: Path) -> None:
+    with LlamaCppEngine.load(tiny_path, threads=TEST_THREADS, context_length=64) as engine:
+        path = write(random_heads("medusa", engine, 64), tmp_path / "heads.npz")
+    with edgespec.load(str(tiny_path), heads=path, threads=TEST_THREADS, context_length=128) as model:
+        assert model.drafter_bytes > 0
+        texts = {
+            model.generate("hello there", PLAIN, GenerateOptions(max_tokens=80, drafter=name)).token_ids
+            for name in ("none", "auto", "medusa", "ngram")
+        }
+        assert len(texts) == 1
+
+
+def test_every_failure_is_one_of_ours(tmp_path: Path) -> None:
+    for content in (b"", b"PK\x03\x04", b"\x93NUMPY\x01\x00", b"hello" * 100):
+        (tmp_path / "heads.npz").write_bytes(content)
+        with pytest.raises(EdgespecError):
+            read_head_file(tmp_path / "heads.npz")
