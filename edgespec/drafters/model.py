@@ -108,7 +108,8 @@ class ModelDrafter(Drafter):
             if sampler.sampling.uses_history:
                 history = np.append(history, np.int32(token_id))
             logits = self._feed(np.array([token_id], np.int32))
-        self._temperature.drafted(request.token_ids.size, chosen, distributions)
+        if not request.needs_distributions:
+            self._temperature.drafted(request.token_ids.size, chosen, distributions)
         given = distributions if request.needs_distributions else None
         return Draft.chain(chosen, distributions=given, evidence=evidence)
 
