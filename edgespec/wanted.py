@@ -42,8 +42,9 @@ def wanted_drafters(options: LoadOptions, pair: ModelPair, exit_layer: int | Non
     for name in wanted:
         for role in ROLES[name] if name != "early-exit" else ():
             if role not in pair.files:
+                what = "an EAGLE-3 head" if name == "eagle3" else f"a {role} model"
                 raise CapabilityError(
-                    f"drafter {name!r} needs a {role} model and {pair.name!r} has none: give {_FLAGS[role]}, or "
+                    f"drafter {name!r} needs {what} and {pair.name!r} has none: give {_FLAGS[role]}, or "
                     "use --drafter ngram"
                 )
     _check_kind(wanted, own, pair)

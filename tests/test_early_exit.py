@@ -298,7 +298,7 @@ def test_a_pair_whose_draft_is_an_exit_is_known_as_one(split: EarlyExit, onnx_pa
     draft = early_exit_onnx(folder, LAYERS)
     for target, exit_file in ((split.target, split.draft), (folder / "model.onnx", draft)):
         with edgespec.load(str(target), draft=exit_file, threads=TEST_THREADS) as opened:
-            assert set(opened._deciders.drafters) - {"ngram", "suffix"} == {"early-exit"}
+            assert set(opened._deciders.drafters) - {"ngram", "suffix", "cache"} == {"early-exit"}
             found = opened.generate("def f(", options=GenerateOptions(max_tokens=12, draft_length=3, drafter="auto"))
             assert found.stats.drafted_tokens > 0
         with edgespec.load(str(target), draft=exit_file, drafter="model", threads=TEST_THREADS) as opened:

@@ -47,6 +47,7 @@ def lines_per_token(drafter: Drafter, history: int) -> float:
     """Lines of Python run per arriving and drafted token in rounds behind `history` tokens."""
     text = made_text(LONG + 4 * ROUNDS, 0)
     drafter.begin(text[:history])
+    drafter.draft(DraftRequest(text[:history], 8, SAMPLER))  # which indexes the prompt
     counted = tokens = 0
 
     def count(frame: FrameType, event: str, argument: Any) -> Any:
@@ -75,7 +76,6 @@ def test_a_long_prompt_is_indexed_once_and_no_more_of_it_than_is_kept() -> None:
     drafter = SuffixDrafter(max_indexed=1000)
     ids = np.random.default_rng(0).integers(0, 50, 30_000).astype(np.int32)
     drafter.begin(ids)
+    draft = drafter.draft(DraftRequest(np.append(ids, ids[-20:-10]), 4, SAMPLER))
     assert drafter._automaton.num_tokens == 500
-    assert (
-        drafter.draft(DraftRequest(np.append(ids, ids[-20:-10]), 4, SAMPLER)).token_ids.tolist() == ids[-10:-6].tolist()
-    )
+    assert draft.token_ids.tolist() == ids[-10:-6].tolist()
