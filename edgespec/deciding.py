@@ -13,7 +13,7 @@ from edgespec.config import DrafterName, DraftLength, GenerateOptions, LoadOptio
 from edgespec.control.auto import AutoController
 from edgespec.control.base import Controller, FixedLength
 from edgespec.control.cost import CostCurve, DraftCost
-from edgespec.control.measure import cost_key, draft_cost, remember_curve, remember_draft_cost, target_curve
+from edgespec.control.measure import cost_key, draft_cost, exit_cost, remember_curve, remember_draft_cost, target_curve
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.cache import CacheDrafter
 from edgespec.drafting import BY_NAME_ONLY, FREE_DRAFTERS, MANY_ROWS, learnt_texts, made
@@ -62,7 +62,7 @@ class Deciders:
         if length == "auto":
             return self._automatic_one(name)
         if name == "auto":
-            name = self._draft_name or "ngram"
+            name = self.draft_name or "ngram"
         return FixedLength(self.drafter(name), length)
 
     def _automatic_one(self, name: DrafterName) -> AutoController:
@@ -103,20 +103,24 @@ class Deciders:
 
     @cached_property
     def draft_costs(self) -> dict[str, DraftCost]:
-        """What the tokens of each drafter with an engine of its own cost on this machine."""
-        return {
+        """What the tokens of each drafter that owns a model, or a part of the target, cost on this machine."""
+        costs = {
             name: draft_cost(engine, self._pair.paths(_ROLES.get(name, "draft")))
             for name, drafter in self.drafters.items()
             if (engine := drafter.emptied()) is not None
         }
+        if "early-exit" in self.drafters and "early-exit" not in costs:
+            self._target.rollback(0)
+            costs["early-exit"] = exit_cost(self._target.engine)
+        return costs
 
     @property
     def draft_engine(self) -> Engine | None:
         """The draft model's engine with its cache emptied, for measuring; None without one that is not the target's."""
-        return self.drafters[self._draft_name].emptied() if self._draft_name else None
+        return self.drafters[self.draft_name].emptied() if self.draft_name else None
 
     @property
-    def _draft_name(self) -> DrafterName | None:
+    def draft_name(self) -> DrafterName | None:
         """The drafter that the pair's draft became."""
         names: tuple[DrafterName, ...] = ("model", "early-exit", "eagle3")
         return next((name for name in names if name in self.drafters), None)
@@ -140,9 +144,9 @@ class Deciders:
         controllers, self._automatic = self._automatic, {}
         if controllers:
             remember_curve(cost_key(self._target.engine, self._pair.paths("target")), self.cost_curve)
-            if self._draft_name and self.draft_engine is not None:
+            if self.draft_name and self.draft_engine is not None:
                 key = cost_key(self.draft_engine, self._pair.paths("draft"))
-                remember_draft_cost(key, self.draft_costs[self._draft_name])
+                remember_draft_cost(key, self.draft_costs[self.draft_name])
         for name, controller in controllers.items():
             remember("learnt", self._learnt_key(name), controller.state())
 

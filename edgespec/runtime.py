@@ -217,6 +217,11 @@ class Model:
         return self._deciders.draft_engine
 
     @property
+    def draft_name(self) -> DrafterName | None:
+        """The drafter that the pair's draft became: model or early-exit; None without one."""
+        return self._deciders.draft_name
+
+    @property
     def drafter_bytes(self) -> int:
         """Memory that the drafters hold now: a draft model's weights and cache, the tables of the others."""
         return sum(drafter.bytes_used for drafter in self._deciders.drafters.values())

@@ -5,8 +5,9 @@
 The target writes texts; at every position of them the distributions p of the target and q of the draft, sampled at the
 target's temperature times a factor, are compared: the rejection rule accepts a drafted token with probability sum
 min(p, q), the coupled rule one with sum over v of 1 / sum over w of max(p(w) / p(v), q(w) / q(v)), which is how often
-two races with the same noise are won by the same token. The last line is the score that `--draft-temp auto` learns by,
-2 p q - q q summed: its best factor should be that of the others. The errors are those of the mean over positions.
+two races with the same noise are won by the same token. The last line is Brier's score of q, the sum of 2 p q - q q:
+it could be learnt from the target's tokens alone, and it prefers other factors than acceptance does. Errors are those
+of the mean over positions.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def test_data_gives_held_out_prompts_of_every_domain(corpus_folder):
 
 
 def test_code_prompts_are_of_library_files_that_training_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(corpus.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     names = [f"module{index}.py" for index in range(80)]
     for name in names:
         code = f'def find_{name[:-3]}(text):\n    """Look for {name}.\n\n    More."""\n    return text.find("{name}")\n'

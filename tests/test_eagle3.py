@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import DEMO, TEST_THREADS
+from tiny_checkpoints import write_checkpoint as write_tiny
 from tiny_gguf import write_model
 from tiny_head import LAYERS, TARGET, WIDTH, write_checkpoint, write_head
 
@@ -33,6 +34,7 @@ from edgespec.errors import (
 )
 from edgespec.export.check import compare_head, limits_of
 from edgespec.export.eagle3_reference import NumpyHead
+from edgespec.export.gguf.convert import convert
 from edgespec.export.gguf.eagle3 import convert_head, plan_head
 from edgespec.export.pair import export_pair
 from edgespec.export.request import ExportRequest
@@ -510,3 +512,22 @@ class Quiet:
     @contextmanager
     def stage(self, title: str) -> Iterator[Any]:
         yield lambda done, total, what: None
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3"])
+def test_targets_of_several_architectures(tmp_path: Path, case: str) -> None:
+    """A tiny random target with a head that takes all tables from it: text as without, and logits as numpy's."""
+    folder = write_tiny(tmp_path / case, case)
+    head = write_checkpoint(tmp_path / "head", folder, owns=(), drafted=None)
+    path = convert_head(head, folder, tmp_path / "head.gguf", "f32").path
+    target = convert(folder, tmp_path / "target.gguf", "f32").path
+    with LlamaCppEngine.load(target, threads=TEST_THREADS, context_length=128, reproducible=False) as engine:
+        assert not compare_head(NumpyHead.of(plan_head(head, folder), folder), engine, path).complaint(limits_of("f16"))
+    target = convert(folder, tmp_path / "small.gguf", "q8_0").path
+    with edgespec.load(str(target), draft=path, threads=TEST_THREADS, reproducible=True) as model:
+        for temperature in (0.0, 0.9):
+            sampling, options = Sampling(temperature=temperature), {"max_tokens": 40, "ignore_eos": True}
+            plain = model.generate("The quick", sampling, GenerateOptions(drafter="none", **options))
+            found = model.generate("The quick", sampling, GenerateOptions(drafter="eagle3", draft_length=4, **options))
+            assert found.stats.drafted_tokens > 40
+            assert found.token_ids == plain.token_ids

@@ -31,7 +31,8 @@ class OpenHead(FeatureHead):
     def __init__(self, context_length: int, end_ids: frozenset[int] = frozenset()) -> None:
         width = VOCABULARY
         self.facts = HeadFacts(context_length, LAYERS, len(LAYERS) * width, width, end_ids, num_bytes=1000)
-        self._table = np.random.default_rng(2).standard_normal((VOCABULARY, width)).astype(np.float32)
+        self.table: States = np.random.default_rng(2).standard_normal((VOCABULARY, width)).astype(np.float32)
+        self.share_of_state = 0.3
         self.pairs: list[tuple[int, float]] = []
         self.start = self.end = 0
         self.is_cancelled = False
@@ -49,7 +50,7 @@ class OpenHead(FeatureHead):
             raise ContextFull("too many pairs")
         self.pairs += zip(token_ids.tolist(), states[:, 0].tolist(), strict=True)
         self.end += len(token_ids)
-        logits = self._table[token_ids[-1]] + 0.3 * states[-1]
+        logits = self.table[token_ids[-1]] + self.share_of_state * states[-1]
         return logits, logits
 
     def rollback(self, to_end: int) -> None:
@@ -191,6 +192,17 @@ def test_coupled_text_is_plain_text(temperature: float) -> None:
         found = run_once(cached, drafter, "coupled", sampling, 300)
         assert [event.token_id for event in found] == plain
         assert sum(event.drafter is not None for event in found) > 10
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_a_head_that_knows_the_target_is_always_right(rule: str) -> None:
+    target = TableEngine.random(VOCABULARY, order=1, seed=1, context_length=400)
+    head = OpenHead(100)
+    head.table, head.share_of_state = np.stack([target.row((token,)) for token in range(VOCABULARY)]), 0.0
+    cached, drafter = CachedSequence(target), Eagle3Drafter(head, most_told=512)
+    sampling = Sampling(temperature=1.2, top_k=0, top_p=1.0, min_p=0.0, seed=7)
+    found = run_once(cached, drafter, rule, sampling, 201)
+    assert sum(event.drafter is not None for event in found) == 150
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])

@@ -274,6 +274,8 @@ def test_it_costs_no_second_model(model: edgespec.Model) -> None:
     assert isinstance(drafter, EarlyExitDrafter)
     assert 0 < drafter.bytes_used < model.target.facts.weight_bytes
     assert model.drafter_name == "auto" or model.drafter_bytes == drafter.bytes_used
+    assert 0 < model.draft_costs["early-exit"].token_s < 2 * model.cost_curve.at(1)
+    assert model.draft_name == ("model" if model.drafter_name == "auto" else "early-exit")
     assert ("model" in model._deciders.drafters) == (model.drafter_name == "auto")
 
 

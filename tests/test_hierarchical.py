@@ -158,20 +158,21 @@ def test_the_law_of_sampled_text_is_the_targets(rule: str) -> None:
 
     What is drafted is the medium's own text to the last bit, which is tested above, so a small sample is enough here.
     """
-    target = TableEngine.random(VOCABULARY, order=2, seed=3, spread=1.0, context_length=4100)
+    size = 4
+    target = TableEngine.random(size, order=2, seed=3, spread=1.0, context_length=4100)
     drafter, cached = pair_of(target, None, 4100), CachedSequence(target)
-    counts = np.zeros((VOCABULARY, VOCABULARY, VOCABULARY))
-    for seed in range(8):
+    counts = np.zeros((size, size, size))
+    for seed in range(2):
         events = run_once(cached, drafter, rule, 4, replace(PLAIN, seed=seed), 4000, logprobs=False)
         ids = [0, 1, *(event.token_id for event in events)]
         np.add.at(counts, (ids[:-2], ids[1:-1], ids[2:]), 1)
     expected = np.zeros_like(counts)
-    for before in itertools.product(range(VOCABULARY), repeat=2):
+    for before in itertools.product(range(size), repeat=2):
         row = np.exp(target.row(before).astype(np.float64))
         expected[before] = counts[before].sum() * row / row.sum()
     tested = expected.min(axis=2) >= 5
-    assert tested.sum() > 30
-    freedom = int(tested.sum()) * (VOCABULARY - 1)
+    assert tested.sum() > 10
+    freedom = int(tested.sum()) * (size - 1)
     assert chi_square_score(counts[tested], expected[tested], freedom) < ALPHA_1E6
 
 

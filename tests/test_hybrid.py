@@ -20,6 +20,7 @@ from edgespec.drafters.suffix import SuffixDrafter
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.table import TableEngine
 from edgespec.errors import CapabilityError
+from edgespec.noise import Stream
 from edgespec.sampling import Sampler
 from edgespec.types import Draft, Evidence, TokenIds, Verdict
 
@@ -126,6 +127,19 @@ def test_copied_tokens_were_certain_to_a_rule_that_compares() -> None:
     assert found.distributions is not None
     assert [len(one.token_ids) for one in found.distributions] == [1, 1, VOCABULARY, VOCABULARY]
     assert [one.prob_of(i) for one, i in zip(found.distributions, (1, 2), strict=False)] == [1, 1]
+
+
+def test_draws_behind_copied_tokens_are_told_apart_from_those_of_other_rounds() -> None:
+    """A later round may draft the same position as an earlier token of its own, and must draw afresh there."""
+    engine, warm = TableEngine.random(VOCABULARY, seed=4), Sampler(PLAIN, VOCABULARY)
+    for position in range(3, 60):
+        context = np.full(position, 5, np.int32)
+        hybrid = HybridDrafter([Told(1, 2)], ModelDrafter(engine), least_confidence=0.5)
+        found = hybrid.draft(DraftRequest(context, 4, warm, needs_distributions=True))
+        assert found.distributions is not None
+        for node in (2, 3):
+            drawn = warm.race(found.distributions[node], position + node, Stream.DRAFT, node)[0]
+            assert drawn == found.token_ids[node]
 
 
 @pytest.mark.parametrize("settings", [

@@ -210,7 +210,7 @@ def test_joint_law_with_another_vocabulary_is_the_targets(rule: str) -> None:
 
 def test_trees_with_another_vocabulary_leave_the_text_alone() -> None:
     target = TableEngine.random(10, seed=3, spread=2.0, context_length=400)
-    draft = TableEngine(target._table[:, :8], order=2, context_length=400)  # lacks i and j, reads a line break for them
+    draft = TableEngine(target._table[:, :8], order=2, context_length=400)  # lacks i and j, for which it reads a
     cached = CachedSequence(target)
     for settings in (PLAIN, Sampling(temperature=0.0), Sampling(temperature=0.8, top_k=4, seed=2)):
         plain = [event.token_id for event in run_once(cached, None, "coupled", 0, settings, 200)]

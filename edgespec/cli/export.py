@@ -34,7 +34,11 @@ INTERRUPTED = 130
     help="Type of the weights, such as q4_k_m or int8; for both formats give it twice, or as gguf=Q and onnx=Q.  "
     "[default: q8_0 and int8]",
 )
-@click.option("--draft", metavar="HF", help="Folder or hub id of a draft with the same vocabulary.")
+@click.option(
+    "--draft",
+    metavar="HF",
+    help="Folder or hub id of a draft with the same vocabulary, or of an EAGLE-3 head made for SOURCE (GGUF only).",
+)
 @click.option(
     "--draft-quant", "draft_quants", multiple=True, metavar="Q", help="Type of the draft.  [default: --quant]"
 )

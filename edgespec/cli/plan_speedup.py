@@ -157,7 +157,7 @@ def _drafter(model: Model) -> DrafterName:
         raise ConfigError("plan-speedup needs a drafter, and --drafter none switches it off")
     if name != "auto":
         return name
-    return "ngram" if model.draft_engine is None else "model"
+    return "ngram" if model.draft_engine is None else model.draft_name or "ngram"
 
 
 def _token_s(model: Model, drafter: DrafterName) -> float:

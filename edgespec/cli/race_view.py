@@ -18,7 +18,7 @@ from edgespec.bench.race import Lap, Mark
 from edgespec.cli.terminal import printable
 from edgespec.errors import StateError
 
-COLOURS = {"model": "cyan", "ngram": "yellow", "suffix": "magenta", "cache": "green"}
+COLOURS = {"model": "cyan", "ngram": "yellow", "suffix": "magenta", "cache": "blue"}
 OTHER_COLOUR = "green"
 SIDE_BY_SIDE = 64  # columns from which two panels stand beside each other
 _FRAME_LINES, _FRAME_COLUMNS = 2, 4  # what a panel's border takes

@@ -24,6 +24,7 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16)
 QUICK_S, LEAST_PASSES, _MOST_TURNS = 1.5, 20, 24
 _PREFIX = 8  # tokens cached before: a pass onto nothing is read by another kernel in some engines
 _READ_WIDTH = 32
+_EXIT_PASSES = 6
 _CHECKED_WIDTH, _CHECKED_TURNS, _MOST_CHANGE, _WORTH_CHECKING_S = 8, 2, 1.5, 0.005
 _LIBRARIES = {"llamacpp": "llama-cpp-python", "onnx": "onnxruntime"}
 
@@ -70,6 +71,24 @@ def draft_cost(engine: Engine, files: Iterable[Path]) -> DraftCost:
         kept = [costs[1], costs[read_width] / read_width]
         remember_draft_cost(key, DraftCost(*kept))
     return DraftCost(kept[0], kept[1])
+
+
+def exit_cost(engine: Engine) -> DraftCost:
+    """Seconds per token of an empty target's own first layers as its draft: what the target read they need not read."""
+    ids = np.random.default_rng(0).integers(0, engine.vocabulary.size, _PREFIX + 1 + _EXIT_PASSES).astype(np.int32)
+    taken = []
+    try:
+        for start in range(0, _PREFIX, engine.widest_pass):
+            engine.forward(Batch.chain(ids[start : min(start + engine.widest_pass, _PREFIX)], last_only=True))
+        found = engine.early_exit()
+        found.follow(ids[: _PREFIX + 1])
+        for token in range(_PREFIX, ids.size):
+            started_s = perf_counter()
+            found.feed(ids[token : token + 1])
+            taken.append(perf_counter() - started_s)
+    finally:
+        engine.rollback(0)
+    return DraftCost(sorted(taken[1:])[(len(taken) - 1) // 4])
 
 
 def quick_costs(engine: Engine, widths: Sequence[int], passes: int = LEAST_PASSES) -> dict[int, float]:

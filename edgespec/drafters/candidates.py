@@ -112,7 +112,8 @@ def candidates_for(request: DraftRequest) -> Callable[[Logits, int, int, TokenId
         temperature, position = sampler.sampling.temperature, text_ids.size + depth
         if temperature == 0:
             known = sampler.likeliest(logits, history, _KNOWN)
-            return Raced(known.token_ids, np.log(known.probs))
+            possible = known.probs > 0  # a draft with another vocabulary lacks some
+            return Raced(known.token_ids[possible], np.log(known.probs[possible]))
         distribution = sampler.distribution(logits, history)
         if request.needs_distributions:
             # Draws of one position that were looked at before must not come again, neither in this tree nor in a

@@ -83,7 +83,9 @@ class Eagle3Drafter(Drafter):
         distributions: list[Distribution] = []
         while True:
             distribution = sampler.distribution(logits, history)
-            token_id, lead = sampler.race(distribution, request.token_ids.size + len(chosen), stream)
+            # Draws of its own must not come again in a later round, since what was kept of this one depends on them.
+            index = request.num_drafted + len(chosen) if request.needs_distributions else 0
+            token_id, lead = sampler.race(distribution, request.token_ids.size + len(chosen), stream, index)
             chosen.append(token_id)
             evidence.append(evidence_of(logits, distribution.prob_of(token_id), lead))
             distributions.append(distribution)

@@ -98,7 +98,13 @@ class HierarchicalDrafter(ModelDrafter):
         count = lengths.best(chain.most - len(chain.token_ids) - 1)
         if not count:
             return EMPTY_DRAFT
-        request = DraftRequest(chain.text, count, chain.request.sampler, chain.request.needs_distributions)
+        request = DraftRequest(
+            chain.text,
+            count,
+            chain.request.sampler,
+            chain.request.needs_distributions,
+            num_drafted=len(chain.token_ids),
+        )
         lag, started_s = self._small.lag(request.token_ids), perf_counter()
         ahead = self._small.draft(request)
         if ahead.num_tokens and lag <= _READ_ALONG:
@@ -150,7 +156,9 @@ class _Chain:
         history = self.text if sampler.sampling.uses_history else request.token_ids
         distribution = sampler.distribution(logits, history)
         stream = Stream.DRAFT if request.needs_distributions else Stream.TARGET
-        token_id, lead = sampler.race(distribution, request.token_ids.size + len(self.token_ids), stream)
+        # as ModelDrafter's: draws of its own must not come again in a later round
+        index = len(self.token_ids) if request.needs_distributions else 0
+        token_id, lead = sampler.race(distribution, request.token_ids.size + len(self.token_ids), stream, index)
         self.token_ids.append(token_id)
         self.distributions.append(distribution)
         self.evidence.append(evidence_of(logits, distribution.prob_of(token_id), lead))

@@ -143,9 +143,9 @@ class MappedSequence(CachedSequence):
     """
 
     def __init__(self, engine: Engine, mapping: VocabularyMap) -> None:
-        super().__init__(engine)
         self._map = mapping
-        self._inner = CachedSequence(engine)
+        self._inner = CachedSequence(engine)  # which empties the engine, as this one could not yet
+        super().__init__(engine)
         self._ends = np.zeros(engine.facts.context_length + 1, np.intp)  # draft tokens up to each target token
         self.most_per_token = mapping.most_per_token + len(mapping.begins_with)
 

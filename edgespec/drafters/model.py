@@ -78,7 +78,7 @@ class ModelDrafter(Drafter):
         """
         capacity = self._engine.facts.context_length - most
         if token_ids.size <= self._window_start:
-            return token_ids
+            self._window_start = 1
         if self._window_start == 1 and self._cache.latest_fitting(token_ids, capacity) == token_ids.size:
             return token_ids
         behind_first = self._cache.latest_fitting(token_ids, capacity - self._cache.most_per_token)
@@ -108,7 +108,8 @@ class ModelDrafter(Drafter):
             if sampler.sampling.uses_history:
                 history = np.append(history, np.int32(token_id))
             logits = self._feed(np.array([token_id], np.int32))
-        self._temperature.drafted(request.token_ids.size, chosen, distributions)
+        if not request.needs_distributions:
+            self._temperature.drafted(request.token_ids.size, chosen, distributions)
         given = distributions if request.needs_distributions else None
         return Draft.chain(chosen, distributions=given, evidence=evidence)
 

@@ -272,8 +272,8 @@ def _drafters(asked: Asked, model: Model) -> list[DrafterName]:
         return []
     if "drafter" in asked.fixed:
         return [] if asked.options.drafter == "none" else [asked.options.drafter]
-    has_model = model.draft_engine is not None
-    return [*FREE_DRAFTERS, *(["model"] if has_model else []), "auto"]  # type: ignore[list-item]
+    own: list[DrafterName] = [] if model.draft_name is None else [model.draft_name]
+    return [*FREE_DRAFTERS, *own, "auto"]
 
 
 def _lengths(asked: Asked, drafter: DrafterName) -> Sequence[DraftLength]:
