@@ -104,7 +104,7 @@ MUTANTS = (
     Mutant(
         "draft a position again with the noise of the round before",
         "drafters/model.py",
-        "index = len(chosen) if request.needs_distributions else 0",
+        "index = request.num_drafted + len(chosen) if request.needs_distributions else 0",
         "index = 0",
         ("tests/test_fresh_draws.py",),
     ),
