@@ -40,8 +40,8 @@ MUTANTS = (
     Mutant(
         "stop one token early: the last draft token is never accepted",
         "verify.py",
-        "    for node in range(draft.num_tokens):\n        target =",
-        "    for node in range(draft.num_tokens - 1):\n        target =",
+        "            if choices.accept(ratio, position + len(path), attempt):\n",
+        "            if child + 1 < draft.num_tokens and choices.accept(ratio, position + len(path), attempt):\n",
         ("tests/test_verify.py",),
     ),
     Mutant(
@@ -62,8 +62,8 @@ MUTANTS = (
     Mutant(
         "draw the residual with the noise that drew the draft",
         "verify.py",
-        "choices.pick(remainder, position + node, Stream.RESIDUAL)",
-        "choices.pick(remainder, position + node, Stream.DRAFT)",
+        "choices.pick(remainder, position + len(path), Stream.RESIDUAL)",
+        "choices.pick(remainder, position + len(path), Stream.DRAFT)",
         ("tests/test_lossless.py",),
     ),
     Mutant(
@@ -104,7 +104,7 @@ MUTANTS = (
     Mutant(
         "draft a position again with the noise of the round before",
         "drafters/model.py",
-        "index = len(chosen) if request.needs_distributions else 0",
+        "index = request.num_drafted + len(chosen) if request.needs_distributions else 0",
         "index = 0",
         ("tests/test_fresh_draws.py",),
     ),

@@ -7,7 +7,7 @@ same noise, its outcome would be known in part, and the text would no longer be 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from test_lossless import PLAIN, VOCABULARY
 from edgespec.control.base import Controller, FixedLength, Proposal
 from edgespec.decode import Run, speculative
 from edgespec.drafters.base import Drafter, DraftRequest
+from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree import TreeDrafter
@@ -25,29 +26,32 @@ from edgespec.engines.table import TableEngine
 from edgespec.noise import Noise, Stream
 from edgespec.sampling import Sampler
 from edgespec.stopping import StopRules
-from edgespec.types import TokenIds
+from edgespec.types import Stats, TokenIds
 from edgespec.verify import RULES
 
 
 class CountedNoise(Noise):
-    """Counts how often each draw is looked at."""
+    """Notes the rounds in which each draw is looked at; `stats` count them."""
+
+    stats = Stats()
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        self.seen: Counter[tuple[Stream, int, int]] = Counter()
+        self.seen: defaultdict[tuple[Stream, int, int], set[int]] = defaultdict(set)
 
     def uniform(self, stream: Stream, position: int, index: int = 0) -> float:
-        self.seen[stream, position, index] += 1
+        self.seen[stream, position, index].add(self.stats.rounds)
         return super().uniform(stream, position, index)
 
     def exponential(self, stream: Stream, position: int, token_ids: TokenIds, index: int = 0) -> NDArray[np.float64]:
-        self.seen[stream, position, index] += 1
+        self.seen[stream, position, index].add(self.stats.rounds)
         return super().exponential(stream, position, token_ids, index)
 
 
 def drafter_of(name: str, target: TableEngine) -> Drafter:
     model = ModelDrafter(target.related(sigma=1.0))
-    return {"model": model, "tree": TreeDrafter(model), "lookahead": LookaheadDrafter()}[name]
+    medium = HierarchicalDrafter(ModelDrafter(target.related(sigma=1.0)), target.related(sigma=0.5))
+    return {"model": model, "tree": TreeDrafter(model), "lookahead": LookaheadDrafter(), "hierarchical": medium}[name]
 
 
 class InTurn(FixedLength):
@@ -69,16 +73,17 @@ def controller_of(name: str, target: TableEngine) -> Controller:
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-@pytest.mark.parametrize("name", ["model", "tree", "lookahead", "in turn"])
+@pytest.mark.parametrize("name", ["model", "tree", "lookahead", "hierarchical", "in turn"])
 def test_no_draw_decides_twice(name: str, rule: str) -> None:
     target = TableEngine.random(VOCABULARY, seed=1, context_length=400)
     sampler = Sampler(PLAIN, VOCABULARY)
     sampler.noise = noise = CountedNoise(3)
     run = Run(CachedSequence(target), np.array([0, 1], np.int32), sampler, StopRules(frozenset(), (), 300), False)
+    noise.stats = run.stats
     list(speculative(run, controller_of(name, target), RULES[rule]))
-    own = {draw: count for draw, count in noise.seen.items() if draw[0] is not Stream.TARGET}
+    own = {draw: rounds for draw, rounds in noise.seen.items() if draw[0] is not Stream.TARGET}
     assert {draw[0] for draw in own} >= {Stream.ACCEPT, Stream.RESIDUAL}
-    assert max(own.values()) == 1
+    assert max(map(len, own.values())) == 1
 
 
 def test_draws_of_one_position_are_different_numbers() -> None:
