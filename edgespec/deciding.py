@@ -96,7 +96,7 @@ class Deciders:
     @cached_property
     def draft_costs(self) -> dict[str, DraftCost]:
         """What the tokens of each drafter that owns a model, or a part of the target, cost on this machine."""
-        costs = {
+        costs: dict[str, DraftCost] = {
             name: draft_cost(engine, self._pair.paths(_ROLES.get(name, "draft")))
             for name, drafter in self.drafters.items()
             if (engine := drafter.emptied()) is not None
