@@ -42,7 +42,8 @@ class LoadOptions:
     """What is loaded and how. None means: decide from the model and the machine.
 
     `model`: registry name or path; `draft`: path of a draft model, or None for the pair's own; `heads`: path of a file
-    of heads for drafter medusa or eagle, or None for the pair's own; lengths in tokens;
+    of heads for drafter medusa or eagle, or None for the pair's own, which auto takes where there is no draft model;
+    lengths in tokens;
     `drafter` auto: whichever is expected to pay, by the round; `draft_length` auto: as many tokens as pay; a number
     with drafter auto means the draft model where there is one, else ngram. `never_slower`: share of plain decoding's
     time that speculation may lose at most. `engine`: which of a pair's files are taken; `provider`: the device of ONNX

@@ -85,7 +85,7 @@ def test_heads_that_know_the_target_are_accepted() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_joint_law_of_sampled_text_is_the_targets(rule: str, kind: str) -> None:
     """Counts of (token before, token) against the table, with heads of a related table, whose drafts often fail."""
-    target = table(seed=3, context_length=2100)
+    target = TableEngine.random(VOCABULARY, order=1, seed=3, spread=1.0, context_length=2100)
     cached, drafter = with_features(target), drafter_of(table_heads(kind, target.related(sigma=1.0)), VOCABULARY)
     counts = np.zeros((VOCABULARY, VOCABULARY))
     for seed in range(4):
