@@ -164,8 +164,8 @@ def _manifest(path: Path, described: Any) -> HeadManifest:
     except TypeError as exc:
         raise ModelFileError(f"{path} describes its heads in an unknown way ({exc}): train them again") from exc
     for name, kind in kinds.items():
-        allowed: tuple[type, ...] = {"int": (int,), "float": (int, float), "str": (str,)}.get(str(kind), (object,))
-        if not isinstance(getattr(manifest, name), allowed):
+        allowed = _TYPES.get(str(kind))
+        if allowed is not None and not isinstance(getattr(manifest, name), allowed):
             raise ModelFileError(
                 f"{path}: {name} must be {kind}, got {getattr(manifest, name)!r}; train the heads again"
             )

@@ -23,9 +23,12 @@ from edgespec.types import Batch
 def read_heads(options: LoadOptions, pair: ModelPair) -> dict[Path, HeadFile]:
     """The files of heads that the options ask for: the one they name, else those of the pair that may be drafted with.
 
+    `auto` takes the pair's own where it has no draft model: two that draft much the same cost trials for little.
+
     Raises CapabilityError when the asked drafter has none, ModelFileError for a damaged file.
     """
-    wanted = HEAD_KINDS if options.drafter == "auto" else tuple(kind for kind in HEAD_KINDS if kind == options.drafter)
+    is_open = options.drafter == "auto" and pair.draft is None
+    wanted = [kind for kind in HEAD_KINDS if is_open or kind == options.drafter]
     paths = [pair.heads[kind].path for kind in wanted if kind in pair.heads]
     if options.heads is not None and options.drafter != "none":
         paths = [options.heads.expanduser()]

@@ -236,7 +236,7 @@ def test_the_wheel_carries_the_pair(tmp_path: Path):
         names = archive.namelist()
         inside = "edgespec/data/models/demo/"
         manifest = tomllib.loads(archive.read(inside + "manifest.toml").decode())
-        for entry in manifest["files"].values():
+        for entry in (*manifest["files"].values(), *manifest["heads"].values()):
             assert archive.getinfo(inside + entry["path"]).file_size == entry["bytes"]
         archive.extractall(tmp_path / "site")
     assert inside + "NOTICE" in names

@@ -22,10 +22,11 @@ from edgespec.drafters.eagle import WINDOW, EagleDrafter
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.table import TableEngine
-from edgespec.errors import CapabilityError, EdgespecError, ModelFileError, ModelNotFound
+from edgespec.errors import CapabilityError, ConfigError, EdgespecError, ModelFileError, ModelNotFound
 from edgespec.headfile import read_head_file, write_head_file
 from edgespec.manifest import read_pair
 from edgespec.sampling import Sampler
+from edgespec.training.heads_request import HeadsRequest
 
 KINDS = ("medusa", "eagle")
 VOCABULARY = 10
@@ -85,7 +86,7 @@ def test_heads_that_know_the_target_are_accepted() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_joint_law_of_sampled_text_is_the_targets(rule: str, kind: str) -> None:
     """Counts of (token before, token) against the table, with heads of a related table, whose drafts often fail."""
-    target = table(seed=3, context_length=2100)
+    target = TableEngine.random(VOCABULARY, order=1, seed=3, spread=1.0, context_length=2100)
     cached, drafter = with_features(target), drafter_of(table_heads(kind, target.related(sigma=1.0)), VOCABULARY)
     counts = np.zeros((VOCABULARY, VOCABULARY))
     for seed in range(4):
@@ -328,3 +329,21 @@ def test_every_failure_is_one_of_ours(tmp_path: Path) -> None:
         (tmp_path / "heads.npz").write_bytes(content)
         with pytest.raises(EdgespecError):
             read_head_file(tmp_path / "heads.npz")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"kind": "hydra"}, "--kind 'hydra' is not known; allowed: medusa, eagle"),
+        ({"storage": "f8"}, "--storage 'f8'"),
+        ({"depth": 0}, "--depth must be from 1 to 16"),
+        ({"draft_vocabulary": 3}, "--draft-vocabulary must be from 16"),
+        ({"kind": "eagle", "layers": 2}, "--layers means nothing for --kind eagle"),
+        ({"kind": "medusa", "ffn": 64}, "--ffn means nothing for --kind medusa"),
+        ({"depth": 12, "window": 15, "reply_tokens": 4}, "longer than --depth 12"),
+        ({"rounds": 0}, "--rounds"),
+    ],
+)
+def test_a_bad_request_for_heads_is_refused_before_any_work(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        HeadsRequest(tmp_path, tmp_path / "heads.npz", **changes).check()
