@@ -114,4 +114,5 @@ def picks(distribution: Distribution, noise: NDArray[np.float64], used: float) -
     The tokens that survived truncation are taken to survive it at every factor.
     """
     times = np.log(noise) - np.outer(used / FACTORS, np.log(distribution.probs))
-    return distribution.token_ids[times.argmin(axis=1)]
+    found: TokenIds = distribution.token_ids[times.argmin(axis=1)]
+    return found
