@@ -42,9 +42,10 @@ def wanted_drafters(options: LoadOptions, pair: ModelPair, exit_layer: int | Non
     for name in wanted:
         for role in ROLES[name] if name != "early-exit" else ():
             if role not in pair.files:
+                needed = "an EAGLE-3 head" if name == "eagle3" else f"a {role} model"
                 raise CapabilityError(
-                    f"drafter {name!r} needs a {role} model and {pair.name!r} has none: give {_FLAGS[role]}, or "
-                    "use --drafter ngram"
+                    f"drafter {name!r} needs {needed} and {pair.name!r} has none: give {_FLAGS[role]}, or use "
+                    "--drafter ngram"
                 )
     _check_kind(wanted, own, pair)
     return wanted
