@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from edgespec.drafters.model import evidence_of
+from edgespec.drafters.chain import evidence_of
 from edgespec.noise import Stream
 from edgespec.sampling import Sampler, Sampling
 from edgespec.types import Distribution

@@ -10,10 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.drafters.model import evidence_of
+from edgespec.drafters.chain import DrawnChain
 from edgespec.engines.head import FeatureHead, States
-from edgespec.noise import Stream
-from edgespec.types import EMPTY_DRAFT, Distribution, Draft, Evidence, Logits, TokenIds
+from edgespec.types import EMPTY_DRAFT, Draft, Logits, TokenIds
 
 BYTES_PER_FEATURE = 4 * 4  # two windows of what is told, and what the library and a pass hold of it
 
@@ -75,29 +74,12 @@ class Eagle3Drafter(Drafter):
         return first if end + most - first <= room else end - room // 2
 
     def _chain(self, request: DraftRequest, logits: Logits, state: States, most: int) -> Draft:
-        sampler = request.sampler
-        stream = Stream.DRAFT if request.needs_distributions else Stream.TARGET
-        history = request.token_ids
-        chosen: list[int] = []
-        evidence: list[Evidence] = []
-        distributions: list[Distribution] = []
-        while True:
-            distribution = sampler.distribution(logits, history)
-            # Draws of its own must not come again in a later round, since what was kept of this one depends on them.
-            index = request.num_drafted + len(chosen) if request.needs_distributions else 0
-            token_id, lead = sampler.race(distribution, request.token_ids.size + len(chosen), stream, index)
-            chosen.append(token_id)
-            evidence.append(evidence_of(logits, distribution.prob_of(token_id), lead))
-            distributions.append(distribution)
-            if len(chosen) == most or token_id in self._head.facts.end_ids:
-                break
-            if request.worth_going_on is not None and not request.worth_going_on(len(chosen), evidence[-1]):
-                break
-            if sampler.sampling.uses_history:
-                history = np.append(history, np.int32(token_id))
-            logits, state = self._head.decode(np.array([token_id], np.int32), state[np.newaxis].copy())
-        given = distributions if request.needs_distributions else None
-        return Draft.chain(chosen, distributions=given, evidence=evidence)
+        chain = DrawnChain(request, most, self._head.facts.end_ids, request.sampler)
+        chain.add(logits)
+        while chain.is_open:
+            logits, state = self._head.decode(np.array(chain.token_ids[-1:], np.int32), state[np.newaxis].copy())
+            chain.add(logits)
+        return chain.as_draft()
 
     def lag(self, token_ids: TokenIds) -> int:
         return min(token_ids.size - max(self._shared_pairs(token_ids), 0), self._most_told)

@@ -8,18 +8,17 @@ arXiv 2308.04623, with the coupled rule between the stages).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from time import perf_counter
 
 import numpy as np
 
 from edgespec.drafters.base import DraftRequest
+from edgespec.drafters.chain import DrawnChain
 from edgespec.drafters.inner_length import InnerLength
-from edgespec.drafters.model import ModelDrafter, evidence_of
+from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.base import Engine
 from edgespec.errors import Cancelled
-from edgespec.noise import Stream
-from edgespec.types import EMPTY_DRAFT, Distribution, Draft, Evidence, Logits, TokenIds, Verdict
+from edgespec.types import EMPTY_DRAFT, Draft, TokenIds, Verdict
 
 _READ_ALONG = 4  # committed tokens that share the medium's first pass with small ones; more are read before it
 
@@ -49,7 +48,7 @@ class HierarchicalDrafter(ModelDrafter):
             return EMPTY_DRAFT
         self._unlearnt = []
         lengths = self._lengths.setdefault(request.sampler.sampling.temperature > 0, InnerLength())
-        chain = _Chain(request, most, self._engine.vocabulary.end_ids)
+        chain = DrawnChain(request, most, self._engine.vocabulary.end_ids, request.sampler)
         try:
             missing = self._missing(request.token_ids, most)
             while chain.is_open:
@@ -69,7 +68,7 @@ class HierarchicalDrafter(ModelDrafter):
             return missing[-1:]
         return missing
 
-    def _inner_round(self, chain: _Chain, missing: TokenIds, lengths: InnerLength) -> TokenIds:
+    def _inner_round(self, chain: DrawnChain, missing: TokenIds, lengths: InnerLength) -> TokenIds:
         """The small model looks ahead, the medium reads `missing` and verifies in one pass; what it lacks then."""
         before = len(chain.token_ids)
         ahead = self._look_ahead(chain, lengths)
@@ -93,7 +92,7 @@ class HierarchicalDrafter(ModelDrafter):
             lengths.outcome(hits, tried)
         return np.array(chain.token_ids[-1:], np.int32)
 
-    def _look_ahead(self, chain: _Chain, lengths: InnerLength) -> Draft:
+    def _look_ahead(self, chain: DrawnChain, lengths: InnerLength) -> Draft:
         """Tokens of the small model behind those of the chain, drawn with the noise that the medium's will be."""
         count = lengths.best(chain.most - len(chain.token_ids) - 1)
         if not count:
@@ -128,45 +127,3 @@ class HierarchicalDrafter(ModelDrafter):
     def clear_cancel(self) -> None:
         self._small.clear_cancel()
         super().clear_cancel()
-
-
-@dataclass(slots=True)
-class _Chain:
-    """The medium's tokens of one draft so far; `most` of them are wanted."""
-
-    request: DraftRequest
-    most: int
-    end_ids: frozenset[int]
-    token_ids: list[int] = field(default_factory=list)
-    evidence: list[Evidence] = field(default_factory=list)
-    distributions: list[Distribution] = field(default_factory=list)
-    is_open: bool = True
-
-    @property
-    def text(self) -> TokenIds:
-        """The request's tokens and those of the chain."""
-        return np.concatenate((self.request.token_ids, np.array(self.token_ids, np.int32)))
-
-    def add(self, logits: Logits) -> bool:
-        """Draw the next token from the medium's row [vocabulary]; whether one more may follow in the same pass.
-
-        What a pass has scored already costs nothing more, so whether it pays to go on is a question for its end.
-        """
-        request, sampler = self.request, self.request.sampler
-        history = self.text if sampler.sampling.uses_history else request.token_ids
-        distribution = sampler.distribution(logits, history)
-        stream = Stream.DRAFT if request.needs_distributions else Stream.TARGET
-        # as ModelDrafter's: draws of its own must not come again in a later round
-        index = len(self.token_ids) if request.needs_distributions else 0
-        token_id, lead = sampler.race(distribution, request.token_ids.size + len(self.token_ids), stream, index)
-        self.token_ids.append(token_id)
-        self.distributions.append(distribution)
-        self.evidence.append(evidence_of(logits, distribution.prob_of(token_id), lead))
-        has_room = len(self.token_ids) < self.most and token_id not in self.end_ids
-        asked = request.worth_going_on
-        self.is_open = has_room and (asked is None or asked(len(self.token_ids), self.evidence[-1]))
-        return has_room
-
-    def as_draft(self) -> Draft:
-        given = self.distributions if self.request.needs_distributions else None
-        return Draft.chain(self.token_ids, distributions=given, evidence=self.evidence)

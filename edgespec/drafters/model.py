@@ -6,19 +6,15 @@ in half-window jumps, so that the cost of a slide is spread over many tokens and
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from edgespec.drafters.base import Drafter, DraftRequest
+from edgespec.drafters.chain import DrawnChain
 from edgespec.drafters.temperature import DraftTemperature, Factor
 from edgespec.engines.base import Engine
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import Cancelled
-from edgespec.noise import Stream
-from edgespec.types import EMPTY_DRAFT, Distribution, Draft, Evidence, Logits, TokenIds
-
-_FOLD, _SHORT_ROW = 64, 8192  # logits of which the largest counts, in rows that are longer
+from edgespec.types import EMPTY_DRAFT, Draft, Logits, TokenIds
 
 
 class ModelDrafter(Drafter):
@@ -87,31 +83,13 @@ class ModelDrafter(Drafter):
         return np.concatenate((token_ids[:1], token_ids[self._window_start :]))
 
     def _chain(self, request: DraftRequest, logits: Logits, most: int) -> Draft:
-        sampler = self._temperature.sampler(request.sampler)
-        stream = Stream.DRAFT if request.needs_distributions else Stream.TARGET
-        history = request.token_ids
-        chosen: list[int] = []
-        evidence: list[Evidence] = []
-        distributions: list[Distribution] = []
-        while True:
-            distribution = sampler.distribution(logits, history)
-            # Draws of its own must not come again in a later round, since what was kept of this one depends on them.
-            index = request.num_drafted + len(chosen) if request.needs_distributions else 0
-            token_id, lead = sampler.race(distribution, request.token_ids.size + len(chosen), stream, index)
-            chosen.append(token_id)
-            evidence.append(evidence_of(logits, distribution.prob_of(token_id), lead))
-            distributions.append(distribution)
-            if len(chosen) == most or token_id in self._end_ids:
-                break
-            if request.worth_going_on is not None and not request.worth_going_on(len(chosen), evidence[-1]):
-                break
-            if sampler.sampling.uses_history:
-                history = np.append(history, np.int32(token_id))
-            logits = self._feed(np.array([token_id], np.int32))
+        chain = DrawnChain(request, most, self._end_ids, self._temperature.sampler(request.sampler))
+        chain.add(logits)
+        while chain.is_open:
+            chain.add(self._feed(np.array(chain.token_ids[-1:], np.int32)))
         if not request.needs_distributions:
-            self._temperature.drafted(request.token_ids.size, chosen, distributions)
-        given = distributions if request.needs_distributions else None
-        return Draft.chain(chosen, distributions=given, evidence=evidence)
+            self._temperature.drafted(request.token_ids.size, chain.token_ids, chain.distributions)
+        return chain.as_draft()
 
     @property
     def _end_ids(self) -> frozenset[int]:
@@ -143,21 +121,3 @@ class ModelDrafter(Drafter):
 
     def close(self) -> None:
         self._engine.close()
-
-
-def evidence_of(logits: Logits, prob: float, lead: float) -> Evidence:
-    """What speaks for a drafted token: log odds of the likeliest one, the token's own probability, and its lead.
-
-    `logits` [vocabulary]; the odds are of the plain softmax, since a greedy distribution says 1 of everything. `lead`:
-    of the race that drew the token (Sampler.race), which the target runs with its own probabilities; where no other
-    token ran, the margin of the logits stands for it. A whole softmax would cost more than this may: only the largest
-    of every few logits count, and what the others weigh together is learnt with the slopes.
-    """
-    fold = _FOLD if logits.size > _SHORT_ROW else 1
-    largest = logits[: logits.size // fold * fold].reshape(fold, -1).max(axis=0)
-    place = largest.argmax()
-    best, largest[place] = float(largest[place]), -math.inf
-    others = float(np.exp(largest - best).sum())
-    odds = -math.log(max(others, 1e-6))
-    ahead = best - float(largest.max()) if math.isinf(lead) else lead
-    return max(-3.0, min(odds, 6.0)) / 2.0, max(math.log(max(prob, 1e-9)), -4.0), min(ahead, 8.0) / 4.0

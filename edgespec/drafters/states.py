@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.drafters.model import evidence_of
+from edgespec.drafters.chain import DrawnChain
 from edgespec.headfile import HeadFile
-from edgespec.noise import Stream
-from edgespec.types import Distribution, Draft, Evidence, Logits, TokenIds
+from edgespec.types import Draft, Logits, TokenIds
 
 Array = NDArray[np.float32]
 _NEVER = -1e30  # a logit; finite, so that no bias makes it no number
@@ -61,29 +60,10 @@ class StateDrafter(Drafter):
 
         `scores_after(token_id)`: scores [m] of what follows the last drafted token, None at first.
         """
-        sampler = request.sampler
-        stream = Stream.DRAFT if request.needs_distributions else Stream.TARGET
-        history = request.token_ids
-        chosen: list[int] = []
-        evidence: list[Evidence] = []
-        distributions: list[Distribution] = []
-        while True:
-            logits = self.row(scores_after(chosen[-1] if chosen else None))
-            distribution = sampler.distribution(logits, history)
-            # Draws of its own must not come again in a later round, since what was kept of this one depends on them.
-            index = request.num_drafted + len(chosen) if request.needs_distributions else 0
-            token_id, lead = sampler.race(distribution, request.token_ids.size + len(chosen), stream, index)
-            chosen.append(token_id)
-            evidence.append(evidence_of(logits, distribution.prob_of(token_id), lead))
-            distributions.append(distribution)
-            if len(chosen) == most or token_id in self._end_ids:
-                break
-            if request.worth_going_on is not None and not request.worth_going_on(len(chosen), evidence[-1]):
-                break
-            if sampler.sampling.uses_history:
-                history = np.append(history, np.int32(token_id))
-        given = distributions if request.needs_distributions else None
-        return Draft.chain(chosen, distributions=given, evidence=evidence)
+        chain = DrawnChain(request, most, self._end_ids, request.sampler)
+        while chain.is_open:
+            chain.add(self.row(scores_after(chain.token_ids[-1] if chain.token_ids else None)))
+        return chain.as_draft()
 
     @property
     def bytes_used(self) -> int:

@@ -7,7 +7,6 @@ prompts. It ends as a distillation does; the best heads are kept.
 from __future__ import annotations
 
 import hashlib
-import time
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from edgespec.training.heads_request import HeadsRequest
 from edgespec.training.heads_trainer import HeadsTrainer, last_states, new_heads
 from edgespec.training.inherit import load_target, pick_device
 from edgespec.training.journal import Journal, RoundResult, best_round, translated
-from edgespec.training.on_policy import Distilled, Say, estimate, load_encoder, load_state, reason_of, round_line
+from edgespec.training.on_policy import Distilled, Say, load_encoder, reason_of, run_rounds
 from edgespec.training.preparation import Preparation
 from edgespec.training.target import TargetFacts
 from edgespec.training.trainer import Advance
@@ -49,21 +48,7 @@ def train_heads(prepared: Preparation, journal: Journal, say: Say, advance: Adva
     assert isinstance(request, HeadsRequest)
     trainer, held_out = build_heads_trainer(prepared)
     journal.need_space(32 * sum(weight.numel() for weight in trainer.student.parameters()))
-    if journal.is_resumed:
-        load_state(trainer, journal)
-        say(f"goes on after round {trainer.round_index} of at most {request.rounds}, from {journal.folder}")
-        advance(trainer.tokens_seen, "")
-    if not trainer.is_done:
-        say(estimate(trainer))
-    if not trainer.rounds:
-        started = time.monotonic()
-        trainer.write_held_out(held_out, advance)
-        say(round_line(trainer.measure(0, 1.0, started), None))
-        trainer.save(journal)
-    while not trainer.is_done:
-        result = trainer.run_round(advance)
-        trainer.save(journal)
-        say(round_line(result, trainer.rounds[-2]))
+    run_rounds(trainer, held_out, journal, say, advance)
     trainer.student.load_state_dict(trainer.best)
     with translated(journal.result):
         write_head_file(journal.result, head_file(trainer, prepared.facts), request.storage)

@@ -134,15 +134,9 @@ def load_state(trainer: Trainer, journal: Journal) -> None:
         raise StateError(f"{journal.state} cannot be read: {exc}; begin anew with --restart") from exc
 
 
-def distill(prepared: Preparation, journal: Journal, say: Say, advance: Advance) -> Distilled:
-    """Train until done and write the folder; returns what came of it.
-
-    Raises CapabilityError, ModelFileError, ConfigError before work starts and StateError when the disk refuses; after
-    any exception, an interrupt included, the next call with an equal request goes on from the last finished round.
-    """
-    request = prepared.request
-    journal.need_space(8 * STATE_COPIES * prepared.shape.parameters(prepared.facts.size("vocab_size")))
-    trainer, held_out = build_trainer(prepared)
+def run_rounds(trainer: Trainer, held_out: Corpus | None, journal: Journal, say: Say, advance: Advance) -> None:
+    """Round after round until the trainer is done, going on from what the journal holds; each is kept when it ends."""
+    request = trainer.request
     if journal.is_resumed:
         load_state(trainer, journal)
         say(f"goes on after round {trainer.round_index} of at most {request.rounds}, from {journal.folder}")
@@ -158,6 +152,17 @@ def distill(prepared: Preparation, journal: Journal, say: Say, advance: Advance)
         result = trainer.run_round(advance)
         trainer.save(journal)
         say(round_line(result, trainer.rounds[-2]))
+
+
+def distill(prepared: Preparation, journal: Journal, say: Say, advance: Advance) -> Distilled:
+    """Train until done and write the folder; returns what came of it.
+
+    Raises CapabilityError, ModelFileError, ConfigError before work starts and StateError when the disk refuses; after
+    any exception, an interrupt included, the next call with an equal request goes on from the last finished round.
+    """
+    journal.need_space(8 * STATE_COPIES * prepared.shape.parameters(prepared.facts.size("vocab_size")))
+    trainer, held_out = build_trainer(prepared)
+    run_rounds(trainer, held_out, journal, say, advance)
     return _finish(prepared, journal, trainer)
 
 

@@ -1,0 +1,79 @@
+"""A chain drawn token by token from rows of logits: what every model that drafts has in common."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from edgespec.drafters.base import DraftRequest
+from edgespec.noise import Stream
+from edgespec.sampling import Sampler
+from edgespec.types import Distribution, Draft, Evidence, Logits, TokenIds
+
+_FOLD, _SHORT_ROW = 64, 8192  # logits of which the largest counts, in rows that are longer
+
+
+@dataclass(slots=True)
+class DrawnChain:
+    """The tokens so far; `most` are wanted, and none behind one of `end_ids`.
+
+    They are sampled with the settings of `sampler` and, unless the rule compares distributions, the target's noise.
+    """
+
+    request: DraftRequest
+    most: int
+    end_ids: frozenset[int]
+    sampler: Sampler
+    token_ids: list[int] = field(default_factory=list)
+    evidence: list[Evidence] = field(default_factory=list)
+    distributions: list[Distribution] = field(default_factory=list)
+    is_open: bool = True
+
+    @property
+    def text(self) -> TokenIds:
+        """The request's tokens and those of the chain."""
+        return np.concatenate((self.request.token_ids, np.array(self.token_ids, np.int32)))
+
+    def add(self, logits: Logits) -> bool:
+        """Draw the next token from a row [vocabulary]; whether there is room for one more.
+
+        `is_open` says whether one more is also worth its time: a row that is there already costs nothing.
+        """
+        request, sampler, count = self.request, self.sampler, len(self.token_ids)
+        history = self.text if sampler.sampling.uses_history else request.token_ids
+        distribution = sampler.distribution(logits, history)
+        stream = Stream.DRAFT if request.needs_distributions else Stream.TARGET
+        # Draws of its own must not come again in a later round, since what was kept of this one depends on them.
+        index = request.num_drafted + count if request.needs_distributions else 0
+        token_id, lead = sampler.race(distribution, request.token_ids.size + count, stream, index)
+        self.token_ids.append(token_id)
+        self.distributions.append(distribution)
+        self.evidence.append(evidence_of(logits, distribution.prob_of(token_id), lead))
+        has_room = count + 1 < self.most and token_id not in self.end_ids
+        asked = request.worth_going_on
+        self.is_open = has_room and (asked is None or asked(count + 1, self.evidence[-1]))
+        return has_room
+
+    def as_draft(self) -> Draft:
+        given = self.distributions if self.request.needs_distributions else None
+        return Draft.chain(self.token_ids, distributions=given, evidence=self.evidence)
+
+
+def evidence_of(logits: Logits, prob: float, lead: float) -> Evidence:
+    """What speaks for a drafted token: log odds of the likeliest one, the token's own probability, and its lead.
+
+    `logits` [vocabulary]; the odds are of the plain softmax, since a greedy distribution says 1 of everything. `lead`:
+    of the race that drew the token (Sampler.race), which the target runs with its own probabilities; where no other
+    token ran, the margin of the logits stands for it. A whole softmax would cost more than this may: only the largest
+    of every few logits count, and what the others weigh together is learnt with the slopes.
+    """
+    fold = _FOLD if logits.size > _SHORT_ROW else 1
+    largest = logits[: logits.size // fold * fold].reshape(fold, -1).max(axis=0)
+    place = largest.argmax()
+    best, largest[place] = float(largest[place]), -math.inf
+    others = float(np.exp(largest - best).sum())
+    odds = -math.log(max(others, 1e-6))
+    ahead = best - float(largest.max()) if math.isinf(lead) else lead
+    return max(-3.0, min(odds, 6.0)) / 2.0, max(math.log(max(prob, 1e-9)), -4.0), min(ahead, 8.0) / 4.0
