@@ -23,8 +23,8 @@ from edgespec.engines.sequence import CachedSequence
 from edgespec.manifest import ModelPair
 from edgespec.types import TokenIds
 
-# A second choice seldom stands with more than a tenth: a row that costs more of a plain pass is not worth verifying.
-_ROWS, _CHEAP_ROW = 9, 0.1
+# A second choice seldom stands with more than a tenth, and trying it out costs time: a row has to be much cheaper.
+_ROWS, _CHEAP_ROW = 9, 0.05
 _ROLES: dict[DrafterName, str] = {"hierarchical": "medium"}  # whose file a drafter's engine runs, if not the draft's
 
 

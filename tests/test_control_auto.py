@@ -183,7 +183,7 @@ def test_plain_decoding_is_timed_again_soon_and_then_seldom() -> None:
     records = simulate(controller, text, world.machine, world.clock)
     plain = [index for index, record in enumerate(records) if record.drafter is None]
     assert plain[:3] == [0, 1, 2]
-    assert plain[3] <= 3 + 8 + 1
+    assert plain[3] <= 3 + 16 + 1
     assert len(plain) < 0.15 * len(records)
 
 

@@ -88,8 +88,9 @@ class CostCurve:
             self._table_step = -1
 
     def is_sure_of(self, width: int) -> bool:
-        """Whether passes of this width were timed in this run, and the last one was no surprise."""
-        return bool(self._seen[width]) and not self._odd.get(width)
+        """Whether passes of this width were timed in this run, and the last one was not much faster than believed."""
+        odd = self._odd.get(width)
+        return bool(self._seen[width]) and not (odd and odd[0] < 0)
 
     def _follow(self, width: int, ratio: float) -> None:
         """Move a little towards one pass; if three in a row were surprising in one direction, all the way to them."""
