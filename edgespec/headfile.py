@@ -137,7 +137,8 @@ def read_head_file(path: Path) -> HeadFile:
             arrays = {name: stored[name] for name in stored.files}
         described = json.loads(arrays.pop(MANIFEST).tobytes())
     except _UNREADABLE as exc:
-        raise ModelFileError(f"{path} is no file of heads, or it is damaged ({exc}): train the heads again") from exc
+        # what numpy says of a file that is none is an advice to trust it
+        raise ModelFileError(f"{path} is no file of heads, or it is damaged: train the heads again") from exc
     manifest = _manifest(path, described)
     shapes = manifest.shapes()
     found = {name: _matrix(path, arrays, name, shape) for name, shape in shapes.items()}

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -206,12 +207,19 @@ def test_an_interrupt_keeps_what_was_known(target_path, private_home):
     kept = cost_files(private_home)
     assert kept
     arguments = [sys.executable, "-m", "edgespec", "calibrate", str(target_path), "--passes", "1000000"]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        while "threads 1" not in process.stderr.readline():
-            assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        output, said = process.communicate(timeout=120)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # a shell that runs the tests in the background would have it ignore the signal
+    with subprocess.Popen(
+        arguments, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **pipes
+    ) as process:
+        try:
+            assert process.stderr is not None
+            while "threads 1" not in process.stderr.readline():
+                assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            output, said = process.communicate(timeout=120)
+        finally:
+            process.kill()
     assert process.returncode == 130, said
     assert "interrupted" in said
     assert "Traceback" not in said
