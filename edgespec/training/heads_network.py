@@ -10,6 +10,7 @@ What neither knows: where texts come from, and how a run-time draws tokens from 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import torch
@@ -49,7 +50,7 @@ class DraftVocabulary(nn.Module):
         return F.linear(states, self.weight) * self.scale
 
 
-class Heads(nn.Module):
+class Heads(nn.Module, ABC):
     """What both kinds share: `depth` tokens to draft, the draft vocabulary."""
 
     def __init__(self, vocabulary: DraftVocabulary, depth: int) -> None:
@@ -60,13 +61,13 @@ class Heads(nn.Module):
     def device(self) -> torch.device:
         return self.vocabulary.weight.device
 
+    @abstractmethod
     def drafts(self, states: Tensor, token_ids: Tensor) -> Iterator[Tensor]:
         """For k = 0..depth-1 the predicted states [batch, length - 2 - k, hidden] of all roots that have a k-th token.
 
         `states` [batch, length, hidden], the target's; `token_ids` [batch, length]; tokens before the k-th are the
         text's own.
         """
-        raise NotImplementedError
 
 
 class MedusaHeads(Heads):
