@@ -10,7 +10,16 @@ from typing import Any
 import click
 
 from edgespec.cli.terminal import note
-from edgespec.training.request import DEVICES, LOSSES, PRECISIONS, WEIGHT_TYPES, DistillRequest, flag, parse_init
+from edgespec.training.request import (
+    DEVICES,
+    LOSSES,
+    PRECISIONS,
+    WEIGHT_TYPES,
+    DistillRequest,
+    flag,
+    parse_init,
+    require_libraries,
+)
 
 INTERRUPTED = 130
 _SIZES = {
@@ -85,17 +94,21 @@ def command(
     """
     from edgespec.export.hub import find_source
     from edgespec.training.preparation import prepare
-    from edgespec.training.request import require_libraries
 
     source = find_source(target)
     output = output or Path(f"{source.name}-draft")
     request = DistillRequest(source.folder, output, data, init=parse_init(init) if init else (), **given)
     prepared = prepare(request, source.name)
+    return run_resumably(source, prepared, lambda journal: _run(prepared, journal, target), restart=restart)
+
+
+def run_resumably(source: Any, prepared: Any, run: Callable[[Any], int], *, restart: bool) -> int:
+    """Fetch what is missing of `source` and `run` a training with its journal; an interrupt says how to go on."""
     require_libraries()
     source.fetch(lambda name, num_bytes: note(f"fetches {name}, {num_bytes / 2**20:.0f} MiB"))
     journal = prepared.open_journal(restart=restart)
     try:
-        return _run(prepared, journal, target)
+        return run(journal)
     except KeyboardInterrupt:
         note(f"interrupted: the same command goes on from the last finished round, kept in {journal.folder}")
         return INTERRUPTED

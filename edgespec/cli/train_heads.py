@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from edgespec.cli.distill import CHOICES, INTERRUPTED, NUMBERS, option, progress
+from edgespec.cli.distill import CHOICES, NUMBERS, option, progress, run_resumably
 from edgespec.cli.terminal import note
 from edgespec.training.heads_request import KINDS, STORAGE, HeadsRequest
 
@@ -58,20 +58,12 @@ def command(target: str, data: tuple[Path, ...], output: Path | None, restart: b
     from edgespec.export.hub import find_source
     from edgespec.training.heads_request import heads_shape
     from edgespec.training.preparation import prepare
-    from edgespec.training.request import require_libraries
 
     source = find_source(target)
     output = output or Path(f"{source.name}-{given['kind']}.npz")
     request = HeadsRequest(source.folder, output, data, **given)
     prepared = prepare(request, source.name, heads_shape)
-    require_libraries()
-    source.fetch(lambda name, num_bytes: note(f"fetches {name}, {num_bytes / 2**20:.0f} MiB"))
-    journal = prepared.open_journal(restart=restart)
-    try:
-        return _run(prepared, journal, target)
-    except KeyboardInterrupt:
-        note(f"interrupted: the same command goes on from the last finished round, kept in {journal.folder}")
-        return INTERRUPTED
+    return run_resumably(source, prepared, lambda journal: _run(prepared, journal, target), restart=restart)
 
 
 def _run(prepared: Any, journal: Any, target: str) -> int:
