@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -44,8 +45,21 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def _at_least(name: str, value: int | None, least: int) -> None:
-    if value is not None and value < least:
+    if value is None:
+        return
+    if not isinstance(value, int):
+        raise ConfigError(f"{name} must be a whole number, got {value!r}")
+    if value < least:
         raise ConfigError(f"{name} must be at least {least}, got {value}")
+
+
+def _as_path(name: str, value: object) -> Path | None:
+    """A path, which Python callers mostly have as text."""
+    if value is None or isinstance(value, Path):
+        return value
+    if not isinstance(value, str | os.PathLike):
+        raise ConfigError(f"{name} must be a path, got {value!r}")
+    return Path(value)
 
 
 def _check_draft_length(value: object) -> None:
@@ -60,11 +74,16 @@ def _check_draft_temperature(value: object) -> None:
         raise ConfigError(f"draft-temp must be auto or a factor from 0.05 to 20, got {value!r}")
 
 
+def _check_share(value: object) -> None:
+    if not (isinstance(value, int | float) and 0 <= value <= 1):
+        raise ConfigError(f"never-slower must be a share of time from 0 to 1, got {value!r}")
+
+
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
     """What is loaded and how. None means: decide from the model and the machine.
 
-    `model`: registry name or path; `draft`: path of a draft model, or None for the pair's own; `medium`: path of a
+    `model`: registry name or path; paths may be text; `draft`: path of a draft model, or None for the pair's own; `medium`: path of a
     model between the two, for drafter hierarchical, or None for the pair's own, which is loaded for that drafter only;
     `heads`: path of a file of heads for drafter medusa or eagle, or None for the pair's own, which auto takes where
     there is no draft model; `exit_layer`: layers of an ONNX target that draft, None for what its pair was exported
@@ -105,6 +124,11 @@ class LoadOptions:
     learn: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, str | os.PathLike):
+            raise ConfigError(f"model must be a registry name or a path, got {self.model!r}")
+        object.__setattr__(self, "model", os.fspath(self.model))
+        for name in ("draft", "medium", "heads"):
+            object.__setattr__(self, name, _as_path(name, getattr(self, name)))
         _one_of("engine", self.engine, ENGINES)
         _one_of("drafter", self.drafter, DRAFTERS)
         _one_of("verify", self.verify, RULES)
@@ -118,8 +142,7 @@ class LoadOptions:
         _at_least("draft ctx-size", self.draft_context_length, 16)
         _check_draft_length(self.draft_length)
         _check_draft_temperature(self.draft_temperature)
-        if not 0 <= self.never_slower <= 1:
-            raise ConfigError(f"never-slower must be a share of time from 0 to 1, got {self.never_slower}")
+        _check_share(self.never_slower)
         if self.reproducible and self.verify != "coupled":
             raise ConfigError(
                 f"--reproducible and --verify {self.verify} contradict each other: under it the text depends on the "

@@ -150,3 +150,29 @@ def test_find_takes_hyphens_and_underscores():
 def test_the_nearest_name(typed, near):
     hint = did_you_mean(typed, ["--temp", "--top-k", "--chat-template", "--model", "-m"])
     assert hint == (f"; did you mean '{near}'?" if near else "")
+
+
+def test_paths_may_be_text():
+    options = LoadOptions(model=Path("a"), draft="b.gguf", medium=Path("c.gguf"), heads="d.npz")
+    assert (options.model, options.draft, options.medium, options.heads) == (
+        "a",
+        Path("b.gguf"),
+        Path("c.gguf"),
+        Path("d.npz"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"model": 3}, "model must be"),
+        ({"draft": 3}, "draft must be a path, got 3"),
+        ({"heads": ["x"]}, "heads must be a path"),
+        ({"threads": "two"}, "threads must be a whole number, got 'two'"),
+        ({"context_length": 99.5}, "ctx-size must be a whole number"),
+        ({"never_slower": "little"}, "never-slower must be a share"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_name(given, told):
+    with pytest.raises(ConfigError, match=told):
+        LoadOptions(**given)
