@@ -83,17 +83,17 @@ def _check_share(value: object) -> None:
 class LoadOptions:
     """What is loaded and how. None means: decide from the model and the machine.
 
-    `model`: registry name or path; paths may be text; `draft`: path of a draft model, or None for the pair's own; `medium`: path of a
-    model between the two, for drafter hierarchical, or None for the pair's own, which is loaded for that drafter only;
-    `heads`: path of a file of heads for drafter medusa or eagle, or None for the pair's own, which auto takes where
-    there is no draft model; `exit_layer`: layers of an ONNX target that draft, None for what its pair was exported
-    with; lengths in tokens;
-    `drafter` auto: whichever is expected to pay, by the round; `draft_length` auto: as many tokens as pay; a number
-    with drafter auto means the pair's own draft where there is one, else ngram. `draft_temperature`: what the draft
-    model samples at over the target's temperature; auto learns it from the text under the coupled rule. `never_slower`:
-    share of plain decoding's time that speculation may lose at most. `engine`: which of a pair's files are taken;
-    `provider`: the device of ONNX Runtime, `gpu_layers` that of llama.cpp;
-    `reproducible`: None means yes where the model and the rule allow it, True demands it, False gives it up for speed.
+    `model`: registry name or path; paths may be text; `draft`: path of a draft model, or None for the pair's own;
+    `medium`: path of a model between the two, for drafter hierarchical, or None for the pair's own, which is loaded
+    for that drafter only; `heads`: path of a file of heads for drafter medusa or eagle, or None for the pair's own,
+    which auto takes where there is no draft model; `exit_layer`: layers of an ONNX target that draft, None for what
+    its pair was exported with; lengths in tokens; `drafter` auto: whichever is expected to pay, by the round;
+    `draft_length` auto: as many tokens as pay; a number with drafter auto means the pair's own draft where there is
+    one, else ngram. `draft_temperature`: what the draft model samples at over the target's temperature; auto learns
+    it from the text under the coupled rule. `never_slower`: share of plain decoding's time that speculation may
+    lose at most. `engine`: which of a pair's files are taken; `provider`: the device of ONNX Runtime, `gpu_layers`
+    that of llama.cpp; `reproducible`: None means yes where the model and the rule allow it, True demands it, False
+    gives it up for speed.
     `corpus`: drafter suffix looks in the user's corpus too; `recall`: drafter cache knows what models wrote in earlier
     runs; `learn`: what this one writes is added to that, on disk. Neither unless asked for: prompts that are decoded
     again, as when measuring, would meet their own answers.
