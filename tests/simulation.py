@@ -18,6 +18,7 @@ from edgespec.control.auto import AutoController
 from edgespec.control.base import NOTHING, Controller, FixedLength
 from edgespec.control.cost import WIDEST, CostCurve, DraftCost
 from edgespec.drafters.base import Drafter, DraftRequest
+from edgespec.drafters.chain import CHAIN_PRIOR
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.sampling import Sampler, Sampling
 from edgespec.types import EMPTY_DRAFT, Draft, Evidence, RoundRecord, TokenIds, Verdict
@@ -118,6 +119,7 @@ class TracedDrafter(Drafter):
 
     name = "model"
     evidence_kind = "scores"
+    prior = CHAIN_PRIOR
 
     def __init__(self, clock: Clock, token_s: float, read_s: float = 0.0, slowdown: Callable[[], float] = lambda: 1.0):
         self._clock, self._token_s, self._read_s, self._slowdown = clock, token_s, read_s, slowdown

@@ -40,12 +40,22 @@ def test_what_rounds_do_to_the_balance() -> None:
     assert bank.balance_s == pytest.approx(1.3)
     bank.decoded(plain_s=1.0, extra_s=0.2)
     assert bank.balance_s == pytest.approx(1.2)
-    bank.limit(0.5)
-    assert bank.balance_s == 0.5
-    bank.limit(2.0)
-    assert bank.balance_s == 0.5
     bank.waited(3.0)
-    assert bank.balance_s == pytest.approx(0.8)
+    assert bank.balance_s == pytest.approx(1.5)
+
+
+def test_what_one_generation_gains_beyond_the_most_serves_those_that_begin_with_little() -> None:
+    bank = TimeBank(share=0.0, balance_s=5.0)
+    bank.open(least_s=1.0, most_s=2.0, kept_s=2.5)
+    assert (bank.balance_s, bank.aside_s) == (2.0, 2.5)
+    bank.open(least_s=1.0, most_s=2.0, kept_s=2.5)
+    assert (bank.balance_s, bank.aside_s) == (2.0, 2.5)
+    bank.balance_s = -0.5
+    bank.open(least_s=1.0, most_s=2.0, kept_s=2.5)
+    assert (bank.balance_s, bank.aside_s) == (1.0, 1.0)
+    bank.balance_s = -0.5
+    bank.open(least_s=1.0, most_s=2.0, kept_s=2.5)
+    assert (bank.balance_s, bank.aside_s) == (0.5, 0.0)
 
 
 def test_the_bound_holds_for_any_policy_that_asks_the_bank() -> None:
@@ -58,6 +68,8 @@ def test_the_bound_holds_for_any_policy_that_asks_the_bank() -> None:
         elapsed_s, tokens = 0.0, 0
         for _ in range(rng.randrange(1, 60)):
             round_s = plain_s * rng.uniform(1.0, 6.0)
+            if rng.random() < 0.1:
+                bank.open(2 * plain_s, 3 * plain_s, 6 * plain_s)
             if bank.can_pay(round_s, plain_s):
                 gained = 1 if rng.random() < 0.8 else rng.randrange(1, 6)
                 bank.speculated(gained, round_s, plain_s)

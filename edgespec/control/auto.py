@@ -25,8 +25,9 @@ from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.types import Draft, Evidence, RoundRecord, TokenIds, Verdict
 
 MAX_AUTO_LENGTH = 32
-START_PASSES = 2.0  # what the bank holds at first, in plain passes
+START_PASSES = 4.0  # what the bank holds at first, in plain passes: a first draft that fails must not be the last
 MOST_PASSES = 6.0  # the most it may hold when a generation begins
+_KEPT_PASSES = 12.0  # the most of what was gained beyond that, that later generations may still lose
 _RATE_MEMORY = 0.95  # per round, of the running rate
 _READING_ROUNDS = 16  # rounds over which the reading of what a paid drafter lacks is spread
 _PROBE_READING = 0.25  # of what the bank holds, that a probe may spend on reading first
@@ -86,7 +87,8 @@ class AutoController(Controller):
             drafter.begin(prompt_ids)
         self._shadows.clear()
         self._round, self._rest, self._rested = None, 0, 0
-        self.bank.limit(MOST_PASSES * self.curve.at(1, prompt_ids.size))
+        plain_s = self.curve.at(1, prompt_ids.size)
+        self.bank.open(START_PASSES * plain_s, MOST_PASSES * plain_s, _KEPT_PASSES * plain_s)
         self.bank.waited(prefill_s)  # what lets a draft model read a long prompt
 
     def rest(self) -> int:

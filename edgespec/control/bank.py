@@ -12,10 +12,14 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class TimeBank:
-    """Seconds that speculation may still lose. `share`: of plain decoding's time, that may be lost at most."""
+    """Seconds that speculation may still lose. `share`: of plain decoding's time, that may be lost at most.
+
+    `balance_s`: what this generation may spend; `aside_s`: what earlier ones left for later ones.
+    """
 
     share: float
     balance_s: float
+    aside_s: float = 0.0
 
     def can_pay(self, round_s: float, plain_s: float) -> bool:
         """Whether a round of `round_s` that yields only one token, worth `plain_s`, leaves the bank solvent."""
@@ -38,6 +42,14 @@ class TimeBank:
         """The run spent `seconds` on what plain decoding needs too, such as reading the prompt."""
         self.balance_s += self.share * seconds
 
-    def limit(self, most_s: float) -> None:
-        """Forget what is saved beyond `most_s`: a gain of yesterday must not pay for a slow answer today."""
+    def open(self, least_s: float, most_s: float, kept_s: float) -> None:
+        """A generation begins with at most `most_s`: gains of yesterday must not pay for one slow answer today.
+
+        What is beyond goes aside, up to `kept_s`, and fills up later ones that would begin with less than `least_s`:
+        where any round costs much more than a plain one, a few failures would otherwise end speculation for long.
+        """
+        self.aside_s = min(self.aside_s + max(self.balance_s - most_s, 0.0), kept_s)
         self.balance_s = min(self.balance_s, most_s)
+        taken_s = min(max(least_s - self.balance_s, 0.0), self.aside_s)
+        self.balance_s += taken_s
+        self.aside_s -= taken_s

@@ -99,11 +99,13 @@ class Logistic(Calibrator):
     """
 
     _PRECISION, _PLACE_PRECISION, _SLOPE_PRECISION, _MEMORY = 1.0, 8.0, 4.0, 0.998  # of the priors; of what was seen
-    _BIAS, _SLOPE = -0.2, 0.5
+    _SLOPE = 0.5
     _MOOD_MEMORY, _MOOD_SCALE = 0.9, 4.0  # its standard deviation is about 0.1
 
-    def __init__(self) -> None:
-        self._bias, self._precision = self._BIAS, self._PRECISION
+    def __init__(self, prior: Sequence[float] = (-0.2,)) -> None:
+        """`prior`: the bias, then the slopes of the evidence; those not given are modest ones."""
+        self._bias, self._precision = prior[0], self._PRECISION
+        self._prior = (self._SLOPE, *prior[1:])
         self._places = [0.0] * NUM_BUCKETS
         self._place_precision = [self._PLACE_PRECISION] * NUM_BUCKETS
         self._slopes: list[float] = []  # of the mood, then of the evidence
@@ -155,7 +157,8 @@ class Logistic(Calibrator):
 
     def _grow(self, size: int) -> None:
         while len(self._slopes) < size:
-            self._slopes.append(self._SLOPE)
+            number = len(self._slopes)
+            self._slopes.append(self._prior[number] if number < len(self._prior) else self._SLOPE)
             self._slope_precision.append(self._SLOPE_PRECISION)
 
 

@@ -28,7 +28,7 @@ class DrafterState:
     @classmethod
     def of(cls, drafter: Drafter) -> Self:
         """Of a drafter of which nothing is known yet."""
-        return cls(BetaTable() if drafter.evidence_kind == "bucket" else Logistic())
+        return cls(BetaTable() if drafter.evidence_kind == "bucket" else Logistic(drafter.prior))
 
     def confidences(self, draft: Draft) -> list[float]:
         """Calibrated, or the drafter's own where it gives no evidence."""

@@ -54,6 +54,7 @@ class Drafter(ABC):
     `is_free`: drafting costs next to nothing, so that it may be done on trial. `wants_features`: it reads the target's
     hidden states. `evidence_kind`: what the evidence of its tokens is: `bucket`, one number that names a class of
     alike proposals; `scores`, numbers that grow with the probability of being accepted, each of the order of one.
+    `prior`: the log odds of being accepted to begin with, a bias and what each score adds, where that is known.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Drafter(ABC):
     wants_features: ClassVar[bool] = False
     wants_layers: tuple[int, ...] = ()  # of the target, counted from 0: what goes into them is to be in each request
     evidence_kind: ClassVar[Literal["bucket", "scores"]] = "scores"
+    prior: ClassVar[tuple[float, ...]] = (-0.2,)
 
     @abstractmethod
     def begin(self, prompt_ids: TokenIds) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.drafters.chain import DrawnChain
+from edgespec.drafters.chain import CHAIN_PRIOR, DrawnChain
 from edgespec.engines.head import FeatureHead, States
 from edgespec.types import EMPTY_DRAFT, Draft, Logits, TokenIds
 
@@ -25,6 +25,7 @@ class Eagle3Drafter(Drafter):
     """
 
     name = "eagle3"
+    prior = CHAIN_PRIOR
 
     def __init__(self, head: FeatureHead, most_told: int) -> None:
         self._head = head

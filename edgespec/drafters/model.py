@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.drafters.chain import DrawnChain
+from edgespec.drafters.chain import CHAIN_PRIOR, DrawnChain
 from edgespec.drafters.temperature import DraftTemperature, Factor
 from edgespec.engines.base import Engine
 from edgespec.engines.sequence import CachedSequence
@@ -24,6 +24,7 @@ class ModelDrafter(Drafter):
     """
 
     name = "model"
+    prior = CHAIN_PRIOR
 
     def __init__(
         self,

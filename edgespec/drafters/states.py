@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.drafters.chain import DrawnChain
+from edgespec.drafters.chain import CHAIN_PRIOR, DrawnChain
 from edgespec.headfile import HeadFile
 from edgespec.types import Draft, Logits, TokenIds
 
@@ -23,6 +23,7 @@ class StateDrafter(Drafter):
     """`heads` for a target whose vocabulary has `vocabulary_size` tokens; one of `end_ids` ends a draft."""
 
     wants_features = True
+    prior = CHAIN_PRIOR
 
     def __init__(self, heads: HeadFile, vocabulary_size: int, end_ids: frozenset[int]) -> None:
         manifest, vocabulary = heads.manifest, heads.vocabulary
