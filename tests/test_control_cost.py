@@ -12,6 +12,7 @@ import pytest
 
 from edgespec.control.cost import WIDEST, ContextCost, CostCurve, DraftCost, RoundCost
 from edgespec.control.measure import (
+    COARSE,
     LEAST_PASSES,
     WIDTHS,
     cost_key,
@@ -201,10 +202,30 @@ def weights(tmp_path: Path) -> Path:
 
 def test_every_width_that_fits_is_measured_and_the_engine_left_empty(engine: Counting) -> None:
     costs = quick_costs(engine, WIDTHS, passes=LEAST_PASSES)
-    assert sorted(costs) == [width for width in WIDTHS if width <= 8]
+    assert set(costs) == {width for width in WIDTHS if width <= 8}
     assert min(costs.values()) > 0
     assert engine.length() == 0
     assert engine.passes >= LEAST_PASSES
+
+
+@pytest.mark.parametrize("plain_s", [0.002, 0.05])
+def test_where_passes_are_long_fewer_widths_are_measured_several_times(
+    monkeypatch: pytest.MonkeyPatch, weights: Path, plain_s: float
+) -> None:
+    widths: list[int] = []
+
+    class Slow(TableEngine):
+        def forward(self, batch: Batch) -> Logits:
+            widths.append(batch.width)
+            return super().forward(batch)
+
+    monkeypatch.setattr("edgespec.control.measure.perf_counter", lambda: plain_s * len(widths))
+    engine = Slow.random(10, context_length=64, max_batch=32)
+    measured = target_curve(engine, [weights]).measured
+    assert set(measured) == set(COARSE if plain_s > 0.01 else WIDTHS)
+    assert all(widths.count(width) >= 3 for width in measured)
+    if plain_s > 0.01:
+        assert len(widths) <= LEAST_PASSES + 2, "the prefix, one pass to touch all buffers, and the measurement"
 
 
 def test_a_curve_is_measured_once(engine: Counting, weights: Path) -> None:

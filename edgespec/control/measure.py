@@ -18,10 +18,14 @@ from edgespec.machine import processor
 from edgespec.types import Batch
 
 logger = logging.getLogger("edgespec")
-METHOD = 1  # raise it when the measurement changes, and what is kept of older ones is forgotten
-# The end of every step that a kernel of this kind was seen to have, and its neighbours; the rest is interpolated.
-WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16)
-QUICK_S, LEAST_PASSES, _MOST_TURNS = 1.5, 20, 24
+METHOD = 2  # raise it when the measurement changes, and what is kept of older ones is forgotten
+# The end of every step that a kernel of this kind was seen to have, and its neighbours; the rest is interpolated. What
+# is seldom drafted is left to the passes of real text where the time would not do for several passes of each width: one
+# disturbed pass of two misleads the first answers.
+COARSE, FINE = (1, 2, 4, 5, 8, 16), (3, 6, 7, 9, 12)
+WIDTHS = (*COARSE, *FINE)
+QUICK_S, LEAST_PASSES, _MOST_TURNS = 1.0, 20, 24
+_LEAST_TURNS = 3
 _PREFIX = 8  # tokens cached before: a pass onto nothing is read by another kernel in some engines
 _READ_WIDTH = 32
 _EXIT_PASSES = 6
@@ -37,7 +41,10 @@ def target_curve(engine: Engine, files: Sequence[Path]) -> CostCurve:
         return kept
     why = "once" if kept is None else "again: they are not what they were"
     logger.info("measuring what passes of %s cost on this machine, %s", files[0].name, why)
-    curve = CostCurve(_padded(quick_costs(engine, WIDTHS), engine))
+    costs = quick_costs(engine, COARSE)
+    if _LEAST_TURNS * sum(costs.values()) < 0.75 * QUICK_S:
+        costs |= quick_costs(engine, FINE, passes=_LEAST_TURNS * len(FINE))
+    curve = CostCurve(_padded(dict(sorted(costs.items())), engine))
     remember_curve(key, curve)
     return curve
 
@@ -94,6 +101,8 @@ def exit_cost(engine: Engine) -> DraftCost:
 def quick_costs(engine: Engine, widths: Sequence[int], passes: int = LEAST_PASSES) -> dict[int, float]:
     """Seconds by width, the widths taking turns: about `passes` passes, or more while QUICK_S is not over."""
     fitting = [w for w in widths if w <= engine.widest_pass and _PREFIX + w <= engine.facts.context_length]
+    if not fitting:
+        return {}
     deadline_s = perf_counter() + QUICK_S
     turns = max(passes // len(fitting), 1)
 
