@@ -224,8 +224,7 @@ def test_where_passes_are_long_fewer_widths_are_measured_several_times(
     measured = target_curve(engine, [weights]).measured
     assert set(measured) == set(COARSE if plain_s > 0.01 else WIDTHS)
     assert all(widths.count(width) >= 3 for width in measured)
-    if plain_s > 0.01:
-        assert len(widths) <= LEAST_PASSES + 2, "the prefix, one pass to touch all buffers, and the measurement"
+    assert plain_s * len(widths) <= 2.0
 
 
 def test_a_curve_is_measured_once(engine: Counting, weights: Path) -> None:

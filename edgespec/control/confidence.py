@@ -170,7 +170,7 @@ class NextConfidence:
 
     _RATE, _FIRST_COUNT = 0.05, 3.0
     _ABOVE = (0.4, 0.6, 0.75, 0.85, 0.93, 0.97)  # limits of the confidence before
-    _FIRST = (0.75, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.93)  # of a draft's first token, and by the confidence before
+    _FIRST = (0.85, 0.45, 0.55, 0.65, 0.75, 0.85, 0.9, 0.93)  # of a draft's first token, and by the confidence before
 
     def __init__(self) -> None:
         self._means = list(self._FIRST)
