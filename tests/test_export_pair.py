@@ -124,7 +124,7 @@ def test_a_quantisation_that_does_not_fit_is_refused(given, said):
         ({"draft_quants": {"gguf": "f16"}}, "there is no draft"),
         ({"draft_quants": {"gguf": "f16"}, "derivation": Derivation.parse("early-exit:2")}, "shares the target"),
         ({"group_size": 7}, "allowed: 16, 32"),
-        ({"group_size": 64}, "are for ONNX"),
+        ({"group_size": 32}, "are for ONNX"),
         ({"exporter": "magic"}, "allowed: auto"),
         ({"exporter": "builder"}, "are for ONNX"),
         ({"threads": 0}, "1 or more"),

@@ -15,7 +15,6 @@ from edgespec.settings import did_you_mean
 Format = Literal["gguf", "onnx"]
 FORMATS: tuple[Format, ...] = ("gguf", "onnx")
 DEFAULT_QUANTS: Mapping[Format, str] = {"gguf": "q8_0", "onnx": "int8"}
-DEFAULT_GROUP_SIZE = 32
 INSTALL = "pip install 'edgespec[export]'"
 
 
@@ -88,7 +87,7 @@ class ExportRequest:
     draft: str | None = None
     draft_quants: Mapping[Format, str] = field(default_factory=dict)
     derivation: Derivation | None = None
-    group_size: int = DEFAULT_GROUP_SIZE
+    group_size: int | None = None
     imatrix: Path | None = None
     exporter: str = "auto"
     revision: str | None = None
@@ -105,13 +104,13 @@ class ExportRequest:
         if self.draft_quants and not self.has_own_draft_files:
             what = "an early-exit draft shares the target's weights" if self.derivation else "there is no draft"
             raise ConfigError(f"--draft-quant has nothing to quantise: {what}")
-        if self.group_size not in GROUP_SIZES:
+        if self.group_size is not None and self.group_size not in GROUP_SIZES:
             raise ConfigError(f"--group-size {self.group_size} is not possible; allowed: {_listed(GROUP_SIZES)}")
         if self.exporter not in EXPORTERS:
             raise ConfigError(f"--exporter {self.exporter!r} is not known; allowed: {_listed(EXPORTERS)}")
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"--threads {self.threads} is not possible: give 1 or more")
-        if "onnx" not in self.quants and (self.exporter != "auto" or self.group_size != DEFAULT_GROUP_SIZE):
+        if "onnx" not in self.quants and (self.exporter != "auto" or self.group_size is not None):
             raise ConfigError("--exporter and --group-size are for ONNX: give --to onnx or --to both")
         self._check_imatrix()
 

@@ -25,6 +25,9 @@ Progress = Callable[[int, int, str], None]
 ONNX_QUANTS: tuple[Quant, ...] = ("int4", "int8", "fp16", "fp32")
 EXPORTERS: tuple[Exporter, ...] = ("auto", "builder", "transformers", "optimum")
 GROUP_SIZES = (16, 32, 64, 128, 256)
+# Reading fewer scales makes int8 products of ONNX Runtime 12 to 23% shorter at 128 than at 32, most at 4 to 8 rows,
+# which is what a draft is verified in; the demo target's mean KL goes from .0009 to .0019. 4 bits need their scales.
+DEFAULT_GROUP_SIZES = {"int8": 128, "int4": 32}
 HEAD_MULTIPLE = 16
 
 
@@ -43,7 +46,7 @@ def export_onnx(
     output: Path,
     quant: Quant,
     *,
-    group_size: int = 32,
+    group_size: int | None = None,
     exporter: Exporter = "auto",
     include_hidden_states: bool = False,
     aux_hidden_state_layers: Sequence[int] = (),
@@ -51,12 +54,14 @@ def export_onnx(
 ) -> OnnxExport:
     """Write the model of `folder` into the folder `output`, which appears only when it is whole.
 
-    `group_size` weights share a scale in int4 and int8. `include_hidden_states` adds an output `hidden_states`
-    [batch, width, hidden] after the final norm; `aux_hidden_state_layers` an output `aux_hidden_states` [batch, width,
-    layers * hidden] of the states that enter those layers, counted from 1; both need the builder. `progress` gets
-    (done, total, what). Raises ConfigError for a bad option, ModelFileError for a folder that is incomplete, damaged
-    or of an architecture that no exporter knows, CapabilityError for a missing package or a full disk.
+    `group_size` weights share a scale, None: 128 in int8, 32 in int4. `include_hidden_states` adds an output
+    `hidden_states` [batch, width, hidden] after the final norm; `aux_hidden_state_layers` an output
+    `aux_hidden_states` [batch, width, layers * hidden] of the states that enter those layers, counted from 1; both need
+    the builder. `progress` gets (done, total, what). Raises ConfigError for a bad option, ModelFileError for a folder
+    that is incomplete, damaged or of an architecture that no exporter knows, CapabilityError for a missing package or
+    a full disk.
     """
+    group_size = DEFAULT_GROUP_SIZES.get(quant, GROUP_SIZES[-1]) if group_size is None else group_size
     _check_options(quant, group_size, exporter)
     source = open_source(folder)
     options = _hidden_state_options(source, include_hidden_states, aux_hidden_state_layers)
