@@ -82,6 +82,10 @@ def test_what_was_found_under_the_opposite_is_not_taken(profile, target_path):
     other_drafter = with_profile(Settings({**model, "drafter": "suffix"}, {})).values
     assert "draft_length" not in other_drafter
     assert other_drafter["threads"] == 1
+    cut = new_profile("it", TUNED | {"drafter": "early-exit", "exit_layer": 5}, 1.0, 1.0)
+    assert cut.applicable({})["exit_layer"] == 5
+    assert "exit_layer" not in cut.applicable({"drafter": "ngram"})
+    assert "exit_layer" not in cut.applicable({"exit_layer": 3})
 
 
 def test_a_command_about_speculation_leaves_plain_decoding_open(target_path):
