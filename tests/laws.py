@@ -48,7 +48,7 @@ TEXT_LENGTH = 4000
 class TableExit(EarlyExit):
     """The exit of a table that drafts as another one would; like a real one it goes on where the target stands."""
 
-    bytes_used = 0
+    bytes_used, layers, num_layers = 0, 1, 2
 
     def __init__(self, target: TableEngine, exit_table: TableEngine) -> None:
         self._target, self._table, self._ids = target, exit_table, [0]

@@ -15,7 +15,9 @@ from click.testing import CliRunner, Result
 from conftest import DEMO
 
 from edgespec.cli.main import cli
+from edgespec.cli.tune_view import _labels, _short
 from edgespec.config import LoadOptions
+from edgespec.errors import CapabilityError
 from edgespec.profiles import load_profile, profile_path
 from edgespec.sampling import Sampling
 from edgespec.tuning.candidates import (
@@ -198,6 +200,22 @@ def test_threads_go_up_to_the_cores_unless_they_are_fixed(usual, counts):
     assert thread_counts(Asked(options, frozenset({"threads"}), Sampling(), 4), usual) == [usual]
 
 
+def test_a_drafter_that_nobody_named_and_that_cannot_be_had_is_left_out(target_path):
+    model = str(target_path)
+    asked = Asked(LoadOptions(model=model, threads=1), frozenset({"threads"}), Sampling(temperature=0.0), 3)
+    sweep = prepare(asked, {model: ["llamacpp"]}, lambda model: [[5, 6, 7], [6, 7, 8]])
+    before = set(sweep.scores)
+    here = next(iter(before)).loaded
+    lost = [Candidate(replace(here, opens="medusa"), "medusa", length) for length in FEW_LENGTHS]
+    sweep.scores |= {candidate: Score(candidate) for candidate in lost}
+    sweep.run()
+    assert set(sweep.scores) == before
+    assert sweep.finalists()
+    named = replace(asked, options=replace(asked.options, drafter="medusa"))
+    with pytest.raises(CapabilityError, match="medusa"):
+        Sweep(named, sweep.prompts, {lost[0]: Score(lost[0])}).run()
+
+
 def test_no_more_is_decoded_than_was_announced(target_path, draft_path, prompts):
     options = LoadOptions(model=str(target_path), draft=draft_path, threads=1)
     asked = Asked(options, frozenset({"threads"}), Sampling(temperature=0.0), 3)
@@ -295,6 +313,21 @@ def test_other_weights_take_turns_and_keep_their_own_profile(target_path, prompt
     for wanted in ("weights engine", f"best for {first}: engine", f"best for {second}: engine"):
         assert wanted in said
     assert "write other texts" in said and "fastest weights: " in said
+
+
+@pytest.mark.parametrize(
+    ("models", "labels", "short"),
+    [
+        (["a/it-q4_0.gguf", "b/it-q8_0.gguf"], ["it-q4_0.gguf", "it-q8_0.gguf"], ["q4_0", "q8_0"]),
+        (["x/int4/model.onnx", "x/int8/model.onnx"], ["x/int4/model.onnx", "x/int8/model.onnx"], ["int4", "int8"]),
+        (["demo", "x/demo-q4.gguf"], ["demo", "demo-q4.gguf"], ["demo", "demo-q4.gguf"]),
+        (["it.gguf", "it-q4.gguf"], ["it.gguf", "it-q4.gguf"], ["it", "it-q4"]),
+        (["it-q4.gguf"], ["it-q4.gguf"], ["it-q4.gguf"]),
+    ],
+)
+def test_weights_are_told_apart_in_few_letters(models, labels, short):
+    assert list(_labels(models).values()) == labels
+    assert list(_short(_labels(models)).values()) == short
 
 
 def test_other_weights_are_of_the_same_model(target_path, tiny_path, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,13 @@ _SHOWN = 12  # rows of the table
 def show(sweep: Sweep) -> None:
     """The finalists and the best of those that were dropped, with the prompts that each was measured on."""
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    labels = _labels(sweep.models)
-    for name in (*(("weights",) if len(labels) > 1 else ()), "engine", "threads", "drafter", "length"):
+    labels = _short(_labels(sweep.models))
+    if len(labels) > 1:
+        table.add_column("weights", overflow="fold", min_width=8)
+    for name in ("engine", "threads", "drafter", "length"):
         table.add_column(name, no_wrap=True)
     for name in ("tokens/s", "speedup", "accepted", "prompts"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     finalists = sweep.finalists()
     best = next((score for score in finalists if score.candidate.loaded.reproducible is None), None)
     measured = [score for score in sweep.scores.values() if score.tokens]
@@ -43,7 +46,7 @@ def _row(sweep: Sweep, score: Score) -> tuple[str, ...]:
     candidate = score.candidate
     name = candidate.drafter + (" (unpadded)" if candidate.loaded.reproducible is False else "")
     if candidate.loaded.exit_layer is not None:
-        name += f" ({candidate.loaded.exit_layer} layers)"
+        name += f" of {candidate.loaded.exit_layer}"
     return (
         candidate.loaded.engine,
         str(candidate.loaded.threads),
@@ -93,6 +96,16 @@ def _labels(models: Sequence[str]) -> dict[str, str]:
     """The last part of each name or path, or all of it where that would not tell them apart."""
     short = {model: Path(model).name for model in models}
     return short if len(set(short.values())) == len(short) else {model: model for model in models}
+
+
+def _short(labels: Mapping[str, str]) -> dict[str, str]:
+    """The labels without the parts that all of them begin and end with, where something is left of each."""
+    names = [re.findall(r"[^-./]*[-./]?", label) for label in labels.values()]
+    most = min(map(len, names))
+    first = next((i for i in range(most) if len({name[i] for name in names}) > 1), most)
+    last = next((i for i in range(most) if len({name[-1 - i] for name in names}) > 1), most)
+    cut = ["".join(name[first : len(name) - last]).strip("-./") for name in names]
+    return dict(zip(labels, cut if all(cut) else labels.values(), strict=True))
 
 
 def as_object(sweep: Sweep, kept: Sequence[tuple[Profile, Path]]) -> dict[str, Any]:

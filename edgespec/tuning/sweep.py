@@ -75,6 +75,7 @@ class Sweep:
             count = self.num_prompts(share)
             self.tell(f"round {number} of {len(SHARES)}: {len(alive)} settings")
             self._decode(alive, count, visits)
+            alive = [candidate for candidate in alive if candidate in self.scores]
             timed = {one.loaded.model for one in alive if sum(self.scores[one].tokens.values())}
             if len(timed) < len(self.models):
                 raise PromptError("every answer ended with its first token, so nothing was timed: give other prompts")
@@ -159,12 +160,27 @@ class Sweep:
                         if opened is not None:
                             opened[1].close()
                             opened = None
-                        opened = loaded, self.asked.load(loaded, needed(loaded, groups[loaded]))
-                        self._warm_up(opened[1], groups[loaded], loaded)
+                        model = self._open(loaded, groups[loaded])
+                        if model is None:
+                            continue
+                        opened = loaded, model
+                        self._warm_up(model, groups[loaded], loaded)
                     self._visit(opened[1], groups[loaded], count)
         finally:
             if opened is not None:
                 opened[1].close()
+
+    def _open(self, loaded: Loaded, chosen: Sequence[Candidate]) -> Model | None:
+        """The pair as `loaded` says; None, its settings left out, where a drafter that nobody named cannot be had."""
+        try:
+            return self.asked.load(loaded, needed(loaded, chosen))
+        except EdgespecError as exc:
+            if loaded.opens == self.asked.options.drafter:
+                raise
+            logger.info("drafter %s is left out: %s", loaded.opens, exc)
+        for candidate in chosen:
+            self.scores.pop(candidate, None)
+        return None
 
     def _warm_up(self, model: Model, candidates: Sequence[Candidate], loaded: Loaded) -> None:
         ids = self.prompts[loaded.model, loaded.engine][-1]
