@@ -20,8 +20,8 @@ _SHOWN = 12  # rows of the table
 
 def show(sweep: Sweep) -> None:
     """The finalists and the best of those that were dropped, with the prompts that each was measured on."""
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     labels = _short(_labels(sweep.models))
+    table = Table(box=None, header_style="bold", padding=(0, 1 if len(labels) > 1 else 2, 0, 0))
     if len(labels) > 1:
         table.add_column("weights", overflow="fold", min_width=8)
     for name in ("engine", "threads", "drafter", "length"):
