@@ -39,7 +39,7 @@ def lengths_of(drafters: Sequence[DrafterName]) -> Iterator[tuple[DrafterName, D
     fixed = [name for name in drafters if name != "auto"]
     for n in itertools.cycle(range(1, 13)):
         yield from ((name, n) for name in fixed)
-        yield drafters[n % len(drafters)], "auto"
+        yield from ((name, "auto") for name in drafters if name == "auto" or name == fixed[n % len(fixed)])
 
 
 @dataclass
