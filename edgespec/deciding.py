@@ -88,6 +88,12 @@ class Deciders:
             names += [name for name in MANY_ROWS if name != "tree" or "model" in self.drafters]
         return names
 
+    @property
+    def names(self) -> list[DrafterName]:
+        """Every drafter that this model has and that may pay: those of `auto`, and what that leaves to be asked for."""
+        found = self._automatic_names()
+        return [*found, *(name for name in sorted(BY_NAME_ONLY) if name not in found and "model" in self.drafters)]
+
     def drafter(self, name: DrafterName) -> Drafter:
         """Raises CapabilityError for one that this pair has not got."""
         if name not in self.drafters:

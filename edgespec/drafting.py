@@ -40,7 +40,7 @@ FREE_DRAFTERS: dict[DrafterName, Callable[[LoadOptions, Vocabulary], Drafter]] =
 MANY_ROWS: tuple[DrafterName, ...] = ("tree", "lookahead")
 COPYING: tuple[DrafterName, ...] = ("suffix", "ngram")  # what a hybrid has before its draft model
 # Left to be asked for: beside its parts a hybrid gains nothing in `auto`, which chooses between them by the round.
-BY_NAME_ONLY = frozenset({"hybrid"})
+BY_NAME_ONLY: frozenset[DrafterName] = frozenset({"hybrid"})
 _AT_LOADING: dict[DrafterName, str] = {
     "hierarchical": "needs a draft and a medium, and {pair!r} was loaded without the medium",
     "early-exit": "was not prepared when {pair!r} was loaded",

@@ -33,7 +33,7 @@ def open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterNa
     exit_layer = exit_layer_of(options, pair)
     wanted = wanted_drafters(options, pair, exit_layer)
     roles = {role for name in wanted for role in ROLES[name] if exit_layer is None or name != "early-exit"}
-    for role in sorted(roles):
+    for role in sorted(roles & pair.files.keys()):
         _check_contents(pair.files[role])
     heads = read_heads(options, pair)
     target = _open_target(options, pair.files["target"], exit_layer, hidden_states=bool(heads))
@@ -62,26 +62,34 @@ def _opened(
     """The drafters that `name` needs models for, those already `opened` left out. `is_cut`: the target has an exit."""
     if name == "early-exit":
         if is_cut:
-            return {name: SharedStateDrafter(target)}
-        return {name: EarlyExitDrafter(_open_draft(options, pair.files["draft"], target))}
+            return {name: SharedStateDrafter(target, options.draft_temperature)}
+        engine = _open_draft(options, pair.files["draft"], target)
+        return {name: EarlyExitDrafter(engine, temperature=options.draft_temperature)}
     if name == "eagle3":
         return {name: open_eagle3(options, pair.files["draft"], target)}
-    small = opened.get("model") or _model_drafter(options, pair.files["draft"], target)
+    known: tuple[DrafterName, ...] = ("model", "early-exit")  # an exit is a draft model already: no second one for it
+    small = next((opened[each] for each in known if each in opened), None)
+    made = small or _model_drafter(options, pair.files["draft"], target)
+    found: dict[DrafterName, Drafter] = {} if small else {"model": made}
     if name != "hierarchical":
-        return {"model": small}
-    assert isinstance(small, ModelDrafter)
+        return found
+    assert isinstance(made, ModelDrafter)
     try:
-        medium = _open_draft(options, pair.files["medium"], target)
+        return found | {name: HierarchicalDrafter(made, _open_medium(options, pair.files["medium"], target))}
     except BaseException:
-        small.close()
+        for drafter in found.values():
+            drafter.close()
         raise
+
+
+def _open_medium(options: LoadOptions, file: ModelFile, target: Engine) -> Engine:
+    medium = _open_draft(options, file, target)
     try:
         check_same_vocabulary(target.vocabulary, medium.vocabulary)
     except BaseException:
-        small.close()
         medium.close()
         raise
-    return {"model": small, name: HierarchicalDrafter(small, medium)}
+    return medium
 
 
 def _model_drafter(options: LoadOptions, file: ModelFile, target: Engine) -> ModelDrafter:

@@ -26,7 +26,7 @@ from edgespec.models import GRAPH, registered_folders
 from edgespec.settings import Settings, find, user_folder
 
 PROFILE_FORMAT = 1
-TUNED = ("engine", "drafter", "draft_length", "threads")  # the settings that a profile may hold
+TUNED = ("engine", "drafter", "draft_length", "exit_layer", "threads")  # the settings that a profile may hold
 DEFAULT_MODEL = "demo"
 
 
@@ -47,13 +47,14 @@ class Profile:
     def applicable(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Its settings that still mean something next to those a user gave.
 
-        Settings found for one engine say nothing of another, nor a draft length for one drafter of another.
+        Settings found for one engine say nothing of another, nor a draft length or an exit for one drafter of another.
         """
         if given.get("engine", self.settings.get("engine")) != self.settings.get("engine"):
             return {}
         found = {name: value for name, value in self.settings.items() if name not in given}
         if given.get("drafter", self.settings.get("drafter")) != self.settings.get("drafter"):
             found.pop("draft_length", None)
+            found.pop("exit_layer", None)
         return found
 
 

@@ -222,6 +222,11 @@ class Model:
         return self._deciders.draft_name
 
     @property
+    def drafter_names(self) -> list[DrafterName]:
+        """Every drafter that can be asked for here and may pay; those that need many rows only where rows are cheap."""
+        return self._deciders.names
+
+    @property
     def drafter_bytes(self) -> int:
         """Memory that the drafters hold now: a draft model's weights and cache, the tables of the others."""
         return sum(drafter.bytes_used for drafter in self._deciders.drafters.values())

@@ -33,6 +33,8 @@ def wanted_drafters(options: LoadOptions, pair: ModelPair, exit_layer: int | Non
         wanted = tuple(dict.fromkeys((*own, *exits, *named)))
     else:
         wanted = (options.drafter,) if options.drafter in ROLES else ()
+        if wanted == ("hierarchical",) and own == ("early-exit",) and pair.files["target"].engine == "llamacpp":
+            wanted = (*own, *wanted)  # an exit in GGUF drafts over the target's weights: it is the small model
     if "early-exit" in wanted and exit_layer is None and "early-exit" not in own:
         hint = "--exit-layer N, or " if pair.files["target"].engine == "onnx" else ""
         raise CapabilityError(
@@ -40,7 +42,10 @@ def wanted_drafters(options: LoadOptions, pair: ModelPair, exit_layer: int | Non
             "export --derive early-exit:LAYERS"
         )
     for name in wanted:
-        for role in ROLES[name] if name != "early-exit" else ():
+        needs = () if name == "early-exit" else ROLES[name]
+        if name == "hierarchical" and "early-exit" in wanted:
+            needs = ("medium",)  # the exit looks ahead of it
+        for role in needs:
             if role not in pair.files:
                 what = "an EAGLE-3 head" if name == "eagle3" else f"a {role} model"
                 raise CapabilityError(

@@ -16,6 +16,7 @@ from edgespec.cli.main import cli
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.temperature import FACTORS, DraftTemperature, picks
+from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.table import TableEngine
 from edgespec.errors import ConfigError
@@ -85,6 +86,58 @@ def test_joint_law_under_rejection_is_the_targets_at_any_draft_temperature(facto
     assert chi_square_score(counts, expected, 90) < ALPHA_1E6
 
 
+@pytest.mark.parametrize("factor", [0.5, 1.5])
+def test_a_tree_is_drawn_at_the_drafts_temperature(factor: float) -> None:
+    """Its main chain is that of the model alone, and its nodes carry what they were drawn from."""
+    engine = TableEngine.random(10, seed=2)
+    sampling = Sampling(temperature=0.8, top_k=6, top_p=0.9, min_p=0.02, seed=3)
+    request = DraftRequest(np.array([1, 2, 3], np.int32), 12, Sampler(sampling, 10), max_branches=4)
+    tree = TreeDrafter(ModelDrafter(engine, temperature=factor)).draft(request).main_chain
+    alone = ModelDrafter(engine, temperature=factor).draft(request.at_most(tree.num_tokens))
+    assert tree.token_ids.tolist() == alone.token_ids.tolist()
+    compared = dataclasses.replace(request, needs_distributions=True)
+    drawn = TreeDrafter(ModelDrafter(engine, temperature=factor)).draft(compared)
+    tempered = Sampler(dataclasses.replace(sampling, temperature=0.8 * factor), 10)
+    expected = tempered.distribution(engine.row([1, 2, 3]), np.array([1, 2, 3], np.int32))
+    assert drawn.distributions is not None
+    for token_id, prob in zip(expected.token_ids.tolist(), expected.probs.tolist(), strict=True):
+        assert drawn.distributions[0].prob_of(token_id) == pytest.approx(prob)
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize("factor", [0.6, 1.5, "auto"])
+def test_a_tree_keeps_the_text_at_any_draft_temperature(factor: float, rule: str) -> None:
+    """Coupled to the token, under rejection in law."""
+    target = TableEngine.random(10, order=1, seed=3, spread=1.0, context_length=4100)
+    cached, drafter = CachedSequence(target), TreeDrafter(ModelDrafter(scaled(target, 0.5), temperature=factor))
+    if rule == "coupled":
+        plain = run_once(cached, None, "coupled", 0, PLAIN, 1000)
+        found = run_once(cached, drafter, "coupled", 8, PLAIN, 1000)
+        assert [(e.token_id, e.logprob) for e in found] == [(e.token_id, e.logprob) for e in plain]
+        return
+    counts = np.zeros((10, 10))
+    for seed in range(4):
+        settings = dataclasses.replace(PLAIN, seed=seed)
+        ids = [1, *(e.token_id for e in run_once(cached, drafter, "rejection", 6, settings, 4000, logprobs=False))]
+        np.add.at(counts, (ids[:-1], ids[1:]), 1)
+    weights = np.exp(np.stack([target.row([before]) for before in range(10)]).astype(np.float64))
+    expected = counts.sum(axis=1, keepdims=True) * weights / weights.sum(axis=1, keepdims=True)
+    assert chi_square_score(counts, expected, 90) < ALPHA_1E6
+
+
+def test_a_tree_learns_the_factor_that_is_right() -> None:
+    target = TableEngine.random(10, seed=1, context_length=4100)
+    accepted = {}
+    for setting in (1.0, "auto"):
+        model = ModelDrafter(scaled(target, 0.6), temperature=setting)
+        cached, drafter = CachedSequence(target), TreeDrafter(model)
+        run_once(cached, drafter, "coupled", 4, dataclasses.replace(PLAIN, seed=4), 4000, logprobs=False)  # learns
+        events = run_once(cached, drafter, "coupled", 4, dataclasses.replace(PLAIN, seed=5), 2000, logprobs=False)
+        accepted[setting] = sum(event.from_draft for event in events)
+    assert 0.6 <= model.temperature.factor_at(1.0) <= 0.7
+    assert accepted["auto"] > accepted[1.0] + 50
+
+
 @pytest.mark.parametrize("flatter", [0.6, 1.0])
 def test_the_factor_that_is_right_is_learnt(flatter: float) -> None:
     target = TableEngine.random(10, seed=1, context_length=4100)
@@ -95,8 +148,8 @@ def test_the_factor_that_is_right_is_learnt(flatter: float) -> None:
         run_once(cached, drafter, "coupled", 4, sampling, 4000, logprobs=False)  # learns
         events = run_once(cached, drafter, "coupled", 4, dataclasses.replace(sampling, seed=5), 2000, logprobs=False)
         accepted[setting] = sum(event.from_draft for event in events)
-    learnt = drafter._temperature.factor_at(1.0)
-    assert drafter._temperature.factor_at(0.8) == 1.0  # nothing was seen at another temperature
+    learnt = drafter.temperature.factor_at(1.0)
+    assert drafter.temperature.factor_at(0.8) == 1.0  # nothing was seen at another temperature
     if flatter == 1.0:
         assert learnt == 1.0 and accepted["auto"] == accepted[1.0]
     else:
@@ -107,7 +160,7 @@ def test_rules_without_the_targets_noise_teach_nothing() -> None:
     target = TableEngine.random(10, seed=1, context_length=4100)
     drafter = ModelDrafter(scaled(target, 0.5), temperature="auto")
     run_once(CachedSequence(target), drafter, "rejection", 4, PLAIN, 2000, logprobs=False)
-    assert drafter._temperature._scores == {}
+    assert drafter.temperature._scores == {}
 
 
 @pytest.mark.parametrize("used", [0.6, 1.0, 1.2])
@@ -148,6 +201,6 @@ def test_demo_text_does_not_depend_on_the_draft_temperature(engine: str) -> None
                 if temperature not in plain:
                     options = GenerateOptions(max_tokens=64, drafter="none", ignore_eos=True)
                     plain[temperature] = model.generate(ids, sampling, options).token_ids
-                for length in (1, 4, "auto"):
-                    options = GenerateOptions(max_tokens=64, drafter="model", draft_length=length, ignore_eos=True)
+                for drafter, length in (("model", 1), ("model", 4), ("model", "auto"), ("tree", 8)):
+                    options = GenerateOptions(max_tokens=64, drafter=drafter, draft_length=length, ignore_eos=True)
                     assert model.generate(ids, sampling, options).token_ids == plain[temperature]

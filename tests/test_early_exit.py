@@ -321,6 +321,49 @@ def test_a_pair_whose_draft_is_an_exit_is_known_as_one(split: EarlyExit, onnx_pa
                 opened.generate("def f(", options=GenerateOptions(drafter="early-exit"))
 
 
+@pytest.mark.parametrize("drafter", ["auto", "hierarchical"])
+def test_an_exit_is_the_small_model_of_a_hierarchy(split: EarlyExit, drafter: str) -> None:
+    """Its file is opened once, whatever a medium stands above it, and its weights are the target's."""
+    medium = DEMO / "demo-medium-q8_0.gguf"
+    options = {"draft": split.draft, "medium": medium, "threads": TEST_THREADS, "reproducible": True}
+    with edgespec.load(str(split.target), drafter=drafter, **options) as opened:
+        drafters = opened._deciders.drafters
+        assert {"early-exit", "hierarchical"} == set(drafters) - {"ngram", "suffix", "cache"}
+        assert drafters["hierarchical"]._small is drafters["early-exit"]
+        assert set(opened.draft_costs) == {"early-exit", "hierarchical"}
+        generate = GenerateOptions(max_tokens=48, drafter="none", ignore_eos=True)
+        for temperature in (0.0, 0.8, 1.2):
+            sampling = Sampling(temperature=temperature, seed=3)
+            plain = opened.generate(PROMPTS[1], sampling, generate)
+            for name, length in (("hierarchical", 5), ("early-exit", 3), (drafter, "auto")):
+                found = opened.generate(PROMPTS[1], sampling, replace(generate, drafter=name, draft_length=length))
+                assert found.token_ids == plain.token_ids
+                assert length == "auto" or found.stats.accepted_tokens > 0
+
+
+def test_an_onnx_exit_is_the_small_model_of_a_hierarchy(onnx_path: Path) -> None:
+    """The target's own first layers look ahead of the medium: what they read of its text is not read again."""
+    medium = onnx_path.parent.parent / "medium" / "model.onnx"
+    options = {"engine": "onnx", "threads": TEST_THREADS, "reproducible": True, "exit_layer": LAYERS}
+    with edgespec.load(str(onnx_path), medium=medium, **options) as opened:
+        small = opened._deciders.drafters["hierarchical"]._small
+        assert small is opened._deciders.drafters["early-exit"]
+        generate = GenerateOptions(max_tokens=48, drafter="none", ignore_eos=True)
+        for temperature in (0.0, 0.8, 1.2):
+            sampling = Sampling(temperature=temperature, seed=3)
+            plain = opened.generate(PROMPTS[1], sampling, generate)
+            for name, length in (("hierarchical", 5), ("early-exit", 3), ("auto", "auto")):
+                found = opened.generate(PROMPTS[1], sampling, replace(generate, drafter=name, draft_length=length))
+                assert found.token_ids == plain.token_ids
+
+
+def test_a_draft_temperature_reaches_an_exit(split: EarlyExit) -> None:
+    for options in ({"model": str(split.target), "draft": split.draft}, {"model": "demo", "engine": "onnx"}):
+        exits = {"exit_layer": LAYERS} if "engine" in options else {}
+        with edgespec.load(**options, **exits, drafter="early-exit", draft_temperature=0.7, threads=1) as opened:
+            assert opened._deciders.drafters["early-exit"].temperature.factor_at(0.8) == 0.7
+
+
 def test_an_exit_that_is_not_there_is_refused(split: EarlyExit) -> None:
     with pytest.raises(CapabilityError, match="--derive early-exit:LAYERS"):
         edgespec.load("demo", drafter="early-exit")

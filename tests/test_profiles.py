@@ -84,6 +84,14 @@ def test_what_was_found_under_the_opposite_is_not_taken(profile, target_path):
     assert other_drafter["threads"] == 1
 
 
+def test_an_exit_belongs_to_the_drafter_that_it_was_found_for(profile):
+    save_profile(profile, new_profile("it", TUNED | {"drafter": "early-exit", "exit_layer": 5}, 1.0, 1.0))
+    cut = load_profile(profile)
+    assert cut.applicable({})["exit_layer"] == 5
+    assert "exit_layer" not in cut.applicable({"drafter": "ngram"})
+    assert "exit_layer" not in cut.applicable({"exit_layer": 3})
+
+
 def test_a_command_about_speculation_leaves_plain_decoding_open(target_path):
     path = profile_path(str(target_path))
     assert path is not None

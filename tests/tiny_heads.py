@@ -10,10 +10,13 @@ from edgespec.drafters.eagle import EagleDrafter
 from edgespec.drafters.medusa import MedusaDrafter
 from edgespec.drafters.states import StateDrafter
 from edgespec.engines.base import Engine
+from edgespec.engines.head import FeatureHead, HeadFacts, States
 from edgespec.engines.table import TableEngine
+from edgespec.errors import BatchError, Cancelled, ContextFull
 from edgespec.headfile import HeadFile, HeadManifest, write_head_file
-from edgespec.types import Batch
+from edgespec.types import Batch, Logits, TokenIds
 
+LAYERS = 0, 2  # whose inputs an OpenHead reads
 LARGE = 100.0  # where SiLU is the identity, and a state is small beside a row
 
 
@@ -77,3 +80,55 @@ def drafter_of(heads: HeadFile, vocabulary_size: int) -> StateDrafter:
 def write(heads: HeadFile, path: Path) -> Path:
     write_head_file(path, heads, "f16")
     return path
+
+
+class OpenHead(FeatureHead):
+    """Its cache is a list of (token, first number of the state); its logits a table's row and a part of the state."""
+
+    def __init__(self, context_length: int, end_ids: frozenset[int] = frozenset(), vocabulary: int = 10) -> None:
+        self.facts = HeadFacts(context_length, LAYERS, len(LAYERS) * vocabulary, vocabulary, end_ids, num_bytes=1000)
+        self.table: States = np.random.default_rng(2).standard_normal((vocabulary, vocabulary)).astype(np.float32)
+        self.share_of_state = 0.3
+        self.pairs: list[tuple[int, float]] = []
+        self.start = self.end = 0
+        self.is_cancelled = False
+
+    def encode(self, features: States) -> States:
+        assert features.shape[1] == self.facts.feature_width
+        return features[:, : self.facts.width]
+
+    def decode(self, token_ids: TokenIds, states: States) -> tuple[Logits, States]:
+        if self.is_cancelled:
+            self.is_cancelled = False
+            raise Cancelled("as asked")
+        assert len(token_ids) == len(states) > 0
+        if len(self.pairs) + len(token_ids) > self.facts.context_length:
+            raise ContextFull("too many pairs")
+        self.pairs += zip(token_ids.tolist(), states[:, 0].tolist(), strict=True)
+        self.end += len(token_ids)
+        logits = self.table[token_ids[-1]] + self.share_of_state * states[-1]
+        return logits, logits
+
+    def rollback(self, to_end: int) -> None:
+        if not self.start <= to_end <= self.end:
+            raise BatchError("outside")
+        del self.pairs[to_end - self.start :]
+        self.end = to_end
+
+    def drop_before(self, start: int) -> None:
+        if not self.start <= start <= self.end:
+            raise BatchError("outside")
+        del self.pairs[: start - self.start]
+        self.start = start
+
+    def restart(self, position: int) -> None:
+        self.pairs, self.start, self.end = [], position, position
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+    def clear_cancel(self) -> None:
+        self.is_cancelled = False
+
+    def close(self) -> None:
+        self.pairs = []

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from edgespec.drafters.base import DraftRequest
 from edgespec.noise import Stream
+from edgespec.sampling import Sampler
 from edgespec.types import Distribution, Evidence, Logits, TokenIds
 
 # Fitted to the demo pair, in dialogues; what a controller believes is calibrated as it goes.
@@ -53,9 +54,15 @@ class Candidates(ABC):
 class Raced(Candidates):
     """Children for rules that pick the target's token by a race with known noise, or greedily."""
 
-    def __init__(self, token_ids: TokenIds, scores: NDArray[np.float64]) -> None:
-        """`scores` [n], descending: perturbed logits, whose differences say how far the target must disagree."""
+    def __init__(
+        self, token_ids: TokenIds, scores: NDArray[np.float64], distribution: Distribution | None = None
+    ) -> None:
+        """`scores` [n], descending: perturbed logits, whose differences say how far the target must disagree.
+
+        `distribution`: the one that was raced over, None without noise.
+        """
         self._token_ids, self.count = token_ids, token_ids.size
+        self.distribution = distribution
         weights = np.exp((scores - scores[0]) / _DISAGREEMENT)
         self._probs = _AGREED * weights / weights.sum()
 
@@ -98,13 +105,13 @@ def _half_odds(probability: float) -> float:
     return max(math.log(probability / (1.0 - probability)), -6.0) / 2.0
 
 
-def candidates_for(request: DraftRequest) -> Callable[[Logits, int, int, TokenIds], Candidates]:
+def candidates_for(request: DraftRequest, sampler: Sampler) -> Callable[[Logits, int, int, TokenIds], Candidates]:
     """What makes the children of a node out of the draft model's row of logits [vocabulary].
 
-    Its further arguments: how far behind the text the children stand, the node's number, and the tokens [m] of its
-    path.
+    They are drawn with the settings of `sampler`, the draft's. Further arguments of what is made: how far behind the
+    text the children stand, the node's number, and the tokens [m] of its path.
     """
-    sampler, text_ids = request.sampler, request.token_ids
+    text_ids = request.token_ids
 
     def make(logits: Logits, depth: int, node: int, path_ids: TokenIds) -> Candidates:
         uses_history = sampler.sampling.uses_history and path_ids.size > 0
@@ -121,6 +128,6 @@ def candidates_for(request: DraftRequest) -> Callable[[Logits, int, int, TokenId
             index = (request.num_drafted + depth + 1) * _NODES_PER_DEPTH + node + 1
             return Drawn(sampler.ranked(distribution, position, Stream.DRAFT, index)[0])
         ranked, times = sampler.ranked(distribution, position)
-        return Raced(ranked.token_ids, -temperature * np.log(times))
+        return Raced(ranked.token_ids, -temperature * np.log(times), distribution)
 
     return make

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.temperature import DraftTemperature
+from edgespec.drafters.temperature import DraftTemperature, Factor
 from edgespec.engines.base import Engine
 from edgespec.types import EMPTY_DRAFT, Draft, Logits, TokenIds
 
@@ -28,12 +28,13 @@ class SharedStateDrafter(EarlyExitDrafter):
     """Drafts with the early exit of the engine `target`, which somebody else owns: same cache, states handed over.
 
     The target has read the text already, so there is nothing to catch up with, and no window: both end together.
+    `temperature`: as ModelDrafter's.
     """
 
-    def __init__(self, target: Engine) -> None:
+    def __init__(self, target: Engine, temperature: Factor = 1.0) -> None:
         # No sequence of its own, as ModelDrafter has: what the target's cache holds is not for a drafter to change.
         self._engine = target
-        self._temperature = DraftTemperature()
+        self.temperature = DraftTemperature(temperature)
         self._exit = target.early_exit()
 
     def begin(self, prompt_ids: TokenIds) -> None:
@@ -46,7 +47,7 @@ class SharedStateDrafter(EarlyExitDrafter):
         read = self._exit.follow(text)
         if read is None or most < 1:
             return EMPTY_DRAFT
-        self._temperature.learn(request.sampler, text)
+        self.temperature.learn(request.sampler, text)
         return self._chain(request, self._feed(text[read:]), most)
 
     def _feed(self, token_ids: TokenIds) -> Logits:

@@ -34,7 +34,7 @@ class ModelDrafter(Drafter):
         temperature: Factor = 1.0,
     ) -> None:
         self.notes = notes
-        self._temperature = DraftTemperature(temperature)
+        self.temperature = DraftTemperature(temperature)  # a drafter that shares the model shares it too
         self._engine = engine
         self._cache = CachedSequence(engine) if cache is None else cache
         self._window_start = 1  # first text position in the window behind the text's first token
@@ -54,7 +54,7 @@ class ModelDrafter(Drafter):
         most = min(request.max_tokens, room // 4)
         if most < 1:
             return EMPTY_DRAFT
-        self._temperature.learn(request.sampler, request.token_ids)
+        self.temperature.learn(request.sampler, request.token_ids)
         try:
             logits = self.catch_up(request.token_ids, most)
             return self._chain(request, logits, most)
@@ -84,12 +84,12 @@ class ModelDrafter(Drafter):
         return np.concatenate((token_ids[:1], token_ids[self._window_start :]))
 
     def _chain(self, request: DraftRequest, logits: Logits, most: int) -> Draft:
-        chain = DrawnChain(request, most, self._end_ids, self._temperature.sampler(request.sampler))
+        chain = DrawnChain(request, most, self._end_ids, self.temperature.sampler(request.sampler))
         chain.add(logits)
         while chain.is_open:
             chain.add(self._feed(np.array(chain.token_ids[-1:], np.int32)))
         if not request.needs_distributions:
-            self._temperature.drafted(request.token_ids.size, chain.token_ids, chain.distributions)
+            self.temperature.drafted(request.token_ids.size, chain.token_ids, chain.distributions)
         return chain.as_draft()
 
     @property

@@ -66,6 +66,11 @@ class DraftTemperature:
         self._watched: tuple[int, list[int], list[Distribution]] | None = None
         self._used = 1.0
 
+    @property
+    def is_learning(self) -> bool:
+        """Whether what was drafted is to be told."""
+        return self._setting == "auto"
+
     def factor_at(self, temperature: float) -> float:
         """The factor in use at a temperature of the target's."""
         if self._setting != "auto":
@@ -86,7 +91,7 @@ class DraftTemperature:
     def drafted(self, start: int, token_ids: Sequence[int], distributions: Sequence[Distribution]) -> None:
         """A draft was raced with the target's noise from `start` on, with what the last sampler gave."""
         self._drafts += 1
-        is_watched = self._setting == "auto" and self._drafts % _EVERY == 0
+        is_watched = self.is_learning and self._drafts % _EVERY == 0
         self._watched = (start, list(token_ids), list(distributions)) if is_watched else None
 
     def learn(self, target: Sampler, token_ids: TokenIds) -> None:

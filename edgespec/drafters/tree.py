@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.drafters.candidates import Candidate, Candidates, candidates_for
+from edgespec.drafters.candidates import Candidate, Candidates, Raced, candidates_for
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.base import Engine
 from edgespec.errors import Cancelled
-from edgespec.types import EMPTY_DRAFT, NO_PARENT, Draft, Logits, TokenIds, Verdict
+from edgespec.types import EMPTY_DRAFT, NO_PARENT, Distribution, Draft, Logits, TokenIds, Verdict
 
 ROOT = NO_PARENT
 _LOOKED_AT = 4  # most open nodes scored in one pass of the draft model
@@ -48,11 +48,16 @@ class TreeDrafter(Drafter):
         most = min(request.max_tokens, cache.engine.facts.context_length // 4)
         if most < 1:
             return EMPTY_DRAFT
+        temperature = self._model.temperature
+        temperature.learn(request.sampler, request.token_ids)
+        candidates = candidates_for(request, temperature.sampler(request.sampler))
         try:
-            growth = _Growth(candidates_for(request), most, branches, self._most_children, request.row_cost)
+            growth = _Growth(candidates, most, branches, self._most_children, request.row_cost)
             growth.open(ROOT, self._model.catch_up(request.token_ids, most))
             while growth.grow(cache.end_ids):
                 self._score(growth)
+            if temperature.is_learning:
+                temperature.drafted(request.token_ids.size, *growth.first_choices())
             return growth.draft()
         except Cancelled:
             cache.restore()
@@ -204,6 +209,22 @@ class _Growth:
             tuple(sampled) if sampled else None,
             tuple(each.evidence for each in candidates),
         )
+
+    def first_choices(self) -> tuple[list[int], list[Distribution]]:
+        """(tokens, what they were raced over) of the likeliest path, as a chain would have drafted it.
+
+        With the token that was too unlikely to come in: to leave it out would hide where the draft is unsure.
+        """
+        token_ids: list[int] = []
+        distributions: list[Distribution] = []
+        node: int | None = ROOT
+        while node is not None and isinstance(known := self.at(node).candidates, Raced):
+            if known.distribution is None:
+                break
+            token_ids.append(known.take(0).token_id)
+            distributions.append(known.distribution)
+            node = self._first_child(node)
+        return token_ids, distributions
 
     def _first_child(self, parent: int) -> int | None:
         return next((node for node, each in enumerate(self.nodes) if each.parent == parent), None)

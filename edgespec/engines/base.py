@@ -50,10 +50,12 @@ class EarlyExit(ABC):
     """The first layers and the head of a loaded target as a draft, over the target's own weights and cache.
 
     What it reads the target's next pass need not compute again. It never changes what the target's cache holds.
-    `bytes_used`: memory of the states that are handed over.
+    `bytes_used`: memory of the states that are handed over; `layers` of the target's `num_layers` are its own.
     """
 
     bytes_used: int
+    layers: int
+    num_layers: int
 
     @abstractmethod
     def follow(self, token_ids: TokenIds) -> int | None:

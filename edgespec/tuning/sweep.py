@@ -3,80 +3,34 @@
 Each round decodes more prompts than the one before with fewer settings. Only one pair is loaded at a time, whatever
 fits besides; the last round goes through the loaded configurations up and down again, so that a machine that slows
 down meanwhile favours none. Never dropped are the best plain decoding, over which everything is told, and the best
-automatic setting, which learns as it goes and would be judged too early.
+automatic setting, which learns as it goes and would be judged too early. Several weights of one model take turns in
+the same rounds, but settings are dropped and the best one is found for each by itself: which weights are good enough
+is no question of time.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
-from edgespec.config import DrafterName, DraftLength, EngineName, GenerateOptions, LoadOptions
-from edgespec.drafting import FREE_DRAFTERS
+from edgespec.config import DrafterName, DraftLength, EngineName, GenerateOptions
 from edgespec.errors import CapabilityError, EdgespecError, PromptError
 from edgespec.metrics import Totals
-from edgespec.runtime import Model, load
-from edgespec.sampling import Sampling
+from edgespec.runtime import Model
+from edgespec.tuning.candidates import Asked, Candidate, Loaded, candidates, needed
+from edgespec.tuning.vocabulary import KnownVocabulary
 from edgespec.types import Stats
 
 logger = logging.getLogger("edgespec")
-LENGTHS: tuple[DraftLength, ...] = ("auto", 2, 4, 8)
 SHARES = (0.25, 0.5, 1.0)  # of the prompts that each round decodes
 VISITS = (1, 1, 2)  # how often each round comes to a configuration
 KEPT_SHARE = 1 / 3  # of the settings that go on to the next round
 _LEAST_KEPT, _LEAST_PROMPTS = 4, 2  # fewer would decide by luck
 ABOUT_AS_FAST = 0.98
-_FEW_CORES = 4  # up to here every number of threads is tried, above it powers of two
 _WARM_UP_TOKENS = 6
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """One way to load the pair. `reproducible` None: as asked for; False: without the mode, to compare with only."""
-
-    engine: EngineName
-    threads: int
-    reproducible: bool | None
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One setting that may be the best."""
-
-    loaded: Loaded
-    drafter: DrafterName
-    draft_length: DraftLength
-
-    @property
-    def is_plain(self) -> bool:
-        return self.drafter == "none"
-
-    @property
-    def is_adaptive(self) -> bool:
-        return self.drafter == "auto" and self.draft_length == "auto"
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What the user has fixed: `options` to load with, and of the tuned settings those in `fixed`, by name."""
-
-    options: LoadOptions
-    fixed: frozenset[str]
-    sampling: Sampling
-    max_tokens: int
-
-    def load(self, loaded: Loaded, drafter: DrafterName) -> Model:
-        """The pair as `loaded` says, with a draft model only if `drafter` may want one."""
-        values: dict[str, Any] = {f.name: getattr(self.options, f.name) for f in dataclasses.fields(self.options)}
-        values |= {"engine": loaded.engine, "threads": loaded.threads or None, "drafter": drafter}
-        if loaded.reproducible is False:
-            values["reproducible"] = False
-        return load(**values)
 
 
 @dataclass(slots=True)
@@ -103,27 +57,37 @@ class Score:
 
 @dataclass(slots=True)
 class Sweep:
-    """A search under way or done; what it has found is there even when it was interrupted."""
+    """A search under way or done; what it has found is there even when it was interrupted.
+
+    `prompts`: token ids of each, by model and engine.
+    """
 
     asked: Asked
-    prompts: dict[EngineName, list[list[int]]]
+    prompts: dict[tuple[str, EngineName], list[list[int]]]
     scores: dict[Candidate, Score]
     advance: Callable[[int], None] = lambda steps: None
     tell: Callable[[str], None] = lambda text: None
 
     def run(self) -> None:
-        """All rounds. Raises PromptError when no answer has more than one token, and whatever a generation raises."""
+        """All rounds. Raises PromptError when no answer of a model has two tokens, and whatever a generation raises."""
         alive = list(self.scores)
         for number, (share, visits) in enumerate(zip(SHARES, VISITS, strict=True), 1):
             count = self.num_prompts(share)
             self.tell(f"round {number} of {len(SHARES)}: {len(alive)} settings")
             self._decode(alive, count, visits)
-            if not any(sum(self.scores[candidate].tokens.values()) for candidate in alive):
+            alive = [candidate for candidate in alive if candidate in self.scores]
+            timed = {one.loaded.model for one in alive if sum(self.scores[one].tokens.values())}
+            if len(timed) < len(self.models):
                 raise PromptError("every answer ended with its first token, so nothing was timed: give other prompts")
             for candidate in alive:
                 self.scores[candidate].rounds = number
             if number < len(SHARES):
                 alive = self._survivors(alive, range(count))
+
+    @property
+    def models(self) -> list[str]:
+        """What is tuned, as it was given, in that order."""
+        return list(dict.fromkeys(candidate.loaded.model for candidate in self.scores))
 
     @property
     def num_all_prompts(self) -> int:
@@ -134,10 +98,12 @@ class Sweep:
 
     def num_runs(self) -> int:
         """The most decodings that `run` will make."""
-        alive, total = len(self.scores), 0
-        for share, visits in zip(SHARES, VISITS, strict=True):
-            total += alive * self.num_prompts(share) * visits
-            alive = min(_num_kept(alive) + 3, alive)
+        total = 0
+        for model in self.models:
+            alive = sum(candidate.loaded.model == model for candidate in self.scores)
+            for share, visits in zip(SHARES, VISITS, strict=True):
+                total += alive * self.num_prompts(share) * visits
+                alive = min(_num_kept(alive) + 3, alive)
         return total
 
     def finalists(self) -> list[Score]:
@@ -146,33 +112,39 @@ class Sweep:
         found = [score for score in self.scores.values() if score.rounds == last and score.tokens]
         return sorted(found, key=lambda score: score.rate(), reverse=True)
 
-    def best(self) -> Score:
-        """The fastest finalist that keeps what was promised; `auto` where it is about as fast.
+    def best(self, model: str) -> Score:
+        """The fastest finalist of `model` that keeps what was promised; `auto` where it is about as fast.
 
         What is fixed was chosen on these prompts and may lose on others, which `auto` does not.
         """
-        promised = [score for score in self.finalists() if score.candidate.loaded.reproducible is None]
+        own = [score for score in self.finalists() if score.candidate.loaded.model == model]
+        promised = [score for score in own if score.candidate.loaded.reproducible is None]
         enough = ABOUT_AS_FAST * promised[0].rate()
         return next((s for s in promised if s.candidate.is_adaptive and s.rate() >= enough), promised[0])
 
     def speedup(self, score: Score) -> float:
-        """Over the best plain decoding of the same prompts, in whatever mode; 0 where nothing was decoded."""
+        """Over the best plain decoding of the same prompts and weights, in whatever mode; 0 where none was decoded."""
         prompts = score.seconds.keys()
         plain = [
             other.rate(prompts)
             for other in self.scores.values()
-            if other.candidate.is_plain and prompts <= other.seconds.keys()
+            if other.candidate.is_plain
+            and other.candidate.loaded.model == score.candidate.loaded.model
+            and prompts <= other.seconds.keys()
         ]
         best = max(plain, default=0.0)
         return score.rate() / best if best else 0.0
 
     def _survivors(self, alive: Sequence[Candidate], prompts: Iterable[int]) -> list[Candidate]:
-        """The best third, the best plain decoding of either mode, and the best automatic setting."""
-        ranked = sorted(alive, key=lambda candidate: self.scores[candidate].rate(prompts), reverse=True)
-        kept = set(ranked[: _num_kept(len(ranked))])
-        for mode in {candidate.loaded.reproducible for candidate in ranked}:
-            kept.add(next(c for c in ranked if c.is_plain and c.loaded.reproducible is mode))
-        kept.update([candidate for candidate in ranked if candidate.is_adaptive][:1])
+        """Of each model the best third, the best plain decoding of either mode, and the best automatic setting."""
+        kept: set[Candidate] = set()
+        for model in self.models:
+            own = [candidate for candidate in alive if candidate.loaded.model == model]
+            ranked = sorted(own, key=lambda candidate: self.scores[candidate].rate(prompts), reverse=True)
+            kept.update(ranked[: _num_kept(len(ranked))])
+            for mode in {candidate.loaded.reproducible for candidate in ranked}:
+                kept.add(next(c for c in ranked if c.is_plain and c.loaded.reproducible is mode))
+            kept.update([candidate for candidate in ranked if candidate.is_adaptive][:1])
         return [candidate for candidate in alive if candidate in kept]
 
     def _decode(self, alive: Sequence[Candidate], count: int, visits: int) -> None:
@@ -188,15 +160,30 @@ class Sweep:
                         if opened is not None:
                             opened[1].close()
                             opened = None
-                        opened = loaded, self.asked.load(loaded, _needed(groups[loaded]))
-                        self._warm_up(opened[1], groups[loaded], loaded)
+                        model = self._open(loaded, groups[loaded])
+                        if model is None:
+                            continue
+                        opened = loaded, model
+                        self._warm_up(model, groups[loaded], loaded)
                     self._visit(opened[1], groups[loaded], count)
         finally:
             if opened is not None:
                 opened[1].close()
 
+    def _open(self, loaded: Loaded, chosen: Sequence[Candidate]) -> Model | None:
+        """The pair as `loaded` says; None, its settings left out, where a drafter that nobody named cannot be had."""
+        try:
+            return self.asked.load(loaded, needed(loaded, chosen))
+        except EdgespecError as exc:
+            if loaded.opens == self.asked.options.drafter:
+                raise
+            logger.info("drafter %s is left out: %s", loaded.opens, exc)
+        for candidate in chosen:
+            self.scores.pop(candidate, None)
+        return None
+
     def _warm_up(self, model: Model, candidates: Sequence[Candidate], loaded: Loaded) -> None:
-        ids = self.prompts[loaded.engine][-1]
+        ids = self.prompts[loaded.model, loaded.engine][-1]
         for drafter in dict.fromkeys(candidate.drafter for candidate in candidates):
             self._generate(model, ids, drafter, "auto", _WARM_UP_TOKENS)
 
@@ -205,7 +192,7 @@ class Sweep:
         for turn in range(count):
             for index, candidate in enumerate(candidates):
                 prompt = (turn + index) % count
-                ids = self.prompts[candidate.loaded.engine][prompt]
+                ids = self.prompts[candidate.loaded.model, candidate.loaded.engine][prompt]
                 stats = self._generate(model, ids, candidate.drafter, candidate.draft_length, self.asked.max_tokens)
                 self.scores[candidate].add(prompt, stats)
                 self.advance(1)
@@ -217,76 +204,37 @@ class Sweep:
         return model.generate(ids, self.asked.sampling, options).stats
 
 
-def prepare(asked: Asked, engines: Sequence[EngineName], encode: Callable[[Model], list[list[int]]]) -> Sweep:
-    """Load the pair once with each engine, and lay out what is to be tried.
+def prepare(
+    asked: Asked, engines: Mapping[str, Sequence[EngineName]], encode: Callable[[Model], list[list[int]]]
+) -> Sweep:
+    """Load each of the models, one at a time, once with each of its `engines`, and lay out what is to be tried.
 
-    An engine that cannot be had here is left out with a note; when none is left, its CapabilityError is raised.
-    `encode` gives the prompts' token ids.
+    An engine that cannot be had here is left out with a note; when none of a model's is left, its CapabilityError is
+    raised. `encode` gives the prompts' token ids. Raises VocabularyMismatch for models that are not the same one.
     """
-    prompts: dict[EngineName, list[list[int]]] = {}
-    candidates: list[Candidate] = []
-    failure: EdgespecError | None = None
-    for engine in engines:
-        scout = Loaded(engine, asked.options.threads or 0, None)
-        try:
-            model = asked.load(scout, asked.options.drafter)
-        except CapabilityError as exc:
-            logger.info("engine %s is left out: %s", engine, exc)
-            failure = exc
-            continue
-        with model:
-            prompts[engine] = encode(model)
-            candidates += _candidates(asked, engine, model)
-    if failure is not None and not candidates:
-        raise failure
-    return Sweep(asked, prompts, {candidate: Score(candidate) for candidate in candidates})
-
-
-def _candidates(asked: Asked, engine: EngineName, model: Model) -> list[Candidate]:
-    found = []
-    for threads in thread_counts(asked, model.target.facts.threads):
-        loaded = Loaded(engine, threads, None)
-        found.append(Candidate(loaded, "none", "auto"))
-        found += [
-            Candidate(loaded, drafter, length)
-            for drafter in _drafters(asked, model)
-            for length in _lengths(asked, drafter)
-        ]
-        pinned = model.target.facts.pinned_class
-        if pinned is not None and pinned[0] > 1:
-            found.append(Candidate(Loaded(engine, threads, False), "none", "auto"))
-    return found
-
-
-def thread_counts(asked: Asked, usual: int) -> list[int]:
-    """1 up to the physical cores that the engine found, or what was fixed."""
-    if "threads" in asked.fixed or usual <= 1:
-        return [usual]
-    if usual <= _FEW_CORES:
-        return list(range(1, usual + 1))
-    return sorted({usual, *(2**power for power in range(usual.bit_length()) if 2**power <= usual)})
-
-
-def _drafters(asked: Asked, model: Model) -> list[DrafterName]:
-    if not model.target.facts.can_rollback:
-        return []
-    if "drafter" in asked.fixed:
-        return [] if asked.options.drafter == "none" else [asked.options.drafter]
-    own: list[DrafterName] = [] if model.draft_name is None else [model.draft_name]
-    return [*FREE_DRAFTERS, *own, "auto"]
-
-
-def _lengths(asked: Asked, drafter: DrafterName) -> Sequence[DraftLength]:
-    if "draft_length" in asked.fixed:
-        return (asked.options.draft_length,)
-    return ("auto",) if drafter == "auto" else LENGTHS
-
-
-def _needed(candidates: Sequence[Candidate]) -> DrafterName:
-    """What to load a pair with so that all of these can be decoded: a draft model only where one is used."""
-    drafters = {candidate.drafter for candidate in candidates}
-    loading: tuple[DrafterName, ...] = ("auto", "hierarchical", "early-exit", "model")
-    return next((name for name in loading if name in drafters), "none")
+    prompts: dict[tuple[str, EngineName], list[list[int]]] = {}
+    found: list[Candidate] = []
+    first: KnownVocabulary | None = None
+    for name, possible in engines.items():
+        failure: EdgespecError | None = None
+        for engine in possible:
+            scout = Loaded(name, engine, asked.options.threads or 0, None, asked.options.drafter)
+            try:
+                model = asked.load(scout, scout.opens)
+            except CapabilityError as exc:
+                logger.info("engine %s is left out: %s", engine, exc)
+                failure = exc
+                continue
+            with model:
+                if len(engines) > 1:
+                    known = KnownVocabulary.of(model)
+                    first = first or known
+                    first.check(known)
+                prompts[name, engine] = encode(model)
+                found += candidates(asked, scout, model)
+        if failure is not None and not any(candidate.loaded.model == name for candidate in found):
+            raise failure
+    return Sweep(asked, prompts, {candidate: Score(candidate) for candidate in found})
 
 
 def _num_kept(count: int) -> int:

@@ -73,6 +73,7 @@ class ExitPasses(Passes):
     def __init__(self, path: Path, graph: Graph, settings: OnnxSettings, run_options: Any, layers: int) -> None:
         cut = partition(graph, path, layers)
         self.capacity = settings.cells(graph)
+        self.layers, self.num_layers = layers, len(graph.cache) // 2
         self.least_rows = 1
         rows = max(settings.max_batch, settings.widest)
         self._parts: list[Part] = []
@@ -181,6 +182,7 @@ class OnnxExit(EarlyExit):
         self._ids = np.zeros(passes.capacity, np.int32)
         self._end = 0
         self.bytes_used = passes.bytes_used
+        self.layers, self.num_layers = passes.layers, passes.num_layers
 
     def follow(self, token_ids: TokenIds) -> int | None:
         length = self._lengths[0]
