@@ -89,7 +89,7 @@ MUTANTS = (
     ),
     Mutant(
         "let an unlikely sampled sibling fall out of the tree",
-        "drafters/tree.py",
+        "drafters/growth.py",
         "        above.num_children += 1\n",
         "        above.num_children += 1\n        if candidate.evidence[1] < -1.0:\n            return\n",
         ("tests/test_tree_drafter.py::test_joint_law_of_sampled_text_is_the_targets",),
