@@ -14,6 +14,8 @@ import sys
 from dataclasses import replace
 
 import numpy as np
+from tiny_heads import drafter_of as heads_drafter
+from tiny_heads import table_heads
 
 from edgespec import Sampling
 from edgespec.control.base import FixedLength
@@ -34,22 +36,33 @@ ALPHA_1E6 = 4.75  # standard normal score
 PLAIN = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 TEXT_LENGTH = 4000
 CELLS = [
-    *itertools.product(("rejection", "coupled"), ("tree", "close tree", "lookahead", "model", "ngram")),
-    *itertools.product(("block",), ("model", "ngram")),
+    *itertools.product(
+        ("rejection", "coupled"), ("tree", "close tree", "medusa", "eagle", "lookahead", "model", "ngram")
+    ),
+    *itertools.product(("block",), ("model", "ngram", "medusa", "eagle")),
 ]
 
 
 def drafter_of(name: str, target: TableEngine) -> Drafter:
     if name in ("lookahead", "ngram"):
         return LookaheadDrafter(ngram=3) if name == "lookahead" else NgramDrafter(min_ngram=1)
+    if name in ("medusa", "eagle"):
+        return heads_drafter(table_heads(name, averaged(target)), VOCABULARY)
     model = ModelDrafter(target.related(sigma=0.3 if name == "close tree" else 1.0))
     return model if name == "model" else TreeDrafter(model)
+
+
+def averaged(target: TableEngine) -> TableEngine:
+    """A table of order 1 that knows what the target, of order 2, does on average of the token further back."""
+    rows = np.stack([[target.row((first, last)) for first in range(VOCABULARY)] for last in range(VOCABULARY)])
+    return TableEngine(rows.mean(axis=1), order=1)
 
 
 def law_score(rule: str, drafter_name: str, num_tokens: int, draft_length: int = 6) -> float:
     """How far the counts are from the law, as a standard normal score (Wilson-Hilferty)."""
     target = TableEngine.random(VOCABULARY, order=2, seed=3, spread=1.0, context_length=TEXT_LENGTH + 2)
     drafter, cached = drafter_of(drafter_name, target), CachedSequence(target)
+    cached.keep_features(drafter.wants_features)
     counts = np.zeros((VOCABULARY,) * 3)
     for seed in range(math.ceil(num_tokens / TEXT_LENGTH)):
         sampler, stop = Sampler(replace(PLAIN, seed=seed), VOCABULARY), StopRules(frozenset(), (), TEXT_LENGTH)
