@@ -4,6 +4,9 @@ Each step reads a state and the token behind it, and predicts the next state, fr
 next token. Of committed text it reads the target's own states, of its draft those that it predicted itself; so the
 cache of keys and values keeps only pairs of the former. There is one layer, hence pairs that are only looked back at
 need their key and value and nothing else. `edgespec train-heads --kind eagle` makes the head.
+
+Its trees are dynamic (EAGLE-2, arXiv 2406.16858): nodes are read several at a time, each seeing the text and its own
+path, and grow best first, which takes the rows that EAGLE-2's ranking afterwards would take of a tree of every node.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ _UNSEEN = np.float32(-math.inf)  # a score of attention
 
 
 class EagleDrafter(StateDrafter):
-    """Drafts chains of any length; of a text it knows the part of which the target's states are known."""
+    """Drafts chains and trees of any size; of a text it knows the part of which the target's states are known."""
 
     name = "eagle"
 

@@ -1,8 +1,10 @@
 """Medusa (arXiv 2401.10774): one small head per drafted token, all on the target's last hidden state.
 
 A draft costs one multiplication by each head and one by the cut-down vocabulary for all of them together. A head knows
-the state and the token that was sampled from it, not what the heads before it propose. `edgespec train-heads --kind
-medusa` makes them.
+the state and the token that was sampled from it, not what the heads before it propose: the tree of drafts (section
+2.1.2) has the same candidates at all nodes of a depth. Which paths of that product are taken is decided anew each
+round, by what they promise, where the paper has one pattern for all texts. `edgespec train-heads --kind medusa` makes
+heads.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from edgespec.types import EMPTY_DRAFT, Draft, Logits, TokenIds
 
 
 class MedusaDrafter(StateDrafter):
-    """Drafts as many tokens as there are heads, at most."""
+    """Drafts chains of as many tokens as there are heads, at most, and trees of any size that are as deep."""
 
     name = "medusa"
 
@@ -43,13 +45,13 @@ class MedusaDrafter(StateDrafter):
         if most < 1 or request.features is None or not len(request.features):
             return EMPTY_DRAFT
         scores = self.scores(self._predicted(request.features[-1], request.token_ids[-1:], most))
+        rows = iter(scores)
         if self.grows(request):
             return self._tree(request, scores)
-        rows = iter(scores)
         return self.chain(request, most, lambda _: next(rows))
 
     def _tree(self, request: DraftRequest, scores: Array) -> Draft:
-        """A tree of which every level has `scores` [heads, m] of its own, whatever the path."""
+        """A tree of which every depth has `scores` [heads, m] of its own, whatever the path."""
 
         def scores_of(growth: Growth) -> Array:
             return scores[[growth.nodes[node].depth + 1 for node in growth.waiting]]
@@ -67,7 +69,7 @@ class MedusaDrafter(StateDrafter):
 
 
 def _candidates_for(request: DraftRequest) -> MakeCandidates:
-    """As of any tree, made once for all nodes of a depth where they are the same."""
+    """As for any tree, but made once for all nodes of a depth where they are the same."""
     make = candidates_for(request, like_chains=True)
     if request.needs_distributions or request.sampler.sampling.uses_history:
         return make

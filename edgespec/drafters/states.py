@@ -70,7 +70,11 @@ class StateDrafter(Drafter):
         return chain.as_draft()
 
     def grows(self, request: DraftRequest) -> bool:
-        """Whether to draft a tree rather than a chain."""
+        """Whether to draft a tree rather than a chain: where the rule and the target take one, and rows are cheap.
+
+        A fixed draft length gives no cost of a row, so that it asks for a tree of that many nodes, and for a chain of
+        that many tokens only where no tree can be had; the automatic length takes trees as its measured costs allow.
+        """
         return request.max_branches > 0 and request.row_cost < DEAR_ROW
 
     def tree(
