@@ -25,6 +25,7 @@ from edgespec.control.cost import CostCurve
 from edgespec.decode import Run, autoregressive, speculative
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.chain import evidence_of
+from edgespec.drafters.medusa import MedusaDrafter
 from edgespec.drafters.states import DEAR_ROW, StateDrafter
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.sequence import CachedSequence
@@ -151,18 +152,35 @@ def paths(draft: Draft) -> Iterator[tuple[list[int], list[int]]]:
             yield path, children
 
 
+def arrivals(sampler: Sampler, row: Logits, text: np.ndarray) -> list[int]:
+    """The tokens in the order in which they win the race behind `text` that the target runs with `row`."""
+    if sampler.sampling.temperature == 0:
+        found: list[int] = sampler.likeliest(row, text, 24).token_ids.tolist()
+    else:
+        found = sampler.ranked(sampler.distribution(row, text), text.size)[0].token_ids.tolist()
+    return found
+
+
+@pytest.mark.parametrize("presence_penalty", [0.0, 2.0])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_medusas_children_are_the_same_wherever_they_stand(tiny_engine: LlamaCppEngine, temperature: float) -> None:
+def test_medusas_children_depend_on_depth_and_on_penalties_alone(
+    tiny_engine: LlamaCppEngine, temperature: float, presence_penalty: float
+) -> None:
     """A head knows no path: at one depth all races are one, and the target runs the same."""
-    draft = drafter_of(random_heads("medusa", tiny_engine, HIDDEN), TOKENS).draft(tree_request(33, temperature, 16))
-    longest: dict[int, list[int]] = {}
-    for path, children in paths(draft):
-        ranking = longest.setdefault(len(path), children)
-        shared = min(len(ranking), len(children))
-        assert ranking[:shared] == children[:shared]
-        longest[len(path)] = max(ranking, children, key=len)
-    assert sorted(longest) == [0, 1, 2]
-    assert sum(len(path) > 0 for path, _ in paths(draft)) > 3
+    drafter = drafter_of(random_heads("medusa", tiny_engine, HIDDEN), TOKENS)
+    assert isinstance(drafter, MedusaDrafter)
+    sampling = Sampling(temperature=temperature, presence_penalty=presence_penalty, seed=1)
+    asked = tree_request(33, branches=16, sampler=Sampler(sampling, TOKENS))
+    text, states = texts()
+    scores = drafter.scores(drafter._predicted(states[-1], text[-1:], drafter.depth))
+    rankings: dict[int, set[tuple[int, ...]]] = {}
+    for path, children in paths(drafter.draft(asked)):
+        told = np.append(text, np.array(path, np.int32))
+        arrived = arrivals(asked.sampler, drafter.row(scores[len(path)]), told)
+        assert children == arrived[: len(children)]
+        rankings.setdefault(len(path), set()).add(tuple(arrived[:8]))
+    assert sorted(rankings) == [0, 1, 2]
+    assert (max(map(len, rankings.values())) > 1) == (presence_penalty > 0)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -183,14 +201,9 @@ def test_eagle_looks_at_the_text_and_a_nodes_own_path(tiny_engine: LlamaCppEngin
             told, known = np.append(told, np.int32(token_id)), np.vstack((known, predicted))
             predicted = twin._catch_up(told, known)
         row = twin.row(twin.scores(predicted))
-        if temperature == 0:
-            arrived = asked.sampler.likeliest(row, told, 24).token_ids
-            evidence = evidence_of(row, 1.0, np.inf)
-        else:
-            ranked, times = asked.sampler.ranked(asked.sampler.distribution(row, told), told.size)
-            arrived = ranked.token_ids
-            evidence = evidence_of(row, float(ranked.probs[0]), float(np.log(times[1] / times[0])))
-        assert children == arrived[: len(children)].tolist()
+        assert children == arrivals(asked.sampler, row, told)[: len(children)]
+        law = asked.sampler.distribution(row, told)
+        evidence = evidence_of(row, law.prob_of(children[0]), asked.sampler.race(law, told.size)[1])
         nodes = [node for node in range(draft.num_tokens) if draft.token_ids[node] == children[0]]
         assert draft.evidence is not None
         assert min(np.abs(np.subtract(draft.evidence[node][:3], evidence)).max() for node in nodes) < 1e-4
