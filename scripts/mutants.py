@@ -95,6 +95,13 @@ MUTANTS = (
         ("tests/test_tree_drafter.py::test_joint_law_of_sampled_text_is_the_targets",),
     ),
     Mutant(
+        "let the nodes of a head's tree see their siblings",
+        "drafters/eagle.py",
+        "sees[row, [places[each] for each in growth.path(node)]] = True",
+        "sees[row] = True",
+        ("tests/test_head_trees.py",),
+    ),
+    Mutant(
         "judge a position again by the draw of the round before",
         "verify.py",
         "choices.accept(chance, position + node, node)",

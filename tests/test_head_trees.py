@@ -183,10 +183,33 @@ def test_medusas_children_depend_on_depth_and_on_penalties_alone(
     assert (max(map(len, rankings.values())) > 1) == (presence_penalty > 0)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_drawn_siblings_carry_what_was_left_and_every_node_draws_for_itself(
+    tiny_engine: LlamaCppEngine, kind: str
+) -> None:
+    drafter = drafter_of(random_heads(kind, tiny_engine, HIDDEN), TOKENS)
+    draft = drafter.draft(tree_request(40, 1.0, 16, needs_distributions=True))
+    assert draft.distributions is not None
+    firsts: dict[int, list[int]] = {}
+    for node in range(-1, draft.num_tokens):
+        gone: list[int] = []
+        for child in draft.children_of(node):
+            distribution = draft.distributions[child]
+            assert distribution.probs.sum() == pytest.approx(1)
+            assert not set(gone) & set(distribution.token_ids.tolist())
+            gone.append(int(draft.token_ids[child]))
+        if gone:
+            firsts.setdefault(draft.depths()[node] + 1 if node >= 0 else 0, []).append(gone[0])
+    assert side_branches(draft) > 2
+    assert len(firsts[1]) > 2 and len(set(firsts[1])) > 1
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_eagle_looks_at_the_text_and_a_nodes_own_path(tiny_engine: LlamaCppEngine, temperature: float) -> None:
     """The slow twin reads each path by itself, as if it were text whose states are those that it predicted."""
     heads = random_heads("eagle", tiny_engine, HIDDEN)
+    sharp = {name: heads.arrays[name] * 10 for name in ("q_proj", "k_proj", "v_proj", "o_proj")}  # looks at few pairs
+    heads = replace(heads, arrays={**heads.arrays, **sharp})
     text, states = texts()
     asked = tree_request(33, temperature)
     drafter = drafter_of(heads, TOKENS)
