@@ -89,7 +89,8 @@ class LoadOptions:
     which auto takes where there is no draft model; `exit_layer`: layers of an ONNX target that draft, None for what
     its pair was exported with; lengths in tokens; `drafter` auto: whichever is expected to pay, by the round;
     `draft_length` auto: as many tokens as pay; a number with drafter auto means the pair's own draft where there is
-    one, else ngram. `draft_temperature`: what the draft model samples at over the target's temperature; auto learns
+    one, else ngram; of drafters tree, medusa and eagle it is the nodes of a tree where the target scores trees.
+    `draft_temperature`: what the draft model samples at over the target's temperature; auto learns
     it from the text under the coupled rule. `never_slower`: share of plain decoding's time that speculation may
     lose at most. `engine`: which of a pair's files are taken; `provider`: the device of ONNX Runtime, `gpu_layers`
     that of llama.cpp; `reproducible`: None means yes where the model and the rule allow it, True demands it, False

@@ -89,10 +89,17 @@ MUTANTS = (
     ),
     Mutant(
         "let an unlikely sampled sibling fall out of the tree",
-        "drafters/tree.py",
+        "drafters/growth.py",
         "        above.num_children += 1\n",
         "        above.num_children += 1\n        if candidate.evidence[1] < -1.0:\n            return\n",
         ("tests/test_tree_drafter.py::test_joint_law_of_sampled_text_is_the_targets",),
+    ),
+    Mutant(
+        "let the nodes of a head's tree see their siblings",
+        "drafters/eagle.py",
+        "sees[row, [places[each] for each in growth.path(node)]] = True",
+        "sees[row] = True",
+        ("tests/test_head_trees.py",),
     ),
     Mutant(
         "judge a position again by the draw of the round before",

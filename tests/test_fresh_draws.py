@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from test_lossless import PLAIN, VOCABULARY
+from tiny_heads import drafter_of as heads_drafter
+from tiny_heads import table_heads
 
 from edgespec.control.base import Controller, FixedLength, Proposal
 from edgespec.decode import Run, speculative
@@ -49,6 +51,9 @@ class CountedNoise(Noise):
 
 
 def drafter_of(name: str, target: TableEngine) -> Drafter:
+    if name in ("medusa", "eagle"):
+        known = TableEngine.random(VOCABULARY, order=1, seed=1)
+        return heads_drafter(table_heads(name, known), VOCABULARY)
     model = ModelDrafter(target.related(sigma=1.0))
     medium = HierarchicalDrafter(ModelDrafter(target.related(sigma=1.0)), target.related(sigma=0.5))
     return {"model": model, "tree": TreeDrafter(model), "lookahead": LookaheadDrafter(), "hierarchical": medium}[name]
@@ -73,12 +78,14 @@ def controller_of(name: str, target: TableEngine) -> Controller:
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-@pytest.mark.parametrize("name", ["model", "tree", "lookahead", "hierarchical", "in turn"])
+@pytest.mark.parametrize("name", ["model", "tree", "medusa", "eagle", "lookahead", "hierarchical", "in turn"])
 def test_no_draw_decides_twice(name: str, rule: str) -> None:
     target = TableEngine.random(VOCABULARY, seed=1, context_length=400)
     sampler = Sampler(PLAIN, VOCABULARY)
     sampler.noise = noise = CountedNoise(3)
-    run = Run(CachedSequence(target), np.array([0, 1], np.int32), sampler, StopRules(frozenset(), (), 300), False)
+    cached = CachedSequence(target)
+    cached.keep_features(name in ("medusa", "eagle"))
+    run = Run(cached, np.array([0, 1], np.int32), sampler, StopRules(frozenset(), (), 300), False)
     noise.stats = run.stats
     list(speculative(run, controller_of(name, target), RULES[rule]))
     own = {draw: rounds for draw, rounds in noise.seen.items() if draw[0] is not Stream.TARGET}

@@ -38,7 +38,7 @@ BASES = {"engines.base", "engines.sequence", "engines.head", "drafters.base"}
 # data structures; what several draft with; the engine and cache that two of them share
 SHARED_BY_DRAFTERS = {
     *("drafters.automaton", "drafters.corpus", "drafters.counts", "texts.index"),
-    *("drafters.candidates", "drafters.chain", "drafters.model"),
+    *("drafters.candidates", "drafters.chain", "drafters.growth", "drafters.model"),
     *("drafters.inner_length", "drafters.states"),
     "drafters.temperature",
 }

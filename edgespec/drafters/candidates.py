@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.drafters.base import DraftRequest
+from edgespec.drafters.chain import evidence_of
 from edgespec.noise import Stream
 from edgespec.sampling import Sampler
 from edgespec.types import Distribution, Evidence, Logits, TokenIds
@@ -55,13 +56,18 @@ class Raced(Candidates):
     """Children for rules that pick the target's token by a race with known noise, or greedily."""
 
     def __init__(
-        self, token_ids: TokenIds, scores: NDArray[np.float64], distribution: Distribution | None = None
+        self,
+        token_ids: TokenIds,
+        scores: NDArray[np.float64],
+        distribution: Distribution | None = None,
+        chained: Evidence | None = None,
     ) -> None:
         """`scores` [n], descending: perturbed logits, whose differences say how far the target must disagree.
 
-        `distribution`: the one that was raced over, None without noise.
+        `distribution`: the one that was raced over, None without noise; `chained`: evidence of a first child where
+        chains are drafted too.
         """
-        self._token_ids, self.count = token_ids, token_ids.size
+        self._token_ids, self.count, self._chained = token_ids, token_ids.size, chained
         self.distribution = distribution
         weights = np.exp((scores - scores[0]) / _DISAGREEMENT)
         self._probs = _AGREED * weights / weights.sum()
@@ -72,7 +78,7 @@ class Raced(Candidates):
     def take(self, attempt: int) -> Candidate:
         probability = self.reach(attempt)
         evidence = _half_odds(probability), -min(attempt, 2.0)
-        return Candidate(int(self._token_ids[attempt]), probability, evidence)
+        return Candidate(int(self._token_ids[attempt]), probability, _beside(self._chained, evidence, attempt))
 
 
 class Drawn(Candidates):
@@ -81,9 +87,9 @@ class Drawn(Candidates):
     What a child is worth before it is drawn may depend on what it is drawn from and on the children before it.
     """
 
-    def __init__(self, drawn: Distribution) -> None:
+    def __init__(self, drawn: Distribution, chained: Evidence | None = None) -> None:
         """`drawn` [n]: the tokens in the order in which they come, with their probabilities."""
-        self._drawn, self.count = drawn, drawn.token_ids.size
+        self._drawn, self.count, self._chained = drawn, drawn.token_ids.size, chained
         self._refused = 1.0  # the probability that the target refuses all that were taken
 
     def reach(self, attempt: int) -> float:
@@ -98,18 +104,29 @@ class Drawn(Candidates):
         probability = min(self._refused * stands, _AGREED)
         self._refused *= 1.0 - stands
         evidence = _half_odds(probability), max(math.log(prob), -4.0), -min(attempt, 2.0)
-        return Candidate(int(token_ids[0]), probability, evidence, left)
+        return Candidate(int(token_ids[0]), probability, _beside(self._chained, evidence, attempt), left)
 
 
 def _half_odds(probability: float) -> float:
     return max(math.log(probability / (1.0 - probability)), -6.0) / 2.0
 
 
-def candidates_for(request: DraftRequest, sampler: Sampler) -> Callable[[Logits, int, int, TokenIds], Candidates]:
-    """What makes the children of a node out of the draft model's row of logits [vocabulary].
+def _beside(chained: Evidence | None, own: Evidence, attempt: int) -> Evidence:
+    """The evidence of a child where chains are drafted too: a first one's is `chained`, a later one's stands apart."""
+    if chained is None:
+        return own
+    return (0.0,) * len(chained) + (1.0, *own) if attempt else chained
+
+
+MakeCandidates = Callable[[Logits, int, int, TokenIds], Candidates]
+
+
+def candidates_for(request: DraftRequest, sampler: Sampler, *, like_chains: bool = False) -> MakeCandidates:
+    """What makes the children of a node out of the draft's row of logits [vocabulary].
 
     They are drawn with the settings of `sampler`, the draft's. Further arguments of what is made: how far behind the
-    text the children stand, the node's number, and the tokens [m] of its path.
+    text the children stand, the node's number, and the tokens [m] of its path. `like_chains`: the evidence of first
+    children is that of a chain's tokens, for drafters that draft both.
     """
     text_ids = request.token_ids
 
@@ -120,14 +137,19 @@ def candidates_for(request: DraftRequest, sampler: Sampler) -> Callable[[Logits,
         if temperature == 0:
             known = sampler.likeliest(logits, history, _KNOWN)
             possible = known.probs > 0  # a draft with another vocabulary lacks some
-            return Raced(known.token_ids[possible], np.log(known.probs[possible]))
+            chained = evidence_of(logits, 1.0, math.inf) if like_chains else None
+            return Raced(known.token_ids[possible], np.log(known.probs[possible]), chained=chained)
         distribution = sampler.distribution(logits, history)
+        stream, index = Stream.TARGET, 0
         if request.needs_distributions:
             # Draws of one position that were looked at before must not come again, neither in this tree nor in a
             # later round, nor those of a chain: what was drafted and accepted so far depends on them.
-            index = (request.num_drafted + depth + 1) * _NODES_PER_DEPTH + node + 1
-            return Drawn(sampler.ranked(distribution, position, Stream.DRAFT, index)[0])
-        ranked, times = sampler.ranked(distribution, position)
-        return Raced(ranked.token_ids, -temperature * np.log(times), distribution)
+            stream, index = Stream.DRAFT, (request.num_drafted + depth + 1) * _NODES_PER_DEPTH + node + 1
+        ranked, times = sampler.ranked(distribution, position, stream, index)
+        lead = math.log(times[1] / times[0]) if times.size > 1 else math.inf
+        chained = evidence_of(logits, float(ranked.probs[0]), lead) if like_chains else None
+        if request.needs_distributions:
+            return Drawn(ranked, chained)
+        return Raced(ranked.token_ids, -temperature * np.log(times), distribution, chained)
 
     return make

@@ -4,6 +4,9 @@ Each step reads a state and the token behind it, and predicts the next state, fr
 next token. Of committed text it reads the target's own states, of its draft those that it predicted itself; so the
 cache of keys and values keeps only pairs of the former. There is one layer, hence pairs that are only looked back at
 need their key and value and nothing else. `edgespec train-heads --kind eagle` makes the head.
+
+Its trees are dynamic (EAGLE-2, arXiv 2406.16858): nodes are read several at a time, each seeing the text and its own
+path, and grow best first, which takes the rows that EAGLE-2's ranking afterwards would take of a tree of every node.
 """
 
 from __future__ import annotations
@@ -14,15 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.drafters.base import DraftRequest
+from edgespec.drafters.candidates import candidates_for
+from edgespec.drafters.growth import ROOT, Growth
 from edgespec.drafters.states import Array, StateDrafter, silu
 from edgespec.headfile import HeadFile
 from edgespec.types import EMPTY_DRAFT, Draft, TokenIds
 
 WINDOW = 512  # pairs that it looks back at
+_UNSEEN = np.float32(-math.inf)  # a score of attention
 
 
 class EagleDrafter(StateDrafter):
-    """Drafts chains of any length; of a text it knows the part of which the target's states are known."""
+    """Drafts chains and trees of any size; of a text it knows the part of which the target's states are known."""
 
     name = "eagle"
 
@@ -44,12 +50,20 @@ class EagleDrafter(StateDrafter):
         return min(token_ids.size - 1 - self._end, WINDOW)
 
     def draft(self, request: DraftRequest) -> Draft:
-        """A chain of at most `request.max_tokens`."""
+        """A tree or a chain of at most `request.max_tokens`."""
         if request.max_tokens < 1 or request.features is None or not len(request.features):
             return EMPTY_DRAFT
         self._make_room(len(request.features) + request.max_tokens)
         state = self._catch_up(request.token_ids, request.features)
-        committed, position = self._length, self._end
+        committed = self._length
+        try:
+            return self._tree(request, state) if self.grows(request) else self._chain(request, state)
+        finally:
+            self._length = committed  # what it predicted itself is forgotten
+
+    def _chain(self, request: DraftRequest, state: Array) -> Draft:
+        """A chain behind the text, `state` [hidden] being what is predicted of its end."""
+        position = self._end
 
         def scores_after(token_id: int | None) -> Array:
             nonlocal state, position
@@ -58,10 +72,30 @@ class EagleDrafter(StateDrafter):
                 position += 1
             return self.scores(state)
 
-        try:
-            return self.chain(request, request.max_tokens, scores_after)
-        finally:
-            self._length = committed  # what it predicted itself is forgotten
+        return self.chain(request, request.max_tokens, scores_after)
+
+    def _tree(self, request: DraftRequest, state: Array) -> Draft:
+        """A tree behind the text; the nodes that its growth waits for are read at once."""
+        committed, states, places = self._length, {ROOT: state}, dict[int, int]()
+
+        def scores_of(growth: Growth) -> Array:
+            waiting, first = growth.waiting, self._length
+            nodes = [growth.nodes[node] for node in waiting]
+            places.update(zip(waiting, range(first, first + len(nodes)), strict=True))
+            sees = np.zeros((len(nodes), first + len(nodes)), np.bool_)
+            sees[:, :committed] = True
+            for row, node in enumerate(waiting):
+                sees[row, [places[each] for each in growth.path(node)]] = True
+            positions = self._end + np.array([node.depth for node in nodes])
+            embedded = self.embed(np.array([node.candidate.token_id for node in nodes], np.int32))
+            x, normed = self._read(np.stack([states[node.parent] for node in nodes]), embedded, positions)
+            found = self._behind(x, normed, positions, sees)
+            states.update(zip(waiting, found, strict=True))
+            return self.scores(found)
+
+        return self.tree(
+            request, candidates_for(request, request.sampler, like_chains=True), self.scores(state), scores_of
+        )
 
     def _catch_up(self, token_ids: TokenIds, states: Array) -> Array:
         """Read the pairs that were committed since the last draft; the state predicted from the last of them."""
@@ -79,38 +113,47 @@ class EagleDrafter(StateDrafter):
 
         `position` of the first pair in the text.
         """
-        arrays, sizes = self._arrays, self._sizes
-        x = np.concatenate((states, embedded), axis=1) @ arrays["fc"].T
-        normed = self._normed(x, "attention_norm")
-        self._append(normed, position)
-        last = self._angles(position + len(states) - 1)
-        x, normed = x[-1], normed[-1]
-        query = _rotated((arrays["q_proj"] @ normed).reshape(-1, sizes.head_dim), *last)
-        x = x + arrays["o_proj"] @ self._attended(query)
-        normed = self._normed(x, "mlp_norm")
-        x = x + arrays["down_proj"] @ (silu(arrays["gate_proj"] @ normed) * (arrays["up_proj"] @ normed))
-        return self._normed(x, "norm")
-
-    def _attended(self, query: Array) -> Array:
-        """Attention of `query` [heads, size] over all pairs: [heads * size]."""
-        sizes, length = self._sizes, self._length
-        grouped = query.reshape(sizes.kv_heads, -1, sizes.head_dim)
-        scores = grouped @ self._keys[:, :length].swapaxes(1, 2) / np.float32(math.sqrt(sizes.head_dim))
-        weights = np.exp(scores - scores.max(axis=2, keepdims=True))
-        weights /= weights.sum(axis=2, keepdims=True)
-        found: Array = (weights @ self._values[:, :length]).reshape(-1)
+        positions = np.arange(position, position + len(states))
+        x, normed = self._read(states, embedded, positions)
+        found: Array = self._behind(x[-1:], normed[-1:], positions[-1:])[0]
         return found
 
-    def _append(self, normed: Array, position: int) -> None:
-        """Keys and values of the pairs `normed` [n, hidden], the first at `position`."""
-        sizes, count = self._sizes, len(normed)
-        place = slice(self._length, self._length + count)
-        shape = (count, sizes.kv_heads, sizes.head_dim)
-        angles = self._angles(np.arange(position, position + count)[:, None])
+    def _read(self, states: Array, embedded: Array, positions: NDArray[np.intp]) -> tuple[Array, Array]:
+        """Append pairs at text `positions` [n]; what their layer starts with, and that normed [n, hidden]."""
+        x = np.concatenate((states, embedded), axis=1) @ self._arrays["fc"].T
+        normed = self._normed(x, "attention_norm")
+        shape = (len(x), self._sizes.kv_heads, self._sizes.head_dim)
+        place = slice(self._length, self._length + len(x))
         keys = (normed @ self._arrays["k_proj"].T).reshape(shape)
-        self._keys[:, place] = _rotated(keys, *angles).swapaxes(0, 1)
+        self._keys[:, place] = _rotated(keys, *self._angles(positions)).swapaxes(0, 1)
         self._values[:, place] = (normed @ self._arrays["v_proj"].T).reshape(shape).swapaxes(0, 1)
-        self._length += count
+        self._length += len(x)
+        return x, normed
+
+    def _behind(
+        self, x: Array, normed: Array, positions: NDArray[np.intp], sees: NDArray[np.bool_] | None = None
+    ) -> Array:
+        """The states [n, hidden] that follow pairs once read; `sees` [n, pairs]: those each looks at, None: all."""
+        arrays = self._arrays
+        queries = (normed @ arrays["q_proj"].T).reshape(len(x), -1, self._sizes.head_dim)
+        x = x + self._attended(_rotated(queries, *self._angles(positions)), sees) @ arrays["o_proj"].T
+        normed = self._normed(x, "mlp_norm")
+        inner: Array = silu(normed @ arrays["gate_proj"].T) * (normed @ arrays["up_proj"].T)
+        x = x + inner @ arrays["down_proj"].T
+        return self._normed(x, "norm")
+
+    def _attended(self, queries: Array, sees: NDArray[np.bool_] | None) -> Array:
+        """Attention of `queries` [n, heads, size] over the pairs that each `sees`: [n, heads * size]."""
+        sizes, length, count = self._sizes, self._length, len(queries)
+        grouped = queries.reshape(count, sizes.kv_heads, -1, sizes.head_dim).swapaxes(0, 1)
+        rows = grouped.reshape(sizes.kv_heads, -1, sizes.head_dim)  # of one pair the heads of a group follow each other
+        scores = rows @ self._keys[:, :length].swapaxes(1, 2) / np.float32(math.sqrt(sizes.head_dim))
+        if sees is not None:
+            scores = np.where(sees.repeat(rows.shape[1] // count, axis=0), scores, _UNSEEN)
+        weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+        weights /= weights.sum(axis=2, keepdims=True)
+        found: Array = (weights @ self._values[:, :length]).reshape(grouped.shape).swapaxes(0, 1).reshape(count, -1)
+        return found
 
     def _make_room(self, count: int) -> None:
         """See that so many pairs fit; the oldest ones go."""
@@ -123,9 +166,9 @@ class EagleDrafter(StateDrafter):
         self._keys[:, :kept], self._values[:, :kept] = keys, values
         self._length = kept
 
-    def _angles(self, positions: int | NDArray[np.intp]) -> tuple[Array, Array]:
-        """Cosines and sines [..., head size / 2] of text positions [...]."""
-        angles = np.asarray(positions, np.float32)[..., None] * self._frequencies
+    def _angles(self, positions: NDArray[np.intp]) -> tuple[Array, Array]:
+        """Cosines and sines [n, 1, head size / 2] of text positions [n]."""
+        angles = positions.astype(np.float32)[:, None, None] * self._frequencies
         return np.cos(angles), np.sin(angles)
 
     def _normed(self, x: Array, name: str) -> Array:

@@ -1,8 +1,10 @@
 """Medusa (arXiv 2401.10774): one small head per drafted token, all on the target's last hidden state.
 
 A draft costs one multiplication by each head and one by the cut-down vocabulary for all of them together. A head knows
-the state and the token that was sampled from it, not what the heads before it propose. `edgespec train-heads --kind
-medusa` makes them.
+the state and the token that was sampled from it, not what the heads before it propose: the tree of drafts (section
+2.1.2) has the same candidates at all nodes of a depth. Which paths of that product are taken is decided anew each
+round, by what they promise, where the paper has one pattern for all texts. `edgespec train-heads --kind medusa` makes
+heads.
 """
 
 from __future__ import annotations
@@ -10,13 +12,15 @@ from __future__ import annotations
 import numpy as np
 
 from edgespec.drafters.base import DraftRequest
+from edgespec.drafters.candidates import Candidates, MakeCandidates, candidates_for
+from edgespec.drafters.growth import Growth
 from edgespec.drafters.states import Array, StateDrafter, silu
 from edgespec.headfile import HeadFile
-from edgespec.types import EMPTY_DRAFT, Draft, TokenIds
+from edgespec.types import EMPTY_DRAFT, Draft, Logits, TokenIds
 
 
 class MedusaDrafter(StateDrafter):
-    """Drafts as many tokens as there are heads, at most."""
+    """Drafts chains of as many tokens as there are heads, at most, and trees of any size that are as deep."""
 
     name = "medusa"
 
@@ -36,13 +40,23 @@ class MedusaDrafter(StateDrafter):
         """Nothing of a text is kept."""
 
     def draft(self, request: DraftRequest) -> Draft:
-        """A chain of at most one token per head."""
+        """A tree, or a chain of at most one token per head."""
         most = min(request.max_tokens, self.depth)
         if most < 1 or request.features is None or not len(request.features):
             return EMPTY_DRAFT
         scores = self.scores(self._predicted(request.features[-1], request.token_ids[-1:], most))
         rows = iter(scores)
+        if self.grows(request):
+            return self._tree(request, scores)
         return self.chain(request, most, lambda _: next(rows))
+
+    def _tree(self, request: DraftRequest, scores: Array) -> Draft:
+        """A tree of which every depth has `scores` [heads, m] of its own, whatever the path."""
+
+        def scores_of(growth: Growth) -> Array:
+            return scores[[growth.nodes[node].depth + 1 for node in growth.waiting]]
+
+        return self.tree(request, _candidates_for(request), scores[0], scores_of, len(scores))
 
     def _predicted(self, state: Array, pending_id: TokenIds, count: int) -> Array:
         """The states [count, hidden] that the first heads predict from `state` [hidden]."""
@@ -52,3 +66,18 @@ class MedusaDrafter(StateDrafter):
             given = np.broadcast_to(first, (count, first.size)) if index == 0 else found
             found = found + silu(np.matmul(weights[:count], given[:, :, None])[:, :, 0] + biases[:count])
         return found
+
+
+def _candidates_for(request: DraftRequest) -> MakeCandidates:
+    """As for any tree, but made once for all nodes of a depth where they are the same."""
+    make = candidates_for(request, request.sampler, like_chains=True)
+    if request.needs_distributions or request.sampler.sampling.uses_history:
+        return make
+    known: dict[int, Candidates] = {}
+
+    def make_once(logits: Logits, depth: int, node: int, path_ids: TokenIds) -> Candidates:
+        if depth not in known:
+            known[depth] = make(logits, depth, node, path_ids)
+        return known[depth]
+
+    return make_once

@@ -1,22 +1,26 @@
-"""What the drafters that read the target's hidden states share: scores of a cut-down head, a chain sampled from them.
+"""What the drafters that read the target's hidden states share: scores of a cut-down head, chains and trees of them.
 
 A token outside the draft vocabulary is never proposed; the target samples it whenever it wants to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.drafters.base import Drafter, DraftRequest
+from edgespec.drafters.candidates import MakeCandidates
 from edgespec.drafters.chain import CHAIN_PRIOR, DrawnChain
+from edgespec.drafters.growth import ROOT, Growth
 from edgespec.headfile import HeadFile
 from edgespec.types import Draft, Logits, TokenIds
 
 Array = NDArray[np.float32]
 _NEVER = -1e30  # a logit; finite, so that no bias makes it no number
+DEAR_ROW = 0.1  # tokens; what costs more is seldom paid for by a second choice, nor is growing a tree to see that
+_MOST_CHILDREN, _LOOKED_AT = 8, 8
 
 
 class StateDrafter(Drafter):
@@ -65,6 +69,34 @@ class StateDrafter(Drafter):
         while chain.is_open:
             chain.add(self.row(scores_after(chain.token_ids[-1] if chain.token_ids else None)))
         return chain.as_draft()
+
+    def grows(self, request: DraftRequest) -> bool:
+        """Whether to draft a tree rather than a chain: where the rule and the target take one, and rows are cheap.
+
+        A fixed draft length gives no cost of a row, so that it asks for a tree of that many nodes, and for a chain of
+        that many tokens only where no tree can be had; the automatic length takes trees as its measured costs allow.
+        """
+        return request.max_branches > 0 and request.row_cost < DEAR_ROW
+
+    def tree(
+        self,
+        request: DraftRequest,
+        make: MakeCandidates,
+        root_scores: Array,
+        scores_of: Callable[[Growth], Iterable[Array]],
+        deepest: int | None = None,
+    ) -> Draft:
+        """A tree of at most `request.max_tokens` nodes, each worth its row, none with a path longer than `deepest`.
+
+        `root_scores` [m] of what follows the text, `scores_of(growth)` [n, m] of what follows each node it waits for.
+        """
+        most, branches = request.max_tokens, request.max_branches
+        growth = Growth(make, most, branches, _MOST_CHILDREN, request.row_cost, _LOOKED_AT, deepest)
+        growth.open(ROOT, self.row(root_scores))
+        while growth.grow(self._end_ids):
+            for node, scores in zip(growth.waiting, scores_of(growth), strict=True):
+                growth.open(node, self.row(scores))
+        return growth.draft()
 
     @property
     def bytes_used(self) -> int:
