@@ -27,6 +27,7 @@ Matrix = NDArray[np.float32]
 HeadKind = Literal["medusa", "eagle"]
 MANIFEST, SCALE = "manifest", ".scale"
 VOCABULARY, TOKEN_IDS, PROBE_IDS, PROBE_STATES = "vocabulary", "token_ids", "probe_ids", "probe_states"
+PROJECT = "project"
 _UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError)
 _LEAST_LIKENESS = 0.9  # mean cosine of the states of a quantised target to those of its original
 _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
@@ -39,6 +40,7 @@ _LIMITS = {
     "kv_heads": (0, 4096),
     "head_dim": (0, 4096),
     "ffn": (0, 2**20),
+    "feature_size": (1, 65_536),
 }
 
 
@@ -46,6 +48,8 @@ _LIMITS = {
 class HeadManifest:
     """Sizes and origin. `depth`: tokens per draft it was trained for; `scale` on scores; `blocks` of a Medusa head;
     `heads`, `kv_heads`, `head_dim`, `ffn`, `rope_theta` of EAGLE's layer; `figures`: measured by whoever trained it.
+    `feature_size` is that of the target's states, 0 for `hidden_size`: where it differs, the matrix `project` makes
+    them as wide as the heads.
     """
 
     kind: HeadKind
@@ -63,9 +67,22 @@ class HeadManifest:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     figures: Mapping[str, float] = field(default_factory=dict)
+    feature_size: int = 0
+
+    def __post_init__(self) -> None:
+        if self.feature_size == 0:
+            object.__setattr__(self, "feature_size", self.hidden_size)
+
+    @property
+    def is_projected(self) -> bool:
+        return self.feature_size != self.hidden_size
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every matrix but those of the vocabulary and the probe."""
+        projected = {PROJECT: (self.hidden_size, self.feature_size)} if self.is_projected else {}
+        return {**self._shapes_of_kind(), **projected}
+
+    def _shapes_of_kind(self) -> dict[str, tuple[int, ...]]:
         width = self.hidden_size
         if self.kind == "medusa":
             places = [(head, block) for head in range(self.depth) for block in range(self.blocks)]
@@ -90,7 +107,7 @@ class HeadManifest:
 @dataclass(frozen=True)
 class HeadFile:
     """`arrays`: the matrices of `manifest.shapes()` in float32; `vocabulary` [m, hidden size], rows of the target's
-    head for `token_ids` [m], ascending; `probe_ids` [n] and the states [n, hidden size] that the target gives them.
+    head for `token_ids` [m], ascending; `probe_ids` [n] and the states [n, feature size] that the target gives them.
     """
 
     manifest: HeadManifest
@@ -101,7 +118,7 @@ class HeadFile:
     probe_states: Matrix
 
     def is_of(self, states: NDArray[np.float32]) -> bool:
-        """Whether `states` [n, hidden size], what a loaded target gives the probe, are those of the trained one."""
+        """Whether `states` [n, feature size], what a loaded target gives the probe, are those of the trained one."""
         if states.shape != self.probe_states.shape or not np.isfinite(states).all():
             return False
         lengths = np.linalg.norm(states, axis=1) * np.linalg.norm(self.probe_states, axis=1)
@@ -145,14 +162,13 @@ def read_head_file(path: Path) -> HeadFile:
     token_ids, probe_ids = (_ids(path, arrays, name, manifest.vocabulary_size) for name in (TOKEN_IDS, PROBE_IDS))
     if np.any(np.diff(token_ids) <= 0):
         raise ModelFileError(f"{path} lists its draft vocabulary out of order: it is damaged, train the heads again")
-    width = manifest.hidden_size
     return HeadFile(
         manifest,
         found,
-        _matrix(path, arrays, VOCABULARY, (token_ids.size, width)),
+        _matrix(path, arrays, VOCABULARY, (token_ids.size, manifest.hidden_size)),
         token_ids,
         probe_ids,
-        _matrix(path, arrays, PROBE_STATES, (probe_ids.size, width)),
+        _matrix(path, arrays, PROBE_STATES, (probe_ids.size, manifest.feature_size)),
     )
 
 

@@ -47,7 +47,7 @@ def open_heads(heads: HeadFile, path: Path, target: Engine) -> Drafter:
     manifest, vocabulary = heads.manifest, target.vocabulary
     if manifest.vocabulary_size > vocabulary.size or not heads.is_of(_probed(heads, target)):
         raise ModelFileError(
-            f"{path} holds heads for another target ({manifest.target}, hidden size {manifest.hidden_size}, "
+            f"{path} holds heads for another target ({manifest.target}, hidden size {manifest.feature_size}, "
             f"{manifest.vocabulary_size} tokens): give the file that edgespec train-heads made for this one"
         )
     kind = MedusaDrafter if manifest.kind == "medusa" else EagleDrafter

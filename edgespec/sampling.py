@@ -158,10 +158,12 @@ class Sampler:
     def _adjusted(self, logits: Logits, history: TokenIds) -> Logits:
         """A copy with bias and penalties; penalties as in llama.cpp (repeat scales, frequency and presence shift)."""
         row = logits.copy()
-        row[self._bias_ids] += self._bias
+        known = self._bias_ids < row.size  # a draft may lack the ids that pad the target's vocabulary
+        row[self._bias_ids[known]] += self._bias[known]
         settings = self.sampling
         if settings.uses_history and history.size:
-            ids, counts = np.unique(history[-settings.penalty_window :], return_counts=True)
+            latest = history[-settings.penalty_window :]
+            ids, counts = np.unique(latest[latest < row.size], return_counts=True)
             values = row[ids]
             values = np.where(values > 0, values / settings.repeat_penalty, values * settings.repeat_penalty)
             row[ids] = values - counts * settings.frequency_penalty - settings.presence_penalty

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import shutil
 import subprocess
 import sys
@@ -20,10 +22,14 @@ import edgespec
 from edgespec import GenerateOptions, Sampling
 from edgespec.bench import pair as pair_module
 from edgespec.bench import shapes
+from edgespec.bench.expansion import Expansion
+from edgespec.bench.heads import expand_heads
 from edgespec.bench.pair import Builder
 from edgespec.bench.request import BenchRequest, check_needs, needs_of
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError
 from edgespec.export import room
+from edgespec.export.checkpoint import Checkpoint
+from edgespec.headfile import read_head_file
 from edgespec.manifest import read_pair
 from edgespec.types import Batch
 
@@ -62,6 +68,41 @@ def test_a_pair_runs_and_says_what_the_demo_says(tmp_path: Path):
     assert found.name == "bench-little-q8_0"
     assert "cost of a little model with 4352 tokens" in found.description
     assert (found.recommended, found.context_length) == (demo.recommended, demo.context_length)
+
+
+def test_the_heads_read_the_copies_and_are_accepted_as_on_the_demo_target(tmp_path: Path):
+    request = BenchRequest("little", ("q8_0", "f16"))
+    folders = Builder(request, DEMO, tmp_path).build()
+    for folder, kind in itertools.product(folders, ("eagle", "medusa")):
+        heads, own = (read_head_file(read_pair(place).heads[kind].path) for place in (folder, DEMO))
+        assert (heads.manifest.hidden_size, heads.manifest.feature_size) == (256, 512)
+        assert heads.manifest.vocabulary_size == 4096
+        assert all(np.array_equal(heads.arrays[name], array) for name, array in own.arrays.items())
+    greedy, accepted = Sampling(temperature=0.0), {}
+    for name in (folders[0], DEMO):
+        for kind in ("eagle", "medusa"):
+            with edgespec.load(str(name), drafter=kind, threads=TEST_THREADS, reproducible=True) as model:
+                ids = model.encode_chat(PROMPT)
+                options = GenerateOptions(max_tokens=48, drafter=kind, draft_length=3, ignore_eos=True)
+                drafted = model.generate(ids, greedy, options)
+                assert drafted.token_ids == model.generate(ids, greedy, replace(options, drafter="none")).token_ids
+                accepted[name, kind] = drafted.stats.accepted_tokens
+    for kind in ("eagle", "medusa"):
+        # rounding of 8 bits may change a draft here and there
+        assert abs(accepted[folders[0], kind] - accepted[DEMO, kind]) <= 3 < accepted[DEMO, kind]
+
+
+def test_heads_of_another_width_and_a_source_without_any(tmp_path: Path):
+    source = tmp_path / "demo"
+    shutil.copytree(DEMO, source)
+    expansion = Expansion(Checkpoint.open(source / "hf" / "draft"), LITTLE)
+    with pytest.raises(ModelFileError, match="holds heads on states of 256 numbers"):
+        expand_heads(source / "heads" / "eagle.npz", expansion, tmp_path / "eagle.npz")
+    assert not (tmp_path / "eagle.npz").exists()
+    manifest = (source / "manifest.toml").read_text(encoding="utf-8")
+    (source / "manifest.toml").write_text(re.sub(r"\[heads\.\w+\]\n(?:.+\n)+", "", manifest), encoding="utf-8")
+    (folder,) = Builder(BenchRequest("little", ("q8_0",)), source, tmp_path / "out").build()
+    assert not read_pair(folder).heads
 
 
 def test_what_is_there_is_kept_and_what_changed_is_made_again(tmp_path: Path):

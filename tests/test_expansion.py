@@ -18,6 +18,7 @@ from conftest import DEMO, TEST_THREADS
 import edgespec
 from edgespec import GenerateOptions, Sampling
 from edgespec.bench.expansion import Expansion, expand
+from edgespec.bench.heads import copies_of
 from edgespec.bench.shapes import SHAPES, Shape, shape_of
 from edgespec.bench.tensors import cancelling_shares_of, shares_of
 from edgespec.engines.llamacpp import LlamaCppEngine
@@ -86,6 +87,23 @@ def logits(files: dict[str, tuple[Path, Path]], texts: list[list[int]]) -> dict[
         kind: (all_logits(small, texts, **settings[kind]), all_logits(big, texts, **settings[kind]))
         for kind, (small, big) in files.items()
     }
+
+
+def all_states(path: Path, ids: list[int]) -> np.ndarray:
+    """The last normed states [tokens, width]."""
+    with opened(path, **EXACT) as engine:
+        engine.give_hidden_states(True)
+        engine.forward(Batch.chain(ids))
+        return engine.hidden_states().copy()
+
+
+def test_the_copies_of_the_last_state_add_up_to_the_small_models(files: Any, texts: list[list[int]]):
+    """Which is what heads trained on the small model read, whatever fills the row up."""
+    ours, theirs = (all_states(path, texts[0][:24]) for path in files["f32"])
+    assert theirs.shape == (24, SMALL.hidden_size)
+    copies = copies_of(Expansion(source(), SMALL))
+    np.testing.assert_allclose(theirs @ copies.T, ours, atol=1e-4)
+    np.testing.assert_allclose(ours @ copies / 3, np.where(copies.any(axis=0), theirs, 0), atol=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "largest", "agreement"), [("f32", 2e-4, 0.9995), ("q8_0", 0.5, 0.997)])

@@ -210,7 +210,52 @@ def test_medusa_drafts_no_more_than_it_has_heads(tiny_engine: Any) -> None:
     assert drafter.draft(request(np.arange(4, dtype=np.int32), np.ones((3, 64), np.float32), most=9)).num_tokens == 3
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_narrower_than_the_states_draft_from_their_projection(kind: str, tiny_engine: Any) -> None:
+    heads = random_heads(kind, tiny_engine, 64)
+    project = np.random.default_rng(1).normal(0, 0.1, (64, 160)).astype(np.float32)
+    wide = replace(
+        heads, manifest=replace(heads.manifest, feature_size=160), arrays={**heads.arrays, "project": project}
+    )
+    rng = np.random.default_rng(3)
+    states, text = rng.standard_normal((40, 160)).astype(np.float32), rng.integers(0, 299, 41).astype(np.int32)
+    drafters = drafter_of(heads, 299), drafter_of(wide, 299)
+    assert drafters[1].bytes_used == drafters[0].bytes_used + project.nbytes
+    for length in (4, 5, 21, 40):
+        given = text[: length + 1]
+        ours = drafters[0].draft(request(given, states[:length] @ project.T, most=3, temperature=0.9))
+        theirs = drafters[1].draft(request(given, states[:length], most=3, temperature=0.9))
+        assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+        np.testing.assert_allclose(ours.evidence, theirs.evidence, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_target_of_more_tokens_than_the_heads_know(kind: str, tiny_engine: Any) -> None:
+    """What pads a vocabulary is never drafted, and is no harm in a text or in the settings."""
+    states, text = np.ones((6, 64), np.float32), np.array([0, 1, 2, 999, 3, 700, 4], np.int32)
+    drafter = drafter_of(random_heads(kind, tiny_engine, 64), 1000)
+    for settings in (GREEDY, Sampling(temperature=1.0, repeat_penalty=1.2, logit_bias={998: 3.0, 5: 1.0})):
+        asked = DraftRequest(text, 3, Sampler(settings, 1000), features=states)
+        found = drafter.draft(asked).token_ids
+        assert found.size == 3 and found.max() < 299
+
+
 # -- files
+
+
+def test_a_file_keeps_a_projection_and_an_older_one_needs_none(tiny_engine: Any, tmp_path: Path) -> None:
+    path, heads = tmp_path / "heads.npz", random_heads("medusa", tiny_engine, 64)
+    write_head_file(path, heads)
+    rewritten(path, lambda manifest, _: manifest.pop("feature_size"))
+    assert read_head_file(path).manifest == heads.manifest
+    assert heads.manifest.feature_size == 64 and "project" not in heads.manifest.shapes()
+    manifest = replace(heads.manifest, feature_size=96)
+    project, probe = np.eye(64, 96, dtype=np.float32), np.ones((8, 96), np.float32)
+    wide = replace(heads, manifest=manifest, arrays={**heads.arrays, "project": project}, probe_states=probe)
+    write_head_file(path, wide)
+    found = read_head_file(path)
+    assert found.manifest == manifest and found.probe_states.shape == (8, 96)
+    np.testing.assert_array_equal(found.arrays["project"], project)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -272,6 +317,9 @@ def rewritten(path: Path, change: Any) -> None:
         "unknown kind": (lambda m, a: m.update(kind="hydra"), "kind 'hydra'"),
         "text for a size": (lambda m, a: m.update(depth="3"), "depth must be int"),
         "size out of range": (lambda m, a: m.update(hidden_size=0), "hidden_size 0 is out of range"),
+        "states of no size": (lambda m, a: m.update(feature_size=-1), "feature_size -1 is out of range"),
+        "text for their size": (lambda m, a: m.update(feature_size="64"), "feature_size must be int"),
+        "no projection": (lambda m, a: m.update(feature_size=96), r"project must be \[64, 96\], there is nothing"),
         "other sizes": (lambda m, a: m.update(hidden_size=32), "fc must be"),
         "uneven heads": (lambda m, a: m.update(kv_heads=3), "do not fit together"),
         "matrix gone": (lambda m, a: a.pop("q_proj"), "there is nothing"),

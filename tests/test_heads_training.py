@@ -24,6 +24,7 @@ from edgespec.errors import CapabilityError
 from edgespec.headfile import read_head_file
 from edgespec.sampling import Sampler, Sampling
 from edgespec.training.heads import build_heads_trainer, head_file, train_heads
+from edgespec.training.heads_loss import DraftLoss, wanted_of
 from edgespec.training.heads_request import HeadsRequest, heads_shape
 from edgespec.training.heads_trainer import LATER_WEIGHT, STATE_WEIGHT, HeadsTrainer, head_scale, last_states
 from edgespec.training.inherit import load_target
@@ -163,6 +164,32 @@ def test_the_loss_is_that_of_a_slow_twin(kind: str, tiny: Path) -> None:  # noqa
     total = sum(LATER_WEIGHT**k for k in range(3))
     assert loss == pytest.approx(slow_loss / total, rel=1e-4)
     assert variation == pytest.approx(slow_variation / total, rel=1e-4)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.2, 0.0])
+@pytest.mark.parametrize("drafted", [30, 12])
+def test_the_gradient_written_by_hand_is_the_one_of_autograd(share: float, drafted: int) -> None:
+    torch.manual_seed(0)
+    head, states, found = torch.randn(30, 8), torch.randn(3, 5, 8), torch.randn(3, 5, 8)
+    weights, ids, factor = torch.rand(3, 5), torch.randperm(30)[:drafted].sort().values, 0.7
+    wanted = wanted_of(states, head, ids, factor)
+    results = []
+    for slow in (False, True):
+        given = found.clone().requires_grad_()
+        if slow:
+            p = (states @ head.T * factor).softmax(dim=-1)
+            log_q = (given @ head[ids].T * factor).log_softmax(dim=-1)
+            full = torch.zeros_like(p).index_copy(2, ids, log_q.exp())
+            distance = 0.5 * (full - p).abs().sum(dim=-1)
+            entropy = -(p[..., ids] * log_q).sum(dim=-1)
+            loss = (weights * (share * entropy + (1 - share) * distance)).sum()
+            variation = (weights * distance).sum()
+        else:
+            loss, variation = DraftLoss.apply(given, head[ids], wanted, weights, factor, share)
+        (3 * loss).backward()
+        results.append((loss.detach(), variation.detach(), given.grad))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_the_most_frequent_tokens_can_be_drafted(tiny: Path) -> None:  # noqa: F811

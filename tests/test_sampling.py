@@ -91,6 +91,12 @@ def test_penalties_and_bias_follow_llama_cpp() -> None:
     assert row[3] == 100.0, "the engine's row must not be written to"
 
 
+def test_a_draft_without_the_ids_that_pad_the_target_takes_bias_and_penalties_of_its_own() -> None:
+    settings = Sampling(repeat_penalty=2.0, logit_bias={1: 1.0, 9: 5.0}, temperature=0)
+    adjusted = Sampler(settings, 10)._adjusted(np.array([4.0, 1.0, 1.0], np.float32), np.array([0, 9], np.int32))
+    assert adjusted.tolist() == [2.0, 2.0, 1.0]
+
+
 def test_penalty_window_forgets_older_tokens() -> None:
     sampler = Sampler(Sampling(repeat_penalty=2.0, penalty_window=2, temperature=0), 3)
     row = np.array([3.0, 2.0, 2.0], np.float32)

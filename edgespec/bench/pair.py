@@ -1,10 +1,11 @@
 """The benchmark pair on disk: an expanded target in several formats, each in a folder that runs, with its draft.
 
     OUTPUT/checkpoints/ROLE/    the expanded Hugging Face folders, removed at the end unless they are to be kept
-    OUTPUT/FORMAT/              manifest.toml, target and draft: what `edgespec generate` takes
+    OUTPUT/FORMAT/              manifest.toml, target, draft and heads: what `edgespec generate` takes
     OUTPUT/built.json           what each finished file was made from; a file made from something else is made again
 
 Drafts stay at 8 bits in every format: at 4 bits a model of a million weights loses more agreement than it saves time.
+Heads keep their own width, as a draft that is not expanded keeps its size.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from edgespec.bench.expansion import Expansion, expand
+from edgespec.bench.heads import expand_heads
 from edgespec.bench.request import (
     DRAFT_FORMATS,
     DRAFT_ROLES,
@@ -30,7 +32,7 @@ from edgespec.bench.request import (
     needs_of,
 )
 from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.manifest import MANIFEST, ModelFile, ModelPair, read_pair, sha256_of
+from edgespec.manifest import HEADS, MANIFEST, ModelFile, ModelPair, read_pair, sha256_of
 
 if TYPE_CHECKING:
     from edgespec.export.onnx.convert import Quant
@@ -113,7 +115,7 @@ class Builder:
         target, draft = self._path("target", name), self._path("draft", name)
         self._expand(self._target, target, name)
         self._make_draft(draft, FORMATS[name][0])
-        self._write_manifest(folder, name, {"target": target, "draft": draft})
+        self._write_manifest(folder, name, {"target": target, "draft": draft}, self._make_heads(folder))
         return folder
 
     def _make(self, result: Path, key: str, write: Callable[[], None]) -> None:
@@ -165,6 +167,16 @@ class Builder:
         key = f"{sha256_of(checkpoint / 'model.safetensors')} {wanted}"
         self._make(result, key, partial(self._export, checkpoint, result, wanted))
 
+    def _make_heads(self, folder: Path) -> dict[str, Path]:
+        """The heads that the source has, by kind, for the expanded target."""
+        made = {}
+        for kind, file in read_pair(self.source, check_hashes=False).heads.items():
+            made[kind] = folder / HEADS / f"{kind}.npz"
+            key = f"{file.sha256} {self._target.fingerprint()}"
+            made[kind].parent.mkdir(exist_ok=True)
+            self._make(made[kind], key, partial(expand_heads, file.path, self._target, made[kind]))
+        return made
+
     def _shipped(self, role: str, engine: Engine) -> ModelFile | None:
         """The file of a role for an engine in the pair that is expanded."""
         if engine not in read_pair(self.source, check_hashes=False).engines:
@@ -172,7 +184,7 @@ class Builder:
         found = read_pair(self.source, engine).files.get(role)
         return found if found is not None and found.engine == engine else None
 
-    def _write_manifest(self, folder: Path, name: str, models: dict[str, Path]) -> None:
+    def _write_manifest(self, folder: Path, name: str, models: dict[str, Path], heads: dict[str, Path]) -> None:
         from edgespec.export.manifest import write_manifest
 
         request, demo = self.request, read_pair(self.source, check_hashes=False)
@@ -185,6 +197,7 @@ class Builder:
             "licence": demo.licence,
             "context_length": demo.context_length,
             table: entries,
+            HEADS: {kind: _facts(folder, path) for kind, path in heads.items()},
             "sampling": dict(demo.recommended),
             "figures": {"expansion": {"size": request.size, "sigma": request.sigma, "seed": request.seed}},
         }

@@ -104,7 +104,7 @@ class EagleDrafter(StateDrafter):
         if not first <= self._end <= last:  # states are missing in between, or the text is asked for again
             self._length, self._end = 0, first
         new = last + 1 - self._end
-        found = self._predicted(states[-new:], self.embed(token_ids[-new:]), self._end)
+        found = self._predicted(self.read(states[-new:]), self.embed(token_ids[-new:]), self._end)
         self._end = last + 1
         return found
 

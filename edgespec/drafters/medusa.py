@@ -44,7 +44,7 @@ class MedusaDrafter(StateDrafter):
         most = min(request.max_tokens, self.depth)
         if most < 1 or request.features is None or not len(request.features):
             return EMPTY_DRAFT
-        scores = self.scores(self._predicted(request.features[-1], request.token_ids[-1:], most))
+        scores = self.scores(self._predicted(self.read(request.features[-1:])[0], request.token_ids[-1:], most))
         rows = iter(scores)
         if self.grows(request):
             return self._tree(request, scores)

@@ -14,7 +14,7 @@ from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.candidates import MakeCandidates
 from edgespec.drafters.chain import CHAIN_PRIOR, DrawnChain
 from edgespec.drafters.growth import ROOT, Growth
-from edgespec.headfile import HeadFile
+from edgespec.headfile import PROJECT, HeadFile
 from edgespec.types import Draft, Logits, TokenIds
 
 Array = NDArray[np.float32]
@@ -40,8 +40,16 @@ class StateDrafter(Drafter):
         self._size = np.float32(size)
         self._slots = np.full(vocabulary_size, -1, np.int32)
         self._slots[self._token_ids] = np.arange(self._token_ids.size)
-        self._row = np.full(vocabulary_size, _NEVER, np.float32)
-        self._arrays = dict(heads.arrays)
+        self._row = np.full(manifest.vocabulary_size, _NEVER, np.float32)  # what only pads the target's is left out
+        self._project = heads.arrays.get(PROJECT)
+        self._arrays = {name: array for name, array in heads.arrays.items() if name != PROJECT}
+
+    def read(self, features: Array) -> Array:
+        """The target's states [n, feature size] as the heads read them [n, hidden size]."""
+        if self._project is None:
+            return features
+        found: Array = features @ self._project.T
+        return found
 
     def embed(self, token_ids: TokenIds) -> Array:
         """Input rows [n, hidden size] of `token_ids` [n]."""
@@ -56,7 +64,7 @@ class StateDrafter(Drafter):
         return found
 
     def row(self, scores: Array) -> Logits:
-        """Scores [m] as a row [vocabulary] of logits, which the next call overwrites."""
+        """Scores [m] as a row [the heads' vocabulary] of logits, which the next call overwrites."""
         self._row[self._token_ids] = scores
         return self._row
 
@@ -100,7 +108,8 @@ class StateDrafter(Drafter):
 
     @property
     def bytes_used(self) -> int:
-        arrays = (*self._arrays.values(), self._vocabulary, self._slots, self._row)
+        arrays = [*self._arrays.values(), self._vocabulary, self._slots, self._row]
+        arrays += [] if self._project is None else [self._project]
         return sum(array.nbytes for array in arrays)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from edgespec.errors import CapabilityError
 from edgespec.training.acceptance import OwnText, batches
 from edgespec.training.documents import Corpus
+from edgespec.training.heads_loss import DraftLoss, wanted_of
 from edgespec.training.heads_network import DraftVocabulary, EagleHead, Heads, MedusaHeads
 from edgespec.training.heads_request import HeadsRequest
 from edgespec.training.journal import RoundResult
@@ -83,27 +84,22 @@ class HeadsTrainer(Trainer):
 
     def distance(self, ids: Tensor, weights: Tensor, cooling: float) -> tuple[Tensor, Tensor]:
         """(loss, total variation) of all drafts to the target, both summed over roots by weight and by LATER_WEIGHT."""
-        vocabulary, share = self.student.vocabulary, self.request.share
+        request, vocabulary, target = self.request, self.student.vocabulary, self.target
+        share, factor = (request.share if request.loss == "tv" else 1.0), vocabulary.scale / cooling
         with torch.no_grad():
-            states = last_states(self.target, ids)
-            scores = self.target.get_output_embeddings()(states.to(self.target.dtype)).float() * vocabulary.scale
-            wanted = (scores / cooling).softmax(dim=-1)[..., vocabulary.token_ids]
+            states = last_states(target, ids)
+            head = target.get_output_embeddings().weight.detach()
+            wanted = wanted_of(states, head, vocabulary.token_ids, factor)
         loss = variation = torch.zeros((), device=ids.device)
         total = 0.0
         for index, found in enumerate(self._drafts(states, ids)):
-            target = wanted[:, 1 + index : -1]
             following = weights[:, 2 + index :] * LATER_WEIGHT**index
-            log_probs = (vocabulary.logits(found).float() / cooling).log_softmax(dim=-1)
-            entropy = -(target * log_probs).sum(dim=-1)
-            # what lies outside the draft vocabulary is missed for certain
-            distance = 0.5 * ((log_probs.exp() - target).abs().sum(dim=-1) + 1.0 - target.sum(dim=-1))
-            other = distance if self.request.loss == "tv" else entropy
-            part = share * entropy + (1 - share) * other
+            told = wanted.at(slice(1 + index, -1))
+            part, apart = DraftLoss.apply(found, head[vocabulary.token_ids], told, following, factor, share)
+            loss, variation = loss + part, variation + apart
             if isinstance(self.student, EagleHead):
-                apart = F.smooth_l1_loss(found, states[:, 1 + index : -1], reduction="none").mean(dim=-1)
-                part = part + STATE_WEIGHT * apart
-            loss = loss + (part * following).sum()
-            variation = variation + (distance.detach() * following).sum()
+                far = F.smooth_l1_loss(found, states[:, 1 + index : -1], reduction="none").mean(dim=-1)
+                loss = loss + STATE_WEIGHT * (far * following).sum()
             total += LATER_WEIGHT**index
         return loss / total, variation / total
 
