@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import edgespec
 from edgespec.errors import CapabilityError, ConfigError, EdgespecError, ModelFileError
 from edgespec.export.onnx import ONNX_QUANTS, export_onnx
 from edgespec.export.onnx.child import failure
@@ -551,6 +552,15 @@ def test_narrow_weights_keep_most_choices(
     assert np.abs(found - expected).max() <= 0.25 * expected.std()
     if (kind, quant) == ("demo", "int8"):
         assert (folder / "model.onnx.data").stat().st_size < 10.5e6  # one copy of the embeddings, of 8.1 M weights
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+def test_what_is_exported_by_default_can_be_reproducible(quant: str, exports: Callable[..., Path]) -> None:
+    """Groups of 128 are read by a kernel whose bits depend on the width of a pass."""
+    graph = exports("demo", quant) / "model.onnx"
+    with edgespec.load(str(graph), drafter="none", reproducible=True, threads=1, context_length=256) as model:
+        assert model.target.facts.pinned_class[0] <= 2
+        assert model.target.facts.pinned_class[1] >= 16
 
 
 def test_an_early_exit_is_the_pruned_model(checkpoints: Callable[[str], Path], exports: Callable[..., Path]) -> None:

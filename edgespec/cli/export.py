@@ -49,7 +49,12 @@ INTERRUPTED = 130
     "the target, early-exit:auto as many as a measurement on its own text says; prune:0-3,8 keeps the layers named "
     "(counted from 0) in files of its own.",
 )
-@click.option("--group-size", type=int, metavar="N", help="ONNX: weights per scale.  [default: int8 128, int4 32]")
+@click.option(
+    "--group-size",
+    type=int,
+    metavar="N",
+    help="ONNX: weights per scale; from 128 on int8 is not reproducible.  [default: int8 64, int4 32]",
+)
 @click.option(
     "--imatrix",
     type=click.Path(path_type=Path),

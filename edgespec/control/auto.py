@@ -7,6 +7,7 @@ confidences and weights learn from what happened, and unused free drafts from th
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -114,12 +115,14 @@ class AutoController(Controller):
         drafts = self._trial_drafts(request.at_most(most))
         lengths: dict[str, int] = {}
         gains: dict[str, float] = {}
+        lags: dict[str, int] = {}
         for name, drafter in self.drafters.items():
             if name in drafts:
                 lengths[name], gains[name] = best_length(drafts[name][1], pass_s, rate, most)
             else:
-                gains[name] = self._forecast(name, drafter.lag(request.token_ids), pass_s, rate, most)
-        chosen = self._chosen(gains, request.token_ids, pass_s, most)
+                lags[name] = drafter.lag(request.token_ids)
+                gains[name] = self._forecast(name, lags[name], pass_s, rate, most)
+        chosen = self._chosen(gains, lags, pass_s, most)
         self._round = Round(gains, chosen)
         for name, (draft, _) in drafts.items():
             if name != chosen:
@@ -129,7 +132,7 @@ class AutoController(Controller):
             return NOTHING
         if chosen in drafts:
             return self._affordable(chosen, *drafts[chosen], lengths[chosen], pass_s)
-        return self._paid_proposal(chosen, request.at_most(most), pass_s, rate)
+        return self._paid_proposal(chosen, lags[chosen], request.at_most(most), pass_s, rate)
 
     def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
         started_s = self._clock()
@@ -210,7 +213,9 @@ class AutoController(Controller):
             state.worth = forecast(0, 1.0, ahead, pass_s, cost.token_s, rate, most)[1]
         return state.worth - rate * lag * cost.read_s / min(_READING_ROUNDS, most)
 
-    def _chosen(self, gains: Mapping[str, float], token_ids: TokenIds, pass_s: list[float], most: int) -> str | None:
+    def _chosen(
+        self, gains: Mapping[str, float], lags: Mapping[str, int], pass_s: list[float], most: int
+    ) -> str | None:
         """The round's drafter: what Hedge takes, a probe that is due, or none so that a plain pass is timed again."""
         if self._since_plain >= self._refresh_after:
             self._refresh_after = min(2 * self._refresh_after, _REFRESH_EVERY)
@@ -220,7 +225,7 @@ class AutoController(Controller):
             return chosen
         for name, state in self._states.items():
             if not self.drafters[name].is_free and state.probe_in <= 0 and self._can_gain(name, pass_s, most):
-                reading_s = self.drafters[name].lag(token_ids) * self.costs[name].read_s
+                reading_s = lags[name] * self.costs[name].read_s
                 return name if reading_s <= _PROBE_READING * self.bank.balance_s else None
         return None
 
@@ -236,12 +241,14 @@ class AutoController(Controller):
             length -= 1
         return Proposal(_kept(draft, confidences, length), name) if length else NOTHING
 
-    def _paid_proposal(self, name: str, request: DraftRequest, pass_s: list[float], rate: float) -> Proposal:
+    def _paid_proposal(self, name: str, lag: int, request: DraftRequest, pass_s: list[float], rate: float) -> Proposal:
         """Let a paid drafter go on while a token is expected to pay, then keep what is worth verifying."""
-        cost, state = self.costs[name], self._states[name]
-        lag, plain_s, most = self.drafters[name].lag(request.token_ids), pass_s[1], request.max_tokens
-        while most and not self.bank.can_pay(pass_s[most + 1] + cost.of(most, lag), plain_s):
-            most -= 1
+        cost, state, plain_s = self.costs[name], self._states[name], pass_s[1]
+
+        def is_too_much(count: int) -> bool:
+            return not self.bank.can_pay(pass_s[count + 1] + cost.of(count, lag), plain_s)
+
+        most = bisect_left(range(1, request.max_tokens + 1), True, key=is_too_much)
         if not most:
             return NOTHING
         found: list[float] = []
@@ -259,7 +266,7 @@ class AutoController(Controller):
 
         row_cost = rate * ((pass_s[most + 1] - plain_s) / most + cost.token_s)
         asked = replace(request, max_tokens=most, worth_going_on=worth_going_on, row_cost=row_cost)
-        draft, confidences = self._timed_draft(name, asked)
+        draft, confidences = self._timed_draft(name, lag, asked, found)
         length, gain = best_nodes(draft, confidences, pass_s, rate, most)
         assert self._round is not None
         gain -= rate * cost.of(draft.num_tokens, 0)
@@ -271,14 +278,17 @@ class AutoController(Controller):
             length = draft.num_tokens  # under the rejection rule a sampled token may not be dropped for what it is
         return Proposal(_kept(draft, confidences, length), name) if length else NOTHING
 
-    def _timed_draft(self, name: str, request: DraftRequest) -> tuple[Draft, list[float]]:
-        """What a paid drafter drafts, with its confidences; its cost and what to expect of it are learnt."""
+    def _timed_draft(self, name: str, lag: int, request: DraftRequest, found: list[float]) -> tuple[Draft, list[float]]:
+        """What a paid drafter drafts, with its confidences; its cost and what to expect of it are learnt.
+
+        `found`: those of a chain's tokens behind each of which it asked whether to go on.
+        """
         assert self._round is not None
-        cost, drafter, state = self.costs[name], self.drafters[name], self._states[name]
-        lag, started_s = drafter.lag(request.token_ids), self._clock()
-        draft = drafter.draft(request)
+        cost, state = self.costs[name], self._states[name]
+        started_s = self._clock()
+        draft = self.drafters[name].draft(request)
         cost.observe(draft.num_tokens, lag, self._clock() - started_s)
-        confidences = state.confidences(draft)
+        confidences = found if draft.is_chain and len(found) == draft.num_tokens else state.confidences(draft)
         state.upcoming.observe_chain(confidences[: draft.main_chain.num_tokens])
         self._round.drafted, self._round.reading_s = draft, lag * cost.read_s
         return draft, confidences

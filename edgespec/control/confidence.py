@@ -117,7 +117,18 @@ class Logistic(Calibrator):
         score = self._bias + self._places[bucket_of(index)] + self._slopes[0] * self._mood
         for slope, value in zip(self._slopes[1:], evidence, strict=False):
             score += slope * value
-        return max(_LEAST, min(_MOST, 1.0 / (1.0 + math.exp(-max(-30.0, min(30.0, score))))))
+        return _chance(score)
+
+    def probabilities(self, evidence: Sequence[Evidence]) -> list[float]:
+        self._grow(1 + max(map(len, evidence), default=0))
+        common, slopes, found = self._bias + self._slopes[0] * self._mood, self._slopes[1:], []
+        place_scores = [common + place for place in self._places]
+        for index, values in enumerate(evidence):
+            score = place_scores[bucket_of(index)]
+            for slope, value in zip(slopes, values, strict=False):
+                score += slope * value
+            found.append(_chance(score))
+        return found
 
     def observe(self, index: int, evidence: Evidence, *, accepted: bool) -> None:
         probability = self.probability(index, evidence)
@@ -160,6 +171,15 @@ class Logistic(Calibrator):
             number = len(self._slopes)
             self._slopes.append(self._prior[number] if number < len(self._prior) else self._SLOPE)
             self._slope_precision.append(self._SLOPE_PRECISION)
+
+
+def _chance(score: float) -> float:
+    """The probability of these log odds, never quite 0 or 1."""
+    if score > 6.0:
+        return _MOST
+    if score < -6.0:
+        return _LEAST
+    return max(_LEAST, min(_MOST, 1.0 / (1.0 + math.exp(-score))))
 
 
 class NextConfidence:
