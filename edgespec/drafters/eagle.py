@@ -21,7 +21,7 @@ from edgespec.drafters.candidates import candidates_for
 from edgespec.drafters.growth import ROOT, Growth
 from edgespec.drafters.states import Array, StateDrafter, silu
 from edgespec.headfile import HeadFile
-from edgespec.types import EMPTY_DRAFT, Draft, TokenIds
+from edgespec.types import Draft, TokenIds
 
 WINDOW = 512  # pairs that it looks back at
 _UNSEEN = np.float32(-math.inf)  # a score of attention
@@ -49,12 +49,9 @@ class EagleDrafter(StateDrafter):
     def lag(self, token_ids: TokenIds) -> int:
         return min(token_ids.size - 1 - self._end, WINDOW)
 
-    def draft(self, request: DraftRequest) -> Draft:
-        """A tree or a chain of at most `request.max_tokens`."""
-        if request.max_tokens < 1 or request.features is None or not len(request.features):
-            return EMPTY_DRAFT
-        self._make_room(len(request.features) + request.max_tokens)
-        state = self._catch_up(request.token_ids, request.features)
+    def drafted(self, request: DraftRequest, features: Array) -> Draft:
+        self._make_room(len(features) + request.max_tokens)
+        state = self._catch_up(request.token_ids, features)
         committed = self._length
         try:
             return self._tree(request, state) if self.grows(request) else self._chain(request, state)

@@ -16,7 +16,7 @@ from edgespec.drafters.candidates import Candidates, MakeCandidates, candidates_
 from edgespec.drafters.growth import Growth
 from edgespec.drafters.states import Array, StateDrafter, silu
 from edgespec.headfile import HeadFile
-from edgespec.types import EMPTY_DRAFT, Draft, Logits, TokenIds
+from edgespec.types import Draft, Logits, TokenIds
 
 
 class MedusaDrafter(StateDrafter):
@@ -39,12 +39,10 @@ class MedusaDrafter(StateDrafter):
     def begin(self, prompt_ids: TokenIds) -> None:
         """Nothing of a text is kept."""
 
-    def draft(self, request: DraftRequest) -> Draft:
+    def drafted(self, request: DraftRequest, features: Array) -> Draft:
         """A tree, or a chain of at most one token per head."""
         most = min(request.max_tokens, self.depth)
-        if most < 1 or request.features is None or not len(request.features):
-            return EMPTY_DRAFT
-        scores = self.scores(self._predicted(self.read(request.features[-1:])[0], request.token_ids[-1:], most))
+        scores = self.scores(self._predicted(self.read(features[-1:])[0], request.token_ids[-1:], most))
         rows = iter(scores)
         if self.grows(request):
             return self._tree(request, scores)

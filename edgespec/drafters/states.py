@@ -5,17 +5,19 @@ A token outside the draft vocabulary is never proposed; the target samples it wh
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
+from threadpoolctl import ThreadpoolController
 
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.candidates import MakeCandidates
 from edgespec.drafters.chain import CHAIN_PRIOR, DrawnChain
 from edgespec.drafters.growth import ROOT, Growth
 from edgespec.headfile import PROJECT, HeadFile
-from edgespec.types import Draft, Logits, TokenIds
+from edgespec.types import EMPTY_DRAFT, Draft, Logits, TokenIds
 
 Array = NDArray[np.float32]
 _NEVER = -1e30  # a logit; finite, so that no bias makes it no number
@@ -32,6 +34,7 @@ class StateDrafter(Drafter):
     def __init__(self, heads: HeadFile, vocabulary_size: int, end_ids: frozenset[int]) -> None:
         manifest, vocabulary = heads.manifest, heads.vocabulary
         self._end_ids = end_ids
+        self._blas = ThreadpoolController()
         self._scale = np.float32(manifest.scale)
         self._token_ids = heads.token_ids
         self._vocabulary = vocabulary
@@ -43,6 +46,21 @@ class StateDrafter(Drafter):
         self._row = np.full(manifest.vocabulary_size, _NEVER, np.float32)  # what only pads the target's is left out
         self._project = heads.arrays.get(PROJECT)
         self._arrays = {name: array for name, array in heads.arrays.items() if name != PROJECT}
+
+    def draft(self, request: DraftRequest) -> Draft:
+        """A tree or a chain, made on one core.
+
+        Threads of a BLAS wait for more work by spinning, for longer than a draft takes: the target's next pass, which
+        needs every core, would share them with threads that do nothing.
+        """
+        if request.max_tokens < 1 or request.features is None or not len(request.features):
+            return EMPTY_DRAFT
+        with self._blas.limit(limits=1, user_api="blas"):
+            return self.drafted(request, request.features)
+
+    @abstractmethod
+    def drafted(self, request: DraftRequest, features: Array) -> Draft:
+        """What `draft` says, of at least one token, from the states `features` [m, feature size]."""
 
     def read(self, features: Array) -> Array:
         """The target's states [n, feature size] as the heads read them [n, hidden size]."""
