@@ -15,13 +15,14 @@ from pathlib import Path
 import numpy as np
 
 from edgespec.control.auto import AutoController
-from edgespec.control.base import NOTHING, Controller, FixedLength
+from edgespec.control.base import NOTHING, Controller, FixedLength, Proposal
 from edgespec.control.cost import WIDEST, CostCurve, DraftCost
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.chain import CHAIN_PRIOR
 from edgespec.drafters.ngram import NgramDrafter
+from edgespec.engines.table import TableEngine
 from edgespec.sampling import Sampler, Sampling
-from edgespec.types import EMPTY_DRAFT, Draft, Evidence, RoundRecord, TokenIds, Verdict
+from edgespec.types import EMPTY_DRAFT, Batch, Draft, Evidence, Logits, RoundRecord, TokenIds, Verdict
 
 VOCABULARY = 4096
 TRACES = Path(__file__).parent / "data" / "traces.npz"
@@ -276,6 +277,27 @@ class World:
             for _ in range(text.num_tokens - 1):
                 self.clock.now_s += self.machine.seconds(1, self.clock())
         return self.clock() - started_s
+
+
+class Watched(AutoController):
+    """Counts the drafts with branches that it proposes."""
+
+    branched = 0
+
+    def propose(self, request: DraftRequest) -> Proposal:
+        proposal = super().propose(request)
+        self.branched += not proposal.draft.is_chain
+        return proposal
+
+
+class Timed(TableEngine):
+    """A pass takes one second and `row_s` for each further row, on a clock of its own."""
+
+    row_s, now_s = 0.0, 0.0
+
+    def forward(self, batch: Batch) -> Logits:
+        self.now_s += 1.0 + self.row_s * (batch.width - 1)
+        return super().forward(batch)
 
 
 # -- texts

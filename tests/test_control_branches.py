@@ -6,27 +6,24 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from simulation import Timed, Watched
 from test_lossless import DEMO, VOCABULARY
 
 import edgespec
 from edgespec import Sampling
-from edgespec.control.auto import AutoController
-from edgespec.control.base import Proposal
 from edgespec.control.branches import best_nodes, outcomes, path_products
 from edgespec.control.cost import CostCurve
 from edgespec.control.length import best_length
 from edgespec.deciding import FREE_DRAFTERS, MANY_ROWS
 from edgespec.decode import Run, autoregressive, speculative
-from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.sequence import CachedSequence
-from edgespec.engines.table import TableEngine
 from edgespec.sampling import Sampler
 from edgespec.stopping import StopRules
-from edgespec.types import Batch, Draft, Logits, Verdict
+from edgespec.types import Draft, Verdict
 from edgespec.verify import RULES
 
 #     0 - 1 - 2
@@ -58,27 +55,6 @@ def test_all_of_a_tree_is_kept_or_what_pays_of_its_main_chain(row_s: float, kept
     assert best_nodes(FORKED, confidences, pass_s, 1.0, 8)[0] == kept
     chain = Draft.chain([1, 2, 3])
     assert best_nodes(chain, confidences[:3], pass_s, 1.0, 8) == best_length(confidences[:3], pass_s, 1.0, 8)
-
-
-class Watched(AutoController):
-    """Counts the drafts with branches that it proposes."""
-
-    branched = 0
-
-    def propose(self, request: DraftRequest) -> Proposal:
-        proposal = super().propose(request)
-        self.branched += not proposal.draft.is_chain
-        return proposal
-
-
-class Timed(TableEngine):
-    """A pass takes one second and `row_s` for each further row, on a clock of its own."""
-
-    row_s, now_s = 0.0, 0.0
-
-    def forward(self, batch: Batch) -> Logits:
-        self.now_s += 1.0 + self.row_s * (batch.width - 1)
-        return super().forward(batch)
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection", "typical", "block"])

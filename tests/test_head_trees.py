@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from conftest import TEST_THREADS
 from laws import ALPHA_1E6, law_score
+from simulation import Timed, Watched
 from test_heads import KINDS, VOCABULARY, request, table, with_features
 from test_lossless import DEMO, PLAIN, PROMPTS, run_once
 from test_tree_drafter import side_branches
@@ -18,8 +19,6 @@ from tiny_heads import drafter_of, random_heads, table_heads
 
 import edgespec
 from edgespec import GenerateOptions, Sampling
-from edgespec.control.auto import AutoController
-from edgespec.control.base import Proposal
 from edgespec.control.branches import path_products
 from edgespec.control.cost import CostCurve
 from edgespec.decode import Run, autoregressive, speculative
@@ -29,10 +28,9 @@ from edgespec.drafters.medusa import MedusaDrafter
 from edgespec.drafters.states import DEAR_ROW, StateDrafter
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.sequence import CachedSequence
-from edgespec.engines.table import TableEngine
 from edgespec.sampling import Sampler
 from edgespec.stopping import StopRules
-from edgespec.types import Batch, Draft, Logits, RoundRecord
+from edgespec.types import Draft, Logits, RoundRecord
 from edgespec.verify import RULES
 
 GREEDY = Sampling(temperature=0.0)
@@ -280,27 +278,6 @@ def test_an_error_inside_a_tree_leaves_no_trace(tiny_engine: LlamaCppEngine, mon
 
 
 # -- the automatic choice
-
-
-class Watched(AutoController):
-    """Counts the drafts with branches that it proposes."""
-
-    branched = 0
-
-    def propose(self, request: DraftRequest) -> Proposal:
-        proposal = super().propose(request)
-        self.branched += not proposal.draft.is_chain
-        return proposal
-
-
-class Timed(TableEngine):
-    """A pass takes one second and `row_s` for each further row, on a clock of its own."""
-
-    row_s, now_s = 0.0, 0.0
-
-    def forward(self, batch: Batch) -> Logits:
-        self.now_s += 1.0 + self.row_s * (batch.width - 1)
-        return super().forward(batch)
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection", "typical", "block"])
