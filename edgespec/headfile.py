@@ -28,6 +28,7 @@ HeadKind = Literal["medusa", "eagle"]
 MANIFEST, SCALE = "manifest", ".scale"
 VOCABULARY, TOKEN_IDS, PROBE_IDS, PROBE_STATES = "vocabulary", "token_ids", "probe_ids", "probe_states"
 PROJECT = "project"
+# All that numpy and zipfile raise on bytes that are no archive; the last one of a compression they do not know.
 _UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError)
 _LEAST_LIKENESS = 0.9  # mean cosine of the states of a quantised target to those of its original
 _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
