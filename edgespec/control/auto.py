@@ -7,7 +7,6 @@ confidences and weights learn from what happened, and unused free drafts from th
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -17,13 +16,13 @@ import numpy as np
 
 from edgespec.control.bank import TimeBank
 from edgespec.control.base import NOTHING, Controller, Proposal
-from edgespec.control.branches import best_nodes
 from edgespec.control.cost import WIDEST, CostCurve, DraftCost, RoundCost
 from edgespec.control.kinds import Kinds, kind_of
 from edgespec.control.length import FORESIGHT, best_length, ceiling, forecast
+from edgespec.control.paid import PaidRound
 from edgespec.control.shadow import Shadow, Shadows
 from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.types import Draft, Evidence, RoundRecord, TokenIds, Verdict
+from edgespec.types import Draft, RoundRecord, TokenIds, Verdict
 
 MAX_AUTO_LENGTH = 32
 START_PASSES = 4.0  # what the bank holds at first, in plain passes: a first draft that fails must not be the last
@@ -46,9 +45,12 @@ class Round:
 
     gains: dict[str, float]
     chosen: str | None
-    reading_s: float = 0.0  # of the draft's time, for text that its drafter lacked
-    drafted: Draft | None = None  # all that a paid drafter drafted, before what was not worth verifying was dropped
-    is_promising: bool = False  # a paid draft whose confidences, once known, promised a gain
+    paid: PaidRound | None = None
+
+    @property
+    def reading_s(self) -> float:
+        """Of the draft's time, for text that its drafter lacked."""
+        return 0.0 if self.paid is None else self.paid.reading_s
 
 
 class AutoController(Controller):
@@ -148,7 +150,7 @@ class AutoController(Controller):
             self._since_plain = 0
             self.round_cost.decoded(record.judge_s)
             self.bank.decoded(plain_s, record.draft_s + self._learning_s)
-            if self._round is not None and self._round.drafted is None:
+            if self._round is not None and self._round.paid is None:
                 affordable_s = _DECIDING * self.bank.share * plain_s
                 deciding_s = record.draft_s + self._learning_s
                 self._rest = min(int(deciding_s / affordable_s), _LONGEST_REST) if affordable_s else 0
@@ -171,7 +173,7 @@ class AutoController(Controller):
             self.drafters[proposal.drafter].observe(proposal.draft, verdict)
             self._states[proposal.drafter].learn_verdict(proposal.draft, verdict)
             net[proposal.drafter] = num_tokens - 1 - rate * (round_s - reading_s - plain_s)
-        elif decided.drafted is not None and decided.chosen is not None:
+        elif decided.paid is not None and decided.chosen is not None:
             net[decided.chosen] = -rate * (record.draft_s - reading_s)  # drafted, and not worth a wider pass
         self._hedge.update(decided.gains, net)
         self._hedge.share()
@@ -242,56 +244,19 @@ class AutoController(Controller):
         return Proposal(_kept(draft, confidences, length), name) if length else NOTHING
 
     def _paid_proposal(self, name: str, lag: int, request: DraftRequest, pass_s: list[float], rate: float) -> Proposal:
-        """Let a paid drafter go on while a token is expected to pay, then keep what is worth verifying."""
-        cost, state, plain_s = self.costs[name], self._states[name], pass_s[1]
-
-        def is_too_much(count: int) -> bool:
-            return not self.bank.can_pay(pass_s[count + 1] + cost.of(count, lag), plain_s)
-
-        most = bisect_left(range(1, request.max_tokens + 1), True, key=is_too_much)
-        if not most:
-            return NOTHING
-        found: list[float] = []
-        reach = 1.0
-
-        def worth_going_on(count: int, evidence: Evidence) -> bool:
-            nonlocal reach
-            found.append(state.calibrator.probability(count - 1, evidence))
-            reach *= found[-1]
-            next_s = pass_s[count + 2] - pass_s[count + 1] + cost.token_s
-            if count < most and reach * state.upcoming.expected(found[-1]) > rate * next_s:
-                return True  # the next token pays by itself, as it mostly does; otherwise those behind it may
-            ahead = state.upcoming.chain(found[-1], min(most - count, FORESIGHT))
-            return forecast(count, reach, ahead, pass_s, cost.token_s, rate, most)[0] > 0
-
-        row_cost = rate * ((pass_s[most + 1] - plain_s) / most + cost.token_s)
-        asked = replace(request, max_tokens=most, worth_going_on=worth_going_on, row_cost=row_cost)
-        draft, confidences = self._timed_draft(name, lag, asked, found)
-        length, gain = best_nodes(draft, confidences, pass_s, rate, most)
+        """What a paid drafter drafts, as far as it is worth verifying."""
         assert self._round is not None
-        gain -= rate * cost.of(draft.num_tokens, 0)
-        self._round.is_promising = gain > 0
-        state.asked(gain)
+        drafter, state = self.drafters[name], self._states[name]
+        asked = PaidRound(drafter, state, self.costs[name], self.bank, self._clock, lag, pass_s, rate)
+        if not (most := asked.affordable(request.max_tokens)):
+            return NOTHING
+        self._round.paid = asked
+        draft, confidences, length = asked.drafted(request, most)
         if not length and draft.distributions is None:
             self._shadows.add(Shadow(name, request.token_ids.size, draft.main_chain, 0, self._round.gains, 0.0))
         if draft.distributions is not None:
             length = draft.num_tokens  # under the rejection rule a sampled token may not be dropped for what it is
         return Proposal(_kept(draft, confidences, length), name) if length else NOTHING
-
-    def _timed_draft(self, name: str, lag: int, request: DraftRequest, found: list[float]) -> tuple[Draft, list[float]]:
-        """What a paid drafter drafts, with its confidences; its cost and what to expect of it are learnt.
-
-        `found`: those of a chain's tokens behind each of which it asked whether to go on.
-        """
-        assert self._round is not None
-        cost, state = self.costs[name], self._states[name]
-        started_s = self._clock()
-        draft = self.drafters[name].draft(request)
-        cost.observe(draft.num_tokens, lag, self._clock() - started_s)
-        confidences = found if draft.is_chain and len(found) == draft.num_tokens else state.confidences(draft)
-        state.upcoming.observe_chain(confidences[: draft.main_chain.num_tokens])
-        self._round.drafted, self._round.reading_s = draft, lag * cost.read_s
-        return draft, confidences
 
     # -- learning
 
@@ -306,7 +271,8 @@ class AutoController(Controller):
         for name, state in self._states.items():
             if not self.drafters[name].is_free:
                 expected = decided.gains[name] > 0
-                state.count_probe(asked=name == decided.chosen, expected=expected, promising=decided.is_promising)
+                is_promising = decided.paid is not None and decided.paid.is_promising
+                state.count_probe(asked=name == decided.chosen, expected=expected, promising=is_promising)
 
     # -- what is kept
 

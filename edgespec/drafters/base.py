@@ -44,8 +44,8 @@ class DraftRequest:
     layer_inputs: NDArray[np.float32] | None = None
 
     def at_most(self, max_tokens: int) -> DraftRequest:
-        """The same request for fewer tokens."""
-        return replace(self, max_tokens=max_tokens)
+        """The same request for no more tokens."""
+        return self if max_tokens >= self.max_tokens else replace(self, max_tokens=max_tokens)
 
 
 class Drafter(ABC):

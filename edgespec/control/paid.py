@@ -1,0 +1,79 @@
+"""One round of a drafter whose tokens cost time: it goes on while a token is expected to pay."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from edgespec.control.bank import TimeBank
+from edgespec.control.branches import best_nodes
+from edgespec.control.cost import DraftCost
+from edgespec.control.drafter_state import DrafterState
+from edgespec.control.length import FORESIGHT, forecast
+from edgespec.drafters.base import Drafter, DraftRequest
+from edgespec.types import Draft, Evidence
+
+
+@dataclass(slots=True)
+class PaidRound:
+    """Asks a paid drafter, and learns from its draft what it costs and what to expect of it.
+
+    `lag`: committed tokens that it must read first; `pass_s[w]`: seconds of a round with a pass of width w; `rate`:
+    tokens per second that the run earns.
+    """
+
+    drafter: Drafter
+    state: DrafterState
+    cost: DraftCost
+    bank: TimeBank
+    clock: Callable[[], float]
+    lag: int
+    pass_s: list[float]
+    rate: float
+    reading_s: float = 0.0  # of the draft's time, for text that the drafter lacked
+    is_promising: bool = False  # once its confidences were known, the draft promised a gain
+
+    def affordable(self, most: int) -> int:
+        """How many tokens, at most, the bank can pay if all of them fail."""
+
+        def is_too_much(count: int) -> bool:
+            return not self.bank.can_pay(self.pass_s[count + 1] + self.cost.of(count, self.lag), self.pass_s[1])
+
+        return bisect_left(range(1, most + 1), True, key=is_too_much)
+
+    def drafted(self, request: DraftRequest, most: int) -> tuple[Draft, list[float], int]:
+        """(all that was drafted of at most `most` tokens, their confidences, how many of them are worth verifying)."""
+        pass_s, rate, cost, upcoming = self.pass_s, self.rate, self.cost, self.state.upcoming
+        probability = self.state.calibrator.scorer()
+        found: list[float] = []
+        reach = 1.0
+
+        def worth_going_on(count: int, evidence: Evidence) -> bool:
+            nonlocal reach
+            confidence = probability(count - 1, evidence)
+            found.append(confidence)
+            reach *= confidence
+            next_s = pass_s[count + 2] - pass_s[count + 1] + cost.token_s
+            if count < most and reach * upcoming.expected(confidence) > rate * next_s:
+                return True  # the next token pays by itself, as it mostly does; otherwise those behind it may
+            ahead = upcoming.chain(confidence, min(most - count, FORESIGHT))
+            return forecast(count, reach, ahead, pass_s, cost.token_s, rate, most)[0] > 0
+
+        row_cost = rate * ((pass_s[most + 1] - pass_s[1]) / most + cost.token_s)
+        draft = self._timed(replace(request, max_tokens=most, worth_going_on=worth_going_on, row_cost=row_cost))
+        asked_each = draft.is_chain and len(found) == draft.num_tokens
+        confidences = found if asked_each else self.state.confidences(draft)
+        upcoming.observe_chain(confidences[: draft.main_chain.num_tokens])
+        length, gain = best_nodes(draft, confidences, pass_s, rate, most)
+        gain -= rate * cost.of(draft.num_tokens, 0)
+        self.is_promising = gain > 0
+        self.state.asked(gain)
+        return draft, confidences, length
+
+    def _timed(self, request: DraftRequest) -> Draft:
+        started_s = self.clock()
+        draft = self.drafter.draft(request)
+        self.cost.observe(draft.num_tokens, self.lag, self.clock() - started_s)
+        self.reading_s = self.lag * self.cost.read_s
+        return draft
