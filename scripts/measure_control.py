@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -119,12 +119,10 @@ def settings_of(bench: Bench, temperature: float, tokens: int, fixed: Sequence[t
         def run(ids: list[int], model: Model = model, **options: object) -> float:
             return bench.decode(model, ids, sampling, max_tokens=tokens, **options)
 
-        found[plain] = lambda ids, run=run: run(ids, drafter="none")
-        found[f"auto{mode}"] = lambda ids, run=run: run(ids)
+        found[plain] = partial(run, drafter="none")
+        found[f"auto{mode}"] = run
         for drafter, length in fixed:
-            found[f"{drafter} {length}{mode}"] = lambda ids, run=run, d=drafter, k=length: run(
-                ids, drafter=d, draft_length=k
-            )
+            found[f"{drafter} {length}{mode}"] = partial(run, drafter=drafter, draft_length=length)
     return found
 
 
@@ -202,4 +200,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

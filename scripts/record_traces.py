@@ -65,7 +65,7 @@ def main() -> None:
                 kept[f"{name}.agreed"], kept[f"{name}.evidence"] = agreed, evidence
                 print(f"{name:<20} {len(answer.token_ids):>4} tokens, {agreed.mean():.2f} of a chain agree")
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(chosen.out, **kept)
+    np.savez_compressed(chosen.out, allow_pickle=False, **kept)
     print(f"{chosen.out}: {chosen.out.stat().st_size / 1000:.0f} kB")
 
 

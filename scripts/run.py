@@ -139,7 +139,7 @@ def setup_lock() -> Iterator[None]:
 
 def try_lock(file: IO[bytes]) -> bool:
     try:
-        if os.name == "nt":
+        if sys.platform == "win32":  # os.name would not tell mypy that the other branch is of other systems
             import msvcrt
 
             file.seek(0)
