@@ -14,7 +14,7 @@ from edgespec.drafters.counts import MAX_VOCABULARY, SIZES, CountTable, Followin
 from edgespec.errors import CapabilityError
 from edgespec.types import Draft, Evidence, TokenIds
 
-_LEAST_REACH = 0.05  # a draft ends where its tokens so far stood together less often than this
+_LEAST_REACH = 0.2  # a draft ends where its tokens so far stood together less often than this: asking costs as well
 
 
 class CacheDrafter(Drafter):

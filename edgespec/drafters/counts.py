@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from edgespec.types import TokenIds
 
 SIZES = (5, 3, 2, 1)  # of n-grams, in tokens, the longest first
+_IS_SIZE = tuple(size in SIZES for size in range(1, SIZES[0] + 1))
 _TOKEN_BITS = 22
 MAX_VOCABULARY = 1 << _TOKEN_BITS
 _MASK, _MULTIPLIER, _SHIFT = (1 << 64) - 1, 0x9E3779B97F4A7C15, 29
@@ -31,10 +32,10 @@ def keys_of(latest: Sequence[int]) -> list[int]:
     """Keys of the n-grams that `latest` ends with, by SIZES as far as there are so many tokens, the longest first."""
     keys = []
     state = 0
-    for size, token_id in enumerate(reversed(latest), 1):
+    for token_id, is_size in zip(reversed(latest), _IS_SIZE, strict=False):
         state = ((state ^ (token_id + 1)) * _MULTIPLIER) & _MASK
         state ^= state >> _SHIFT
-        if size in SIZES:
+        if is_size:
             keys.append(state >> _TOKEN_BITS)
     keys.reverse()
     return keys
