@@ -19,6 +19,7 @@ FORMATS: dict[str, tuple[Engine, float, float]] = {
     "q4_0": ("llamacpp", 4.7, 60),
     "q4_k_m": ("llamacpp", 5.2, 150),
     "int8": ("onnx", 9, 130),
+    "w8a8": ("onnx", 8.6, 60),
     "int4": ("onnx", 5, 120),
 }
 DRAFT_FORMATS: dict[Engine, str] = {"llamacpp": "q8_0", "onnx": "int8"}
@@ -97,7 +98,8 @@ def needs_of(request: BenchRequest) -> Needs:
     for name in request.formats:
         engine, bits, pace = FORMATS[name]
         # A graph looks tokens up in a plain table; a K-quant goes through a 16-bit file.
-        wide = table * 4 if engine == "onnx" else weights * 2 if name.startswith("q4") else 0
+        through = weights * 4 if name == "w8a8" else table * 4  # w8a8 goes through a float32 graph
+        wide = through if engine == "onnx" else weights * 2 if name.startswith("q4") else 0
         disk += weights * bits / 8 + extra * 9 / 8 + wide
         seconds += pace * weights / 1e9
         needed = weights * ONNX_BYTES_PER_WEIGHT if engine == "onnx" else table * GGUF_BYTES_PER_TABLE_WEIGHT
@@ -119,5 +121,5 @@ def check_needs(needs: Needs, output: Path) -> None:
     if available is not None and needs.memory_bytes > available:
         raise CapabilityError(
             f"not enough memory: {human(needs.memory_bytes)} are needed, {human(available)} are available. Close other "
-            "programs, leave int8 and int4 out of --formats, or choose a smaller --size"
+            "programs, leave int8, w8a8 and int4 out of --formats, or choose a smaller --size"
         )

@@ -10,7 +10,7 @@ best logit leads by a tenth of the logits' standard deviation, since any roundin
 |------------------------------|--------------------------|-----------------|---------------|
 | f32, fp32                    | 0.005                    | 0.99            | 0.0001        |
 | f16, bf16, fp16              |                          | 0.98            | 0.001         |
-| q8_0, int8                   |                          | 0.97            | 0.005         |
+| q8_0, int8, w8a8             |                          | 0.97            | 0.005         |
 | q6_k                         |                          | 0.95            | 0.02          |
 | q5_*                         |                          | 0.85            | 0.1           |
 | q4_*, iq4_*, int4            |                          | 0.60            | 0.4           |
@@ -66,7 +66,7 @@ def limits_of(quant: str) -> Limits:
         return Limits(0.005, 0.99, 1e-4)
     if quant in ("f16", "bf16", "fp16"):
         return Limits(None, 0.98, 0.001)
-    if quant in ("q8_0", "int8"):
+    if quant in ("q8_0", "int8", "w8a8"):
         return Limits(None, 0.97, 0.005)
     if quant == "q6_k":
         return Limits(None, 0.95, 0.02)

@@ -217,8 +217,8 @@ def _quantise_cache(graph: Any, attention: list[Any], scales: CacheScales) -> No
             value.type.tensor_type.elem_type = TensorProto.INT8
 
 
-def _head(graph: Any, path: Path) -> Any:
-    """The operator that turns hidden states into logits."""
+def head_of(graph: Any, path: Path) -> Any:
+    """The operator that turns hidden states into logits. Raises ModelFileError for an unknown kind of it."""
     producers = {name: node for node in graph.node for name in node.output}
     head = producers[LOGITS]
     while head.op_type in UNARY_AFTER_HEAD and head.input[0] in producers:
@@ -234,7 +234,7 @@ def _give_hidden(graph: Any, path: Path) -> None:
 
     if any(value.name == HIDDEN for value in graph.output):
         return
-    head = _head(graph, path)
+    head = head_of(graph, path)
     widths: list[int | str] = [_attribute(head, "K", 0)]
     widths += [int(tensor.dims[0]) for tensor in graph.initializer if tensor.name == head.input[1]]
     widths += [shape[-1] for v in graph.value_info if v.name == head.input[0] and (shape := _shape(v))]
@@ -249,7 +249,7 @@ def _keep_wanted_rows(graph: Any, path: Path) -> None:
     """Cut the head's input down to the rows whose logits are wanted: the head is a large part of a narrow pass."""
     from onnx import TensorProto, helper
 
-    head = _head(graph, path)
+    head = head_of(graph, path)
     rows = helper.make_node("Gather", [head.input[0], OUTPUT_ROWS], ["wanted_rows"], axis=1, name="keep_wanted_rows")
     place = next(i for i, node in enumerate(graph.node) if node.name == head.name and node.output == head.output)
     head.input[0] = "wanted_rows"

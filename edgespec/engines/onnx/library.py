@@ -85,6 +85,8 @@ def _open(graph: bytes, folder: Path, threads: int, name: str) -> Any:
     options.log_severity_level = ERRORS_ONLY + 1
     # Threads that spin on after a pass take the cores from the other model of the pair: a round took 57 ms, not 8.
     options.add_session_config_entry("session.force_spinning_stop", "1")
+    # Where a processor has no exact kernel for unsigned times signed bytes, w8a8 must not take the one that saturates.
+    options.add_session_config_entry("session.x64quantprecision", "1")
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     if name != "cpu":
         # Without this an operator that the device lacks runs on the CPU unseen, with a copy each way.

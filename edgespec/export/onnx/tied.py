@@ -25,20 +25,24 @@ def share_embedding(folder: Path) -> bool:
     """
     path = folder / "model.onnx"
     model = read_graph(path)
-    lookup = next((n for n in model.graph.node if n.op_type == "Gather" and n.input[1] == "input_ids"), None)
+    lookup = find_lookup(model.graph)
     head = next((n for n in model.graph.node if n.op_type == "MatMulNBits" and "lm_head" in n.input[1]), None)
-    if lookup is None or head is None or not _same_bytes_fit(head):
+    if lookup is None or head is None or not whole_blocks(head):
         return False
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
-    rows = weights[head.input[1]]
-    _lookup_in_head(model.graph, lookup, head, _view_of(rows, head))
+    model.graph.initializer.append(look_up_in_head(model.graph, lookup, head, weights[head.input[1]]))
     model.graph.initializer.remove(weights[lookup.input[0]])
     _compact(model, folder / DATA)
     write_graph(model, path)
     return True
 
 
-def _same_bytes_fit(head: onnx.NodeProto) -> bool:
+def find_lookup(graph: onnx.GraphProto) -> onnx.NodeProto | None:
+    """The operator that turns token ids into embeddings."""
+    return next((n for n in graph.node if n.op_type == "Gather" and n.input[1] == "input_ids"), None)
+
+
+def whole_blocks(head: onnx.NodeProto) -> bool:
     """Whether rows are whole blocks without stored zero points."""
     whole = attribute(head, "K") % attribute(head, "block_size") == 0
     return whole and attribute(head, "bits") in (4, 8) and len(head.input) == 3
@@ -53,9 +57,11 @@ def _view_of(rows: onnx.TensorProto, head: onnx.NodeProto) -> onnx.TensorProto:
     return view
 
 
-def _lookup_in_head(
-    graph: onnx.GraphProto, lookup: onnx.NodeProto, head: onnx.NodeProto, view: onnx.TensorProto
-) -> None:
+def look_up_in_head(
+    graph: onnx.GraphProto, lookup: onnx.NodeProto, head: onnx.NodeProto, rows: onnx.TensorProto
+) -> onnx.TensorProto:
+    """Let the embedding read `rows`, the weights of a MatMulNBits with whole blocks; the new tensor that it needs."""
+    view = _view_of(rows, head)
     shared = onnx.helper.make_node(
         "GatherBlockQuantized",
         [view.name, "input_ids", head.input[2]],
@@ -70,7 +76,7 @@ def _lookup_in_head(
     place = list(graph.node).index(lookup)
     graph.node.remove(lookup)
     graph.node.insert(place, shared)
-    graph.initializer.append(view)
+    return view
 
 
 def _compact(model: onnx.ModelProto, data: Path) -> None:
