@@ -26,9 +26,10 @@ DRAFT_FORMATS: dict[Engine, str] = {"llamacpp": "q8_0", "onnx": "int8"}
 DRAFT_ROLES = {"demo": "draft", "medium": "medium"}
 EXPAND_SECONDS = 16  # per 10^9 weights
 CHECKPOINT_BITS = 16
-# Measured at 1.24 * 10^9 weights: the peak of a conversion by its largest tensor, of the ONNX builder by all weights.
+# Measured at 1.24 * 10^9 weights: the peak of a conversion by its largest tensor, of the ONNX builder by all weights,
+# where it quantises and where it does not.
 GGUF_BYTES_PER_TABLE_WEIGHT = 12
-ONNX_BYTES_PER_WEIGHT = 12
+ONNX_BYTES_PER_WEIGHT = {"int8": 12, "int4": 12, "w8a8": 7}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ def needs_of(request: BenchRequest) -> Needs:
         wide = through if engine == "onnx" else weights * 2 if name.startswith("q4") else 0
         disk += weights * bits / 8 + extra * 9 / 8 + wide
         seconds += pace * weights / 1e9
-        needed = weights * ONNX_BYTES_PER_WEIGHT if engine == "onnx" else table * GGUF_BYTES_PER_TABLE_WEIGHT
+        needed = weights * ONNX_BYTES_PER_WEIGHT[name] if engine == "onnx" else table * GGUF_BYTES_PER_TABLE_WEIGHT
         memory = max(memory, needed)
     return Needs(int(disk), memory + 400 * 2**20, seconds)
 
