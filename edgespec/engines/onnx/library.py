@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from edgespec.engines.onnx.head import WHOLE_PRODUCT
 from edgespec.errors import Cancelled, CapabilityError, ConfigError, EngineError, ModelFileError
 
 # By preference; the second name is what onnxruntime calls the memory of the device.
@@ -21,7 +22,6 @@ PROVIDERS = {
     "cpu": ("CPUExecutionProvider", "cpu"),
 }
 ERRORS_ONLY = 3
-WHOLE_PRODUCT = "MatMulIntegerToFloat"  # of w8a8 exports
 SATURATION_SIZE = 64
 
 

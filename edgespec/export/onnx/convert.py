@@ -55,12 +55,12 @@ def export_onnx(
 ) -> OnnxExport:
     """Write the model of `folder` into the folder `output`, which appears only when it is whole.
 
-    `group_size` weights share a scale, None: 64 in int8, 32 in int4; in w8a8, of the output projection alone. `include_hidden_states` adds an output
-    `hidden_states` [batch, width, hidden] after the final norm; `aux_hidden_state_layers` an output
-    `aux_hidden_states` [batch, width, layers * hidden] of the states that enter those layers, counted from 1; both need
-    the builder. `progress` gets (done, total, what). Raises ConfigError for a bad option, ModelFileError for a folder
-    that is incomplete, damaged or of an architecture that no exporter knows, CapabilityError for a missing package or
-    a full disk.
+    `group_size` weights share a scale, None: 64 in int8, 32 in int4; in w8a8, 64 of embeddings alone.
+    `include_hidden_states` adds an output `hidden_states` [batch, width, hidden] after the final norm;
+    `aux_hidden_state_layers` an output `aux_hidden_states` [batch, width, layers * hidden] of the states that enter
+    those layers, counted from 1; both need the builder. `progress` gets (done, total, what). Raises ConfigError for a
+    bad option, ModelFileError for a folder that is incomplete, damaged or of an architecture that no exporter knows,
+    CapabilityError for a missing package or a full disk.
     """
     group_size = DEFAULT_GROUP_SIZES.get(quant, GROUP_SIZES[-1]) if group_size is None else group_size
     _check_options(quant, group_size, exporter)
@@ -134,7 +134,7 @@ def _run_exporter(
         if quant == "w8a8":
             from edgespec.export.onnx.integer import to_integer
 
-            to_integer(partial, group_size, is_tied=source.is_tied)
+            to_integer(partial, group_size, lambda done, total: report(done, total, "quantising products"))
         if quant == "int8" and source.is_tied:
             from edgespec.export.onnx.tied import share_embedding
 

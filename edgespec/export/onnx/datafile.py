@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import numpy as np
 import onnx
@@ -62,6 +62,14 @@ class Stored:
             with path.open("rb") as file:
                 self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Let go of the file: a mapped one cannot be replaced everywhere. No matrix may be in use any more."""
+        if isinstance(self._bytes, mmap.mmap) and error[0] is None:
+            self._bytes.close()
+
     def matrix(self, name: str) -> NDArray[np.float32] | None:
         """Float32 weights [rows, columns] that are stored, or stored and turned round by an operator."""
         turned = name in self._turned
@@ -74,11 +82,6 @@ class Stored:
             rows = numpy_helper.to_array(tensor)
         found: NDArray[np.float32] = rows.T if turned else rows
         return found
-
-    def same(self, one: str, other: str) -> bool:
-        """Whether two values are the same stored weights, turned round or not."""
-        first, second = (self._turned[n].input[0] if n in self._turned else n for n in (one, other))
-        return first == second and first in self._tensors
 
     def moved(self, tensor: onnx.TensorProto, data: DataWriter) -> onnx.TensorProto:
         """`tensor` with its bytes in another file, where it has any outside of the graph."""

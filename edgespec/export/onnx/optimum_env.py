@@ -54,7 +54,7 @@ def export_with_optimum(
     _take_over(made, output)
     if quant == "w8a8":
         progress(3, STEPS, "quantising")
-        to_integer(output, group_size, is_tied=source.is_tied)
+        to_integer(output, group_size)
     elif quant != "fp32":
         progress(3, STEPS, "quantising")
         order = {"output": str(output), "quant": quant, "group_size": group_size}

@@ -27,10 +27,13 @@ def share_embedding(folder: Path) -> bool:
     model = read_graph(path)
     lookup = find_lookup(model.graph)
     head = next((n for n in model.graph.node if n.op_type == "MatMulNBits" and "lm_head" in n.input[1]), None)
-    if lookup is None or head is None or not whole_blocks(head):
+    if lookup is None or head is None or not _same_bytes_fit(head):
         return False
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
-    model.graph.initializer.append(look_up_in_head(model.graph, lookup, head, weights[head.input[1]]))
+    view = _view_of(weights[head.input[1]], head)
+    model.graph.initializer.append(view)
+    bits, size = attribute(head, "bits"), attribute(head, "block_size")
+    look_up_blocks(model.graph, lookup, view.name, head.input[2], bits=bits, block_size=size)
     model.graph.initializer.remove(weights[lookup.input[0]])
     _compact(model, folder / DATA)
     write_graph(model, path)
@@ -42,7 +45,7 @@ def find_lookup(graph: onnx.GraphProto) -> onnx.NodeProto | None:
     return next((n for n in graph.node if n.op_type == "Gather" and n.input[1] == "input_ids"), None)
 
 
-def whole_blocks(head: onnx.NodeProto) -> bool:
+def _same_bytes_fit(head: onnx.NodeProto) -> bool:
     """Whether rows are whole blocks without stored zero points."""
     whole = attribute(head, "K") % attribute(head, "block_size") == 0
     return whole and attribute(head, "bits") in (4, 8) and len(head.input) == 3
@@ -57,26 +60,24 @@ def _view_of(rows: onnx.TensorProto, head: onnx.NodeProto) -> onnx.TensorProto:
     return view
 
 
-def look_up_in_head(
-    graph: onnx.GraphProto, lookup: onnx.NodeProto, head: onnx.NodeProto, rows: onnx.TensorProto
-) -> onnx.TensorProto:
-    """Let the embedding read `rows`, the weights of a MatMulNBits with whole blocks; the new tensor that it needs."""
-    view = _view_of(rows, head)
+def look_up_blocks(
+    graph: onnx.GraphProto, lookup: onnx.NodeProto, rows: str, scales: str, *, bits: int, block_size: int
+) -> None:
+    """Let `lookup` read quantised `rows` [tokens, bytes], of which `block_size` weights share one of `scales`."""
     shared = onnx.helper.make_node(
         "GatherBlockQuantized",
-        [view.name, "input_ids", head.input[2]],
+        [rows, "input_ids", scales],
         list(lookup.output),
         name=f"{lookup.name}BlockQuantized",
         domain="com.microsoft",
-        bits=attribute(head, "bits"),
-        block_size=attribute(head, "block_size"),
+        bits=bits,
+        block_size=block_size,
         gather_axis=0,
         quantize_axis=1,
     )
     place = list(graph.node).index(lookup)
     graph.node.remove(lookup)
     graph.node.insert(place, shared)
-    return view
 
 
 def _compact(model: onnx.ModelProto, data: Path) -> None:

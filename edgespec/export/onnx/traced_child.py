@@ -125,7 +125,7 @@ def main() -> None:
         return
     print("quantising and writing", flush=True)
     if order["quant"] == "w8a8":
-        to_integer(output, order["group_size"], is_tied=order["is_tied"])
+        to_integer(output, order["group_size"])
         return
     graph = onnx.load(output / MODEL)
     store_transposed(graph.graph)
