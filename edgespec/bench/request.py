@@ -19,7 +19,7 @@ FORMATS: dict[str, tuple[Engine, float, float]] = {
     "q4_0": ("llamacpp", 4.7, 60),
     "q4_k_m": ("llamacpp", 5.2, 150),
     "int8": ("onnx", 9, 130),
-    "w8a8": ("onnx", 8.6, 60),
+    "w8a8": ("onnx", 8.1, 60),
     "int4": ("onnx", 5, 120),
 }
 DRAFT_FORMATS: dict[Engine, str] = {"llamacpp": "q8_0", "onnx": "int8"}
@@ -98,8 +98,8 @@ def needs_of(request: BenchRequest) -> Needs:
     disk, seconds, memory = (weights + extra) * CHECKPOINT_BITS / 8, EXPAND_SECONDS * (weights + extra) / 1e9, 0
     for name in request.formats:
         engine, bits, pace = FORMATS[name]
-        # A graph looks tokens up in a plain table; a K-quant goes through a 16-bit file.
-        through = weights * 4 if name == "w8a8" else table * 4  # w8a8 goes through a float32 graph
+        # A graph looks tokens up in a plain table; w8a8 goes through a float32 graph, a K-quant through a 16-bit file.
+        through = weights * 4 + table if name == "w8a8" else table * 4
         wide = through if engine == "onnx" else weights * 2 if name.startswith("q4") else 0
         disk += weights * bits / 8 + extra * 9 / 8 + wide
         seconds += pace * weights / 1e9

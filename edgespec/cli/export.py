@@ -40,7 +40,11 @@ INTERRUPTED = 130
     help="Folder or hub id of a draft with the same vocabulary, or of an EAGLE-3 head made for SOURCE (GGUF only).",
 )
 @click.option(
-    "--draft-quant", "draft_quants", multiple=True, metavar="Q", help="Type of the draft.  [default: --quant]"
+    "--draft-quant",
+    "draft_quants",
+    multiple=True,
+    metavar="Q",
+    help="Type of the draft.  [default: --quant, int8 for w8a8]",
 )
 @click.option(
     "--derive",
