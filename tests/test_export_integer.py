@@ -288,3 +288,14 @@ def test_an_exit_drafts_without_changing_the_text(whole: Path) -> None:
         plain = model.generate(ids, sampling, GenerateOptions(max_tokens=40, drafter="none", ignore_eos=True))
     assert found.stats.drafted_tokens > 0
     assert found.token_ids == plain.token_ids
+
+
+def test_a_cache_that_grows_by_concatenation(concatenated_path: Path, tmp_path: Path) -> None:
+    """As Optimum exports it, the weights inside of the graph."""
+    folder = shutil.copytree(concatenated_path.parent, tmp_path / "model")
+    assert to_integer(folder, 64) == 5
+    with open_engine(concatenated_path) as plain, open_engine(folder / "model.onnx") as whole:
+        ids = text_ids(plain.vocabulary)[:30]
+        expected = score(plain, ids)
+        found = np.concatenate([score(whole, ids[:17]), score(whole, ids[17:18]), score(whole, ids[18:])])
+    assert 0 < np.abs(found - expected).max() < 0.1 * expected.std()

@@ -540,8 +540,11 @@ def test_float_logits_are_the_models_own(
     assert all((folder / name).read_bytes() == (checkpoints(kind) / name).read_bytes() for name in same)
 
 
-NARROW = [(*one, 0.9) for one in (("demo", "int8"), ("demo", "w8a8"))]
-NARROW += [("demo", "fp16", 0.95), ("gpt2", "int8", 0.7), ("gpt2", "w8a8", 0.7), ("gemma3_text", "w8a8", 0.7)]
+# Least agreement over random tokens, a quarter of which are near ties.
+NARROW = [
+    *(("demo", "int8", 0.9), ("demo", "w8a8", 0.8), ("demo", "fp16", 0.95)),
+    *(("gpt2", "int8", 0.7), ("gpt2", "w8a8", 0.7), ("gemma3_text", "w8a8", 0.7)),
+]
 
 
 @pytest.mark.parametrize(("kind", "quant", "least"), NARROW)
