@@ -191,7 +191,7 @@ def test_needs_are_known_before_and_refused(tmp_path: Path, monkeypatch: pytest.
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(room, "free_bytes", lambda place: 10**15)
     monkeypatch.setattr(room, "available_memory", lambda: 10**6)
-    with pytest.raises(CapabilityError, match=r"not enough memory: .* leave int8 and int4 out"):
+    with pytest.raises(CapabilityError, match=r"not enough memory: .* leave int8, w8a8 and int4 out"):
         check_needs(graph, tmp_path)
 
 

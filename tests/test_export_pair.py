@@ -102,6 +102,14 @@ def test_quantisations_are_sorted_by_the_format_that_knows_them():
     assert not set(GGUF_QUANTS) & set(ONNX_QUANTS)  # else a bare name would be ambiguous
 
 
+def test_a_draft_takes_the_type_that_serves_it():
+    wanted = ExportRequest("a", Path("b"), {"onnx": "w8a8", "gguf": "q8_0"}, draft="c")
+    assert wanted.quant_of("target", "onnx") == "w8a8"
+    assert (wanted.quant_of("draft", "onnx"), wanted.quant_of("draft", "gguf")) == ("int8", "q8_0")
+    asked = ExportRequest("a", Path("b"), {"onnx": "w8a8"}, draft="c", draft_quants={"onnx": "w8a8"})
+    assert asked.quant_of("draft", "onnx") == "w8a8"
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -176,6 +184,8 @@ def test_every_output_and_temporary_file_is_planned():
     assert rounded.temporary_bytes == 2 * 8_131_328  # a 16-bit file stands between
     both = needs(quants={"gguf": "q8_0", "onnx": "int8"})
     assert both.output_bytes > 2 * straight.output_bytes
+    whole = needs(quants={"onnx": "w8a8"})
+    assert whole.temporary_bytes > 4 * 8_131_328 > 3 * whole.output_bytes  # a float32 graph stands between
     assert needs(check=True).memory_bytes > needs(check=False).memory_bytes + 4 * 8_131_328
     assert needs(derivation=Derivation.parse("early-exit:5")).temporary_bytes > straight.output_bytes
 
@@ -527,4 +537,5 @@ def test_every_quantisation_has_limits_that_widen_with_rounding():
     assert [one.max_kl for one in limits] == sorted(one.max_kl for one in limits)
     assert [one.min_agreement for one in limits] == sorted((one.min_agreement for one in limits), reverse=True)
     assert limits_of("int8") == limits_of("q8_0")
+    assert limits_of("w8a8") == limits_of("q6_k")
     assert limits_of("int4") == limits_of("q4_0") == limits_of("iq4_nl")

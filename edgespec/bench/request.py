@@ -19,15 +19,17 @@ FORMATS: dict[str, tuple[Engine, float, float]] = {
     "q4_0": ("llamacpp", 4.7, 60),
     "q4_k_m": ("llamacpp", 5.2, 150),
     "int8": ("onnx", 9, 130),
+    "w8a8": ("onnx", 8.1, 60),
     "int4": ("onnx", 5, 120),
 }
 DRAFT_FORMATS: dict[Engine, str] = {"llamacpp": "q8_0", "onnx": "int8"}
 DRAFT_ROLES = {"demo": "draft", "medium": "medium"}
 EXPAND_SECONDS = 16  # per 10^9 weights
 CHECKPOINT_BITS = 16
-# Measured at 1.24 * 10^9 weights: the peak of a conversion by its largest tensor, of the ONNX builder by all weights.
+# Measured at 1.24 * 10^9 weights: the peak of a conversion by its largest tensor, of the ONNX builder by all weights,
+# where it quantises and where it does not.
 GGUF_BYTES_PER_TABLE_WEIGHT = 12
-ONNX_BYTES_PER_WEIGHT = 12
+ONNX_BYTES_PER_WEIGHT = {"int8": 12, "int4": 12, "w8a8": 7}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +98,12 @@ def needs_of(request: BenchRequest) -> Needs:
     disk, seconds, memory = (weights + extra) * CHECKPOINT_BITS / 8, EXPAND_SECONDS * (weights + extra) / 1e9, 0
     for name in request.formats:
         engine, bits, pace = FORMATS[name]
-        # A graph looks tokens up in a plain table; a K-quant goes through a 16-bit file.
-        wide = table * 4 if engine == "onnx" else weights * 2 if name.startswith("q4") else 0
+        # A graph looks tokens up in a plain table; w8a8 goes through a float32 graph, a K-quant through a 16-bit file.
+        through = weights * 4 + table if name == "w8a8" else table * 4
+        wide = through if engine == "onnx" else weights * 2 if name.startswith("q4") else 0
         disk += weights * bits / 8 + extra * 9 / 8 + wide
         seconds += pace * weights / 1e9
-        needed = weights * ONNX_BYTES_PER_WEIGHT if engine == "onnx" else table * GGUF_BYTES_PER_TABLE_WEIGHT
+        needed = weights * ONNX_BYTES_PER_WEIGHT[name] if engine == "onnx" else table * GGUF_BYTES_PER_TABLE_WEIGHT
         memory = max(memory, needed)
     return Needs(int(disk), memory + 400 * 2**20, seconds)
 
@@ -119,5 +122,5 @@ def check_needs(needs: Needs, output: Path) -> None:
     if available is not None and needs.memory_bytes > available:
         raise CapabilityError(
             f"not enough memory: {human(needs.memory_bytes)} are needed, {human(available)} are available. Close other "
-            "programs, leave int8 and int4 out of --formats, or choose a smaller --size"
+            "programs, leave int8, w8a8 and int4 out of --formats, or choose a smaller --size"
         )

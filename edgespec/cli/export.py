@@ -31,7 +31,7 @@ INTERRUPTED = 130
     "quants",
     multiple=True,
     metavar="Q",
-    help="Type of the weights, such as q4_k_m or int8; for both formats give it twice, or as gguf=Q and onnx=Q.  "
+    help="Type of the weights, such as q4_k_m, int8 or w8a8; for both formats give it twice, or as gguf=Q and onnx=Q.  "
     "[default: q8_0 and int8]",
 )
 @click.option(
@@ -40,7 +40,11 @@ INTERRUPTED = 130
     help="Folder or hub id of a draft with the same vocabulary, or of an EAGLE-3 head made for SOURCE (GGUF only).",
 )
 @click.option(
-    "--draft-quant", "draft_quants", multiple=True, metavar="Q", help="Type of the draft.  [default: --quant]"
+    "--draft-quant",
+    "draft_quants",
+    multiple=True,
+    metavar="Q",
+    help="Type of the draft.  [default: --quant, int8 for w8a8]",
 )
 @click.option(
     "--derive",
@@ -53,7 +57,7 @@ INTERRUPTED = 130
     "--group-size",
     type=int,
     metavar="N",
-    help="ONNX: weights per scale; from 128 on int8 is not reproducible.  [default: int8 64, int4 32]",
+    help="ONNX: weights per scale; from 128 on int8 is not reproducible.  [default: int8 and w8a8 64, int4 32]",
 )
 @click.option(
     "--imatrix",

@@ -11,17 +11,17 @@ best logit leads by a tenth of the logits' standard deviation, since any roundin
 | f32, fp32                    | 0.005                    | 0.99            | 0.0001        |
 | f16, bf16, fp16              |                          | 0.98            | 0.001         |
 | q8_0, int8                   |                          | 0.97            | 0.005         |
-| q6_k                         |                          | 0.95            | 0.02          |
+| q6_k, w8a8                   |                          | 0.95            | 0.02          |
 | q5_*                         |                          | 0.85            | 0.1           |
 | q4_*, iq4_*, int4            |                          | 0.60            | 0.4           |
 | all below 4 bits             |                          | 0.40            | 1.5           |
 
 Measured on the demo target (KL, agreement): f32 0 and 1.00, f16 6e-7 and 1.00, bf16 8e-5 and 1.00, q8_0 and int8 9e-4
-and 1.00, q6_k 0.007 and 1.00, q4_k_m 0.06 and 0.96, int4 0.1 and 0.91, q3_k_m 0.13 and 0.91; on its draft, of 0.9 M
-parameters, agreement falls to 0.90 with q5_k_m, 0.83 with iq4_nl and 0.73 with int4. Random models of nine
-architectures: f32 at most 9e-4 of the spread, q8_0 at most 0.002 and at least 0.985, q4_k_m 0.04 and 0.78. A rotary
-base that is wrong by a factor of two gives KL 0.06, queries in the wrong order 1.0; what 4 bits would hide of such
-faults, a 16-bit file of the same conversion shows (see checking).
+and 1.00, w8a8 0.002 and 1.00, q6_k 0.007 and 1.00, q4_k_m 0.06 and 0.96, int4 0.1 and 0.91, q3_k_m 0.13 and 0.91; on
+its draft, of 0.9 M parameters, agreement falls to 0.90 with q5_k_m, 0.83 with iq4_nl and 0.73 with int4. Random models
+of nine architectures: f32 at most 9e-4 of the spread, q8_0 at most 0.002 and at least 0.985, q4_k_m 0.04 and 0.78. A
+rotary base that is wrong by a factor of two gives KL 0.06, queries in the wrong order 1.0; what 4 bits would hide of
+such faults, a 16-bit file of the same conversion shows (see checking).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def limits_of(quant: str) -> Limits:
         return Limits(None, 0.98, 0.001)
     if quant in ("q8_0", "int8"):
         return Limits(None, 0.97, 0.005)
-    if quant == "q6_k":
+    if quant in ("q6_k", "w8a8"):
         return Limits(None, 0.95, 0.02)
     if quant.startswith("q5"):
         return Limits(None, 0.85, 0.1)

@@ -14,6 +14,8 @@ from edgespec.settings import did_you_mean
 
 Format = Literal["gguf", "onnx"]
 FORMATS: tuple[Format, ...] = ("gguf", "onnx")
+# A draft reads one row after another, where products of whole numbers gain nothing and int8 is the more exact.
+DRAFT_QUANTS: Mapping[str, str] = {"w8a8": "int8"}
 DEFAULT_QUANTS: Mapping[Format, str] = {"gguf": "q8_0", "onnx": "int8"}
 INSTALL = "pip install 'edgespec[export]'"
 
@@ -136,8 +138,9 @@ class ExportRequest:
         return self.draft is not None or (self.derivation is not None and self.derivation.kind == "prune")
 
     def quant_of(self, role: str, wanted: Format) -> str:
-        """The quantisation of one role; a draft takes the target's unless it was given its own."""
-        return self.draft_quants.get(wanted, self.quants[wanted]) if role == "draft" else self.quants[wanted]
+        """The quantisation of one role; a draft takes the target's, or what serves it better, unless given its own."""
+        quant = self.quants[wanted]
+        return self.draft_quants.get(wanted, DRAFT_QUANTS.get(quant, quant)) if role == "draft" else quant
 
 
 def known_quants(wanted: Format) -> tuple[str, ...]:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.onnx.graph import HIDDEN, LOGITS, MASK, POSITIONS, Graph
+from edgespec.engines.onnx.graph import MASK, POSITIONS, Graph
+from edgespec.engines.onnx.head import HIDDEN, LOGITS
 from edgespec.engines.onnx.library import Device, library, translated
 from edgespec.engines.onnx.passes import Cells, Passes, PassRows, element_of
 from edgespec.errors import CapabilityError

@@ -17,18 +17,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.engines.onnx.head import FLOAT, HIDDEN, LOGITS, give_hidden, keep_wanted_rows, shape_of
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound
 
 ATTENTION = "GroupQueryAttention"
 NUM_ATTENTION_INPUTS = 11
 # Inputs of our own; an exported graph may use the plain names inside.
-LENGTHS, TOTAL, BIAS, OUTPUT_ROWS = "edgespec.lengths", "edgespec.total", "edgespec.bias", "edgespec.output_rows"
+LENGTHS, TOTAL, BIAS = "edgespec.lengths", "edgespec.total", "edgespec.bias"
 POSITIONS = "position_ids"
-FLOAT, FLOAT16 = 1, 10
-LOGITS, HIDDEN, MASK = "logits", "hidden_states", "attention_mask"
+FLOAT16 = 10
+MASK = "attention_mask"
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
 CacheScales = Mapping[str, NDArray[np.float32]]
-UNARY_AFTER_HEAD = frozenset({"Cast", "Div", "Mul", "Tanh", "Where", "Add"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +79,16 @@ def read_graph(
         _quantise_cache(graph, attention, cache_scales)
     cache = _cache_entries(graph, path)
     if hidden_states:
-        _give_hidden(graph, path)
+        give_hidden(graph, path)
     if attention:
         _rewrite_attention(graph, attention, is_half)
-        _keep_wanted_rows(graph, path)
+        keep_wanted_rows(graph, path)
         _widen_logits(graph)
         _drop_dead(graph)
     max_positions = _rotary_rows(graph, attention)
     if max_positions is not None and max_positions < cells:
         _lengthen_rotary(graph, attention, path, cells)
-    widths = {value.name: (_shape(value) or [""])[-1] for value in graph.output}
+    widths = {value.name: (shape_of(value) or [""])[-1] for value in graph.output}
     vocabulary_size, hidden_size = widths.get(LOGITS), widths.get(HIDDEN)
     if not isinstance(vocabulary_size, int):
         raise ModelFileError(f"{path} is no causal language model: it has no output 'logits' of known width")
@@ -144,10 +144,6 @@ def _check_weight_files(graph: Any, path: Path) -> None:
             raise ModelFileError(f"{path.parent / name} has {sizes[name]} bytes and needs {end}: it is truncated")
 
 
-def _shape(value: Any) -> list[int | str]:
-    return [d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim]
-
-
 def _attribute(node: Any, name: str, default: int) -> int:
     return next((int(a.i) for a in node.attribute if a.name == name), default)
 
@@ -156,7 +152,7 @@ def _cache_entries(graph: Any, path: Path) -> tuple[CacheEntry, ...]:
     found = []
     for value in graph.input:
         if match := PAST.fullmatch(value.name):
-            shape = _shape(value)
+            shape = shape_of(value)
             size = shape[3] if isinstance(shape[3], int) and shape[3] else None
             present = f"present.{match[1]}.{match[2]}"
             found.append(CacheEntry(value.name, present, int(shape[1]), size, value.type.tensor_type.elem_type))
@@ -215,46 +211,6 @@ def _quantise_cache(graph: Any, attention: list[Any], scales: CacheScales) -> No
     for value in (*graph.input, *graph.output):
         if value.name in names:
             value.type.tensor_type.elem_type = TensorProto.INT8
-
-
-def _head(graph: Any, path: Path) -> Any:
-    """The operator that turns hidden states into logits."""
-    producers = {name: node for node in graph.node for name in node.output}
-    head = producers[LOGITS]
-    while head.op_type in UNARY_AFTER_HEAD and head.input[0] in producers:
-        head = producers[head.input[0]]
-    if not head.op_type.startswith("MatMul") and head.op_type != "Gemm":
-        raise ModelFileError(f"{path} has a head of an unknown kind ({head.op_type} {head.name!r}): export it again")
-    return head
-
-
-def _give_hidden(graph: Any, path: Path) -> None:
-    """Make the head's input an output of the graph, in float32. Raises CapabilityError when its width is unknown."""
-    from onnx import helper
-
-    if any(value.name == HIDDEN for value in graph.output):
-        return
-    head = _head(graph, path)
-    widths: list[int | str] = [_attribute(head, "K", 0)]
-    widths += [int(tensor.dims[0]) for tensor in graph.initializer if tensor.name == head.input[1]]
-    widths += [shape[-1] for v in graph.value_info if v.name == head.input[0] and (shape := _shape(v))]
-    width = next((width for width in widths if isinstance(width, int) and width > 0), None)
-    if width is None:
-        raise CapabilityError(f"{path} does not tell the width of its hidden states: export it again")
-    graph.node.append(helper.make_node("Cast", [head.input[0]], [HIDDEN], to=FLOAT, name="give_hidden_states"))
-    graph.output.append(helper.make_tensor_value_info(HIDDEN, FLOAT, [1, "sequence_length", width]))
-
-
-def _keep_wanted_rows(graph: Any, path: Path) -> None:
-    """Cut the head's input down to the rows whose logits are wanted: the head is a large part of a narrow pass."""
-    from onnx import TensorProto, helper
-
-    head = _head(graph, path)
-    rows = helper.make_node("Gather", [head.input[0], OUTPUT_ROWS], ["wanted_rows"], axis=1, name="keep_wanted_rows")
-    place = next(i for i, node in enumerate(graph.node) if node.name == head.name and node.output == head.output)
-    head.input[0] = "wanted_rows"
-    graph.node.insert(place, rows)
-    graph.input.append(helper.make_tensor_value_info(OUTPUT_ROWS, TensorProto.INT64, ["num_outputs"]))
 
 
 def _widen_logits(graph: Any) -> None:

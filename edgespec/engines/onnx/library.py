@@ -9,6 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from edgespec.engines.onnx.head import WHOLE_PRODUCT
 from edgespec.errors import Cancelled, CapabilityError, ConfigError, EngineError, ModelFileError
 
 # By preference; the second name is what onnxruntime calls the memory of the device.
@@ -19,6 +22,7 @@ PROVIDERS = {
     "cpu": ("CPUExecutionProvider", "cpu"),
 }
 ERRORS_ONLY = 3
+SATURATION_SIZE = 64
 
 
 @cache
@@ -89,6 +93,9 @@ def _open(graph: bytes, folder: Path, threads: int, name: str) -> Any:
     if name != "cpu":
         # Without this an operator that the device lacks runs on the CPU unseen, with a copy each way.
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    if name == "cpu" and WHOLE_PRODUCT.encode() in graph and products_saturate():
+        # Signed weights become unsigned ones, for which every processor has an exact kernel; it takes a second copy.
+        options.add_session_config_entry("session.x64quantprecision", "1")
     try:
         return ort.InferenceSession(graph, options, providers=[PROVIDERS[name][0]])
     except _failures() as exc:
@@ -96,6 +103,25 @@ def _open(graph: bytes, folder: Path, threads: int, name: str) -> Any:
         if name == "cpu":
             raise ModelFileError(f"ONNX Runtime refused the model in {folder}: {reason}. Export it again") from exc
         raise CapabilityError(f"this model cannot run on {name}: {reason}. Use --provider cpu") from exc
+
+
+@cache
+def products_saturate() -> bool:
+    """Whether sums of unsigned times signed bytes are cut off at 16 bits, as on x86 processors without VNNI."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    weights = np.full((SATURATION_SIZE, SATURATION_SIZE), 127, np.int8)
+    found, read = (
+        helper.make_tensor_value_info(name, kind, ["rows", SATURATION_SIZE])
+        for name, kind in (("sums", TensorProto.INT32), ("codes", TensorProto.UINT8))
+    )
+    product = helper.make_node("MatMulInteger", ["codes", "weights"], ["sums"])
+    graph = helper.make_graph([product], "saturation", [read], [found], [numpy_helper.from_array(weights, "weights")])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    session = _open(model.SerializeToString(), Path(), 1, "cpu")
+    exact = 255 * 127 * SATURATION_SIZE
+    rows = (np.full((count, SATURATION_SIZE), 255, np.uint8) for count in (1, 8))  # a lone row has its own kernel
+    return any((session.run(None, {"codes": codes})[0] != exact).any() for codes in rows)
 
 
 @cache

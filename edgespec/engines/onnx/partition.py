@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.engines.onnx.extract import extract
-from edgespec.engines.onnx.graph import LOGITS, PAST, CacheEntry, Graph, read_graph
+from edgespec.engines.onnx.graph import PAST, CacheEntry, Graph, read_graph
+from edgespec.engines.onnx.head import LOGITS
 from edgespec.errors import CapabilityError, ConfigError
 
 HIDDEN_IN = ("edgespec.in.residual", "edgespec.in.delta")

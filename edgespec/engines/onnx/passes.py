@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.onnx.graph import BIAS, HIDDEN, LENGTHS, LOGITS, OUTPUT_ROWS, POSITIONS, TOTAL, CacheEntry, Graph
+from edgespec.engines.onnx.graph import BIAS, LENGTHS, POSITIONS, TOTAL, CacheEntry, Graph
+from edgespec.engines.onnx.head import HIDDEN, LOGITS, OUTPUT_ROWS
 from edgespec.engines.onnx.library import Device, library, translated
 from edgespec.errors import CapabilityError
 from edgespec.types import NO_PARENT, Logits, TokenIds

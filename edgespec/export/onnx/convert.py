@@ -19,16 +19,16 @@ from edgespec.errors import CapabilityError, ConfigError, ModelFileError
 from edgespec.export.onnx import builder, staging
 from edgespec.export.onnx.source import Source, open_source
 
-Quant = Literal["int4", "int8", "fp16", "fp32"]
+Quant = Literal["int4", "int8", "w8a8", "fp16", "fp32"]
 Exporter = Literal["auto", "builder", "transformers", "optimum"]
 Progress = Callable[[int, int, str], None]
-ONNX_QUANTS: tuple[Quant, ...] = ("int4", "int8", "fp16", "fp32")
+ONNX_QUANTS: tuple[Quant, ...] = ("int4", "int8", "w8a8", "fp16", "fp32")
 EXPORTERS: tuple[Exporter, ...] = ("auto", "builder", "transformers", "optimum")
 GROUP_SIZES = (16, 32, 64, 128, 256)
 # Reading fewer scales makes int8 products of ONNX Runtime 7 to 14% shorter at 64 than at 32, most at 2 to 8 rows, which
 # is what a draft is verified in. 128 are faster still, by another kernel whose bits depend on the width of a pass, so
 # that no text would be reproducible. 4 bits need their scales.
-DEFAULT_GROUP_SIZES = {"int8": 64, "int4": 32}
+DEFAULT_GROUP_SIZES = {"int8": 64, "w8a8": 64, "int4": 32}
 HEAD_MULTIPLE = 16
 
 
@@ -55,12 +55,12 @@ def export_onnx(
 ) -> OnnxExport:
     """Write the model of `folder` into the folder `output`, which appears only when it is whole.
 
-    `group_size` weights share a scale, None: 64 in int8, 32 in int4. `include_hidden_states` adds an output
-    `hidden_states` [batch, width, hidden] after the final norm; `aux_hidden_state_layers` an output
-    `aux_hidden_states` [batch, width, layers * hidden] of the states that enter those layers, counted from 1; both need
-    the builder. `progress` gets (done, total, what). Raises ConfigError for a bad option, ModelFileError for a folder
-    that is incomplete, damaged or of an architecture that no exporter knows, CapabilityError for a missing package or
-    a full disk.
+    `group_size` weights share a scale, None: 64 in int8, 32 in int4; in w8a8, 64 of embeddings alone.
+    `include_hidden_states` adds an output `hidden_states` [batch, width, hidden] after the final norm;
+    `aux_hidden_state_layers` an output `aux_hidden_states` [batch, width, layers * hidden] of the states that enter
+    those layers, counted from 1; both need the builder. `progress` gets (done, total, what). Raises ConfigError for a
+    bad option, ModelFileError for a folder that is incomplete, damaged or of an architecture that no exporter knows,
+    CapabilityError for a missing package or a full disk.
     """
     group_size = DEFAULT_GROUP_SIZES.get(quant, GROUP_SIZES[-1]) if group_size is None else group_size
     _check_options(quant, group_size, exporter)
@@ -131,6 +131,10 @@ def _run_exporter(
             source.folder, partial, quant, group_size, architecture=source.architecture, options=options
         )
         builder.build(order, source.layers, report)
+        if quant == "w8a8":
+            from edgespec.export.onnx.integer import to_integer
+
+            to_integer(partial, group_size, lambda done, total: report(done, total, "quantising products"))
         if quant == "int8" and source.is_tied:
             from edgespec.export.onnx.tied import share_embedding
 

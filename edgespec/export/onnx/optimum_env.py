@@ -19,6 +19,7 @@ import onnx
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.export.onnx.child import run_child, run_command
 from edgespec.export.onnx.graph import DATA, MODEL
+from edgespec.export.onnx.integer import to_integer
 from edgespec.export.onnx.quantise import save
 from edgespec.export.onnx.source import Source
 from edgespec.models import user_folder
@@ -41,7 +42,7 @@ def export_with_optimum(
     Raises CapabilityError when the environment cannot be made (no network, no pip) or for fp16, and as `run_child`.
     """
     if quant == "fp16":
-        raise CapabilityError("the exporter 'optimum' writes no fp16 here; allowed: int4, int8, fp32")
+        raise CapabilityError("the exporter 'optimum' writes no fp16 here; allowed: int4, int8, w8a8, fp32")
     progress(0, STEPS, "preparing Optimum's environment")
     python = prepare_environment()
     progress(1, STEPS, "tracing")
@@ -51,7 +52,10 @@ def export_with_optimum(
     run_command([*command, "--task", "text-generation-with-past"], _ignore, what=what)
     progress(2, STEPS, "writing")
     _take_over(made, output)
-    if quant != "fp32":
+    if quant == "w8a8":
+        progress(3, STEPS, "quantising")
+        to_integer(output, group_size)
+    elif quant != "fp32":
         progress(3, STEPS, "quantising")
         order = {"output": str(output), "quant": quant, "group_size": group_size}
         order |= {"source": str(source.folder), "architecture": source.architecture}

@@ -25,17 +25,24 @@ def share_embedding(folder: Path) -> bool:
     """
     path = folder / "model.onnx"
     model = read_graph(path)
-    lookup = next((n for n in model.graph.node if n.op_type == "Gather" and n.input[1] == "input_ids"), None)
+    lookup = find_lookup(model.graph)
     head = next((n for n in model.graph.node if n.op_type == "MatMulNBits" and "lm_head" in n.input[1]), None)
     if lookup is None or head is None or not _same_bytes_fit(head):
         return False
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
-    rows = weights[head.input[1]]
-    _lookup_in_head(model.graph, lookup, head, _view_of(rows, head))
+    view = _view_of(weights[head.input[1]], head)
+    model.graph.initializer.append(view)
+    bits, size = attribute(head, "bits"), attribute(head, "block_size")
+    look_up_blocks(model.graph, lookup, view.name, head.input[2], bits=bits, block_size=size)
     model.graph.initializer.remove(weights[lookup.input[0]])
     _compact(model, folder / DATA)
     write_graph(model, path)
     return True
+
+
+def find_lookup(graph: onnx.GraphProto) -> onnx.NodeProto | None:
+    """The operator that turns token ids into embeddings."""
+    return next((n for n in graph.node if n.op_type == "Gather" and n.input[1] == "input_ids"), None)
 
 
 def _same_bytes_fit(head: onnx.NodeProto) -> bool:
@@ -53,24 +60,24 @@ def _view_of(rows: onnx.TensorProto, head: onnx.NodeProto) -> onnx.TensorProto:
     return view
 
 
-def _lookup_in_head(
-    graph: onnx.GraphProto, lookup: onnx.NodeProto, head: onnx.NodeProto, view: onnx.TensorProto
+def look_up_blocks(
+    graph: onnx.GraphProto, lookup: onnx.NodeProto, rows: str, scales: str, *, bits: int, block_size: int
 ) -> None:
+    """Let `lookup` read quantised `rows` [tokens, bytes], of which `block_size` weights share one of `scales`."""
     shared = onnx.helper.make_node(
         "GatherBlockQuantized",
-        [view.name, "input_ids", head.input[2]],
+        [rows, "input_ids", scales],
         list(lookup.output),
         name=f"{lookup.name}BlockQuantized",
         domain="com.microsoft",
-        bits=attribute(head, "bits"),
-        block_size=attribute(head, "block_size"),
+        bits=bits,
+        block_size=block_size,
         gather_axis=0,
         quantize_axis=1,
     )
     place = list(graph.node).index(lookup)
     graph.node.remove(lookup)
     graph.node.insert(place, shared)
-    graph.initializer.append(view)
 
 
 def _compact(model: onnx.ModelProto, data: Path) -> None:

@@ -21,7 +21,7 @@ def trace(source: Source, output: Path, quant: str, group_size: int, progress: C
     if quant == "fp16":
         raise CapabilityError(
             f"a {source.architecture} cannot be exported as fp16: the builder does not know it; allowed: int4, int8, "
-            "fp32"
+            "w8a8, fp32"
         )
     progress(0, len(STEPS), STEPS[0])
 

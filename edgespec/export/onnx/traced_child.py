@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from edgespec.engines.onnx.library import library, open_session
 from edgespec.export.onnx.canonical import canonicalise, store_transposed
 from edgespec.export.onnx.graph import MODEL, read_graph
+from edgespec.export.onnx.integer import to_integer
 from edgespec.export.onnx.lifeline import follow_parent
 from edgespec.export.onnx.quantise import quantise, save
 from edgespec.export.onnx.tied import share_embedding
@@ -123,6 +124,9 @@ def main() -> None:
     if order["quant"] == "fp32":
         return
     print("quantising and writing", flush=True)
+    if order["quant"] == "w8a8":
+        to_integer(output, order["group_size"])
+        return
     graph = onnx.load(output / MODEL)
     store_transposed(graph.graph)
     save(quantise(graph, order["quant"], order["group_size"]), output)

@@ -1,0 +1,78 @@
+"""The output projection of an exported graph: found, run on wanted rows alone, what it reads given as an output.
+
+In a w8a8 export the rows are turned into whole numbers before the projection and scaled back behind it; a row is
+quantised by itself, so leaving rows out changes none of the others.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from edgespec.errors import CapabilityError, ModelFileError
+
+FLOAT = 1
+LOGITS, HIDDEN, OUTPUT_ROWS = "logits", "hidden_states", "edgespec.output_rows"
+UNARY_AFTER_HEAD = frozenset({"Cast", "Div", "Mul", "Tanh", "Where", "Add"})
+WHOLE_PRODUCT = "MatMulIntegerToFloat"
+TO_CODES = frozenset({"Cast", "Add", "Round", "Div"})  # from the rows to what a product of whole numbers reads
+READ_ROWS = frozenset({"Abs", "Div"})  # for the scale, for the codes
+
+
+def shape_of(value: Any) -> list[int | str]:
+    """Dimensions of a ValueInfoProto: numbers where they are fixed, names elsewhere."""
+    return [d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim]
+
+
+def head_of(graph: Any, path: Path) -> Any:
+    """The operator that turns hidden states into logits. Raises ModelFileError for an unknown kind of it."""
+    producers = {name: node for node in graph.node for name in node.output}
+    head = producers[LOGITS]
+    while head.op_type in UNARY_AFTER_HEAD and head.input[0] in producers:
+        head = producers[head.input[0]]
+    if not head.op_type.startswith("MatMul") and head.op_type != "Gemm":
+        raise ModelFileError(f"{path} has a head of an unknown kind ({head.op_type} {head.name!r}): export it again")
+    return head
+
+
+def _rows_of(graph: Any, head: Any) -> tuple[str, list[Any]]:
+    """The hidden states that a head reads, and the operators by which it reads them."""
+    if head.op_type != WHOLE_PRODUCT:
+        return head.input[0], [head]
+    producers = {name: node for node in graph.node for name in node.output}
+    rows = head.input[0]
+    while (node := producers.get(rows)) is not None and node.op_type in TO_CODES:
+        rows = node.input[0]
+    return rows, [node for node in graph.node if node.op_type in READ_ROWS and rows in node.input]
+
+
+def give_hidden(graph: Any, path: Path) -> None:
+    """Make what the head reads an output of the graph, in float32. Raises CapabilityError for an unknown width."""
+    from onnx import helper
+
+    if any(value.name == HIDDEN for value in graph.output):
+        return
+    head = head_of(graph, path)
+    rows, _ = _rows_of(graph, head)
+    widths: list[int | str] = [next((int(a.i) for a in head.attribute if a.name == "K"), 0)]
+    widths += [int(tensor.dims[0]) for tensor in graph.initializer if tensor.name == head.input[1]]
+    widths += [shape[-1] for v in graph.value_info if v.name == rows and (shape := shape_of(v))]
+    width = next((width for width in widths if isinstance(width, int) and width > 0), None)
+    if width is None:
+        raise CapabilityError(f"{path} does not tell the width of its hidden states: export it again")
+    graph.node.append(helper.make_node("Cast", [rows], [HIDDEN], to=FLOAT, name="give_hidden_states"))
+    graph.output.append(helper.make_tensor_value_info(HIDDEN, FLOAT, [1, "sequence_length", width]))
+
+
+def keep_wanted_rows(graph: Any, path: Path) -> None:
+    """Cut the head's input down to the rows whose logits are wanted: the head is a large part of a narrow pass."""
+    from onnx import TensorProto, helper
+
+    rows, readers = _rows_of(graph, head_of(graph, path))
+    kept = helper.make_node("Gather", [rows, OUTPUT_ROWS], ["wanted_rows"], axis=1, name="keep_wanted_rows")
+    outputs = {node.output[0] for node in readers}
+    place = next(i for i, node in enumerate(graph.node) if node.output[0] in outputs)
+    for node in readers:
+        node.input[:] = ["wanted_rows" if name == rows else name for name in node.input]
+    graph.node.insert(place, kept)
+    graph.input.append(helper.make_tensor_value_info(OUTPUT_ROWS, TensorProto.INT64, ["num_outputs"]))
