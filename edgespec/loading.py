@@ -75,7 +75,8 @@ def _opened(
         return found
     assert isinstance(made, ModelDrafter)
     try:
-        return found | {name: HierarchicalDrafter(made, _open_medium(options, pair.files["medium"], target))}
+        medium = _open_medium(options, pair.files["medium"], target)
+        return found | {name: HierarchicalDrafter(made, medium, options.draft_temperature)}
     except BaseException:
         for drafter in found.values():
             drafter.close()
