@@ -133,8 +133,12 @@ def law_score(rule: str, drafter_name: str, num_tokens: int, draft_length: int =
         expected[before] = counts[before].sum() * np.exp(row - row.max()) / np.exp(row - row.max()).sum()
     tested = expected.min(axis=2) >= 5  # contexts too rare for the chi-square law are left out
     assert tested.sum() > VOCABULARY
-    freedom = int(tested.sum()) * (VOCABULARY - 1)
-    statistic = float(((counts - expected)[tested] ** 2 / expected[tested]).sum())
+    return chi_square_score(counts[tested], expected[tested], int(tested.sum()) * (VOCABULARY - 1))
+
+
+def chi_square_score(counts: np.ndarray, expected: np.ndarray, freedom: int) -> float:
+    """Wilson-Hilferty: the statistic as a standard normal score."""
+    statistic = float(((counts - expected) ** 2 / expected).sum())
     return ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
 
 

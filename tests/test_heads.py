@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import DEMO, TEST_THREADS
-from test_lossless import ALPHA_1E6, PLAIN, PROMPTS, chi_square_score, run_once
+from laws import ALPHA_1E6, chi_square_score
+from test_lossless import PLAIN, PROMPTS, run_once
 from tiny_gguf import Shape, write_model
 from tiny_heads import drafter_of, random_heads, table_heads, write
 
