@@ -26,9 +26,10 @@ _MOST_BESIDE = 1 / 8  # of the target's bytes, that heads may have which `auto` 
 def read_heads(options: LoadOptions, pair: ModelPair, *, is_cut: bool) -> dict[Path, HeadFile]:
     """The files of heads that the options ask for: the one they name, else those of the pair that may be drafted with.
 
-    Beside a draft model `auto` takes the pair's own only where they are small: heads run on one core, in float32, and
-    read all that they are for a token, so the larger ones would cost memory and trials and never pay. `is_cut`: the
-    target ends early on ONNX Runtime, and then gives no states.
+    Beside a draft model `auto` takes the pair's own EAGLE head where it is small: heads run on one core, in float32,
+    and read all that they are for a token, so a larger one would cost memory and trials and never pay. Medusa's, which
+    know less than a draft model, would cost trials only. `is_cut`: the target ends early on ONNX Runtime, and gives no
+    states then.
 
     Raises CapabilityError when the asked drafter has none or a cut target was to have some, ModelFileError for a
     damaged file.
@@ -54,10 +55,11 @@ def read_heads(options: LoadOptions, pair: ModelPair, *, is_cut: bool) -> dict[P
 
 def _is_wanted(kind: str, path: Path, options: LoadOptions, pair: ModelPair) -> bool:
     """Whether the options ask for a pair's own heads of this kind; a file that is missing is told of later."""
-    if options.drafter != "auto" or pair.draft is None or not path.is_file():
+    if options.drafter != "auto" or pair.draft is None:
         return options.drafter in (kind, "auto")
     target_bytes = sum(file.stat().st_size for file in pair.paths("target"))
-    return _UNPACKED * path.stat().st_size < _MOST_BESIDE * target_bytes
+    is_small = not path.is_file() or _UNPACKED * path.stat().st_size < _MOST_BESIDE * target_bytes
+    return kind == "eagle" and is_small
 
 
 def open_heads(heads: HeadFile, path: Path, target: Engine) -> Drafter:

@@ -386,14 +386,14 @@ def test_auto_knows_the_heads_and_stays_exact(tiny_path: Path, tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def with_little_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo with random heads: an eighth of its target's bytes is more than EAGLE's take and less than Medusa's."""
+    """The demo with random heads that are small: in memory they take less than an eighth of its target's bytes."""
     folder = tmp_path_factory.mktemp("pairs") / "demo"
     shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("hf", "heads"))
     manifest = folder / "manifest.toml"
     text = re.sub(r"\[heads\.\w+\]\n(?:.+\n)+", "", manifest.read_text(encoding="utf-8"))
     with LlamaCppEngine.load(DEMO / "demo-target-q8_0.gguf", threads=TEST_THREADS, context_length=64) as engine:
         for kind in KINDS:
-            write_head_file(folder / f"{kind}.npz", random_heads(kind, engine, 256), "int8")
+            write_head_file(folder / f"{kind}.npz", random_heads(kind, engine, 256, draft_vocabulary=32), "int8")
             contents = (folder / f"{kind}.npz").read_bytes()
             text += f'\n[heads.{kind}]\npath = "{kind}.npz"\nbytes = {len(contents)}\n'
             text += f'sha256 = "{hashlib.sha256(contents).hexdigest()}"\n'
@@ -402,7 +402,7 @@ def with_little_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("engine", ["llamacpp", "onnx"])
-def test_auto_takes_a_pairs_small_heads_beside_its_draft_model(engine: str, with_little_heads: Path) -> None:
+def test_auto_takes_a_pairs_small_eagle_head_beside_its_draft_model(engine: str, with_little_heads: Path) -> None:
     if engine == "onnx":
         pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
     options = {"engine": engine, "reproducible": True, "threads": TEST_THREADS}
