@@ -19,18 +19,29 @@ from edgespec.headfile import HeadFile, read_head_file
 from edgespec.manifest import HEAD_KINDS, ModelFile, ModelPair
 from edgespec.types import Batch
 
+_UNPACKED = 4  # bytes in memory over those of a file in int8
+_MOST_BESIDE = 1 / 8  # of the target's bytes, that heads may have which `auto` takes beside a draft model
 
-def read_heads(options: LoadOptions, pair: ModelPair) -> dict[Path, HeadFile]:
+
+def read_heads(options: LoadOptions, pair: ModelPair, *, is_cut: bool) -> dict[Path, HeadFile]:
     """The files of heads that the options ask for: the one they name, else those of the pair that may be drafted with.
 
-    `auto` takes the pair's own where it has no draft model: two that draft much the same cost trials for little.
+    Beside a draft model `auto` takes the pair's own EAGLE head where it is small: heads run on one core, in float32,
+    and read all that they are for a token, so a larger one would cost memory and trials and never pay. Medusa's, which
+    know less than a draft model, would cost trials only. `is_cut`: the target ends early on ONNX Runtime, and gives no
+    states then.
 
-    Raises CapabilityError when the asked drafter has none, ModelFileError for a damaged file.
+    Raises CapabilityError when the asked drafter has none or a cut target was to have some, ModelFileError for a
+    damaged file.
     """
-    is_open = options.drafter == "auto" and pair.draft is None
-    wanted = [kind for kind in HEAD_KINDS if is_open or kind == options.drafter]
-    paths = [pair.heads[kind].path for kind in wanted if kind in pair.heads]
+    own = {kind: pair.heads[kind].path for kind in HEAD_KINDS if kind in pair.heads and not is_cut}
+    paths = [path for kind, path in own.items() if _is_wanted(kind, path, options, pair)]
     if options.heads is not None and options.drafter != "none":
+        if is_cut:
+            raise CapabilityError(
+                "heads read the target's last hidden states, and one that ONNX Runtime runs with an early exit gives "
+                "none: leave out --heads (heads=...) or --exit-layer (exit_layer=...), or name a --drafter"
+            )
         paths = [options.heads.expanduser()]
     found = {path: read_head_file(path) for path in paths}
     if options.drafter in HEAD_KINDS and options.drafter not in {each.manifest.kind for each in found.values()}:
@@ -40,6 +51,15 @@ def read_heads(options: LoadOptions, pair: ModelPair) -> dict[Path, HeadFile]:
             f"edgespec train-heads --kind {options.drafter}"
         )
     return found
+
+
+def _is_wanted(kind: str, path: Path, options: LoadOptions, pair: ModelPair) -> bool:
+    """Whether the options ask for a pair's own heads of this kind; a file that is missing is told of later."""
+    if options.drafter != "auto" or pair.draft is None:
+        return options.drafter in (kind, "auto")
+    target_bytes = sum(file.stat().st_size for file in pair.paths("target"))
+    is_small = not path.is_file() or _UNPACKED * path.stat().st_size < _MOST_BESIDE * target_bytes
+    return kind == "eagle" and is_small
 
 
 def open_heads(heads: HeadFile, path: Path, target: Engine) -> Drafter:

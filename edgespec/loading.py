@@ -35,7 +35,7 @@ def open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterNa
     roles = {role for name in wanted for role in ROLES[name] if exit_layer is None or name != "early-exit"}
     for role in sorted(roles & pair.files.keys()):
         _check_contents(pair.files[role])
-    heads = read_heads(options, pair)
+    heads = read_heads(options, pair, is_cut=exit_layer is not None)
     target = _open_target(options, pair.files["target"], exit_layer, hidden_states=bool(heads))
     drafters: dict[DrafterName, Drafter] = {}
     try:
@@ -75,7 +75,8 @@ def _opened(
         return found
     assert isinstance(made, ModelDrafter)
     try:
-        return found | {name: HierarchicalDrafter(made, _open_medium(options, pair.files["medium"], target))}
+        medium = _open_medium(options, pair.files["medium"], target)
+        return found | {name: HierarchicalDrafter(made, medium, options.draft_temperature)}
     except BaseException:
         for drafter in found.values():
             drafter.close()

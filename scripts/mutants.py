@@ -46,10 +46,12 @@ MUTANTS = (
     ),
     Mutant(
         "drop a sampled token afterwards because it is unlikely",
-        "drafters/model.py",
-        "            distributions.append(distribution)\n",
-        "            distributions.append(distribution)\n            if distribution.prob_of(token_id) < 0.3:\n"
-        "                chosen.pop(), evidence.pop(), distributions.pop()\n                break\n",
+        "drafters/chain.py",
+        "        has_room = count + 1 < self.most and token_id not in self.end_ids\n",
+        "        if distribution.prob_of(token_id) < 0.3:\n"
+        "            self.token_ids.pop(), self.evidence.pop(), self.distributions.pop()\n"
+        "            self.is_open = False\n            return False\n"
+        "        has_room = count + 1 < self.most and token_id not in self.end_ids\n",
         ("tests/test_lossless.py",),
     ),
     Mutant(
@@ -64,7 +66,7 @@ MUTANTS = (
         "verify.py",
         "choices.pick(remainder, position + len(path), Stream.RESIDUAL)",
         "choices.pick(remainder, position + len(path), Stream.DRAFT)",
-        ("tests/test_lossless.py",),
+        ("tests/test_fresh_draws.py",),
     ),
     Mutant(
         "forget what the siblings before took from the target",
@@ -110,10 +112,17 @@ MUTANTS = (
     ),
     Mutant(
         "draft a position again with the noise of the round before",
-        "drafters/model.py",
-        "index = request.num_drafted + len(chosen) if request.needs_distributions else 0",
+        "drafters/chain.py",
+        "index = request.num_drafted + count if request.needs_distributions else 0",
         "index = 0",
         ("tests/test_fresh_draws.py",),
+    ),
+    Mutant(
+        "let a small model draft at its own temperature and not at the medium's",
+        "drafters/hierarchical.py",
+        "            chain.sampler,\n",
+        "            chain.request.sampler,\n",
+        ("tests/test_hierarchical.py",),
     ),
     Mutant(
         "hand out the target's choices one row late",

@@ -74,6 +74,10 @@ def model(target: TableEngine, sigma: float = 1.0, temperature: float = 1.0) -> 
     return ModelDrafter(target.related(sigma), temperature=temperature)
 
 
+def hierarchical(target: TableEngine, temperature: float) -> HierarchicalDrafter:
+    return HierarchicalDrafter(model(target, sigma=1.5), target.related(0.7, seed=2), temperature)
+
+
 def heads(kind: str, target: TableEngine) -> Drafter:
     """Heads that know the target as far as a head of one token can."""
     return drafter_of(table_heads(kind, averaged(target)), VOCABULARY)
@@ -86,7 +90,8 @@ MAKERS: dict[str, Callable[[TableEngine], Drafter]] = {
     "warm tree": lambda target: TreeDrafter(model(target, temperature=1.5)),
     "close tree": lambda target: TreeDrafter(model(target, sigma=0.3)),
     "hybrid": lambda target: HybridDrafter([SuffixDrafter(), NgramDrafter(min_ngram=1)], model(target), 0.3),
-    "hierarchical": lambda target: HierarchicalDrafter(model(target, sigma=1.5), target.related(0.7, seed=2)),
+    "hierarchical": lambda target: hierarchical(target, 1.0),
+    "warm hierarchical": lambda target: hierarchical(target, 1.5),
     "early-exit": lambda target: EarlyExitDrafter(target.related(sigma=1.0)),
     "shared exit": SharedStateDrafter,
     "medusa": lambda target: heads("medusa", target),
@@ -128,8 +133,12 @@ def law_score(rule: str, drafter_name: str, num_tokens: int, draft_length: int =
         expected[before] = counts[before].sum() * np.exp(row - row.max()) / np.exp(row - row.max()).sum()
     tested = expected.min(axis=2) >= 5  # contexts too rare for the chi-square law are left out
     assert tested.sum() > VOCABULARY
-    freedom = int(tested.sum()) * (VOCABULARY - 1)
-    statistic = float(((counts - expected)[tested] ** 2 / expected[tested]).sum())
+    return chi_square_score(counts[tested], expected[tested], int(tested.sum()) * (VOCABULARY - 1))
+
+
+def chi_square_score(counts: np.ndarray, expected: np.ndarray, freedom: int) -> float:
+    """Wilson-Hilferty: the statistic as a standard normal score."""
+    statistic = float(((counts - expected) ** 2 / expected).sum())
     return ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
 
 
@@ -140,7 +149,7 @@ def main() -> int:
         if (rule, drafter_name)[: len(sys.argv[2:])] == tuple(sys.argv[2:]):
             score = law_score(rule, drafter_name, num_tokens)
             worst = max(worst, score)
-            print(f"{rule:9} {drafter_name:12} {score:6.2f} of {num_tokens} tokens", flush=True)
+            print(f"{rule:9} {drafter_name:17} {score:6.2f} of {num_tokens} tokens", flush=True)
     return int(worst > ALPHA_1E6)
 
 

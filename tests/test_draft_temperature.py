@@ -8,12 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from test_lossless import ALPHA_1E6, PLAIN, chi_square_score, run_once
+from laws import ALPHA_1E6, chi_square_score
+from test_lossless import PLAIN, run_once
 
 import edgespec
 from edgespec import GenerateOptions, Sampling
 from edgespec.cli.main import cli
 from edgespec.drafters.base import DraftRequest
+from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.temperature import FACTORS, DraftTemperature, picks
 from edgespec.drafters.tree import TreeDrafter
@@ -138,6 +140,20 @@ def test_a_tree_learns_the_factor_that_is_right() -> None:
     assert accepted["auto"] > accepted[1.0] + 50
 
 
+def test_a_medium_learns_the_factor_that_is_right_and_the_small_model_nothing_of_it() -> None:
+    target = TableEngine.random(10, seed=1, context_length=4100)
+    accepted = {}
+    for setting in (1.0, "auto"):
+        small = ModelDrafter(scaled(target, 0.8), temperature=setting)
+        cached, drafter = CachedSequence(target), HierarchicalDrafter(small, scaled(target, 0.6), setting)
+        run_once(cached, drafter, "coupled", 4, dataclasses.replace(PLAIN, seed=4), 4000, logprobs=False)  # learns
+        events = run_once(cached, drafter, "coupled", 4, dataclasses.replace(PLAIN, seed=5), 2000, logprobs=False)
+        accepted[setting] = sum(event.from_draft for event in events)
+    assert 0.6 <= drafter.temperature.factor_at(1.0) <= 0.7
+    assert accepted["auto"] > accepted[1.0] + 50
+    assert small.temperature._scores == {}
+
+
 @pytest.mark.parametrize("flatter", [0.6, 1.0])
 def test_the_factor_that_is_right_is_learnt(flatter: float) -> None:
     target = TableEngine.random(10, seed=1, context_length=4100)
@@ -192,15 +208,16 @@ def test_demo_text_does_not_depend_on_the_draft_temperature(engine: str) -> None
     if not DEMO.exists():
         pytest.skip("this checkout has no demo weights")
     ids, plain = None, {}
-    temperatures = (0.0, 0.8, 1.2)
+    temperatures, lengths = (0.0, 0.8, 1.2), (("model", 1), ("model", 4), ("model", "auto"), ("tree", 8))
     for factor in (0.7, "auto"):
-        with edgespec.load("demo", engine=engine, draft_temperature=factor, reproducible=True) as model:
+        wanted = {"engine": engine, "drafter": "hierarchical", "draft_temperature": factor}
+        with edgespec.load("demo", reproducible=True, **wanted) as model:
             ids = ids or model.encode_chat([{"role": "user", "content": "Find me a cheap restaurant in San Jose."}])
             for temperature in temperatures:
                 sampling = Sampling(temperature=temperature, seed=8)
                 if temperature not in plain:
                     options = GenerateOptions(max_tokens=64, drafter="none", ignore_eos=True)
                     plain[temperature] = model.generate(ids, sampling, options).token_ids
-                for drafter, length in (("model", 1), ("model", 4), ("model", "auto"), ("tree", 8)):
+                for drafter, length in (*lengths, ("hierarchical", 5)):
                     options = GenerateOptions(max_tokens=64, drafter=drafter, draft_length=length, ignore_eos=True)
                     assert model.generate(ids, sampling, options).token_ids == plain[temperature]

@@ -6,7 +6,7 @@ import hashlib
 
 import numpy as np
 import pytest
-from test_lossless import ALPHA_1E6, chi_square_score
+from laws import ALPHA_1E6, chi_square_score
 from tiny_heads import LAYERS, OpenHead
 
 from edgespec.control.base import FixedLength

@@ -19,6 +19,7 @@ from tiny_heads import drafter_of, random_heads, table_heads
 
 import edgespec
 from edgespec import GenerateOptions, Sampling
+from edgespec.control.base import FixedLength, Proposal
 from edgespec.control.branches import path_products
 from edgespec.control.cost import CostCurve
 from edgespec.decode import Run, autoregressive, speculative
@@ -30,7 +31,7 @@ from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.sequence import CachedSequence
 from edgespec.sampling import Sampler
 from edgespec.stopping import StopRules
-from edgespec.types import Draft, Logits, RoundRecord
+from edgespec.types import Draft, Logits, RoundRecord, Verdict
 from edgespec.verify import RULES
 
 GREEDY = Sampling(temperature=0.0)
@@ -353,6 +354,38 @@ def test_onnx_scores_trees_where_reproducibility_was_given_up(kind: str, rule: s
     assert len(result.token_ids) == 40
     assert max(record.accepted_tokens for record in records) > 1
     assert any(record.drafted_tokens == 9 for record in records)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_first_choices_stand_about_as_often_as_they_claim(kind: str) -> None:
+    """Of the children of nodes that stand: trees of a head that claims too much are deep where they should be wide."""
+    if not DEMO.exists():
+        pytest.skip("this checkout has no demo weights")
+    claimed, stood = [], []
+
+    class Noted(FixedLength):
+        def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
+            super().observe(proposal, verdict, record)
+            draft = proposal.draft
+            for parent in (-1, *verdict.accepted_nodes):
+                if len(children := draft.children_of(parent)):
+                    claimed.append(draft.confidences[children[0]])
+                    stood.append(children[0] in verdict.accepted_nodes)
+
+    with edgespec.load("demo", engine="llamacpp", drafter=kind, reproducible=True, threads=TEST_THREADS) as model:
+        controller = Noted(model._deciders.drafter(kind), 16)
+        cached = CachedSequence(model.target)
+        cached.keep_features(True)
+        for seed, prompt in enumerate(PROMPTS * 2):
+            ids = np.array(model.encode_chat([{"role": "user", "content": prompt}]), np.int32)
+            sampler = Sampler(Sampling(temperature=0.8, seed=seed), model.target.vocabulary.size)
+            list(
+                speculative(
+                    Run(cached, ids, sampler, StopRules(frozenset(), (), 64), False), controller, RULES["coupled"]
+                )
+            )
+    assert len(stood) > 150
+    assert abs(np.mean(claimed) - np.mean(stood)) < 0.15, (np.mean(claimed), np.mean(stood))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

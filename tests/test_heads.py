@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import DEMO, TEST_THREADS
-from test_lossless import ALPHA_1E6, PLAIN, PROMPTS, chi_square_score, run_once
+from laws import ALPHA_1E6, chi_square_score
+from test_lossless import PLAIN, PROMPTS, run_once
 from tiny_gguf import Shape, write_model
 from tiny_heads import drafter_of, random_heads, table_heads, write
 
@@ -378,6 +382,76 @@ def test_auto_knows_the_heads_and_stays_exact(tiny_path: Path, tmp_path: Path) -
             for name in ("none", "auto", "medusa", "ngram")
         }
         assert len(texts) == 1
+
+
+@pytest.fixture(scope="module")
+def with_little_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo with random heads that are small: in memory they take less than an eighth of its target's bytes."""
+    folder = tmp_path_factory.mktemp("pairs") / "demo"
+    shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("hf", "heads"))
+    manifest = folder / "manifest.toml"
+    text = re.sub(r"\[heads\.\w+\]\n(?:.+\n)+", "", manifest.read_text(encoding="utf-8"))
+    with LlamaCppEngine.load(DEMO / "demo-target-q8_0.gguf", threads=TEST_THREADS, context_length=64) as engine:
+        for kind in KINDS:
+            write_head_file(folder / f"{kind}.npz", random_heads(kind, engine, 256, draft_vocabulary=32), "int8")
+            contents = (folder / f"{kind}.npz").read_bytes()
+            text += f'\n[heads.{kind}]\npath = "{kind}.npz"\nbytes = {len(contents)}\n'
+            text += f'sha256 = "{hashlib.sha256(contents).hexdigest()}"\n'
+    manifest.write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("engine", ["llamacpp", "onnx"])
+def test_auto_takes_a_pairs_small_eagle_head_beside_its_draft_model(engine: str, with_little_heads: Path) -> None:
+    if engine == "onnx":
+        pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
+    options = {"engine": engine, "reproducible": True, "threads": TEST_THREADS}
+    with edgespec.load(str(with_little_heads), **options) as model:
+        assert {"model", "eagle"} <= set(model.drafter_names)
+        assert "medusa" not in model.drafter_names
+        assert_same_text(model, ("auto", "eagle", "auto", "model", "none", "auto"))
+    with edgespec.load("demo", **options) as model:
+        assert not {"eagle", "medusa"} & set(model.drafter_names)
+    with edgespec.load(str(with_little_heads), drafter="model", **options) as model:
+        assert not {"eagle", "medusa"} & set(model.drafter_names)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("engine", ["llamacpp", "onnx"])
+def test_demo_text_does_not_depend_on_heads_beside_the_draft_model(engine: str, kind: str) -> None:
+    own = read_pair(DEMO).heads
+    if kind not in own:
+        pytest.skip("this checkout has no heads of the demo")
+    if engine == "onnx":
+        pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
+    with edgespec.load("demo", engine=engine, heads=own[kind].path, reproducible=True, threads=TEST_THREADS) as model:
+        assert {"model", kind} <= set(model.drafter_names)
+        assert_same_text(model, ("auto", kind, "model", "auto"))
+
+
+def assert_same_text(model: edgespec.Model, drafters: tuple[Any, ...]) -> None:
+    """Whoever drafts, of texts whose beginnings are reused, so that states of the target are known of their ends."""
+    for number, (prompt, temperature) in enumerate(zip(PROMPTS, (0.0, 0.8, 1.2), strict=True)):
+        ids = model.encode_chat([{"role": "user", "content": prompt}])
+        sampling = Sampling(temperature=temperature, seed=number)
+        plain = model.generate(ids, sampling, GenerateOptions(max_tokens=64, drafter="none", ignore_eos=True))
+        for turn, name in enumerate(drafters):
+            told = 6 * turn  # of the answer, in the prompt
+            options = GenerateOptions(max_tokens=64 - told, drafter=name, ignore_eos=True)
+            found = model.generate([*ids, *plain.token_ids[:told]], sampling, options)
+            assert found.token_ids == plain.token_ids[told:], (name, turn)
+            assert found.logprobs == plain.logprobs[told:], (name, turn)
+            assert found.reproducible
+
+
+def test_a_target_that_ends_early_on_onnx_runtime_has_no_heads(with_little_heads: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
+    options = {"engine": "onnx", "exit_layer": 3, "threads": TEST_THREADS, "reproducible": False}
+    with edgespec.load(str(with_little_heads), **options) as model:
+        assert "early-exit" in model.drafter_names
+        assert not {"eagle", "medusa"} & set(model.drafter_names)
+    with pytest.raises(CapabilityError, match=r"leave out --heads .* or --exit-layer"):
+        edgespec.load("demo", heads=with_little_heads / "eagle.npz", **options)
 
 
 def test_every_failure_is_one_of_ours(tmp_path: Path) -> None:

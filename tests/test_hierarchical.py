@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_lossless import ALPHA_1E6, DEMO, PLAIN, PROMPTS, VOCABULARY, chi_square_score, run_once
+from laws import ALPHA_1E6, chi_square_score
+from test_lossless import DEMO, PLAIN, PROMPTS, VOCABULARY, run_once
 
 import edgespec
 from edgespec import GenerateOptions, Sampling
@@ -17,6 +18,7 @@ from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.inner_length import MAX_INNER, InnerLength
 from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.temperature import Factor
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.table import TableEngine
 from edgespec.errors import Cancelled, CapabilityError, ModelNotFound, VocabularyMismatch
@@ -51,12 +53,14 @@ class Watched(TableEngine):
         return super().forward(batch)
 
 
-def pair_of(target: TableEngine, inner: int | None = 3, context_length: int = 400) -> HierarchicalDrafter:
+def pair_of(
+    target: TableEngine, inner: int | None = 3, context_length: int = 400, temperature: Factor = 1.0
+) -> HierarchicalDrafter:
     """A small and a medium model related to `target`; the small one drafts `inner` tokens, None: as many as pay."""
     engines = [target.related(sigma, seed) for sigma, seed in ((1.5, 1), (0.7, 2))]
     for engine in engines:
         engine.facts = replace(engine.facts, context_length=context_length)
-    drafter = HierarchicalDrafter(ModelDrafter(engines[0]), engines[1])
+    drafter = HierarchicalDrafter(ModelDrafter(engines[0]), engines[1], temperature)
     if inner is not None:
         drafter._lengths = {False: always(inner), True: always(inner)}
     return drafter
@@ -76,7 +80,7 @@ def assert_same(found: Draft, wanted: Draft) -> None:
         assert ours.probs.tolist() == theirs.probs.tolist()
 
 
-@pytest.mark.parametrize("compares", [False, True])
+@pytest.mark.parametrize("compares, factor", [(False, 1.0), (True, 1.0), (False, 0.6), (True, 1.5), (False, "auto")])
 @pytest.mark.parametrize("inner", [0, 1, 2, 5, 8, None])
 @pytest.mark.parametrize("settings", [
     Sampling(temperature=0.0),
@@ -84,10 +88,11 @@ def assert_same(found: Draft, wanted: Draft) -> None:
     Sampling(temperature=1.2, repeat_penalty=1.3, frequency_penalty=0.2, penalty_window=8, seed=4),
 ])  # fmt: skip
 def test_it_drafts_what_the_medium_alone_would(
-    target: TableEngine, settings: Sampling, inner: int | None, compares: bool
+    target: TableEngine, settings: Sampling, inner: int | None, compares: bool, factor: Factor
 ) -> None:
     """Tokens, evidence and distributions, so whatever holds of a draft model's drafts holds of these."""
-    drafter, alone = pair_of(target, inner), ModelDrafter(target.related(0.7, 2))
+    drafter = pair_of(target, inner, temperature=factor)
+    alone = ModelDrafter(target.related(0.7, 2), temperature=factor)
     rng = np.random.default_rng(0)
     text = rng.integers(0, VOCABULARY, 20).astype(np.int32)
     sampler = Sampler(settings, VOCABULARY)
@@ -103,12 +108,17 @@ def test_it_drafts_what_the_medium_alone_would(
         )
 
 
-def test_the_medium_is_asked_once_for_several_tokens(target: TableEngine) -> None:
-    """With a small model that is the medium itself every token agrees, so each pass brings all it scored."""
+@pytest.mark.parametrize("factor", [1.0, 0.3, 3.0])
+def test_the_medium_is_asked_once_for_several_tokens(target: TableEngine, factor: float) -> None:
+    """With a small model that is the medium itself every token agrees, so each pass brings all it scored.
+
+    At any temperature of the medium's, whatever the small model's own would be.
+    """
     medium = target.related(0.7, 2)
     medium.__class__ = Watched
     medium.widths = []
-    drafter = HierarchicalDrafter(ModelDrafter(target.related(0.7, 2)), medium)
+    small = ModelDrafter(target.related(0.7, 2), temperature=factor)
+    drafter = HierarchicalDrafter(small, medium, factor)
     drafter._lengths = {True: always(5)}
     text = np.array([0, 1, 2], np.int32)
     sampler = Sampler(SAMPLED, VOCABULARY)

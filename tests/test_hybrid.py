@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_lossless import ALPHA_1E6, PLAIN, PROMPTS, VOCABULARY, chi_square_score, run_once
+from laws import ALPHA_1E6, chi_square_score
+from test_lossless import PLAIN, PROMPTS, VOCABULARY, run_once
 
 import edgespec
 from edgespec import GenerateOptions, Sampling

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from laws import ALPHA_1E6, law_score
 
 import edgespec
 from edgespec import GenerateOptions, Sampling
@@ -25,7 +25,6 @@ from edgespec.types import TokenEvent
 from edgespec.verify import RULES
 
 VOCABULARY = 10
-ALPHA_1E6 = 4.75  # standard normal score
 DEMO = Path(__file__).resolve().parent.parent / "models" / "demo" / "manifest.toml"
 PLAIN = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
@@ -49,12 +48,6 @@ def run_once(
     if drafter is None:
         return list(autoregressive(run))
     return list(speculative(run, FixedLength(drafter, length), RULES[rule]))
-
-
-def chi_square_score(counts: np.ndarray, expected: np.ndarray, freedom: int) -> float:
-    """Wilson-Hilferty: the statistic as a standard normal score."""
-    statistic = float(((counts - expected) ** 2 / expected).sum())
-    return ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
 
 
 @pytest.mark.parametrize("settings", [
@@ -86,27 +79,21 @@ def test_greedy_rejection_is_plain_greedy() -> None:
         assert [event.token_id for event in found] == plain
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection", "block"])
-@pytest.mark.parametrize("drafter_name", ["model", "ngram"])
+LAWS = [
+    ("coupled", "model"),  # with other drafters the tokens are the same, which is tested above
+    *itertools.product(("rejection", "block"), ("model", "ngram")),
+]
+
+
+@pytest.mark.parametrize("rule, drafter_name", LAWS)
 def test_joint_law_of_sampled_text_is_the_targets(rule: str, drafter_name: str) -> None:
-    """>= 2e5 tokens: the counts of (two tokens before, token) against the table's own probabilities."""
-    target = TableEngine.random(VOCABULARY, order=2, seed=3, spread=1.0, context_length=4100)
-    drafter = make_drafter(drafter_name, target)
-    cached = CachedSequence(target)
-    counts = np.zeros((VOCABULARY, VOCABULARY, VOCABULARY))
-    for seed in range(51):
-        settings = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=seed)
-        ids = [0, 1, *(event.token_id for event in run_once(cached, drafter, rule, 3, settings, 4000, logprobs=False))]
-        np.add.at(counts, (ids[:-2], ids[1:-1], ids[2:]), 1)
-    assert counts.sum() == 51 * 4000
-    expected = np.zeros_like(counts)
-    for before in itertools.product(range(VOCABULARY), repeat=2):
-        row = target.row(before).astype(np.float64)
-        expected[before] = counts[before].sum() * np.exp(row - row.max()) / np.exp(row - row.max()).sum()
-    tested = expected.min(axis=2) >= 5  # contexts too rare for the chi-square law are left out
-    assert tested.sum() > 50
-    freedom = int(tested.sum()) * (VOCABULARY - 1)
-    assert chi_square_score(counts[tested], expected[tested], freedom) < ALPHA_1E6
+    """Counts of (two tokens before, token) against the table's own probabilities.
+
+    16000 tokens of a law with 100 degrees of freedom show probabilities that are off by 7%, which is less than mistakes
+    of the loop make of them; those of the rules are found exactly in test_verify, and draws that decide twice, which
+    move little, one by one in test_fresh_draws. laws.py runs the same over 2e5 tokens and more, for all drafters: 2%.
+    """
+    assert law_score(rule, drafter_name, num_tokens=16_000) < ALPHA_1E6
 
 
 @pytest.fixture(scope="module")

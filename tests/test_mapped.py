@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from laws import ALPHA_1E6, chi_square_score
 from reordered import write_reordered_gguf, write_reordered_onnx
-from test_lossless import ALPHA_1E6, PLAIN, chi_square_score, run_once
+from test_lossless import PLAIN, run_once
 from tiny_gguf import write_sentencepiece_model
 
 import edgespec

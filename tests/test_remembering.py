@@ -10,7 +10,8 @@ import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from test_lossless import ALPHA_1E6, PROMPTS, VOCABULARY, chi_square_score, run_once
+from laws import ALPHA_1E6, chi_square_score
+from test_lossless import PROMPTS, VOCABULARY, run_once
 
 import edgespec
 from edgespec import GenerateOptions, Sampling

@@ -22,7 +22,7 @@ from edgespec.sampling import Sampler
 from edgespec.types import Distribution, Evidence, Logits, TokenIds
 
 # Fitted to the demo pair, in dialogues; what a controller believes is calibrated as it goes.
-_DISAGREEMENT, _AGREED = 0.6, 0.98  # of logits, by which a race between two tokens is decided; most that is believed
+DISAGREEMENT, _AGREED = 0.6, 0.98  # of logits, by which a race between two tokens is decided; most that is believed
 _FIRST, _LATER = 0.5, 0.3  # a drawn token of probability 0 stands as a first child; any as a later one
 _KNOWN = 24  # likeliest tokens that are ranked when the sampler itself would look at one only
 _NODES_PER_DEPTH = 1 << 16
@@ -61,15 +61,16 @@ class Raced(Candidates):
         scores: NDArray[np.float64],
         distribution: Distribution | None = None,
         chained: Evidence | None = None,
+        disagreement: float = DISAGREEMENT,
     ) -> None:
         """`scores` [n], descending: perturbed logits, whose differences say how far the target must disagree.
 
         `distribution`: the one that was raced over, None without noise; `chained`: evidence of a first child where
-        chains are drafted too.
+        chains are drafted too; `disagreement`: how far the target's logits mostly differ from these.
         """
         self._token_ids, self.count, self._chained = token_ids, token_ids.size, chained
         self.distribution = distribution
-        weights = np.exp((scores - scores[0]) / _DISAGREEMENT)
+        weights = np.exp((scores - scores[0]) / disagreement)
         self._probs = _AGREED * weights / weights.sum()
 
     def reach(self, attempt: int) -> float:
@@ -121,12 +122,14 @@ def _beside(chained: Evidence | None, own: Evidence, attempt: int) -> Evidence:
 MakeCandidates = Callable[[Logits, int, int, TokenIds], Candidates]
 
 
-def candidates_for(request: DraftRequest, sampler: Sampler, *, like_chains: bool = False) -> MakeCandidates:
+def candidates_for(
+    request: DraftRequest, sampler: Sampler, *, like_chains: bool = False, disagreement: float = DISAGREEMENT
+) -> MakeCandidates:
     """What makes the children of a node out of the draft's row of logits [vocabulary].
 
     They are drawn with the settings of `sampler`, the draft's. Further arguments of what is made: how far behind the
     text the children stand, the node's number, and the tokens [m] of its path. `like_chains`: the evidence of first
-    children is that of a chain's tokens, for drafters that draft both.
+    children is that of a chain's tokens, for drafters that draft both; `disagreement`: as Raced's.
     """
     text_ids = request.token_ids
 
@@ -138,7 +141,7 @@ def candidates_for(request: DraftRequest, sampler: Sampler, *, like_chains: bool
             known = sampler.likeliest(logits, history, _KNOWN)
             possible = known.probs > 0  # a draft with another vocabulary lacks some
             chained = evidence_of(logits, 1.0, math.inf) if like_chains else None
-            return Raced(known.token_ids[possible], np.log(known.probs[possible]), chained=chained)
+            return Raced(known.token_ids[possible], np.log(known.probs[possible]), None, chained, disagreement)
         distribution = sampler.distribution(logits, history)
         stream, index = Stream.TARGET, 0
         if request.needs_distributions:
@@ -150,6 +153,6 @@ def candidates_for(request: DraftRequest, sampler: Sampler, *, like_chains: bool
         chained = evidence_of(logits, float(ranked.probs[0]), lead) if like_chains else None
         if request.needs_distributions:
             return Drawn(ranked, chained)
-        return Raced(ranked.token_ids, -temperature * np.log(times), distribution, chained)
+        return Raced(ranked.token_ids, -temperature * np.log(times), distribution, chained, disagreement)
 
     return make

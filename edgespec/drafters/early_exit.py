@@ -40,15 +40,15 @@ class SharedStateDrafter(EarlyExitDrafter):
     def begin(self, prompt_ids: TokenIds) -> None:
         """The target reads the prompt for both."""
 
-    def draft(self, request: DraftRequest) -> Draft:
-        """A chain as ModelDrafter's; empty for a text that the target's cache is not the beginning of."""
+    def _drafted(self, request: DraftRequest, temperature: DraftTemperature) -> Draft:
+        """As ModelDrafter's; empty for a text that the target's cache is not the beginning of."""
         text = request.token_ids
         most = min(request.max_tokens, self._engine.facts.context_length - text.size)
         read = self._exit.follow(text)
         if read is None or most < 1:
             return EMPTY_DRAFT
-        self.temperature.learn(request.sampler, text)
-        return self._chain(request, self._feed(text[read:]), most)
+        temperature.learn(request.sampler, text)
+        return self._chain(request, self._feed(text[read:]), most, temperature)
 
     def _feed(self, token_ids: TokenIds) -> Logits:
         return self._exit.feed(token_ids)

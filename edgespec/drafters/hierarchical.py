@@ -3,7 +3,8 @@
 What is drafted is the medium's own text, as if the medium had drafted alone: under the coupled rule its picks with the
 target's noise, under a rule that compares distributions its samples with the draft noise, each with the medium's
 distribution. The small model changes how many passes of the medium that takes, and nothing else (staged speculation,
-arXiv 2308.04623, with the coupled rule between the stages).
+arXiv 2308.04623, with the coupled rule between the stages). So it is the medium whose temperature may differ from the
+target's, and the small model, which has to agree with the medium, samples at the medium's.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.chain import DrawnChain
 from edgespec.drafters.inner_length import InnerLength
 from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.temperature import Factor
 from edgespec.engines.base import Engine
 from edgespec.errors import Cancelled
 from edgespec.types import EMPTY_DRAFT, Draft, TokenIds, Verdict
@@ -26,13 +28,14 @@ _READ_ALONG = 4  # committed tokens that share the medium's first pass with smal
 class HierarchicalDrafter(ModelDrafter):
     """Drafts with the engine `medium`, which it owns and closes, ahead of which `small` looks: borrowed, as its bytes.
 
-    A full window of the medium slides as a draft model's does.
+    A full window of the medium slides as a draft model's does. `temperature`: what both sample at over the target's, or
+    "auto".
     """
 
     name = "hierarchical"
 
-    def __init__(self, small: ModelDrafter, medium: Engine) -> None:
-        super().__init__(medium)
+    def __init__(self, small: ModelDrafter, medium: Engine, temperature: Factor = 1.0) -> None:
+        super().__init__(medium, temperature=temperature)
         self._small = small
         self._lengths: dict[bool, InnerLength] = {}  # by whether the text is sampled
         self._unlearnt: list[tuple[InnerLength, int, int, int]] = []  # with tokens drafted before, agreed, tried
@@ -47,8 +50,10 @@ class HierarchicalDrafter(ModelDrafter):
         if most < 1:
             return EMPTY_DRAFT
         self._unlearnt = []
+        self.temperature.learn(request.sampler, request.token_ids)
         lengths = self._lengths.setdefault(request.sampler.sampling.temperature > 0, InnerLength())
-        chain = DrawnChain(request, most, self._engine.vocabulary.end_ids, request.sampler)
+        sampler = self.temperature.sampler(request.sampler)
+        chain = DrawnChain(request, most, self._engine.vocabulary.end_ids, sampler)
         try:
             missing = self._missing(request.token_ids, most)
             while chain.is_open:
@@ -56,6 +61,8 @@ class HierarchicalDrafter(ModelDrafter):
         except Cancelled:
             self._cache.restore()
             raise
+        if not request.needs_distributions:
+            self.temperature.drafted(request.token_ids.size, chain.token_ids, chain.distributions)
         return chain.as_draft()
 
     def _missing(self, token_ids: TokenIds, most: int) -> TokenIds:
@@ -100,12 +107,12 @@ class HierarchicalDrafter(ModelDrafter):
         request = DraftRequest(
             chain.text,
             count,
-            chain.request.sampler,
+            chain.sampler,
             chain.request.needs_distributions,
             num_drafted=len(chain.token_ids),
         )
         lag, started_s = self._small.lag(request.token_ids), perf_counter()
-        ahead = self._small.draft(request)
+        ahead = self._small.look_ahead(request)
         if ahead.num_tokens and lag <= _READ_ALONG:
             lengths.drafted(ahead.num_tokens, perf_counter() - started_s)
         return ahead

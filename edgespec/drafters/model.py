@@ -50,14 +50,21 @@ class ModelDrafter(Drafter):
 
     def draft(self, request: DraftRequest) -> Draft:
         """A chain sampled with the target's settings and, unless the rule needs distributions, the target's noise."""
+        return self._drafted(request, self.temperature)
+
+    def look_ahead(self, request: DraftRequest) -> Draft:
+        """As `draft`, at the very temperature of the request's sampler; its text may be drafted, so none is learnt."""
+        return self._drafted(request, DraftTemperature())
+
+    def _drafted(self, request: DraftRequest, temperature: DraftTemperature) -> Draft:
         room = self._engine.facts.context_length
         most = min(request.max_tokens, room // 4)
         if most < 1:
             return EMPTY_DRAFT
-        self.temperature.learn(request.sampler, request.token_ids)
+        temperature.learn(request.sampler, request.token_ids)
         try:
             logits = self.catch_up(request.token_ids, most)
-            return self._chain(request, logits, most)
+            return self._chain(request, logits, most, temperature)
         except Cancelled:
             self._cache.restore()
             raise
@@ -83,13 +90,13 @@ class ModelDrafter(Drafter):
             self._window_start = token_ids.size - self._cache.latest_fitting(token_ids, capacity // 2)
         return np.concatenate((token_ids[:1], token_ids[self._window_start :]))
 
-    def _chain(self, request: DraftRequest, logits: Logits, most: int) -> Draft:
-        chain = DrawnChain(request, most, self._end_ids, self.temperature.sampler(request.sampler))
+    def _chain(self, request: DraftRequest, logits: Logits, most: int, temperature: DraftTemperature) -> Draft:
+        chain = DrawnChain(request, most, self._end_ids, temperature.sampler(request.sampler))
         chain.add(logits)
         while chain.is_open:
             chain.add(self._feed(np.array(chain.token_ids[-1:], np.int32)))
         if not request.needs_distributions:
-            self.temperature.drafted(request.token_ids.size, chain.token_ids, chain.distributions)
+            temperature.drafted(request.token_ids.size, chain.token_ids, chain.distributions)
         return chain.as_draft()
 
     @property
