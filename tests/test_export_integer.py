@@ -22,7 +22,6 @@ from edgespec.engines.onnx import OnnxEngine, library
 from edgespec.errors import ModelFileError
 from edgespec.export.check import compare, limits_of
 from edgespec.export.reference import Reference
-from edgespec.tokenizer import Vocabulary
 from edgespec.types import Batch, Logits
 
 onnx = pytest.importorskip("onnx")
@@ -88,8 +87,8 @@ def score(engine: OnnxEngine, ids: NDArray[np.int32]) -> Logits:
     return engine.forward(Batch.chain(ids)).copy()
 
 
-def text_ids(vocabulary: Vocabulary) -> NDArray[np.int32]:
-    return np.array(vocabulary.encode(TEXT), np.int32)
+def text_ids(engine: OnnxEngine) -> NDArray[np.int32]:
+    return np.array(engine.vocabulary.encode(TEXT), np.int32)
 
 
 # One product.
@@ -145,7 +144,7 @@ def test_a_row_is_exact_at_every_width_and_beside_any_rows(tmp_path: Path, opset
             np.testing.assert_array_equal(found[0], expected[start : start + width])
 
 
-def test_a_row_is_as_close_as_eight_bits_allow(tmp_path: Path) -> None:
+def test_a_row_is_as_close_as_eight_bits_allow() -> None:
     weights = np.random.default_rng(1).normal(size=(INNER, OUTER)).astype(np.float32)
     rows = np.random.default_rng(2).normal(size=(8, INNER)).astype(np.float32)
     off = exact(rows, weights) - rows @ weights
@@ -157,7 +156,7 @@ def test_a_processor_that_saturates_takes_unsigned_weights(
 ) -> None:
     """The same bits from the kernels that such a processor is sent to; other graphs are not asked about."""
     with open_engine(whole) as engine:
-        ids = text_ids(engine.vocabulary)[:24]
+        ids = text_ids(engine)[:24]
         expected = score(engine, ids)
     asked: list[bool] = []
     monkeypatch.setattr(library, "products_saturate", lambda: asked.append(True) or True)
@@ -208,7 +207,7 @@ def test_each_input_is_quantised_once(whole: Path) -> None:
 
 def test_it_passes_the_check_of_every_export(plain: Path, whole: Path) -> None:
     with open_engine(plain) as engine:
-        ids = text_ids(engine.vocabulary)
+        ids = text_ids(engine)
         expected = score(engine, ids)
         begins_with = engine.vocabulary.bos_id if engine.vocabulary.adds_bos else None
     with open_engine(whole) as engine:
@@ -220,7 +219,7 @@ def test_it_passes_the_check_of_every_export(plain: Path, whole: Path) -> None:
 
 def test_rows_left_out_change_no_other(whole: Path) -> None:
     with open_engine(whole, hidden_states=True) as engine:
-        ids = text_ids(engine.vocabulary)[:20]
+        ids = text_ids(engine)[:20]
         every = score(engine, ids)
         states = engine.hidden_states().copy()
         assert states.shape == (20, 256)
@@ -295,7 +294,7 @@ def test_a_cache_that_grows_by_concatenation(concatenated_path: Path, tmp_path: 
     folder = shutil.copytree(concatenated_path.parent, tmp_path / "model")
     assert to_integer(folder, 64) == 5
     with open_engine(concatenated_path) as plain, open_engine(folder / "model.onnx") as whole:
-        ids = text_ids(plain.vocabulary)[:30]
+        ids = text_ids(plain)[:30]
         expected = score(plain, ids)
         found = np.concatenate([score(whole, ids[:17]), score(whole, ids[17:18]), score(whole, ids[18:])])
     assert 0 < np.abs(found - expected).max() < 0.1 * expected.std()
