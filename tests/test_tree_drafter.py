@@ -186,7 +186,7 @@ class Interrupted(TableEngine):
 
     def forward(self, batch: Batch) -> Logits:
         logits = super().forward(batch)
-        if self._is_tree(0):
+        if 0 in self._trees:
             self.passes_left -= 1
             if not self.passes_left:
                 raise KeyboardInterrupt

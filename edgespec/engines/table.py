@@ -89,6 +89,7 @@ class TableEngine(Engine):
         self._logits = np.zeros((0, table.shape[1]), np.float32)
         self._cached: list[list[int]] = [[] for _ in range(max_sequences)]
         self._last: dict[int, tuple[int, Batch]] = {}  # sequence -> tokens cached before, the batch
+        self._trees: set[int] = set()  # sequences whose last batch was one with branches
         self._cancelled = False
         self._is_open = True
         self._gives_hidden = False
@@ -164,8 +165,11 @@ class TableEngine(Engine):
         self._layer_inputs = np.tile(self._table[rows], len(self._layers)) if self._layers else None
         for sequence in set(batch.sequences.tolist()):
             self._last[sequence] = (len(self._cached[sequence]), batch)
-            if not self._is_tree(sequence):
-                self._cached[sequence] += batch.token_ids[batch.sequences == sequence].tolist()
+            rows = np.flatnonzero(batch.sequences == sequence)
+            if batch.parents[rows].tolist() == [NO_PARENT, *rows[:-1].tolist()]:
+                self._cached[sequence] += batch.token_ids[rows].tolist()
+            else:
+                self._trees.add(sequence)
         return logits
 
     def _contexts_to_rows(self, batch: Batch) -> NDArray[np.intp]:
@@ -182,12 +186,9 @@ class TableEngine(Engine):
             self._logits = np.zeros((rows, self.vocabulary.size), np.float32)
         return self._logits[:rows]
 
-    def _is_tree(self, sequence: int) -> bool:
-        if sequence not in self._last:
-            return False
-        _, batch = self._last[sequence]
-        rows = np.flatnonzero(batch.sequences == sequence)
-        return not np.array_equal(batch.parents[rows], [NO_PARENT, *rows[:-1]])
+    def _forget_last(self, sequence: int) -> None:
+        self._last.pop(sequence, None)
+        self._trees.discard(sequence)
 
     def give_hidden_states(self, wanted: bool) -> None:
         self._require_open()
@@ -222,14 +223,13 @@ class TableEngine(Engine):
             raise BatchError(f"sequence {sequence} can roll back to 0..{length} tokens, not to {to_length}")
         if 0 < to_length < length and not self.facts.can_rollback:
             raise CapabilityError("this engine was made without rollback; use --drafter none")
-        self._last.pop(sequence, None)
+        self._forget_last(sequence)
         del self._cached[sequence][to_length:]
 
     def keep_path(self, rows: tuple[int, ...], sequence: int = 0) -> None:
         self._require_open()
         self._check_sequence(sequence)
-        base, batch = self._last.get(sequence, (0, None))
-        parent = NO_PARENT
+        (base, batch), parent = self._last.get(sequence, (0, None)), NO_PARENT
         for row in rows:
             mine = batch is not None and 0 <= row < batch.width and batch.sequences[row] == sequence
             if batch is None or not mine or batch.parents[row] != parent:
@@ -237,7 +237,7 @@ class TableEngine(Engine):
             parent = row
         if batch is None:
             raise BatchError(f"sequence {sequence} was not in the last batch, or was changed since")
-        del self._last[sequence]
+        self._forget_last(sequence)
         self._cached[sequence][base:] = batch.token_ids[list(rows)].tolist()
 
     def fork(self, source: int, destination: int) -> None:
@@ -245,7 +245,7 @@ class TableEngine(Engine):
         self._check_settled(source)
         self._check_sequence(destination)
         if source != destination:
-            self._last.pop(destination, None)
+            self._forget_last(destination)
             self._cached[destination] = list(self._cached[source])
 
     def save_state(self, sequence: int = 0) -> bytes:
@@ -264,7 +264,7 @@ class TableEngine(Engine):
         ids = np.frombuffer(payload, np.int32).tolist()
         if len(ids) > self.facts.context_length:
             raise StateError(f"the state holds {len(ids)} tokens, this context {self.facts.context_length}")
-        self._last.pop(sequence, None)
+        self._forget_last(sequence)
         self._cached[sequence] = ids
 
     @cached_property
@@ -296,5 +296,5 @@ class TableEngine(Engine):
 
     def _check_settled(self, sequence: int) -> None:
         self._check_sequence(sequence)
-        if self._is_tree(sequence):
+        if sequence in self._trees:
             raise BatchError(f"sequence {sequence} holds an unsettled tree; call keep_path or rollback first")
