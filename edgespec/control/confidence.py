@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from edgespec.types import Evidence
@@ -34,10 +34,6 @@ class Calibrator(ABC):
     def probabilities(self, evidence: Sequence[Evidence]) -> list[float]:
         """Those of all tokens of a draft."""
         return [self.probability(index, of_one) for index, of_one in enumerate(evidence)]
-
-    def scorer(self) -> Callable[[int, Evidence], float]:
-        """`probability`, as long as nothing more is learnt: for the tokens of one draft, one after another."""
-        return self.probability
 
     @abstractmethod
     def observe(self, index: int, evidence: Evidence, *, accepted: bool) -> None:
@@ -125,23 +121,14 @@ class Logistic(Calibrator):
 
     def probabilities(self, evidence: Sequence[Evidence]) -> list[float]:
         self._grow(1 + max(map(len, evidence), default=0))
-        return list(map(self.scorer(), range(len(evidence)), evidence))
-
-    def scorer(self) -> Callable[[int, Evidence], float]:
-        self._grow(1)
-        common, slopes = self._bias + self._slopes[0] * self._mood, self._slopes[1:]
+        common, slopes, found = self._bias + self._slopes[0] * self._mood, self._slopes[1:], []
         place_scores = [common + place for place in self._places]
-
-        def probability(index: int, evidence: Evidence) -> float:
-            if len(evidence) > len(slopes):
-                self._grow(1 + len(evidence))
-                slopes[:] = self._slopes[1:]
+        for index, values in enumerate(evidence):
             score = place_scores[bucket_of(index)]
-            for slope, value in zip(slopes, evidence, strict=False):
+            for slope, value in zip(slopes, values, strict=False):
                 score += slope * value
-            return _chance(score)
-
-        return probability
+            found.append(_chance(score))
+        return found
 
     def observe(self, index: int, evidence: Evidence, *, accepted: bool) -> None:
         probability = self.probability(index, evidence)

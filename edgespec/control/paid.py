@@ -45,13 +45,12 @@ class PaidRound:
     def drafted(self, request: DraftRequest, most: int) -> tuple[Draft, list[float], int]:
         """(all that was drafted of at most `most` tokens, their confidences, how many of them are worth verifying)."""
         pass_s, rate, cost, upcoming = self.pass_s, self.rate, self.cost, self.state.upcoming
-        probability = self.state.calibrator.scorer()
         found: list[float] = []
         reach = 1.0
 
         def worth_going_on(count: int, evidence: Evidence) -> bool:
             nonlocal reach
-            confidence = probability(count - 1, evidence)
+            confidence = self.state.calibrator.probability(count - 1, evidence)
             found.append(confidence)
             reach *= confidence
             next_s = pass_s[count + 2] - pass_s[count + 1] + cost.token_s
