@@ -23,8 +23,9 @@ from edgespec.engines.sequence import CachedSequence
 from edgespec.manifest import ModelPair
 from edgespec.types import TokenIds
 
-# A second choice seldom stands with more than a tenth, and trying it out costs time: a row has to be much cheaper.
-_ROWS, _CHEAP_ROW = 9, 0.05
+# A second choice seldom stands with more than a tenth, and trying it out costs time: a row has to be much cheaper. The
+# cheapest rows seen on a processor cost .05 to .08 of a pass, and trees lost there; noise must not let them in.
+_ROWS, _CHEAP_ROW = 9, 0.03
 _ROLES: dict[DrafterName, str] = {"hierarchical": "medium"}  # whose file a drafter's engine runs, if not the draft's
 
 

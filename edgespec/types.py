@@ -113,12 +113,15 @@ class Draft:
             None if evidence is None else tuple(evidence),
         )
 
-    def first(self, count: int) -> Draft:
-        """The draft without all but its first `count` nodes; parents come first, so what is left is whole."""
+    def first(self, count: int, confidences: Sequence[float] | None = None) -> Draft:
+        """The draft without all but its first `count` nodes; parents come first, so what is left is whole.
+
+        `confidences`, at least `count`: to take the place of its own.
+        """
         return Draft(
             self.token_ids[:count],
             self.parents[:count],
-            self.confidences[:count],
+            self.confidences[:count] if confidences is None else np.array(confidences[:count], np.float32),
             None if self.distributions is None else self.distributions[:count],
             None if self.evidence is None else self.evidence[:count],
             self.wants_rows,

@@ -57,19 +57,18 @@ def test_passes_that_surprise_three_times_in_a_row_are_believed_and_one_is_not()
     curve = CostCurve(STEPS)
     for _ in range(5):
         curve.observe(1, 0, 1.0)
-    assert curve.is_sure_of(1)
-    assert not curve.is_sure_of(2)
+    assert curve.is_sure_of_plain()
     curve.observe(1, 0, 0.3)
-    assert not curve.is_sure_of(1)
+    assert not curve.is_sure_of_plain()
     assert curve.at(1) > 0.9
     curve.observe(1, 0, 1.0)
-    assert curve.is_sure_of(1)
+    assert curve.is_sure_of_plain()
     curve.observe(1, 0, 3.0)
-    assert curve.is_sure_of(1), "a slow plain pass makes no draft look better than it is"
+    assert curve.is_sure_of_plain(), "a slow plain pass makes no draft look better than it is"
     curve.observe(1, 0, 1.0)
     for _ in range(3):
         curve.observe(1, 0, 3.0)
-    assert curve.is_sure_of(1)
+    assert curve.is_sure_of_plain()
     assert curve.at(1) == pytest.approx(3.0, rel=0.15)
 
 

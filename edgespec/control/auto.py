@@ -8,7 +8,6 @@ confidences and weights learn from what happened, and unused free drafts from th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -19,7 +18,7 @@ from edgespec.control.base import NOTHING, Controller, Proposal
 from edgespec.control.cost import WIDEST, CostCurve, DraftCost, RoundCost
 from edgespec.control.kinds import Kinds, kind_of
 from edgespec.control.length import FORESIGHT, best_length, ceiling, forecast
-from edgespec.control.paid import PaidRound
+from edgespec.control.round import PaidRound, Round
 from edgespec.control.shadow import Shadow, Shadows
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.types import Draft, RoundRecord, TokenIds, Verdict
@@ -37,20 +36,6 @@ _COUNTED = 0.6  # of the share that may be lost, what drafts may cost; the rest 
 _DECIDING = 0.25  # of the share that may be lost, that deciding not to draft may take
 _LONGEST_REST = 64  # rounds
 _WORTH_PROBING = 1.02  # a drafter whose ceiling is below this speedup can gain nothing here
-
-
-@dataclass(slots=True)
-class Round:
-    """The decision of the round in progress, kept until its outcome is known."""
-
-    gains: dict[str, float]
-    chosen: str | None
-    paid: PaidRound | None = None
-
-    @property
-    def reading_s(self) -> float:
-        """Of the draft's time, for text that its drafter lacked."""
-        return 0.0 if self.paid is None else self.paid.reading_s
 
 
 class AutoController(Controller):
@@ -82,6 +67,7 @@ class AutoController(Controller):
         self._since_plain, self._refresh_after = 0, _REFRESH_FIRST
         self._rest = 0  # rounds before it is decided again: where a pass takes a millisecond, deciding is not free
         self._rested = 0  # plain rounds since the last one that was decided
+        self._context_ids: TokenIds = np.empty(0, np.int32)  # of the round in progress
         self._learning_s = 0.0  # that the last `observe` took
         self._pass_s: tuple[list[float], float, list[float]] = [], 0.0, []  # a table, what was added to it, the sum
 
@@ -100,21 +86,21 @@ class AutoController(Controller):
 
     def propose(self, request: DraftRequest) -> Proposal:
         context = request.token_ids.size
+        self._context_ids = request.token_ids
         if self._rested:
             self.bank.decoded(self._rested * self.curve.at(1, context), 0.0)
             self._rested = self._since_plain = 0
         self._states, self._hedge = self._kinds.of(kind_of(request))
         pass_s = self._round_table(context)
         most = min(request.max_tokens, MAX_AUTO_LENGTH, WIDEST - 1)
-        if not self.curve.is_sure_of(1):
+        if not self.curve.is_sure_of_plain():
             return NOTHING  # what plain decoding takes is the measure of all: it is looked at before anything is risked
         if most < 1 or not self.bank.can_pay(pass_s[2], pass_s[1]):
             # Nothing could be afforded, so nothing is spent on deciding either, until something can be.
             self._rest = min(self.bank.rounds_until(pass_s[2], pass_s[1]), _LONGEST_REST)
             return NOTHING
-        rate = self._rate(pass_s[1])
-        self._judge_shadows(request.token_ids)
-        drafts = self._trial_drafts(request.at_most(most))
+        rate, request = self._rate(pass_s[1]), request.at_most(most)
+        drafts = self._trial_drafts(request)
         lengths: dict[str, int] = {}
         gains: dict[str, float] = {}
         lags: dict[str, int] = {}
@@ -124,44 +110,32 @@ class AutoController(Controller):
             else:
                 lags[name] = drafter.lag(request.token_ids)
                 gains[name] = self._forecast(name, lags[name], pass_s, rate, most)
-        chosen = self._chosen(gains, lags, pass_s, most)
-        self._round = Round(gains, chosen)
-        for name, (draft, _) in drafts.items():
-            if name != chosen:
-                extra = rate * (pass_s[lengths[name] + 1] - pass_s[1])
-                self._shadows.add(Shadow(name, context, draft, lengths[name], gains, extra))
+        is_refresh = self._since_plain >= self._refresh_after
+        chosen = None if is_refresh else self._chosen(gains, lags, pass_s, most)
+        self._round = Round(drafts, lengths, gains, chosen, is_refresh)
+        if is_refresh:
+            self._refresh_after = min(2 * self._refresh_after, _REFRESH_EVERY)
         if chosen is None:
             return NOTHING
         if chosen in drafts:
             return self._affordable(chosen, *drafts[chosen], lengths[chosen], pass_s)
-        return self._paid_proposal(chosen, lags[chosen], request.at_most(most), pass_s, rate)
+        return self._paid_proposal(chosen, lags[chosen], request, pass_s, rate)
 
     def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
         started_s = self._clock()
         self._learn(proposal, verdict, record)
+        self._judge_shadows(proposal.draft.token_ids[list(verdict.accepted_nodes)], verdict.next_token_id)
+        self._round_table(record.position)  # for the next decision, which has to be quick
         self._learning_s = self._clock() - started_s
 
     def _learn(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
-        context, plain_s = record.position, self.curve.at(1, record.position)
-        num_tokens = record.accepted_tokens + 1
-        round_s = record.draft_s + record.verify_s
-        rate = self._rate(plain_s)
-        if proposal.drafter is None:
-            self._since_plain = 0
-            self.round_cost.decoded(record.judge_s)
-            self.bank.decoded(plain_s, record.draft_s + self._learning_s)
-            if self._round is not None and self._round.paid is None:
-                affordable_s = _DECIDING * self.bank.share * plain_s
-                deciding_s = record.draft_s + self._learning_s
-                self._rest = min(int(deciding_s / affordable_s), _LONGEST_REST) if affordable_s else 0
-        else:
-            self._since_plain += 1
-            round_s += self.round_cost.speculated(num_tokens, record.judge_s + self._learning_s)
-            # A pass that took far too long is the machine's doing: plain decoding has to wait there too.
-            late_s = record.verify_s - _LATE * self.curve.at(record.width, context)
-            self.bank.speculated(num_tokens, round_s - max(late_s, 0.0), plain_s)
-        self.curve.observe(record.width, context, record.verify_s)
+        plain_s = self.curve.at(1, record.position)
+        num_tokens, rate = record.accepted_tokens + 1, self._rate(plain_s)
         decided, self._round = self._round, None
+        round_s = self._account(proposal, record, decided, plain_s)
+        if decided is not None:
+            self._learn_drafts(decided, proposal.drafter, record.position, rate)
+        self.curve.observe(record.width, record.position, record.verify_s)
         reading_s = 0.0 if decided is None else decided.reading_s
         self._tokens = _RATE_MEMORY * self._tokens + num_tokens
         self._seconds = _RATE_MEMORY * self._seconds + round_s - reading_s
@@ -178,6 +152,26 @@ class AutoController(Controller):
         self._hedge.update(decided.gains, net)
         self._hedge.share()
         self._count_probes(decided)
+
+    def _account(self, proposal: Proposal, record: RoundRecord, decided: Round | None, plain_s: float) -> float:
+        """Credit and charge the bank; the seconds of the round, our own work included."""
+        if proposal.drafter is None:
+            self._since_plain = 0
+            self.round_cost.decoded(record.judge_s)
+            self.bank.decoded(plain_s, record.draft_s + self._learning_s)
+            if decided is not None and decided.paid is None and not decided.is_refresh:
+                affordable_s = _DECIDING * self.bank.share * plain_s
+                deciding_s = record.draft_s + self._learning_s
+                self._rest = min(int(deciding_s / affordable_s), _LONGEST_REST) if affordable_s else 0
+            return record.draft_s + record.verify_s
+        self._since_plain += 1
+        num_tokens = record.accepted_tokens + 1
+        own_s = self.round_cost.speculated(num_tokens, record.judge_s + self._learning_s)
+        round_s = record.draft_s + record.verify_s + own_s
+        # A pass that took far too long is the machine's doing: plain decoding has to wait there too.
+        late_s = record.verify_s - _LATE * self.curve.at(record.width, record.position)
+        self.bank.speculated(num_tokens, round_s - max(late_s, 0.0), plain_s)
+        return round_s
 
     # -- deciding
 
@@ -210,18 +204,15 @@ class AutoController(Controller):
         cost, state = self.costs[name], self._states[name]
         if not self.bank.can_pay(pass_s[2] + cost.of(1, lag), pass_s[1]):
             return 0.0
-        if state.worth is None:
+        if state.promise is None:
             ahead = state.upcoming.chain(None, min(most, FORESIGHT))
-            state.worth = forecast(0, 1.0, ahead, pass_s, cost.token_s, rate, most)[1]
+            state.promise = forecast(0, 1.0, ahead, pass_s, cost.token_s, rate, most)[1]
         return state.worth - rate * lag * cost.read_s / min(_READING_ROUNDS, most)
 
     def _chosen(
         self, gains: Mapping[str, float], lags: Mapping[str, int], pass_s: list[float], most: int
     ) -> str | None:
-        """The round's drafter: what Hedge takes, a probe that is due, or none so that a plain pass is timed again."""
-        if self._since_plain >= self._refresh_after:
-            self._refresh_after = min(2 * self._refresh_after, _REFRESH_EVERY)
-            return None
+        """The round's drafter: what Hedge takes, or a probe that is due."""
         chosen = self._hedge.pick(gains)
         if chosen is not None:
             return chosen
@@ -241,7 +232,7 @@ class AutoController(Controller):
         plain_s = pass_s[1]
         while length and not self.bank.can_pay(pass_s[length + 1], plain_s):
             length -= 1
-        return Proposal(_kept(draft, confidences, length), name) if length else NOTHING
+        return Proposal(draft.first(length, confidences), name) if length else NOTHING
 
     def _paid_proposal(self, name: str, lag: int, request: DraftRequest, pass_s: list[float], rate: float) -> Proposal:
         """What a paid drafter drafts, as far as it is worth verifying."""
@@ -252,16 +243,28 @@ class AutoController(Controller):
             return NOTHING
         self._round.paid = asked
         draft, confidences, length = asked.drafted(request, most)
-        if not length and draft.distributions is None:
-            self._shadows.add(Shadow(name, request.token_ids.size, draft.main_chain, 0, self._round.gains, 0.0))
         if draft.distributions is not None:
             length = draft.num_tokens  # under the rejection rule a sampled token may not be dropped for what it is
-        return Proposal(_kept(draft, confidences, length), name) if length else NOTHING
+        return Proposal(draft.first(length, confidences), name) if length else NOTHING
 
     # -- learning
 
-    def _judge_shadows(self, token_ids: TokenIds) -> None:
-        for shadow, agreed in self._shadows.resolved(token_ids):
+    def _learn_drafts(self, decided: Round, used: str | None, context: int, rate: float) -> None:
+        """What was drafted says what to expect of a drafter; what was not verified is left for the text to judge."""
+        pass_s = self._pass_s[2]
+        for name, (draft, _) in decided.trials.items():
+            if name != used:
+                length = decided.lengths[name]
+                extra = rate * (pass_s[length + 1] - pass_s[1])
+                self._shadows.add(Shadow(name, context, draft, length, decided.gains, extra))
+        if decided.chosen is not None and decided.paid is not None and decided.paid.draft is not None:
+            decided.paid.learn()
+            if used is None and decided.paid.draft.distributions is None:
+                self._shadows.add(Shadow(decided.chosen, context, decided.paid.draft.main_chain, 0, decided.gains, 0.0))
+
+    def _judge_shadows(self, accepted_ids: TokenIds, next_id: int) -> None:
+        told_ids = np.concatenate((self._context_ids, accepted_ids, np.array([next_id], np.int32)))
+        for shadow, agreed in self._shadows.resolved(told_ids):
             self._states[shadow.drafter].learn(shadow.draft, agreed)
             if shadow.kept:
                 net = min(agreed, shadow.kept) - shadow.cost_tokens
@@ -285,8 +288,3 @@ class AutoController(Controller):
         if isinstance(kept, dict):
             self._kinds.restore(kept.get("kinds"))
             self.round_cost = RoundCost.of(kept.get("round"))
-
-
-def _kept(draft: Draft, confidences: list[float], length: int) -> Draft:
-    """The first `length` tokens of a draft, with their confidences."""
-    return replace(draft.first(length), confidences=np.array(confidences[:length], np.float32))

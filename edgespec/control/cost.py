@@ -14,11 +14,16 @@ from statistics import median
 from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 WIDEST = 65
 _WIDTHS = np.arange(WIDEST + 1)
-_DRIFT_RATE, _LOCAL_RATE = 0.05, 0.1
+_DRIFT_RATE, _PLAIN_RATE = 0.05, 0.15
+_FORMER_PASSES = 2.0  # that what was known of a width before its first pass is worth
+_MOST_PASSES = 32.0  # of one width, that are remembered
+_LIKENESS = 0.35  # octaves, over which what a pass says of others fades
 _MOST_SURPRISE = 0.3  # largest believed deviation of a single pass, in natural logarithms of its time
+_FIRST_LATENESS = 0.15  # in logarithms: how far the first plain passes of a run may differ to be believed singly
 _COST_RATE, _MOST_DRAFT_SURPRISE = 0.1, 2.0
 _FIRST_PASSES = 3
 _MOST_STALE = 0.01  # by which a table of costs may be out of date, in logarithms: making one is not free
@@ -36,6 +41,21 @@ class ContextCost:
         return context_tokens * (self.fixed_s + width * self.row_s)
 
 
+def _likenesses() -> NDArray[np.float64]:
+    """[WIDEST + 1, WIDEST + 1]: how much a pass of one width says of another one, none of itself.
+
+    Nothing to and from plain passes (row and column 1): they are the measure of all others.
+    """
+    octaves = np.log2(np.maximum(_WIDTHS, 1))
+    found: NDArray[np.float64] = np.exp(-np.abs(octaves[:, None] - octaves[None, :]) / _LIKENESS)
+    np.fill_diagonal(found, 0.0)
+    found[:, :2] = found[:2, :] = 0.0
+    return found
+
+
+_LIKENESSES = _likenesses()
+
+
 class CostCurve:
     """t(width, context) in seconds, from passes measured at a few widths on an almost empty cache."""
 
@@ -45,11 +65,12 @@ class CostCurve:
         self.measured = never_falling(measured)
         self.context = context
         self._base = _interpolated(self.measured)
-        self._local = [0.0] * (WIDEST + 1)  # logarithm of what a width costs beyond the base, drift aside
-        self._base_s, self._factor = np.array(self._base), np.ones(WIDEST + 1)  # both as arrays, this one no logarithm
-        self._first: dict[int, list[float]] = {}  # logarithms of the first passes of each width over the base
+        self._base_s = np.array(self._base)
+        self._passes = np.zeros(WIDEST + 1)  # of each width
+        self._own = np.zeros(WIDEST + 1)  # mean logarithm over the base that they took, drift aside
+        self._local = np.zeros(WIDEST + 1)  # the same as it is believed, those of similar widths considered
+        self._first: list[float] = []  # logarithms of the first plain passes over the base
         self._odd: dict[int, list[float]] = {}  # what the latest passes of each width were off by, where that was a lot
-        self._seen = np.zeros(WIDEST + 1, np.bool_)
         self._drift = 0.0
         self._stale = 0.0  # how much has been learnt since the table was made, in logarithms
         self._table: list[float] = []
@@ -73,52 +94,68 @@ class CostCurve:
         if not 1 <= width <= WIDEST or seconds <= 0:
             return
         ratio = math.log(seconds / (self._base[width] + self.context.at(width, context_tokens)))
-        first = self._first.setdefault(width, [])
-        if len(first) < _FIRST_PASSES:
-            first.append(ratio)
-            if len(first) == _FIRST_PASSES:
-                self._settle(width, median(first))
-            else:
-                return
-        else:
+        if width > 1 or len(self._first) == _FIRST_PASSES:
             self._follow(width, ratio)
-        self._factor[width] = math.exp(self._local[width])
-        if self._stale > _MOST_STALE or not self._seen[width]:
-            self._seen[width] = True
+        else:
+            self._first.append(ratio)
+            self._drift = median(self._first)  # what was measured before may be of a busier machine
+            if len(self._first) < _FIRST_PASSES:
+                self._drift = min(self._drift, _FIRST_LATENESS)
+            self._table_step = -1
+        if self._stale > _MOST_STALE:
             self._table_step = -1
 
-    def is_sure_of(self, width: int) -> bool:
-        """Whether passes of this width were timed in this run, and the last one was not much faster than believed."""
-        odd = self._odd.get(width)
-        return bool(self._seen[width]) and not (odd and odd[0] < 0)
+    def is_sure_of_plain(self) -> bool:
+        """Whether plain passes were timed in this run, and the last one was not much faster than believed before.
+
+        Slower is no harm: a plain pass that is thought too cheap makes drafts look worse than they are.
+        """
+        if len(self._first) < _FIRST_PASSES:
+            return bool(self._first) and self._first[-1] > -_FIRST_LATENESS
+        odd = self._odd.get(1)
+        return not (odd and odd[0] < 0)
 
     def _follow(self, width: int, ratio: float) -> None:
         """Move a little towards one pass; if three in a row were surprising in one direction, all the way to them."""
-        surprise = ratio - self._drift - self._local[width]
+        surprise = ratio - self._drift - float(self._local[width])
         odd = self._odd.setdefault(width, [])
         if abs(surprise) <= _MOST_SURPRISE or (odd and (odd[0] > 0) != (surprise > 0)):
             odd.clear()
         if abs(surprise) > _MOST_SURPRISE:
             odd.append(surprise)
-        if len(odd) == _FIRST_PASSES:
-            self._move(width, median(odd), 0.0, 1.0)
-            odd.clear()
+        if len(odd) < _FIRST_PASSES:
+            self._move(width, max(-_MOST_SURPRISE, min(_MOST_SURPRISE, surprise)))
         else:
-            self._move(width, max(-_MOST_SURPRISE, min(_MOST_SURPRISE, surprise)), _DRIFT_RATE, _LOCAL_RATE)
+            self._believe(width, median(odd))
+            odd.clear()
 
-    def _move(self, width: int, surprise: float, drift_rate: float, local_rate: float) -> None:
+    def _move(self, width: int, surprise: float) -> None:
         """A plain pass is what all others are compared with: what it shows is the machine's pace, and never its own."""
-        if width == 1:
-            drift_rate, local_rate = drift_rate + local_rate, 0.0
-        self._drift += drift_rate * surprise
-        self._local[width] += local_rate * surprise
-        self._stale += abs(surprise) * (drift_rate + local_rate)
+        self._drift += (_PLAIN_RATE if width == 1 else _DRIFT_RATE) * surprise
+        self._stale += abs(surprise) * _PLAIN_RATE
+        if width > 1:
+            seen = self._local[width] + surprise
+            self._passes[width] = passes = min(self._passes[width] + 1.0, _MOST_PASSES)
+            self._own[width] += (seen - self._own[width]) / passes
+            self._judge()
 
-    def _settle(self, width: int, ratio: float) -> None:
-        """Believe the first passes of a width at once: what was measured before may be of a busier machine."""
-        if width == 1 or not self._seen.any():
-            self._drift = ratio
-        self._local[width] = ratio - self._drift
+    def _believe(self, width: int, surprise: float) -> None:
+        self._stale += abs(surprise)
+        if width == 1:
+            self._drift += surprise
+        else:
+            self._own[width] = self._local[width] + surprise
+            self._judge()
+
+    def _judge(self) -> None:
+        """What each width costs beyond the base: its own passes say it, those of widths like it as long as it has few.
+
+        Drafts are of many lengths, so that each width by itself is seen seldom. Of several noisy times the greatest
+        would make all wider passes look dear and, since a curve does not fall, alike: too long drafts would be made.
+        """
+        others = _LIKENESSES @ self._passes
+        of_others = _LIKENESSES @ (self._passes * self._own) / (others + _FORMER_PASSES)
+        self._local = (self._passes * self._own + _FORMER_PASSES * of_others) / (self._passes + _FORMER_PASSES)
 
     def refined(self) -> dict[int, float]:
         """The times by measured width as they are believed now, to begin with next time; drift is not kept."""
@@ -126,11 +163,15 @@ class CostCurve:
 
     def _rebuilt(self, context_tokens: int) -> list[float]:
         context, scale = self.context, math.exp(self._drift)
-        times = self._factor * (self._base_s + context_tokens * (context.fixed_s + _WIDTHS * context.row_s))
+        times = np.exp(self._local) * (self._base_s + context_tokens * (context.fixed_s + _WIDTHS * context.row_s))
         times[0] = 0.0
         # A width that was never run costs no less than the narrower ones that were, whatever the base says of it.
-        np.maximum(times, np.maximum.accumulate(np.where(self._seen, times, 0.0)), out=times)
-        found: list[float] = (scale * np.minimum.accumulate(times[::-1])[::-1]).tolist()
+        is_seen = self._passes > 0
+        is_seen[1] = True
+        np.maximum(times, np.maximum.accumulate(np.where(is_seen, times, 0.0)), out=times, where=~is_seen)
+        # It never falls: between the least such curve above the times and the greatest below them.
+        above, below = np.maximum.accumulate(times), np.minimum.accumulate(times[::-1])[::-1]
+        found: list[float] = (0.5 * scale * (above + below)).tolist()
         return found
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from edgespec.control.branches import outcomes
+from edgespec.control.branches import outcomes, path_products
 from edgespec.control.confidence import BetaTable, Calibrator, Logistic, NextConfidence
 from edgespec.drafters.base import Drafter
 from edgespec.types import Draft, Verdict
 
 _PROBE_EVERY, _PROBE_AT_MOST = 8, 32  # rounds between two probes of a paid drafter, doubling
-_WORTH_RATE = 0.05  # per round in which a drafter was asked, of what asking it is worth
+_PROMISE_RATE = 0.05  # per draft, of what asking for one promises
+_LUCK_MEMORY, _LUCK_DOUBT = 0.98, 4.0  # of drafts whose outcome differed; how many of them chance may explain
 
 
 @dataclass(slots=True)
@@ -20,8 +21,10 @@ class DrafterState:
 
     calibrator: Calibrator
     upcoming: NextConfidence = field(default_factory=NextConfidence)
-    worth: float | None = None  # tokens that asking a paid drafter gained lately, drafting paid, reading not
+    promise: float | None = None  # tokens to gain from asking a paid drafter, drafting paid, reading not
     times_asked: int = 0
+    luck: float = 0.0  # tokens that stood beyond those that were promised, older drafts fading
+    times_tried: float = 0.0  # drafts that these are of
     probe_in: int = _PROBE_EVERY
     probe_interval: int = _PROBE_EVERY
 
@@ -45,7 +48,10 @@ class DrafterState:
             self.calibrator.observe(index, evidence, accepted=index < accepted)
 
     def learn_verdict(self, draft: Draft, verdict: Verdict) -> None:
-        """Of any draft, what became of the nodes whose parents stood."""
+        """Of any draft, what became of the nodes whose parents stood, and of what its confidences promised."""
+        promised = sum(path_products(draft, draft.confidences.tolist()))
+        self.luck = _LUCK_MEMORY * self.luck + len(verdict.accepted_nodes) - promised
+        self.times_tried = _LUCK_MEMORY * self.times_tried + 1.0
         if draft.evidence is None or draft.is_chain:
             self.learn(draft, len(verdict.accepted_nodes))
             return
@@ -55,8 +61,16 @@ class DrafterState:
     def asked(self, gain: float) -> None:
         """A paid drafter was asked, and what it drafted promises `gain` tokens, net of the drafting."""
         self.times_asked += 1
-        before = gain if self.worth is None else self.worth
-        self.worth = before + max(_WORTH_RATE, 1.0 / (2.0 + self.times_asked)) * (gain - before)
+        before = gain if self.promise is None else self.promise
+        self.promise = before + max(_PROMISE_RATE, 1.0 / (2.0 + self.times_asked)) * (gain - before)
+
+    @property
+    def worth(self) -> float:
+        """Tokens to gain from asking a paid drafter: the promise, less what promises turned out to be too much.
+
+        A few drafts that promised a lot would otherwise be believed until the drafter is asked again.
+        """
+        return (self.promise or 0.0) + self.luck / (self.times_tried + _LUCK_DOUBT)
 
     def count_probe(self, *, asked: bool, expected: bool, promising: bool) -> None:
         """One round is over; if left alone it is tried again: at once if it promised something, else more seldom."""

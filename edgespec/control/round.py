@@ -1,9 +1,9 @@
-"""One round of a drafter whose tokens cost time: it goes on while a token is expected to pay."""
+"""One round: what was decided, and a draft whose tokens cost time, which goes on while a token is expected to pay."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from edgespec.control.bank import TimeBank
@@ -31,6 +31,8 @@ class PaidRound:
     lag: int
     pass_s: list[float]
     rate: float
+    draft: Draft | None = None
+    confidences: Sequence[float] = ()  # of its tokens
     reading_s: float = 0.0  # of the draft's time, for text that the drafter lacked
     is_promising: bool = False  # once its confidences were known, the draft promised a gain
 
@@ -40,7 +42,7 @@ class PaidRound:
         def is_too_much(count: int) -> bool:
             return not self.bank.can_pay(self.pass_s[count + 1] + self.cost.of(count, self.lag), self.pass_s[1])
 
-        return bisect_left(range(1, most + 1), True, key=is_too_much)
+        return bisect_left(range(1, most + 1), True, key=is_too_much) if is_too_much(most) else most
 
     def drafted(self, request: DraftRequest, most: int) -> tuple[Draft, list[float], int]:
         """(all that was drafted of at most `most` tokens, their confidences, how many of them are worth verifying)."""
@@ -63,12 +65,17 @@ class PaidRound:
         draft = self._timed(replace(request, max_tokens=most, worth_going_on=worth_going_on, row_cost=row_cost))
         asked_each = draft.is_chain and len(found) == draft.num_tokens
         confidences = found if asked_each else self.state.confidences(draft)
-        upcoming.observe_chain(confidences[: draft.main_chain.num_tokens])
+        self.draft, self.confidences = draft, confidences
         length, gain = best_nodes(draft, confidences, pass_s, rate, most)
         gain -= rate * cost.of(draft.num_tokens, 0)
         self.is_promising = gain > 0
         self.state.asked(gain)
         return draft, confidences, length
+
+    def learn(self) -> None:
+        """From the draft, what its drafter's next tokens are to be expected to be worth."""
+        if self.draft is not None:
+            self.state.upcoming.observe_chain(self.confidences[: self.draft.main_chain.num_tokens])
 
     def _timed(self, request: DraftRequest) -> Draft:
         started_s = self.clock()
@@ -76,3 +83,20 @@ class PaidRound:
         self.cost.observe(draft.num_tokens, self.lag, self.clock() - started_s)
         self.reading_s = self.lag * self.cost.read_s
         return draft
+
+
+@dataclass(slots=True)
+class Round:
+    """The decision of the round in progress, kept until its outcome is known."""
+
+    trials: dict[str, tuple[Draft, list[float]]]  # drafts of the free drafters, with the confidences of their tokens
+    lengths: dict[str, int]  # how many tokens of each are worth verifying
+    gains: dict[str, float]
+    chosen: str | None
+    is_refresh: bool  # nothing is drafted so that a plain pass is timed again
+    paid: PaidRound | None = None
+
+    @property
+    def reading_s(self) -> float:
+        """Of the draft's time, for text that its drafter lacked."""
+        return 0.0 if self.paid is None else self.paid.reading_s
