@@ -36,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--sigma", type=float, default=0.0, help="noise in the target's head, in deviations: .1 .. .4")
     made.add_argument("--seed", type=int, default=0, help="of the random weights (default %(default)s)")
     made.add_argument("--source", type=Path, default=DEMO, help="the pair that is expanded")
+    made.add_argument("--target", type=Path, metavar="FOLDER", help="expand this checkpoint, not the pair's own target")
     made.add_argument("--output", type=Path, help="folder for the result (default: in the user's cache folder)")
     made.add_argument("--keep-checkpoints", action="store_true", help="keep the expanded Hugging Face folders")
     return made
@@ -53,6 +54,7 @@ def main() -> int:
             sigma=given.sigma,
             seed=given.seed,
             keep_checkpoints=given.keep_checkpoints,
+            target=given.target,
         )
         output = given.output or cache_folder() / "bench" / request.name
         builder = Builder(request, given.source, output, tell_progress)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from edgespec.training.pack import pack
-from edgespec.training.pipeline import DISTILL_TOKENS, STAGES, TARGET_TOKENS, Run
+from edgespec.training.pack import pack, pack_edits
+from edgespec.training.pipeline import DISTILL_TOKENS, EDIT_TOKENS, EDITS, STAGES, TARGET_TOKENS, Run
 
 
 def main() -> None:
@@ -19,7 +19,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("models/demo"), help="where the shipped files go")
     parser.add_argument("--tokens", type=int, default=TARGET_TOKENS, help="tokens the target sees (%(default)s)")
     parser.add_argument("--distill-tokens", type=int, default=DISTILL_TOKENS, help="tokens of students (%(default)s)")
-    parser.add_argument("--stage", choices=(*STAGES, "all"), default="all")
+    parser.add_argument("--edit-tokens", type=int, default=EDIT_TOKENS, help="tokens of --stage edits (%(default)s)")
+    parser.add_argument(
+        "--stage",
+        choices=(*STAGES, "all", EDITS),
+        default="all",
+        help=f"(default: all); {EDITS}: teach the shipped target to copy, for benchmarks, into WORK/{EDITS}/hf",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-figures", action="store_true", help="pack without measuring acceptance again")
     options = parser.parse_args()
@@ -32,6 +38,8 @@ def main() -> None:
         run.train_target(options.tokens)
     if "distill" in stages:
         run.distill_students(options.distill_tokens)
+    if EDITS in stages:
+        pack_edits(run, options.out, options.edit_tokens)
     if "pack" in stages:
         pack(run, options.out, with_figures=not options.no_figures)
 

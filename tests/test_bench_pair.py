@@ -105,6 +105,20 @@ def test_heads_of_another_width_and_a_source_without_any(tmp_path: Path):
     assert not read_pair(folder).heads
 
 
+def test_another_target_is_expanded_without_the_heads_of_the_first(tmp_path: Path):
+    request = BenchRequest("little", ("q8_0",), target=DEMO / "hf" / "draft")
+    assert request.name == "bench-little-of-hf-draft"
+    (folder,) = Builder(request, DEMO, tmp_path / "out").build()
+    assert not read_pair(folder).heads
+    options = GenerateOptions(max_tokens=16, drafter="model", draft_length=4)
+    with edgespec.load(str(folder), threads=TEST_THREADS) as model:
+        stats = model.generate(model.encode_chat(PROMPT), Sampling(temperature=0.0), options).stats
+    # The target says what its own draft says, but for the rounding of two files.
+    assert stats.accepted_tokens >= 0.7 * stats.drafted_tokens > 0
+    with pytest.raises(ModelFileError, match="no-such"):
+        Builder(replace(request, target=tmp_path / "no-such"), DEMO, tmp_path / "out")
+
+
 def test_what_is_there_is_kept_and_what_changed_is_made_again(tmp_path: Path):
     source, output = tmp_path / "demo", tmp_path / "out"
     shutil.copytree(DEMO, source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ import llama_reference  # noqa: E402
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch's compiler uses its own deprecated parts
     from edgespec.training import distill as distilling
+    from edgespec.training import edits
     from edgespec.training import pretrain as pretraining
     from edgespec.training.evaluate import acceptance, early_exit_agreement, write_continuations
     from edgespec.training.generation import BatchDecoder, generate
@@ -251,3 +253,55 @@ def test_the_tokenizer_keeps_marks_whole_and_tool_marks_readable():
     assert tokenizer.decode(ids, skip_special_tokens=True) == "user\n<tool_call>{}</tool_call>"
     stream = encode_documents(tokenizer, texts)
     assert stream.dtype == np.int32 and (stream == 0).sum() == 5
+
+
+def test_an_edit_says_its_text_again_with_the_new_word_alone():
+    text = "def count_words(lines):\n    return sum(len(line.split()) for line in lines)"
+    renamed = 0
+    for seed in range(20):
+        document = edits.edit_document(text, ["harness"], random.Random(seed))
+        _, request, answer = document.split(corpus.TURN_START)
+        content = answer.removeprefix("assistant\n").removesuffix(corpus.TURN_END + "\n")
+        content = content.removeprefix("```python\n").removesuffix("\n```")
+        assert text in request
+        renamed += content != text
+        assert content == text or (content.count("harness") >= 1 and len(content.split()) == len(text.split()))
+    assert 10 <= renamed <= 19
+
+
+def test_a_repeated_run_can_be_foreseen_from_its_second_time_on():
+    known = np.arange(50, 90, dtype=np.int32)
+    for seed in range(8):
+        found = edits.repeated_run(known, range(10, 60), 0, np.random.default_rng(seed)).tolist()
+        assert found[0] == 0 and min(found[1:]) >= 10 and max(found) < 90
+        halves = [(len(found) - 1) // times for times in (2, 3)]
+        assert any(found[1 : 1 + size] == found[1 + size : 1 + 2 * size] for size in halves)
+
+
+def test_copying_is_taught_on_from_the_shipped_weights(
+    tmp_path: Path, corpus_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("matplotlib", reason="packing draws curves: pip install edgespec[train]")
+    pytest.importorskip("gguf", reason="packing converts: pip install edgespec[train]")
+    from safetensors.torch import load_file
+
+    from edgespec.training import pack as packing
+    from edgespec.training import pipeline
+
+    shape = NetworkShape(320, 32, 64, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
+    few = list(itertools.islice(corpus.library_functions(), 8))
+    for module in (corpus, edits):
+        monkeypatch.setattr(module, "library_functions", lambda is_wanted: (f for f in few if is_wanted(f[0])))
+    monkeypatch.setattr(corpus, "standard_library", lambda seed: (["a"], ["b"]))
+    monkeypatch.setattr(pretraining, "held_out_loss", lambda *_: 1.0)
+    monkeypatch.setattr(pipeline, "TARGET", shape)
+    shipped = tmp_path / "shipped"
+    shipped.mkdir()
+    (shipped / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
+    documents = corpus.dialogues(corpus_folder / corpus.SGD_DEV_FILE, seed=0)
+    packing.save_hf_model(Network(shape), train_tokenizer(documents, 320), "{{ messages }}", shipped / "hf" / "target")
+    packing.pack_edits(pipeline.Run(corpus_folder, tmp_path), shipped, 8192)
+    before, after = (load_file(f / "model.safetensors") for f in (shipped / "hf" / "target", tmp_path / "edits" / "hf"))
+    moved = [float((after[name] - before[name]).abs().mean() / before[name].abs().mean()) for name in before]
+    assert 0 < max(moved) < 1, "it went on from the shipped weights"
+    assert (tmp_path / "edits" / "hf" / "tokenizer.json").is_file()

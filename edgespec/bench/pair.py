@@ -78,7 +78,7 @@ class Builder:
         self.request, self.source, self.output = request, source, output
         self._progress = progress
         self._records = Records(output)
-        self._target = self._expansion(source / "hf" / "target", request.size, request.sigma)
+        self._target = self._expansion(request.target or source / "hf" / "target", request.size, request.sigma)
 
     def needs(self) -> Needs | None:
         """What the formats that are not there yet take; None when all are."""
@@ -168,8 +168,10 @@ class Builder:
         self._make(result, key, partial(self._export, checkpoint, result, wanted))
 
     def _make_heads(self, folder: Path) -> dict[str, Path]:
-        """The heads that the source has, by kind, for the expanded target."""
-        made = {}
+        """The heads that the source has for its own target, by kind, for the expanded one."""
+        made: dict[str, Path] = {}
+        if self.request.target is not None:
+            return made
         for kind, file in read_pair(self.source, check_hashes=False).heads.items():
             made[kind] = folder / HEADS / f"{kind}.npz"
             key = f"{file.sha256} {self._target.fingerprint()}"

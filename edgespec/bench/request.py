@@ -36,7 +36,8 @@ ONNX_BYTES_PER_WEIGHT = {"int8": 12, "int4": 12, "w8a8": 7}
 class BenchRequest:
     """What to build. Raises ConfigError for names that are not known.
 
-    `vocab_size` replaces the shape's own, for target and expanded draft alike; `draft_size` expands the draft too.
+    `vocab_size` replaces the shape's own, for target and expanded draft alike; `draft_size` expands the draft too;
+    `target` is a checkpoint that is expanded in the place of the source's, whose heads are then left out.
     """
 
     size: str
@@ -47,6 +48,7 @@ class BenchRequest:
     sigma: float = 0.0
     seed: int = 0
     keep_checkpoints: bool = False
+    target: Path | None = None
 
     def __post_init__(self) -> None:
         for size in (self.size, self.draft_size or self.size):
@@ -66,6 +68,7 @@ class BenchRequest:
         """Tells this pair from others in one folder."""
         parts = [f"bench-{self.size}"]
         parts += [self.draft] if self.draft != "demo" else []
+        parts += ["of", *self.target.resolve().parts[-2:]] if self.target else []
         parts += [f"draft-{self.draft_size}"] if self.draft_size else []
         parts += [f"vocab-{self.vocab_size}"] if self.vocab_size else []
         parts += [f"sigma-{self.sigma:g}"] if self.sigma else []

@@ -21,7 +21,7 @@ from edgespec.training.corpus import BOS, TURN_END, load_corpus
 from edgespec.training.curves import draw_curves
 from edgespec.training.evaluate import acceptance, early_exit_agreement, write_continuations
 from edgespec.training.network import Network
-from edgespec.training.pipeline import Run
+from edgespec.training.pipeline import EDITS, Run
 from edgespec.training.pretrain import held_out_loss
 from edgespec.training.vocabulary import mark_id, save_hf_tokenizer, special_ids
 
@@ -117,6 +117,15 @@ def _file(out: Path, path: Path, network: Network | None = None) -> dict[str, An
 
 def gguf_name(role: str) -> str:
     return f"demo-{role}-q8_0.gguf"
+
+
+def pack_edits(run: Run, shipped: Path, total_tokens: int) -> None:
+    """Teach the target of the pair `shipped` to copy; its Hugging Face folder goes to `edits/hf` of the run."""
+    target = shipped / "hf" / "target"
+    network = run.train_to_copy(target, total_tokens)
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    template = (shipped / "chat_template.jinja").read_text(encoding="utf-8")
+    save_hf_model(network.eval(), tokenizer, template, run.work / EDITS / "hf")
 
 
 def pack(run: Run, out: Path, *, with_figures: bool = True) -> None:

@@ -1,7 +1,8 @@
 """The demo family from data to shipped files, in stages that each leave a file and can be resumed.
 
 tokenizer -> `tokenizer.json`, `streams_*.npz`; target -> `target.pt`, `target.csv`; distill -> `distill.pt`,
-`distill.csv`; pack -> GGUFs, Hugging Face folders, manifest and curves in the output folder.
+`distill.csv`; pack -> GGUFs, Hugging Face folders, manifest and curves in the output folder. Beside them, edits ->
+`edits/hf`: the shipped target, taught to copy, which benchmarks of drafters that copy need.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from edgespec.training.corpus import BOS, load_corpus
 from edgespec.training.distill import STUDENTS, DistillPlan, distill
+from edgespec.training.edits import edit_documents
 from edgespec.training.network import Network, NetworkShape
 from edgespec.training.optimise import Schedule
 from edgespec.training.pretrain import TokenStream, pretrain, split_documents
@@ -21,6 +24,8 @@ from edgespec.training.streams import load_streams
 from edgespec.training.vocabulary import mark_id, train_tokenizer
 
 STAGES = ("tokenizer", "target", "distill", "pack")
+EDITS = "edits"
+EDIT_TOKENS = 2_400_000
 TARGET = NetworkShape(4096, 256, 768, num_layers=9, num_heads=4, num_kv_heads=2)
 TARGET_TOKENS = 15_000_000
 DISTILL_TOKENS = 13_000_000
@@ -74,6 +79,21 @@ class Run:
         train, held_out = self.streams()
         plan = DistillPlan(Schedule(total_tokens, batch_tokens=DISTILL_BATCH_TOKENS))
         return distill(TARGET, train, held_out, self.bos_id(), plan, self.work, self.seed)
+
+    def train_to_copy(self, shipped: Path, total_tokens: int = EDIT_TOKENS) -> Network:
+        """Teach the target of the Hugging Face folder `shipped` to copy, or go on where the last run stopped.
+
+        Whole documents have to fit the windows, or an answer would be apart from what it copies.
+        """
+        tokenizer = Tokenizer.from_file(str(shipped / "tokenizer.json"))
+        work = self.work / EDITS
+        work.mkdir(exist_ok=True)
+        train, held_out = load_streams(tokenizer, self.data, work, self.seed)
+        others = {domain: split_documents(stream, mark_id(tokenizer, BOS)) for domain, stream in train.items()}
+        documents = edit_documents(tokenizer, others, total_tokens, self.seed)
+        schedule = Schedule(total_tokens, batch_tokens=4096, lengths=((1.0, 2048),), max_layer_dropout=0.0)
+        weights = {name: value.float() for name, value in load_file(shipped / "model.safetensors").items()}
+        return pretrain(TARGET, documents, held_out, schedule, work, self.seed, start=weights)
 
     def load_networks(self) -> dict[str, Network]:
         """target, draft and medium from their checkpoints."""

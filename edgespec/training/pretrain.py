@@ -10,6 +10,7 @@ import csv
 import math
 import random
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -125,11 +126,17 @@ def pretrain(
     work: Path,
     seed: int,
     *,
+    start: Mapping[str, Tensor] | None = None,
     save_every_s: float = 240.0,
 ) -> Network:
-    """Train a network from scratch, or go on from `work/target.pt`; returns it when `total_tokens` are seen."""
+    """Train a network from scratch, or go on from `work/target.pt`; returns it when `total_tokens` are seen.
+
+    `start`: weights to begin with in the place of random ones.
+    """
     torch.manual_seed(seed)
     network = Network(shape)
+    if start is not None:
+        network.load_state_dict(start)
     network.compile_layers()
     optimizers = make_optimizers(network, schedule)
     sampler = DocumentSampler(documents, seed)
