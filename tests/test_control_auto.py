@@ -250,23 +250,29 @@ def test_what_asking_is_worth_is_learnt_fast_at_first_and_slowly_then() -> None:
     state.promise = 1.0
     for _ in range(8):
         state.asked(-0.1)
-    assert state.worth < 0.3
+    assert state.promise < 0.3
     for _ in range(200):
         state.asked(1.0)
-    before = state.worth
+    before = state.promise
     state.asked(-0.1)
-    assert before - 0.1 < state.worth < before
+    assert before - 0.1 < state.promise < before
 
 
 def test_promises_that_are_not_kept_are_believed_less() -> None:
     state = DrafterState.of(TracedDrafter(World(Machine(ORT_INT8)).clock, 0.001))
     state.promise = 3.0
     draft = Draft.chain([1, 2, 3, 4], [1.0, 1.0, 1.0, 1.0])
+    hope = state.hope
     state.learn_verdict(draft, Verdict((), 9))
     assert 2.0 < state.worth < 3.0, "once may be chance"
-    for _ in range(30):
+    for _ in range(60):
         state.learn_verdict(draft, Verdict((0, 1), 9))
+        state.count_probe(asked=True, expected=True, promising=True)
     assert state.worth == pytest.approx(3.0 - 2.0, abs=0.4)
+    assert state.hope < 0.5 * hope
+    for _ in range(200):
+        state.count_probe(asked=False, expected=True, promising=False)
+    assert state.hope == pytest.approx(hope, rel=0.1), "long ago"
 
 
 def test_what_one_domain_taught_does_not_keep_a_good_draft_away() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgespec.control.choice import BEST, NEVER, Hedge, choice_of
+from edgespec.control.choice import BEST, NEVER, Hedge, choice_of, favour_hopeful
 from edgespec.control.shadow import Shadow, Shadows
 from edgespec.types import Draft
 
@@ -23,6 +23,24 @@ def test_what_each_policy_does() -> None:
 
 def test_the_best_expected_is_believed_at_first() -> None:
     assert Hedge(["ngram", "model"]).pick(GAINS) == "ngram"
+
+
+@pytest.mark.parametrize(
+    ("gains", "hopes", "wanted"),
+    [
+        ({"ngram": 2.0, "model": 1.0, "eagle": 1.4}, {"model": 1.2, "eagle": 0.3}, {"model": 1.4, "eagle": 1.0}),
+        ({"ngram": 2.0, "model": 1.0, "eagle": 1.4}, {"model": 0.5, "eagle": 0.3}, {"model": 1.0, "eagle": 1.4}),
+        ({"ngram": 2.0, "model": -0.1, "eagle": 1.4}, {"model": 9.0, "eagle": 0.3}, {"model": -0.1, "eagle": 1.4}),
+        ({"ngram": 2.0, "model": -0.1, "eagle": 0.0}, {"model": 9.0, "eagle": 0.3}, {"model": -0.1, "eagle": 0.0}),
+        ({"ngram": 2.0, "model": 0.5}, {"model": 9.0}, {"model": 0.5}),
+    ],
+    ids=["changed", "too little", "nothing to gain", "none", "alone"],
+)
+def test_hope_changes_which_is_asked_and_not_whether(
+    gains: dict[str, float], hopes: dict[str, float], wanted: dict[str, float]
+) -> None:
+    favour_hopeful(gains, hopes)
+    assert gains == {"ngram": 2.0, **wanted}
 
 
 def play(hedge: Hedge, net: dict[str, float], rounds: int) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from edgespec.control.bank import TimeBank
 from edgespec.control.base import NOTHING, Controller, Proposal
+from edgespec.control.choice import favour_hopeful
 from edgespec.control.cost import WIDEST, CostCurve, DraftCost, RoundCost
 from edgespec.control.kinds import Kinds, kind_of
 from edgespec.control.length import FORESIGHT, best_length, ceiling, forecast
@@ -110,6 +111,7 @@ class AutoController(Controller):
             else:
                 lags[name] = drafter.lag(request.token_ids)
                 gains[name] = self._forecast(name, lags[name], pass_s, rate, most)
+        favour_hopeful(gains, {name: self._states[name].hope for name in lags})
         is_refresh = self._since_plain >= self._refresh_after
         chosen = None if is_refresh else self._chosen(gains, lags, pass_s, most)
         self._round = Round(drafts, lengths, gains, chosen, is_refresh)

@@ -55,3 +55,17 @@ def choice_of(policy: str, gains: Mapping[str, float]) -> str | None:
         return None
     drafter = max(gains, key=gains.__getitem__) if policy == BEST else policy
     return drafter if gains.get(drafter, 0.0) > 0 else None
+
+
+def favour_hopeful(gains: dict[str, float], hopes: Mapping[str, float]) -> None:
+    """Of the drafters with `hopes` that expect to gain, the most hopeful one changes places with the most promising.
+
+    `hopes`: tokens by which a drafter whose drafts cost time may be better than it expects. Of what is not asked
+    nothing is learnt, so that some bad luck at first would leave the field to a worse one for long. Whether any is
+    asked is no matter of hope: the largest gain stays what it is.
+    """
+    able = [name for name in hopes if gains[name] > 0]
+    if len(able) > 1:
+        promising = max(able, key=gains.__getitem__)
+        hopeful = max(able, key=lambda name: gains[name] + hopes[name])
+        gains[promising], gains[hopeful] = gains[hopeful], gains[promising]

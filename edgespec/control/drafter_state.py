@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -12,7 +13,8 @@ from edgespec.types import Draft, Verdict
 
 _PROBE_EVERY, _PROBE_AT_MOST = 8, 32  # rounds between two probes of a paid drafter, doubling
 _PROMISE_RATE = 0.05  # per draft, of what asking for one promises
-_LUCK_MEMORY, _LUCK_DOUBT = 0.98, 4.0  # of drafts whose outcome differed; how many of them chance may explain
+_LUCK_MEMORY, _LUCK_DOUBT = 0.98, 4.0  # per round, of drafts' outcomes; how many of them chance may explain
+_HOPE = 2.5  # tokens: the standard deviation of what stands of a draft beyond its promise
 
 
 @dataclass(slots=True)
@@ -23,8 +25,8 @@ class DrafterState:
     upcoming: NextConfidence = field(default_factory=NextConfidence)
     promise: float | None = None  # tokens to gain from asking a paid drafter, drafting paid, reading not
     times_asked: int = 0
-    luck: float = 0.0  # tokens that stood beyond those that were promised, older drafts fading
-    times_tried: float = 0.0  # drafts that these are of
+    luck: float = 0.0  # tokens that stood beyond those that were promised, fading with every round
+    times_tried: float = 0.0  # drafts that these are of, likewise
     probe_in: int = _PROBE_EVERY
     probe_interval: int = _PROBE_EVERY
 
@@ -50,8 +52,8 @@ class DrafterState:
     def learn_verdict(self, draft: Draft, verdict: Verdict) -> None:
         """Of any draft, what became of the nodes whose parents stood, and of what its confidences promised."""
         promised = sum(path_products(draft, draft.confidences.tolist()))
-        self.luck = _LUCK_MEMORY * self.luck + len(verdict.accepted_nodes) - promised
-        self.times_tried = _LUCK_MEMORY * self.times_tried + 1.0
+        self.luck += len(verdict.accepted_nodes) - promised
+        self.times_tried += 1.0
         if draft.evidence is None or draft.is_chain:
             self.learn(draft, len(verdict.accepted_nodes))
             return
@@ -72,8 +74,15 @@ class DrafterState:
         """
         return (self.promise or 0.0) + self.luck / (self.times_tried + _LUCK_DOUBT)
 
+    @property
+    def hope(self) -> float:
+        """Tokens by which it may be better than that, more where it was tried seldom or long ago (Auer et al. 2002)."""
+        return _HOPE / math.sqrt(self.times_tried + _LUCK_DOUBT)
+
     def count_probe(self, *, asked: bool, expected: bool, promising: bool) -> None:
         """One round is over; if left alone it is tried again: at once if it promised something, else more seldom."""
+        self.luck *= _LUCK_MEMORY
+        self.times_tried *= _LUCK_MEMORY
         if not asked:
             self.probe_in -= 1
         elif promising:

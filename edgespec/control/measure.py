@@ -18,7 +18,7 @@ from edgespec.machine import processor
 from edgespec.types import Batch
 
 logger = logging.getLogger("edgespec")
-METHOD = 2  # raise it when the measurement changes, and what is kept of older ones is forgotten
+METHOD = 3  # raise it when the measurement changes, and what is kept of older ones is forgotten
 # The end of every step that a kernel of this kind was seen to have, and its neighbours; the rest is interpolated. What
 # is seldom drafted is left to the passes of real text where the time would not do for several passes of each width: one
 # disturbed pass of two misleads the first answers.
@@ -26,6 +26,7 @@ COARSE, FINE = (1, 2, 4, 5, 8, 16), (3, 6, 7, 9, 12)
 WIDTHS = (*COARSE, *FINE)
 QUICK_S, LEAST_PASSES, _MOST_TURNS = 1.0, 20, 24
 _LEAST_TURNS = 3
+_MEASURED_NOISE = 0.08  # of a width's time in so few passes, relative
 _PREFIX = 8  # tokens cached before: a pass onto nothing is read by another kernel in some engines
 _READ_WIDTH = 32
 _EXIT_PASSES = 6
@@ -44,7 +45,7 @@ def target_curve(engine: Engine, files: Sequence[Path]) -> CostCurve:
     costs = quick_costs(engine, COARSE)
     if _LEAST_TURNS * sum(costs.values()) < 0.75 * QUICK_S:
         costs |= quick_costs(engine, FINE, passes=_LEAST_TURNS * len(FINE))
-    curve = CostCurve(_padded(dict(sorted(costs.items())), engine))
+    curve = CostCurve(_padded(smoothed(dict(sorted(costs.items()))), engine))
     remember_curve(key, curve)
     return curve
 
@@ -59,6 +60,23 @@ def _still_holds(curve: CostCurve, engine: Engine) -> bool:
         return True
     now = timed_costs(engine, widths, _PREFIX, lambda done: done >= _CHECKED_TURNS)
     return all(1 / _MOST_CHANGE <= now[width] / curve.at(width) <= _MOST_CHANGE for width in widths)
+
+
+def smoothed(costs: dict[int, float]) -> dict[int, float]:
+    """Times by width, drawn to the straight line through them as far as they may be off it by chance (Stein 1956).
+
+    A kink that only noise made would be taken for the end of a step, and drafts would stay on its side of it. Steps of
+    real kernels are several times as high as what is left of noise in a few passes, and stay as they are. So does the
+    first width: plain decoding's time is what all others are compared with.
+    """
+    if len(costs) < 3:
+        return costs
+    widths, seconds = np.array(list(costs), np.float64), np.array(list(costs.values()))
+    line = np.polynomial.Polynomial.fit(widths, seconds, 1, w=1.0 / seconds)(widths)
+    off = seconds / line - 1.0
+    drawn = line * (1.0 + off * off * off / (off * off + _MEASURED_NOISE**2))
+    stays = (line <= 0) | (widths == widths[0])
+    return dict(zip(costs, np.where(stays, seconds, drawn).tolist(), strict=True))
 
 
 def _padded(costs: dict[int, float], engine: Engine) -> dict[int, float]:

@@ -70,7 +70,8 @@ class Facts:
     def memory_bytes(self, wanted: Format, quant: str, *, with_imatrix: bool) -> int:
         """Memory that making one file takes."""
         if wanted == "onnx":
-            return PROGRAM_BYTES + TORCH_BYTES + self.num_parameters * 4 + self.output_bytes(wanted, quant)
+            table = self.table_parameters * 4 if quant == "w8a8" else 0  # the float32 graph has a table of its own
+            return PROGRAM_BYTES + TORCH_BYTES + self.num_parameters * 4 + table + self.output_bytes(wanted, quant)
         resident = TORCH_BYTES + self.num_parameters * 4 if with_imatrix else 0
         return PROGRAM_BYTES + 12 * self.largest_parameters + resident
 
