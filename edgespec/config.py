@@ -86,9 +86,8 @@ class LoadOptions:
     `model`: registry name or path; paths may be text; `draft`: path of a draft model, or None for the pair's own;
     `medium`: path of a model between the two, for drafter hierarchical, or None for the pair's own, which is loaded
     for that drafter only; `heads`: path of a file of heads for drafter medusa or eagle, or None for the pair's own,
-    which auto takes where there is no draft model, and EAGLE's where it is small beside the target; `exit_layer`:
-    layers of an ONNX target that draft, None for what its pair was exported with; lengths in tokens; `drafter` auto:
-    whichever is expected to pay, by the round;
+    which auto takes where there is no draft model; `exit_layer`: layers of an ONNX target that draft, None for what its
+    pair was exported with; lengths in tokens; `drafter` auto: whichever is expected to pay, by the round;
     `draft_length` auto: as many tokens as pay; a number with drafter auto means the pair's own draft where there is
     one, else ngram; of drafters tree, medusa and eagle it is the nodes of a tree where the target scores trees.
     `draft_temperature`: what the draft model samples at over the target's temperature; auto learns

@@ -19,23 +19,19 @@ from edgespec.headfile import HeadFile, read_head_file
 from edgespec.manifest import HEAD_KINDS, ModelFile, ModelPair
 from edgespec.types import Batch
 
-_UNPACKED = 4  # bytes in memory over those of a file in int8
-_MOST_BESIDE = 1 / 8  # of the target's bytes, that heads may have which `auto` takes beside a draft model
-
 
 def read_heads(options: LoadOptions, pair: ModelPair, *, is_cut: bool) -> dict[Path, HeadFile]:
     """The files of heads that the options ask for: the one they name, else those of the pair that may be drafted with.
 
-    Beside a draft model `auto` takes the pair's own EAGLE head where it is small: heads run on one core, in float32,
-    and read all that they are for a token, so a larger one would cost memory and trials and never pay. Medusa's, which
-    know less than a draft model, would cost trials only. `is_cut`: the target ends early on ONNX Runtime, and gives no
-    states then.
+    `auto` takes a pair's own only where it has no draft model: beside one they are tried again and again, and what they
+    know better does not pay for that. `is_cut`: the target ends early on ONNX Runtime, and gives no states then.
 
     Raises CapabilityError when the asked drafter has none or a cut target was to have some, ModelFileError for a
     damaged file.
     """
     own = {kind: pair.heads[kind].path for kind in HEAD_KINDS if kind in pair.heads and not is_cut}
-    paths = [path for kind, path in own.items() if _is_wanted(kind, path, options, pair)]
+    asked = "auto" if pair.draft is None else None
+    paths = [path for kind, path in own.items() if options.drafter in (kind, asked)]
     if options.heads is not None and options.drafter != "none":
         if is_cut:
             raise CapabilityError(
@@ -51,15 +47,6 @@ def read_heads(options: LoadOptions, pair: ModelPair, *, is_cut: bool) -> dict[P
             f"edgespec train-heads --kind {options.drafter}"
         )
     return found
-
-
-def _is_wanted(kind: str, path: Path, options: LoadOptions, pair: ModelPair) -> bool:
-    """Whether the options ask for a pair's own heads of this kind; a file that is missing is told of later."""
-    if options.drafter != "auto" or pair.draft is None:
-        return options.drafter in (kind, "auto")
-    target_bytes = sum(file.stat().st_size for file in pair.paths("target"))
-    is_small = not path.is_file() or _UNPACKED * path.stat().st_size < _MOST_BESIDE * target_bytes
-    return kind == "eagle" and is_small
 
 
 def open_heads(heads: HeadFile, path: Path, target: Engine) -> Drafter:
