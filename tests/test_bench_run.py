@@ -263,8 +263,8 @@ def test_flat_passes_pay_and_the_confidences_are_told(tmp_path):
     prompts = [BenchPrompt("letters", ("abcdef"[i:] + "abc",)) for i in range(5)]
     with table_model(tmp_path, pass_s=0.004) as model:
         setup = Setup(model, model, SAMPLING, GenerateOptions(max_tokens=48))
-        todo = tasks(model, 1, prompts)
-        found = report_of(setup, todo, {t.key: t for t in Runner(model, model, setup.options).run(todo)})
+        due = tasks(model, 1, prompts)
+        found = report_of(setup, due, {t.key: t for t in Runner(model, model, setup.options).run(due)})
     assert found["total"]["verdict"] == "gains"
     assert any(line.startswith("speculation pays here") for line in table_lines(found))
     assert found["reliability"]["all"]["num_tokens"] > 50

@@ -29,7 +29,6 @@ from edgespec.vocabularies import LEAST_OVERLAP
 DEMO = Path(__file__).resolve().parent.parent / "models" / "demo"
 DRAFT = DEMO / "demo-draft-q8_0.gguf"
 PROMPTS = ("Find me a cheap Italian restaurant in San Jose.", "Write a Python function `clamp(value, low, high)`.")
-needs_demo = pytest.mark.skipif(not DRAFT.exists(), reason="this checkout has no demo weights")
 ORDER = np.random.default_rng(7).permutation(4096).tolist()
 
 
@@ -242,7 +241,6 @@ def pairs(
         yield own, mapped
 
 
-@needs_demo
 @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
 def test_the_same_draft_in_another_order_drafts_the_same(
     pairs: tuple[edgespec.Model, edgespec.Model], temperature: float
@@ -266,7 +264,6 @@ def test_the_same_draft_in_another_order_drafts_the_same(
         assert mapped.generate(ids, sampling, auto).token_ids == plain.token_ids
 
 
-@needs_demo
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_rules_that_compare_distributions_see_the_same_ones(reordered: Path, rule: str) -> None:
     ids = None
@@ -280,7 +277,6 @@ def test_rules_that_compare_distributions_see_the_same_ones(reordered: Path, rul
     assert found[0] == found[1]
 
 
-@needs_demo
 @pytest.mark.parametrize("order", [list(range(3396)), list(range(3396))[::-1]], ids=["shorter", "reversed"])
 def test_a_part_of_the_vocabulary_is_enough(tmp_path: Path, order: list[int]) -> None:
     """Without the 700 tokens that were merged last, which it reads in smaller pieces."""
@@ -297,7 +293,6 @@ def test_a_part_of_the_vocabulary_is_enough(tmp_path: Path, order: list[int]) ->
             assert found.stats.accepted_tokens > 15
 
 
-@needs_demo
 def test_too_small_an_overlap_is_refused_with_the_first_difference(tiny_path: Path, tmp_path: Path) -> None:
     spaced = write_sentencepiece_model(tmp_path / "spm.gguf")
     few = write_reordered_gguf(DRAFT, tmp_path / "few.gguf", list(range(330))[::-1])
