@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -77,7 +77,8 @@ class Draft:
     `confidences` [n], the estimated probability that a node is accepted given that its parent was;
     `distributions`, one per node: what the node was sampled from, or None for a deterministic proposal;
     `evidence`, one per node: what the confidences are to be estimated from, or None when there is nothing to go by;
-    `wants_rows`: its drafter learns from what the target would choose after every row, refused ones included.
+    `wants_rows`: its drafter learns from what the target would choose after every row, refused ones included;
+    `is_chain`: there is one branch only.
     """
 
     token_ids: TokenIds
@@ -86,14 +87,17 @@ class Draft:
     distributions: tuple[Distribution, ...] | None = None
     evidence: tuple[Evidence, ...] | None = None
     wants_rows: bool = False
+    is_chain: bool = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        sizes = {self.token_ids.size, self.parents.size, self.confidences.size}
-        sizes.update(len(given) for given in (self.distributions, self.evidence) if given is not None)
-        if len(sizes) != 1:
+        sizes = [self.token_ids.size, self.parents.size, self.confidences.size]
+        sizes += [len(given) for given in (self.distributions, self.evidence) if given is not None]
+        if sizes.count(sizes[0]) != len(sizes):
             raise BatchError(f"a draft needs one parent, confidence, distribution and evidence per token, got {sizes}")
-        if not all(NO_PARENT <= parent < node for node, parent in enumerate(self.parents.tolist())):
-            raise BatchError(f"draft parents must come before their children, got {self.parents.tolist()}")
+        parents = self.parents.tolist()
+        object.__setattr__(self, "is_chain", parents == list(range(-1, len(parents) - 1)))
+        if not (self.is_chain or all(NO_PARENT <= parent < node for node, parent in enumerate(parents))):
+            raise BatchError(f"draft parents must come before their children, got {parents}")
 
     @staticmethod
     def chain(
@@ -132,15 +136,11 @@ class Draft:
         return int(self.token_ids.size)
 
     @property
-    def is_chain(self) -> bool:
-        return bool(self.parents.tolist() == list(range(-1, self.parents.size - 1)))
-
-    @property
     def main_chain(self) -> Draft:
         """The first branch, which is listed first: the whole draft when it has no other."""
-        parents = self.parents.tolist()
-        length = next((node for node, parent in enumerate(parents) if parent != node - 1), len(parents))
-        return self if length == len(parents) else self.first(length)
+        if self.is_chain:
+            return self
+        return self.first(next(node for node, parent in enumerate(self.parents.tolist()) if parent != node - 1))
 
     def depths(self) -> list[int]:
         """How many of the draft's nodes stand before each node on its path."""

@@ -27,7 +27,7 @@ class GreedyDrafter(ModelDrafter):
 
     def draft(self, request: DraftRequest) -> Draft:
         greedy = Sampler(Sampling(temperature=0.0), self._engine.vocabulary.size)
-        return super().draft(dataclasses.replace(request, sampler=greedy))
+        return super().draft(request._replace(sampler=greedy))
 
 
 def acceptance(

@@ -120,7 +120,7 @@ def test_several_probabilities_are_those_one_by_one() -> None:
             calibrator.observe(int(rng.integers(0, 12)), evidence, accepted=bool(rng.random() < 0.6))
         chain = [tuple(rng.integers(2, 5, size).astype(float).tolist()) for _ in range(16)]
         one_by_one = [calibrator.probability(index, evidence) for index, evidence in enumerate(chain)]
-        assert calibrator.probabilities(chain) == pytest.approx(one_by_one)
+        assert list(calibrator.probabilities(chain)) == pytest.approx(one_by_one)
 
 
 @pytest.mark.parametrize("make", [BetaTable, Logistic])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 
@@ -63,6 +64,18 @@ def test_only_the_end_of_a_step_is_worth_its_pass() -> None:
     assert best_length([0.95] * 30, passes, rate=1.5, most=30)[0] == 7
     assert best_length([0.7] * 30, passes, rate=1.5, most=30)[0] == 3
     assert best_length([0.2] * 30, passes, rate=1.5, most=30)[0] == 0
+
+
+def test_confidences_are_asked_for_no_further_than_they_can_pay() -> None:
+    passes, asked = [0.0, *(1.0 + 0.2 * k for k in range(40))], []
+
+    def confidences() -> Iterator[float]:
+        for _ in range(30):
+            asked.append(0.3)
+            yield 0.3
+
+    assert best_length(confidences(), passes, 1.0, 30)[0] == best_length([0.3] * 30, passes, 1.0, 30)[0] == 1
+    assert len(asked) < 10
 
 
 def test_a_higher_rate_asks_for_more() -> None:

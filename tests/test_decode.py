@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -219,7 +218,7 @@ class Cautious(Recorder):
             assert len(evidence) > 0
             return evidence[1] > math.log(0.5)
 
-        return super().propose(replace(request, worth_going_on=worth_going_on))
+        return super().propose(request._replace(worth_going_on=worth_going_on))
 
 
 def test_a_drafter_stops_where_it_is_not_worth_going_on(target: CachedSequence, drafter: ModelDrafter) -> None:

@@ -52,7 +52,7 @@ def texts(length: int = 40) -> tuple[np.ndarray, np.ndarray]:
 
 
 def tree_request(most: int = 16, temperature: float = 0.0, branches: int = 8, **more: Any) -> DraftRequest:
-    return replace(request(*texts(), most, temperature), max_branches=branches, **more)
+    return request(*texts(), most, temperature)._replace(max_branches=branches, **more)
 
 
 # -- losslessness
@@ -212,7 +212,7 @@ def test_eagle_looks_at_the_text_and_a_nodes_own_path(tiny_engine: LlamaCppEngin
     text, states = texts()
     asked = tree_request(33, temperature)
     drafter = drafter_of(heads, TOKENS)
-    drafter.draft(replace(request(text[:21], states[:20]), max_branches=8))  # and forgets what it predicted then
+    drafter.draft(request(text[:21], states[:20])._replace(max_branches=8))  # and forgets what it predicted then
     draft = drafter.draft(asked)
     compared = 0
     for path, children in paths(draft):
@@ -240,13 +240,13 @@ def test_a_chain_is_drafted_where_trees_are_not_possible_or_rows_are_dear(kind: 
     asked = DraftRequest(
         np.array([0, 1, 2, 3], np.int32), 24, Sampler(PLAIN, VOCABULARY), max_branches=8, features=target._table[:3]
     )
-    drafts = [drafter.draft(replace(asked, row_cost=cost)) for cost in (0.0, 0.02, 0.05, 0.09)]
+    drafts = [drafter.draft(asked._replace(row_cost=cost)) for cost in (0.0, 0.02, 0.05, 0.09)]
     sizes = [draft.num_tokens for draft in drafts]
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] > 0
     assert side_branches(drafts[1]) > 1
     for draft, cost in zip(drafts, (0.0, 0.02, 0.05, 0.09), strict=True):
         assert min(path_products(draft, draft.confidences.tolist())) > cost
-    for dear in (replace(asked, row_cost=DEAR_ROW), replace(asked, max_branches=0)):
+    for dear in (asked._replace(row_cost=DEAR_ROW), asked._replace(max_branches=0)):
         assert drafter.draft(dear).is_chain
 
 
@@ -261,8 +261,8 @@ def test_nothing_follows_an_end_token_and_nothing_comes_of_no_state(tiny_engine:
     assert ends.size and draft.num_tokens > 1
     assert not set(ends.tolist()) & set(draft.parents.tolist())
     drafter = drafter_of(heads, TOKENS)
-    assert drafter.draft(replace(asked, features=None)).num_tokens == 0
-    assert drafter.draft(replace(asked, max_tokens=0)).num_tokens == 0
+    assert drafter.draft(asked._replace(features=None)).num_tokens == 0
+    assert drafter.draft(asked._replace(max_tokens=0)).num_tokens == 0
 
 
 def test_an_error_inside_a_tree_leaves_no_trace(tiny_engine: LlamaCppEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -114,7 +113,7 @@ def passes_for_new_text(branches: int) -> int:
 
     class Limited(LookaheadDrafter):
         def draft(self, request: DraftRequest) -> Draft:
-            return super().draft(replace(request, max_branches=branches))
+            return super().draft(request._replace(max_branches=branches))
 
     passes = 0
     for seed in range(5):

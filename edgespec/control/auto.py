@@ -8,6 +8,7 @@ confidences and weights learn from what happened, and unused free drafts from th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import islice
 from time import perf_counter
 from typing import Any
 
@@ -101,13 +102,14 @@ class AutoController(Controller):
             self._rest = min(self.bank.rounds_until(pass_s[2], pass_s[1]), _LONGEST_REST)
             return NOTHING
         rate, request = self._rate(pass_s[1]), request.at_most(most)
-        drafts = self._trial_drafts(request)
+        drafts = {name: drafter.draft(request) for name, drafter in self.drafters.items() if drafter.is_free}
         lengths: dict[str, int] = {}
         gains: dict[str, float] = {}
         lags: dict[str, int] = {}
         for name, drafter in self.drafters.items():
             if name in drafts:
-                lengths[name], gains[name] = best_length(drafts[name][1], pass_s, rate, most)
+                found = self._states[name].confidences(drafts[name])
+                lengths[name], gains[name] = best_length(found, pass_s, rate, min(drafts[name].num_tokens, most))
             else:
                 lags[name] = drafter.lag(request.token_ids)
                 gains[name] = self._forecast(name, lags[name], pass_s, rate, most)
@@ -120,7 +122,7 @@ class AutoController(Controller):
         if chosen is None:
             return NOTHING
         if chosen in drafts:
-            return self._affordable(chosen, *drafts[chosen], lengths[chosen], pass_s)
+            return self._affordable(chosen, drafts[chosen], lengths[chosen], pass_s)
         return self._paid_proposal(chosen, lags[chosen], request, pass_s, rate)
 
     def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
@@ -188,15 +190,6 @@ class AutoController(Controller):
         """Tokens per second that this run earns; never less than plain decoding would."""
         return max(self._tokens / self._seconds if self._seconds else 0.0, 1.0 / plain_s)
 
-    def _trial_drafts(self, request: DraftRequest) -> dict[str, tuple[Draft, list[float]]]:
-        """What each free drafter drafts, with the confidences of its tokens."""
-        found = {}
-        for name, drafter in self.drafters.items():
-            if drafter.is_free:
-                draft = drafter.draft(request)
-                found[name] = draft, self._states[name].confidences(draft)
-        return found
-
     def _forecast(self, name: str, lag: int, pass_s: list[float], rate: float, most: int) -> float:
         """Tokens to gain from asking a paid drafter, as far as is known before; what it must read first is spread.
 
@@ -227,13 +220,12 @@ class AutoController(Controller):
     def _can_gain(self, name: str, pass_s: list[float], most: int) -> bool:
         return ceiling(pass_s, self.costs[name].token_s, most)[1] >= _WORTH_PROBING
 
-    def _affordable(
-        self, name: str, draft: Draft, confidences: list[float], length: int, pass_s: list[float]
-    ) -> Proposal:
+    def _affordable(self, name: str, draft: Draft, length: int, pass_s: list[float]) -> Proposal:
         """As much of a finished draft as is worth it and as the bank can pay."""
         plain_s = pass_s[1]
         while length and not self.bank.can_pay(pass_s[length + 1], plain_s):
             length -= 1
+        confidences = list(islice(self._states[name].confidences(draft), length))
         return Proposal(draft.first(length, confidences), name) if length else NOTHING
 
     def _paid_proposal(self, name: str, lag: int, request: DraftRequest, pass_s: list[float], rate: float) -> Proposal:
@@ -254,7 +246,7 @@ class AutoController(Controller):
     def _learn_drafts(self, decided: Round, used: str | None, context: int, rate: float) -> None:
         """What was drafted says what to expect of a drafter; what was not verified is left for the text to judge."""
         pass_s = self._pass_s[2]
-        for name, (draft, _) in decided.trials.items():
+        for name, draft in decided.trials.items():
             if name != used:
                 length = decided.lengths[name]
                 extra = rate * (pass_s[length + 1] - pass_s[1])

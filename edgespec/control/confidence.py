@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from operator import mul
 from typing import Any
 
 from edgespec.types import Evidence
@@ -17,6 +18,7 @@ from edgespec.types import Evidence
 _BUCKET_OF = (0, 1, 2, 3, 3, 4, 4, 4)  # position of a token in its draft -> bucket; later ones share the last
 NUM_BUCKETS = 6
 _LEAST, _MOST = 0.01, 0.995
+_LOWEST, _HIGHEST = (math.log(probability / (1.0 - probability)) for probability in (_LEAST, _MOST))
 
 
 def bucket_of(index: int) -> int:
@@ -31,9 +33,9 @@ class Calibrator(ABC):
     def probability(self, index: int, evidence: Evidence) -> float:
         """That token `index` (from 0) of a draft is accepted if all before it were."""
 
-    def probabilities(self, evidence: Sequence[Evidence]) -> list[float]:
-        """Those of all tokens of a draft."""
-        return [self.probability(index, of_one) for index, of_one in enumerate(evidence)]
+    @abstractmethod
+    def probabilities(self, evidence: Sequence[Evidence]) -> Iterator[float]:
+        """Those of a draft's tokens, one after the other; nothing may be learnt in between."""
 
     @abstractmethod
     def observe(self, index: int, evidence: Evidence, *, accepted: bool) -> None:
@@ -65,15 +67,13 @@ class BetaTable(Calibrator):
         accepted, tried = self._counts.get((evidence[0], bucket_of(index)), (0.0, 0.0))
         return (accepted + self._PRIOR_WEIGHT * pooled) / (tried + self._PRIOR_WEIGHT)
 
-    def probabilities(self, evidence: Sequence[Evidence]) -> list[float]:
+    def probabilities(self, evidence: Sequence[Evidence]) -> Iterator[float]:
         known: dict[tuple[float, int], float] = {}  # a draft's tokens are of few classes and buckets
-        found = []
         for index, of_one in enumerate(evidence):
             place = of_one[0], bucket_of(index)
             if place not in known:
                 known[place] = self.probability(index, of_one)
-            found.append(known[place])
-        return found
+            yield known[place]
 
     def observe(self, index: int, evidence: Evidence, *, accepted: bool) -> None:
         for place in (-1, bucket_of(index)):
@@ -114,21 +114,14 @@ class Logistic(Calibrator):
 
     def probability(self, index: int, evidence: Evidence) -> float:
         self._grow(1 + len(evidence))
-        score = self._bias + self._places[bucket_of(index)] + self._slopes[0] * self._mood
-        for slope, value in zip(self._slopes[1:], evidence, strict=False):
-            score += slope * value
-        return _chance(score)
+        score = self._bias + self._places[bucket_of(index)]
+        return _chance(sum(map(mul, self._slopes, (self._mood, *evidence)), score))
 
-    def probabilities(self, evidence: Sequence[Evidence]) -> list[float]:
+    def probabilities(self, evidence: Sequence[Evidence]) -> Iterator[float]:
         self._grow(1 + max(map(len, evidence), default=0))
-        common, slopes, found = self._bias + self._slopes[0] * self._mood, self._slopes[1:], []
-        place_scores = [common + place for place in self._places]
+        common, slopes = self._bias + self._slopes[0] * self._mood, self._slopes[1:]
         for index, values in enumerate(evidence):
-            score = place_scores[bucket_of(index)]
-            for slope, value in zip(slopes, values, strict=False):
-                score += slope * value
-            found.append(_chance(score))
-        return found
+            yield _chance(sum(map(mul, slopes, values), common + self._places[bucket_of(index)]))
 
     def observe(self, index: int, evidence: Evidence, *, accepted: bool) -> None:
         probability = self.probability(index, evidence)
@@ -139,10 +132,11 @@ class Logistic(Calibrator):
         known = max(self._place_precision[place] * self._MEMORY, self._PLACE_PRECISION) + curvature
         self._place_precision[place] = known
         self._places[place] += error / known
+        precisions, slopes = self._slope_precision, self._slopes
         for number, value in enumerate((self._mood, *evidence)):
-            known = max(self._slope_precision[number] * self._MEMORY, self._PRECISION) + curvature * value * value
-            self._slope_precision[number] = known
-            self._slopes[number] += error * value / known
+            known = max(precisions[number] * self._MEMORY, self._PRECISION) + curvature * value * value
+            precisions[number] = known
+            slopes[number] += error * value / known
         self._mood += (1.0 - self._MOOD_MEMORY) * (self._MOOD_SCALE * error - self._mood)
 
     def state(self) -> Any:
@@ -175,11 +169,9 @@ class Logistic(Calibrator):
 
 def _chance(score: float) -> float:
     """The probability of these log odds, never quite 0 or 1."""
-    if score > 6.0:
+    if score >= _HIGHEST:
         return _MOST
-    if score < -6.0:
-        return _LEAST
-    return max(_LEAST, min(_MOST, 1.0 / (1.0 + math.exp(-score))))
+    return _LEAST if score <= _LOWEST else 1.0 / (1.0 + math.exp(-score))
 
 
 class NextConfidence:

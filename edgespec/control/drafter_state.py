@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import Any, Self
 
 from edgespec.control.branches import outcomes, path_products
@@ -35,14 +37,13 @@ class DrafterState:
         """Of a drafter of which nothing is known yet."""
         return cls(BetaTable() if drafter.evidence_kind == "bucket" else Logistic(drafter.prior))
 
-    def confidences(self, draft: Draft) -> list[float]:
-        """Calibrated, or the drafter's own where it gives no evidence."""
+    def confidences(self, draft: Draft) -> Iterator[float]:
+        """Of its tokens in turn: calibrated, or the drafter's own where it gives no evidence."""
         if not draft.evidence:
-            found: list[float] = draft.confidences.tolist()
-            return found
+            return iter(draft.confidences.tolist())
         if draft.is_chain:
             return self.calibrator.probabilities(draft.evidence)
-        return [self.calibrator.probability(*known) for known in zip(draft.depths(), draft.evidence, strict=True)]
+        return starmap(self.calibrator.probability, zip(draft.depths(), draft.evidence, strict=True))
 
     def learn(self, draft: Draft, accepted: int) -> None:
         """Of a chain, the first `accepted` tokens stood and the next one, if there is one, did not."""

@@ -3,29 +3,35 @@
 What has to be maximised is the long-run rate of tokens and not a round's own ratio (a renewal reward process, its
 fraction by Dinkelbach 1967). With rate r a round of k drafted tokens gains 1 + sum of a_j - r * (t(1 + k) + D(k)),
 where a_j is the probability that the first j tokens all stand. All gains here are over a plain round, in tokens.
+
+A wider pass costs no less, so the search ends where even tokens that all stood could not make up for what it costs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 FORESIGHT = 16  # tokens that a forecast looks ahead: a step of a staircase is no wider on any kernel seen
 
 
-def best_length(confidences: Sequence[float], pass_s: Sequence[float], rate: float, most: int) -> tuple[int, float]:
+def best_length(confidences: Iterable[float], pass_s: Sequence[float], rate: float, most: int) -> tuple[int, float]:
     """(tokens k to keep, gain in tokens over a plain round) of a draft whose drafting is paid for or free.
 
-    `confidences` [n]: probability that token j stands if those before it do; `pass_s[w]`: seconds of a pass of width w.
+    `confidences` [n]: probability that token j stands if those before it do, asked for only as far as needed;
+    `pass_s[w]`: seconds of a pass of width w, never falling.
     """
     best, best_gain = 0, 0.0
     reach, expected = 1.0, 0.0
     plain_s = pass_s[1]
-    for count in range(1, min(len(confidences), most) + 1):
-        reach *= confidences[count - 1]
+    for count, confidence in enumerate(islice(confidences, most), 1):
+        reach *= confidence
         expected += reach
         gain = expected - rate * (pass_s[count + 1] - plain_s)
         if gain > best_gain:
             best, best_gain = count, gain
+        elif gain + reach * (most - count) <= best_gain:
+            break
     return best, best_gain
 
 
@@ -44,12 +50,15 @@ def forecast(
     """
     best, best_gain = 0, 0.0
     expected, here_s = 0.0, pass_s[start + 1]
-    for count in range(1, min(most - start, len(expected_confidences)) + 1):
-        reach *= expected_confidences[count - 1]
+    most = min(most - start, len(expected_confidences))
+    for count, confidence in enumerate(expected_confidences[: max(most, 0)], 1):
+        reach *= confidence
         expected += reach
         gain = expected - rate * (pass_s[start + count + 1] - here_s + count * token_s)
         if gain > best_gain:
             best, best_gain = count, gain
+        elif gain + reach * (most - count) <= best_gain:
+            break
     return best, best_gain
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from edgespec.control.bank import TimeBank
 from edgespec.control.branches import best_nodes
@@ -62,9 +62,9 @@ class PaidRound:
             return forecast(count, reach, ahead, pass_s, cost.token_s, rate, most)[0] > 0
 
         row_cost = rate * ((pass_s[most + 1] - pass_s[1]) / most + cost.token_s)
-        draft = self._timed(replace(request, max_tokens=most, worth_going_on=worth_going_on, row_cost=row_cost))
+        draft = self._timed(request._replace(max_tokens=most, worth_going_on=worth_going_on, row_cost=row_cost))
         asked_each = draft.is_chain and len(found) == draft.num_tokens
-        confidences = found if asked_each else self.state.confidences(draft)
+        confidences = found if asked_each else list(self.state.confidences(draft))
         self.draft, self.confidences = draft, confidences
         length, gain = best_nodes(draft, confidences, pass_s, rate, most)
         gain -= rate * cost.of(draft.num_tokens, 0)
@@ -89,7 +89,7 @@ class PaidRound:
 class Round:
     """The decision of the round in progress, kept until its outcome is known."""
 
-    trials: dict[str, tuple[Draft, list[float]]]  # drafts of the free drafters, with the confidences of their tokens
+    trials: dict[str, Draft]  # what the free drafters drafted
     lengths: dict[str, int]  # how many tokens of each are worth verifying
     gains: dict[str, float]
     chosen: str | None

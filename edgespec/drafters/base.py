@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +14,7 @@ from edgespec.sampling import Sampler
 from edgespec.types import Draft, Evidence, TokenIds, Verdict
 
 
-@dataclass(frozen=True, slots=True)
-class DraftRequest:
+class DraftRequest(NamedTuple):
     """What one round asks of a drafter.
 
     `token_ids` [n]: prompt and emitted tokens, the pending one last; the first proposed token stands at position n.
@@ -45,7 +43,7 @@ class DraftRequest:
 
     def at_most(self, max_tokens: int) -> DraftRequest:
         """The same request for no more tokens."""
-        return self if max_tokens >= self.max_tokens else replace(self, max_tokens=max_tokens)
+        return self if max_tokens >= self.max_tokens else self._replace(max_tokens=max_tokens)
 
 
 class Drafter(ABC):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -110,8 +109,7 @@ class HybridDrafter(Drafter):
         """What the draft model adds behind the `copied` tokens [n]."""
         ask = request.worth_going_on
         count = int(copied.size)
-        behind = replace(
-            request,
+        behind = request._replace(
             token_ids=np.concatenate((request.token_ids, copied)) if count else request.token_ids,
             max_tokens=request.max_tokens - count,
             num_drafted=count,
