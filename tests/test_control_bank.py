@@ -22,6 +22,27 @@ def test_a_round_that_it_cannot_pay_is_refused_and_no_other() -> None:
     assert not bank.can_pay(1.0 + 1.02 * 0.5 + 1e-9, plain_s=0.5)
 
 
+def test_half_of_it_is_risked_where_that_pays_for_a_draft_and_else_all() -> None:
+    def round_s(count: int) -> float:
+        return 1.5 + 0.25 * count
+
+    for balance_s, longest in (
+        (8.0, 9),
+        (4.0, 6),
+        (2.0, 2),
+        (1.6, 1),
+        (1.4, 3),
+        (0.8, 1),
+        (0.7, 0),
+        (0.0, 0),
+        (-4.0, 0),
+    ):
+        bank = TimeBank(share=0.0, balance_s=balance_s)
+        assert bank.longest(9, round_s, plain_s=1.0) == longest
+        assert not longest or bank.can_pay(round_s(longest), plain_s=1.0)
+    assert TimeBank(share=0.0, balance_s=8.0).longest(0, round_s, plain_s=1.0) == 0
+
+
 def test_how_many_rounds_must_be_saved_up() -> None:
     bank = TimeBank(share=0.02, balance_s=-1.0)
     rounds = bank.rounds_until(2.0, plain_s=0.5)

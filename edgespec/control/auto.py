@@ -108,12 +108,12 @@ class AutoController(Controller):
         lags: dict[str, int] = {}
         for name, drafter in self.drafters.items():
             if name in drafts:
-                found = self._states[name].confidences(drafts[name])
-                lengths[name], gains[name] = best_length(found, pass_s, rate, min(drafts[name].num_tokens, most))
+                lengths[name], gains[name] = self._worth(name, drafts[name], pass_s, rate, most)
             else:
                 lags[name] = drafter.lag(request.token_ids)
                 gains[name] = self._forecast(name, lags[name], pass_s, rate, most)
-        favour_hopeful(gains, {name: self._states[name].hope for name in lags})
+        if len(lags) > 1:
+            favour_hopeful(gains, {name: self._states[name].hope for name in lags})
         is_refresh = self._since_plain >= self._refresh_after
         chosen = None if is_refresh else self._chosen(gains, lags, pass_s, most)
         self._round = Round(drafts, lengths, gains, chosen, is_refresh)
@@ -190,6 +190,12 @@ class AutoController(Controller):
         """Tokens per second that this run earns; never less than plain decoding would."""
         return max(self._tokens / self._seconds if self._seconds else 0.0, 1.0 / plain_s)
 
+    def _worth(self, name: str, draft: Draft, pass_s: list[float], rate: float, most: int) -> tuple[int, float]:
+        """(tokens of a finished draft to verify, what that is expected to gain)."""
+        if not draft.num_tokens:
+            return 0, 0.0
+        return best_length(self._states[name].confidences(draft), pass_s, rate, min(draft.num_tokens, most))
+
     def _forecast(self, name: str, lag: int, pass_s: list[float], rate: float, most: int) -> float:
         """Tokens to gain from asking a paid drafter, as far as is known before; what it must read first is spread.
 
@@ -222,9 +228,7 @@ class AutoController(Controller):
 
     def _affordable(self, name: str, draft: Draft, length: int, pass_s: list[float]) -> Proposal:
         """As much of a finished draft as is worth it and as the bank can pay."""
-        plain_s = pass_s[1]
-        while length and not self.bank.can_pay(pass_s[length + 1], plain_s):
-            length -= 1
+        length = self.bank.longest(length, lambda count: pass_s[count + 1], pass_s[1])
         confidences = list(islice(self._states[name].confidences(draft), length))
         return Proposal(draft.first(length, confidences), name) if length else NOTHING
 

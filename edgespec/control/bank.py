@@ -7,7 +7,11 @@ moment elapsed <= (1 + share) * (tokens * plain + prefill) + start: pathwise, an
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
+
+_RISKED = 0.5  # of what it holds, that a round may lose where a shorter draft can still be tried
 
 
 @dataclass(slots=True)
@@ -24,6 +28,18 @@ class TimeBank:
     def can_pay(self, round_s: float, plain_s: float) -> bool:
         """Whether a round of `round_s` that yields only one token, worth `plain_s`, leaves the bank solvent."""
         return self.balance_s + (1.0 + self.share) * plain_s >= round_s
+
+    def longest(self, most: int, round_s: Callable[[int], float], plain_s: float) -> int:
+        """Tokens of the longest draft, up to `most`, that half of what it holds can pay; if there is none, all of it.
+
+        `round_s(count)`, never falling: seconds of a round with a draft of `count` tokens. The half is for what comes
+        after a failure: where wide passes are dear, an answer's first three drafts would otherwise spend everything.
+        """
+        for held_s in (min(_RISKED * self.balance_s, self.balance_s), self.balance_s):
+            afforded_s = held_s + (1.0 + self.share) * plain_s
+            if count := bisect_right(range(1, most + 1), afforded_s, key=round_s):
+                return count
+        return 0
 
     def rounds_until(self, round_s: float, plain_s: float) -> int:
         """Plain rounds that have to be saved up before `can_pay` says yes; a great many when nothing is saved."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -38,11 +37,8 @@ class PaidRound:
 
     def affordable(self, most: int) -> int:
         """How many tokens, at most, the bank can pay if all of them fail."""
-
-        def is_too_much(count: int) -> bool:
-            return not self.bank.can_pay(self.pass_s[count + 1] + self.cost.of(count, self.lag), self.pass_s[1])
-
-        return bisect_left(range(1, most + 1), True, key=is_too_much) if is_too_much(most) else most
+        pass_s, cost, lag = self.pass_s, self.cost, self.lag
+        return self.bank.longest(most, lambda count: pass_s[count + 1] + cost.of(count, lag), pass_s[1])
 
     def drafted(self, request: DraftRequest, most: int) -> tuple[Draft, list[float], int]:
         """(all that was drafted of at most `most` tokens, their confidences, how many of them are worth verifying)."""
