@@ -97,7 +97,7 @@ def test_a_tree_is_drawn_at_the_drafts_temperature(factor: float) -> None:
     tree = TreeDrafter(ModelDrafter(engine, temperature=factor)).draft(request).main_chain
     alone = ModelDrafter(engine, temperature=factor).draft(request.at_most(tree.num_tokens))
     assert tree.token_ids.tolist() == alone.token_ids.tolist()
-    compared = dataclasses.replace(request, needs_distributions=True)
+    compared = request._replace(needs_distributions=True)
     drawn = TreeDrafter(ModelDrafter(engine, temperature=factor)).draft(compared)
     tempered = Sampler(dataclasses.replace(sampling, temperature=0.8 * factor), 10)
     expected = tempered.distribution(engine.row([1, 2, 3]), np.array([1, 2, 3], np.int32))

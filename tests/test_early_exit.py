@@ -113,7 +113,7 @@ def test_whatever_is_drafted_the_target_computes_the_same(twins: tuple[OnnxEngin
                 engine.rollback(min(keep, engine.length()))
                 score(engine, text[engine.length() : -1])
         for _ in range(int(rng.integers(0, 3))):  # also twice, and not at all
-            draft = drafter.draft(replace(greedy(one), token_ids=text, max_tokens=int(rng.integers(1, 9))))
+            draft = drafter.draft(greedy(one)._replace(token_ids=text, max_tokens=int(rng.integers(1, 9))))
         proposed = draft.token_ids[: int(rng.integers(0, draft.num_tokens + 1))].copy()
         if proposed.size and rng.random() < 0.3:
             proposed[rng.integers(proposed.size)] = 7
@@ -156,7 +156,7 @@ def test_the_first_layers_are_not_computed_twice(onnx_path: Path, monkeypatch: p
         text = some_ids(engine, 30)
         score(engine, text[:-1])
         assert (watch.first.pop(), watch.rest.pop()) == (29, 29)
-        draft = drafter.draft(replace(greedy(engine), token_ids=text, max_tokens=5))
+        draft = drafter.draft(greedy(engine)._replace(token_ids=text, max_tokens=5))
         assert draft.num_tokens == 5
         assert (watch.first, watch.rest) == ([least] * 5, [])
         watch.first.clear()
@@ -166,7 +166,7 @@ def test_the_first_layers_are_not_computed_twice(onnx_path: Path, monkeypatch: p
         watch.first.clear()
         text = np.append(text, np.int32(8))
         engine.rollback(30)
-        drafter.draft(replace(greedy(engine), token_ids=text, max_tokens=4))
+        drafter.draft(greedy(engine)._replace(token_ids=text, max_tokens=4))
         watch.first.clear()
         score(engine, np.concatenate((text[-1:], draft.token_ids)))  # another's draft: only the pending token agrees
         assert watch.first == [5]
@@ -181,7 +181,7 @@ def test_it_drafts_what_the_graph_of_the_first_layers_does(onnx_path: Path, tmp_
     ):
         ids = np.array(engine.vocabulary.encode("def add(a, b):\n    return a"), np.int32)
         score(engine, ids[:-1])
-        request = replace(greedy(engine), token_ids=ids, max_tokens=12)
+        request = greedy(engine)._replace(token_ids=ids, max_tokens=12)
         wanted = ModelDrafter(small).draft(request)
         found = SharedStateDrafter(engine).draft(request)
         assert found.token_ids.tolist() == wanted.token_ids.tolist()
@@ -195,10 +195,10 @@ def test_a_foreign_text_is_not_drafted_for(onnx_path: Path) -> None:
         other = text.copy()
         other[4] += 1
         for foreign in (other, text[:-1], text[:3]):
-            assert drafter.draft(replace(greedy(engine), token_ids=foreign)).num_tokens == 0
-        assert drafter.draft(replace(greedy(engine), token_ids=text)).num_tokens == 5
+            assert drafter.draft(greedy(engine)._replace(token_ids=foreign)).num_tokens == 0
+        assert drafter.draft(greedy(engine)._replace(token_ids=text)).num_tokens == 5
         ahead = np.concatenate((text, some_ids(engine, 90, seed=3)))  # much that the target has not read
-        assert drafter.draft(replace(greedy(engine), token_ids=ahead)).num_tokens == 5
+        assert drafter.draft(greedy(engine)._replace(token_ids=ahead)).num_tokens == 5
 
 
 def test_it_drafts_up_to_the_end_of_the_context(onnx_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_it_drafts_up_to_the_end_of_the_context(onnx_path: Path) -> None:
         drafter, text = SharedStateDrafter(engine), some_ids(engine, 62)
         score(engine, text[:30])
         score(engine, text[30:-1])
-        assert drafter.draft(replace(greedy(engine), token_ids=text, max_tokens=9)).num_tokens == 2
+        assert drafter.draft(greedy(engine)._replace(token_ids=text, max_tokens=9)).num_tokens == 2
         found = engine.early_exit()
         assert found.follow(text) == 61
         with pytest.raises(ContextFull, match="draft fewer"):
@@ -217,11 +217,11 @@ def test_a_cancelled_draft_is_drafted_again(onnx_path: Path) -> None:
     with open_engine(onnx_path, exit_layer=LAYERS) as engine:
         drafter, text = SharedStateDrafter(engine), some_ids(engine, 20)
         score(engine, text[:-1])
-        request = replace(greedy(engine), token_ids=text)
+        request = greedy(engine)._replace(token_ids=text)
         wanted = drafter.draft(request).token_ids.tolist()
         drafter.cancel()
         with pytest.raises(Cancelled):
-            drafter.draft(replace(request, token_ids=np.append(text, np.int32(5))))
+            drafter.draft(request._replace(token_ids=np.append(text, np.int32(5))))
         drafter.clear_cancel()
         assert drafter.draft(request).token_ids.tolist() == wanted
 

@@ -198,12 +198,12 @@ def test_a_draft_ends_with_the_text_and_where_no_state_is_known(tiny_engine: Any
         heads = random_heads(kind, tiny_engine, 64)
         drafter = drafter_of(heads, 299)
         assert drafter.draft(request(text, states[:0])).num_tokens == 0
-        assert drafter.draft(replace(request(text, states), features=None)).num_tokens == 0
+        assert drafter.draft(request(text, states)._replace(features=None)).num_tokens == 0
         assert drafter.draft(request(text, states, most=0)).num_tokens == 0
         first = int(drafter.draft(request(text, states)).token_ids[0])
         ended = type(drafter)(heads, 299, frozenset({first})).draft(request(text, states))
         assert ended.token_ids.tolist() == [first]
-        short = drafter.draft(replace(request(text, states), worth_going_on=lambda count, _: count < 2))
+        short = drafter.draft(request(text, states)._replace(worth_going_on=lambda count, _: count < 2))
         assert short.num_tokens == 2
         known = set(heads.token_ids.tolist())
         assert set(drafter.draft(request(text, states, temperature=50.0)).token_ids.tolist()) <= known

@@ -193,7 +193,7 @@ def test_a_cancelled_draft_leaves_both_caches_whole(target: TableEngine, whose: 
     untouched.draft(request)
     drafter.draft(request)
     (drafter._small if whose == "small" else drafter)._engine.cancel()
-    longer = replace(request, token_ids=np.array([0, 1, 2, 3, 4, 5], np.int32))
+    longer = request._replace(token_ids=np.array([0, 1, 2, 3, 4, 5], np.int32))
     with pytest.raises(Cancelled):
         drafter.draft(longer)
     drafter.clear_cancel()
