@@ -36,7 +36,7 @@ class PaidRound:
     is_promising: bool = False  # once its confidences were known, the draft promised a gain
 
     def affordable(self, most: int) -> int:
-        """How many tokens, at most, the bank can pay if all of them fail."""
+        """How many tokens, at most, the bank risks: it pays if all of them fail."""
         pass_s, cost, lag = self.pass_s, self.cost, self.lag
         return self.bank.longest(most, lambda count: pass_s[count + 1] + cost.of(count, lag), pass_s[1])
 
