@@ -10,6 +10,7 @@ What this module does not know: what a head computes, and which engine runs the 
 from __future__ import annotations
 
 import json
+import lzma
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -28,8 +29,13 @@ HeadKind = Literal["medusa", "eagle"]
 MANIFEST, SCALE = "manifest", ".scale"
 VOCABULARY, TOKEN_IDS, PROBE_IDS, PROBE_STATES = "vocabulary", "token_ids", "probe_ids", "probe_states"
 PROJECT = "project"
-# All that numpy and zipfile raise on bytes that are no archive; the last one of a compression they do not know.
-_UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError)
+# What numpy, zipfile and its decompressors raise on damaged bytes. Less obvious ones: RuntimeError of an archive marked
+# as encrypted, and as NotImplementedError of an unknown compression; TypeError of a bare array, which is no archive;
+# AttributeError of an entry that is no array; MemoryError of a shape that cannot be.
+_UNREADABLE = (
+    *(OSError, ValueError, KeyError, EOFError, RuntimeError, TypeError, AttributeError, MemoryError),
+    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError),
+)
 _LEAST_LIKENESS = 0.9  # mean cosine of the states of a quantised target to those of its original
 _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
 _LIMITS = {

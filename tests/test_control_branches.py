@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from simulation import Timed, Watched
-from test_lossless import DEMO, VOCABULARY
+from test_lossless import VOCABULARY
 
 import edgespec
 from edgespec import Sampling
@@ -83,8 +83,6 @@ def test_auto_takes_trees_where_rows_are_cheap_and_only_there(
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[edgespec.Model]:
-    if not DEMO.exists():
-        pytest.skip("this checkout has no demo weights")
     with edgespec.load("demo", engine="llamacpp", threads=1) as model:
         yield model
 

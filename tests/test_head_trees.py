@@ -311,8 +311,6 @@ def test_auto_takes_trees_where_rows_are_cheap_and_only_there(
 
 @pytest.fixture(scope="module", params=["llamacpp", "onnx"])
 def demo(request: pytest.FixtureRequest) -> Iterator[edgespec.Model]:
-    if not DEMO.exists():
-        pytest.skip("this checkout has no demo weights")
     if request.param == "onnx":
         pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
     heads = DEMO.parent / "heads"
@@ -344,8 +342,6 @@ def test_demo_text_does_not_depend_on_the_trees(demo: Any, temperature: float, s
 @pytest.mark.parametrize("kind", KINDS)
 def test_onnx_scores_trees_where_reproducibility_was_given_up(kind: str, rule: str) -> None:
     pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
-    if not DEMO.exists():
-        pytest.skip("this checkout has no demo weights")
     records: list[RoundRecord] = []
     with edgespec.load("demo", engine="onnx", drafter=kind, reproducible=False, threads=TEST_THREADS) as model:
         ids = model.encode_chat([{"role": "user", "content": PROMPTS[0]}])
@@ -359,8 +355,6 @@ def test_onnx_scores_trees_where_reproducibility_was_given_up(kind: str, rule: s
 @pytest.mark.parametrize("kind", KINDS)
 def test_first_choices_stand_about_as_often_as_they_claim(kind: str) -> None:
     """Of the children of nodes that stand: trees of a head that claims too much are deep where they should be wide."""
-    if not DEMO.exists():
-        pytest.skip("this checkout has no demo weights")
     claimed, stood = [], []
 
     class Noted(FixedLength):
@@ -393,8 +387,6 @@ def test_first_choices_stand_about_as_often_as_they_claim(kind: str) -> None:
 def test_a_tree_takes_fewer_passes_than_a_chain_of_as_many_rows(
     kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not DEMO.exists():
-        pytest.skip("this checkout has no demo weights")
     passes = []
     with edgespec.load("demo", engine="llamacpp", drafter=kind, reproducible=True, threads=TEST_THREADS) as model:
         options = GenerateOptions(max_tokens=48, drafter=kind, draft_length=16, ignore_eos=True, logprobs=False)

@@ -7,6 +7,8 @@ import io
 import json
 import re
 import shutil
+import struct
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -471,3 +473,44 @@ def test_every_failure_is_one_of_ours(tmp_path: Path) -> None:
 def test_a_bad_request_for_heads_is_refused_before_any_work(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         HeadsRequest(tmp_path, tmp_path / "heads.npz", **changes).check()
+
+
+def archive(*entries: tuple[str, bytes], flags: int = 0, method: int = 0) -> bytes:
+    """A zip file whose directory and entries claim these flags and this compression."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as out:
+        for name, content in entries:
+            out.writestr(name, content)
+    found = bytearray(made.getvalue())
+    for mark, at in ((b"PK\3\4", 6), (b"PK\1\2", 8)):
+        place = found.find(mark) + at
+        found[place : place + 4] = struct.pack("<HH", flags, method)
+    return bytes(found)
+
+
+def array_bytes(shape: tuple[int, ...] = (3,)) -> bytes:
+    made = io.BytesIO()
+    np.lib.format.write_array_header_1_0(made, {"descr": "<f4", "fortran_order": False, "shape": shape})
+    return made.getvalue() + bytes(12)
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b"no archive", id="text"),
+        pytest.param(array_bytes(), id="a bare array"),
+        pytest.param(archive(("manifest.npy", array_bytes()))[:-30], id="cut off"),
+        pytest.param(archive(("other.npy", array_bytes())), id="no manifest"),
+        pytest.param(archive(("manifest", b"{}")), id="no array"),
+        pytest.param(archive(("manifest.npy", array_bytes())), id="no description"),
+        pytest.param(archive(("manifest.npy", array_bytes((2**50,)))), id="huge"),
+        pytest.param(archive(("manifest.npy", array_bytes()), flags=1), id="encrypted"),
+        *(pytest.param(archive(("manifest.npy", array_bytes()), method=n), id=f"method {n}") for n in (8, 12, 14, 97)),
+    ],
+)
+def test_a_damaged_file_of_heads_is_refused_by_name(tmp_path: Path, damaged: bytes) -> None:
+    path = tmp_path / "heads.npz"
+    path.write_bytes(damaged)
+    with pytest.raises(ModelFileError, match=r"heads\.npz is no file of heads, or it is damaged"):
+        read_head_file(path)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from laws import ALPHA_1E6, law_score
-from test_lossless import DEMO, PLAIN, PROMPTS, VOCABULARY, run_once
+from test_lossless import PLAIN, PROMPTS, VOCABULARY, run_once
 
 import edgespec
 from edgespec import GenerateOptions, Sampling
@@ -187,8 +187,6 @@ def test_memory_is_bounded_over_a_long_prompt() -> None:
 
 @pytest.fixture(scope="module", params=["llamacpp", "onnx"])
 def demo(request: pytest.FixtureRequest) -> Iterator[edgespec.Model]:
-    if not DEMO.exists():
-        pytest.skip("this checkout has no demo weights")
     with edgespec.load("demo", engine=request.param, drafter="lookahead", reproducible=True, threads=1) as model:
         yield model
 

@@ -27,7 +27,6 @@ from edgespec.settings import resolve
 from edgespec.texts.corpus import joined
 from edgespec.texts.index import SuffixIndex
 
-DEMO = Path(__file__).resolve().parent.parent / "models" / "demo" / "manifest.toml"
 NUM_TEXTS = 12  # with 51, which take a minute, the laws were tested on 2e5 tokens
 QUESTION = "Find me a cheap Italian restaurant in San Jose for tonight."
 
@@ -103,8 +102,6 @@ def test_joint_law_of_sampled_text_is_the_targets(rule: str, name: str) -> None:
 @pytest.fixture(scope="module", params=["llamacpp", "onnx"])
 def remembering(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[edgespec.Model]:
     """The demo target with a corpus that holds one of the answers, and with earlier answers, told and on disk."""
-    if not DEMO.exists():
-        pytest.skip("this checkout has no demo weights")
     if request.param == "onnx":
         pytest.importorskip("onnxruntime")
     folder = tmp_path_factory.mktemp("remembering")
@@ -151,8 +148,6 @@ def test_what_is_remembered_is_really_drafted_from(remembering: edgespec.Model) 
 
 
 def load_demo(**options: object) -> edgespec.Model:
-    if not DEMO.exists():
-        pytest.skip("this checkout has no demo weights")
     return edgespec.load("demo", drafter="cache", draft_length=8, **options)
 
 
@@ -226,7 +221,6 @@ def run(*arguments: str) -> click.testing.Result:
     return CliRunner().invoke(cli, list(arguments))
 
 
-@pytest.mark.skipif(not DEMO.exists(), reason="this checkout has no demo weights")
 def test_a_corpus_is_added_listed_and_removed(home: Path, tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "a.py").write_text("def clamp(value, low, high):\n    return value\n" * 20)
@@ -243,7 +237,6 @@ def test_a_corpus_is_added_listed_and_removed(home: Path, tmp_path: Path) -> Non
     assert "there was nothing" in run("corpus", "rm", "--all").output
 
 
-@pytest.mark.skipif(not DEMO.exists(), reason="this checkout has no demo weights")
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -279,7 +272,6 @@ def test_what_is_refused_says_why_in_one_line(
     assert "Traceback" not in done.output
 
 
-@pytest.mark.skipif(not DEMO.exists(), reason="this checkout has no demo weights")
 def test_a_damaged_corpus_is_said_and_does_not_stop_an_answer(home: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello, world. " * 50)
     assert run("corpus", "add", str(tmp_path / "a.txt")).exit_code == 0
@@ -292,7 +284,6 @@ def test_a_damaged_corpus_is_said_and_does_not_stop_an_answer(home: Path, tmp_pa
     assert "the corpus is not used" not in run("generate", "-p", "hello", "-n", "8", "--no-learn").output
 
 
-@pytest.mark.skipif(not DEMO.exists(), reason="this checkout has no demo weights")
 def test_generate_learns_unless_told_otherwise_and_it_can_be_cleared(home: Path) -> None:
     arguments = ["generate", "-p", QUESTION, "-n", "24", "--temp", "0", "--ignore-eos"]
     assert run(*arguments, "--no-learn").exit_code == 0
@@ -305,7 +296,6 @@ def test_generate_learns_unless_told_otherwise_and_it_can_be_cleared(home: Path)
     assert "learnt: 0 tokens of 0 answers" in run("corpus", "ls").output
 
 
-@pytest.mark.skipif(not DEMO.exists(), reason="this checkout has no demo weights")
 def test_commands_that_measure_remember_nothing_whatever_the_settings_say(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

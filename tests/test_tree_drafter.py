@@ -229,16 +229,12 @@ def test_joint_law_of_sampled_text_is_the_targets(rule: str, name: str) -> None:
 
 @pytest.fixture(scope="module", params=["llamacpp", "onnx"])
 def demo(request: pytest.FixtureRequest) -> Iterator[edgespec.Model]:
-    if not DEMO.exists():
-        pytest.skip("this checkout has no demo weights")
     with edgespec.load("demo", engine=request.param, reproducible=True, threads=1) as model:
         yield model
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection", "typical"])
 def test_onnx_scores_trees_where_reproducibility_was_given_up(rule: str) -> None:
-    if not DEMO.exists():
-        pytest.skip("this checkout has no demo weights")
     records: list[RoundRecord] = []
     with edgespec.load("demo", engine="onnx", reproducible=False, threads=1) as model:
         ids = model.encode_chat([{"role": "user", "content": PROMPTS[0]}])
@@ -263,8 +259,6 @@ def test_demo_text_does_not_depend_on_the_tree(demo: edgespec.Model, temperature
 
 
 def test_a_pair_without_a_draft_has_no_tree() -> None:
-    if not DEMO.exists():
-        pytest.skip("this checkout has no demo weights")
     with (
         edgespec.load(str(DEMO.parent / "demo-target-q8_0.gguf"), drafter="ngram", threads=1) as model,
         pytest.raises(CapabilityError, match="drafter 'tree' needs a draft model"),
