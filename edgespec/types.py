@@ -88,14 +88,16 @@ class Draft:
     evidence: tuple[Evidence, ...] | None = None
     wants_rows: bool = False
     is_chain: bool = field(init=False, compare=False)
+    num_tokens: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        sizes = [self.token_ids.size, self.parents.size, self.confidences.size]
+        object.__setattr__(self, "num_tokens", int(self.token_ids.size))
+        sizes = [self.num_tokens, self.parents.size, self.confidences.size]
         sizes += [len(given) for given in (self.distributions, self.evidence) if given is not None]
         if sizes.count(sizes[0]) != len(sizes):
             raise BatchError(f"a draft needs one parent, confidence, distribution and evidence per token, got {sizes}")
         parents = self.parents.tolist()
-        object.__setattr__(self, "is_chain", parents == list(range(-1, len(parents) - 1)))
+        object.__setattr__(self, "is_chain", parents == list(range(-1, self.num_tokens - 1)))
         if not (self.is_chain or all(NO_PARENT <= parent < node for node, parent in enumerate(parents))):
             raise BatchError(f"draft parents must come before their children, got {parents}")
 
@@ -130,10 +132,6 @@ class Draft:
             None if self.evidence is None else self.evidence[:count],
             self.wants_rows,
         )
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.token_ids.size)
 
     @property
     def main_chain(self) -> Draft:

@@ -13,7 +13,7 @@ import edgespec
 from edgespec import Sampling
 from edgespec.control.branches import best_nodes, outcomes, path_products
 from edgespec.control.cost import CostCurve
-from edgespec.control.length import best_length
+from edgespec.control.length import best_length, least_ahead
 from edgespec.deciding import FREE_DRAFTERS, MANY_ROWS
 from edgespec.decode import Run, autoregressive, speculative
 from edgespec.drafters.lookahead import LookaheadDrafter
@@ -51,10 +51,11 @@ def test_outcomes_are_those_of_nodes_whose_parents_stood() -> None:
 @pytest.mark.parametrize("row_s, kept", [(0.0, 6), (0.04, 6), (0.2, 2), (0.4, 1), (2.0, 0)])
 def test_all_of_a_tree_is_kept_or_what_pays_of_its_main_chain(row_s: float, kept: int) -> None:
     pass_s = [1.0 + row_s * (width - 1) for width in range(10)]
-    confidences = [0.6, 0.5, 0.3, 0.3, 0.5, 0.1]
-    assert best_nodes(FORKED, confidences, pass_s, 1.0, 8)[0] == kept
+    ahead_s, confidences = least_ahead(pass_s), [0.6, 0.5, 0.3, 0.3, 0.5, 0.1]
+    assert best_nodes(FORKED, confidences, pass_s, ahead_s, 1.0, 8)[0] == kept
     chain = Draft.chain([1, 2, 3])
-    assert best_nodes(chain, confidences[:3], pass_s, 1.0, 8) == best_length(confidences[:3], pass_s, 1.0, 8)
+    best = best_length(confidences[:3], pass_s, ahead_s, 1.0, 8)
+    assert best_nodes(chain, confidences[:3], pass_s, ahead_s, 1.0, 8) == best
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection", "typical", "block"])

@@ -19,7 +19,7 @@ from edgespec.control.base import NOTHING, Controller, Proposal
 from edgespec.control.choice import favour_hopeful
 from edgespec.control.cost import WIDEST, CostCurve, DraftCost, RoundCost
 from edgespec.control.kinds import Kinds, kind_of
-from edgespec.control.length import FORESIGHT, best_length, ceiling, forecast
+from edgespec.control.length import FORESIGHT, best_length, ceiling, forecast, least_ahead
 from edgespec.control.round import PaidRound, Round
 from edgespec.control.shadow import Shadow, Shadows
 from edgespec.drafters.base import Drafter, DraftRequest
@@ -72,6 +72,7 @@ class AutoController(Controller):
         self._context_ids: TokenIds = np.empty(0, np.int32)  # of the round in progress
         self._learning_s = 0.0  # that the last `observe` took
         self._pass_s: tuple[list[float], float, list[float]] = [], 0.0, []  # a table, what was added to it, the sum
+        self._ahead_s: list[float] = []  # what a further row of these passes takes at least
 
     def begin(self, prompt_ids: TokenIds, prefill_s: float = 0.0) -> None:
         for drafter in self.drafters.values():
@@ -182,6 +183,8 @@ class AutoController(Controller):
     def _round_table(self, context: int) -> list[float]:
         """Seconds of a round by the width of its pass: of the pass and, if something is drafted, our own work."""
         table, round_s = self.curve.table(context), self.round_cost.round_s
+        if self._pass_s[0] is not table:
+            self._ahead_s = least_ahead(table[: MAX_AUTO_LENGTH + 2])
         if self._pass_s[0] is not table or self._pass_s[1] != round_s:
             self._pass_s = table, round_s, [*table[:2], *(seconds + round_s for seconds in table[2:])]
         return self._pass_s[2]
@@ -194,7 +197,8 @@ class AutoController(Controller):
         """(tokens of a finished draft to verify, what that is expected to gain)."""
         if not draft.num_tokens:
             return 0, 0.0
-        return best_length(self._states[name].confidences(draft), pass_s, rate, min(draft.num_tokens, most))
+        confidences = self._states[name].confidences(draft)
+        return best_length(confidences, pass_s, self._ahead_s, rate, min(draft.num_tokens, most))
 
     def _forecast(self, name: str, lag: int, pass_s: list[float], rate: float, most: int) -> float:
         """Tokens to gain from asking a paid drafter, as far as is known before; what it must read first is spread.
@@ -207,7 +211,7 @@ class AutoController(Controller):
             return 0.0
         if state.promise is None:
             ahead = state.upcoming.chain(None, min(most, FORESIGHT))
-            state.promise = forecast(0, 1.0, ahead, pass_s, cost.token_s, rate, most)[1]
+            state.promise = forecast(0, 1.0, ahead, pass_s, self._ahead_s, cost.token_s, rate, most)[1]
         return state.worth - rate * lag * cost.read_s / min(_READING_ROUNDS, most)
 
     def _chosen(
@@ -236,7 +240,7 @@ class AutoController(Controller):
         """What a paid drafter drafts, as far as it is worth verifying."""
         assert self._round is not None
         drafter, state = self.drafters[name], self._states[name]
-        asked = PaidRound(drafter, state, self.costs[name], self.bank, self._clock, lag, pass_s, rate)
+        asked = PaidRound(drafter, state, self.costs[name], self.bank, self._clock, lag, pass_s, self._ahead_s, rate)
         if not (most := asked.affordable(request.max_tokens)):
             return NOTHING
         self._round.paid = asked

@@ -37,6 +37,8 @@ class TimeBank:
         """
         for held_s in (min(_RISKED * self.balance_s, self.balance_s), self.balance_s):
             afforded_s = held_s + (1.0 + self.share) * plain_s
+            if most and round_s(most) <= afforded_s:
+                return most
             if count := bisect_right(range(1, most + 1), afforded_s, key=round_s):
                 return count
         return 0

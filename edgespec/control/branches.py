@@ -17,14 +17,19 @@ def path_products(draft: Draft, confidences: Sequence[float]) -> list[float]:
 
 
 def best_nodes(
-    draft: Draft, confidences: Sequence[float], pass_s: Sequence[float], rate: float, most: int
+    draft: Draft,
+    confidences: Sequence[float],
+    pass_s: Sequence[float],
+    ahead_s: Sequence[float],
+    rate: float,
+    most: int,
 ) -> tuple[int, float]:
     """(first nodes to keep, gain in tokens over a plain round), as `best_length`.
 
     Of a draft with branches either all nodes are kept, or as much of the main chain, which is listed first, as pays.
     """
     length = draft.main_chain.num_tokens
-    kept, gain = best_length(confidences[:length], pass_s, rate, most)
+    kept, gain = best_length(confidences[:length], pass_s, ahead_s, rate, most)
     if length < draft.num_tokens <= most:
         whole = sum(path_products(draft, confidences)) - rate * (pass_s[draft.num_tokens + 1] - pass_s[1])
         if whole > gain:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import mul
 from typing import Any
 
@@ -17,13 +17,15 @@ from edgespec.types import Evidence
 
 _BUCKET_OF = (0, 1, 2, 3, 3, 4, 4, 4)  # position of a token in its draft -> bucket; later ones share the last
 NUM_BUCKETS = 6
+_LAST = len(_BUCKET_OF)  # the first position of the last bucket
+Judge = Callable[[int, Evidence], float]
 _LEAST, _MOST = 0.01, 0.995
 _LOWEST, _HIGHEST = (math.log(probability / (1.0 - probability)) for probability in (_LEAST, _MOST))
 
 
 def bucket_of(index: int) -> int:
     """The bucket of a draft's token `index`, from 0."""
-    return _BUCKET_OF[index] if index < len(_BUCKET_OF) else NUM_BUCKETS - 1
+    return _BUCKET_OF[index] if index < _LAST else NUM_BUCKETS - 1
 
 
 class Calibrator(ABC):
@@ -34,8 +36,8 @@ class Calibrator(ABC):
         """That token `index` (from 0) of a draft is accepted if all before it were."""
 
     @abstractmethod
-    def probabilities(self, evidence: Sequence[Evidence]) -> Iterator[float]:
-        """Those of a draft's tokens, one after the other; nothing may be learnt in between."""
+    def judge(self) -> Judge:
+        """`probability` as of now, quick for many tokens: it knows nothing of what is observed later."""
 
     @abstractmethod
     def observe(self, index: int, evidence: Evidence, *, accepted: bool) -> None:
@@ -60,6 +62,7 @@ class BetaTable(Calibrator):
 
     def __init__(self) -> None:
         self._counts: dict[tuple[float, int], list[float]] = {}  # [accepted, tried], old outcomes fading
+        self._judge: Judge | None = None
 
     def probability(self, index: int, evidence: Evidence) -> float:
         whole = self._counts.get((evidence[0], -1), (1.0, 2.0))
@@ -67,15 +70,21 @@ class BetaTable(Calibrator):
         accepted, tried = self._counts.get((evidence[0], bucket_of(index)), (0.0, 0.0))
         return (accepted + self._PRIOR_WEIGHT * pooled) / (tried + self._PRIOR_WEIGHT)
 
-    def probabilities(self, evidence: Sequence[Evidence]) -> Iterator[float]:
-        known: dict[tuple[float, int], float] = {}  # a draft's tokens are of few classes and buckets
-        for index, of_one in enumerate(evidence):
-            place = of_one[0], bucket_of(index)
-            if place not in known:
-                known[place] = self.probability(index, of_one)
-            yield known[place]
+    def judge(self) -> Judge:
+        if self._judge is None:
+            known: dict[tuple[float, int], float] = {}  # a draft's tokens are of few classes and buckets
+
+            def judged(index: int, evidence: Evidence) -> float:
+                place = evidence[0], bucket_of(index)
+                if place not in known:
+                    known[place] = self.probability(index, evidence)
+                return known[place]
+
+            self._judge = judged
+        return self._judge
 
     def observe(self, index: int, evidence: Evidence, *, accepted: bool) -> None:
+        self._judge = None
         for place in (-1, bucket_of(index)):
             counts = self._counts.setdefault((evidence[0], place), [0.0, 0.0])
             counts[0] = counts[0] * self._MEMORY + accepted
@@ -88,7 +97,7 @@ class BetaTable(Calibrator):
         counts = {(float(row[0]), int(row[1])): [float(row[2]), float(row[3])] for row in state}
         if not all(0 <= accepted <= tried < math.inf for accepted, tried in counts.values()):
             raise ValueError("a table of outcomes has counts that cannot be")
-        self._counts = counts
+        self._counts, self._judge = counts, None
 
 
 class Logistic(Calibrator):
@@ -111,20 +120,32 @@ class Logistic(Calibrator):
         self._slopes: list[float] = []  # of the mood, then of the evidence
         self._slope_precision: list[float] = []
         self._mood = 0.0
+        self._judge: Judge | None = None
 
     def probability(self, index: int, evidence: Evidence) -> float:
         self._grow(1 + len(evidence))
         score = self._bias + self._places[bucket_of(index)]
         return _chance(sum(map(mul, self._slopes, (self._mood, *evidence)), score))
 
-    def probabilities(self, evidence: Sequence[Evidence]) -> Iterator[float]:
-        self._grow(1 + max(map(len, evidence), default=0))
-        common, slopes = self._bias + self._slopes[0] * self._mood, self._slopes[1:]
-        for index, values in enumerate(evidence):
-            yield _chance(sum(map(mul, slopes, values), common + self._places[bucket_of(index)]))
+    def judge(self) -> Judge:
+        if self._judge is None:
+            self._grow(1)
+            common = self._bias + self._slopes[0] * self._mood
+            scores = [common + self._places[bucket] for bucket in (*_BUCKET_OF, NUM_BUCKETS - 1)]
+            slopes = self._slopes[1:]
+
+            def judged(index: int, evidence: Evidence) -> float:
+                if len(evidence) > len(slopes):
+                    self._grow(1 + len(evidence))
+                    slopes[:] = self._slopes[1:]
+                return _chance(sum(map(mul, slopes, evidence), scores[index if index < _LAST else _LAST]))
+
+            self._judge = judged
+        return self._judge
 
     def observe(self, index: int, evidence: Evidence, *, accepted: bool) -> None:
         probability = self.probability(index, evidence)
+        self._judge = None
         error, curvature = accepted - probability, max(probability * (1.0 - probability), 0.02)
         self._precision = max(self._precision * self._MEMORY, self._PRECISION) + curvature
         self._bias += error / self._precision
@@ -158,7 +179,7 @@ class Logistic(Calibrator):
             raise ValueError("a logistic's state has precisions that are not positive")
         self._bias, self._precision = common
         self._places, self._place_precision = places, place_precision
-        self._slopes, self._slope_precision = slopes, slope_precision
+        self._slopes, self._slope_precision, self._judge = slopes, slope_precision, None
 
     def _grow(self, size: int) -> None:
         while len(self._slopes) < size:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import starmap
 from typing import Any, Self
 
 from edgespec.control.branches import outcomes, path_products
@@ -41,9 +40,8 @@ class DrafterState:
         """Of its tokens in turn: calibrated, or the drafter's own where it gives no evidence."""
         if not draft.evidence:
             return iter(draft.confidences.tolist())
-        if draft.is_chain:
-            return self.calibrator.probabilities(draft.evidence)
-        return starmap(self.calibrator.probability, zip(draft.depths(), draft.evidence, strict=True))
+        places = range(draft.num_tokens) if draft.is_chain else draft.depths()
+        return map(self.calibrator.judge(), places, draft.evidence)
 
     def learn(self, draft: Draft, accepted: int) -> None:
         """Of a chain, the first `accepted` tokens stood and the next one, if there is one, did not."""

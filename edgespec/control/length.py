@@ -4,7 +4,7 @@ What has to be maximised is the long-run rate of tokens and not a round's own ra
 fraction by Dinkelbach 1967). With rate r a round of k drafted tokens gains 1 + sum of a_j - r * (t(1 + k) + D(k)),
 where a_j is the probability that the first j tokens all stand. All gains here are over a plain round, in tokens.
 
-A wider pass costs no less, so the search ends where even tokens that all stood could not make up for what it costs.
+The search ends where even tokens that all stood could not make up for what they cost (`least_ahead`).
 """
 
 from __future__ import annotations
@@ -12,14 +12,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
+import numpy as np
+
 FORESIGHT = 16  # tokens that a forecast looks ahead: a step of a staircase is no wider on any kernel seen
 
 
-def best_length(confidences: Iterable[float], pass_s: Sequence[float], rate: float, most: int) -> tuple[int, float]:
+def least_ahead(pass_s: Sequence[float]) -> list[float]:
+    """[widths]: the least seconds that a further row takes behind a pass of width w, on average over some number.
+
+    A draft whose tokens so far all stand with a probability below the rate times that is worth nothing more.
+    """
+    times, widths = np.array(pass_s), np.arange(len(pass_s))
+    further = widths[None, :] - widths[:, None]
+    each_s = np.where(further > 0, times[None, :] - times[:, None], np.inf) / np.maximum(further, 1)
+    found: list[float] = each_s.min(axis=1).tolist()
+    return found
+
+
+def best_length(
+    confidences: Iterable[float], pass_s: Sequence[float], ahead_s: Sequence[float], rate: float, most: int
+) -> tuple[int, float]:
     """(tokens k to keep, gain in tokens over a plain round) of a draft whose drafting is paid for or free.
 
     `confidences` [n]: probability that token j stands if those before it do, asked for only as far as needed;
-    `pass_s[w]`: seconds of a pass of width w, never falling.
+    `pass_s[w]`: seconds of a pass of width w; `ahead_s`: of these, `least_ahead`.
     """
     best, best_gain = 0, 0.0
     reach, expected = 1.0, 0.0
@@ -30,7 +46,7 @@ def best_length(confidences: Iterable[float], pass_s: Sequence[float], rate: flo
         gain = expected - rate * (pass_s[count + 1] - plain_s)
         if gain > best_gain:
             best, best_gain = count, gain
-        elif gain + reach * (most - count) <= best_gain:
+        if reach <= rate * ahead_s[count + 1]:
             break
     return best, best_gain
 
@@ -40,6 +56,7 @@ def forecast(
     reach: float,
     expected_confidences: Sequence[float],
     pass_s: Sequence[float],
+    ahead_s: Sequence[float],
     token_s: float,
     rate: float,
     most: int,
@@ -57,7 +74,7 @@ def forecast(
         gain = expected - rate * (pass_s[start + count + 1] - here_s + count * token_s)
         if gain > best_gain:
             best, best_gain = count, gain
-        elif gain + reach * (most - count) <= best_gain:
+        if reach <= rate * (ahead_s[start + count + 1] + token_s):
             break
     return best, best_gain
 

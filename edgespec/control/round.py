@@ -19,7 +19,7 @@ class PaidRound:
     """Asks a paid drafter, and learns from its draft what it costs and what to expect of it.
 
     `lag`: committed tokens that it must read first; `pass_s[w]`: seconds of a round with a pass of width w; `rate`:
-    tokens per second that the run earns.
+    tokens per second that the run earns; `ahead_s`: `least_ahead` of `pass_s`.
     """
 
     drafter: Drafter
@@ -29,6 +29,7 @@ class PaidRound:
     clock: Callable[[], float]
     lag: int
     pass_s: list[float]
+    ahead_s: list[float]
     rate: float
     draft: Draft | None = None
     confidences: Sequence[float] = ()  # of its tokens
@@ -42,28 +43,30 @@ class PaidRound:
 
     def drafted(self, request: DraftRequest, most: int) -> tuple[Draft, list[float], int]:
         """(all that was drafted of at most `most` tokens, their confidences, how many of them are worth verifying)."""
-        pass_s, rate, cost, upcoming = self.pass_s, self.rate, self.cost, self.state.upcoming
+        pass_s, ahead_s, rate, token_s = self.pass_s, self.ahead_s, self.rate, self.cost.token_s
+        judge, upcoming = self.state.calibrator.judge(), self.state.upcoming
         found: list[float] = []
         reach = 1.0
 
         def worth_going_on(count: int, evidence: Evidence) -> bool:
             nonlocal reach
-            confidence = self.state.calibrator.probability(count - 1, evidence)
+            confidence = judge(count - 1, evidence)
             found.append(confidence)
             reach *= confidence
-            next_s = pass_s[count + 2] - pass_s[count + 1] + cost.token_s
-            if count < most and reach * upcoming.expected(confidence) > rate * next_s:
+            if count >= most or reach <= rate * (ahead_s[count + 1] + token_s):
+                return False  # tokens that were certain would not pay
+            if reach * upcoming.expected(confidence) > rate * (pass_s[count + 2] - pass_s[count + 1] + token_s):
                 return True  # the next token pays by itself, as it mostly does; otherwise those behind it may
             ahead = upcoming.chain(confidence, min(most - count, FORESIGHT))
-            return forecast(count, reach, ahead, pass_s, cost.token_s, rate, most)[0] > 0
+            return forecast(count, reach, ahead, pass_s, ahead_s, token_s, rate, most)[0] > 0
 
-        row_cost = rate * ((pass_s[most + 1] - pass_s[1]) / most + cost.token_s)
+        row_cost = rate * ((pass_s[most + 1] - pass_s[1]) / most + token_s)
         draft = self._timed(request._replace(max_tokens=most, worth_going_on=worth_going_on, row_cost=row_cost))
         asked_each = draft.is_chain and len(found) == draft.num_tokens
         confidences = found if asked_each else list(self.state.confidences(draft))
         self.draft, self.confidences = draft, confidences
-        length, gain = best_nodes(draft, confidences, pass_s, rate, most)
-        gain -= rate * cost.of(draft.num_tokens, 0)
+        length, gain = best_nodes(draft, confidences, pass_s, ahead_s, rate, most)
+        gain -= rate * self.cost.of(draft.num_tokens, 0)
         self.is_promising = gain > 0
         self.state.asked(gain)
         return draft, confidences, length

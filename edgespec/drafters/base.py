@@ -43,7 +43,7 @@ class DraftRequest(NamedTuple):
 
     def at_most(self, max_tokens: int) -> DraftRequest:
         """The same request for no more tokens."""
-        return self if max_tokens >= self.max_tokens else self._replace(max_tokens=max_tokens)
+        return self if max_tokens >= self.max_tokens else DraftRequest(self.token_ids, max_tokens, *self[2:])
 
 
 class Drafter(ABC):
