@@ -2,8 +2,10 @@
 
     python scripts/measure_control.py MODEL --prompts FILE [--engine onnx] [--tokens N] [--temps T] [--slow-draft FILE]
 
-FILE holds one JSON object per line: {"domain": ..., "text": ...}. Every prompt is decoded by every setting before the
-next prompt, twice, in an order that rotates. Plain decoding runs in both modes: `plain` without the reproducible mode,
+FILE holds one JSON object per line: {"domain": ..., "text": ...}; scripts/held_out_prompts.py makes such a file. Every
+prompt is decoded by every setting before the next prompt, there and back (`--once`: there), in an order that rotates.
+Each domain, and all of them by turns, begins with an empty cache folder, so that what automatic decoding knows it has
+learnt in that row. Plain decoding runs in both modes: `plain` without the reproducible mode,
 its best setting, and `padded` in it. A figure is the time that `plain` took for all prompts over the time that the
 setting took, prefill left out on both sides, what the draft model reads counted. The adversaries: a drafter that
 claims .9 and is right one time in ten, random tokens as text, temperature 1.5, answers of 8 tokens, a draft slower
@@ -14,8 +16,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -67,6 +72,28 @@ class Bench:
             self.slow = edgespec.load(
                 chosen.model, reproducible=False, **(common | {"draft": chosen.slow_draft}), drafter="model"
             )
+        self.is_once = chosen.once
+
+    def close(self) -> None:
+        for model in (*self.models.values(), *([self.slow] if self.slow else [])):
+            model.close()
+
+    def compare(self, settings: dict[str, Runner], prompts: Sequence[list[int]]) -> dict[str, float]:
+        """Time of `plain` over that of each other setting, all prompts together; the settings take turns.
+
+        Of the two times of a prompt the lower counts: what disturbs a run makes it longer, by minutes on a bad day.
+        """
+        taken: dict[str, float] = defaultdict(float)
+        names = list(settings)
+        for index, ids in enumerate(prompts):
+            turn = index % len(names)
+            order = names[turn:] + names[:turn]
+            seconds = defaultdict(list)
+            for name in order if self.is_once else (*order, *reversed(order)):
+                seconds[name].append(settings[name](ids))
+            for name in names:
+                taken[name] += min(seconds[name])
+        return {name: taken["plain"] / taken[name] for name in names if name != "plain"}
 
     def decode(self, model: Model, ids: list[int], sampling: Sampling, **options: object) -> float:
         model.generate([ids[0]], sampling, GenerateOptions(max_tokens=1, drafter="none"))  # nothing of it is cached
@@ -92,22 +119,16 @@ class Bench:
         return run.stats.decode_s
 
 
-def compare(settings: dict[str, Runner], prompts: Sequence[list[int]], base: str = "plain") -> dict[str, float]:
-    """Time of `base` over the time of each setting, all prompts together; the settings take turns, there and back.
-
-    Of the two times of a prompt the lower counts: what disturbs a run makes it longer, by minutes on a bad day.
-    """
-    taken: dict[str, float] = defaultdict(float)
-    names = list(settings)
-    for index, ids in enumerate(prompts):
-        turn = index % len(names)
-        order = names[turn:] + names[:turn]
-        seconds = defaultdict(list)
-        for name in (*order, *reversed(order)):
-            seconds[name].append(settings[name](ids))
-        for name in names:
-            taken[name] += min(seconds[name])
-    return {name: taken[base] / taken[name] for name in names if name != base}
+@contextmanager
+def fresh_start(chosen: argparse.Namespace) -> Iterator[Bench]:
+    """Models loaded with an empty cache folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["EDGESPEC_HOME"] = folder
+        bench = Bench(chosen)
+        try:
+            yield bench
+        finally:
+            bench.close()
 
 
 def settings_of(bench: Bench, temperature: float, tokens: int, fixed: Sequence[tuple[str, int]]) -> dict[str, Runner]:
@@ -126,19 +147,27 @@ def settings_of(bench: Bench, temperature: float, tokens: int, fixed: Sequence[t
     return found
 
 
-def near_the_best(bench: Bench, chosen: argparse.Namespace, prompts: list[dict[str, str]]) -> None:
-    fixed = [("model", length) for length in chosen.lengths] + [("ngram", length) for length in (2, 5)]
-    model = bench.models[""]
+def near_the_best(chosen: argparse.Namespace, prompts: list[dict[str, str]]) -> None:
+    domains = list(dict.fromkeys(prompt["domain"] for prompt in prompts))
+    rows = {domain: [prompt for prompt in prompts if prompt["domain"] == domain] for domain in domains}
+    if len(domains) > 1:
+        rows["by turns"] = interleaved(prompts)[: max(map(len, rows.values()))]
     for temperature in chosen.temps:
-        for domain in dict.fromkeys(prompt["domain"] for prompt in prompts):
-            texts = [model.encode(p["text"], parse_special=True) for p in prompts if p["domain"] == domain]
-            tell(f"T={temperature:g} {domain}", compare(settings_of(bench, temperature, chosen.tokens, fixed), texts))
-        mixed = [model.encode(prompt["text"], parse_special=True) for prompt in interleaved(prompts)]
-        tell(f"T={temperature:g} mixed", compare(settings_of(bench, temperature, chosen.tokens, [("model", 5)]), mixed))
+        for name, of_row in rows.items():
+            with fresh_start(chosen) as bench:
+                texts = [bench.models[""].encode(prompt["text"], parse_special=True) for prompt in of_row]
+                settings = settings_of(bench, temperature, chosen.tokens, chosen.fixed)
+                tell(f"T={temperature:g} {name}", bench.compare(settings, texts))
 
 
-def never_slower(bench: Bench, chosen: argparse.Namespace, prompts: list[dict[str, str]]) -> None:
-    model = bench.models[""]
+def never_slower(chosen: argparse.Namespace, prompts: list[dict[str, str]]) -> None:
+    with fresh_start(chosen) as bench:
+        tell_costs(bench)
+        adversaries(bench, chosen, prompts)
+
+
+def adversaries(bench: Bench, chosen: argparse.Namespace, prompts: list[dict[str, str]]) -> None:
+    model, compare = bench.models[""], bench.compare
     texts = [model.encode(prompt["text"], parse_special=True) for prompt in interleaved(prompts)]
     greedy, rng = Sampling(temperature=0.0), np.random.default_rng(0)
     plain: Runner = lambda ids: bench.decode(model, ids, greedy, drafter="none", max_tokens=chosen.tokens)  # noqa: E731
@@ -167,6 +196,18 @@ def interleaved(prompts: list[dict[str, str]]) -> list[dict[str, str]]:
     return [row[index] for index in range(max(map(len, rows))) for row in rows if index < len(row)]
 
 
+def tell_costs(bench: Bench) -> None:
+    facts, curve, costs = bench.models[""].target.facts, bench.models[""].cost_curve, bench.models[""].draft_costs
+    print(f"{facts.name}, {facts.threads} threads; cost by width", end=" ")
+    print("  ".join(f"{w}: {s / curve.at(1):.2f}" for w, s in curve.measured.items()), end="; draft token ")
+    print(", ".join(f"{name} {cost.token_s / curve.at(1):.3f}" for name, cost in costs.items()))
+
+
+def parsed_fixed(text: str) -> list[tuple[str, int]]:
+    """`model:5,ngram:5` as drafters and their draft lengths."""
+    return [(name, int(length)) for name, length in (part.split(":") for part in text.split(","))]
+
+
 def tell(name: str, ratios: dict[str, float]) -> None:
     print(f"{name:32} " + "  ".join(f"{setting}: {ratio:.3f}" for setting, ratio in ratios.items()), flush=True)
 
@@ -178,7 +219,8 @@ def main() -> None:
     parser.add_argument("--engine", default="auto")
     parser.add_argument("--draft", type=Path)
     parser.add_argument("--slow-draft", type=Path, help="a draft file that is slower than the target")
-    parser.add_argument("--lengths", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 3, 5, 7])
+    parser.add_argument("--fixed", type=parsed_fixed, default="model:1,model:3,model:5,model:7,ngram:5")
+    parser.add_argument("--once", action="store_true", help="every setting once per prompt")
     parser.add_argument("--temps", type=lambda text: [float(part) for part in text.split(",")], default=[0.0, 0.8])
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--threads", type=int)
@@ -186,17 +228,10 @@ def main() -> None:
     parser.add_argument("--only", choices=("best", "never"), help="one half of the run")
     chosen = parser.parse_args()
     prompts = [json.loads(line) for line in chosen.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
-    bench = Bench(chosen)
-    facts = bench.models[""].target.facts
-    curve, costs = bench.models[""].cost_curve, bench.models[""].draft_costs
-    print(f"{chosen.model}: {facts.name}, {facts.threads} threads, {len(prompts)} prompts, {chosen.tokens} tokens")
-    print("cost by width " + "  ".join(f"{w}: {s / curve.at(1):.2f}" for w, s in curve.measured.items()), end="; ")
-    print("draft token " + ", ".join(f"{name} {cost.token_s / curve.at(1):.3f}" for name, cost in costs.items()))
+    print(f"{chosen.model}: {len(prompts)} prompts, {chosen.tokens} tokens")
     for half, measure in (("best", near_the_best), ("never", never_slower)):
         if chosen.only in (None, half):
-            measure(bench, chosen, prompts)
-    for model in (*bench.models.values(), *([bench.slow] if bench.slow else [])):
-        model.close()
+            measure(chosen, prompts)
 
 
 if __name__ == "__main__":

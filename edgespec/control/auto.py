@@ -130,7 +130,7 @@ class AutoController(Controller):
         started_s = self._clock()
         self._learn(proposal, verdict, record)
         self._judge_shadows(proposal.draft.token_ids[list(verdict.accepted_nodes)], verdict.next_token_id)
-        self._round_table(record.position)  # for the next decision, which has to be quick
+        self._round_table(record.position + record.accepted_tokens + 1)  # for the next decision, which has to be quick
         self._learning_s = self._clock() - started_s
 
     def _learn(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:

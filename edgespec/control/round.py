@@ -33,8 +33,13 @@ class PaidRound:
     rate: float
     draft: Draft | None = None
     confidences: Sequence[float] = ()  # of its tokens
-    reading_s: float = 0.0  # of the draft's time, for text that the drafter lacked
-    is_promising: bool = False  # once its confidences were known, the draft promised a gain
+    gain: float = 0.0  # tokens that the draft promised once they were known, net of the drafting
+    seconds: float = 0.0  # that drafting took
+    reading_s: float = 0.0  # of these, for text that the drafter lacked
+
+    @property
+    def is_promising(self) -> bool:
+        return self.gain > 0
 
     def affordable(self, most: int) -> int:
         """How many tokens, at most, the bank risks: it pays if all of them fail."""
@@ -61,27 +66,23 @@ class PaidRound:
             return forecast(count, reach, ahead, pass_s, ahead_s, token_s, rate, most)[0] > 0
 
         row_cost = rate * ((pass_s[most + 1] - pass_s[1]) / most + token_s)
-        draft = self._timed(request._replace(max_tokens=most, worth_going_on=worth_going_on, row_cost=row_cost))
+        started_s = self.clock()
+        draft = self.drafter.draft(request._replace(max_tokens=most, worth_going_on=worth_going_on, row_cost=row_cost))
+        self.seconds = self.clock() - started_s
         asked_each = draft.is_chain and len(found) == draft.num_tokens
         confidences = found if asked_each else list(self.state.confidences(draft))
         self.draft, self.confidences = draft, confidences
         length, gain = best_nodes(draft, confidences, pass_s, ahead_s, rate, most)
-        gain -= rate * self.cost.of(draft.num_tokens, 0)
-        self.is_promising = gain > 0
-        self.state.asked(gain)
+        self.gain = gain - rate * self.cost.of(draft.num_tokens, 0)
         return draft, confidences, length
 
     def learn(self) -> None:
-        """From the draft, what its drafter's next tokens are to be expected to be worth."""
+        """From the draft, what its drafter costs and what its next tokens are to be expected to be worth."""
         if self.draft is not None:
+            self.cost.observe(self.draft.num_tokens, self.lag, self.seconds)
+            self.reading_s = self.lag * self.cost.read_s
+            self.state.asked(self.gain)
             self.state.upcoming.observe_chain(self.confidences[: self.draft.main_chain.num_tokens])
-
-    def _timed(self, request: DraftRequest) -> Draft:
-        started_s = self.clock()
-        draft = self.drafter.draft(request)
-        self.cost.observe(draft.num_tokens, self.lag, self.clock() - started_s)
-        self.reading_s = self.lag * self.cost.read_s
-        return draft
 
 
 @dataclass(slots=True)
