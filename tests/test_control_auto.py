@@ -33,9 +33,11 @@ from edgespec.control.auto import AutoController
 from edgespec.control.base import NOTHING
 from edgespec.control.cost import CostCurve, DraftCost
 from edgespec.control.drafter_state import DrafterState
+from edgespec.control.kinds import kind_of
 from edgespec.drafters.base import DraftRequest
+from edgespec.drafters.ngram import NgramDrafter
 from edgespec.sampling import Sampler, Sampling
-from edgespec.types import Draft, RoundRecord, Verdict
+from edgespec.types import Draft, RoundRecord, Verdict, one_hot
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
 TEXTS = recorded()
@@ -209,6 +211,48 @@ def test_a_drafter_that_cannot_be_afforded_leaves_the_round_to_another() -> None
     records = simulate(world.auto(), text, world.machine, world.clock, reads_prompts=False)
     assert {record.drafter for record in records} <= {"ngram", None}
     assert sum(record.accepted_tokens for record in records) > 0.6 * text.num_tokens
+
+
+class Sampled(TracedDrafter):
+    """Its tokens come with what they were sampled from."""
+
+    def draft(self, request: DraftRequest) -> Draft:
+        draft = super().draft(request)
+        laws = [one_hot(token_id) for token_id in draft.token_ids.tolist()]
+        return Draft.chain(draft.token_ids, distributions=laws, evidence=draft.evidence)
+
+
+@pytest.mark.parametrize("kind", [TracedDrafter, Sampled])
+def test_a_lookup_takes_over_where_the_draft_model_disappoints(kind: type[TracedDrafter]) -> None:
+    """It promised much and its tokens are doubtful; but a token that was sampled must not be dropped for what it is."""
+    ids = np.tile(np.arange(8), 40).astype(np.int32)
+    text = Text(ids, 16, [0] * (ids.size + 1), [[(-1.5, -3.0, -1.0)] * 8 for _ in ids])
+    world = World(Machine(ORT_INT8))
+    plain_s = world.machine.plain_s
+    model, lookup = kind(world.clock, 0.04 * plain_s), NgramDrafter()
+    costs = {"model": DraftCost(0.04 * plain_s)}
+    auto = AutoController({"ngram": lookup, "model": model}, world.machine.curve(), costs, clock=world.clock)
+    simulate(auto, text, world.machine, world.clock)  # what the lookup is worth is learnt
+    model.take(text)
+    auto.begin(ids[:16])
+    sampler = Sampler(Sampling(temperature=0.0), VOCABULARY)
+    request = DraftRequest(ids[:200], 8, sampler, needs_distributions=kind is Sampled)
+    auto._kinds.of(kind_of(request))[0].update(auto._kinds.of("greedy")[0])
+    for states, _ in auto._kinds._kinds.values():
+        states["model"].promise = 50.0
+    started_s = world.clock()
+    proposal = auto.propose(request)
+    assert world.clock() > started_s  # the model was asked
+    assert proposal.drafter == ("model" if kind is Sampled else "ngram")
+    if kind is Sampled:
+        return
+    assert proposal.draft.token_ids.tolist() == ids[200 : 200 + proposal.draft.num_tokens].tolist()
+    verdict = Verdict(tuple(range(proposal.draft.num_tokens)), int(ids[200 + proposal.draft.num_tokens]))
+    asked = auto._states["model"].times_asked
+    count, confidences = proposal.draft.num_tokens, tuple(proposal.draft.confidences.tolist())
+    drafted_s, verify_s = world.clock() - started_s, world.machine.seconds(count + 1, 0.0)
+    auto.observe(proposal, verdict, RoundRecord(200, "ngram", count, count, confidences, drafted_s, verify_s))
+    assert auto._states["model"].times_asked == asked + 1
 
 
 class Evidenceless(TracedDrafter):

@@ -58,6 +58,24 @@ def test_the_leader_follows_what_was_really_gained() -> None:
     assert hedge.pick(GAINS) == "ngram"
 
 
+def test_drafters_that_copy_long_runs_are_told_apart() -> None:
+    """Five tokens a round against nine: the one that gains less expects more."""
+    hedge = Hedge(["cache", "suffix"])
+    for _ in range(30):
+        hedge.update({"cache": 8.0, "suffix": 7.0}, {"cache": 4.5, "suffix": 9.0})
+        hedge.share()
+    assert hedge.pick({"cache": 8.0, "suffix": 7.0}) == "suffix"
+
+
+def test_the_best_of_the_others_takes_over_unless_nobody_should_draft() -> None:
+    hedge = Hedge(["ngram", "model"])
+    assert hedge.second({"ngram": 0.5}) == "ngram"
+    assert hedge.second({"ngram": -0.5}) is None
+    assert hedge.second({}) is None
+    play(hedge, {"ngram": -1.0, "model": -1.0}, 30)
+    assert hedge.second({"ngram": 0.5}) is None
+
+
 def test_nobody_drafts_when_every_draft_loses_and_one_is_asked_again_when_it_gains() -> None:
     hedge = Hedge(["ngram", "model"])
     play(hedge, {"ngram": -0.5, "model": -0.5}, 1000)

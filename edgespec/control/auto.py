@@ -123,7 +123,7 @@ class AutoController(Controller):
         if chosen is None:
             return NOTHING
         if chosen in drafts:
-            return self._affordable(chosen, drafts[chosen], lengths[chosen], pass_s)
+            return self._affordable(chosen, pass_s)
         return self._paid_proposal(chosen, lags[chosen], request, pass_s, rate)
 
     def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
@@ -148,12 +148,17 @@ class AutoController(Controller):
             return
         # A paid drafter that was not asked counts as half of what it expected: neither punished nor trusted for it.
         net = {name: 0.5 * gain for name, gain in decided.gains.items() if not self.drafters[name].is_free}
+        gained = num_tokens - 1 - rate * (round_s - reading_s - plain_s) if proposal.drafter is not None else 0.0
+        if decided.paid is not None and decided.chosen is not None:
+            # Drafted in vain if nothing was verified; what a second drafter brought is no merit of the first one's,
+            # but what asking for the first led to.
+            net[decided.chosen] = gained if proposal.drafter is not None else -rate * (record.draft_s - reading_s)
         if proposal.drafter is not None:
             self.drafters[proposal.drafter].observe(proposal.draft, verdict)
             self._states[proposal.drafter].learn_verdict(proposal.draft, verdict)
-            net[proposal.drafter] = num_tokens - 1 - rate * (round_s - reading_s - plain_s)
-        elif decided.paid is not None and decided.chosen is not None:
-            net[decided.chosen] = -rate * (record.draft_s - reading_s)  # drafted, and not worth a wider pass
+            if proposal.drafter != decided.chosen:
+                gained += rate * decided.paid_s  # by itself it would have cost less
+            net[proposal.drafter] = gained
         self._hedge.update(decided.gains, net)
         self._hedge.share()
         self._count_probes(decided)
@@ -230,14 +235,16 @@ class AutoController(Controller):
     def _can_gain(self, name: str, pass_s: list[float], most: int) -> bool:
         return ceiling(pass_s, self.costs[name].token_s, most)[1] >= _WORTH_PROBING
 
-    def _affordable(self, name: str, draft: Draft, length: int, pass_s: list[float]) -> Proposal:
-        """As much of a finished draft as is worth it and as the bank can pay."""
-        length = self.bank.longest(length, lambda count: pass_s[count + 1], pass_s[1])
+    def _affordable(self, name: str, pass_s: list[float], spent_s: float = 0.0) -> Proposal:
+        """As much of a free drafter's draft as is worth it and the bank can pay, `spent_s` of the round being gone."""
+        assert self._round is not None
+        draft, length = self._round.trials[name], self._round.lengths[name]
+        length = self.bank.longest(length, lambda count: pass_s[count + 1] + spent_s, pass_s[1])
         confidences = list(islice(self._states[name].confidences(draft), length))
         return Proposal(draft.first(length, confidences), name) if length else NOTHING
 
     def _paid_proposal(self, name: str, lag: int, request: DraftRequest, pass_s: list[float], rate: float) -> Proposal:
-        """What a paid drafter drafts, as far as it is worth verifying."""
+        """What a paid drafter drafts, as far as it is worth verifying, or a free one's draft that is worth more."""
         assert self._round is not None
         drafter, state = self.drafters[name], self._states[name]
         asked = PaidRound(drafter, state, self.costs[name], self.bank, self._clock, lag, pass_s, self._ahead_s, rate)
@@ -247,6 +254,11 @@ class AutoController(Controller):
         draft, confidences, length = asked.drafted(request, most)
         if draft.distributions is not None:
             length = draft.num_tokens  # under the rejection rule a sampled token may not be dropped for what it is
+        else:
+            gains = self._round.gains
+            second = self._hedge.second({free: gains[free] for free in self._round.trials})
+            if second is not None and gains[second] > asked.gain:
+                return self._affordable(second, pass_s, asked.seconds)
         return Proposal(draft.first(length, confidences), name) if length else NOTHING
 
     # -- learning
@@ -261,7 +273,7 @@ class AutoController(Controller):
                 self._shadows.add(Shadow(name, context, draft, length, decided.gains, extra))
         if decided.chosen is not None and decided.paid is not None and decided.paid.draft is not None:
             decided.paid.learn()
-            if used is None and decided.paid.draft.distributions is None:
+            if used != decided.chosen and decided.paid.draft.distributions is None:
                 self._shadows.add(Shadow(decided.chosen, context, decided.paid.draft.main_chain, 0, decided.gains, 0.0))
 
     def _judge_shadows(self, accepted_ids: TokenIds, next_id: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 BEST, NEVER = "best", "never"
 _RATE = 0.15  # of the weights' logarithms per net token
 _SHARE = 0.01  # of all weight that is spread again each round, so that a change of domain is followed
-_MOST_GAIN = 4.0  # net tokens of one round that are believed
+_MOST_GAIN = 8.0  # net tokens of one round that are believed; fewer, and of those that copy long runs all seem alike
 
 
 class Hedge:
@@ -33,6 +33,11 @@ class Hedge:
         """The drafter that the heaviest policy takes, given what each expects to gain in tokens; None: do not draft."""
         leader = max(self._weights, key=self._weights.__getitem__)
         return choice_of(leader, gains)
+
+    def second(self, gains: Mapping[str, float]) -> str | None:
+        """Who takes over from a drafter that promised more than it has drafted: the best of the others' `gains`."""
+        leader = max(self._weights, key=self._weights.__getitem__)
+        return None if leader == NEVER else choice_of(BEST, gains)
 
     def update(self, gains: Mapping[str, float], net_tokens: Mapping[str, float]) -> None:
         """Of one round: `gains` as they were expected, and the `net_tokens` of the drafters of which they are known."""

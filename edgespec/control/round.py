@@ -33,13 +33,18 @@ class PaidRound:
     rate: float
     draft: Draft | None = None
     confidences: Sequence[float] = ()  # of its tokens
-    gain: float = 0.0  # tokens that the draft promised once they were known, net of the drafting
+    gain: float = 0.0  # tokens that verifying the draft promises over a plain round, now that its tokens are known
     seconds: float = 0.0  # that drafting took
     reading_s: float = 0.0  # of these, for text that the drafter lacked
 
     @property
     def is_promising(self) -> bool:
-        return self.gain > 0
+        return self.net_gain > 0
+
+    @property
+    def net_gain(self) -> float:
+        """The gain less what drafting costs."""
+        return 0.0 if self.draft is None else self.gain - self.rate * self.cost.of(self.draft.num_tokens, 0)
 
     def affordable(self, most: int) -> int:
         """How many tokens, at most, the bank risks: it pays if all of them fail."""
@@ -72,8 +77,7 @@ class PaidRound:
         asked_each = draft.is_chain and len(found) == draft.num_tokens
         confidences = found if asked_each else list(self.state.confidences(draft))
         self.draft, self.confidences = draft, confidences
-        length, gain = best_nodes(draft, confidences, pass_s, ahead_s, rate, most)
-        self.gain = gain - rate * self.cost.of(draft.num_tokens, 0)
+        length, self.gain = best_nodes(draft, confidences, pass_s, ahead_s, rate, most)
         return draft, confidences, length
 
     def learn(self) -> None:
@@ -81,7 +85,7 @@ class PaidRound:
         if self.draft is not None:
             self.cost.observe(self.draft.num_tokens, self.lag, self.seconds)
             self.reading_s = self.lag * self.cost.read_s
-            self.state.asked(self.gain)
+            self.state.asked(self.net_gain)
             self.state.upcoming.observe_chain(self.confidences[: self.draft.main_chain.num_tokens])
 
 
@@ -100,3 +104,8 @@ class Round:
     def reading_s(self) -> float:
         """Of the draft's time, for text that its drafter lacked."""
         return 0.0 if self.paid is None else self.paid.reading_s
+
+    @property
+    def paid_s(self) -> float:
+        """What drafting took, that reading aside."""
+        return 0.0 if self.paid is None else self.paid.seconds - self.paid.reading_s
