@@ -1,8 +1,9 @@
 """The automatic controller: measured costs, calibrated confidence, the rate rule, a choice among drafters, a time bank.
 
 One round: free drafters draft on trial, paid ones are forecast; each has a best length and an expected gain over plain
-decoding (`length`); Hedge takes one or none (`choice`); the bank has the last word (`bank`). Afterwards costs,
-confidences and weights learn from what happened, and unused free drafts from the text itself (`shadow`).
+decoding (`length`); Hedge takes one or none (`choice`); what a paid one has drafted gives way to a free draft that is
+worth more; the bank has the last word (`bank`). Afterwards costs, confidences and weights learn from what happened, and
+unused drafts from the text itself (`shadow`).
 """
 
 from __future__ import annotations
@@ -146,20 +147,13 @@ class AutoController(Controller):
         self._seconds = _RATE_MEMORY * self._seconds + round_s - reading_s
         if decided is None:
             return
-        # A paid drafter that was not asked counts as half of what it expected: neither punished nor trusted for it.
-        net = {name: 0.5 * gain for name, gain in decided.gains.items() if not self.drafters[name].is_free}
-        gained = num_tokens - 1 - rate * (round_s - reading_s - plain_s) if proposal.drafter is not None else 0.0
-        if decided.paid is not None and decided.chosen is not None:
-            # Drafted in vain if nothing was verified; what a second drafter brought is no merit of the first one's,
-            # but what asking for the first led to.
-            net[decided.chosen] = gained if proposal.drafter is not None else -rate * (record.draft_s - reading_s)
         if proposal.drafter is not None:
             self.drafters[proposal.drafter].observe(proposal.draft, verdict)
             self._states[proposal.drafter].learn_verdict(proposal.draft, verdict)
-            if proposal.drafter != decided.chosen:
-                gained += rate * decided.paid_s  # by itself it would have cost less
-            net[proposal.drafter] = gained
-        self._hedge.update(decided.gains, net)
+            gained = num_tokens - 1 - rate * (round_s - reading_s - plain_s)
+        else:
+            gained = -rate * (record.draft_s - reading_s)  # drafted, and not worth a wider pass
+        self._hedge.update(decided.gains, decided.net_tokens(proposal.drafter, gained, rate))
         self._hedge.share()
         self._count_probes(decided)
 

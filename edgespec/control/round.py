@@ -105,7 +105,18 @@ class Round:
         """Of the draft's time, for text that its drafter lacked."""
         return 0.0 if self.paid is None else self.paid.reading_s
 
-    @property
-    def paid_s(self) -> float:
-        """What drafting took, that reading aside."""
-        return 0.0 if self.paid is None else self.paid.seconds - self.paid.reading_s
+    def net_tokens(self, used: str | None, gained: float, rate: float) -> dict[str, float]:
+        """By drafter, as far as it is known: the tokens of the round beyond a plain one's, net of their cost.
+
+        `used`: whose draft was verified; `gained`: what came of the round; `rate`: tokens per second that it earns.
+        """
+        # A paid drafter that was not asked counts as half of what it expected: neither punished nor trusted for it.
+        net = {name: 0.5 * gain for name, gain in self.gains.items() if name not in self.trials}
+        if self.paid is not None and self.chosen is not None:
+            net[self.chosen] = gained  # whoever's draft was verified: this is what came of asking
+        if used is not None and used != self.chosen and self.paid is not None:
+            # By itself a free drafter that took over would not have waited for the other one.
+            net[used] = gained + rate * (self.paid.seconds - self.paid.reading_s)
+        elif used is not None:
+            net[used] = gained
+        return net
