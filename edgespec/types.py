@@ -91,13 +91,14 @@ class Draft:
     num_tokens: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_tokens", int(self.token_ids.size))
-        sizes = [self.num_tokens, self.parents.size, self.confidences.size]
-        sizes += [len(given) for given in (self.distributions, self.evidence) if given is not None]
-        if sizes.count(sizes[0]) != len(sizes):
+        count = int(self.token_ids.size)
+        object.__setattr__(self, "num_tokens", count)
+        given = [len(each) for each in (self.distributions, self.evidence) if each is not None]
+        sizes = [count, self.parents.size, self.confidences.size, *given]
+        if sizes != [count] * len(sizes):
             raise BatchError(f"a draft needs one parent, confidence, distribution and evidence per token, got {sizes}")
         parents = self.parents.tolist()
-        object.__setattr__(self, "is_chain", parents == list(range(-1, self.num_tokens - 1)))
+        object.__setattr__(self, "is_chain", parents == list(range(-1, count - 1)))
         if not (self.is_chain or all(NO_PARENT <= parent < node for node, parent in enumerate(parents))):
             raise BatchError(f"draft parents must come before their children, got {parents}")
 

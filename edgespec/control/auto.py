@@ -104,16 +104,17 @@ class AutoController(Controller):
             self._rest = min(self.bank.rounds_until(pass_s[2], pass_s[1]), _LONGEST_REST)
             return NOTHING
         rate, request = self._rate(pass_s[1]), request.at_most(most)
-        drafts = {name: drafter.draft(request) for name, drafter in self.drafters.items() if drafter.is_free}
+        drafts: dict[str, Draft] = {}
         lengths: dict[str, int] = {}
         gains: dict[str, float] = {}
         lags: dict[str, int] = {}
         for name, drafter in self.drafters.items():
-            if name in drafts:
-                lengths[name], gains[name] = self._worth(name, drafts[name], pass_s, rate, most)
+            if drafter.is_free:
+                drafts[name] = draft = drafter.draft(request)
+                lengths[name], gains[name] = self._worth(name, draft, pass_s, rate)
             else:
-                lags[name] = drafter.lag(request.token_ids)
-                gains[name] = self._forecast(name, lags[name], pass_s, rate, most)
+                lags[name] = lag = drafter.lag(request.token_ids)
+                gains[name] = self._forecast(name, lag, pass_s, rate, most)
         if len(lags) > 1:
             favour_hopeful(gains, {name: self._states[name].hope for name in lags})
         is_refresh = self._since_plain >= self._refresh_after
@@ -192,12 +193,12 @@ class AutoController(Controller):
         """Tokens per second that this run earns; never less than plain decoding would."""
         return max(self._tokens / self._seconds if self._seconds else 0.0, 1.0 / plain_s)
 
-    def _worth(self, name: str, draft: Draft, pass_s: list[float], rate: float, most: int) -> tuple[int, float]:
+    def _worth(self, name: str, draft: Draft, pass_s: list[float], rate: float) -> tuple[int, float]:
         """(tokens of a finished draft to verify, what that is expected to gain)."""
         if not draft.num_tokens:
             return 0, 0.0
         confidences = self._states[name].confidences(draft)
-        return best_length(confidences, pass_s, self._ahead_s, rate, min(draft.num_tokens, most))
+        return best_length(confidences, pass_s, self._ahead_s, rate, draft.num_tokens)
 
     def _forecast(self, name: str, lag: int, pass_s: list[float], rate: float, most: int) -> float:
         """Tokens to gain from asking a paid drafter, as far as is known before; what it must read first is spread.
