@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -369,7 +370,11 @@ def test_bad_input_is_one_line(target_path, arguments, said):
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 def test_an_interrupt_writes_no_profile(target_path):
     arguments = [sys.executable, "-m", "edgespec", "tune", str(target_path), "-n", "1000", "--max-prompts", "8"]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # a shell that runs the tests in the background would have it ignore the signal
+    with subprocess.Popen(
+        arguments, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **pipes
+    ) as process:
         assert process.stderr is not None
         while "settings, at most" not in process.stderr.readline():
             assert process.poll() is None
