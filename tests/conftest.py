@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,11 @@ from edgespec.training import corpus
 
 DEMO = Path(__file__).parent.parent / "models" / "demo"
 TEST_THREADS = 1  # several would wait for each other on a busy machine
+
+
+def heed_interrupts() -> None:
+    """For `preexec_fn`: a shell that runs the tests in the background makes what they start deaf to SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session", autouse=True)

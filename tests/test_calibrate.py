@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from conftest import heed_interrupts
 
 import edgespec
 from edgespec.cli.main import cli
@@ -208,10 +209,7 @@ def test_an_interrupt_keeps_what_was_known(target_path, private_home):
     assert kept
     arguments = [sys.executable, "-m", "edgespec", "calibrate", str(target_path), "--passes", "1000000"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # a shell that runs the tests in the background would have it ignore the signal
-    with subprocess.Popen(
-        arguments, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **pipes
-    ) as process:
+    with subprocess.Popen(arguments, preexec_fn=heed_interrupts, **pipes) as process:
         try:
             assert process.stderr is not None
             while "threads 1" not in process.stderr.readline():

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from conftest import heed_interrupts
 
 pytest.importorskip("gguf", reason="export needs the package gguf: pip install edgespec[export]")
 
@@ -241,9 +242,6 @@ def test_an_existing_pair_is_kept_unless_forced(tmp_path):
 def test_an_interrupt_says_how_to_go_on(tmp_path):
     script = [sys.executable, str(ROOT / "scripts" / "export_hf.py")]
     arguments = [TARGET, "-o", str(tmp_path / "pair"), "--no-check", "--quant", "q4_k_m", "--draft", DRAFT]
-
-    def heed_interrupts() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts what runs in the background deaf to them
 
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([*script, *arguments], **pipes, preexec_fn=heed_interrupts) as process:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from conftest import DEMO
+from conftest import DEMO, heed_interrupts
 
 from edgespec.cli.main import cli
 from edgespec.cli.tune_view import _labels, _short
@@ -371,10 +371,7 @@ def test_bad_input_is_one_line(target_path, arguments, said):
 def test_an_interrupt_writes_no_profile(target_path):
     arguments = [sys.executable, "-m", "edgespec", "tune", str(target_path), "-n", "1000", "--max-prompts", "8"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # a shell that runs the tests in the background would have it ignore the signal
-    with subprocess.Popen(
-        arguments, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **pipes
-    ) as process:
+    with subprocess.Popen(arguments, preexec_fn=heed_interrupts, **pipes) as process:
         assert process.stderr is not None
         while "settings, at most" not in process.stderr.readline():
             assert process.poll() is None
