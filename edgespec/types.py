@@ -93,12 +93,17 @@ class Draft:
     def __post_init__(self) -> None:
         count = int(self.token_ids.size)
         object.__setattr__(self, "num_tokens", count)
-        given = [len(each) for each in (self.distributions, self.evidence) if each is not None]
-        sizes = [count, self.parents.size, self.confidences.size, *given]
-        if sizes != [count] * len(sizes):
+        distributions, evidence = self.distributions, self.evidence
+        if not (
+            self.parents.size == self.confidences.size == count
+            and (distributions is None or len(distributions) == count)
+            and (evidence is None or len(evidence) == count)
+        ):
+            given = [len(each) for each in (distributions, evidence) if each is not None]
+            sizes = [count, self.parents.size, self.confidences.size, *given]
             raise BatchError(f"a draft needs one parent, confidence, distribution and evidence per token, got {sizes}")
         parents = self.parents.tolist()
-        object.__setattr__(self, "is_chain", parents == list(range(-1, count - 1)))
+        object.__setattr__(self, "is_chain", parents == list(range(NO_PARENT, count - 1)))
         if not (self.is_chain or all(NO_PARENT <= parent < node for node, parent in enumerate(parents))):
             raise BatchError(f"draft parents must come before their children, got {parents}")
 

@@ -250,10 +250,11 @@ class AutoController(Controller):
         if draft.distributions is not None:
             length = draft.num_tokens  # under the rejection rule a sampled token may not be dropped for what it is
         else:
-            gains = self._round.gains
-            second = self._hedge.second({free: gains[free] for free in self._round.trials})
-            if second is not None and gains[second] > asked.gain:
-                return self._affordable(second, pass_s, asked.seconds)
+            free_gains = {free: self._round.gains[free] for free in self._round.trials}
+            if max(free_gains.values(), default=0.0) > asked.gain:
+                second = self._hedge.second(free_gains)
+                if second is not None:
+                    return self._affordable(second, pass_s, asked.seconds)
         return Proposal(draft.first(length, confidences), name) if length else NOTHING
 
     # -- learning

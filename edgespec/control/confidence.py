@@ -130,15 +130,15 @@ class Logistic(Calibrator):
     def judge(self) -> Judge:
         if self._judge is None:
             self._grow(1)
-            common = self._bias + self._slopes[0] * self._mood
-            scores = [common + self._places[bucket] for bucket in (*_BUCKET_OF, NUM_BUCKETS - 1)]
+            common, places = self._bias + self._slopes[0] * self._mood, tuple(self._places)
             slopes = self._slopes[1:]
 
             def judged(index: int, evidence: Evidence) -> float:
                 if len(evidence) > len(slopes):
                     self._grow(1 + len(evidence))
                     slopes[:] = self._slopes[1:]
-                return _chance(sum(map(mul, slopes, evidence), scores[index if index < _LAST else _LAST]))
+                place = _BUCKET_OF[index] if index < _LAST else NUM_BUCKETS - 1
+                return _chance(sum(map(mul, slopes, evidence), common + places[place]))
 
             self._judge = judged
         return self._judge
