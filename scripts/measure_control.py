@@ -7,9 +7,11 @@ prompt is decoded by every setting before the next prompt, there and back (`--on
 Each domain, and all of them by turns, begins with an empty cache folder, so that what automatic decoding knows it has
 learnt in that row. Plain decoding runs in both modes: `plain` without the reproducible mode,
 its best setting, and `padded` in it. A figure is the time that `plain` took for all prompts over the time that the
-setting took, prefill left out on both sides, what the draft model reads counted. The adversaries: a drafter that
-claims .9 and is right one time in ten, random tokens as text, temperature 1.5, answers of 8 tokens, a draft slower
-than the target.
+setting took, prefill left out on both sides, what the draft model reads counted.
+
+The adversaries: a drafter that claims .9 and is right one time in ten, random tokens as text, temperature 1.5, answers
+of 8 tokens, a draft slower than the target. Each setting runs between two plain runs of the same prompt, everything
+from a fresh start `--repeats` times over; a figure is the mean of these, with its standard error.
 """
 
 from __future__ import annotations
@@ -95,6 +97,23 @@ class Bench:
                 taken[name] += min(seconds[name])
         return {name: taken["plain"] / taken[name] for name in names if name != "plain"}
 
+    def between_plain(self, settings: dict[str, Runner], prompts: Sequence[list[int]], turn: int) -> dict[str, float]:
+        """Time of `plain` over that of each other setting, all prompts together.
+
+        Plain decoding runs before and behind each of them: the pace of a machine changes by minutes. `turn`: of the
+        order in which they run.
+        """
+        plain, others = settings["plain"], [name for name in settings if name != "plain"]
+        taken: dict[str, float] = defaultdict(float)
+        plainly: dict[str, float] = defaultdict(float)
+        for index, ids in enumerate(prompts, turn):
+            first = index % len(others)
+            for name in others[first:] + others[:first]:
+                before_s, own_s, behind_s = plain(ids), settings[name](ids), plain(ids)
+                taken[name] += own_s
+                plainly[name] += 0.5 * (before_s + behind_s)
+        return {name: plainly[name] / taken[name] for name in others}
+
     def decode(self, model: Model, ids: list[int], sampling: Sampling, **options: object) -> float:
         model.generate([ids[0]], sampling, GenerateOptions(max_tokens=1, drafter="none"))  # nothing of it is cached
         options = {"ignore_eos": True, "logprobs": False, **options}
@@ -161,33 +180,39 @@ def near_the_best(chosen: argparse.Namespace, prompts: list[dict[str, str]]) -> 
 
 
 def never_slower(chosen: argparse.Namespace, prompts: list[dict[str, str]]) -> None:
-    with fresh_start(chosen) as bench:
-        tell_costs(bench)
-        adversaries(bench, chosen, prompts)
+    found: dict[str, list[float]] = defaultdict(list)
+    for repeat in range(chosen.repeats):
+        with fresh_start(chosen) as bench:
+            if not repeat:
+                tell_costs(bench)
+            texts = [bench.models[""].encode(prompt["text"], parse_special=True) for prompt in interleaved(prompts)]
+            for adversary, settings, asked in adversaries(bench, chosen, texts):
+                for name, ratio in bench.between_plain(settings, asked, turn=repeat).items():
+                    found[f"{adversary}, {name}"].append(ratio)
+    for name, ratios in found.items():
+        doubt = f" +- {np.std(ratios, ddof=1) / len(ratios) ** 0.5:.3f}" if len(ratios) > 1 else ""
+        print(f"{name:48} {np.mean(ratios):.3f}{doubt}", flush=True)
 
 
-def adversaries(bench: Bench, chosen: argparse.Namespace, prompts: list[dict[str, str]]) -> None:
-    model, compare = bench.models[""], bench.compare
-    texts = [model.encode(prompt["text"], parse_special=True) for prompt in interleaved(prompts)]
+def adversaries(
+    bench: Bench, chosen: argparse.Namespace, texts: list[list[int]]
+) -> Iterator[tuple[str, dict[str, Runner], list[list[int]]]]:
+    """(name, settings that take turns, prompts) of each."""
+    model, tokens = bench.models[""], chosen.tokens
     greedy, rng = Sampling(temperature=0.0), np.random.default_rng(0)
-    plain: Runner = lambda ids: bench.decode(model, ids, greedy, drafter="none", max_tokens=chosen.tokens)  # noqa: E731
     liar = AutoController({"liar": Liar([])}, model.cost_curve, {})
-    lying: Runner = lambda ids: bench.lie(model, ids, greedy, chosen.tokens, liar)  # noqa: E731
-    tell("a drafter that lies", compare({"plain": plain, "auto": lying}, texts))
+    plain = partial(bench.decode, model, sampling=greedy, drafter="none", max_tokens=tokens)
+    lying: Runner = lambda ids: bench.lie(model, ids, greedy, tokens, liar)  # noqa: E731
+    yield "a drafter that lies", {"plain": plain, "auto": lying}, texts
     noise = [rng.integers(0, min(model.target.vocabulary.size, 4000), 64).tolist() for _ in texts]
-    tell("random tokens as text", compare(settings_of(bench, 0.0, chosen.tokens, []), noise))
-    tell("temperature 1.5", compare(settings_of(bench, 1.5, chosen.tokens, []), texts))
-    tell(f"answers of {SHORT_ANSWER} tokens", compare(settings_of(bench, 0.0, SHORT_ANSWER, []), texts * 3))
+    yield "random tokens as text", settings_of(bench, 0.0, tokens, []), noise
+    yield "temperature 1.5", settings_of(bench, 1.5, tokens, []), texts
+    yield f"answers of {SHORT_ANSWER} tokens", settings_of(bench, 0.0, SHORT_ANSWER, []), texts * 3
     if bench.slow is not None:
-        slow = bench.slow
-        run: Runner = lambda ids: bench.decode(slow, ids, greedy, max_tokens=chosen.tokens)  # noqa: E731
+        auto = partial(bench.decode, bench.slow, sampling=greedy, max_tokens=tokens)
         # Another copy of the target lies elsewhere in memory, which alone is worth a few percent.
-        same: Runner = lambda ids: bench.decode(slow, ids, greedy, max_tokens=chosen.tokens, drafter="none")  # noqa: E731
-        costs = {name: cost.token_s / model.cost_curve.at(1) for name, cost in slow.draft_costs.items()}
-        tell(
-            f"a slow draft ({costs['model']:.2f} of a target pass per token)",
-            compare({"plain": same, "auto": run}, texts),
-        )
+        settings: dict[str, Runner] = {"plain": partial(auto, drafter="none"), "auto": auto}
+        yield "a slow draft", settings, texts
 
 
 def interleaved(prompts: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -200,7 +225,8 @@ def tell_costs(bench: Bench) -> None:
     facts, curve, costs = bench.models[""].target.facts, bench.models[""].cost_curve, bench.models[""].draft_costs
     print(f"{facts.name}, {facts.threads} threads; cost by width", end=" ")
     print("  ".join(f"{w}: {s / curve.at(1):.2f}" for w, s in curve.measured.items()), end="; draft token ")
-    print(", ".join(f"{name} {cost.token_s / curve.at(1):.3f}" for name, cost in costs.items()))
+    slow = {} if bench.slow is None else {"slow draft": bench.slow.draft_costs["model"]}
+    print(", ".join(f"{name} {cost.token_s / curve.at(1):.3f}" for name, cost in {**costs, **slow}.items()))
 
 
 def parsed_fixed(text: str) -> list[tuple[str, int]]:
@@ -225,6 +251,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--no-reproducible", dest="reproducible", action="store_false")
+    parser.add_argument("--repeats", type=int, default=3, help="fresh starts against the adversaries")
     parser.add_argument("--only", choices=("best", "never"), help="one half of the run")
     chosen = parser.parse_args()
     prompts = [json.loads(line) for line in chosen.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
