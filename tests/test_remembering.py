@@ -237,6 +237,12 @@ def test_a_corpus_is_added_listed_and_removed(home: Path, tmp_path: Path) -> Non
     assert "there was nothing" in run("corpus", "rm", "--all").output
 
 
+def test_what_is_told_of_an_answer_stands_on_a_line_of_its_own(home: Path) -> None:
+    done = run("generate", "-p", QUESTION, "-n", "24", "--temp", "0", "--ignore-eos")
+    assert "\nnote: what the model writes is kept in" in done.output, "as a terminal shows both streams"
+    assert done.stdout.endswith("\n") and not done.stdout.endswith("\n\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -33,16 +33,24 @@ def printable(text: str) -> str:
 
 
 class EventPrinter:
-    """Prints the text of events to stdout as it comes; remembers it whole in `text`."""
+    """Prints the text of events to stdout as it comes; remembers it whole in `text`.
+
+    The last event ends the line: what is told of the answer afterwards must not stand behind its last word.
+    """
 
     def __init__(self, *, show_draft: bool = False) -> None:
         self.text = ""
         self._show_draft = show_draft
         self._is_terminal = sys.stdout.isatty()
+        self._has_ended = False
 
     def push(self, event: TokenEvent) -> None:
-        if not event.text:
-            return
+        if event.text:
+            self._print(event)
+        if event.finish_reason is not None:
+            self.end_line()
+
+    def _print(self, event: TokenEvent) -> None:
         self.text += event.text
         shown = printable(event.text) if self._is_terminal else event.text
         if self._show_draft and event.from_draft:
@@ -50,8 +58,10 @@ class EventPrinter:
         click.echo(shown, nl=False)
 
     def end_line(self) -> None:
-        if not self.text.endswith("\n"):
+        """Once: an answer that was stopped has no last event."""
+        if not (self._has_ended or self.text.endswith("\n")):
             click.echo()
+        self._has_ended = True
 
 
 def configuration_line(model: Model, sampling: Sampling, options: GenerateOptions) -> str:
