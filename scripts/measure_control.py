@@ -10,8 +10,8 @@ its best setting, and `padded` in it. A figure is the time that `plain` took for
 setting took, prefill left out on both sides, what the draft model reads counted.
 
 The adversaries: a drafter that claims .9 and is right one time in ten, random tokens as text, temperature 1.5, answers
-of 8 tokens, a draft slower than the target. Each setting runs between two plain runs of the same prompt, everything
-from a fresh start `--repeats` times over; a figure is the mean of these, with its standard error.
+of 8 tokens, a draft slower than the target. Each setting runs between two plain runs of the same prompt, each
+adversary from a fresh start `--repeats` times over; a figure is the mean of these, with its standard error.
 """
 
 from __future__ import annotations
@@ -181,12 +181,14 @@ def near_the_best(chosen: argparse.Namespace, prompts: list[dict[str, str]]) -> 
 
 def never_slower(chosen: argparse.Namespace, prompts: list[dict[str, str]]) -> None:
     found: dict[str, list[float]] = defaultdict(list)
+    tried = {name: adversary for name, adversary in ADVERSARIES.items() if chosen.slow_draft or adversary is not slow}
     for repeat in range(chosen.repeats):
-        with fresh_start(chosen) as bench:
-            if not repeat:
-                tell_costs(bench)
-            texts = [bench.models[""].encode(prompt["text"], parse_special=True) for prompt in interleaved(prompts)]
-            for adversary, settings, asked in adversaries(bench, chosen, texts):
+        for adversary, settings_and_prompts in tried.items():
+            with fresh_start(chosen) as bench:
+                if not found:
+                    tell_costs(bench)
+                texts = [bench.models[""].encode(prompt["text"], parse_special=True) for prompt in interleaved(prompts)]
+                settings, asked = settings_and_prompts(bench, chosen.tokens, texts)
                 for name, ratio in bench.between_plain(settings, asked, turn=repeat).items():
                     found[f"{adversary}, {name}"].append(ratio)
     for name, ratios in found.items():
@@ -194,25 +196,44 @@ def never_slower(chosen: argparse.Namespace, prompts: list[dict[str, str]]) -> N
         print(f"{name:48} {np.mean(ratios):.3f}{doubt}", flush=True)
 
 
-def adversaries(
-    bench: Bench, chosen: argparse.Namespace, texts: list[list[int]]
-) -> Iterator[tuple[str, dict[str, Runner], list[list[int]]]]:
-    """(name, settings that take turns, prompts) of each."""
-    model, tokens = bench.models[""], chosen.tokens
-    greedy, rng = Sampling(temperature=0.0), np.random.default_rng(0)
+Texts = list[list[int]]
+Adversary = Callable[[Bench, int, Texts], tuple[dict[str, Runner], Texts]]  # of texts, the settings and prompts to run
+
+
+def lying(bench: Bench, tokens: int, texts: Texts) -> tuple[dict[str, Runner], Texts]:
+    model, greedy = bench.models[""], Sampling(temperature=0.0)
     liar = AutoController({"liar": Liar([])}, model.cost_curve, {})
     plain = partial(bench.decode, model, sampling=greedy, drafter="none", max_tokens=tokens)
-    lying: Runner = lambda ids: bench.lie(model, ids, greedy, tokens, liar)  # noqa: E731
-    yield "a drafter that lies", {"plain": plain, "auto": lying}, texts
-    noise = [rng.integers(0, min(model.target.vocabulary.size, 4000), 64).tolist() for _ in texts]
-    yield "random tokens as text", settings_of(bench, 0.0, tokens, []), noise
-    yield "temperature 1.5", settings_of(bench, 1.5, tokens, []), texts
-    yield f"answers of {SHORT_ANSWER} tokens", settings_of(bench, 0.0, SHORT_ANSWER, []), texts * 3
-    if bench.slow is not None:
-        auto = partial(bench.decode, bench.slow, sampling=greedy, max_tokens=tokens)
-        # Another copy of the target lies elsewhere in memory, which alone is worth a few percent.
-        settings: dict[str, Runner] = {"plain": partial(auto, drafter="none"), "auto": auto}
-        yield "a slow draft", settings, texts
+    return {"plain": plain, "auto": lambda ids: bench.lie(model, ids, greedy, tokens, liar)}, texts
+
+
+def noise(bench: Bench, tokens: int, texts: Texts) -> tuple[dict[str, Runner], Texts]:
+    rng, most = np.random.default_rng(0), min(bench.models[""].target.vocabulary.size, 4000)
+    return settings_of(bench, 0.0, tokens, []), [rng.integers(0, most, 64).tolist() for _ in texts]
+
+
+def hot(bench: Bench, tokens: int, texts: Texts) -> tuple[dict[str, Runner], Texts]:
+    return settings_of(bench, 1.5, tokens, []), texts
+
+
+def short(bench: Bench, tokens: int, texts: Texts) -> tuple[dict[str, Runner], Texts]:
+    return settings_of(bench, 0.0, SHORT_ANSWER, []), texts * 3
+
+
+def slow(bench: Bench, tokens: int, texts: Texts) -> tuple[dict[str, Runner], Texts]:
+    assert bench.slow is not None
+    auto = partial(bench.decode, bench.slow, sampling=Sampling(temperature=0.0), max_tokens=tokens)
+    # Another copy of the target lies elsewhere in memory, which alone is worth a few percent.
+    return {"plain": partial(auto, drafter="none"), "auto": auto}, texts
+
+
+ADVERSARIES: dict[str, Adversary] = {
+    "a drafter that lies": lying,
+    "random tokens as text": noise,
+    "temperature 1.5": hot,
+    f"answers of {SHORT_ANSWER} tokens": short,
+    "a slow draft": slow,
+}
 
 
 def interleaved(prompts: list[dict[str, str]]) -> list[dict[str, str]]:
