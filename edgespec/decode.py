@@ -17,6 +17,7 @@ import numpy as np
 from edgespec.control.base import NOTHING, Controller, Proposal
 from edgespec.drafters.base import DraftRequest
 from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.watch import ClassWatch
 from edgespec.errors import Cancelled, PromptError
 from edgespec.sampling import Sampler
 from edgespec.stopping import StopRules, TextStream
@@ -34,6 +35,7 @@ class Run:
     stop: StopRules
     logprobs: bool = True
     on_round: Callable[[RoundRecord], None] | None = None
+    watch: ClassWatch | None = None
     stats: Stats = field(default_factory=Stats)
     text: TextStream = field(init=False)
     _started_s: float = field(init=False, default=0.0)
@@ -100,6 +102,13 @@ class Run:
         if self.on_round is not None:
             self.on_round(record)
 
+    def look_again(self, logits: Logits, pass_s: float, accepted_nodes: tuple[int, ...] = ()) -> None:
+        """Behind a round with these `logits` [rows, vocabulary]: now and then its tokens are scored once more."""
+        if self.watch is not None:
+            self.watch.spent(pass_s)
+            if self.watch.is_due(self.target):
+                self.watch.look(self.target, logits[[0, *(node + 1 for node in accepted_nodes)]])
+
     def _tick(self) -> None:
         self.stats.wall_s = perf_counter() - self._started_s - self._paused_s
 
@@ -124,10 +133,12 @@ def _plain_rounds(run: Run, pending_id: int, most: int | None = None) -> Generat
     while run.stats.finish_reason is None and done != most:
         started_s = perf_counter()
         logits = run.target.feed(np.array([pending_id], np.int32))
+        pass_s = perf_counter() - started_s
         position = run.target.length
-        run.count(RoundRecord(position, None, 0, 0, (), 0.0, perf_counter() - started_s))
+        run.count(RoundRecord(position, None, 0, 0, (), 0.0, pass_s))
         pending_id = run.sampler.pick(run.sampler.distribution(logits, run.target.token_ids), position)
         yield from run.emit(pending_id, position, logits)
+        run.look_again(logits[None], pass_s)
         done += 1
     return pending_id
 
@@ -160,6 +171,7 @@ def speculative(run: Run, controller: Controller, rule: Rule) -> Generator[Token
                 row, position = node + 1, position + 1
             pending_id = verdict.next_token_id
             yield from run.emit(pending_id, position, logits[row])
+            run.look_again(logits, verify_s, verdict.accepted_nodes)
 
 
 def _propose(run: Run, controller: Controller, context_ids: TokenIds, rule: Rule) -> tuple[Proposal, float]:

@@ -191,8 +191,8 @@ def _open(
         context_length=context_length,
         threads=options.threads,
         gpu_layers=gpu_layers,
-        cache_type_k=types[0] or "f16",
-        cache_type_v=types[1] or "f16",
+        cache_type_k=types[0],
+        cache_type_v=types[1],
         reproducible=reproducible,
     )
 

@@ -19,6 +19,7 @@ from edgespec.decode import Run, autoregressive, speculative
 from edgespec.drafters.base import Drafter
 from edgespec.engines.base import Engine
 from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.watch import ClassWatch
 from edgespec.errors import ConfigError, PromptError, StateError
 from edgespec.loading import open_models
 from edgespec.manifest import ModelPair
@@ -62,6 +63,7 @@ class Model:
         self.target = target
         self.stats = Stats()
         self._sequence = CachedSequence(target)
+        self._class_watch = ClassWatch()
         self._deciders = Deciders(options, pair, self._sequence, drafters)
         self._current: Run | None = None
         self._lock = threading.RLock()
@@ -87,9 +89,9 @@ class Model:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user must be told of the effective configuration."""
-        notes = []
+        notes = [*self.target.facts.notes]
         if not self.reproducible:
-            notes.append(self._why_not_reproducible())
+            notes += self._why_not_reproducible()
         elif self.target.facts.padding_cost > _WORTH_TELLING:
             notes.append(
                 f"reproducible: a token without a draft takes {self.target.facts.padding_cost:.2f} times as long here, "
@@ -106,17 +108,12 @@ class Model:
         settings: dict[str, Any] = dict(self.pair.recommended)
         return Sampling(**settings)
 
-    def _why_not_reproducible(self) -> str:
+    def _why_not_reproducible(self) -> list[str]:
         if self.options.verify in LOSSY:
-            return f"LOSSY: under --verify {self.options.verify} the text is not the one that the target would write"
+            return [f"LOSSY: under --verify {self.options.verify} the text is not the one that the target would write"]
         if self.options.verify != "coupled":
-            return f"not reproducible: under --verify {self.options.verify} the text depends on the draft"
-        if self.options.reproducible is False:
-            return "not reproducible: switched off; the text may differ from plain decoding in rare near-ties"
-        return (
-            "not reproducible: this model's logits change with the width of a pass on this machine "
-            f"(classes {list(self.target.facts.width_classes)}); a Q8_0 or Q4_0 file does not have that problem"
-        )
+            return [f"not reproducible: under --verify {self.options.verify} the text depends on the draft"]
+        return []
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         """Token ids of plain text as a prompt, begin-of-text included where the model wants it."""
@@ -287,6 +284,7 @@ class Model:
             sampler=Sampler(sampling, vocabulary.size),
             stop=StopRules(end_ids, options.stop, options.max_tokens),
             logprobs=options.logprobs,
+            watch=self._class_watch,
         )
         self.stats = run.stats
         return run

@@ -32,9 +32,9 @@ RANKS = {
     **dict.fromkeys(("cli",), 14),
     **dict.fromkeys(("__main__",), 15),
 }
-ENGINES_MAY_USE = {"errors", "types", "tokenizer", "engines"}
+ENGINES_MAY_USE = {"errors", "types", "tokenizer", "machine", "engines"}
 DRAFTERS_MAY_USE = {"errors", "types", "tokenizer", "sampling", "noise", "headfile"}
-BASES = {"engines.base", "engines.sequence", "engines.head", "drafters.base"}
+BASES = {"engines.base", "engines.sequence", "engines.watch", "engines.head", "drafters.base"}
 # data structures; what several draft with; the engine and cache that two of them share
 SHARED_BY_DRAFTERS = {
     *("drafters.automaton", "drafters.corpus", "drafters.counts", "texts.index"),

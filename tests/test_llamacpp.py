@@ -14,7 +14,7 @@ import pytest
 from conftest import TEST_THREADS
 from tiny_gguf import SPECIALS, TEMPLATE, Shape, write_model, write_recurrent_model, write_sentencepiece_model
 
-from edgespec.engines import widths
+from edgespec.engines import proof, widths
 from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile, settings
 from edgespec.engines.llamacpp.library import library
 from edgespec.engines.llamacpp.stretches import bounded_parts
@@ -160,7 +160,8 @@ def test_loading_is_quiet_and_lazy(tiny_path, capfd):
 def test_classes_are_runs_of_widths_whose_rows_agree():
     a, b, c = b"a", b"b", b"c"
     digests = {1: {6: c}, 2: {5: a, 6: b}, 3: {4: c, 5: a, 6: b}, 4: {5: c, 6: a}, 9: {4: c, 5: c, 6: a}}
-    assert widths.classes(digests) == ((1, 1), (2, 3), (4, 9))
+    assert proof.classes({width: proof.Bits(rows) for width, rows in digests.items()}) == ((1, 1), (2, 3), (4, 9))
+    assert proof.classes({2: proof.Bits({5: a}, b"x"), 3: proof.Bits({5: a}, b"y")}) == ((2, 2), (3, 3))
 
 
 @pytest.mark.parametrize(
@@ -185,13 +186,13 @@ def test_classes_are_measured_once_per_file_and_settings(target_path, monkeypatc
     options = {"reproducible": True, "widest": 9, "context_length": 320}
     with load(target_path, **options) as engine:
         measured = engine.facts
-    monkeypatch.setattr(widths, "measure_classes", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(proof, "survey", lambda *_: pytest.fail("measured again"))
     with load(target_path, **options) as engine:
         assert engine.facts == measured
 
 
 def test_reproducible_is_refused_where_it_cannot_be(tiny_path, monkeypatch):
-    monkeypatch.setattr(widths, "measure_classes", lambda *_: (tuple((width, width) for width in range(1, 8)), {}))
+    monkeypatch.setattr(proof, "survey", lambda *_: (tuple((width, width) for width in range(1, 8)), {}))
     with pytest.raises(CapabilityError, match="--no-reproducible"):
         load(tiny_path, reproducible=True, widest=7)
     with load(tiny_path, reproducible=None, widest=7) as engine:
@@ -201,7 +202,8 @@ def test_reproducible_is_refused_where_it_cannot_be(tiny_path, monkeypatch):
 
 def test_padding_leaves_no_trace_in_the_cache(target_path, monkeypatch):
     ids = [5, 6, 7, 8, 9, 10, 11, 12]
-    monkeypatch.setattr(widths, "measure_classes", lambda *_: (((1, 1), (2, 2), (3, 8)), {1: 1.0, 3: 1.5}))
+    monkeypatch.setattr(proof, "survey", lambda *_: (((1, 1), (2, 2), (3, 8)), {1: 1.0, 3: 1.5}))
+    monkeypatch.setattr(proof, "confirm", lambda *_: True)
     with load(target_path, reproducible=True, widest=8) as engine:
         assert engine.facts.pinned_class == (3, 8)
         whole = chain(engine, ids)

@@ -138,7 +138,7 @@ def test_an_int8_cache_is_a_quarter_and_changes_little(engine, onnx_path):
 
 def test_every_pair_of_engines_writes_the_same_text(onnx_path):
     draft = DEMO / "demo-draft-q8_0.gguf"
-    with load(str(onnx_path.parent), draft=draft, threads=TEST_THREADS, context_length=512) as mixed:
+    with load(str(onnx_path.parent), draft=draft, threads=TEST_THREADS, context_length=512, reproducible=True) as mixed:
         assert (mixed.target.facts.name, mixed.reproducible) == ("onnx", True)
         for sampling in ALL_SETTINGS:
             answers = [

@@ -28,7 +28,7 @@ QUESTION = [{"role": "user", "content": "Find me a restaurant in San Jose."}]
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[edgespec.Model]:
-    with edgespec.load("demo") as loaded:
+    with edgespec.load("demo", reproducible=True) as loaded:
         yield loaded
 
 

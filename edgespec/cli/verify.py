@@ -25,12 +25,14 @@ DRAFT_LENGTH = 4
 def command(model_name: str | None, config_file: Path | None, as_json: bool, **given: Any) -> int:
     """Decode built-in prompts with and without speculation, greedily and sampled, and compare token by token.
 
-    Drafts 4 tokens a round unless --draft-length says otherwise: left to itself, speculation may find that nothing
-    pays, and then nothing would be verified. Exit code 0: identical, 1: some token differs. MODEL is a registry name
-    or the path of a GGUF or ONNX file.
+    Runs in reproducible mode unless --no-reproducible is given. Drafts 4 tokens a round unless --draft-length says
+    otherwise: left to itself, speculation may find that nothing pays, and then nothing would be verified. Exit code 0:
+    identical, 1: some token differs. MODEL is a registry name or the path of a GGUF or ONNX file.
     """
     settings = resolve_settings(given, model_name, config_file, speculates=True)
     settings = settings.below({"draft_length": DRAFT_LENGTH}, "what verify drafts")
+    if settings.values.get("verify", "coupled") == "coupled":
+        settings = settings.below({"reproducible": True}, "what verify checks")
     if settings.values.get("drafter") == "none":
         raise ConfigError("verify compares speculation with plain decoding, and --drafter none switches it off")
     session = open_session(settings)

@@ -8,7 +8,7 @@ libraries end the process on bad input.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
@@ -27,7 +27,8 @@ class EngineFacts:
     `width_classes`: the measured intervals (low, high) of pass widths within which a token's logits are bitwise
     equal whatever the width; `pinned_class` is the one the reproducible mode keeps to, None when it is off or when
     the model has none. `padding_cost`: with a pinned class, the time of a lone token padded up to it over that of the
-    same token by itself. `can_tree`: whether a batch may hold trees, here and now; chains always may come.
+    same token by itself. `can_tree`: whether a batch may hold trees, here and now; chains always may come. `notes`:
+    what a user must be told of this load.
     """
 
     name: str
@@ -44,6 +45,7 @@ class EngineFacts:
     device: str
     threads: int
     padding_cost: float = 1.0
+    notes: tuple[str, ...] = ()
 
 
 class EarlyExit(ABC):
@@ -77,6 +79,7 @@ class Engine(ABC):
 
     facts: EngineFacts
     vocabulary: Vocabulary
+    class_key: str = ""  # under which what is known of its width classes is kept between runs
 
     @abstractmethod
     def forward(self, batch: Batch) -> Logits:
@@ -153,6 +156,10 @@ class Engine(ABC):
         Raises CapabilityError unless `give_layer_inputs` was called before that pass.
         """
         raise CapabilityError(f"the {self.facts.name} engine gives no layer inputs: use a GGUF target")
+
+    def drop_class(self) -> None:
+        """Leave reproducible mode: the pinned class was caught giving different bits. Passes are padded no longer."""
+        self.facts = replace(self.facts, pinned_class=None, padding_cost=1.0)
 
     @abstractmethod
     def cancel(self) -> None:

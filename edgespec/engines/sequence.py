@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from edgespec.engines.base import Engine
 from edgespec.engines.features import LAYERS_WINDOW, PROMPT_FEATURES, FeatureRows, Features
+from edgespec.engines.proof import EVERY_WIDTH_TO
 from edgespec.types import Batch, Draft, Logits, TokenIds
 
 
@@ -144,6 +145,9 @@ class CachedSequence:
         """Where the passes of `feed` begin and end; one with hidden states has to be narrow."""
         step = self.engine.widest_pass
         ends = [*range(0, num_tokens, step), num_tokens]
+        last = ends[-1] - ends[-2] if num_tokens else 0
+        if self.engine.facts.pinned_class and EVERY_WIDTH_TO < last < step:
+            ends.insert(-1, ends[-2] + EVERY_WIDTH_TO)  # of the widths between, not each was proved
         late = num_tokens - PROMPT_FEATURES
         if self._features is None or step <= PROMPT_FEATURES or late <= 0:
             return ends
@@ -172,6 +176,20 @@ class CachedSequence:
         logits = self.engine.forward(Batch(token_ids, parents, sequences, outputs))
         self.engine.rollback(self._length, self.sequence)
         return logits
+
+    def score_again(self, num_tokens: int) -> Logits:
+        """Logits [num_tokens, vocabulary] of the last cached tokens, from one more pass over them; all of them stay.
+
+        Raises as `Engine.forward`; the sequence then ends before these tokens.
+        """
+        start = self._length - num_tokens
+        part = self._ids[start : self._length]
+        self.engine.rollback(start, self.sequence)
+        try:
+            return self.engine.forward(Batch.chain(part, sequence=self.sequence))
+        except BaseException:
+            self.rollback(start)
+            raise
 
     def keep(self, pending_token_id: int, draft: Draft, accepted_nodes: tuple[int, ...]) -> None:
         """Commit the pending token and the accepted path of the draft just scored, drop the rest."""

@@ -25,8 +25,9 @@ from edgespec.engines.onnx.separate import SeparateCaches
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.vocabulary import TokenizerFile
 from edgespec.engines.rows import SequenceBook, split_by_sequence
-from edgespec.engines.widths import METHOD, pinned_facts
+from edgespec.engines.widths import METHOD, PREFIX, pinned_facts
 from edgespec.errors import BatchError, Cancelled, CapabilityError, EngineError, StateError
+from edgespec.machine import processor
 from edgespec.types import Batch, Logits
 
 
@@ -116,13 +117,19 @@ class OnnxEngine(Engine):
             graph = read_graph(path, scales, cells, hidden_states=hidden_states)
         engine = cls(path, graph, settings, config)
         if reproducible is not False:
-            key = key_of(METHOD, "onnx", *map(file_key, weight_files(path)), version(), settings)
-            advice = "Use an int8 or int4 export, or --no-reproducible"
             widest = settings.measured_widths
+            kernels = (settings.threads, settings.provider, cache_type, exit_layer, hidden_states)
+            measured = (widest, settings.context_length > PREFIX + widest)
+            key = key_of(METHOD, "onnx", *map(file_key, weight_files(path)), version(), processor(), kernels, measured)
+            advice = "Use an int8 or int4 export, or --no-reproducible"
             engine.facts = pinned_facts(engine, key, widest=widest, reproducible=reproducible, advice=advice)
             if engine.facts.pinned_class:
                 engine._pad_to(engine.facts.pinned_class[0])
         return engine
+
+    def drop_class(self) -> None:
+        super().drop_class()
+        self._pad_to(1)
 
     def _pad_to(self, rows: int) -> None:
         self._separate.least_rows = rows

@@ -1,0 +1,177 @@
+"""Proves which widths of a pass give the same bits, on real text and on tokens that the model itself emits.
+
+A matrix kernel is chosen by its number of rows, and another kernel adds in another order. Whether two kernels are in
+use shows only where numbers are far enough from a tie to differ after the last rounding, so what is compared is not
+the logits alone: it is every layer's new keys and values as well. Random token ids prove nothing: of a padded
+vocabulary most of them are never trained, and their rows agree whatever computes them.
+
+`survey` compares every width; `confirm` compares one more carefully, before a lone row is believed to be like others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+
+import numpy as np
+
+from edgespec.engines.base import Engine
+from edgespec.errors import CapabilityError, UsageError
+from edgespec.types import Batch, TokenIds
+
+WidthClass = tuple[int, int]
+# From 512 cells on llama.cpp's attention treats a lone row in its own way, and cells are counted in steps of 256.
+PREFIX = 272
+EVERY_WIDTH_TO = 33  # verifying passes are narrow: each of their widths is compared; prompts use these and the widest
+SURVEY_ROWS, CONFIRM_ROWS = 16, 128
+EMITTED = 12  # of the survey's rows, tokens that the model itself chose
+# Text of the kinds that people give a model. It is tokenised with the model's own vocabulary.
+TEXT = """The committee met on Tuesday, 14 March 1989, to discuss the bridge over the Severn; nobody had expected rain.
+"Why not wait until spring?" asked Dr. Alvarez. She had measured 3.75 m of water at the north pier, up 12% in a week.
+def moving_average(values: list[float], window: int = 5) -> list[float]:
+    \"\"\"Mean of the last `window` values.\"\"\"
+    return [sum(values[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(values))]
+{"name": "find_train", "arguments": {"from": "Lyon", "to": "Torino", "day": "2024-05-17", "seats": 2}}
+1. Preheat the oven to 220 degrees. 2. Chop two onions, a clove of garlic and 300 g of mushrooms. 3. Fry them gently.
+Der Zug nach Köln fährt um 7:42 Uhr ab. ¿Dónde está la biblioteca? Il pleut depuis trois jours. 今日は天気がいいですね。
+SELECT city, COUNT(*) AS visits FROM trips WHERE year >= 2020 GROUP BY city ORDER BY visits DESC LIMIT 10;
+If 7 apples cost $2.10, how much do 12 apples cost? One apple costs $2.10 / 7 = $0.30, so 12 cost 12 * 0.30 = $3.60.
+User: my laptop no longer starts after the update, can you help?
+Assistant: I am sorry to hear that. Please hold the power button for ten seconds, then tell me what you see on screen.
+Photosynthesis turns light, water and carbon dioxide into sugar and oxygen. It happens in the chloroplasts of plants.
+Once upon a time a fox lived at the edge of a dark forest, and every evening it walked to the river to look at the moon.
+"""
+
+
+@dataclass(slots=True)
+class Bits:
+    """What passes of one width gave: a digest of each row of logits by position, and one of the whole KV cache."""
+
+    rows: dict[int, bytes] = field(default_factory=dict)
+    cache: bytes = b""
+    seconds: float = 0.0  # median of a pass
+
+    def agrees(self, other: Bits) -> bool:
+        """Whether both gave the same bits wherever both looked."""
+        return self.cache == other.cache and all(
+            self.rows[position] == other.rows[position] for position in self.rows.keys() & other.rows.keys()
+        )
+
+
+def survey(engine: Engine, widest: int) -> tuple[tuple[WidthClass, ...], dict[int, float]]:
+    """The classes of widths 1..`widest` and the seconds of a pass by width, on sequence 0, empty before and after.
+
+    Widths up to EVERY_WIDTH_TO are each compared; the wider ones but the widest are taken to be like their neighbours.
+    """
+    try:
+        ids = proving_text(engine, widest)
+        found: dict[int, Bits] = {}
+        for width in (widest, *range(1, min(EVERY_WIDTH_TO, widest - 1) + 1), *_between(widest)):
+            found[width] = passes_of(engine, ids, max(ids.size - max(width, SURVEY_ROWS), 0), width)
+    finally:
+        engine.rollback(0)
+    return classes(found), {width: bits.seconds for width, bits in found.items()}
+
+
+def confirm(engine: Engine, width: int, pair: WidthClass) -> bool:
+    """Whether `width` gives the bits of the widest pass of its class `pair` over CONFIRM_ROWS rows of text.
+
+    n rows without a difference bound the share of rows that differ by 3/n at 95% (rule of three).
+    """
+    high = min(pair[1], EVERY_WIDTH_TO)
+    if width == high:
+        return True
+    ids = sample_text(engine, PREFIX + CONFIRM_ROWS)
+    start = max(ids.size - CONFIRM_ROWS, 0)
+    try:
+        _read(engine, ids[:start])
+        wide = passes_of(engine, ids, start, high)
+        return wide.agrees(passes_of(engine, ids, start, width))
+    finally:
+        engine.rollback(0)
+
+
+def passes_of(engine: Engine, ids: TokenIds, start: int, width: int) -> Bits:
+    """Score the tokens from `start` on in passes that are all exactly `width` wide, the last one over old rows too."""
+    found = Bits()
+    taken: list[float] = []
+    for end in _ends(start, ids.size, width):
+        if engine.length() > end - width:
+            engine.rollback(end - width)
+        started_s = perf_counter()
+        logits = engine.forward(Batch.chain(ids[end - width : end]))
+        taken.append(perf_counter() - started_s)
+        for position, row in enumerate(logits, start=end - width):
+            found.rows[position] = hashlib.blake2b(row.tobytes(), digest_size=16).digest()
+    found.cache, found.seconds = _cache_digest(engine), median(taken)
+    return found
+
+
+def _ends(start: int, size: int, width: int) -> Iterator[int]:
+    end = start + width
+    while end < size:
+        yield end
+        end += width
+    yield size
+
+
+def _cache_digest(engine: Engine) -> bytes:
+    """Of the keys and values of every layer; of nothing where the engine cannot give them."""
+    try:
+        return hashlib.blake2b(engine.save_state(), digest_size=16).digest()
+    except CapabilityError:
+        return b""
+
+
+def _between(widest: int) -> tuple[int, ...]:
+    return tuple(width for width in (40, 48, 56) if EVERY_WIDTH_TO < width < widest)
+
+
+def sample_text(engine: Engine, wanted: int) -> TokenIds:
+    """Token ids [at most `wanted`, and what the context holds] of real text in the model's own vocabulary."""
+    try:
+        ids = np.array(engine.vocabulary.encode(TEXT), np.int32)
+    except UsageError:  # a vocabulary of a few letters: any of its tokens are its text
+        ids = np.arange(engine.vocabulary.size, dtype=np.int32)
+    return np.resize(ids, min(wanted, engine.facts.context_length))
+
+
+def proving_text(engine: Engine, widest: int) -> TokenIds:
+    """Token ids of real text that ends in EMITTED tokens that the model itself puts there; they are left cached."""
+    ids = sample_text(engine, PREFIX + max(widest, SURVEY_ROWS))
+    start = max(ids.size - EMITTED, 1)
+    _read(engine, ids[: start - 1])
+    for place in range(start, ids.size + 1):
+        logits = engine.forward(Batch.chain(ids[place - 1 : place]))
+        if place < ids.size:
+            ids[place] = logits[-1].argmax()
+    return ids
+
+
+def _read(engine: Engine, ids: TokenIds) -> None:
+    step = engine.facts.max_batch
+    for start in range(0, ids.size, step):
+        engine.forward(Batch.chain(ids[start : start + step], last_only=True))
+
+
+def classes(found: Mapping[int, Bits]) -> tuple[WidthClass, ...]:
+    """Runs of measured widths that agree with one another, as intervals; `found` by width."""
+    runs: list[list[int]] = []
+    for width in sorted(found):
+        if runs and all(found[other].agrees(found[width]) for other in runs[-1]):
+            runs[-1].append(width)
+        else:
+            runs.append([width])
+    return tuple((run[0], run[-1]) for run in runs)
+
+
+def without(found: Sequence[WidthClass], width: int) -> tuple[WidthClass, ...]:
+    """The classes with `width`, the least of its class, in one of its own."""
+    return tuple(
+        part
+        for low, high in found
+        for part in (((low, low), (low + 1, high)) if low == width < high else ((low, high),))
+    )
