@@ -77,4 +77,4 @@ class StateError(EdgespecError):
 
 
 class Busy(StateError):
-    pass
+    """Another generation has the model's turn, and waiting for it cannot end or is not wanted."""

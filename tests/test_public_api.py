@@ -85,7 +85,7 @@ edgespec.load(LoadOptions("demo", draft_length=4)).close()
 """
 MISTAKES = {
     'edgespec.load("demo", drafer="ngram")': '"drafer"',
-    'edgespec.load("demo", drafter="ngrma")': '"ngrma"',
+    'edgespec.load("demo", drafter="ngrma")': "Literal['ngrma']",
     'edgespec.load("demo", threads="2")': '"threads"',
     "GenerateOptions(max_token=5)": '"max_token"',
     'edgespec.load("demo").generate("x", Sampling(temprature=0.5))': '"temprature"',
