@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -67,7 +67,7 @@ class Claim:
     inside: threading.Thread | None = None
     num_steps: int = 0
     is_withdrawn: bool = False
-    step: threading.Lock = field(default_factory=threading.Lock)  # held while somebody waits for or uses the turn
+    step: threading.RLock = field(default_factory=threading.RLock)  # held while somebody waits for or uses the turn
     wake: Callable[[], None] = field(default=lambda: None)
 
     def withdraw(self) -> None:
@@ -88,26 +88,19 @@ class Turn:
         """Whether it is this claim's turn."""
         return bool(self._queue) and self._queue[0] is claim
 
-    @contextmanager
-    def inside(self, claim: Claim, caller: Caller | None = None, max_wait_s: float | None = None) -> Iterator[None]:
+    def inside(self, claim: Claim, caller: Caller | None = None, max_wait_s: float | None = None) -> _Inside:
         """Wait for the claim's turn and use the model within the block, alone; the turn is kept afterwards.
 
         A claim that is withdrawn enters without a turn, and must not use the model. Raises Busy when the turn cannot
         come (this very caller has it with another claim) or not within `max_wait_s`, StateError when the model closed.
         """
-        caller = caller or Caller.now()
-        if claim.inside is threading.current_thread():
-            raise Busy("a generation was asked for more from within its own step (on_round, or a signal handler)")
-        with claim.step:
-            try:
-                claim.inside = threading.current_thread()
-                self._wait(claim, caller, max_wait_s)
-                claim.num_steps += 1
-                yield
-            finally:
-                claim.inside = None
+        return _Inside(self, claim, caller or Caller.now(), max_wait_s)
 
-    def _wait(self, claim: Claim, caller: Caller, max_wait_s: float | None) -> None:
+    def take(self, claim: Claim, caller: Caller, max_wait_s: float | None) -> None:
+        """Wait as `inside` says, the claim's step lock being held."""
+        if self.is_of(claim) and not self.is_shut:  # every step but the first
+            claim.caller = caller
+            return
         patience = _Patience(self, claim, caller, max_wait_s, blocks_thread=True)
         gate = threading.Lock()
         gate.acquire()
@@ -200,6 +193,35 @@ class Turn:
         """Who gave up waiting leaves the queue; a generation that has begun keeps its turn."""
         if not (self.is_of(claim) and claim.num_steps):
             self.give_back(claim)
+
+
+class _Inside:
+    """What `Turn.inside` gives: a context manager, spelled out since every token passes through one."""
+
+    __slots__ = ("_caller", "_claim", "_max_wait_s", "_turn")
+
+    def __init__(self, turn: Turn, claim: Claim, caller: Caller, max_wait_s: float | None) -> None:
+        self._turn, self._claim, self._caller, self._max_wait_s = turn, claim, caller, max_wait_s
+
+    def __enter__(self) -> None:
+        claim, thread = self._claim, threading.current_thread()
+        if claim.inside is thread:
+            raise Busy("a generation was asked for more from within its own step (on_round, or a signal handler)")
+        try:
+            claim.step.acquire()
+            claim.inside = thread
+            self._turn.take(claim, self._caller, self._max_wait_s)
+            claim.num_steps += 1
+        except BaseException:
+            if claim.inside is thread:
+                claim.inside = None
+            with suppress(RuntimeError):  # an interruption came before it was held
+                claim.step.release()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._claim.inside = None
+        self._claim.step.release()
 
 
 class _Patience:
