@@ -206,6 +206,15 @@ def test_cancelled_in_a_pass_it_ends_with_it(model: Model, expected: Callable[..
     assert model.generate("abc", Sampling(seed=2), SHORT).text == expected("abc", 2)
 
 
+def test_cancelled_just_when_it_begins_it_runs_no_pass(model: Model) -> None:
+    generation, clear, passes = model.stream("abc", options=SHORT), model.target.clear_cancel, list[int]()
+    at_pass(model, 1, lambda: passes.append(1))
+    model.target.clear_cancel = lambda: (generation.cancel(), clear())[1]  # type: ignore[method-assign]
+    assert generation.result().finish_reason == "cancelled" and not passes
+    model.target.clear_cancel = clear  # type: ignore[method-assign]
+    assert model.generate("abc", options=SHORT).finish_reason == "length"
+
+
 def test_cancelled_while_it_waits_it_stops_waiting(model: Model) -> None:
     running, waiting = model.stream("abc", options=SHORT), model.stream("abc", options=SHORT)
     next(running)
@@ -308,6 +317,7 @@ def test_closing_waits_for_the_pass_of_another_thread(tmp_path: Path) -> None:
         closing = pool.submit(lambda: (model.close(), is_closed.set()))
         until(lambda: model._executor.turn.is_shut)
         assert not is_closed.wait(0.3), "the pass is not over"
+        assert model.target._cancelled, "but it is told to end"  # type: ignore[attr-defined]
         go_on.set()
         assert found.result(20).finish_reason == "cancelled"
         closing.result(20)
