@@ -5,17 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from edgespec.config import GenerateOptions, LoadOptions
-from edgespec.errors import EdgespecError
+from edgespec.errors import Busy, EdgespecError
 
 if TYPE_CHECKING:
-    from edgespec.runtime import Model, Result, load
+    from edgespec.generation import Generation, Result
+    from edgespec.runtime import Model, load
     from edgespec.sampling import Sampling
     from edgespec.types import Stats, TokenEvent
 
 __version__ = "0.1.0"
 __all__ = [
+    "Busy",
     "EdgespecError",
     "GenerateOptions",
+    "Generation",
     "LoadOptions",
     "Model",
     "Result",
@@ -25,8 +28,8 @@ __all__ = [
     "__version__",
     "load",
 ]
-_HOMES = {"Model": "runtime", "Result": "runtime", "load": "runtime", "Sampling": "sampling", "Stats": "types"}
-_HOMES["TokenEvent"] = "types"
+_HOMES = {"Model": "runtime", "load": "runtime", "Generation": "generation", "Result": "generation"}
+_HOMES |= {"Sampling": "sampling", "Stats": "types", "TokenEvent": "types"}
 
 
 def __getattr__(name: str) -> Any:

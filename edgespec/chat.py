@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NoReturn
 
 import jinja2
@@ -107,6 +107,26 @@ def render_chat(
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, MemoryError) as exc:
         raise CapabilityError(f"the model's chat template fails: {exc}; use --no-chat-template") from exc
     return "".join(parts)
+
+
+def encode_messages(
+    vocabulary: Vocabulary,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    model_name: str,
+) -> list[int]:
+    """Token ids of a conversation through the vocabulary's own template, the assistant's turn opened.
+
+    Raises PromptError when there is no template, and as `render_chat`.
+    """
+    if vocabulary.chat_template is None:
+        raise PromptError(f"model {model_name!r} has no chat template: use --no-chat-template, or generate()")
+    bos = "" if vocabulary.bos_id is None else vocabulary.token_name(vocabulary.bos_id)
+    render = partial(render_chat, vocabulary.chat_template, tools=tools, bos_token=bos)
+    ids = encode_rendered(vocabulary, render, messages)
+    if vocabulary.adds_bos and vocabulary.bos_id is not None and ids[:1] != [vocabulary.bos_id]:
+        ids.insert(0, vocabulary.bos_id)
+    return ids
 
 
 def encode_rendered(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, TypedDict, TypeVar, get_args
 
-from edgespec.errors import ConfigError
+from edgespec.errors import ConfigError, EdgespecError
 
 DrafterName = Literal[
     "auto",
@@ -37,20 +39,66 @@ ENGINES: tuple[EngineName, ...] = ("auto", "llamacpp", "onnx")
 PROVIDERS: tuple[ProviderName, ...] = ("auto", "cpu", "cuda", "dml", "webgpu")
 CACHE_TYPES: tuple[CacheType, ...] = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "int8")
 MAX_DRAFT_LENGTH = 64
+MAX_TOP_LOGPROBS = 256
+Class = TypeVar("Class", bound=type[Any])
 
 
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+def refuses_unknown(error: type[EdgespecError]) -> Callable[[Class], Class]:
+    """A decorator of a dataclass: a keyword that is none of its fields raises `error` and names those that are."""
+
+    def decorate(cls: Class) -> Class:
+        make = cls.__init__
+
+        @wraps(make)
+        def __init__(self: Any, *args: Any, **fields: Any) -> None:  # noqa: N807
+            known = cls.__dataclass_fields__
+            if unknown := sorted(fields.keys() - known.keys()):
+                raise error(f"{cls.__name__} has no option {unknown[0]!r}; known: {', '.join(known)}")
+            make(self, *args, **fields)
+
+        cls.__init__ = __init__
+        return cls
+
+    return decorate
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{name} {value!r} is not known; allowed: {', '.join(allowed)}")
+
+
+def _whole(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"{name} must be a whole number, got {value!r}")
 
 
 def _at_least(name: str, value: int | None, least: int) -> None:
     if value is None:
         return
-    if not isinstance(value, int):
-        raise ConfigError(f"{name} must be a whole number, got {value!r}")
+    _whole(name, value)
     if value < least:
         raise ConfigError(f"{name} must be at least {least}, got {value}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _switches(options: object, *names: str) -> None:
+    """Raises ConfigError for a field of those names that is neither True nor False."""
+    for name in names:
+        if not isinstance(value := getattr(options, name), bool):
+            raise ConfigError(f"{name} must be True or False, got {value!r}")
+
+
+def _as_texts(value: object) -> tuple[str, ...]:
+    """Stop strings; one text is one of them and not its letters."""
+    texts = (value,) if isinstance(value, str) else value
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+        raise ConfigError(f"stop must be a text or several texts, got {value!r}")
+    if not all(texts):
+        raise ConfigError("a stop string is empty; give at least one character")
+    return tuple(texts)
 
 
 def _as_path(name: str, value: object) -> Path | None:
@@ -63,7 +111,9 @@ def _as_path(name: str, value: object) -> Path | None:
 
 
 def _check_draft_length(value: object) -> None:
-    if value != "auto" and not (isinstance(value, int) and 0 <= value <= MAX_DRAFT_LENGTH):
+    if value != "auto" and not (
+        isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_DRAFT_LENGTH
+    ):
         raise ConfigError(f"draft-length must be auto or 0..{MAX_DRAFT_LENGTH}, got {value!r}")
 
 
@@ -79,6 +129,37 @@ def _check_share(value: object) -> None:
         raise ConfigError(f"never-slower must be a share of time from 0 to 1, got {value!r}")
 
 
+Location = str | os.PathLike[str]
+
+
+class LoadKeywords(TypedDict, total=False):
+    """The fields of `LoadOptions` but `model`, as keywords of `load`; paths may be text there."""
+
+    draft: Location | None
+    medium: Location | None
+    exit_layer: int | None
+    heads: Location | None
+    engine: EngineName
+    drafter: DrafterName
+    draft_length: DraftLength
+    draft_temperature: DraftTemperature
+    never_slower: float
+    verify: RuleName
+    reproducible: bool | None
+    context_length: int | None
+    draft_context_length: int | None
+    threads: int | None
+    gpu_layers: int
+    draft_gpu_layers: int | None
+    cache_type_k: CacheType | None
+    cache_type_v: CacheType | None
+    provider: ProviderName
+    corpus: bool
+    recall: bool
+    learn: bool
+
+
+@refuses_unknown(ConfigError)
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
     """What is loaded and how. None means: decide from the model and the machine.
@@ -125,6 +206,9 @@ class LoadOptions:
     learn: bool = False
 
     def __post_init__(self) -> None:
+        _switches(self, "corpus", "recall", "learn", *(("reproducible",) if self.reproducible is not None else ()))
+        for name in ("gpu_layers", *(("draft_gpu_layers",) if self.draft_gpu_layers is not None else ())):
+            _whole(name, getattr(self, name))
         if not isinstance(self.model, str | os.PathLike):
             raise ConfigError(f"model must be a registry name or a path, got {self.model!r}")
         object.__setattr__(self, "model", os.fspath(self.model))
@@ -151,22 +235,38 @@ class LoadOptions:
             )
 
 
+@refuses_unknown(ConfigError)
 @dataclass(frozen=True, slots=True)
 class GenerateOptions:
-    """One generation. None for a speculative setting means what the model was loaded with."""
+    """One generation. None for a speculative setting means what the model was loaded with.
+
+    `stop`: texts before which the answer ends, or one of them. `logprobs`: give each token its natural log probability
+    under the raw softmax, before temperature, bias, penalties and truncation; `top_logprobs`: those of so many of the
+    likeliest tokens too. `max_wait_s`: seconds to wait for the end of another generation, 0 for not at all, None for
+    as long as it takes.
+    """
 
     max_tokens: int | None = None  # None: until the context is full
-    stop: tuple[str, ...] = ()
+    stop: str | Sequence[str] = ()
     ignore_eos: bool = False
     drafter: DrafterName | None = None
     draft_length: DraftLength | None = None
     verify: RuleName | None = None
     logprobs: bool = True
+    top_logprobs: int = 0
+    max_wait_s: float | None = None
 
     def __post_init__(self) -> None:
         _at_least("max-tokens", self.max_tokens, 1)
-        if any(not text for text in self.stop):
-            raise ConfigError("a stop string is empty; give at least one character")
+        object.__setattr__(self, "stop", _as_texts(self.stop))
+        _switches(self, "ignore_eos", "logprobs")
+        _whole("top_logprobs", self.top_logprobs)
+        if not 0 <= self.top_logprobs <= (MAX_TOP_LOGPROBS if self.logprobs else 0):
+            raise ConfigError(
+                f"top_logprobs must be from 0 to {MAX_TOP_LOGPROBS}, and 0 without logprobs, got {self.top_logprobs}"
+            )
+        if self.max_wait_s is not None and not (_is_number(self.max_wait_s) and self.max_wait_s >= 0):
+            raise ConfigError(f"max_wait_s must be None or seconds from 0 on, got {self.max_wait_s!r}")
         if self.drafter is not None:
             _one_of("drafter", self.drafter, DRAFTERS)
         if self.verify is not None:

@@ -16,7 +16,7 @@ from edgespec.control.cost import CostCurve, DraftCost
 from edgespec.control.measure import cost_key, draft_cost, exit_cost, remember_curve, remember_draft_cost, target_curve
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.cache import CacheDrafter
-from edgespec.drafting import BY_NAME_ONLY, FREE_DRAFTERS, MANY_ROWS, learnt_texts, made
+from edgespec.drafting import BY_NAME_ONLY, FREE_DRAFTERS, MANY_ROWS, check_makeable, learnt_texts, made
 from edgespec.engines.base import Engine
 from edgespec.engines.measurements import key_of, recall, remember
 from edgespec.engines.sequence import CachedSequence
@@ -56,6 +56,19 @@ class Deciders:
         layers = [self.drafters[each].wants_layers for each in asked]
         self._target.keep_layer_inputs(next(filter(None, layers), ()))
         return controller
+
+    def check(self, options: GenerateOptions) -> None:
+        """Raises CapabilityError where `controller` would for want of a drafter; touches nothing."""
+        name = options.drafter or self._options.drafter
+        length = self._options.draft_length if options.draft_length is None else options.draft_length
+        drafts = name not in ("none", "auto") and length != 0 and self._target.engine.facts.can_rollback
+        if drafts and name not in self.drafters:
+            check_makeable(name, self.drafters, self._pair.name)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether all costs are known, so that asking for them touches no engine."""
+        return {"cost_curve", "draft_costs"} <= vars(self).keys()
 
     def _chosen(self, name: DrafterName, length: DraftLength) -> Controller | None:
         if name == "none" or length == 0 or not self._target.engine.facts.can_rollback:
@@ -123,8 +136,8 @@ class Deciders:
 
     @property
     def draft_engine(self) -> Engine | None:
-        """The draft model's engine with its cache emptied, for measuring; None without one that is not the target's."""
-        return self.drafters[self.draft_name].emptied() if self.draft_name else None
+        """The draft model's engine; None without one that is not the target's."""
+        return self.drafters[self.draft_name].engine if self.draft_name else None
 
     @property
     def draft_name(self) -> DrafterName | None:

@@ -18,7 +18,8 @@ from edgespec.control.base import NOTHING, Controller, Proposal
 from edgespec.drafters.base import DraftRequest
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.watch import ClassWatch
-from edgespec.errors import Cancelled, PromptError
+from edgespec.errors import Cancelled, EngineError, PromptError
+from edgespec.parked import ParkedStates
 from edgespec.sampling import Sampler
 from edgespec.stopping import StopRules, TextStream
 from edgespec.types import Distribution, Draft, Logits, RoundRecord, Stats, TokenEvent, TokenIds, Verdict
@@ -27,13 +28,18 @@ from edgespec.verify import CHAINS_ONLY, COMPARING, Rule, TargetAt
 
 @dataclass(slots=True)
 class Run:
-    """What one generation shares between its steps. `stats` fills while it runs; `on_round` hears of each round."""
+    """What one generation shares between its steps. `stats` fills while it runs; `on_round` hears of each round.
+
+    `parked`: states of other texts, among which may be one that the prompt goes on from.
+    """
 
     target: CachedSequence
     prompt_ids: TokenIds
     sampler: Sampler
     stop: StopRules
     logprobs: bool = True
+    top_logprobs: int = 0
+    parked: ParkedStates | None = None
     on_round: Callable[[RoundRecord], None] | None = None
     watch: ClassWatch | None = None
     stats: Stats = field(default_factory=Stats)
@@ -42,20 +48,15 @@ class Run:
     _paused_s: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
-        context_length = self.target.engine.facts.context_length
-        if self.prompt_ids.size == 0:
-            raise PromptError("the prompt is empty: give at least one token of text")
-        if self.prompt_ids.size >= context_length:
-            raise PromptError(
-                f"the prompt has {self.prompt_ids.size} tokens and the context holds {context_length}, answer "
-                "included: shorten the prompt or give a larger --ctx-size"
-            )
+        check_prompt(self.prompt_ids, self.target.engine.facts.context_length)
         self.text = TextStream(self.target.engine.vocabulary, self.stop)
 
     def prefill(self) -> Logits:
         """Feed the part of the prompt that is not cached yet; the logits row that follows it."""
         self._started_s = perf_counter()
         self.stats.prompt_tokens = self.prompt_ids.size
+        if self.parked is not None:
+            self.parked.make_way(self.target, self.prompt_ids)
         self.stats.reused_tokens = self.target.reuse(self.prompt_ids)
         logits = self.target.feed(self.prompt_ids[self.target.length :])
         self.stats.prefill_s = perf_counter() - self._started_s
@@ -68,11 +69,12 @@ class Run:
         if reason is None and position + 1 > self.target.engine.facts.context_length:
             shown, reason = shown + self.text.finish(), "length"
         logprob = self.sampler.log_prob(logits, token_id) if self.logprobs else None
+        likeliest = self.sampler.top_log_probs(logits, self.top_logprobs) if self.top_logprobs else ()
         self.stats.new_tokens += 1
         self.stats.finish_reason = reason
         self._tick()
         paused_s = perf_counter()
-        yield TokenEvent(token_id, shown, position, drafter, logprob, reason)
+        yield TokenEvent(token_id, shown, position, drafter, logprob, reason, likeliest)
         self._paused_s += perf_counter() - paused_s
 
     @contextmanager
@@ -111,6 +113,17 @@ class Run:
 
     def _tick(self) -> None:
         self.stats.wall_s = perf_counter() - self._started_s - self._paused_s
+
+
+def check_prompt(prompt_ids: TokenIds, context_length: int) -> None:
+    """Raises PromptError for a prompt [n] of nothing, or one that leaves no room for an answer."""
+    if prompt_ids.size == 0:
+        raise PromptError("the prompt is empty: give at least one token of text")
+    if prompt_ids.size >= context_length:
+        raise PromptError(
+            f"the prompt has {prompt_ids.size} tokens and the context holds {context_length}, answer "
+            "included: shorten the prompt or give a larger --ctx-size"
+        )
 
 
 def autoregressive(run: Run) -> Generator[TokenEvent, None, None]:
@@ -192,7 +205,14 @@ def _propose(run: Run, controller: Controller, context_ids: TokenIds, rule: Rule
         features=target.features,
         layer_inputs=target.layer_inputs,
     )
-    proposal = controller.propose(request)
+    try:
+        proposal = controller.propose(request)
+    except Cancelled:
+        raise
+    except (EngineError, MemoryError) as exc:
+        name = controller.leave_out()
+        run.stats.notes.append(f"drafter {name} failed and was left out of the rest of this answer: {exc}")
+        proposal = NOTHING
     return proposal, perf_counter() - started_s
 
 

@@ -54,6 +54,21 @@ _NEEDS: dict[DrafterName, tuple[str, str]] = {
 }
 
 
+def check_makeable(name: DrafterName, opened: Mapping[DrafterName, Drafter], pair: str) -> None:
+    """Raises CapabilityError for a drafter that needs what was not loaded; arguments as `made`'s."""
+    if name in FREE_DRAFTERS or name == "lookahead":
+        return
+    if name in ("tree", "hybrid") and isinstance(opened.get("model"), ModelDrafter):
+        return
+    if name in _AT_LOADING:
+        reason = _AT_LOADING[name].format(pair=pair)
+        raise CapabilityError(f"drafter {name!r} {reason}: load it with --drafter {name}, or use --drafter auto")
+    what, flag = _NEEDS.get(name, ("a draft model", "-md/--model-draft (draft=...)"))
+    raise CapabilityError(
+        f"drafter {name!r} needs {what} and {pair!r} was loaded without: give {flag}, or use --drafter ngram"
+    )
+
+
 def made(
     name: DrafterName,
     options: LoadOptions,
@@ -65,22 +80,16 @@ def made(
 
     Raises CapabilityError for one that needs what was not loaded.
     """
+    check_makeable(name, opened, pair)
     if name in FREE_DRAFTERS:
         return FREE_DRAFTERS[name](options, vocabulary)
     if name == "lookahead":
         return LookaheadDrafter()
-    model = opened.get("model")
-    if name == "tree" and isinstance(model, ModelDrafter):
+    model = opened["model"]
+    assert isinstance(model, ModelDrafter)
+    if name == "tree":
         return TreeDrafter(model)
-    if name == "hybrid" and model is not None:
-        return HybridDrafter([FREE_DRAFTERS[each](options, vocabulary) for each in COPYING], model)
-    if name in _AT_LOADING:
-        reason = _AT_LOADING[name].format(pair=pair)
-        raise CapabilityError(f"drafter {name!r} {reason}: load it with --drafter {name}, or use --drafter auto")
-    what, flag = _NEEDS.get(name, ("a draft model", "-md/--model-draft (draft=...)"))
-    raise CapabilityError(
-        f"drafter {name!r} needs {what} and {pair!r} was loaded without: give {flag}, or use --drafter ngram"
-    )
+    return HybridDrafter([FREE_DRAFTERS[each](options, vocabulary) for each in COPYING], model)
 
 
 def learnt_texts(vocabulary: Vocabulary) -> LearntTexts:

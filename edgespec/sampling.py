@@ -8,9 +8,10 @@ draft is treated exactly like the same row of plain decoding.
 from __future__ import annotations
 
 import math
+import secrets
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,7 @@ _FIRST_NUCLEUS = 256  # candidates tried first when top-p comes without top-k
 class Sampling:
     """Settings of one generation. `top_k` 0, `top_p` 1 and `min_p` 0 switch those filters off.
 
+    `seed` None: another one each time, which the result tells.
     Raises SamplingError for a value out of range or not finite.
     """
 
@@ -43,7 +45,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     penalty_window: int = 64
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int = 0
+    seed: int | None = 0
 
     def __post_init__(self) -> None:
         limits = (
@@ -62,6 +64,10 @@ class Sampling:
         if any(math.isnan(bias) for bias in self.logit_bias.values()):
             raise SamplingError("a logit_bias is not a number; give a finite value or -inf to forbid the token")
 
+    def seeded(self) -> Sampling:
+        """These settings with a seed: 32 random bits where there is none."""
+        return self if self.seed is not None else replace(self, seed=secrets.randbits(32))
+
     @property
     def uses_history(self) -> bool:
         return self.penalty_window > 0 and (
@@ -76,9 +82,10 @@ class Sampler:
         outside = [token_id for token_id in sampling.logit_bias if not 0 <= token_id < vocabulary_size]
         if outside:
             raise SamplingError(f"logit_bias names token {outside[0]}, the vocabulary has 0..{vocabulary_size - 1}")
-        self.sampling = sampling
+        self.sampling = sampling = sampling.seeded()
         self.vocabulary_size = vocabulary_size
-        self.noise = Noise(sampling.seed)
+        self.seed = sampling.seed or 0  # None is no longer possible
+        self.noise = Noise(self.seed)
         self._scratch = np.empty(vocabulary_size, np.float32)  # a fresh row of 150k would cost more than its exp
         self._ones = np.ones(vocabulary_size, np.float32)
         self._all_ids = np.arange(vocabulary_size, dtype=np.int32)
@@ -142,14 +149,28 @@ class Sampler:
         return self.noise.uniform(Stream.ACCEPT, position, attempt) < probability
 
     def log_prob(self, logits: Logits, token_id: int) -> float:
-        """Natural log probability of a token under softmax of one untouched logits row [vocabulary]."""
+        """Natural log probability of a token under softmax of one untouched logits row [vocabulary].
+
+        That is the raw distribution, before temperature, bias, penalties and truncation.
+        """
+        shift, log_sum = self._normaliser(logits)
+        return float(logits[token_id]) - shift - log_sum
+
+    def top_log_probs(self, logits: Logits, count: int) -> tuple[tuple[int, float], ...]:
+        """The `count` likeliest tokens of one row with what `log_prob` gives for each, the likeliest first."""
+        shift, log_sum = self._normaliser(logits)
+        token_ids = top_ids(logits, count)
+        return tuple((token_id, float(logits[token_id]) - shift - log_sum) for token_id in token_ids.tolist())
+
+    def _normaliser(self, logits: Logits) -> tuple[float, float]:
+        """(what is taken off a row first, the logarithm of the sum of exponentials that is left)."""
         # exp2 is twice as fast as exp; a shift costs two passes over the row and is needed only against overflow
         with np.errstate(over="ignore", under="ignore"):
             total = self._sum_of_exp(logits)
         if _LEAST_SAFE_SUM < total < _MOST_SAFE_SUM:
-            return float(logits[token_id]) - math.log(total)
+            return 0.0, math.log(total)
         best = logits.max()
-        return float(logits[token_id]) - float(best) - math.log(self._sum_of_exp(logits - best))
+        return float(best), math.log(self._sum_of_exp(logits - best))
 
     def _sum_of_exp(self, logits: Logits) -> float:
         scaled = np.multiply(logits, _LOG2_E, out=self._scratch)

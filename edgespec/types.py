@@ -208,8 +208,9 @@ class TokenEvent:
 
     `text` is what became printable with it (may be empty inside a UTF-8 sequence or a possible stop string);
     `position` its index in the sequence; `drafter` is the name of who proposed it, None for a token that the target
-    added itself; `logprob` its natural log probability under the target before temperature and truncation;
-    `finish_reason` is set on the last event only.
+    added itself; `logprob` its natural log probability under the target's raw softmax, before temperature, bias,
+    penalties and truncation; `top_logprobs`, where asked for, the (token id, log probability) of the likeliest tokens
+    under the same, the likeliest first; `finish_reason` is set on the last event only.
     """
 
     token_id: int
@@ -218,6 +219,7 @@ class TokenEvent:
     drafter: str | None
     logprob: float | None = None
     finish_reason: FinishReason | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
 
     @property
     def from_draft(self) -> bool:
@@ -226,7 +228,10 @@ class TokenEvent:
 
 @dataclass(slots=True)
 class Stats:
-    """Raw counters of one generation; every ratio is derived and guards zero. Times in seconds."""
+    """Raw counters of one generation; every ratio is derived and guards zero. Times in seconds.
+
+    `notes`: what a user must be told of it, such as a drafter that failed and was left out.
+    """
 
     prompt_tokens: int = 0
     reused_tokens: int = 0
@@ -241,6 +246,7 @@ class Stats:
     wall_s: float = 0.0
     peak_rss_bytes: int = 0
     finish_reason: FinishReason | None = None
+    notes: list[str] = field(default_factory=list)
 
     @property
     def acceptance_rate(self) -> float:

@@ -113,9 +113,8 @@ def main() -> int:
             loaded: dict[str, Any] = {"model": chosen.model, "draft": chosen.draft}
             if opens == "early-exit":
                 loaded = with_exit(chosen, Path(folder))
-            with edgespec.load(
-                **loaded, engine=chosen.engine, drafter=opens, reproducible=True, never_slower=1.0
-            ) as model:
+            loaded |= {"engine": chosen.engine, "drafter": opens}
+            with edgespec.load(**loaded, reproducible=True, never_slower=1.0) as model:
                 check.run(model, drafters, runs_per_cell)
     print(f"{len(prompts)} prompts, {check.compared.total()} tokens compared, {check.different.total()} differ")
     return int(check.different.total() > 0)

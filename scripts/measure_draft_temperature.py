@@ -57,8 +57,7 @@ def agreement(p: NDArray[np.float64], q: NDArray[np.float64]) -> float:
 
 def measure(model: Model, settings: Sampling, factors: list[float], num_seeds: int, tokens: int) -> NDArray[np.float64]:
     """[positions, factors, 3]: acceptance under the rejection and the coupled rule, the expected Brier score."""
-    draft, found = model.draft_engine, []
-    assert draft is not None, "a pair with a draft model is needed"
+    found = []
     size = model.target.vocabulary.size
     for seed in range(num_seeds):
         for prompt in PROMPTS:
@@ -70,9 +69,9 @@ def measure(model: Model, settings: Sampling, factors: list[float], num_seeds: i
             ids = model.encode_chat([{"role": "user", "content": prompt.text}])
             options = GenerateOptions(max_tokens=tokens, ignore_eos=True, logprobs=False)
             text = np.array([*ids, *model.generate(ids, sampling, options).token_ids], np.int32)
-            model.forget()
-            ours, theirs = rows(model.target, text)[len(ids) :], rows(draft, text)[len(ids) :]
-            model.forget()
+            with model.measuring() as (target, draft):
+                assert draft is not None, "a pair with a draft model is needed"
+                ours, theirs = rows(target, text)[len(ids) :], rows(draft, text)[len(ids) :]
             for one, other in zip(ours, theirs, strict=True):
                 p = dense(samplers[0].distribution(one, text), size)
                 drafted = [dense(sampler.distribution(other, text), size) for sampler in samplers[1:]]

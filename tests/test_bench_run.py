@@ -87,15 +87,6 @@ def test_a_forgotten_text_is_read_again_by_target_and_draft(model):
     assert again.token_ids == first.token_ids
 
 
-def test_forgetting_ends_a_running_generation(model):
-    events = model.stream("abc", SAMPLING, OPTIONS)
-    next(events)
-    model.forget()
-    with pytest.raises(StateError, match="ended by a newer one"):
-        next(events)
-    assert len(model.generate("abc", SAMPLING, OPTIONS).token_ids) == OPTIONS.max_tokens
-
-
 def test_a_model_without_padding_is_its_own_baseline(model):
     assert not needs_second_model(model)
     assert load_standard(model) is model

@@ -239,6 +239,6 @@ def test_the_wheel_carries_the_pair(tmp_path: Path):
         for entry in (*manifest["files"].values(), *manifest["heads"].values()):
             assert archive.getinfo(inside + entry["path"]).file_size == entry["bytes"]
         archive.extractall(tmp_path / "site")
-    assert inside + "NOTICE" in names
+    assert {inside + "NOTICE", "edgespec/py.typed"} <= set(names)
     assert not any("safetensors" in name or name.startswith("tests/") for name in names)
     assert resolve(str(tmp_path / "site" / inside)).name == "demo"

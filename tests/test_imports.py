@@ -16,21 +16,25 @@ PACKAGE = Path(edgespec.__file__).parent
 # A component (a module or a subpackage) imports only components of a lower rank, and itself. '' is the package root.
 RANKS = {
     **dict.fromkeys(("errors",), 0),
-    **dict.fromkeys(("types", "tokenizer", "config", "memory", "prompts", "manifest", "machine", "headfile"), 1),
+    **dict.fromkeys(
+        ("turn", "types", "tokenizer", "config", "memory", "prompts", "manifest", "machine", "headfile"), 1
+    ),
     **dict.fromkeys(("noise", "settings", "stopping", "metrics", "chat", "models"), 2),
     **dict.fromkeys(("sampling", "conversation", "profiles"), 3),
     **dict.fromkeys(("verify", "engines", "texts"), 4),
-    **dict.fromkeys(("drafters",), 5),
+    **dict.fromkeys(("drafters", "parked", "inputs"), 5),
     **dict.fromkeys(("control",), 6),
     **dict.fromkeys(("decode", "wanted", "vocabularies", "drafting", "heads"), 7),
     **dict.fromkeys(("loading", "deciding"), 8),
-    **dict.fromkeys(("runtime",), 9),
-    **dict.fromkeys(("", "selfcheck", "export"), 10),
-    **dict.fromkeys(("training", "server"), 11),
-    **dict.fromkeys(("bench",), 12),
-    **dict.fromkeys(("tuning",), 13),
-    **dict.fromkeys(("cli",), 14),
-    **dict.fromkeys(("__main__",), 15),
+    **dict.fromkeys(("executor",), 9),
+    **dict.fromkeys(("generation",), 10),
+    **dict.fromkeys(("runtime",), 11),
+    **dict.fromkeys(("", "selfcheck", "export"), 12),
+    **dict.fromkeys(("training", "server"), 13),
+    **dict.fromkeys(("bench",), 14),
+    **dict.fromkeys(("tuning",), 15),
+    **dict.fromkeys(("cli",), 16),
+    **dict.fromkeys(("__main__",), 17),
 }
 ENGINES_MAY_USE = {"errors", "types", "tokenizer", "machine", "engines"}
 DRAFTERS_MAY_USE = {"errors", "types", "tokenizer", "sampling", "noise", "headfile"}

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import subprocess
 import sys
 import types
+import typing
+from pathlib import Path
 
 import pytest
 
 import edgespec
 from edgespec import errors
+from edgespec.config import LoadKeywords, LoadOptions
 
 EXPECTED = {
+    "Busy",
     "EdgespecError",
     "GenerateOptions",
+    "Generation",
     "LoadOptions",
     "Model",
     "Result",
@@ -41,7 +47,7 @@ def test_every_name_is_documented(name):
         assert not documentation.startswith(f"{name}("), "dataclass wrote this one itself"
 
 
-@pytest.mark.parametrize("name", ["Model", "Result", "Stats"])
+@pytest.mark.parametrize("name", ["Generation", "Model", "Result", "Stats"])
 def test_every_public_method_is_documented(name):
     members = vars(getattr(edgespec, name))
     public = {
@@ -51,6 +57,54 @@ def test_every_public_method_is_documented(name):
     undocumented = [key for key, member in public.items() if not inspect.getdoc(member)]
     obvious = {"reproducible", "decode_s"}  # defined by a documented neighbour
     assert set(undocumented) <= obvious
+
+
+def test_the_keywords_of_load_are_the_fields_of_its_options():
+    keywords, fields = typing.get_type_hints(LoadKeywords), typing.get_type_hints(LoadOptions)
+    assert list(keywords) == [name for name in fields if name != "model"]
+    for name, kind in keywords.items():
+        wanted = str | os.PathLike[str] | None if fields[name] == Path | None else fields[name]
+        assert kind == wanted, name
+
+
+def test_the_package_says_that_it_is_typed():
+    assert (Path(edgespec.__file__).parent / "py.typed").is_file()
+
+
+CALLER = """
+import edgespec
+from edgespec import GenerateOptions, LoadOptions, Sampling
+
+with edgespec.load("demo", drafter="ngram", draft="x.gguf", context_length=512) as model:
+    generation = model.stream("x", Sampling(seed=None), GenerateOptions(stop="zebra", top_logprobs=2))
+    for event in generation:
+        text: str = event.text
+    seed: int = generation.result().seed
+    model.chat([{"role": "user", "content": "hi"}]).cancel()
+edgespec.load(LoadOptions("demo", draft_length=4)).close()
+"""
+MISTAKES = {
+    'edgespec.load("demo", drafer="ngram")': '"drafer"',
+    'edgespec.load("demo", drafter="ngrma")': "Literal['ngrma']",
+    'edgespec.load("demo", threads="2")': '"threads"',
+    "GenerateOptions(max_token=5)": '"max_token"',
+    'edgespec.load("demo").generate("x", Sampling(temprature=0.5))': '"temprature"',
+    'edgespec.load("demo").stream("x", max_tokens=5)': '"max_tokens"',
+    'edgespec.load("demo").generate("x").txt': '"txt"',
+}
+
+
+def test_a_type_checker_finds_a_callers_typo(tmp_path):
+    pytest.importorskip("mypy", reason="mypy is not installed")
+    lines = CALLER.count("\n")
+    (tmp_path / "caller.py").write_text(CALLER + "\n".join(MISTAKES) + "\n")
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--no-error-summary", "caller.py"]
+    environment = {**os.environ, "MYPYPATH": str(Path(edgespec.__file__).parent.parent)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    found = {int(line.split(":")[1]): line for line in done.stdout.splitlines() if ": error:" in line}
+    assert sorted(found) == [lines + number for number in range(1, len(MISTAKES) + 1)], done.stdout + done.stderr
+    for line, named in zip((found[number] for number in sorted(found)), MISTAKES.values(), strict=True):
+        assert named in line
 
 
 def test_version_is_the_project_files():

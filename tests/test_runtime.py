@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import sys
 import threading
 from collections.abc import Iterator
@@ -19,7 +21,6 @@ from edgespec.errors import (
     ModelNotFound,
     PromptError,
     SamplingError,
-    StateError,
     VocabularyMismatch,
 )
 
@@ -65,12 +66,11 @@ def test_no_sampling_means_the_pairs_own(model: edgespec.Model) -> None:
 
 
 def test_a_conversation_is_not_read_twice(model: edgespec.Model) -> None:
-    events = list(model.chat(QUESTION, Sampling(seed=2), GenerateOptions(max_tokens=40)))
-    answer = "".join(event.text for event in events)
+    answer = model.chat(QUESTION, Sampling(seed=2), GenerateOptions(max_tokens=40)).result().text
     longer = [*QUESTION, {"role": "assistant", "content": answer}, {"role": "user", "content": "Thanks."}]
-    list(model.chat(longer, Sampling(seed=2), GenerateOptions(max_tokens=4)))
-    assert model.stats.reused_tokens >= len(model.encode_chat(QUESTION)) - 1
-    assert model.stats.prompt_tokens == len(model.encode_chat(longer))
+    stats = model.chat(longer, Sampling(seed=2), GenerateOptions(max_tokens=4)).result().stats
+    assert stats.reused_tokens >= len(model.encode_chat(QUESTION)) - 1
+    assert stats.prompt_tokens == len(model.encode_chat(longer))
 
 
 def test_a_message_cannot_forge_a_turn(model: edgespec.Model) -> None:
@@ -90,8 +90,9 @@ def test_what_was_said_before_does_not_change_an_answer(model: edgespec.Model) -
         cold = fresh.generate(long_prompt, sampling, options).token_ids
     model.generate(long_prompt[:300], sampling, options)
     assert model.generate(long_prompt, sampling, options).token_ids == cold
-    assert model.generate(long_prompt, sampling, options).token_ids == cold
-    assert model.stats.reused_tokens == model.stats.prompt_tokens - 1
+    again = model.generate(long_prompt, sampling, options)
+    assert again.token_ids == cold
+    assert again.stats.reused_tokens == again.stats.prompt_tokens - 1
 
 
 @pytest.mark.parametrize(
@@ -120,6 +121,19 @@ def test_bad_options_are_refused_by_name(given: dict, error: type[Exception], me
         ([], {}, {}, PromptError, "empty"),
         ([5000], {}, {}, PromptError, "0..4095"),
         ([-1], {}, {}, PromptError, "0..4095"),
+        ([1.5], {}, {}, PromptError, "float64"),
+        ([[1, 2]], {}, {}, PromptError, "2 dimensions"),
+        ([[1], [2, 3]], {}, {}, PromptError, "one list"),
+        (None, {}, {}, PromptError, "NoneType"),
+        ("x", {}, {"max_tokens": 2.5}, ConfigError, "whole number"),
+        ("x", {}, {"ignore_eos": "no"}, ConfigError, "True or False"),
+        ("x", {}, {"stop": 5}, ConfigError, "texts"),
+        ("x", {}, {"stop": ["a", ""]}, ConfigError, "empty"),
+        ("x", {}, {"top_logprobs": -1}, ConfigError, "0 to 256"),
+        ("x", {}, {"top_logprobs": 3, "logprobs": False}, ConfigError, "without logprobs"),
+        ("x", {}, {"max_wait_s": "soon"}, ConfigError, "seconds"),
+        ("x", {}, {"drafter": "medusa"}, CapabilityError, "heads"),
+        ("x", {}, {"max_token": 3}, ConfigError, "GenerateOptions has no option 'max_token'; known: max_tokens"),
         ("x " * 9000, {}, {}, PromptError, "context"),
         ("x", {"logit_bias": {4096: 1.0}}, {}, SamplingError, "4096"),
     ],
@@ -127,6 +141,81 @@ def test_bad_options_are_refused_by_name(given: dict, error: type[Exception], me
 def test_bad_requests_are_refused_before_work(model, prompt, sampling, options, error, message) -> None:
     with pytest.raises(error, match=message):
         model.stream(prompt, Sampling(**sampling), GenerateOptions(**options))
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda model: model.chat("hi"), PromptError, r'\[\{"role": "user", "content": "..."\}\]'),
+        (lambda model: model.chat(["hi"]), PromptError, "messages must be a list such as"),
+        (lambda model: model.chat([{"role": "user"}]), PromptError, "message 0 has no text"),
+        (lambda model: model.stream("x", {"seed": 1}), SamplingError, r"write Sampling\(\*\*sampling\)"),
+        (lambda model: model.stream("x", None, {"stop": "a"}), ConfigError, r"GenerateOptions\(\*\*options\)"),
+        (lambda model: model.generate("x", GenerateOptions()), SamplingError, "sampling must be Sampling"),
+        (lambda model: model.generate("x", temperature=0.5), ConfigError, r"sampling=Sampling\(temperature=...\)"),
+        (lambda model: model.chat(QUESTION, max_tokens=5), ConfigError, r"options=GenerateOptions\(max_tokens=...\)"),
+        (lambda model: model.stream("x", smapling=None), ConfigError, "known: prompt, sampling"),
+        (lambda model: model.encode(b"x"), PromptError, "text must be str, got bytes"),
+        (lambda model: model.decode([4096]), PromptError, "0..4095"),
+        (lambda model: model.decode("ab"), PromptError, "list of token ids"),
+        (lambda model: edgespec.load(5), ConfigError, "registry name or a path"),
+        (lambda model: edgespec.load("demo", reproducible="yes"), ConfigError, "reproducible must be True or False"),
+        (lambda model: edgespec.load("demo", gpu_layers=1.5), ConfigError, "gpu_layers must be a whole number"),
+        (lambda model: edgespec.load(edgespec.LoadOptions(), threads=1), ConfigError, "dataclasses.replace"),
+    ],
+)
+def test_wrong_kinds_are_refused_with_the_fix(model, call, error, message) -> None:
+    with pytest.raises(error, match=message):
+        call(model)
+
+
+def test_one_stop_text_is_not_its_letters(model: edgespec.Model) -> None:
+    options = GenerateOptions(max_tokens=40, ignore_eos=True)
+    whole = model.generate("What time", Sampling(seed=1), options).text
+    stopped = model.generate("What time", Sampling(seed=1), dataclasses.replace(options, stop="zebra"))
+    assert stopped.text == whole and "z" not in whole[:1]
+    assert GenerateOptions(stop="zebra") == GenerateOptions(stop=["zebra"]) == GenerateOptions(stop=("zebra",))
+    first = whole[4:9]
+    assert model.generate("What time", Sampling(seed=1), dataclasses.replace(options, stop=first)).text in whole[:5]
+
+
+def test_a_random_seed_is_told_and_gives_the_same_text_again(model: edgespec.Model) -> None:
+    options = GenerateOptions(max_tokens=24, ignore_eos=True)
+    results = [model.generate("Once", Sampling(temperature=1.5, seed=None), options) for _ in range(3)]
+    assert len({result.seed for result in results}) == 3
+    again = model.generate("Once", Sampling(temperature=1.5, seed=results[0].seed), options)
+    assert again.token_ids == results[0].token_ids
+    generation = model.stream("Once", Sampling(seed=None), options)
+    assert generation.result().seed == generation.seed
+
+
+def test_decoding_gives_the_text_of_token_ids(model: edgespec.Model) -> None:
+    assert model.decode(model.encode("Find me a caf\u00e9.")) == "Find me a caf\u00e9."
+    assert model.decode([]) == ""
+
+
+@pytest.mark.parametrize("drafter", ["none", "model"])
+def test_the_likeliest_tokens_come_with_their_raw_probabilities(model: edgespec.Model, drafter: str) -> None:
+    """Of the softmax before temperature, bias and truncation; the same bits as the token's own, drafted or not."""
+    options = GenerateOptions(max_tokens=16, ignore_eos=True, drafter=drafter, top_logprobs=3)  # type: ignore[arg-type]
+    result = model.generate("Once upon", Sampling(temperature=0.0), options)
+    assert len(result.top_logprobs) == 16
+    for token_id, logprob, tops in zip(result.token_ids, result.logprobs, result.top_logprobs, strict=True):
+        assert tops[0] == (token_id, logprob) and len(tops) == 3
+        assert [each for _, each in tops] == sorted((each for _, each in tops), reverse=True)
+    hot = model.generate("Once upon", Sampling(temperature=5.0, seed=1, logit_bias={7: -9.0}), options)
+    assert hot.top_logprobs[0] == result.top_logprobs[0]
+    everything = dataclasses.replace(options, top_logprobs=256, max_tokens=1)
+    (tops,) = model.generate("Once upon", Sampling(temperature=0.0), everything).top_logprobs
+    assert 0.5 < sum(math.exp(logprob) for _, logprob in tops) <= 1.0 + 1e-6
+    assert model.generate("Once", options=GenerateOptions(max_tokens=2)).top_logprobs == ()
+
+
+def test_options_may_be_given_whole(tmp_path: Path) -> None:
+    options = edgespec.LoadOptions("demo", drafter="none", context_length=64)
+    with edgespec.load(options) as loaded:
+        assert loaded.options is options and loaded.context_length == 64
+        assert repr(loaded) == "<Model 'demo' on llamacpp (cpu), drafter none, context 64>"
 
 
 def test_a_draft_with_another_vocabulary_names_the_first_token(tmp_path: Path) -> None:
@@ -145,28 +234,20 @@ def test_a_draft_that_is_not_there_is_missed_by_name(tiny_path: Path) -> None:
             alone.stream("a", options=GenerateOptions(drafter="model"))
 
 
-def test_a_newer_generation_ends_an_older_one(model: edgespec.Model) -> None:
-    older = model.stream("One two three", Sampling(seed=1), GenerateOptions(max_tokens=30, ignore_eos=True))
-    next(older)
-    newer = model.generate("One two three", Sampling(seed=1), GenerateOptions(max_tokens=30, ignore_eos=True))
-    assert len(newer.token_ids) == 30
-    with pytest.raises(StateError, match="newer"):
-        next(older)
-
-
 def test_cancel_from_another_thread(model: edgespec.Model) -> None:
     options = GenerateOptions(max_tokens=1500, ignore_eos=True, draft_length=8)
     whole = model.generate("Once", Sampling(seed=1), GenerateOptions(max_tokens=64, ignore_eos=True)).token_ids
     events = model.stream("Once", Sampling(seed=1), options)
     begun = [next(events).token_id]
-    canceller = threading.Thread(target=model.cancel)
+    canceller = threading.Thread(target=events.cancel)
     canceller.start()
     begun += [event.token_id for event in events]
     canceller.join()
-    assert model.stats.finish_reason == "cancelled"
+    assert events.finish_reason == model.stats.finish_reason == "cancelled"
     assert len(begun) < 1500
     assert tuple(begun[:64]) == whole[: len(begun)]
     model.cancel()  # nothing runs: must not reach the next generation
+    events.cancel()
     again = model.generate("Once", Sampling(seed=1), GenerateOptions(max_tokens=64, ignore_eos=True))
     assert again.token_ids == whole
 

@@ -243,7 +243,8 @@ def _fields(model: Model) -> dict[str, Any]:
 
 def _run(lap: Lap, model: Model, prompt_ids: list[int], sampling: Sampling, options: GenerateOptions) -> Iterator[Lap]:
     """Record one generation in `lap`. The run's own clock stands still while the caller looks at a token."""
-    for event in model.stream(prompt_ids, sampling, options, lap.rounds.append):
-        lap.stats = model.stats
+    generation = model.stream(prompt_ids, sampling, options, lap.rounds.append)
+    lap.stats = generation.stats
+    for event in generation:
         lap.marks.append(Mark(event, lap.stats.wall_s))
         yield lap

@@ -118,9 +118,10 @@ class Runner:
         model.forget()
         rounds: list[RoundRecord] = []
         before = self._meter.read()
-        events = list(model.stream(task.prompt_ids, task.sampling, options, rounds.append))
+        generation = model.stream(task.prompt_ids, task.sampling, options, rounds.append)
+        events = list(generation)
         energy_j = self._meter.joules_since(before)
-        stats = dataclasses.replace(model.stats)
+        stats = generation.stats
         if stats.finish_reason == "cancelled":
             return None
         assert stats.reused_tokens == 0, "a benchmark reads every prompt whole"

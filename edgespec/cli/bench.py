@@ -92,7 +92,7 @@ def _sources(prompts: Path | None, data: Path | None) -> Domains:
 
 def _choose(session: Session, found: Domains, own: dict[str, Any]) -> list[BenchPrompt]:
     """The prompts of this run: of a user's own file all domains in it, else the made ones as well."""
-    model, seed = session.model, session.sampling.seed
+    model, seed = session.model, session.seed
     domains = with_made(found, model.target.vocabulary, seed)
     per_domain, wanted = own["per_domain"], own["domains"]
     if own["prompts"] is not None:

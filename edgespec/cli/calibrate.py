@@ -17,6 +17,7 @@ from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.session import Session, open_session, tell_configuration
 from edgespec.cli.terminal import note
 from edgespec.control.measure import cost_key, remember_curve, remember_draft_cost
+from edgespec.engines.base import Engine
 from edgespec.errors import ConfigError
 from edgespec.machine import machine_name
 from edgespec.runtime import Model, load
@@ -96,7 +97,8 @@ def _calibrate(settings: Settings, wanted: tuple[int, ...] | None, turns: int) -
     with session.model as model:
         target_key = cost_key(model.target, model.pair.paths("target"))
         draft_key = "" if model.draft_engine is None else cost_key(model.draft_engine, model.pair.paths("draft"))
-        target, draft = _measure(session, wanted, turns)
+        with model.measuring() as engines:
+            target, draft = _measure(session, engines, wanted, turns)
         pinned = model.target.facts.pinned_class
         facts = _facts(model)
     padding = None
@@ -110,9 +112,9 @@ def _calibrate(settings: Settings, wanted: tuple[int, ...] | None, turns: int) -
 
 
 def _measure(
-    session: Session, wanted: tuple[int, ...] | None, turns: int
+    session: Session, engines: tuple[Engine, Engine | None], wanted: tuple[int, ...] | None, turns: int
 ) -> tuple[Calibration, DraftCalibration | None]:
-    target, draft = session.model.target, session.model.draft_engine
+    target, draft = engines
     widths = measuring.allowed_widths(target)
     contexts = measuring.allowed_contexts(target, wanted, max(widths))
     tell_configuration(session)

@@ -18,6 +18,7 @@ from edgespec.cli.terminal import EventPrinter, complain, note, stats_lines
 from edgespec.conversation import Conversation, fit_context
 from edgespec.errors import ConfigError, EdgespecError
 from edgespec.metrics import Totals
+from edgespec.types import Stats
 
 LEAST_ANSWER = 256  # tokens kept free for an answer of unlimited length, where the context allows
 
@@ -46,6 +47,7 @@ class Chat:
         self.session = session
         self.conversation = Conversation(session.shown.system)
         self.totals = Totals()
+        self.last = Stats()  # of the last answer
         self._exit_code = 0
 
     def run(self) -> int:
@@ -84,7 +86,7 @@ class Chat:
         if not self.conversation.regen():
             note("there is nothing to answer yet")
             return
-        sampling = dataclasses.replace(self.session.sampling, seed=self.session.sampling.seed + 1)
+        sampling = dataclasses.replace(self.session.sampling, seed=self.session.seed + 1)
         self.session.sampling = sampling
         note("temperature 0: the same again" if sampling.temperature == 0 else f"seed {sampling.seed}")
         self._answer(before)
@@ -116,19 +118,22 @@ class Chat:
     def _generate(self) -> str:
         session = self.session
         printer = EventPrinter(show_draft=session.shown.show_draft)
-        with stops(session.model.cancel) as interruption:
-            for event in session.model.chat(self.conversation.messages, session.sampling, session.options):
-                printer.push(event)
-                if interruption.happened:
-                    break
+        with session.model.chat(self.conversation.messages, session.sampling, session.options) as answer:
+            self.last = answer.stats
+            with stops(answer.cancel) as interruption:
+                for event in answer:
+                    printer.push(event)
+                    if interruption.happened:
+                        break
         printer.end_line()
         if interruption.happened:
             note("stopped")
         return printer.text
 
     def _tell_end(self) -> None:
-        stats, options = self.session.model.stats, self.session.options
+        stats, options = self.last, self.session.options
         self.totals.add(stats)
+        self.session.tell_notes(stats)
         if stats.finish_reason == "length":
             note(f"cut at {options.max_tokens} tokens" if stats.new_tokens == options.max_tokens else "context full")
         if self.session.shown.stats:

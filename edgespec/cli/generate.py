@@ -15,7 +15,7 @@ from edgespec.cli.session import Session, open_session, tell_configuration
 from edgespec.cli.terminal import EventPrinter, note, stats_lines
 from edgespec.config import SessionOptions
 from edgespec.errors import ConfigError, PromptError
-from edgespec.runtime import Result
+from edgespec.generation import Result
 from edgespec.types import Stats
 
 INTERRUPTED = 130
@@ -89,29 +89,30 @@ def encode_prompt(session: Session, text: str) -> list[int]:
 
 
 def _print_text(session: Session, prompt_ids: list[int]) -> int:
-    model = session.model
-    events = model.stream(prompt_ids, session.sampling, session.options)  # checks the prompt before anything is said
+    # The prompt is checked before anything is said.
+    answer = session.model.stream(prompt_ids, session.sampling, session.options)
     printer = EventPrinter(show_draft=session.shown.show_draft)
-    with stops(model.cancel) as interruption:
+    with answer, stops(answer.cancel) as interruption:
         tell_configuration(session)
-        for event in events:
+        for event in answer:
             printer.push(event)
             if interruption.happened:
                 break
     printer.end_line()
+    session.tell_notes(answer.stats)
     if session.shown.stats:
-        for line in stats_lines(model.stats):
+        for line in stats_lines(answer.stats):
             note(line)
     return INTERRUPTED if interruption.happened else 0
 
 
 def _print_json(session: Session, prompt_ids: list[int]) -> int:
-    model = session.model
-    model.stream(prompt_ids, session.sampling, session.options)  # checks the prompt; nothing runs
-    with stops(model.cancel) as interruption:
+    answer = session.model.stream(prompt_ids, session.sampling, session.options)
+    with stops(answer.cancel) as interruption:
         tell_configuration(session)
         if not interruption.happened:
-            result = model.generate(prompt_ids, session.sampling, session.options)
+            result = answer.result()
+            session.tell_notes(result.stats)
             click.echo(json.dumps(result_object(session, result), allow_nan=False))
     return INTERRUPTED if interruption.happened else 0
 

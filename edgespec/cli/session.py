@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from edgespec.cli.options import sampling_of
 from edgespec.cli.terminal import configuration_line, note
@@ -12,6 +12,7 @@ from edgespec.profiles import profile_in_effect
 from edgespec.runtime import Model, load
 from edgespec.sampling import Sampling
 from edgespec.settings import REMEMBERING, Settings
+from edgespec.types import Stats
 
 
 @dataclass(slots=True)
@@ -23,6 +24,19 @@ class Session:
     sampling: Sampling
     options: GenerateOptions
     shown: SessionOptions
+    told: set[str] = field(default_factory=set)  # notes of answers that were shown
+
+    @property
+    def seed(self) -> int:
+        """The seed of the next answer; `open_session` chose one where none was given."""
+        return self.sampling.seed or 0
+
+    def tell_notes(self, stats: Stats) -> None:
+        """What a user must know of an answer, once each."""
+        for line in stats.notes:
+            if line not in self.told:
+                self.told.add(line)
+                note(f"note: {line}")
 
 
 def open_session(settings: Settings, *, remembers: bool = False) -> Session:

@@ -153,7 +153,7 @@ def _stats(chat: Chat, argument: str) -> None:
     if not chat.totals.num_generations:
         note("no answer yet")
         return
-    for line in stats_lines(chat.session.model.stats):
+    for line in stats_lines(chat.last):
         note(line)
     totals = chat.totals
     note(

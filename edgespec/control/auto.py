@@ -66,6 +66,7 @@ class AutoController(Controller):
         self._states, self._hedge = self._kinds.of("greedy")
         self._shadows = Shadows()
         self._round: Round | None = None
+        self._asked, self._left_out = "", set[str]()  # who drafts; who failed and is left out until `begin`
         self._tokens, self._seconds = 0.0, 0.0  # of recent rounds, older ones fading
         self._since_plain, self._refresh_after = 0, _REFRESH_FIRST
         self._rest = 0  # rounds before it is decided again: where a pass takes a millisecond, deciding is not free
@@ -79,6 +80,7 @@ class AutoController(Controller):
         for drafter in self.drafters.values():
             drafter.begin(prompt_ids)
         self._shadows.clear()
+        self._left_out.clear()
         self._round, self._rest, self._rested = None, 0, 0
         plain_s = self.curve.at(1, prompt_ids.size)
         self.bank.open(START_PASSES * plain_s, MOST_PASSES * plain_s, _KEPT_PASSES * plain_s)
@@ -109,6 +111,9 @@ class AutoController(Controller):
         gains: dict[str, float] = {}
         lags: dict[str, int] = {}
         for name, drafter in self.drafters.items():
+            if name in self._left_out:
+                continue
+            self._asked = name
             if drafter.is_free:
                 drafts[name] = draft = drafter.draft(request)
                 lengths[name], gains[name] = self._worth(name, draft, pass_s, rate)
@@ -127,6 +132,11 @@ class AutoController(Controller):
         if chosen in drafts:
             return self._affordable(chosen, pass_s)
         return self._paid_proposal(chosen, lags[chosen], request, pass_s, rate)
+
+    def leave_out(self) -> str:
+        self._left_out.add(self._asked)
+        self._round = None
+        return self._asked
 
     def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
         started_s = self._clock()
@@ -222,7 +232,7 @@ class AutoController(Controller):
         if chosen is not None:
             return chosen
         for name, state in self._states.items():
-            if not self.drafters[name].is_free and state.probe_in <= 0 and self._can_gain(name, pass_s, most):
+            if name in lags and state.probe_in <= 0 and self._can_gain(name, pass_s, most):
                 reading_s = lags[name] * self.costs[name].read_s
                 return name if reading_s <= _PROBE_READING * self.bank.balance_s else None
         return None
@@ -241,7 +251,7 @@ class AutoController(Controller):
     def _paid_proposal(self, name: str, lag: int, request: DraftRequest, pass_s: list[float], rate: float) -> Proposal:
         """What a paid drafter drafts, as far as it is worth verifying, or a free one's draft that is worth more."""
         assert self._round is not None
-        drafter, state = self.drafters[name], self._states[name]
+        drafter, state, self._asked = self.drafters[name], self._states[name], name
         asked = PaidRound(drafter, state, self.costs[name], self.bank, self._clock, lag, pass_s, self._ahead_s, rate)
         if not (most := asked.affordable(request.max_tokens)):
             return NOTHING
@@ -283,7 +293,7 @@ class AutoController(Controller):
     def _count_probes(self, decided: Round) -> None:
         for name, state in self._states.items():
             if not self.drafters[name].is_free:
-                expected = decided.gains[name] > 0
+                expected = decided.gains.get(name, 0.0) > 0
                 is_promising = decided.paid is not None and decided.paid.is_promising
                 state.count_probe(asked=name == decided.chosen, expected=expected, promising=is_promising)
 

@@ -39,6 +39,10 @@ class Controller(ABC):
         return 0
 
     @abstractmethod
+    def leave_out(self) -> str:
+        """The drafter that was asked last has failed: it is not asked again before `begin`. Its name."""
+
+    @abstractmethod
     def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
         """Learn what became of the last proposal, and what the round cost."""
 
@@ -49,16 +53,22 @@ class FixedLength(Controller):
     def __init__(self, drafter: Drafter, draft_length: int) -> None:
         self._drafter = drafter
         self.draft_length = draft_length
+        self._is_left_out = False
 
     def begin(self, prompt_ids: TokenIds, prefill_s: float = 0.0) -> None:
+        self._is_left_out = False
         self._drafter.begin(prompt_ids)
 
     def propose(self, request: DraftRequest) -> Proposal:
         most = min(self.draft_length, request.max_tokens)
-        if most < 1:
+        if most < 1 or self._is_left_out:
             return NOTHING
         draft = self._drafter.draft(request.at_most(most))
         return Proposal(draft, self._drafter.name if draft.num_tokens else None)
+
+    def leave_out(self) -> str:
+        self._is_left_out = True
+        return self._drafter.name
 
     def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
         self._drafter.observe(proposal.draft, verdict)

@@ -78,8 +78,13 @@ class Drafter(ABC):
         """Tokens that it would first have to read to draft behind the committed `token_ids` [n]."""
         return 0
 
+    @property
+    def engine(self) -> Engine | None:
+        """Its own engine; None without one."""
+        return None
+
     def emptied(self) -> Engine | None:
-        """Its own engine with an empty cache, for measuring; None without one. What was read is read again."""
+        """Its own engine with an empty cache, for measuring; None without one. Only within a turn."""
         return None
 
     @property

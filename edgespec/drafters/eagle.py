@@ -50,8 +50,12 @@ class EagleDrafter(StateDrafter):
         return min(token_ids.size - 1 - self._end, WINDOW)
 
     def drafted(self, request: DraftRequest, features: Array) -> Draft:
-        self._make_room(len(features) + request.max_tokens)
-        state = self._catch_up(request.token_ids, features)
+        try:
+            self._make_room(len(features) + request.max_tokens)
+            state = self._catch_up(request.token_ids, features)
+        except BaseException:
+            self._length = self._end = 0  # how far it came is not known
+            raise
         committed = self._length
         try:
             return self._tree(request, state) if self.grows(request) else self._chain(request, state)

@@ -43,8 +43,12 @@ class Eagle3Drafter(Drafter):
         features = request.layer_inputs
         if most < 1 or features is None or not len(features):
             return EMPTY_DRAFT
-        logits, state = self._catch_up(request.token_ids, features, most)
-        return self._chain(request, logits, state, most)
+        try:
+            logits, state = self._catch_up(request.token_ids, features, most)
+            return self._chain(request, logits, state, most)
+        except BaseException:
+            self._known = self._known[:0]  # how far it came is not known: the next draft reads its pairs anew
+            raise
 
     def _catch_up(self, token_ids: TokenIds, features: States, most: int) -> tuple[Logits, States]:
         """Read the pairs that the cache lacks of `token_ids` [n]; the logits and the state behind the last of them."""

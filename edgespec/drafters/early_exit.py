@@ -60,6 +60,10 @@ class SharedStateDrafter(EarlyExitDrafter):
     def lag(self, token_ids: TokenIds) -> int:
         return 1
 
+    @property
+    def engine(self) -> Engine | None:
+        return None
+
     def emptied(self) -> Engine | None:
         return None
 

@@ -19,7 +19,7 @@ from edgespec.drafters.inner_length import InnerLength
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.temperature import Factor
 from edgespec.engines.base import Engine
-from edgespec.errors import Cancelled
+from edgespec.engines.sequence import restored_on_failure
 from edgespec.types import EMPTY_DRAFT, Draft, TokenIds, Verdict
 
 _READ_ALONG = 4  # committed tokens that share the medium's first pass with small ones; more are read before it
@@ -54,13 +54,10 @@ class HierarchicalDrafter(ModelDrafter):
         lengths = self._lengths.setdefault(request.sampler.sampling.temperature > 0, InnerLength())
         sampler = self.temperature.sampler(request.sampler)
         chain = DrawnChain(request, most, self._engine.vocabulary.end_ids, sampler)
-        try:
+        with restored_on_failure(self._cache):
             missing = self._missing(request.token_ids, most)
             while chain.is_open:
                 missing = self._inner_round(chain, missing, lengths)
-        except Cancelled:
-            self._cache.restore()
-            raise
         if not request.needs_distributions:
             self.temperature.drafted(request.token_ids.size, chain.token_ids, chain.distributions)
         return chain.as_draft()

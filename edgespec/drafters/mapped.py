@@ -176,8 +176,8 @@ class MappedSequence(CachedSequence):
         return np.array([self._map.gathered(row).copy() for row in logits])
 
     def rollback(self, to_length: int) -> None:
-        self._inner.rollback(int(self._ends[to_length]))
         self._length = to_length
+        self._inner.rollback(int(self._ends[to_length]))
 
     def restore(self) -> None:
         self._inner.restore()

@@ -12,8 +12,7 @@ from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.chain import CHAIN_PRIOR, DrawnChain
 from edgespec.drafters.temperature import DraftTemperature, Factor
 from edgespec.engines.base import Engine
-from edgespec.engines.sequence import CachedSequence
-from edgespec.errors import Cancelled
+from edgespec.engines.sequence import CachedSequence, restored_on_failure
 from edgespec.types import EMPTY_DRAFT, Draft, Logits, TokenIds
 
 
@@ -62,12 +61,9 @@ class ModelDrafter(Drafter):
         if most < 1:
             return EMPTY_DRAFT
         temperature.learn(request.sampler, request.token_ids)
-        try:
+        with restored_on_failure(self._cache):
             logits = self.catch_up(request.token_ids, most)
             return self._chain(request, logits, most, temperature)
-        except Cancelled:
-            self._cache.restore()
-            raise
 
     def catch_up(self, token_ids: TokenIds, most: int) -> Logits:
         """Feed what the cache lacks of `token_ids` [n]; the logits row after the last of them."""
@@ -111,6 +107,10 @@ class ModelDrafter(Drafter):
         if self._window_start > 1 or self._cache.latest_fitting(token_ids, room) < token_ids.size:
             return 1  # the window slides seldom; what that costs shows in the time of a draft
         return token_ids.size - self._cache.shared_length(token_ids)
+
+    @property
+    def engine(self) -> Engine | None:
+        return self._engine
 
     def emptied(self) -> Engine | None:
         self._cache.rollback(0)

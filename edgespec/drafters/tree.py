@@ -13,7 +13,7 @@ from edgespec.drafters.candidates import candidates_for
 from edgespec.drafters.growth import ROOT, Growth
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.base import Engine
-from edgespec.errors import Cancelled
+from edgespec.engines.sequence import restored_on_failure
 from edgespec.types import EMPTY_DRAFT, NO_PARENT, Draft, TokenIds, Verdict
 
 
@@ -44,7 +44,7 @@ class TreeDrafter(Drafter):
         temperature = self._model.temperature
         temperature.learn(request.sampler, request.token_ids)
         candidates = candidates_for(request, temperature.sampler(request.sampler))
-        try:
+        with restored_on_failure(cache):
             growth = Growth(candidates, most, branches, self._most_children, request.row_cost)
             growth.open(ROOT, self._model.catch_up(request.token_ids, most))
             while growth.grow(cache.end_ids):
@@ -52,9 +52,6 @@ class TreeDrafter(Drafter):
             if temperature.is_learning:
                 temperature.drafted(request.token_ids.size, *growth.first_choices())
             return growth.draft()
-        except Cancelled:
-            cache.restore()
-            raise
 
     def _score(self, growth: Growth) -> None:
         """One pass of the draft model over the nodes that the growth waits for, their ancestors with them."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +12,7 @@ from numpy.typing import NDArray
 from edgespec.engines.base import Engine
 from edgespec.engines.features import LAYERS_WINDOW, PROMPT_FEATURES, FeatureRows, Features
 from edgespec.engines.proof import EVERY_WIDTH_TO
+from edgespec.errors import EdgespecError
 from edgespec.types import Batch, Draft, Logits, TokenIds
 
 
@@ -110,16 +113,33 @@ class CachedSequence:
 
         A model that cannot roll back keeps its cache only when `wanted_ids` goes on from all of it.
         """
-        shared = self.shared_length(wanted_ids)
-        if shared < self._length:
-            self.rollback(shared if self.engine.facts.can_rollback else 0)
+        if (kept := self.reusable_length(wanted_ids)) < self._length:
+            self.rollback(kept)
         return self._length
+
+    def reusable_length(self, wanted_ids: TokenIds) -> int:
+        """How many tokens `reuse` would keep."""
+        shared = self.shared_length(wanted_ids)
+        return shared if shared == self._length or self.engine.facts.can_rollback else 0
 
     def shared_length(self, wanted_ids: TokenIds) -> int:
         """How many of `wanted_ids` [n], the last one excepted, the cache holds from the first on."""
-        limit = min(self._length, wanted_ids.size - 1)
-        differs = np.flatnonzero(self._ids[:limit] != wanted_ids[:limit])
-        return int(differs[0]) if differs.size else limit
+        return shared_prefix(self.token_ids, wanted_ids)
+
+    def adopt(self, state: bytes, token_ids: TokenIds) -> None:
+        """Hold `token_ids` [n] instead, of which `state` is what the engine saved; nothing where that fails.
+
+        Raises StateError, EngineError.
+        """
+        self._length = 0
+        self._forget_rows(0)
+        try:
+            self.engine.load_state(state, self.sequence)
+        except BaseException:
+            self.engine.rollback(0, self.sequence)
+            raise
+        self._ids[: token_ids.size] = token_ids
+        self._length = int(token_ids.size)
 
     def feed(self, token_ids: TokenIds) -> Logits:
         """Append tokens [n] in as few passes as exactness allows; the logits row [vocabulary] after the last one.
@@ -211,8 +231,12 @@ class CachedSequence:
         self._append(np.array([pending_token_id, *draft.token_ids[list(accepted_nodes)]], np.int32))
 
     def rollback(self, to_length: int) -> None:
-        self.engine.rollback(to_length, self.sequence)
+        # Known first, then done: where that is interrupted the engine holds more than is known, and `restore` helps.
         self._length = to_length
+        self._forget_rows(to_length)
+        self.engine.rollback(to_length, self.sequence)
+
+    def _forget_rows(self, to_length: int) -> None:
         if self._features is not None:
             self._features.truncate(to_length)
         self._layer_rows.truncate(to_length)
@@ -225,3 +249,21 @@ class CachedSequence:
     def _append(self, token_ids: TokenIds) -> None:
         self._ids[self._length : self._length + token_ids.size] = token_ids
         self._length += token_ids.size
+
+
+def shared_prefix(held_ids: TokenIds, wanted_ids: TokenIds) -> int:
+    """How many of `wanted_ids` [n], the last one excepted, `held_ids` [m] begin with."""
+    limit = min(held_ids.size, wanted_ids.size - 1)
+    differs = np.flatnonzero(held_ids[:limit] != wanted_ids[:limit])
+    return int(differs[0]) if differs.size else limit
+
+
+@contextmanager
+def restored_on_failure(cache: CachedSequence) -> Iterator[None]:
+    """Whatever ends the block early, an interruption too, leaves the cache with the tokens it knows of."""
+    try:
+        yield
+    except BaseException:
+        with suppress(EdgespecError):  # what failed first is what is told
+            cache.restore()
+        raise

@@ -7,10 +7,12 @@ Variants: plain, auto, and both again as "... reproducible". Files: `folder` (a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import edgespec
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.bench.peers.base import Answer, Files, Peer, Request, Slots
+from edgespec.config import EngineName
 
 
 class OwnPeer(Peer):
@@ -49,12 +51,12 @@ class OwnPeer(Peer):
         self._models.clear()
 
     def _model(self, variant: str, threads: int) -> Model:
-        reproducible = variant.endswith("reproducible")
+        reproducible, engine = variant.endswith("reproducible"), cast(EngineName, self._files["engine"])
 
         def load() -> Model:
             return edgespec.load(
                 self._files["folder"],
-                engine=self._files["engine"],
+                engine=engine,
                 reproducible=reproducible,
                 threads=threads,
                 context_length=int(self._files["context_length"]),

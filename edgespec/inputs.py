@@ -1,0 +1,74 @@
+"""Checks of what callers of the Python API give: wrong kinds of things become errors that name the fix."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+
+from edgespec.config import GenerateOptions
+from edgespec.errors import ConfigError, EdgespecError, PromptError
+from edgespec.sampling import Sampling
+from edgespec.types import TokenIds
+
+Given = TypeVar("Given")
+Found = TypeVar("Found")
+Params = ParamSpec("Params")
+
+
+def of_kind(name: str, given: Given, kind: type[Given], error: type[EdgespecError]) -> Given:
+    """`given` if it is of a kind; else raises `error`, which says how to make one of a dict."""
+    if not isinstance(given, kind):
+        fix = f": write {kind.__name__}(**{name})" if isinstance(given, dict) else ""
+        raise error(f"{name} must be {kind.__name__}, got {type(given).__name__}{fix}")
+    return given
+
+
+def checked_ids(token_ids: object, vocabulary_size: int) -> TokenIds:
+    """Token ids [n] of any sequence of whole numbers. Raises PromptError for anything else, or an id out of range."""
+    try:
+        ids = np.asarray(token_ids)
+    except (ValueError, TypeError) as exc:
+        raise PromptError(f"token ids must be one list of whole numbers: {exc}") from exc
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise PromptError(
+            f"a prompt must be a text or one list of token ids, got {type(token_ids).__name__}"
+            + (f" of {ids.dtype} in {ids.ndim} dimensions" if ids.dtype.kind != "O" else "")
+        )
+    if ids.size and not (ids.min() >= 0 and ids.max() < vocabulary_size):
+        raise PromptError(f"a prompt token id is outside the vocabulary 0..{vocabulary_size - 1}")
+    return ids.astype(np.int32)
+
+
+def checked_chat(messages: object) -> Sequence[Mapping[str, Any]]:
+    """`messages` if they are a list of objects; their content is checked where they are rendered."""
+    if isinstance(messages, str):
+        raise PromptError(
+            'messages must be a list such as [{"role": "user", "content": "..."}], got a text: put it in one'
+        )
+    if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
+        raise PromptError(
+            f'messages must be a list such as [{{"role": "user", "content": "..."}}], got {type(messages).__name__}'
+        )
+    return messages
+
+
+def refuses_unknown_keywords(method: Callable[Params, Found]) -> Callable[Params, Found]:
+    """A decorator: a keyword that `method` does not have raises ConfigError, which says where it belongs."""
+    known = tuple(name for name in inspect.signature(method).parameters if name != "self")
+    owners = {name: kind.__name__ for kind in (Sampling, GenerateOptions) for name in kind.__dataclass_fields__}
+
+    @wraps(method)
+    def checked(*args: Params.args, **kwargs: Params.kwargs) -> Found:
+        for name in kwargs:
+            if name not in known:
+                owner = owners.get(name)
+                part = {"Sampling": "sampling", "GenerateOptions": "options"}.get(owner or "")
+                fix = f"write {part}={owner}({name}=...)" if owner else f"known: {', '.join(known)}"
+                raise ConfigError(f"{method.__name__}() has no keyword {name!r}: {fix}")
+        return method(*args, **kwargs)
+
+    return checked

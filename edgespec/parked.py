@@ -1,0 +1,89 @@
+"""States of texts that lost the engine to another one, in memory, so that conversations that take turns are not reread.
+
+Several sequences in one engine would do the same without a copy, but llama.cpp keeps them in one cache and adds up in
+the order of its cells, which would change bits. A state that was saved and loaded alone gives those of a fresh model.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+
+from edgespec.engines.sequence import CachedSequence, shared_prefix
+from edgespec.errors import EdgespecError
+from edgespec.types import TokenIds
+
+logger = logging.getLogger("edgespec")
+MOST_STATES, MOST_BYTES = 4, 256 << 20
+LEAST_TOKENS = 32  # fewer are read again sooner than a state is copied
+_COST = 8  # tokens whose states are copied while one is read, or more
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """A text [n] and the engine's state of it."""
+
+    token_ids: TokenIds
+    state: bytes
+
+
+class ParkedStates:
+    """At most `most_states` of them, of `most_bytes` together; the one that was parked first goes first."""
+
+    def __init__(self, most_states: int = MOST_STATES, most_bytes: int = MOST_BYTES) -> None:
+        self._most_states, self._most_bytes = most_states, most_bytes
+        self._states: list[Parked] = []  # the latest one last
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the states take."""
+        return sum(len(parked.state) for parked in self._states)
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._states.clear()
+
+    def make_way(self, live: CachedSequence, wanted_ids: TokenIds) -> None:
+        """Before `wanted_ids` [n] are read: park the text of `live` that they end, and bring back one they go on from.
+
+        Either only where it saves more reading than copying costs. Whatever fails here is read again instead.
+        """
+        can_rollback = live.engine.facts.can_rollback
+        held = live.reusable_length(wanted_ids)
+        found, most = None, held
+        for parked in self._states:
+            shared = shared_prefix(parked.token_ids, wanted_ids)
+            if shared > most and (can_rollback or shared == parked.token_ids.size):
+                found, most = parked, shared
+        if _pays(live.length - held, live.length):
+            self._park(live)
+        if found is not None and _pays(most - held, found.token_ids.size):
+            self._states = [parked for parked in self._states if parked is not found]
+            try:
+                live.adopt(found.state, found.token_ids)
+            except (EdgespecError, MemoryError) as exc:
+                logger.debug("a parked state cannot be used: %s", exc)
+
+    def _park(self, live: CachedSequence) -> None:
+        if live.length * live.engine.facts.kv_bytes_per_token > self._most_bytes:
+            return
+        token_ids = live.token_ids.copy()
+        try:
+            state = live.engine.save_state(live.sequence)
+        except (EdgespecError, MemoryError) as exc:
+            logger.debug("a state cannot be parked: %s", exc)
+            return
+        kept = [parked for parked in self._states if not _begins_with(token_ids, parked.token_ids)]
+        self._states = [*kept, Parked(token_ids, state)][-self._most_states :]
+        while self.num_bytes > self._most_bytes:
+            del self._states[0]
+
+
+def _pays(num_saved: int, num_copied: int) -> bool:
+    return num_saved >= LEAST_TOKENS and num_saved * _COST >= num_copied
+
+
+def _begins_with(token_ids: TokenIds, start_ids: TokenIds) -> bool:
+    return start_ids.size <= token_ids.size and np.array_equal(token_ids[: start_ids.size], start_ids)
