@@ -1,13 +1,15 @@
-"""Long check of the first promise: the same token ids for every drafter and draft length as without one.
+"""Long check of the promise of the same text: token ids and log probabilities, for every drafter and none.
 
     python scripts/check_reproducible.py --prompts FILE [--model NAME] [--engine NAME] [--tokens N]
         [--runs-per-cell N] [--drafters NAME ...] [--exit-layer N]
 
-FILE holds one prompt per line. Every prompt is decoded plainly at each temperature, with one of 20 seeds, then again
-with drafters and lengths (1..12, auto) that rotate, so that all combinations meet all temperatures. What needs models
+FILE holds one prompt per line. Every prompt is decoded plainly at each temperature, with one of 20 seeds and an empty
+cache, then again with drafters and lengths (none, 1..12, auto) that rotate, so that all combinations meet all
+temperatures. What the cache holds before rotates too: nothing, the same prompt, one that was edited, an answer that was
+cancelled half-way. What needs models
 of its own is loaded by itself and compared with the same plain texts. A GGUF target is cut for its early exit in a
-temporary folder. Prints the number of tokens compared and of tokens that differ for each drafter; exit code 1 when any
-does.
+temporary folder. Prints the tokens compared for each drafter, and how many ids and log probabilities differ; exit code
+1 when any does.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ from edgespec import GenerateOptions, Model, Sampling
 from edgespec.config import DRAFTERS, DrafterName, DraftLength
 from edgespec.models import resolve
 
+Answer = tuple[tuple[int, float], ...]  # of each token its id and its log probability
 TEMPERATURES = (0.0, 0.8, 1.2)
+GREEDY = Sampling(temperature=0.0)
+HISTORIES = ("the same prompt", "nothing", "an edited prompt", "a cancelled answer", "what came before")
 NUM_SEEDS = 20
 BY_NAME: tuple[DrafterName, ...] = ("hierarchical", "early-exit", "medusa", "eagle")  # are opened only when asked for
 # An EAGLE-3 head takes the place of the draft model, so that a pair with one is another check.
@@ -36,10 +41,11 @@ ALL = tuple(name for name in DRAFTERS if name not in ("none", "eagle3"))
 
 def lengths_of(drafters: Sequence[DrafterName]) -> Iterator[tuple[DrafterName, DraftLength]]:
     """Every drafter with every length, for ever. Automatic lengths are decided by the clock, so they come often."""
-    fixed = [name for name in drafters if name != "auto"]
+    fixed = [name for name in drafters if name not in ("auto", "none")]
     for n in itertools.cycle(range(1, 13)):
+        yield "none", 0
         yield from ((name, n) for name in fixed)
-        yield from ((name, "auto") for name in drafters if name == "auto" or name == fixed[n % len(fixed)])
+        yield from ((name, "auto") for name in drafters if name == "auto" or (fixed and name == fixed[n % len(fixed)]))
 
 
 @dataclass
@@ -48,37 +54,63 @@ class Check:
 
     prompts: list[str]
     tokens: int
-    plain: dict[tuple[str, float], tuple[int, ...]] = field(default_factory=dict)
+    plain: dict[tuple[str, float], Answer] = field(default_factory=dict)
     compared: Counter[str] = field(default_factory=Counter)
     different: Counter[str] = field(default_factory=Counter)
 
     def run(self, model: Model, drafters: Sequence[DrafterName], runs_per_cell: int) -> None:
-        rotation = lengths_of(drafters)
+        rotation, histories = lengths_of(drafters), itertools.cycle(HISTORIES)
         for index, (prompt, temperature) in enumerate(itertools.product(self.prompts, TEMPERATURES)):
             sampling = Sampling(temperature=temperature, seed=index % NUM_SEEDS)
             ids = model.encode_chat([{"role": "user", "content": prompt}])
             if (prompt, temperature) not in self.plain:
-                self.plain[prompt, temperature] = self._text(model, ids, sampling, "none", 0)
-            plain = self.plain[prompt, temperature]
+                model.forget()
+                self.plain[prompt, temperature] = self._answer(model, ids, sampling, "none", 0)
             for drafter, length in itertools.islice(rotation, runs_per_cell):
-                found = self._text(model, ids, sampling, drafter, length)
-                self.compared[drafter] += max(len(plain), len(found))
-                wrong = sum(ours != theirs for ours, theirs in itertools.zip_longest(plain, found))
+                history = next(histories)
+                self._make_history(model, prompt, history, drafter)
+                found = self._answer(model, ids, sampling, drafter, length)
+                wrong = self._count(drafter, self.plain[prompt, temperature], found)
                 if wrong:
-                    self.different[drafter] += wrong
-                    print(f"differs: T={temperature} seed={sampling.seed} {drafter} {length}: {prompt[:60]!r}")
-        for drafter in drafters:
+                    what = f"T={temperature} seed={sampling.seed} {drafter} {length} after {history}"
+                    print(f"differs in {wrong} places: {what}: {prompt[:60]!r}")
+        for drafter in dict.fromkeys(("none", *drafters)):
             print(
                 f"{model.target.facts.name:9} {drafter:13} {self.compared[drafter]:7} tokens compared, "
                 f"{self.different[drafter]} differ",
                 flush=True,
             )
 
-    def _text(
+    def _count(self, drafter: DrafterName, plain: Answer, found: Answer) -> int:
+        """Places where the token or its log probability differs."""
+        self.compared[drafter] += max(len(plain), len(found))
+        wrong = sum(int(ours != theirs) for ours, theirs in itertools.zip_longest(plain, found))
+        self.different[drafter] += wrong
+        return wrong
+
+    def _make_history(self, model: Model, prompt: str, history: str, drafter: DrafterName) -> None:
+        """What the cache holds before an answer is decoded."""
+        if history == "nothing":
+            model.forget()
+        elif history == "an edited prompt":
+            ids = model.encode_chat([{"role": "user", "content": f"{prompt[: len(prompt) * 2 // 3]} and now?"}])
+            model.generate(ids, GREEDY, GenerateOptions(max_tokens=5, drafter=drafter))
+        elif history == "a cancelled answer":
+            ids = model.encode_chat([{"role": "user", "content": prompt}])
+            with model.stream(ids, Sampling(seed=99), GenerateOptions(max_tokens=40, drafter=drafter)) as events:
+                for _ in zip(range(7), events, strict=False):
+                    pass
+                events.cancel()
+
+    def _answer(
         self, model: Model, ids: list[int], sampling: Sampling, drafter: DrafterName, length: DraftLength
-    ) -> tuple[int, ...]:
-        options = GenerateOptions(max_tokens=self.tokens, drafter=drafter, draft_length=length)
-        return model.generate(ids, sampling, options).token_ids
+    ) -> Answer:
+        options = GenerateOptions(max_tokens=self.tokens, drafter=drafter, draft_length=length, ignore_eos=True)
+        result = model.generate(ids, sampling, options)
+        if not result.reproducible:
+            print("the class of widths was dropped: a pass gave other bits than promised")
+            self.different[drafter] += 1
+        return tuple(zip(result.token_ids, result.logprobs, strict=True))
 
 
 def with_exit(chosen: argparse.Namespace, folder: Path) -> dict[str, Any]:

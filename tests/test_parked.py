@@ -147,7 +147,9 @@ def test_two_conversations_in_turn_are_those_of_fresh_models(engine: Any, drafte
     if engine == "onnx":
         pytest.importorskip("onnxruntime", reason="the ONNX engine needs onnxruntime")
     length: Any = "auto" if drafter == "none" else 4
-    with edgespec.load("demo", engine=engine, drafter=drafter, draft_length=length, threads=1) as model:
+    with edgespec.load(
+        "demo", engine=engine, drafter=drafter, draft_length=length, threads=1, reproducible=True
+    ) as model:
         found = converse(model, forgets=False)
         assert 0 < model._executor.parked.num_bytes < 256 << 20
         fresh = converse(model, forgets=True)
@@ -162,7 +164,7 @@ def test_two_conversations_in_turn_are_those_of_fresh_models(engine: Any, drafte
 
 def test_a_shared_early_exit_does_not_take_another_texts_states() -> None:
     pytest.importorskip("onnxruntime", reason="the ONNX engine needs onnxruntime")
-    options: dict[str, Any] = {"engine": "onnx", "threads": 1, "exit_layer": 1}
+    options: dict[str, Any] = {"engine": "onnx", "threads": 1, "exit_layer": 1, "reproducible": True}
     with edgespec.load("demo", drafter="early-exit", draft_length=4, **options) as model:
         found, fresh = converse(model, forgets=False), converse(model, forgets=True)
         assert found[2].stats.accepted_tokens == fresh[2].stats.accepted_tokens > 0
