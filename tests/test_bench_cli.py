@@ -105,7 +105,7 @@ def test_the_standard_is_the_fastest_plain_decoding(prompts):
 
 def test_the_table_and_the_notes(pair, prompts, tmp_path):
     page = tmp_path / "page.html"
-    result = run(*pair, *QUICK, "--prompts", str(prompts), "--html", str(page))
+    result = run(*pair, *QUICK, "--prompts", str(prompts), "--html", str(page), "--reproducible")
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     assert lines[0].split()[:2] == ["domain", "runs"]
