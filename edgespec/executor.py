@@ -22,7 +22,7 @@ from edgespec.drafters.base import Drafter
 from edgespec.engines.base import Engine
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.watch import ClassWatch
-from edgespec.errors import EdgespecError
+from edgespec.errors import EdgespecError, StateError
 from edgespec.manifest import ModelPair
 from edgespec.memory import peak_rss_bytes
 from edgespec.parked import ParkedStates
@@ -126,6 +126,19 @@ class Executor:
         """A generation is over, early or not: what it wrote is learnt, and an interruption reaches it no more."""
         if self._current is claim:
             self._take_over(None)
+
+    def settle(self, claim: Claim) -> None:
+        """As `finish`, for a generation that gave its turn back, unless somebody has taken over meanwhile."""
+        if self._current is not claim:
+            return
+        own = Claim()
+        try:
+            with self.turn.inside(own, max_wait_s=0):
+                self.finish(claim)
+        except StateError:  # another turn began, which takes over, or the model closed
+            return
+        finally:
+            self.turn.give_back(own)
 
     def _take_over(self, claim: Claim | None) -> None:
         """End what ran, which may have been abandoned, and clear what an interruption of it left."""

@@ -158,12 +158,18 @@ class Generation:
     def _step(self, caller: Caller) -> TokenEvent | None:
         """The next event, or None when it is over. Waits for the turn when it has none yet."""
         if self._is_over:
+            self._executor.settle(self._claim)
             return None
         with self._executor.turn.inside(self._claim, caller, self._request.options.max_wait_s):
             event = self._advance()
             if event is not None:
                 self._emitted.append(event)
-            if event is None or event.finish_reason is not None or self._is_cancelled():
+            if event is not None and event.finish_reason is not None:
+                # The turn ends now, since a caller may know that this was the last one and not ask again; what is told
+                # of the answer comes behind it, with the next call or the next turn.
+                self._is_over = True
+                self._executor.turn.give_back(self._claim)
+            elif event is None or self._is_cancelled():
                 self._end()
             return event
 
@@ -209,6 +215,7 @@ class Generation:
     def close(self) -> None:
         """End it now and give its turn back; waits for a step of another thread. Closing twice is allowed."""
         if self._is_over:
+            self._executor.settle(self._claim)
             return
         self.cancel()
         if self._claim.inside is threading.current_thread():
