@@ -148,7 +148,7 @@ def test_without_memory_for_two_the_sides_take_turns(monkeypatch: pytest.MonkeyP
             pytest.skip("this machine's kernels have no class of widths, so one model serves both sides")
         with Race(model, model.encode("A bus"), GREEDY, FEW) as race:
             race.get_ready()
-            with pytest.raises(edgespec.errors.EngineError):
+            with pytest.raises(edgespec.errors.StateError):
                 model.generate("closed by now")
             found = list(race.plain_lap())[-1]
             race.change_sides()
