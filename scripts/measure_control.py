@@ -115,7 +115,9 @@ class Bench:
         return {name: plainly[name] / taken[name] for name in others}
 
     def decode(self, model: Model, ids: list[int], sampling: Sampling, **options: object) -> float:
-        model.generate([ids[0]], sampling, GenerateOptions(max_tokens=1, drafter="none"))  # nothing of it is cached
+        # Nothing of the text is cached then, nor parked; what drafters know of earlier ones stays.
+        model.generate([ids[0]], sampling, GenerateOptions(max_tokens=1, drafter="none"))
+        model._executor.parked.clear()
         options = {"ignore_eos": True, "logprobs": False, **options}
         stats = model.generate(ids, sampling, GenerateOptions(**options)).stats  # type: ignore[arg-type]
         return stats.decode_s

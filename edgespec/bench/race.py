@@ -142,6 +142,8 @@ class Race:
             self._model = load(**_fields(self._model))
             self._measure()
             self._warm_up(self._model, self._options)
+        if self._plain_model is self._model:
+            self._model.forget()  # the other side has just read the prompt
 
     def drafted_lap(self) -> Iterator[Lap]:
         """Decode with speculation; the lap after every token."""
@@ -209,9 +211,10 @@ class Race:
             _ = self._model.cost_curve, self._model.draft_costs
 
     def _warm_up(self, model: Model, options: GenerateOptions) -> None:
-        """Another text than the prompt, which would otherwise be cached when the race begins."""
+        """Another text than the prompt, of which nothing may be cached when the race begins."""
         few = dataclasses.replace(options, max_tokens=_WARM_UP_TOKENS, stop=())
         model.generate(PROMPTS[-1].text, self._sampling, few)
+        model.forget()
 
     def _pace(self) -> float | None:
         if self._plain_model is None:
