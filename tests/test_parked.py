@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -171,3 +172,17 @@ def test_a_shared_early_exit_does_not_take_another_texts_states() -> None:
     assert [each.token_ids for each in found] == [each.token_ids for each in fresh]
     assert [each.logprobs for each in found] == [each.logprobs for each in fresh]
     assert found[2].stats.reused_tokens > 30
+
+
+@pytest.mark.skipif("EDGESPEC_TEST_MODEL" not in os.environ, reason="EDGESPEC_TEST_MODEL names no real model")
+def test_two_conversations_on_a_real_model() -> None:
+    path = os.environ["EDGESPEC_TEST_MODEL"]
+    with edgespec.load(path, drafter="ngram", draft_length=3, reproducible=True, context_length=1024) as model:
+        found, fresh = converse(model, forgets=False), converse(model, forgets=True)
+    assert [each.token_ids for each in found] == [each.token_ids for each in fresh]
+    assert [each.logprobs for each in found] == [each.logprobs for each in fresh]
+    assert all(result.stats.reused_tokens > 40 for result in found[2:])
+    print("prompt tokens, reused, seconds of reading, afresh")
+    for one, other in zip(found, fresh, strict=True):
+        stats = one.stats
+        print(stats.prompt_tokens, stats.reused_tokens, f"{stats.prefill_s:.3f} {other.stats.prefill_s:.3f}")
