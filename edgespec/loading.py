@@ -11,6 +11,7 @@ from edgespec.drafters.early_exit import EarlyExitDrafter, SharedStateDrafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.base import Engine
+from edgespec.engines.gguf_header import keeping_headers
 from edgespec.engines.measurements import file_key, key_of, recall, remember
 from edgespec.engines.probe import check_model_file
 from edgespec.errors import CapabilityError, ConfigError
@@ -22,6 +23,7 @@ from edgespec.vocabularies import draft_cache
 from edgespec.wanted import ROLES, exit_layer_of, wanted_drafters
 
 
+@keeping_headers()
 def open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterName, Drafter]]:
     """The pair that `options` name, its target loaded, and the drafters that own a model.
 

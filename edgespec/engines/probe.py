@@ -101,7 +101,7 @@ def try_model(path: Path) -> str | None:
         ) as engine:
             vocabulary = engine.vocabulary
             ids = vocabulary.encode("".join(map(chr, range(256))), parse_special=True)
-            _ = vocabulary.pieces, [vocabulary.token_name(token_id) for token_id in range(vocabulary.size)]
+            _ = vocabulary.pieces, vocabulary.token_names()
             logits = engine.forward(Batch.chain(ids[:8] or [0]))
             if not np.isfinite(logits).all():
                 return f"{path} is not a usable model: its logits are not numbers. Download or export it again"
