@@ -46,7 +46,7 @@ def test_nothing_is_risked_before_plain_passes_were_timed() -> None:
 def test_what_rows_cost_is_learnt_for_widths_that_were_not_run(row: float) -> None:
     curve = fed(row)
     assert curve.at(4) / curve.at(1) == pytest.approx(1 + 3 * row, rel=0.1)
-    assert curve.at(12) / curve.at(1) == pytest.approx(1 + 11 * row, rel=0.35)
+    assert curve.at(12) / curve.at(1) == pytest.approx(1 + 11 * row, rel=0.4)
     assert curve.table(0) == sorted(curve.table(0))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.engines.onnx.head import WHOLE_PRODUCT
+from edgespec.engines.onnx.unsigned import make_unsigned
 from edgespec.errors import Cancelled, CapabilityError, ConfigError, EngineError, ModelFileError
 
 # By preference; the second name is what onnxruntime calls the memory of the device.
@@ -95,7 +96,11 @@ def _open(graph: bytes, folder: Path, threads: int, name: str) -> Any:
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     if name == "cpu" and WHOLE_PRODUCT.encode() in graph and products_saturate():
         # Signed weights become unsigned ones, for which every processor has an exact kernel; it takes a second copy.
-        options.add_session_config_entry("session.x64quantprecision", "1")
+        graph, weights, is_left = make_unsigned(graph, folder)
+        values = [ort.OrtValue.ortvalue_from_numpy(array) for array in weights.values()]
+        options.add_external_initializers(list(weights), values)
+        if is_left:
+            options.add_session_config_entry("session.x64quantprecision", "1")
     try:
         return ort.InferenceSession(graph, options, providers=[PROVIDERS[name][0]])
     except _failures() as exc:
