@@ -133,8 +133,7 @@ def _check_contents(models: Sequence[ModelFile]) -> None:
                 if recall("hashed", key) is None:
                     check_file(file, is_large_too=True)
                     remember("hashed", key, {"path": str(file.path)})
-    in_gguf = [model for model in models if model.engine == "llamacpp"]
-    check_model_files({model.path: all(file.sha256 for file in model.all_files) for model in in_gguf})
+    check_model_files({model.path: all(file.sha256 for file in model.all_files) for model in models})
 
 
 def _open_target(options: LoadOptions, file: ModelFile, exit_layer: int | None, *, hidden_states: bool) -> Engine:

@@ -28,13 +28,22 @@ from edgespec.engines.eagle3_header import is_eagle3
 from edgespec.engines.gguf_check import check_gguf
 from edgespec.engines.gguf_split import model_files
 from edgespec.engines.measurements import file_key, key_of, recall, remember
-from edgespec.errors import CapabilityError, EdgespecError, ModelFileError
+from edgespec.errors import CapabilityError, EdgespecError, ModelFileError, ModelNotFound
 
 PROBE_VERSION = 2  # raise it when the probe learns to find more, and files are probed again
 START_S = 60.0
 READ_BYTES_PER_S = 50e6  # a slow disk
 # Libraries with threads or devices of their own, which a fork would lack.
-_UNFORKABLE = (b"libllama", b"libggml", b"libgomp", b"libiomp", b"libomp", b"libonnxruntime", b"libtorch", b"libcuda")
+_UNFORKABLE = (
+    b"libllama",
+    b"libggml",
+    b"libgomp",
+    b"libiomp",
+    b"libomp",
+    b"onnxruntime_pybind",
+    b"libtorch",
+    b"libcuda",
+)
 
 
 def check_model_file(path: Path, *, is_trusted: bool = False) -> None:
@@ -50,7 +59,8 @@ def check_model_files(is_trusted: Mapping[Path, bool]) -> None:
     ModelNotFound and ModelFileError.
     """
     for path in is_trusted:
-        check_gguf(path)
+        if not _is_graph(path):
+            check_gguf(path)
     keys = {path: _trial_key(path) for path, trusted in is_trusted.items() if not trusted}
     unknown = [path for path, key in keys.items() if recall("probed", key) is None]
     for path, fault in zip(unknown, faults(unknown, timeout_s=_allowed_s(unknown)), strict=True):
@@ -60,12 +70,26 @@ def check_model_files(is_trusted: Mapping[Path, bool]) -> None:
 
 
 def _trial_key(path: Path) -> str:
-    return key_of(PROBE_VERSION, _library_version(), tuple(map(file_key, model_files(path))))
+    return key_of(PROBE_VERSION, _library_version(path), tuple(map(file_key, _files(path))))
+
+
+def _is_graph(path: Path) -> bool:
+    return path.suffix == ".onnx"
+
+
+def _files(path: Path) -> Sequence[Path]:
+    if not _is_graph(path):
+        return model_files(path)
+    from edgespec.engines.onnx.opening import all_files
+
+    if not path.is_file():
+        raise ModelNotFound(f"no file {str(path)!r}: give the model.onnx of an export")
+    return all_files(path)
 
 
 def _allowed_s(paths: Sequence[Path]) -> float:
     """Time to read all files of these models from a slow disk."""
-    files = (file for path in paths for file in model_files(path))
+    files = (file for path in paths for file in _files(path))
     return START_S + sum(file.stat().st_size for file in files) / READ_BYTES_PER_S
 
 
@@ -119,7 +143,8 @@ def _run_fork(paths: Sequence[Path], timeout_s: float) -> tuple[bytes, str]:
         _be_the_child(paths, sending, timeout_s)
     os.close(sending)
     try:
-        _load_library()  # while the child works
+        if not all(map(_is_graph, paths)):
+            _load_library()  # while the child works
         output, is_over = _received(receiving, monotonic() + timeout_s)
         if is_over:
             return output, f"ended a trial process (status {_status(child)})"
@@ -198,24 +223,33 @@ def _run_program(paths: Sequence[Path], timeout_s: float) -> tuple[bytes, str]:
 
 def try_model(path: Path) -> str | None:
     """In the child: use a model the way the engine will; the reason when it cannot be used."""
+    try:
+        if _is_graph(path):
+            from edgespec.engines.onnx.opening import try_folder
+
+            try_folder(path)
+            return None
+        return _try_gguf(path)
+    except EdgespecError as exc:
+        return str(exc)
+
+
+def _try_gguf(path: Path) -> str | None:
     from edgespec.engines.llamacpp import Eagle3Head, LlamaCppEngine
     from edgespec.types import Batch
 
-    try:
-        if is_eagle3(path):
-            Eagle3Head.try_alone(path)
-            return None
-        with LlamaCppEngine.load(
-            path, context_length=16, max_batch=8, threads=1, reproducible=False, check_tensors=True
-        ) as engine:
-            ids = engine.vocabulary.encode("".join(map(chr, range(256))), parse_special=True)
-            _ = engine.vocabulary.pieces
-            logits = engine.forward(Batch.chain(ids[:2] or [0]))
-            if not np.isfinite(logits).all():
-                return f"{path} is not a usable model: its logits are not numbers. Download or export it again"
-            engine.forward(Batch.chain([0], last_only=True))
-    except EdgespecError as exc:
-        return str(exc)
+    if is_eagle3(path):
+        Eagle3Head.try_alone(path)
+        return None
+    with LlamaCppEngine.load(
+        path, context_length=16, max_batch=8, threads=1, reproducible=False, check_tensors=True
+    ) as engine:
+        ids = engine.vocabulary.encode("".join(map(chr, range(256))), parse_special=True)
+        _ = engine.vocabulary.pieces
+        logits = engine.forward(Batch.chain(ids[:2] or [0]))
+        if not np.isfinite(logits).all():
+            return f"{path} is not a usable model: its logits are not numbers. Download or export it again"
+        engine.forward(Batch.chain([0], last_only=True))
     return None
 
 
@@ -223,7 +257,15 @@ def _report_of(path: Path) -> str:
     return json.dumps({"path": str(path), "fault": try_model(path)})
 
 
-def _library_version() -> str:
+def _library_version(path: Path) -> str:
+    if _is_graph(path):
+        from importlib.metadata import PackageNotFoundError
+        from importlib.metadata import version as installed
+
+        try:
+            return f"{installed('onnxruntime')} {installed('tokenizers')}"
+        except PackageNotFoundError:
+            return ""
     from edgespec.engines.llamacpp.library import version
 
     return version()

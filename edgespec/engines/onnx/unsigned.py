@@ -7,19 +7,18 @@ and its zero point 128 more, so that the products are the same integers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.engines.onnx.graph import read_tensor
 from edgespec.engines.onnx.head import WHOLE_PRODUCT
-from edgespec.errors import ModelFileError
 
 # Inputs of the product: codes, weights, scale of codes, scales of weights, zero point of codes, that of the weights.
 _WEIGHTS, _ZERO_POINT = 1, 5
-_INT8, _UINT8, _EXTERNAL = 3, 2, 1
+_INT8, _UINT8 = 3, 2
 _MIDDLE = "edgespec.middle"
 # Operators that read int8 one by one.
 _READ_EXACTLY = frozenset({"DequantizeLinear", "Gather", "GatherBlockQuantized", "Cast", "MatMulNBits"})
@@ -57,25 +56,15 @@ def make_unsigned(serialised: bytes, folder: Path) -> tuple[bytes, Weights, bool
     return model.SerializeToString(), found, is_left
 
 
-def _read_otherwise(node: Any) -> Iterable[str]:
+def _read_otherwise(node: Any) -> list[str]:
     """What a node reads as anything but the weights of a product without a zero point of theirs."""
     if node.op_type != WHOLE_PRODUCT or any(node.input[_ZERO_POINT:]):
-        return node.input
-    return (name for place, name in enumerate(node.input) if place != _WEIGHTS)
+        return list(node.input)
+    return [name for place, name in enumerate(node.input) if place != _WEIGHTS]
 
 
 def _shifted(tensor: Any, folder: Path) -> NDArray[np.uint8]:
-    shape = tuple(tensor.dims)
-    try:
-        if tensor.data_location == _EXTERNAL:
-            entry = {item.key: item.value for item in tensor.external_data}
-            count, offset = int(np.prod(shape)), int(entry.get("offset", 0))
-            codes = np.fromfile(folder / entry["location"], np.uint8, count, offset=offset).reshape(shape)
-        else:
-            from onnx import numpy_helper
-
-            codes = numpy_helper.to_array(tensor).view(np.uint8).copy()
-    except (OSError, ValueError, KeyError) as exc:
-        raise ModelFileError(f"the weights {tensor.name!r} in {folder} cannot be read: {exc}. Export it again") from exc
+    found = read_tensor(tensor, folder).view(np.uint8)
+    codes = found if found.flags.writeable else found.copy()
     np.bitwise_xor(codes, 128, out=codes)
     return codes
