@@ -28,8 +28,17 @@ def open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterNa
     """The pair that `options` name, its target loaded, and the drafters that own a model.
 
     Raises ModelNotFound, ModelFileError, VocabularyMismatch (naming the first token that differs), CapabilityError
-    when what was demanded is not possible, ConfigError for options that do not fit the engine.
+    when what was demanded is not possible or does not fit into memory, ConfigError for options that do not fit the
+    engine.
     """
+    try:
+        return _open_models(options)
+    except MemoryError as exc:
+        why = "needs more memory than this process may have. Use a smaller --ctx-size, a smaller model, or no draft"
+        raise CapabilityError(f"{options.model} {why}") from exc
+
+
+def _open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterName, Drafter]]:
     pair = resolve(options.model, options.draft, options.engine, options.medium)
     exit_layer = exit_layer_of(options, pair)
     wanted = wanted_drafters(options, pair, exit_layer)

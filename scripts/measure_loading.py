@@ -82,8 +82,8 @@ def measure(path: str, repeats: int, options: dict[str, Any]) -> None:
 
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
-        kind, path, options = sys.argv[2:5]
-        print(json.dumps(ours(path, json.loads(options)) if kind == "ours" else theirs(path)))
+        kind, path, given = sys.argv[2:5]
+        print(json.dumps(ours(path, json.loads(given)) if kind == "ours" else theirs(path)))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+")

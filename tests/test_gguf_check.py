@@ -19,7 +19,6 @@ from edgespec.engines import gguf_check, gguf_header, probe
 from edgespec.engines.gguf_check import check_gguf
 from edgespec.engines.gguf_header import read_header
 from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile
-from edgespec.engines.llamacpp.library import library
 from edgespec.errors import EdgespecError, ModelFileError, ModelNotFound
 from edgespec.loading import open_models
 from edgespec.types import Batch
@@ -194,6 +193,7 @@ def test_a_probe_survives_what_ends_its_child(sound, tmp_path, monkeypatch):
     )
     stand_in.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(stand_in))
+    monkeypatch.setattr(probe, "may_fork", lambda: False)
     found = list(probe.faults([sound, deadly, last], timeout_s=30))
     assert found[0] is found[2] is None
     assert "ended a trial process (status -6)" in str(found[1])
@@ -250,8 +250,8 @@ def test_a_fork_that_hangs_is_ended(tmp_path):
     assert "took more than 3 s" in str(in_a_fork(path, timeout_s=3)[0])
 
 
-def test_nothing_is_forked_beside_threads_or_a_loaded_engine(sound):
-    library()
+def test_nothing_is_forked_beside_threads_or_an_engine_that_has_worked(sound):
+    LlamaCppEngine.load(sound, context_length=16, threads=1, reproducible=False).close()
     assert not probe.may_fork()
     before = "import threading, time\nthreading.Thread(target=time.sleep, args=(9,), daemon=True).start()\n"
     with pytest.raises(subprocess.CalledProcessError):

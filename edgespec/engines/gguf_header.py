@@ -142,6 +142,12 @@ class GgufHeader:
         return str(self.metadata.get("general.architecture", ""))
 
     @property
+    def tokens(self) -> Sequence[bytes]:
+        """The texts of the vocabulary; empty where the file has none."""
+        found = self.metadata.get("tokenizer.ggml.tokens")
+        return found if isinstance(found, GgufStrings) else ()
+
+    @property
     def context_length(self) -> int | None:
         """Tokens the model was trained for, where the file says so."""
         found = self.metadata.get(f"{self.architecture}.context_length")

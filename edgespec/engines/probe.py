@@ -28,22 +28,15 @@ from edgespec.engines.eagle3_header import is_eagle3
 from edgespec.engines.gguf_check import check_gguf
 from edgespec.engines.gguf_split import model_files
 from edgespec.engines.measurements import file_key, key_of, recall, remember
+from edgespec.engines.room import is_limited
 from edgespec.errors import CapabilityError, EdgespecError, ModelFileError, ModelNotFound
 
 PROBE_VERSION = 2  # raise it when the probe learns to find more, and files are probed again
 START_S = 60.0
 READ_BYTES_PER_S = 50e6  # a slow disk
 # Libraries with threads or devices of their own, which a fork would lack.
-_UNFORKABLE = (
-    b"libllama",
-    b"libggml",
-    b"libgomp",
-    b"libiomp",
-    b"libomp",
-    b"onnxruntime_pybind",
-    b"libtorch",
-    b"libcuda",
-)
+_UNFORKABLE = (b"libiomp", b"libomp", b"onnxruntime_pybind", b"libtorch", b"libcuda")
+_OPENMP = b"libgomp"  # llama.cpp's, whose threads begin with its first pass; before it is loaded, somebody else's
 
 
 def check_model_file(path: Path, *, is_trusted: bool = False) -> None:
@@ -119,22 +112,27 @@ def faults(paths: Sequence[Path], *, timeout_s: float) -> Iterator[str | None]:
 
 
 def may_fork() -> bool:
-    """Whether a fork of this process can run an engine: one Python thread, and no library that has its own.
+    """Whether a fork of this process can run an engine: one Python thread, and no library whose threads it would lack.
 
     Only on Linux: on a Mac the system's own libraries may not be used after a fork. numpy's threads are none to mind,
     its library stops and starts them around a fork.
     """
     if sys.platform != "linux" or threading.active_count() > 1:
         return False
+    from edgespec.engines.llamacpp.library import has_worked, is_loaded
+
     try:
         maps = Path("/proc/self/maps").read_bytes()
     except OSError:
         return False
-    return not any(name in maps for name in _UNFORKABLE)
+    foreign = _UNFORKABLE if is_loaded() else (*_UNFORKABLE, _OPENMP)
+    return not has_worked() and not any(name in maps for name in foreign)
 
 
 def _run_fork(paths: Sequence[Path], timeout_s: float) -> tuple[bytes, str]:
     """What a fork wrote of the files it got through, and how it ended."""
+    if not all(map(_is_graph, paths)):
+        _load_library()  # which is needed anyway: loaded once for both
     receiving, sending = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads; see `may_fork`
@@ -143,8 +141,6 @@ def _run_fork(paths: Sequence[Path], timeout_s: float) -> tuple[bytes, str]:
         _be_the_child(paths, sending, timeout_s)
     os.close(sending)
     try:
-        if not all(map(_is_graph, paths)):
-            _load_library()  # while the child works
         output, is_over = _received(receiving, monotonic() + timeout_s)
         if is_over:
             return output, f"ended a trial process (status {_status(child)})"
@@ -242,7 +238,7 @@ def _try_gguf(path: Path) -> str | None:
         Eagle3Head.try_alone(path)
         return None
     with LlamaCppEngine.load(
-        path, context_length=16, max_batch=8, threads=1, reproducible=False, check_tensors=True
+        path, context_length=16, max_batch=8, threads=1, reproducible=False, check_tensors=not is_limited()
     ) as engine:
         ids = engine.vocabulary.encode("".join(map(chr, range(256))), parse_special=True)
         _ = engine.vocabulary.pieces
