@@ -84,6 +84,8 @@ def render_chat(
     """
     try:
         template = _compiled(source)
+    except RecursionError as exc:
+        raise PromptError("the model's chat template nests too deep; use --no-chat-template, or --prompt") from exc
     except jinja2.TemplateSyntaxError as exc:
         raise CapabilityError(f"the model's chat template is broken: {exc}; use --no-chat-template") from exc
     parts: list[str] = []

@@ -1,11 +1,13 @@
 """Who decides about drafts in a loaded model: its drafters, their controllers, and what these measured and learnt.
 
-Costs are measured at the first load; what every generation adds to them serves the later ones and is kept on disk.
+Costs are learnt from the passes of every generation, serve the later ones and are kept on disk. They are measured only
+for whoever reports them or plans with them.
 """
 
 from __future__ import annotations
 
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
@@ -13,7 +15,17 @@ from edgespec.config import DrafterName, DraftLength, GenerateOptions, LoadOptio
 from edgespec.control.auto import AutoController
 from edgespec.control.base import Controller, FixedLength
 from edgespec.control.cost import CostCurve, DraftCost
-from edgespec.control.measure import cost_key, draft_cost, exit_cost, remember_curve, remember_draft_cost, target_curve
+from edgespec.control.measure import (
+    cost_key,
+    draft_cost,
+    exit_cost,
+    known_curve,
+    known_draft_cost,
+    remember_curve,
+    remember_draft_cost,
+    target_curve,
+)
+from edgespec.control.prior import PriorCurve, guessed_draft_cost
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.cache import CacheDrafter
 from edgespec.drafting import BY_NAME_ONLY, FREE_DRAFTERS, MANY_ROWS, check_makeable, learnt_texts, made
@@ -26,7 +38,8 @@ from edgespec.types import TokenIds
 # A second choice seldom stands with more than a tenth, and trying it out costs time: a row has to be much cheaper. The
 # cheapest rows seen on a processor cost .05 to .08 of a pass, and trees lost there; noise must not let them in.
 _ROWS, _CHEAP_ROW = 9, 0.03
-_ROLES: dict[DrafterName, str] = {"hierarchical": "medium"}  # whose file a drafter's engine runs, if not the draft's
+_EXIT_SHARE = 0.5  # of a target's weights, that an exit without files of its own is taken to read
+_ROLES: dict[str, str] = {"hierarchical": "medium"}  # whose file a drafter's engine runs, if not the draft's
 
 
 class Deciders:
@@ -40,6 +53,7 @@ class Deciders:
         self._pair = pair
         self._target = target
         self._automatic: dict[DrafterName, AutoController] = {}
+        self._is_measured = False
         # Found now: a generation may be over only after its model, and with it the vocabulary, was closed.
         self._learnt = learnt_texts(target.engine.vocabulary) if options.learn else None
 
@@ -67,8 +81,8 @@ class Deciders:
 
     @property
     def is_measured(self) -> bool:
-        """Whether all costs are known, so that asking for them touches no engine."""
-        return {"cost_curve", "draft_costs"} <= vars(self).keys()
+        """Whether `measure` was called, so that asking for costs touches no engine."""
+        return self._is_measured
 
     def _chosen(self, name: DrafterName, length: DraftLength) -> Controller | None:
         if name == "none" or length == 0 or not self._target.engine.facts.can_rollback:
@@ -117,22 +131,45 @@ class Deciders:
 
     @cached_property
     def cost_curve(self) -> CostCurve:
-        """What the target's passes cost on this machine, measured at the first load and refined by every pass."""
-        self._target.rollback(0)
-        return target_curve(self._target.engine, self._pair.paths("target"))
+        """What the target's passes cost on this machine, as far as it is known; refined by every pass."""
+        return known_curve(self._target.engine, self._pair.paths("target"))
 
     @cached_property
     def draft_costs(self) -> dict[str, DraftCost]:
-        """What the tokens of each drafter that owns a model, or a part of the target, cost on this machine."""
+        """What the tokens of each drafter that owns a model, or a part of the target, cost, as far as it is known."""
+        target = self._target.engine
         costs: dict[str, DraftCost] = {
-            name: draft_cost(engine, self._pair.paths(_ROLES.get(name, "draft")))
+            name: known_draft_cost(engine, self._draft_files(name), target)
             for name, drafter in self.drafters.items()
             if (engine := drafter.emptied()) is not None
         }
         if "early-exit" in self.drafters and "early-exit" not in costs:
-            self._target.rollback(0)
-            costs["early-exit"] = exit_cost(self._target.engine)
+            costs["early-exit"] = guessed_draft_cost(_EXIT_SHARE)
+        if self.cost_curve.is_scaled:
+            for cost in costs.values():
+                cost.scale(self.cost_curve.at(1))
         return costs
+
+    def measure(self) -> None:
+        """Measure what was not measured before; the caches are emptied, and what was learnt of drafts stays."""
+        if self._is_measured:
+            return
+        self._is_measured = True
+        self.keep()
+        if isinstance(self.cost_curve, PriorCurve):
+            self._target.rollback(0)
+            self.cost_curve = target_curve(self._target.engine, self._pair.paths("target"))
+        self.draft_costs = {
+            name: draft_cost(engine, self._draft_files(name))
+            for name, drafter in self.drafters.items()
+            if (engine := drafter.emptied()) is not None
+        }
+        if "early-exit" in self.drafters and "early-exit" not in self.draft_costs:
+            self._target.rollback(0)
+            self.draft_costs["early-exit"] = exit_cost(self._target.engine)
+
+    def _draft_files(self, name: str) -> tuple[Path, ...]:
+        return self._pair.paths(_ROLES.get(name, "draft"))
 
     @property
     def draft_engine(self) -> Engine | None:
@@ -165,8 +202,9 @@ class Deciders:
         if controllers:
             remember_curve(cost_key(self._target.engine, self._pair.paths("target")), self.cost_curve)
             if self.draft_name and self.draft_engine is not None:
-                key = cost_key(self.draft_engine, self._pair.paths("draft"))
-                remember_draft_cost(key, self.draft_costs[self.draft_name])
+                cost = self.draft_costs[self.draft_name]
+                if cost.is_observed and not cost.is_relative:
+                    remember_draft_cost(cost_key(self.draft_engine, self._pair.paths("draft")), cost)
         for name, controller in controllers.items():
             remember("learnt", self._learnt_key(name), controller.state())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from edgespec.config import DrafterName, LoadOptions
@@ -11,8 +11,9 @@ from edgespec.drafters.early_exit import EarlyExitDrafter, SharedStateDrafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.base import Engine
+from edgespec.engines.gguf_header import keeping_headers
 from edgespec.engines.measurements import file_key, key_of, recall, remember
-from edgespec.engines.probe import check_model_file
+from edgespec.engines.probe import check_model_files
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.heads import open_eagle3, open_heads, read_heads
 from edgespec.manifest import ModelFile, ModelPair, check_file
@@ -22,19 +23,27 @@ from edgespec.vocabularies import draft_cache
 from edgespec.wanted import ROLES, exit_layer_of, wanted_drafters
 
 
+@keeping_headers()
 def open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterName, Drafter]]:
     """The pair that `options` name, its target loaded, and the drafters that own a model.
 
     Raises ModelNotFound, ModelFileError, VocabularyMismatch (naming the first token that differs), CapabilityError
-    when what was demanded is not possible, ConfigError for options that do not fit the engine.
+    when what was demanded is not possible or does not fit into memory, ConfigError for options that do not fit the
+    engine.
     """
+    try:
+        return _open_models(options)
+    except MemoryError as exc:
+        why = "needs more memory than this process may have. Use a smaller --ctx-size, a smaller model, or no draft"
+        raise CapabilityError(f"{options.model} {why}") from exc
+
+
+def _open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterName, Drafter]]:
     pair = resolve(options.model, options.draft, options.engine, options.medium)
-    _check_contents(pair.files["target"])
     exit_layer = exit_layer_of(options, pair)
     wanted = wanted_drafters(options, pair, exit_layer)
     roles = {role for name in wanted for role in ROLES[name] if exit_layer is None or name != "early-exit"}
-    for role in sorted(roles & pair.files.keys()):
-        _check_contents(pair.files[role])
+    _check_contents([pair.files[role] for role in ("target", *sorted(roles & pair.files.keys()))])
     heads = read_heads(options, pair, is_cut=exit_layer is not None)
     target = _open_target(options, pair.files["target"], exit_layer, hidden_states=bool(heads))
     drafters: dict[DrafterName, Drafter] = {}
@@ -121,19 +130,19 @@ def open_vocabulary(options: LoadOptions) -> Iterator[tuple[ModelPair, Vocabular
             yield pair, engine.vocabulary
 
 
-def _check_contents(model: ModelFile) -> None:
+def _check_contents(models: Sequence[ModelFile]) -> None:
     """Hash what the manifest describes but is too large to hash at every start; try a file of unknown contents first.
 
     A graph with damaged weights loads without complaint, so nothing but a checksum finds them.
     """
-    for file in model.all_files:
-        if file.sha256 is not None and not file.is_verified:
-            key = key_of("hashed", file_key(file.path), file.sha256)
-            if recall("hashed", key) is None:
-                check_file(file, is_large_too=True)
-                remember("hashed", key, {"path": str(file.path)})
-    if model.engine == "llamacpp":
-        check_model_file(model.path, is_trusted=all(file.sha256 for file in model.all_files))
+    for model in models:
+        for file in model.all_files:
+            if file.sha256 is not None and not file.is_verified:
+                key = key_of("hashed", file_key(file.path), file.sha256)
+                if recall("hashed", key) is None:
+                    check_file(file, is_large_too=True)
+                    remember("hashed", key, {"path": str(file.path)})
+    check_model_files({model.path: all(file.sha256 for file in model.all_files) for model in models})
 
 
 def _open_target(options: LoadOptions, file: ModelFile, exit_layer: int | None, *, hidden_states: bool) -> Engine:

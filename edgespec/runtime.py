@@ -191,31 +191,36 @@ class Model:
             return checked_ids(prompt, vocabulary.size)
 
     def prepare(self) -> None:
-        """Measure what the first generation would otherwise have to; nothing when it was measured before."""
+        """Make the drafters that the first generation would otherwise have to; no pass is run."""
         with self._executor.exclusive() as deciders:
             deciders.controller(GenerateOptions())
 
     def _measured(self, read: Callable[[Deciders], Found]) -> Found:
-        """What needs the costs: at once where they are known, else when nothing runs."""
+        """What reports costs or plans with them: at once where they were measured, else when nothing runs."""
         if self._deciders.is_measured:
             return read(self._deciders)
         with self._executor.exclusive() as deciders:
+            self._executor.forget()
+            deciders.measure()
             return read(deciders)
 
     @property
     def cost_curve(self) -> CostCurve:
-        """What the target's passes cost on this machine, measured at the first load and refined by every pass."""
+        """What the target's passes cost on this machine, refined by every pass.
+
+        Measured where it was not before, which takes a second or two and empties the caches: a run does without.
+        """
         return self._measured(lambda deciders: deciders.cost_curve)
 
     @property
     def draft_costs(self) -> dict[str, DraftCost]:
-        """What the tokens of each drafter that owns a model cost on this machine."""
+        """What the tokens of each drafter that owns a model cost on this machine; measured as `cost_curve` is."""
         return self._measured(lambda deciders: deciders.draft_costs)
 
     @property
     def drafter_names(self) -> list[DrafterName]:
         """Every drafter that can be asked for here and may pay; those that need many rows only where rows are cheap."""
-        return self._measured(lambda deciders: deciders.names)
+        return self._deciders.names
 
     @contextmanager
     def measuring(self) -> Iterator[tuple[Engine, Engine | None]]:

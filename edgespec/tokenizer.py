@@ -39,24 +39,39 @@ class Vocabulary(ABC):
         """`token_bytes` of every id."""
         return [self.token_bytes(token_id) for token_id in range(self.size)]
 
+    def piece(self, token_id: int) -> bytes:
+        """`token_bytes`, remembered: a large vocabulary takes long to read as a whole, and an answer needs little."""
+        found = self._pieces_read.get(token_id)
+        if found is None:
+            found = self._pieces_read[token_id] = self.token_bytes(token_id)
+        return found
+
+    @cached_property
+    def _pieces_read(self) -> dict[int, bytes]:
+        return {}
+
+    def token_names(self) -> list[str]:
+        """`token_name` of every id."""
+        return [self.token_name(token_id) for token_id in range(self.size)]
+
     @cached_property
     def control_names(self) -> tuple[str, ...]:
         """Names of the tokens that print nothing: the marks that structure a conversation."""
         return tuple(self.token_name(token_id) for token_id, piece in enumerate(self.pieces) if not piece)
 
     def decode(self, token_ids: list[int]) -> str:
-        return b"".join(self.pieces[i] for i in token_ids).decode("utf-8", errors="replace")
+        return b"".join(map(self.piece, token_ids)).decode("utf-8", errors="replace")
 
 
 class IncrementalDecoder:
     """Text of a token stream as it becomes printable: bytes of a split UTF-8 character wait for the rest."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._pieces = vocabulary.pieces
+        self._piece = vocabulary.piece
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
-        return self._decoder.decode(self._pieces[token_id])
+        return self._decoder.decode(self._piece(token_id))
 
     def finish(self) -> str:
         """What is left: a replacement character when the stream ends inside one."""
@@ -69,8 +84,7 @@ def check_same_vocabulary(target: Vocabulary, draft: Vocabulary) -> None:
     Padding beyond the shorter vocabulary is fine as long as the target is not the shorter one by real tokens: an id
     the target lacks could never be accepted, and an id the draft lacks is never proposed.
     """
-    for token_id in range(min(target.size, draft.size)):
-        ours, theirs = target.token_name(token_id), draft.token_name(token_id)
+    for token_id, (ours, theirs) in enumerate(zip(target.token_names(), draft.token_names(), strict=False)):
         if ours != theirs:
             raise VocabularyMismatch(
                 f"target and draft have different vocabularies: token {token_id} is {ours!r} in the target and "

@@ -37,6 +37,6 @@ def _difference(target: Vocabulary, draft: Vocabulary) -> str:
         check_same_vocabulary(target, draft)
     except VocabularyMismatch as exc:
         return str(exc).partition(". Use")[0]
-    if any(target.pieces[draft.size :]):
+    if any(map(target.piece, range(draft.size, target.size))):
         return f"target and draft have different vocabularies: the draft ends with token {draft.size - 1}"
     return ""

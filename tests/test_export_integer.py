@@ -18,7 +18,7 @@ from test_lossless import PROMPTS
 
 import edgespec
 from edgespec import GenerateOptions, Sampling
-from edgespec.engines.onnx import OnnxEngine, library
+from edgespec.engines.onnx import OnnxEngine, library, unsigned
 from edgespec.errors import ModelFileError
 from edgespec.export.check import compare, limits_of
 from edgespec.export.reference import Reference
@@ -165,6 +165,27 @@ def test_a_processor_that_saturates_takes_unsigned_weights(
     with open_engine(whole) as engine:
         np.testing.assert_array_equal(score(engine, ids), expected)
     assert asked
+
+
+def test_weights_made_unsigned_here_give_the_bits_of_onnx_runtimes_own(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "products_saturate", lambda: True)
+    left: list[bool] = []
+
+    def watched(graph: bytes, folder: Path) -> tuple[bytes, unsigned.Weights, bool]:
+        made = unsigned.make_unsigned(graph, folder)
+        left.append(made[2] or not made[1])
+        return made
+
+    monkeypatch.setattr(library, "make_unsigned", watched)
+    with open_engine(whole) as engine:
+        ids = text_ids(engine)[:24]
+        ours = score(engine, ids)
+    assert left == [False]  # nothing is left to what takes ONNX Runtime long
+    monkeypatch.setattr(library, "make_unsigned", lambda graph, folder: (graph, {}, True))
+    with open_engine(whole) as engine:
+        np.testing.assert_array_equal(score(engine, ids), ours)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

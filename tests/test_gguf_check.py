@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tiny_gguf import Shape, matrices, vocabulary, write_model
 
-from edgespec.engines import probe
+from edgespec.config import LoadOptions
+from edgespec.engines import gguf_check, gguf_header, probe
 from edgespec.engines.gguf_check import check_gguf
 from edgespec.engines.gguf_header import read_header
 from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile
 from edgespec.errors import EdgespecError, ModelFileError, ModelNotFound
+from edgespec.loading import open_models
 from edgespec.types import Batch
 
 SHAPE = Shape(layers=1, width=32, heads=2, kv_heads=1, hidden=32, merges=5)
@@ -72,6 +77,25 @@ def test_a_sound_file_passes_and_its_header_is_read(sound):
     assert len(header.tensors) == 12
     assert header.metadata["tokenizer.ggml.tokens"][0] == TOKENS[0].encode()
     assert sum(tensor.num_bytes for tensor in header.tensors) <= header.data_bytes
+
+
+def test_texts_of_a_header_are_made_only_for_whoever_asks(sound):
+    merges = check_gguf(sound).metadata["tokenizer.ggml.merges"]
+    assert merges._items is None
+    assert len(merges) == len(list(merges)) == SHAPE.merges
+    assert merges[0] == merges.items[0] != b""
+
+
+def test_a_header_is_read_and_checked_once_per_load(sound, monkeypatch):
+    read, checked = [], []
+    read_file, check = gguf_header._read_file, gguf_check._checked
+    monkeypatch.setattr(gguf_header, "_read_file", lambda path: read.append(path) or read_file(path))
+    monkeypatch.setattr(gguf_check, "_checked", lambda path: checked.append(path) or check(path))
+    monkeypatch.setattr(probe, "faults", lambda paths, timeout_s: [None] * len(paths))
+    open_models(LoadOptions(model=str(sound), reproducible=False, context_length=16))[1].close()
+    assert len(read) == len(checked) == 1
+    check_gguf(sound)
+    assert len(read) == 2  # a later load looks again
 
 
 @pytest.mark.parametrize("reason", METADATA_FAULTS)
@@ -169,6 +193,7 @@ def test_a_probe_survives_what_ends_its_child(sound, tmp_path, monkeypatch):
     )
     stand_in.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(stand_in))
+    monkeypatch.setattr(probe, "may_fork", lambda: False)
     found = list(probe.faults([sound, deadly, last], timeout_s=30))
     assert found[0] is found[2] is None
     assert "ended a trial process (status -6)" in str(found[1])
@@ -189,9 +214,64 @@ def test_a_probe_that_hangs_is_ended(tmp_path):
         probe.probe(path, timeout_s=5)
 
 
+IN_A_FORK = """
+import json, sys
+from pathlib import Path
+from edgespec.engines import probe
+probe._run_program = None
+assert probe.may_fork()
+found = list(probe.faults([Path(name) for name in sys.argv[2:]], timeout_s=float(sys.argv[1])))
+print(json.dumps(found))
+"""
+
+
+def in_a_fork(*paths: Path, timeout_s: float = 60, before: str = "") -> list[str | None]:
+    """What forks find of `paths`, in a process that llama.cpp is not yet loaded in."""
+    command = [sys.executable, "-c", before + IN_A_FORK, str(timeout_s), *map(str, paths)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert not done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_fork_finds_what_a_process_of_its_own_finds(sound, tmp_path):
+    weights = write_model(tmp_path / "nan.gguf", SHAPE, tensors={"blk.0.attn_q.weight": MATRIX * np.float32(math.nan)})
+    assert in_a_fork(sound) == [None]
+    assert "invalid data" in str(in_a_fork(weights)[0])
+
+
+@pytest.mark.parametrize(("ending", "says"), [("os.abort()", "status -6"), ("os.kill(os.getpid(), 9)", "status -9")])
+def test_a_fork_that_a_file_ends_is_told_from_one_that_passes(sound, ending, says):
+    deadly = f"import os\nfrom edgespec.engines import probe\nprobe.try_model = lambda path: {ending}\n"
+    assert says in str(in_a_fork(sound, before=deadly)[0])
+
+
+def test_a_fork_that_hangs_is_ended(tmp_path):
+    path = write_model(tmp_path / "rwkv.gguf", SHAPE, metadata={"tokenizer.ggml.model": "rwkv"})
+    assert "took more than 3 s" in str(in_a_fork(path, timeout_s=3)[0])
+
+
+def test_nothing_is_forked_beside_threads_or_an_engine_that_has_worked(sound):
+    LlamaCppEngine.load(sound, context_length=16, threads=1, reproducible=False).close()
+    assert not probe.may_fork()
+    before = "import threading, time\nthreading.Thread(target=time.sleep, args=(9,), daemon=True).start()\n"
+    with pytest.raises(subprocess.CalledProcessError):
+        in_a_fork(sound, before=before)
+
+
+def test_the_models_of_a_pair_share_one_child(tmp_path, monkeypatch):
+    one, other = (write_model(tmp_path / f"{name}.gguf", SHAPE) for name in ("one", "other"))
+    calls = []
+    monkeypatch.setattr(probe, "faults", lambda paths, timeout_s: calls.append(paths) or [None] * len(paths))
+    options = LoadOptions(model=str(one), draft=str(other), reproducible=False, context_length=16)
+    _, target, drafters = open_models(options)
+    for each in (*drafters.values(), target):
+        each.close()
+    assert calls == [[one, other]]
+
+
 def test_a_file_is_probed_once_until_it_changes(sound, tmp_path, monkeypatch):
     probed = []
-    monkeypatch.setattr(probe, "probe", probed.append)
+    monkeypatch.setattr(probe, "faults", lambda paths, timeout_s: probed.extend(paths) or [None] * len(paths))
     path = tmp_path / "model.gguf"
     path.write_bytes(sound.read_bytes())
     probe.check_model_file(path)
@@ -203,7 +283,7 @@ def test_a_file_is_probed_once_until_it_changes(sound, tmp_path, monkeypatch):
 
 
 def test_a_trusted_file_is_not_probed(sound, monkeypatch):
-    monkeypatch.setattr(probe, "probe", lambda _: pytest.fail("a trusted file was probed"))
+    monkeypatch.setattr(probe, "faults", lambda paths, timeout_s: pytest.fail("probed") if paths else [])
     probe.check_model_file(sound, is_trusted=True)
 
 

@@ -141,11 +141,21 @@ def test_training_libraries_stay_in_training_and_export():
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["nonsense"]])
 def test_the_command_line_starts_light(arguments):
     """Help and errors must not wait for numpy, jinja2, prompt_toolkit or an engine."""
-    heavy = ("numpy", "jinja2", "prompt_toolkit", "rich", "llama_cpp")
+    heavy = ("numpy", "jinja2", "prompt_toolkit", "rich", "asyncio", "llama_cpp", "onnxruntime", "onnx")
     code = (
         "import sys\nfrom edgespec.cli.main import cli\n"
         f"try: cli.main({arguments!r})\nexcept SystemExit: pass\n"
         f"sys.exit(','.join(m for m in {heavy!r} if m in sys.modules) or 0)"
     )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"loaded: {done.stderr}"
+
+
+def test_the_package_itself_imports_next_to_nothing():
+    heavy = (
+        *("numpy", "jinja2", "rich", "click", "asyncio", "llama_cpp", "onnxruntime", "sqlite3", "tomllib"),
+        *("edgespec.runtime", "edgespec.settings", "edgespec.config"),
+    )
+    code = f"import sys, edgespec\nsys.exit(','.join(m for m in {heavy!r} if m in sys.modules) or 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"loaded: {done.stderr}"

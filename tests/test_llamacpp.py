@@ -14,6 +14,7 @@ import pytest
 from conftest import TEST_THREADS
 from tiny_gguf import SPECIALS, TEMPLATE, Shape, write_model, write_recurrent_model, write_sentencepiece_model
 
+import edgespec
 from edgespec.engines import proof, widths
 from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile, settings
 from edgespec.engines.llamacpp.library import library
@@ -402,6 +403,25 @@ def test_parts_are_bounded_and_cut_before_punctuation():
     assert all(part.startswith("\uff0c") for part in parts[1:])
     assert max(map(len, parts)) <= 500
     assert next(bounded_parts("e\u0301" * 400)).endswith("\u0301")
+
+
+def test_whole_vocabularies_read_fast_are_what_single_calls_give(target_path, tmp_path):
+    for path in (target_path, write_sentencepiece_model(tmp_path / "spm.gguf")):
+        with load(path) as engine:
+            vocabulary, ids = engine.vocabulary, range(engine.vocabulary.size)
+            assert vocabulary.pieces == [vocabulary.token_bytes(i) for i in ids] == [vocabulary.piece(i) for i in ids]
+            assert vocabulary.token_names() == [vocabulary.token_name(i) for i in ids]
+            assert vocabulary.control_names == tuple(
+                vocabulary.token_name(i) for i in ids if not vocabulary.token_bytes(i)
+            )
+            assert vocabulary.control_names
+
+
+def test_an_answer_does_not_read_the_whole_vocabulary(target_path):
+    with edgespec.load(str(target_path), drafter="none", reproducible=False) as model:
+        result = model.generate("Hello there", options=edgespec.GenerateOptions(max_tokens=4))
+        assert result.text == model.target.vocabulary.decode(list(result.token_ids))
+        assert "pieces" not in vars(model.target.vocabulary)
 
 
 def test_a_closed_vocabulary_refuses_but_keeps_what_was_read(tiny_path):

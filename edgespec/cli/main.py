@@ -17,7 +17,6 @@ import click
 
 from edgespec import __version__
 from edgespec.errors import CapabilityError, EdgespecError, UsageError, VocabularyMismatch
-from edgespec.settings import did_you_mean
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 # Modules are imported when their command runs: `edgespec --help` must not pay for numpy, jinja2 or an engine.
@@ -55,6 +54,8 @@ class CommandGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if name not in COMMANDS and not name.startswith("-"):
+            from edgespec.settings import did_you_mean  # reads settings files; help does without
+
             hint = did_you_mean(name, COMMANDS) or f"; known: {', '.join(COMMANDS)}"
             raise click.UsageError(f"no such command '{name}'{hint}", ctx)
         return super().resolve_command(ctx, args)
@@ -130,6 +131,8 @@ def exit_code(error: EdgespecError) -> int:
 def describe(error: click.ClickException) -> str:
     """click's message in one line; an unknown option names the nearest known one."""
     if isinstance(error, click.NoSuchOption) and error.ctx is not None:
+        from edgespec.settings import did_you_mean
+
         known = [flag for p in error.ctx.command.get_params(error.ctx) for flag in (*p.opts, *p.secondary_opts)]
         flags = [flag for flag in known if flag.startswith("-")]
         hint = did_you_mean(error.option_name, flags) or f"; see {error.ctx.command_path} --help"

@@ -71,6 +71,7 @@ class AutoController(Controller):
         self._since_plain, self._refresh_after = 0, _REFRESH_FIRST
         self._rest = 0  # rounds before it is decided again: where a pass takes a millisecond, deciding is not free
         self._rested = 0  # plain rounds since the last one that was decided
+        self._prefill_s = 0.0
         self._context_ids: TokenIds = np.empty(0, np.int32)  # of the round in progress
         self._learning_s = 0.0  # that the last `observe` took
         self._pass_s: tuple[list[float], float, list[float]] = [], 0.0, []  # a table, what was added to it, the sum
@@ -82,9 +83,23 @@ class AutoController(Controller):
         self._shadows.clear()
         self._left_out.clear()
         self._round, self._rest, self._rested = None, 0, 0
-        plain_s = self.curve.at(1, prompt_ids.size)
+        self._prefill_s = prefill_s
+        self._open_bank(self.curve.at(1, prompt_ids.size))
+
+    def _open_bank(self, plain_s: float) -> None:
         self.bank.open(START_PASSES * plain_s, MOST_PASSES * plain_s, _KEPT_PASSES * plain_s)
-        self.bank.waited(prefill_s)  # what lets a draft model read a long prompt
+        self.bank.waited(self._prefill_s)  # what lets a draft model read a long prompt
+
+    def _observe_pass(self, record: RoundRecord) -> None:
+        """Learn what the pass cost; the first plain ones of a first run say what all that was guessed is in seconds."""
+        was_guessed = not self.curve.is_scaled
+        self.curve.observe(record.width, record.position, record.verify_s)
+        if was_guessed and self.curve.is_scaled:
+            plain_s = self.curve.at(1, record.position)
+            for cost in self.costs.values():
+                cost.scale(plain_s)
+            self.bank = TimeBank(self.bank.share, START_PASSES * plain_s)
+            self._open_bank(plain_s)
 
     def rest(self) -> int:
         self._rested, self._rest = self._rest, 0
@@ -152,7 +167,7 @@ class AutoController(Controller):
         round_s = self._account(proposal, record, decided, plain_s)
         if decided is not None:
             self._learn_drafts(decided, proposal.drafter, record.position, rate)
-        self.curve.observe(record.width, record.position, record.verify_s)
+        self._observe_pass(record)
         reading_s = 0.0 if decided is None else decided.reading_s
         self._tokens = _RATE_MEMORY * self._tokens + num_tokens
         self._seconds = _RATE_MEMORY * self._seconds + round_s - reading_s

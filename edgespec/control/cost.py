@@ -105,6 +105,11 @@ class CostCurve:
         if self._stale > _MOST_STALE:
             self._table_step = -1
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether its times are in seconds of this machine, and not a guess."""
+        return True
+
     def is_sure_of_plain(self) -> bool:
         """Whether plain passes were timed in this run, and the last one was not much faster than believed before.
 
@@ -209,11 +214,25 @@ def _interpolated(measured: Mapping[int, float]) -> list[float]:
 
 @dataclass(slots=True)
 class DraftCost:
-    """Seconds that a drafter takes: `token_s` per drafted token, `read_s` per committed token that it lags behind."""
+    """Seconds that a drafter takes: `token_s` per drafted token, `read_s` per committed token that it lags behind.
+
+    `is_relative`: both are in plain passes of the target, as long as it is not known what these take.
+    """
 
     token_s: float = 0.0
     read_s: float = 0.0
+    is_relative: bool = False
     _seen: int = field(default=0, init=False)
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether a draft was timed."""
+        return self._seen > 0
+
+    def scale(self, plain_s: float) -> None:
+        """A plain pass takes `plain_s`: from now on this is in seconds."""
+        if self.is_relative:
+            self.token_s, self.read_s, self.is_relative = self.token_s * plain_s, self.read_s * plain_s, False
 
     def of(self, num_tokens: int, lag: int) -> float:
         return num_tokens * self.token_s + lag * self.read_s

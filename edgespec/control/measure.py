@@ -1,4 +1,8 @@
-"""Measures what passes cost on this machine, in a second or two, and keeps the result between runs."""
+"""What passes cost on this machine: recalled, guessed and then learnt from the passes of answers, or measured.
+
+A run measures nothing before its first token (`known_curve`, `known_draft_cost`). Whoever reports costs or plans with
+them measures (`target_curve`, `draft_cost`), in a second or two. Either is kept between runs.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from time import perf_counter
 import numpy as np
 
 from edgespec.control.cost import ContextCost, CostCurve, DraftCost
+from edgespec.control.prior import PriorCurve, guessed_draft_cost, guessed_plain_s
 from edgespec.engines.base import Engine
 from edgespec.engines.measurements import file_key, key_of, recall, remember
 from edgespec.machine import processor
@@ -32,6 +37,20 @@ _READ_WIDTH = 32
 _EXIT_PASSES = 6
 _CHECKED_WIDTH, _CHECKED_TURNS, _MOST_CHANGE, _WORTH_CHECKING_S = 8, 2, 1.5, 0.005
 _LIBRARIES = {"llamacpp": "llama-cpp-python", "onnx": "onnxruntime"}
+
+
+def known_curve(engine: Engine, files: Sequence[Path]) -> CostCurve:
+    """The cost curve as it was measured or learnt before, or a guess for the first passes to correct; runs none."""
+    key = cost_key(engine, files)
+    low = engine.facts.pinned_class[0] if engine.facts.pinned_class else 1
+    known = _kept_curve(recall("costs", key)) or PriorCurve.of(recall("learnt costs", key), low)
+    return known or PriorCurve(guessed_plain_s(engine.facts.weight_bytes), low)
+
+
+def known_draft_cost(engine: Engine, files: Iterable[Path], target: Engine) -> DraftCost:
+    """What the tokens of a draft model cost, as it was measured or learnt before, or a guess by its size."""
+    known = _kept_draft_cost(recall("draft costs", cost_key(engine, files)))
+    return known or guessed_draft_cost(engine.facts.weight_bytes / max(target.facts.weight_bytes, 1))
 
 
 def target_curve(engine: Engine, files: Sequence[Path]) -> CostCurve:
@@ -89,13 +108,13 @@ def _padded(costs: dict[int, float], engine: Engine) -> dict[int, float]:
 def draft_cost(engine: Engine, files: Iterable[Path]) -> DraftCost:
     """Seconds per drafted and per read token of an empty draft model, measured at first and recalled later."""
     key = cost_key(engine, files)
-    kept = recall("draft costs", key)
-    if not (isinstance(kept, list) and len(kept) == 2 and all(isinstance(s, float) and s > 0 for s in kept)):
+    kept = _kept_draft_cost(recall("draft costs", key))
+    if kept is None:
         read_width = min(_READ_WIDTH, engine.widest_pass)
         costs = quick_costs(engine, (1, read_width), passes=8)
-        kept = [costs[1], costs[read_width] / read_width]
-        remember_draft_cost(key, DraftCost(*kept))
-    return DraftCost(kept[0], kept[1])
+        kept = DraftCost(costs[1], costs[read_width] / read_width)
+        remember_draft_cost(key, kept)
+    return kept
 
 
 def exit_cost(engine: Engine) -> DraftCost:
@@ -171,12 +190,24 @@ def cost_key(engine: Engine, files: Iterable[Path]) -> str:
 
 
 def remember_curve(key: str, curve: CostCurve) -> None:
+    """Keep what a curve came to. One that began with a guess is kept apart: it goes on learning as it did."""
+    if isinstance(curve, PriorCurve):
+        if kept := curve.kept():
+            remember("learnt costs", key, kept)
+        return
     widths = {str(width): seconds for width, seconds in curve.refined().items()}
     remember("costs", key, {"widths": widths, "context": [curve.context.fixed_s, curve.context.row_s]})
 
 
 def remember_draft_cost(key: str, cost: DraftCost) -> None:
     remember("draft costs", key, [cost.token_s, cost.read_s])
+
+
+def _kept_draft_cost(kept: object) -> DraftCost | None:
+    """What `remember_draft_cost` kept, or None for anything else."""
+    if not (isinstance(kept, list) and len(kept) == 2 and all(isinstance(s, float) and s > 0 for s in kept)):
+        return None
+    return DraftCost(kept[0], kept[1])
 
 
 def _kept_curve(kept: object) -> CostCurve | None:

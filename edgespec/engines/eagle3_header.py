@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from edgespec.engines.gguf_check import check_gguf
-from edgespec.engines.gguf_header import GgufHeader, GgufNumbers, TensorInfo, Value, read_header
+from edgespec.engines.gguf_header import GgufHeader, GgufNumbers, GgufStrings, TensorInfo, Value, read_header
 from edgespec.errors import CapabilityError, ModelFileError
 
 ARCHITECTURE = "eagle3"
@@ -125,7 +125,7 @@ class _Reader:
 
     def _vocabulary_size(self) -> int:
         tokens = self._header.metadata.get("tokenizer.ggml.tokens")
-        return len(tokens) if isinstance(tokens, list) else 0
+        return len(tokens) if isinstance(tokens, GgufStrings) else 0
 
     def _num_drafted(self, vocabulary_size: int) -> int:
         """How many tokens it can propose; what lists them is read, since a wrong id would end the process."""

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from edgespec.engines.gguf_header import GgufHeader, GgufNumbers, Scalar, read_header
+from edgespec.engines.gguf_header import GgufHeader, GgufNumbers, GgufStrings, Scalar, once, read_header
 from edgespec.engines.gguf_split import with_shards
 from edgespec.errors import ModelFileError
 
@@ -27,6 +27,10 @@ def check_gguf(path: Path) -> GgufHeader:
 
     Raises ModelNotFound when there is no such file, ModelFileError naming what is wrong with it.
     """
+    return once("checked", path, lambda: _checked(path))
+
+
+def _checked(path: Path) -> GgufHeader:
     header = with_shards(path, read_header(path))
     for reason in _faults(header):
         raise ModelFileError(f"{path} is not a usable model: {reason}. Download or export it again")
@@ -106,16 +110,18 @@ def _bad_vocabulary(header: GgufHeader) -> Iterator[str]:
     if not tokens:
         yield "its vocabulary is empty"
         return
-    twice = [token for token, count in Counter(tokens).items() if count > 1 and token]
-    if twice:
-        yield f"the token {twice[0].decode('utf-8', errors='backslashreplace')!r} stands in its vocabulary twice"
+    different = set(tokens)
+    if len(different) < len(tokens):
+        twice = [token for token, count in Counter(tokens).items() if count > 1 and token]
+        for token in twice[:1]:
+            yield f"the token {token.decode('utf-8', errors='backslashreplace')!r} stands in its vocabulary twice"
     for name, kinds in {"token_type": (INT32, UINT32), "scores": (FLOAT32,)}.items():
         found = header.metadata.get(f"tokenizer.ggml.{name}", None)
         if found is None:
             continue
         if not isinstance(found, GgufNumbers) or found.kind not in kinds or len(found.items) != len(tokens):
             yield f"its {name} list does not fit its {len(tokens)} tokens"
-    if model == "llama" and not _byte_tokens() <= set(tokens):
+    if model == "llama" and not _byte_tokens() <= different:
         yield "its vocabulary lacks a token for some byte"
 
 
@@ -139,7 +145,7 @@ def _bad_tensors(header: GgufHeader) -> Iterator[str]:
 def _values(header: GgufHeader, name: str) -> tuple[Scalar, ...]:
     """What stands under an architecture's key: nothing, one number, or one per layer."""
     found = header.metadata.get(f"{header.architecture}.{name}")
-    if found is None or isinstance(found, list):
+    if found is None or isinstance(found, GgufStrings):
         return ()
     return found.items if isinstance(found, GgufNumbers) else (found,)
 
@@ -150,4 +156,4 @@ def _counts(header: GgufHeader, name: str) -> tuple[int, ...]:
 
 def _strings(header: GgufHeader, name: str) -> list[bytes]:
     found = header.metadata.get(f"tokenizer.ggml.{name}")
-    return found if isinstance(found, list) else []
+    return found.items if isinstance(found, GgufStrings) else []

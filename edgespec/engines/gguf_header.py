@@ -8,9 +8,12 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, TypeVar, overload
 
 from edgespec.errors import ModelFileError, ModelNotFound
 
@@ -20,6 +23,7 @@ MAX_HEADER_BYTES = 1 << 28
 MAX_DIMENSIONS = 4
 MAX_NAME_BYTES = 63
 STRING, ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 # ggml type number -> (name, values per block, bytes per block)
 TENSOR_TYPES = {
@@ -58,13 +62,55 @@ TENSOR_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class GgufNumbers:
-    """An array of numbers in the metadata; `kind` is the GGUF type of its items. Strings come as `list[bytes]`."""
+    """An array of numbers in the metadata; `kind` is the GGUF type of its items. Strings come as `GgufStrings`."""
 
     kind: int
     items: tuple[Scalar, ...]
 
 
-Value = Scalar | GgufNumbers | list[bytes]
+class GgufStrings(Sequence[bytes]):
+    """An array of strings in the metadata, as it lies in the file: each an 8-byte length and its bytes.
+
+    A vocabulary has some hundred thousand of them and few are looked at, so that they are cut out on first use.
+    """
+
+    def __init__(self, data: bytes, count: int) -> None:
+        self.data = data
+        self._count = count
+        self._items: list[bytes] | None = None
+
+    @property
+    def items(self) -> list[bytes]:
+        if self._items is None:
+            data, at, found = self.data, 0, []
+            unpack = _LENGTH.unpack_from
+            for _ in range(self._count):
+                begin = at + 8
+                at = begin + unpack(data, at)[0]
+                found.append(data[begin:at])
+            self._items = found
+        return self._items
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        return self.items[index]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self.items)
+
+    def __eq__(self, other: object) -> bool:
+        return self.items == (other.items if isinstance(other, GgufStrings) else other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+Value = Scalar | GgufNumbers | GgufStrings
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,21 +142,61 @@ class GgufHeader:
         return str(self.metadata.get("general.architecture", ""))
 
     @property
+    def tokens(self) -> Sequence[bytes]:
+        """The texts of the vocabulary; empty where the file has none."""
+        found = self.metadata.get("tokenizer.ggml.tokens")
+        return found if isinstance(found, GgufStrings) else ()
+
+    @property
     def context_length(self) -> int | None:
         """Tokens the model was trained for, where the file says so."""
         found = self.metadata.get(f"{self.architecture}.context_length")
         return found if isinstance(found, int) else None
 
 
+_T = TypeVar("_T")
+_kept: ContextVar[dict[tuple[object, ...], Any] | None] = ContextVar("kept headers", default=None)
+
+
+@contextmanager
+def keeping_headers() -> Iterator[None]:
+    """While it lasts, a file's header is read and checked once; it is forgotten at the end, as it takes memory."""
+    token = _kept.set({} if _kept.get() is None else _kept.get())
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+def once(what: str, path: Path, make: Callable[[], _T]) -> _T:
+    """`make()`, or under `keeping_headers` what it gave for the same `what` and the unchanged file `path`."""
+    kept = _kept.get()
+    if kept is None:
+        return make()
+    try:
+        found = path.stat()
+    except OSError:
+        return make()  # which says what is wrong with it
+    key = (what, str(path), found.st_ino, found.st_size, found.st_mtime_ns)
+    if key not in kept:
+        kept[key] = make()
+    made: _T = kept[key]
+    return made
+
+
 def read_header(path: Path) -> GgufHeader:
     """Raises ModelNotFound, and ModelFileError naming what is wrong with the file."""
+    return once("read", path, lambda: _read_file(path))
+
+
+def _read_file(path: Path) -> GgufHeader:
     try:
         with path.open("rb") as file:
             return _HeaderReader(file, path).read()
     except FileNotFoundError as exc:
         raise ModelNotFound(f"{path} does not exist; give the path of a GGUF file") from exc
-    except OSError as exc:
-        raise ModelFileError(f"{path} cannot be read: {exc.strerror}") from exc
+    except (OSError, ValueError) as exc:
+        raise ModelFileError(f"{path} cannot be read: {getattr(exc, 'strerror', None) or exc}") from exc
 
 
 class _HeaderReader:
@@ -185,13 +271,24 @@ class _HeaderReader:
             raise self._wrong(f"a metadata entry has the unknown type {kind}")
         item = self._number("<I")
         if item == STRING:
-            return [self._bytes() for _ in range(self._count("strings", 8))]
+            return self._strings(self._count("strings", 8))
         if item not in SCALARS:
             raise self._wrong(f"a metadata array has items of the unknown type {item}")
         code = SCALARS[item][1]
         size = struct.calcsize(f"<{code}")
         count = self._count("array items", size)
         return GgufNumbers(item, struct.unpack(f"<{count}{code}", self._take(count * size)))
+
+    def _strings(self, count: int) -> GgufStrings:
+        """Steps over `count` strings, each length checked as `_take` does, without making any of them."""
+        begin = at = self._at
+        unpack = _LENGTH.unpack_from
+        for _ in range(count):
+            if at + 8 > len(self._data):
+                self._require(at + 8)
+            at += 8 + unpack(self._data, at)[0]
+        self._at = begin
+        return GgufStrings(self._take(at - begin), count)
 
     def _count(self, what: str, least_bytes_each: int) -> int:
         count: int = self._number("<Q")
@@ -211,6 +308,12 @@ class _HeaderReader:
 
     def _take(self, count: int) -> bytes:
         end = self._at + count
+        self._require(end)
+        taken, self._at = self._data[self._at : end], end
+        return taken
+
+    def _require(self, end: int) -> None:
+        """Have the bytes before `end` in memory."""
         if end > self._size:
             raise self._wrong(f"its header ends in the middle (byte {self._at} of {self._size}). Download it again")
         if end > MAX_HEADER_BYTES:
@@ -220,8 +323,6 @@ class _HeaderReader:
             if not more:
                 raise self._wrong("it shrank while it was read. Download it again")
             self._data += more
-        taken, self._at = self._data[self._at : end], end
-        return taken
 
     def _wrong(self, reason: str) -> ModelFileError:
         return ModelFileError(f"{self._path} is not a usable model: {reason}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from edgespec.engines.gguf_header import GgufHeader, read_header
+from edgespec.engines.gguf_header import GgufHeader, GgufStrings, read_header
 from edgespec.errors import ModelFileError, ModelNotFound
 
 FILES, ID = "edgespec.split.files", "edgespec.split.id"
@@ -51,7 +51,7 @@ def shard_names(path: Path, header: GgufHeader) -> list[str]:
         if ID in header.metadata:
             raise ModelFileError(f"{path} is a part of a model; open the file that ends in -target.gguf or -draft.gguf")
         return []
-    names = [item.decode("utf-8", errors="replace") for item in listed] if isinstance(listed, list) else []
+    names = [item.decode("utf-8", errors="replace") for item in listed] if isinstance(listed, GgufStrings) else []
     if not 1 <= len(names) <= MAX_SHARDS or len(set(names)) < len(names):
         raise ModelFileError(f"{path} is not a usable model: {FILES} must be 1..{MAX_SHARDS} different file names")
     for name in names:

@@ -22,8 +22,15 @@ from edgespec.engines.llamacpp.facts import keeps_running_state, measured_facts,
 from edgespec.engines.llamacpp.layers import LayerInputs
 from edgespec.engines.llamacpp.library import CancelFlag, complaints, forget_complaints, library, open_model, version
 from edgespec.engines.llamacpp.rows import RowBuffer, Selection
-from edgespec.engines.llamacpp.settings import ContextSettings, choose_context_length, create_context, require_generator
+from edgespec.engines.llamacpp.settings import (
+    ContextSettings,
+    choose_context_length,
+    create_context,
+    needed_bytes,
+    require_generator,
+)
 from edgespec.engines.llamacpp.vocabulary import LlamaCppVocabulary
+from edgespec.engines.room import check_room
 from edgespec.engines.rows import SequenceBook, SequenceRows, split_by_sequence
 from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError, StateError
 from edgespec.types import Batch, Logits, TokenIds
@@ -109,11 +116,16 @@ class LlamaCppEngine(Engine):
             reproducible=reproducible,
             widest=widest,
         )
+        advice = "Use a smaller --ctx-size or model"
         if reproducible and not gpu_layers and cache_type_k is cache_type_v is None and flash_attention is not False:
-            found = cls._open_unpadded(path, checked(cache_type_k="q8_0", cache_type_v="q8_0"), check_tensors)
+            settings = checked(cache_type_k="q8_0", cache_type_v="q8_0")
+            check_room(path.name, needed_bytes(path, header, settings), advice)
+            found = cls._open_unpadded(path, settings, check_tensors)
             if found is not None:
                 return found
         settings = checked(cache_type_k=cache_type_k or "f16", cache_type_v=cache_type_v or "f16")
+        if not gpu_layers:
+            check_room(path.name, needed_bytes(path, header, settings), advice)
         return cls._open(path, settings, check_tensors=check_tensors)
 
     @classmethod

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 ERROR, CONTINUED = 4, 5  # ggml_log_level
 _complaints: deque[str] = deque(maxlen=8)
 _listeners: list[Callable[[str], None]] = []
+_NO_MEMORY = ("allocate memory", "Resource temporarily unavailable", "bad_alloc", "failed to allocate")
+_opened = 0  # models, ever
 
 
 @cache
@@ -40,6 +42,15 @@ def library() -> Any:
     llama_cpp.llama_log_set(_log_callback(llama_cpp), None)
     llama_cpp.llama_backend_init()
     return llama_cpp
+
+
+def is_loaded() -> bool:
+    return library.cache_info().currsize > 0
+
+
+def has_worked() -> bool:
+    """Whether a model was opened in this process: from then on the library has threads."""
+    return _opened > 0
 
 
 @cache
@@ -85,7 +96,9 @@ def listening(listener: Callable[[str], None]) -> Iterator[None]:
 
 def open_model(path: Path, *, gpu_layers: int = 0, vocabulary_only: bool = False, check_tensors: bool = False) -> Any:
     """Load a model that passed `gguf_check`, with its shards. Raises ModelFileError with the library's own reason."""
+    global _opened
     llama = library()
+    _opened += 1
     params = llama.llama_model_default_params()
     params.n_gpu_layers = gpu_layers
     params.vocab_only = vocabulary_only
@@ -96,6 +109,8 @@ def open_model(path: Path, *, gpu_layers: int = 0, vocabulary_only: bool = False
         model = llama.llama_model_load_from_splits((ctypes.c_char_p * len(files))(*files), len(files), params)
     else:
         model = llama.llama_model_load_from_file(files[0], params)
+    if not model and any(sign in complaints() for sign in _NO_MEMORY):
+        raise CapabilityError(f"{path.name} needs more memory than there is ({complaints()}). Use a smaller model")
     if not model:
         raise ModelFileError(f"{path} cannot be loaded by llama.cpp: {complaints()}. Download or export it again")
     return model

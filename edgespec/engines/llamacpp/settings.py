@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from edgespec.engines.cores import physical_cores
-from edgespec.engines.llamacpp.library import CancelFlag, complaints, forget_complaints, library
+from edgespec.engines.gguf_header import GgufHeader, GgufNumbers
+from edgespec.engines.gguf_split import model_files
+from edgespec.engines.llamacpp.library import CancelFlag, complaints, forget_complaints, has_worked, library
+from edgespec.engines.room import Need
 from edgespec.errors import CapabilityError, ConfigError
 
+HEADS = "attention.head_count"
 DEFAULT_CONTEXT = 4096
 MAX_SEQUENCE_IDS = 256
 MAX_CELLS = 1 << 24
@@ -99,6 +103,42 @@ class ContextSettings:
         """Rows with logits per pass; bounded so that a wide batch over a large vocabulary stays small."""
         affordable = LOGITS_BYTES // (4 * vocabulary_size)
         return min(max(affordable, 64, self.sequence_ids), max(self.batch_capacity, self.sequence_ids))
+
+
+# Bytes of a number in a cache of each type.
+_CACHE_BYTES = {
+    "f32": 4.0,
+    "f16": 2.0,
+    "bf16": 2.0,
+    "q8_0": 34 / 32,
+    "q5_1": 24 / 32,
+    "q5_0": 22 / 32,
+    "q4_1": 20 / 32,
+    "q4_0": 18 / 32,
+}
+_LEAST_BUFFERS = 24 << 20  # of a context, besides its cache and logits
+
+
+def needed_bytes(path: Path, header: GgufHeader, settings: ContextSettings) -> Need:
+    """What a model with this header and a context with these settings need at least."""
+
+    def numbers(name: str) -> list[int]:
+        found = header.metadata.get(f"{header.architecture}.{name}")
+        items = found.items if isinstance(found, GgufNumbers) else (found,)
+        return [item for item in items if isinstance(item, int)]
+
+    layers, width, heads = (max(numbers(name), default=0) for name in ("block_count", "embedding_length", HEADS))
+    kv_heads = numbers(f"{HEADS}_kv") or [heads]
+    total_heads = sum(kv_heads) if len(kv_heads) == layers else min(kv_heads) * layers
+    size = width // heads if heads else 0
+    sizes = {name: max(numbers(f"attention.{name}_length"), default=size) for name in ("key", "value")}
+    kinds = {"key": settings.cache_type_k, "value": settings.cache_type_v}
+    is_plain = not any("ssm" in key or "wkv" in key for key in header.metadata)  # others keep less
+    per_cell = sum(total_heads * sizes[name] * _CACHE_BYTES[kinds[name]] for name in sizes) if is_plain else 0
+    logits = 4 * settings.max_outputs(len(header.tokens)) * len(header.tokens)
+    mapped = sum(file.stat().st_size for file in model_files(path))
+    threads = 1 if has_worked() else settings.threads  # models share them
+    return Need(mapped, int(per_cell * settings.cells) + 2 * logits + _LEAST_BUFFERS, threads)
 
 
 def choose_context_length(path: Path, trained: int | None, asked: int | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,6 +14,8 @@ from edgespec.errors import EngineError, PromptError, UsageError
 from edgespec.tokenizer import Vocabulary
 
 MAX_TEXT_BYTES = 1 << 28
+NORMAL = 4  # llama.cpp's attribute of an ordinary token
+_PIECE_BYTES = 256
 
 
 class LlamaCppVocabulary(Vocabulary):
@@ -26,7 +29,7 @@ class LlamaCppVocabulary(Vocabulary):
         self._splits_by_regex = llama.llama_vocab_type(self._vocab) == llama.LLAMA_VOCAB_TYPE_BPE
         self.bos_id = self._id_or_none(llama.llama_vocab_bos(self._vocab))
         self.adds_bos = bool(llama.llama_vocab_get_add_bos(self._vocab)) and self.bos_id is not None
-        self.end_ids = frozenset(i for i in range(self.size) if llama.llama_vocab_is_eog(self._vocab, i))
+        self.end_ids = frozenset(filter(partial(llama.llama_vocab_is_eog, self._vocab), range(self.size)))
         template = llama.llama_model_chat_template(model, None)
         self.chat_template = template.decode("utf-8", errors="replace") if template else None
 
@@ -72,8 +75,30 @@ class LlamaCppVocabulary(Vocabulary):
         text: bytes | None = library().llama_vocab_get_text(vocab, token_id)
         return (text or b"").decode("utf-8", errors="backslashreplace")
 
+    @cached_property
+    def pieces(self) -> list[bytes]:
+        """`token_bytes` of every id, in a tenth of the time that so many calls take."""
+        vocab, to_piece = self._require_open(), library().llama_token_to_piece
+        piece = ctypes.create_string_buffer(_PIECE_BYTES)
+        found: list[bytes] = []
+        for token_id in range(self.size):
+            length = to_piece(vocab, token_id, piece, _PIECE_BYTES, 0, False)
+            found.append(piece.raw[:length] if length >= 0 else self.token_bytes(token_id))
+        return found
+
+    @cached_property
+    def control_names(self) -> tuple[str, ...]:
+        """As the base says. Ordinary tokens print something, so that only the others are asked what."""
+        vocab, kind_of = self._require_open(), library().llama_vocab_get_attr
+        others = [token_id for token_id in range(self.size) if kind_of(vocab, token_id) != NORMAL]
+        return tuple(self.token_name(token_id) for token_id in others if not self.token_bytes(token_id))
+
+    def token_names(self) -> list[str]:
+        name_of = partial(library().llama_vocab_get_text, self._require_open())
+        return [(name or b"").decode("utf-8", errors="backslashreplace") for name in map(name_of, range(self.size))]
+
     def close(self) -> None:
-        """The model is gone: any further call raises EngineError. Texts already read stay in `pieces`."""
+        """The model is gone: any further call raises EngineError. Texts already read stay."""
         self._model = None
 
     def _check_id(self, token_id: int) -> None:

@@ -18,7 +18,7 @@ from edgespec.engines.onnx.caches import Caches
 from edgespec.engines.onnx.exits import ExitPasses, OnnxExit
 from edgespec.engines.onnx.graph import Graph, read_graph
 from edgespec.engines.onnx.library import library, version
-from edgespec.engines.onnx.opening import cache_scales, open_passes, weight_files
+from edgespec.engines.onnx.opening import cache_scales, check_path, open_passes, weight_files
 from edgespec.engines.onnx.packed import PackedCaches
 from edgespec.engines.onnx.passes import SharedPasses
 from edgespec.engines.onnx.separate import SeparateCaches
@@ -26,7 +26,7 @@ from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.vocabulary import TokenizerFile
 from edgespec.engines.rows import SequenceBook, split_by_sequence
 from edgespec.engines.widths import METHOD, PREFIX, pinned_facts
-from edgespec.errors import BatchError, Cancelled, CapabilityError, EngineError, StateError
+from edgespec.errors import BatchError, Cancelled, CapabilityError, EngineError, ModelFileError, StateError
 from edgespec.machine import processor
 from edgespec.types import Batch, Logits
 
@@ -96,8 +96,12 @@ class OnnxEngine(Engine):
         Raises ModelNotFound, ModelFileError, ConfigError for an option out of range, CapabilityError when this build
         or model cannot do what was asked.
         """
-        graph = read_graph(path, hidden_states=hidden_states)
-        config = ModelConfig.read(path.parent)
+        check_path(path)
+        try:
+            graph = read_graph(path, hidden_states=hidden_states)
+            config = ModelConfig.read(path.parent)
+        except OSError as exc:
+            raise ModelFileError(f"{path.parent} cannot be read: {exc.strerror or exc}") from exc
         settings = OnnxSettings.checked(
             graph,
             config,

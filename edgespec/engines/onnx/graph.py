@@ -8,6 +8,7 @@ Graphs with a concatenated cache (Optimum) are left as they are.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -73,6 +74,8 @@ def read_graph(
     """
     model = _load(path)
     graph = model.graph
+    if LOGITS not in {value.name for value in graph.output} & {name for node in graph.node for name in node.output}:
+        raise ModelFileError(f"{path} is no causal language model: it has no output 'logits'. Export it again")
     attention = [node for node in graph.node if node.op_type == ATTENTION]
     is_half = any(value.type.tensor_type.elem_type == FLOAT16 for value in graph.input if PAST.fullmatch(value.name))
     if cache_scales is not None:
@@ -85,7 +88,7 @@ def read_graph(
         keep_wanted_rows(graph, path)
         _widen_logits(graph)
         _drop_dead(graph)
-    max_positions = _rotary_rows(graph, attention)
+    max_positions = _rotary_rows(graph, attention, path)
     if max_positions is not None and max_positions < cells:
         _lengthen_rotary(graph, attention, path, cells)
     widths = {value.name: (shape_of(value) or [""])[-1] for value in graph.output}
@@ -117,7 +120,7 @@ def _load(path: Path) -> Any:
     try:
         model = onnx.load(str(path), load_external_data=False)
     except (DecodeError, OSError, ValueError) as exc:
-        raise ModelFileError(f"{path} is not an ONNX file: {exc}. Export it again") from exc
+        raise ModelFileError(f"{path} is not an ONNX file that can be read: {exc}. Export it again") from exc
     if not model.graph.node:
         raise ModelFileError(f"{path} is not an ONNX model: it holds no operators. Export it again")
     _check_weight_files(model.graph, path)
@@ -128,8 +131,8 @@ def _check_weight_files(graph: Any, path: Path) -> None:
     """Every external weight must lie inside its file, which must lie beside the graph."""
     sizes: dict[str, int] = {}
     for tensor in graph.initializer:
-        entry = {item.key: item.value for item in tensor.external_data}
-        if tensor.data_location != 1 or "location" not in entry:
+        entry = external_entry(tensor)
+        if "location" not in entry:
             continue
         name = entry["location"]
         if Path(name).name != name:
@@ -139,9 +142,45 @@ def _check_weight_files(graph: Any, path: Path) -> None:
             if not file.is_file():
                 raise ModelFileError(f"{path} needs {name!r} beside it, which is missing. Copy it there")
             sizes[name] = file.stat().st_size
-        end = int(entry.get("offset", 0)) + int(entry.get("length", 0))
+        offset, length = (
+            _whole(entry.get(key, "0"), f"{key} of {tensor.name!r}", path) for key in ("offset", "length")
+        )
+        end = offset + length
         if end > sizes[name]:
             raise ModelFileError(f"{path.parent / name} has {sizes[name]} bytes and needs {end}: it is truncated")
+
+
+def _whole(text: str, what: str, path: Path) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 20):
+        raise ModelFileError(
+            f"{path} is damaged: the {what} is {text[:40]!r}, a whole number is needed. Export it again"
+        )
+    return int(text)
+
+
+def external_entry(tensor: Any) -> dict[str, str]:
+    """Where a weight outside the graph lies: location, offset, length; empty for one inside."""
+    return {item.key: item.value for item in tensor.external_data} if tensor.data_location == 1 else {}
+
+
+def read_tensor(tensor: Any, folder: Path) -> NDArray[Any]:
+    """The values of a weight, in the graph or in a file of `folder`. Raises ModelFileError.
+
+    onnx's own reader refuses files with several names, which caches of downloads are full of.
+    """
+    from onnx import helper, numpy_helper
+
+    entry = external_entry(tensor)
+    try:
+        if not entry:
+            found: NDArray[Any] = numpy_helper.to_array(tensor)
+            return found
+        kind = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type))
+        shape = tuple(tensor.dims)
+        file, offset = folder / entry["location"], int(entry.get("offset", 0))
+        return np.fromfile(file, kind, math.prod(shape), offset=offset).reshape(shape)
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise ModelFileError(f"the weights {tensor.name!r} in {folder} cannot be read: {exc}. Export it again") from exc
 
 
 def _attribute(node: Any, name: str, default: int) -> int:
@@ -153,6 +192,11 @@ def _cache_entries(graph: Any, path: Path) -> tuple[CacheEntry, ...]:
     for value in graph.input:
         if match := PAST.fullmatch(value.name):
             shape = shape_of(value)
+            if len(shape) != 4 or not isinstance(shape[1], int) or shape[1] < 1:
+                raise ModelFileError(
+                    f"{path} is damaged: the shape of {value.name!r} is {shape}, (batch, heads, length, head size) "
+                    "with a known number of heads is needed. Export it again"
+                )
             size = shape[3] if isinstance(shape[3], int) and shape[3] else None
             present = f"present.{match[1]}.{match[2]}"
             found.append(CacheEntry(value.name, present, int(shape[1]), size, value.type.tensor_type.elem_type))
@@ -241,11 +285,17 @@ def _drop_dead(graph: Any) -> None:
     graph.input.extend(inputs)
 
 
-def _rotary_rows(graph: Any, attention: list[Any]) -> int | None:
-    """Positions that the rotary table has; beyond it the operator would read foreign memory."""
-    tables = {node.input[7] for node in attention if len(node.input) > 7 and node.input[7]}
-    rows = [int(tensor.dims[0]) for tensor in graph.initializer if tensor.name in tables]
-    return min(rows, default=None)
+def _rotary_rows(graph: Any, attention: list[Any], path: Path) -> int | None:
+    """Positions that the rotary tables have; beyond them the operator would read foreign memory."""
+    tables = {name for node in attention for name in node.input[7:9] if name}
+    shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer if tensor.name in tables}
+    for name, shape in shapes.items():
+        if len(shape) != 2 or min(shape) < 1 or len(set(shapes.values())) > 1:
+            raise ModelFileError(
+                f"{path} is damaged: its rotary table {name!r} has the shape {shape}, tables of one shape (positions, "
+                "half a head) are needed. Export it again"
+            )
+    return min((shape[0] for shape in shapes.values()), default=None)
 
 
 def _lengthen_rotary(graph: Any, attention: list[Any], path: Path, cells: int) -> None:
@@ -255,7 +305,7 @@ def _lengthen_rotary(graph: Any, attention: list[Any], path: Path, cells: int) -
     tables = {name for node in attention for name in node.input[7:9] if name}
     for tensor in graph.initializer:
         if tensor.name in tables:
-            rows = numpy_helper.to_array(tensor, str(path.parent))
+            rows = read_tensor(tensor, path.parent)
             longer = np.concatenate((rows, np.repeat(rows[-1:], cells - len(rows), axis=0)))
             tensor.CopyFrom(numpy_helper.from_array(longer, tensor.name))
 

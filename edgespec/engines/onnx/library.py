@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.engines.onnx.head import WHOLE_PRODUCT
+from edgespec.engines.onnx.unsigned import make_unsigned
 from edgespec.errors import Cancelled, CapabilityError, ConfigError, EngineError, ModelFileError
 
 # By preference; the second name is what onnxruntime calls the memory of the device.
@@ -83,19 +85,7 @@ def open_session(graph: bytes, folder: Path, *, threads: int, provider: str) -> 
 
 def _open(graph: bytes, folder: Path, threads: int, name: str) -> Any:
     ort = library()
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = ERRORS_ONLY + 1
-    # Threads that spin on after a pass take the cores from the other model of the pair: a round took 57 ms, not 8.
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
-    if name != "cpu":
-        # Without this an operator that the device lacks runs on the CPU unseen, with a copy each way.
-        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-    if name == "cpu" and WHOLE_PRODUCT.encode() in graph and products_saturate():
-        # Signed weights become unsigned ones, for which every processor has an exact kernel; it takes a second copy.
-        options.add_session_config_entry("session.x64quantprecision", "1")
+    options, graph = _options(graph, folder, threads, name)
     try:
         return ort.InferenceSession(graph, options, providers=[PROVIDERS[name][0]])
     except _failures() as exc:
@@ -103,6 +93,68 @@ def _open(graph: bytes, folder: Path, threads: int, name: str) -> Any:
         if name == "cpu":
             raise ModelFileError(f"ONNX Runtime refused the model in {folder}: {reason}. Export it again") from exc
         raise CapabilityError(f"this model cannot run on {name}: {reason}. Use --provider cpu") from exc
+
+
+def try_graph(graph: bytes, folder: Path) -> None:
+    """Open a session that neither improves the graph nor packs its weights, for what ends a process. Raises as it."""
+    ort = library()
+    options = ort.SessionOptions()
+    options.log_severity_level = ERRORS_ONLY + 1
+    options.intra_op_num_threads = 1
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    graph, place = with_real_files(graph, folder)
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(place))
+    try:
+        ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+    except _failures() as exc:
+        reason = " ".join(str(exc).split())
+        raise ModelFileError(f"ONNX Runtime refused the model in {folder}: {reason}. Export it again") from exc
+
+
+def with_real_files(graph: bytes, folder: Path) -> tuple[bytes, Path]:
+    """The graph with its weight files named as they really are, and the folder that these names count from.
+
+    ONNX Runtime reads nothing outside the folder it is given, and follows links before it looks where a file lies;
+    caches of downloads keep every file as a link into another folder.
+    """
+    if not any(entry.is_symlink() for entry in folder.iterdir()):
+        return graph, folder
+    import onnx
+
+    model = onnx.ModelProto.FromString(graph)
+    entries = [item for tensor in model.graph.initializer for item in tensor.external_data if item.key == "location"]
+    real = {item.value: Path(os.path.realpath(folder / item.value)) for item in entries}
+    if not real:
+        return graph, folder
+    place = Path(os.path.commonpath([file.parent for file in real.values()]))
+    for item in entries:
+        item.value = real[item.value].relative_to(place).as_posix()
+    return model.SerializeToString(), place
+
+
+def _options(graph: bytes, folder: Path, threads: int, name: str) -> tuple[Any, bytes]:
+    """How a session is opened, and the graph that it opens."""
+    ort = library()
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = ERRORS_ONLY + 1
+    # Threads that spin on after a pass take the cores from the other model of the pair: a round took 57 ms, not 8.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    if name != "cpu":
+        # Without this an operator that the device lacks runs on the CPU unseen, with a copy each way.
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    if name == "cpu" and WHOLE_PRODUCT.encode() in graph and products_saturate():
+        # Signed weights become unsigned ones, for which every processor has an exact kernel; it takes a second copy.
+        graph, weights, is_left = make_unsigned(graph, folder)
+        values = [ort.OrtValue.ortvalue_from_numpy(array) for array in weights.values()]
+        options.add_external_initializers(list(weights), values)
+        if is_left:
+            options.add_session_config_entry("session.x64quantprecision", "1")
+    graph, place = with_real_files(graph, folder)
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(place))
+    return options, graph
 
 
 @cache

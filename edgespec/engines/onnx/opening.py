@@ -12,17 +12,45 @@ from edgespec.engines.measurements import file_key, key_of, recall, remember
 from edgespec.engines.onnx.calibration import TEXT, as_scales, measure_scales
 from edgespec.engines.onnx.concatenated import ConcatenatedPasses
 from edgespec.engines.onnx.exits import ExitPasses
-from edgespec.engines.onnx.graph import CacheScales, Graph
-from edgespec.engines.onnx.library import Device, library, open_session, version
+from edgespec.engines.onnx.graph import CacheScales, Graph, read_graph
+from edgespec.engines.onnx.library import Device, library, open_session, try_graph, version
 from edgespec.engines.onnx.passes import Passes, SharedPasses
-from edgespec.engines.onnx.settings import OnnxSettings
+from edgespec.engines.onnx.settings import CONFIGS, ModelConfig, OnnxSettings
 from edgespec.engines.onnx.vocabulary import TokenizerFile
-from edgespec.errors import CapabilityError
+from edgespec.errors import CapabilityError, ModelFileError
 
 
 def weight_files(path: Path) -> list[Path]:
     """The graph and the weights beside it."""
     return [path, *sorted(path.parent.glob("*.data"))]
+
+
+def check_path(path: Path) -> None:
+    """Raise ModelFileError for a path that the libraries cannot be told: they take text, and this is none."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as exc:
+        raise ModelFileError(f"{str(path)!a} is no valid UTF-8: rename the folder of the model") from exc
+
+
+def all_files(path: Path) -> list[Path]:
+    """Everything that a model is opened from."""
+    named = (path.parent / name for name in (*CONFIGS, "tokenizer.json", "tokenizer_config.json"))
+    return [*weight_files(path), *(file for file in named if file.is_file())]
+
+
+def try_folder(path: Path) -> None:
+    """In a trial process: read what may end one. Raises EdgespecError for what merely does not work.
+
+    Not tried is a pass: packing the weights of a large model for it would take as long as the load itself.
+    """
+    check_path(path)
+    graph = read_graph(path)
+    ModelConfig.read(path.parent)
+    vocabulary = TokenizerFile(path.parent, graph.vocabulary_size)
+    vocabulary.encode("".join(map(chr, range(256))), parse_special=True)
+    _ = vocabulary.pieces
+    try_graph(graph.serialised, path.parent)
 
 
 def open_passes(path: Path, graph: Graph, settings: OnnxSettings, run_options: Any) -> tuple[Passes, Device]:

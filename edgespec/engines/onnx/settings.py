@@ -34,25 +34,42 @@ class ModelConfig:
             if path.is_file():
                 try:
                     found = json.loads(path.read_text(encoding="utf-8"))
-                except (OSError, ValueError) as exc:
+                except (OSError, ValueError, RecursionError) as exc:
                     raise ModelFileError(f"{path} cannot be read: {exc}. Export the model again") from exc
+                if not isinstance(found, dict):
+                    raise ModelFileError(f"{path} holds no JSON object. Export the model again")
                 return cls._from_hub(found) if name == CONFIGS[0] else cls._from_genai(found)
         raise ModelFileError(f"{folder} has neither {' nor '.join(CONFIGS)}: copy the one of the export there")
 
     @classmethod
     def _from_hub(cls, config: dict[str, Any]) -> Self:
-        heads = config.get("num_attention_heads", config.get("n_head"))
-        width = config.get("hidden_size", config.get("n_embd"))
-        size = config.get("head_dim") or (width // heads if heads and width else None)
-        length = config.get("max_position_embeddings", config.get("n_positions"))
+        heads, width = _size(config, "num_attention_heads", "n_head"), _size(config, "hidden_size", "n_embd")
+        size = _size(config, "head_dim") or (width // heads if heads and width else None)
+        length = _size(config, "max_position_embeddings", "n_positions")
         return cls(str(config.get("model_type", "unknown")), length, size)
 
     @classmethod
     def _from_genai(cls, config: dict[str, Any]) -> Self:
-        model = config.get("model", {})
-        return cls(
-            str(model.get("type", "unknown")), model.get("context_length"), model.get("decoder", {}).get("head_size")
+        model = _part(config, "model")
+        head_size = _size(_part(model, "decoder"), "head_size")
+        return cls(str(model.get("type", "unknown")), _size(model, "context_length"), head_size)
+
+
+def _part(config: dict[str, Any], name: str) -> dict[str, Any]:
+    found = config.get(name, {})
+    if not isinstance(found, dict):
+        raise ModelFileError(
+            f"the model's configuration has no object {name!r} but {str(found)[:40]!r}. Export it again"
         )
+    return found
+
+
+def _size(config: dict[str, Any], *names: str) -> int | None:
+    """The first of `names` that is there, a whole number; None for none of them. Raises ModelFileError."""
+    found = next((config[name] for name in names if config.get(name) is not None), None)
+    if found is not None and (not isinstance(found, int) or isinstance(found, bool) or not 0 < found < 1 << 31):
+        raise ModelFileError(f"the model's configuration says {names[0]} {str(found)[:40]!r}, a size is needed")
+    return found
 
 
 @dataclass(frozen=True, slots=True)

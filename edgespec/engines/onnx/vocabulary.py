@@ -43,9 +43,12 @@ class TokenizerFile(Vocabulary):
         self._plain, self._special = _open(path), _open(path)
         self._plain.encode_special_tokens = True  # a control token written in a text stays text
         source = _read_json(path)
-        added = source.get("added_tokens") or []
-        self._control = {int(token["id"]) for token in added if token["special"]}
-        self._verbatim = {int(token["id"]): str(token["content"]) for token in added if not token["special"]}
+        try:
+            added = source.get("added_tokens") or []
+            self._control = {int(token["id"]) for token in added if token["special"]}
+            self._verbatim = {int(token["id"]): str(token["content"]) for token in added if not token["special"]}
+        except (TypeError, KeyError, ValueError) as exc:
+            raise ModelFileError(f"{path} lists its added tokens wrongly ({exc!r}). Export the model again") from exc
         self._is_byte_level = '"ByteLevel"' in json.dumps([source.get("decoder"), source.get("pre_tokenizer")])
         settings = _read_json(folder / "tokenizer_config.json", needed=False)
         self.bos_id = self._named(settings.get("bos_token"))
@@ -107,8 +110,8 @@ class TokenizerFile(Vocabulary):
         found = {self._named(settings.get("eos_token")), *(self._named(name) for name in END_NAMES)}
         for name in ("generation_config.json", "config.json"):
             ids = _read_json(folder / name, needed=False).get("eos_token_id")
-            found.update(ids if isinstance(ids, list) else [ids])
-        return frozenset(token_id for token_id in found if token_id is not None and 0 <= token_id < self.size)
+            found.update(i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int))
+        return frozenset(token_id for token_id in found if isinstance(token_id, int) and 0 <= token_id < self.size)
 
 
 def _byte_letters() -> dict[str, int]:
@@ -139,7 +142,7 @@ def _read_json(path: Path, *, needed: bool = True) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
+    except (OSError, ValueError, RecursionError) as exc:
         raise ModelFileError(f"{path} cannot be read: {exc}. Export the model again") from exc
     if not isinstance(found, dict):
         raise ModelFileError(f"{path} holds no JSON object. Export the model again")
@@ -149,6 +152,9 @@ def _read_json(path: Path, *, needed: bool = True) -> dict[str, Any]:
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as exc:
+            raise ModelFileError(f"{file} cannot be read: {exc}. Export the model again") from exc
     template = settings.get("chat_template")
     return template if isinstance(template, str) else None

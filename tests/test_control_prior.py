@@ -1,0 +1,134 @@
+"""A first run measures nothing: it begins with a guess, and the passes of its first answer correct it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import edgespec
+from edgespec.control.auto import START_PASSES, AutoController
+from edgespec.control.base import NOTHING
+from edgespec.control.cost import CostCurve
+from edgespec.control.measure import cost_key, known_curve, known_draft_cost, remember_curve
+from edgespec.control.prior import ROW, PriorCurve, guessed_draft_cost
+from edgespec.drafters.ngram import NgramDrafter
+from edgespec.engines.table import TableEngine
+from edgespec.types import Batch, Logits, RoundRecord, Verdict
+
+
+def fed(row: float, passes: int = 12, plain_s: float = 0.02) -> PriorCurve:
+    """A prior that saw plain passes and then some of widths 2 to 5, each row taking `row` of a plain pass."""
+    curve = PriorCurve(1.0)
+    for _ in range(3):
+        curve.observe(1, 0, plain_s)
+    for index in range(passes):
+        width = 2 + index % 4
+        curve.observe(width, 0, plain_s * (1 + row * (width - 1)))
+    return curve
+
+
+def test_nothing_is_risked_before_plain_passes_were_timed() -> None:
+    curve = PriorCurve(1.0)
+    assert not curve.is_scaled and not curve.is_sure_of_plain()
+    curve.observe(1, 0, 0.5)  # the first pass of a run waits for its weights
+    assert not curve.is_sure_of_plain()
+    curve.observe(1, 0, 0.02)
+    assert curve.is_sure_of_plain()
+    assert curve.at(1) == pytest.approx(0.02)
+    assert curve.at(5) == pytest.approx(0.02 * (1 + 4 * ROW))
+
+
+@pytest.mark.parametrize("row", [0.05, 0.2, 0.45, 0.9])
+def test_what_rows_cost_is_learnt_for_widths_that_were_not_run(row: float) -> None:
+    curve = fed(row)
+    assert curve.at(4) / curve.at(1) == pytest.approx(1 + 3 * row, rel=0.1)
+    assert curve.at(12) / curve.at(1) == pytest.approx(1 + 11 * row, rel=0.4)
+    assert curve.table(0) == sorted(curve.table(0))
+
+
+def test_a_width_that_was_run_says_for_itself_what_it_costs() -> None:
+    curve = fed(0.2)
+    for _ in range(12):
+        curve.observe(6, 0, 0.02 * 4)  # a step in the kernel
+    assert curve.at(6) / curve.at(1) == pytest.approx(4, rel=0.1)
+    assert curve.at(4) / curve.at(1) == pytest.approx(1.6, rel=0.15)
+
+
+def test_rows_up_to_the_padding_are_one_pass() -> None:
+    curve = PriorCurve(1.0, low=2)
+    for width in (1, 2):
+        curve.observe(width, 0, 0.02)
+    assert curve.at(1) == curve.at(2) == pytest.approx(0.02)
+    assert curve.at(3) == pytest.approx(0.02 * (1 + ROW))
+
+
+def test_what_was_learnt_goes_on_in_the_next_run() -> None:
+    curve = fed(0.1)
+    again = PriorCurve.of(json.loads(json.dumps(curve.kept())))
+    assert again is not None and again.is_scaled
+    assert again.table(0) == pytest.approx(curve.table(0), rel=1e-6)
+    assert not again.is_sure_of_plain()  # the machine may be another one today
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *({"plain": 0}, {"plain": "x"}, {"plain": math.inf}, {"row": [1]}, {"row": [-1, 2]}, {"row": [0.1, 1e9]}),
+        *({"widths": [[1, 1, 0]]}, {"widths": [[200, 1, 0]]}, {"widths": [[2, -1, 0]]}, {"widths": [[2, 1, 99]]}),
+        *({"widths": 3}, {"widths": [[2, 1]]}),
+    ],
+)
+def test_a_damaged_entry_is_a_missing_one(damage: dict[str, object]) -> None:
+    assert PriorCurve.of(fed(0.1).kept() | damage) is None
+    for kept in (None, [], 3, {}, "text"):
+        assert PriorCurve.of(kept) is None
+
+
+def test_the_first_plain_passes_say_what_the_bank_and_the_drafts_are_worth() -> None:
+    curve, cost = PriorCurve(1.0), guessed_draft_cost(0.1)
+    controller = AutoController({"draft": NgramDrafter()}, curve, {"draft": cost})
+    controller.begin(np.arange(3, dtype=np.int32))
+    assert cost.is_relative
+    for position in range(3, 6):
+        controller.observe(NOTHING, Verdict((), 1), RoundRecord(position, None, 0, 0, (), 0.0, 0.02))
+    assert controller.bank.balance_s == pytest.approx(START_PASSES * 0.02, rel=0.05)
+    assert not cost.is_relative
+    assert 0 < cost.read_s < cost.token_s < 0.02
+
+
+class Counting(TableEngine):
+    passes = 0
+
+    def forward(self, batch: Batch) -> Logits:
+        self.passes += 1
+        return super().forward(batch)
+
+
+def test_a_first_run_knows_costs_without_a_pass_and_a_later_one_what_was_learnt(tmp_path: Path) -> None:
+    engine, weights = Counting.random(10, context_length=64, max_batch=8), tmp_path / "weights.gguf"
+    weights.write_bytes(b"weights")
+    curve = known_curve(engine, [weights])
+    assert isinstance(curve, PriorCurve) and known_draft_cost(engine, [weights], engine).is_relative
+    assert engine.passes == 0
+    remember_curve(cost_key(engine, [weights]), curve)
+    assert not known_curve(engine, [weights]).is_scaled
+    remember_curve(cost_key(engine, [weights]), fed(0.1))
+    assert known_curve(engine, [weights]).table(0) == pytest.approx(fed(0.1).table(0), rel=1e-6)
+    remember_curve(cost_key(engine, [weights]), CostCurve({1: 1.0, 8: 2.0}))
+    assert known_curve(engine, [weights]).at(8) == pytest.approx(2.0)  # measured at somebody's wish: that counts
+
+
+def test_loading_runs_no_pass_for_costs_and_an_answer_leaves_what_it_learnt(
+    target_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
+    monkeypatch.setattr("edgespec.control.measure.timed_costs", lambda *_: pytest.fail("costs were measured"))
+    for is_first in (True, False):
+        with edgespec.load(str(target_path), reproducible=False, threads=1) as model:
+            assert model._deciders.cost_curve.is_scaled is not is_first
+            model.generate("one two one two one two", options=edgespec.GenerateOptions(max_tokens=8, ignore_eos=True))
+            assert model._deciders.cost_curve.is_scaled
