@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from edgespec.config import GenerateOptions, LoadOptions
 from edgespec.errors import Busy, EdgespecError
 
 if TYPE_CHECKING:
+    from edgespec.config import GenerateOptions, LoadOptions
     from edgespec.generation import Generation, Result
     from edgespec.runtime import Model, load
     from edgespec.sampling import Sampling
@@ -30,6 +30,7 @@ __all__ = [
 ]
 _HOMES = {"Model": "runtime", "load": "runtime", "Generation": "generation", "Result": "generation"}
 _HOMES |= {"Sampling": "sampling", "Stats": "types", "TokenEvent": "types"}
+_HOMES |= {"GenerateOptions": "config", "LoadOptions": "config"}
 
 
 def __getattr__(name: str) -> Any:
