@@ -11,9 +11,19 @@ from time import perf_counter
 
 import numpy as np
 
-from edgespec.control.cost import ContextCost, CostCurve, DraftCost
+from edgespec.control.cost import WIDEST, ContextCost, CostCurve, DraftCost
 from edgespec.engines.base import Engine
-from edgespec.engines.measurements import file_key, key_of, recall, remember
+from edgespec.engines.measurements import (
+    a_record,
+    a_row,
+    a_table,
+    file_key,
+    key_of,
+    number,
+    recall,
+    remember,
+    seconds,
+)
 from edgespec.machine import processor
 from edgespec.types import Batch
 
@@ -31,13 +41,20 @@ _PREFIX = 8  # tokens cached before: a pass onto nothing is read by another kern
 _READ_WIDTH = 32
 _EXIT_PASSES = 6
 _CHECKED_WIDTH, _CHECKED_TURNS, _MOST_CHANGE, _WORTH_CHECKING_S = 8, 2, 1.5, 0.005
+_PER_TOKEN_S = number(0.0, 1.0)  # of context
+_CURVE = a_record(
+    {
+        "widths": a_table([str(width) for width in range(1, WIDEST + 1)], seconds),
+        "context": a_row(_PER_TOKEN_S, _PER_TOKEN_S),
+    }
+)
 _LIBRARIES = {"llamacpp": "llama-cpp-python", "onnx": "onnxruntime"}
 
 
 def target_curve(engine: Engine, files: Sequence[Path]) -> CostCurve:
     """The cost curve of an empty engine, measured at first and recalled later; the engine is left empty."""
     key = cost_key(engine, files)
-    kept = _kept_curve(recall("costs", key))
+    kept = _kept_curve(key)
     if kept is not None and _still_holds(kept, engine):
         return kept
     why = "once" if kept is None else "again: they are not what they were"
@@ -89,8 +106,8 @@ def _padded(costs: dict[int, float], engine: Engine) -> dict[int, float]:
 def draft_cost(engine: Engine, files: Iterable[Path]) -> DraftCost:
     """Seconds per drafted and per read token of an empty draft model, measured at first and recalled later."""
     key = cost_key(engine, files)
-    kept = recall("draft costs", key)
-    if not (isinstance(kept, list) and len(kept) == 2 and all(isinstance(s, float) and s > 0 for s in kept)):
+    kept = recall("draft costs", key, a_row(seconds, seconds))
+    if kept is None:
         read_width = min(_READ_WIDTH, engine.widest_pass)
         costs = quick_costs(engine, (1, read_width), passes=8)
         kept = [costs[1], costs[read_width] / read_width]
@@ -179,14 +196,12 @@ def remember_draft_cost(key: str, cost: DraftCost) -> None:
     remember("draft costs", key, [cost.token_s, cost.read_s])
 
 
-def _kept_curve(kept: object) -> CostCurve | None:
-    """What `remember_curve` kept, or None for anything else."""
-    try:
-        widths = {int(width): float(seconds) for width, seconds in kept["widths"].items()}  # type: ignore[index]
-        fixed_s, row_s = map(float, kept["context"])  # type: ignore[index]
-        return CostCurve(widths, ContextCost(fixed_s, row_s))
-    except (TypeError, KeyError, ValueError, AttributeError):
+def _kept_curve(key: str) -> CostCurve | None:
+    """What `remember_curve` kept under `key`."""
+    kept = recall("costs", key, _CURVE)
+    if kept is None:
         return None
+    return CostCurve({int(width): s for width, s in kept["widths"].items()}, ContextCost(*kept["context"]))
 
 
 def _library_version(engine_name: str) -> str:

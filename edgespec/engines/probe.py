@@ -18,10 +18,11 @@ import numpy as np
 from edgespec.engines.eagle3_header import is_eagle3
 from edgespec.engines.gguf_check import check_gguf
 from edgespec.engines.gguf_split import model_files
-from edgespec.engines.measurements import file_key, key_of, recall, remember
+from edgespec.engines.measurements import CHECKED_FILE, file_key, key_of, recall, remember
 from edgespec.errors import EdgespecError, ModelFileError
+from edgespec.types import Logits
 
-PROBE_VERSION = 1  # raise it when the probe learns to find more, and files are probed again
+PROBE_VERSION = 2  # raise it when the probe learns to find more, and files are probed again
 START_S = 60.0
 READ_BYTES_PER_S = 50e6  # a slow disk
 
@@ -36,7 +37,7 @@ def check_model_file(path: Path, *, is_trusted: bool = False) -> None:
     if is_trusted:
         return
     key = key_of(PROBE_VERSION, _library_version(), tuple(map(file_key, model_files(path))))
-    if recall("probed", key) is None:
+    if recall("probed", key, CHECKED_FILE) is None:
         probe(path)
         remember("probed", key, {"path": str(path)})
 
@@ -102,14 +103,26 @@ def try_model(path: Path) -> str | None:
             vocabulary = engine.vocabulary
             ids = vocabulary.encode("".join(map(chr, range(256))), parse_special=True)
             _ = vocabulary.pieces, [vocabulary.token_name(token_id) for token_id in range(vocabulary.size)]
-            logits = engine.forward(Batch.chain(ids[:8] or [0]))
-            if not np.isfinite(logits).all():
-                return f"{path} is not a usable model: its logits are not numbers. Download or export it again"
+            fault = fault_of(engine.forward(Batch.chain(ids[:8] or [0])))
+            if fault:
+                return f"{path} is not a usable model: {fault}. Download or export it again"
             engine.rollback(0)
             engine.forward(Batch.chain([0], last_only=True))
     except EdgespecError as exc:
         return str(exc)
     return None
+
+
+def fault_of(logits: Logits) -> str:
+    """What is wrong with the logits [rows, vocabulary] of a few different tokens; empty when nothing shows.
+
+    Weights that are all zero load without complaint and give every token the same score.
+    """
+    if not np.isfinite(logits).all():
+        return "its logits are not numbers"
+    if logits.shape[1] > 1 and (logits.max(axis=1) == logits.min(axis=1)).any():
+        return "it gives every token the same score, as weights that are all zero do"
+    return ""
 
 
 def _library_version() -> str:
