@@ -47,6 +47,7 @@ Verdict = tuple[str, str]  # and what it was about
 
 def main() -> int:
     given = _parser().parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the folder goes, and what was counted is told
     kinds = list(KINDS) if given.kind == "all" else [given.kind]
     os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1"))
     for name in WARM:
@@ -149,13 +150,14 @@ def _end(child: int) -> None:
 def _be_child(cases: list[Case], folder: Path, told: IO[str]) -> None:
     """Run the cases, tell their verdicts a line each, and end."""
     os.setpgid(0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     said = os.open(folder / "said", os.O_RDWR | os.O_CREAT)
     for stream, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, said), (2, said)):
         os.dup2(source, stream)
     home = os.environ["EDGESPEC_HOME"]
-    for number, case in enumerate(cases):
-        own = folder / str(number)
+    for place, case in enumerate(cases):
+        own = folder / str(place)
         own.mkdir()
         os.chdir(own)
         os.environ["EDGESPEC_HOME"] = home

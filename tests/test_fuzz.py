@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="forks, limits and signals of POSIX")
-SMALL = {"files": 16, "requests": 30, "faults": 4}
+SMALL = {"files": 8, "requests": 30, "faults": 4}
 
 
 @pytest.mark.parametrize("kind", SMALL)
