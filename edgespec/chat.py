@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from edgespec.errors import CapabilityError, PromptError
+from edgespec.errors import CapabilityError, PromptError, shown
 from edgespec.tokenizer import Vocabulary
 
 Message = dict[str, Any]
@@ -136,8 +136,10 @@ def encode_rendered(
 ) -> list[int]:
     """Token ids of rendered `messages`, in which only the template may write control tokens.
 
-    A message that spells one out ("<|im_end|>") would otherwise forge a turn: there it is text. Raises as `render`.
+    A message that spells one out ("<|im_end|>") would otherwise forge a turn: there it is text. Raises as `render`,
+    and PromptError for messages that cannot be used.
     """
+    messages = checked_messages(messages)
     marks = [name for name in vocabulary.control_names if any(name in _content(message) for message in messages)]
     if not marks:
         return vocabulary.encode(render(messages), parse_special=True)
@@ -172,14 +174,20 @@ def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
 
     Raises PromptError for an empty list, an unknown role or content that is no text.
     """
+    given: object = messages
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        raise PromptError(f"a conversation must be a list of messages with role and content, got {shown(given)}")
     if not messages:
         raise PromptError("the conversation is empty: give at least one message")
     return [_checked(message, index) for index, message in enumerate(messages)]
 
 
-def _checked(message: Mapping[str, Any], index: int) -> Message:
-    if message.get("role") not in ROLES:
-        raise PromptError(f"message {index} has the role {message.get('role')!r}; allowed: {', '.join(ROLES)}")
+def _checked(message: object, index: int) -> Message:
+    if not isinstance(message, Mapping):
+        raise PromptError(f"message {index} must be an object with role and content, got {shown(message)}")
+    role = message.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise PromptError(f"message {index} has the role {shown(role)}; allowed: {', '.join(ROLES)}")
     checked = dict(message)
     content = checked.get("content")
     if isinstance(content, list):
@@ -189,14 +197,16 @@ def _checked(message: Mapping[str, Any], index: int) -> Message:
     if not isinstance(content, str):
         raise PromptError(f"message {index} has no text content, got {type(content).__name__}")
     if checked.get("tool_calls"):
+        if not isinstance(checked["tool_calls"], list):
+            raise PromptError(f"message {index} has tool_calls that are no list: {shown(checked['tool_calls'])}")
         checked["tool_calls"] = [_parsed_call(call, index) for call in checked["tool_calls"]]
     return checked
 
 
 def _joined_parts(parts: list[Any], index: int) -> str:
-    kinds = {part.get("type") if isinstance(part, Mapping) else type(part).__name__ for part in parts}
+    kinds = {str(part.get("type")) if isinstance(part, Mapping) else type(part).__name__ for part in parts}
     if kinds - {"text"}:
-        raise PromptError(f"message {index} has parts of type {sorted(map(str, kinds))}; this runtime reads text only")
+        raise PromptError(f"message {index} has parts of type {sorted(kinds)}; this runtime reads text only")
     return "".join(str(part.get("text", "")) for part in parts)
 
 
@@ -209,6 +219,6 @@ def _parsed_call(call: Any, index: int) -> Any:
         return call
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except json.JSONDecodeError as exc:
+    except (json.JSONDecodeError, RecursionError) as exc:
         raise PromptError(f"message {index} has tool arguments that are not JSON: {exc}") from exc
     return {**call, "function": {**function, "arguments": arguments}}

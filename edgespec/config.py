@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar, get_args
+from typing import Any, Literal, TypedDict, TypeGuard, TypeVar, get_args
 
-from edgespec.errors import ConfigError, EdgespecError
+from edgespec.errors import ConfigError, EdgespecError, shown
 
 DrafterName = Literal[
     "auto",
@@ -40,6 +40,7 @@ PROVIDERS: tuple[ProviderName, ...] = ("auto", "cpu", "cuda", "dml", "webgpu")
 CACHE_TYPES: tuple[CacheType, ...] = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "int8")
 MAX_DRAFT_LENGTH = 64
 MAX_TOP_LOGPROBS = 256
+MAX_COUNT = 2**31 - 1  # what the engines' libraries count with
 Class = TypeVar("Class", bound=type[Any])
 
 
@@ -63,24 +64,33 @@ def refuses_unknown(error: type[EdgespecError]) -> Callable[[Class], Class]:
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name} {value!r} is not known; allowed: {', '.join(allowed)}")
+    if not isinstance(value, str) or value not in allowed:
+        raise ConfigError(f"{name} {shown(value)} is not known; allowed: {', '.join(allowed)}")
 
 
-def _whole(name: str, value: object) -> None:
+def _whole(name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ConfigError(f"{name} must be a whole number, got {value!r}")
+        raise ConfigError(f"{name} must be a whole number, got {shown(value)}")
+    return value
 
 
-def _at_least(name: str, value: int | None, least: int) -> None:
-    if value is None:
+def _at_least(name: str, given: object, least: int) -> None:
+    if given is None:
         return
-    _whole(name, value)
+    value = _whole(name, given)
     if value < least:
-        raise ConfigError(f"{name} must be at least {least}, got {value}")
+        raise ConfigError(f"{name} must be at least {least}, got {shown(value)}")
+    if value > MAX_COUNT:
+        raise ConfigError(f"{name} must be at most {MAX_COUNT}, got {shown(value)}")
 
 
-def _is_number(value: object) -> bool:
+def _optional_text(name: str, value: object) -> None:
+    if value is not None and not isinstance(value, str):
+        raise ConfigError(f"{name} must be text, got {shown(value)}")
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    """Whether `value` is a number of Python's own; a bool is none here."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -88,14 +98,14 @@ def _switches(options: object, *names: str) -> None:
     """Raises ConfigError for a field of those names that is neither True nor False."""
     for name in names:
         if not isinstance(value := getattr(options, name), bool):
-            raise ConfigError(f"{name} must be True or False, got {value!r}")
+            raise ConfigError(f"{name} must be True or False, got {shown(value)}")
 
 
 def _as_texts(value: object) -> tuple[str, ...]:
     """Stop strings; one text is one of them and not its letters."""
     texts = (value,) if isinstance(value, str) else value
     if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
-        raise ConfigError(f"stop must be a text or several texts, got {value!r}")
+        raise ConfigError(f"stop must be a text or several texts, got {shown(value)}")
     if not all(texts):
         raise ConfigError("a stop string is empty; give at least one character")
     return tuple(texts)
@@ -106,27 +116,24 @@ def _as_path(name: str, value: object) -> Path | None:
     if value is None or isinstance(value, Path):
         return value
     if not isinstance(value, str | os.PathLike):
-        raise ConfigError(f"{name} must be a path, got {value!r}")
-    return Path(value)
+        raise ConfigError(f"{name} must be a path, got {shown(value)}")
+    return Path(os.fsdecode(value))
 
 
 def _check_draft_length(value: object) -> None:
-    if value != "auto" and not (
-        isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_DRAFT_LENGTH
-    ):
-        raise ConfigError(f"draft-length must be auto or 0..{MAX_DRAFT_LENGTH}, got {value!r}")
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not (isinstance(value, str) and value == "auto") and not (is_whole and value in range(MAX_DRAFT_LENGTH + 1)):
+        raise ConfigError(f"draft-length must be auto or 0..{MAX_DRAFT_LENGTH}, got {shown(value)}")
 
 
 def _check_draft_temperature(value: object) -> None:
-    if value != "auto" and not (
-        isinstance(value, int | float) and 0.05 <= value <= 20
-    ):  # refuses what is no number too
-        raise ConfigError(f"draft-temp must be auto or a factor from 0.05 to 20, got {value!r}")
+    if not (isinstance(value, str) and value == "auto") and not (_is_number(value) and 0.05 <= value <= 20):
+        raise ConfigError(f"draft-temp must be auto or a factor from 0.05 to 20, got {shown(value)}")
 
 
 def _check_share(value: object) -> None:
-    if not (isinstance(value, int | float) and 0 <= value <= 1):
-        raise ConfigError(f"never-slower must be a share of time from 0 to 1, got {value!r}")
+    if not (_is_number(value) and 0 <= value <= 1):
+        raise ConfigError(f"never-slower must be a share of time from 0 to 1, got {shown(value)}")
 
 
 Location = str | os.PathLike[str]
@@ -207,11 +214,10 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         _switches(self, "corpus", "recall", "learn", *(("reproducible",) if self.reproducible is not None else ()))
-        for name in ("gpu_layers", *(("draft_gpu_layers",) if self.draft_gpu_layers is not None else ())):
-            _whole(name, getattr(self, name))
+        _whole("gpu_layers", self.gpu_layers)
         if not isinstance(self.model, str | os.PathLike):
-            raise ConfigError(f"model must be a registry name or a path, got {self.model!r}")
-        object.__setattr__(self, "model", os.fspath(self.model))
+            raise ConfigError(f"model must be a registry name or a path, got {shown(self.model)}")
+        object.__setattr__(self, "model", os.fsdecode(self.model))
         for name in ("draft", "medium", "heads"):
             object.__setattr__(self, name, _as_path(name, getattr(self, name)))
         _one_of("engine", self.engine, ENGINES)
@@ -222,6 +228,8 @@ class LoadOptions:
                 _one_of("cache type", kind, CACHE_TYPES)
         _one_of("provider", self.provider, PROVIDERS)
         _at_least("threads", self.threads, 1)
+        _at_least("gpu-layers", self.gpu_layers, -1)
+        _at_least("draft gpu-layers", self.draft_gpu_layers, -1)
         _at_least("exit-layer", self.exit_layer, 1)
         _at_least("ctx-size", self.context_length, 16)
         _at_least("draft ctx-size", self.draft_context_length, 16)
@@ -263,10 +271,11 @@ class GenerateOptions:
         _whole("top_logprobs", self.top_logprobs)
         if not 0 <= self.top_logprobs <= (MAX_TOP_LOGPROBS if self.logprobs else 0):
             raise ConfigError(
-                f"top_logprobs must be from 0 to {MAX_TOP_LOGPROBS}, and 0 without logprobs, got {self.top_logprobs}"
+                f"top_logprobs must be from 0 to {MAX_TOP_LOGPROBS}, and 0 without logprobs, got "
+                f"{shown(self.top_logprobs)}"
             )
         if self.max_wait_s is not None and not (_is_number(self.max_wait_s) and self.max_wait_s >= 0):
-            raise ConfigError(f"max_wait_s must be None or seconds from 0 on, got {self.max_wait_s!r}")
+            raise ConfigError(f"max_wait_s must be None or seconds from 0 on, got {shown(self.max_wait_s)}")
         if self.drafter is not None:
             _one_of("drafter", self.drafter, DRAFTERS)
         if self.verify is not None:
@@ -283,3 +292,7 @@ class SessionOptions:
     chat_template: bool = True
     show_draft: bool = False
     stats: bool = False
+
+    def __post_init__(self) -> None:
+        _optional_text("system", self.system)
+        _switches(self, "chat_template", "show_draft", "stats")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from edgespec.chat import Message, checked_messages
 from edgespec.errors import PromptError, StateError
+from edgespec.paths import read_text
 
 _FORMAT, _VERSION = "edgespec-conversation", 1
 
@@ -78,10 +79,10 @@ class Conversation:
     def load(path: Path) -> Conversation:
         """Read what `save` wrote. Raises StateError when the file is missing or something else."""
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(read_text(path))
         except OSError as exc:
             raise StateError(f"conversation {path} cannot be read: {exc.strerror}") from exc
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as exc:
+        except (ValueError, RecursionError) as exc:  # ValueError: JSON, UTF-8, an integer without end
             raise StateError(f"{path} is not a saved conversation: {exc}") from exc
         if not isinstance(content, dict) or content.get("format") != _FORMAT or content.get("version") != _VERSION:
             raise StateError(f"{path} is not a conversation saved by this version; /save writes one")

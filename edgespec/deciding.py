@@ -30,7 +30,7 @@ from edgespec.drafters.base import Drafter
 from edgespec.drafters.cache import CacheDrafter
 from edgespec.drafting import BY_NAME_ONLY, FREE_DRAFTERS, MANY_ROWS, check_makeable, learnt_texts, made
 from edgespec.engines.base import Engine
-from edgespec.engines.measurements import key_of, recall, remember
+from edgespec.engines.measurements import key_of, numbers, recall, remember
 from edgespec.engines.sequence import CachedSequence
 from edgespec.manifest import ModelPair
 from edgespec.types import TokenIds
@@ -100,7 +100,7 @@ class Deciders:
             names = self._automatic_names() if name == "auto" else [name]
             drafters: dict[str, Drafter] = {each: self.drafter(each) for each in names}
             found = AutoController(drafters, self.cost_curve, self.draft_costs, self._options.never_slower)
-            found.restore(recall("learnt", self._learnt_key(name)))
+            found.restore(recall("learnt", self._learnt_key(name), numbers))
             self._automatic[name] = found
         return found
 

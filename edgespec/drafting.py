@@ -15,6 +15,7 @@ from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.suffix import SuffixDrafter
 from edgespec.drafters.tree import TreeDrafter
 from edgespec.errors import CapabilityError, StateError
+from edgespec.paths import is_folder
 from edgespec.texts.corpus import Corpus
 from edgespec.texts.index import SuffixIndex
 from edgespec.texts.learnt import LearntTexts
@@ -99,7 +100,7 @@ def learnt_texts(vocabulary: Vocabulary) -> LearntTexts:
 
 def user_corpus(vocabulary: Vocabulary) -> SuffixIndex | None:
     """The user's corpus in `vocabulary`; None when there is none, or when it cannot be used, which is said."""
-    if not texts_folder().is_dir():
+    if not is_folder(texts_folder()):
         return None
     try:
         return Corpus(vocabulary_key(vocabulary), vocabulary.size).index()

@@ -24,6 +24,15 @@ class EdgespecError(Exception):
     """Root of the tree. The message says what was given, what is allowed, and the fix."""
 
 
+def shown(value: object, most: int = 80) -> str:
+    """`value` as an error message quotes it: its repr, cut after `most` characters."""
+    try:
+        text = repr(value)
+    except Exception as exc:  # whatever was given: of an integer of over 4300 digits Python makes no text
+        return f"a {type(value).__name__} that cannot be shown ({type(exc).__name__})"
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 class UsageError(EdgespecError):
     pass
 

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import ModelFileError, ModelNotFound
+from edgespec.paths import is_file
 
 FORMAT = 1
 Matrix = NDArray[np.float32]
@@ -154,7 +155,7 @@ def write_head_file(path: Path, heads: HeadFile, storage: str = "int8") -> None:
 
 def read_head_file(path: Path) -> HeadFile:
     """Raises ModelNotFound, and ModelFileError for a file that is none, is damaged or does not fit itself."""
-    if not path.is_file():
+    if not is_file(path):
         raise ModelNotFound(f"no file {str(path)!r}: give the .npz that edgespec train-heads has written")
     try:
         with path.open("rb") as handle, np.load(handle, allow_pickle=False) as stored:

@@ -17,6 +17,7 @@ from edgespec.engines.features import LAYERS_WINDOW
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.headfile import HeadFile, read_head_file
 from edgespec.manifest import HEAD_KINDS, ModelFile, ModelPair
+from edgespec.paths import expanded
 from edgespec.types import Batch
 
 
@@ -38,7 +39,7 @@ def read_heads(options: LoadOptions, pair: ModelPair, *, is_cut: bool) -> dict[P
                 "heads read the target's last hidden states, and one that ONNX Runtime runs with an early exit gives "
                 "none: leave out --heads (heads=...) or --exit-layer (exit_layer=...), or name a --drafter"
             )
-        paths = [options.heads.expanduser()]
+        paths = [expanded(options.heads)]
     found = {path: read_head_file(path) for path in paths}
     if options.drafter in HEAD_KINDS and options.drafter not in {each.manifest.kind for each in found.values()}:
         has = f"{paths[0].name} holds {found[paths[0]].manifest.kind} heads" if paths else f"{pair.name!r} has none"

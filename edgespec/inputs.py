@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 from edgespec.config import GenerateOptions
-from edgespec.errors import ConfigError, EdgespecError, PromptError
+from edgespec.errors import ConfigError, EdgespecError, PromptError, shown
 from edgespec.sampling import Sampling
 from edgespec.types import TokenIds
 
@@ -27,20 +27,22 @@ def of_kind(name: str, given: Given, kind: type[Given], error: type[EdgespecErro
     return given
 
 
-def checked_ids(token_ids: object, vocabulary_size: int) -> TokenIds:
-    """Token ids [n] of any sequence of whole numbers. Raises PromptError for anything else, or an id out of range."""
-    try:
-        ids = np.asarray(token_ids)
-    except (ValueError, TypeError) as exc:
-        raise PromptError(f"token ids must be one list of whole numbers: {exc}") from exc
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise PromptError(
-            f"a prompt must be a text or one list of token ids, got {type(token_ids).__name__}"
-            + (f" of {ids.dtype} in {ids.ndim} dimensions" if ids.dtype.kind != "O" else "")
-        )
-    if ids.size and not (ids.min() >= 0 and ids.max() < vocabulary_size):
+def checked_ids(given: object, vocabulary_size: int) -> TokenIds:
+    """`given` as the token ids [n] of a prompt.
+
+    Raises PromptError unless it is a sequence of whole numbers that the vocabulary has; a bool is no number here.
+    """
+    listed = given.tolist() if isinstance(given, np.ndarray) and given.ndim == 1 else given
+    if not isinstance(listed, Sequence) or isinstance(listed, str | bytes | bytearray):
+        kind = f"an array of shape {given.shape}" if isinstance(given, np.ndarray) else shown(given)
+        raise PromptError(f"a prompt must be text or a list of token ids, got {kind}")
+    wrong = [kind for kind in set(map(type, listed)) if kind is bool or not issubclass(kind, int | np.integer)]
+    if wrong:
+        names = ", ".join(sorted(kind.__name__ for kind in wrong))
+        raise PromptError(f"a prompt's token ids must be whole numbers, there are some of type {names}")
+    if listed and not (min(listed) >= 0 and max(listed) < vocabulary_size):
         raise PromptError(f"a prompt token id is outside the vocabulary 0..{vocabulary_size - 1}")
-    return ids.astype(np.int32)
+    return np.array(listed, np.int32)
 
 
 def checked_chat(messages: object) -> Sequence[Mapping[str, Any]]:

@@ -12,7 +12,7 @@ from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.base import Engine
 from edgespec.engines.gguf_header import keeping_headers
-from edgespec.engines.measurements import file_key, key_of, recall, remember
+from edgespec.engines.measurements import CHECKED_FILE, file_key, key_of, recall, remember
 from edgespec.engines.probe import check_model_files
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.heads import open_eagle3, open_heads, read_heads
@@ -139,7 +139,7 @@ def _check_contents(models: Sequence[ModelFile]) -> None:
         for file in model.all_files:
             if file.sha256 is not None and not file.is_verified:
                 key = key_of("hashed", file_key(file.path), file.sha256)
-                if recall("hashed", key) is None:
+                if recall("hashed", key, CHECKED_FILE) is None:
                     check_file(file, is_large_too=True)
                     remember("hashed", key, {"path": str(file.path)})
     check_model_files({model.path: all(file.sha256 for file in model.all_files) for model in models})

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.paths import read_text, resolved
 
 MANIFEST = "manifest.toml"
 MANIFEST_FORMAT = 1
@@ -108,11 +109,11 @@ class _Manifest:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self.values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+            self.values: dict[str, Any] = tomllib.loads(read_text(path))
         except FileNotFoundError as error:
             hint = "give a .gguf or .onnx file, or a folder with one"
             raise ModelFileError(f"{path.parent} has no {MANIFEST}: {hint}") from error
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:  # ValueError: TOML, UTF-8, an integer without end
             raise ModelFileError(f"{path} cannot be read: {error}") from error
 
     def fail(self, key: str, problem: str) -> ModelFileError:
@@ -141,8 +142,10 @@ def _read_file(manifest: _Manifest, key: str, entry: Any) -> ModelFile:
         raise manifest.fail(key, f"must be a table, got {entry!r}")
     manifest.only(f"{key}.", entry, FILE_KEYS)
     relative = Path(manifest.get(entry, f"{key}.path", str))
-    folder = manifest.path.parent.resolve()
-    path = (folder / relative).resolve()
+    if "\0" in str(relative):
+        raise manifest.fail(f"{key}.path", f"must be a path, got {str(relative)!r}")
+    folder = resolved(manifest.path.parent)
+    path = resolved(folder / relative)
     if not path.is_relative_to(folder):
         raise manifest.fail(f"{key}.path", f"must stay inside the folder, got {str(relative)!r}")
     sha256 = manifest.get(entry, f"{key}.sha256", str).lower()

@@ -7,6 +7,7 @@ data folder), in `models/` of a source checkout, and inside the installed packag
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -14,9 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound
+from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound, shown
 from edgespec.manifest import MANIFEST, ModelFile, ModelPair, read_pair
+from edgespec.paths import exists, expanded, home_folder, is_file, is_folder, resolved
 
+logger = logging.getLogger("edgespec")
 GRAPH = "model.onnx"
 SUFFIXES = (".gguf", ".onnx")
 
@@ -28,11 +31,11 @@ def user_folder() -> Path:
     if home := os.environ.get("EDGESPEC_HOME"):
         return Path(home) / "models"
     if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+        base = Path(os.environ.get("LOCALAPPDATA") or home_folder() / "AppData" / "Local")
     elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Application Support"
+        base = home_folder() / "Library" / "Application Support"
     else:
-        base = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
+        base = Path(os.environ.get("XDG_DATA_HOME") or home_folder() / ".local" / "share")
     return base / "edgespec" / "models"
 
 
@@ -40,16 +43,20 @@ def _registry_folders() -> tuple[Path, ...]:
     package = Path(__file__).resolve().parent
     checkout = package.parent
     # Installed, the parent is site-packages, where a folder `models` would be somebody else's.
-    own = (checkout / "models",) if (checkout / "pyproject.toml").is_file() else ()
+    own = (checkout / "models",) if is_file(checkout / "pyproject.toml") else ()
     return user_folder(), *own, package / "data" / "models"
 
 
 def _named_folders() -> Iterator[tuple[str, Path]]:
     for registry in _registry_folders():
-        if registry.is_dir():
-            for folder in sorted(registry.iterdir()):
-                if (folder / MANIFEST).is_file():
-                    yield folder.name, folder
+        try:
+            folders = sorted(registry.iterdir()) if is_folder(registry) else []
+        except OSError as exc:
+            logger.info("the models in %s cannot be listed: %s", registry, exc.strerror or exc)
+            continue
+        for folder in folders:
+            if is_file(folder / MANIFEST):
+                yield folder.name, folder
 
 
 def registered_folders() -> dict[str, Path]:
@@ -74,27 +81,27 @@ def _not_found(text: str) -> ModelNotFound:
     near = difflib.get_close_matches(text, names, 1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return ModelNotFound(
-        f"no model {text!r}: {hint}known names: {', '.join(names) or 'none'}; or give a .gguf or .onnx file, or a "
+        f"no model {shown(text)}: {hint}known names: {', '.join(names) or 'none'}; or give a .gguf or .onnx file, or a "
         f"folder with {MANIFEST}"
     )
 
 
 def _local_pair(text: str, engine: str) -> ModelPair:
-    path = Path(text).expanduser()
-    if path.is_dir() and not (path / MANIFEST).is_file() and (path / GRAPH).is_file():
+    path = expanded(text)
+    if is_folder(path) and not is_file(path / MANIFEST) and is_file(path / GRAPH):
         path = path / GRAPH
-    if path.is_dir():
+    if is_folder(path):
         return read_pair(path, engine)
-    if not path.is_file():
+    if not is_file(path):
         raise ModelNotFound(
-            f"no file {text!r}: give a .gguf or .onnx file, a folder with {MANIFEST}, or a registered name"
+            f"no file {shown(text)}: give a .gguf or .onnx file, a folder with {MANIFEST}, or a registered name"
         )
     if path.suffix not in SUFFIXES:
         raise ModelFileError(f"{text} is no .gguf or .onnx file; convert a Hugging Face folder first: edgespec export")
     file = ModelFile(path)
     if engine not in ("auto", file.engine):
         raise CapabilityError(f"{text} is a {path.suffix} file, which {engine!r} cannot run: use --engine auto")
-    name = path.parent.resolve().name if path.name == GRAPH else path.stem
+    name = resolved(path.parent).name if path.name == GRAPH else path.stem
     return ModelPair(name, MappingProxyType({"target": file}), (file.engine,))
 
 
@@ -110,7 +117,7 @@ def resolve(
     folders = registered_folders()
     if name_or_path in folders:
         pair = read_pair(folders[name_or_path], engine)
-    elif _looks_like_path(name_or_path) or Path(name_or_path).exists():
+    elif _looks_like_path(name_or_path) or exists(name_or_path):
         pair = _local_pair(name_or_path, engine)
     else:
         raise _not_found(name_or_path)
@@ -120,9 +127,9 @@ def resolve(
 
 
 def _given_file(role: str, given: Path) -> ModelFile:
-    path = given.expanduser()
-    if path.is_dir():
+    path = expanded(given)
+    if is_folder(path):
         path = path / GRAPH
-    if not path.is_file() or path.suffix not in SUFFIXES:
-        raise ModelNotFound(f"no {role} file {str(given)!r}: give the path of a .gguf or .onnx file")
+    if not is_file(path) or path.suffix not in SUFFIXES:
+        raise ModelNotFound(f"no {role} file {shown(str(given))}: give the path of a .gguf or .onnx file")
     return ModelFile(path)

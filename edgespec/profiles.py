@@ -23,6 +23,7 @@ from edgespec.errors import ConfigError, StateError
 from edgespec.machine import machine_name
 from edgespec.manifest import MANIFEST
 from edgespec.models import GRAPH, registered_folders
+from edgespec.paths import expanded, is_file, read_text, resolved
 from edgespec.settings import Settings, find, user_folder
 
 PROFILE_FORMAT = 1
@@ -77,7 +78,7 @@ def with_profile(settings: Settings, *, leaves_plain: bool = False) -> Settings:
     """
     values = settings.values
     path = profile_path(values.get("model", DEFAULT_MODEL), values.get("draft"))
-    if path is None or not path.is_file():
+    if path is None or not is_file(path):
         return settings
     found = load_profile(path).applicable(values)
     if leaves_plain and found.get("drafter") == "none":
@@ -98,8 +99,8 @@ def profile_in_effect(settings: Settings) -> str | None:
 def load_profile(path: Path) -> Profile:
     """Read a profile. Raises ConfigError for one that is damaged, naming the file and the fix."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
+        table = tomllib.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as exc:  # ValueError: TOML, UTF-8, an integer without end
         raise _damaged(path, str(exc)) from exc
     if table.get("format") != PROFILE_FORMAT:
         raise _damaged(path, f"its format is {table.get('format')!r}, this edgespec reads {PROFILE_FORMAT}")
@@ -148,13 +149,13 @@ def new_profile(model: str, settings: Mapping[str, Any], tokens_per_second: floa
 def _identity(model: str) -> tuple[object, ...] | None:
     """What tells a model from any other, whichever of its engines runs: its manifest's contents, else its file's place,
     size and time. None when there is no such model; loading says so better."""
-    path = registered_folders().get(model) or Path(model).expanduser()
+    path = registered_folders().get(model) or expanded(model)
     for file in (path / MANIFEST, path / GRAPH, path):
-        if file.is_file():
+        if is_file(file):
             if file.name == MANIFEST:
                 return (hashlib.sha256(file.read_bytes()).hexdigest(),)
             found = file.stat()
-            return str(file.resolve()), found.st_size, found.st_mtime_ns
+            return str(resolved(file)), found.st_size, found.st_mtime_ns
     return None
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.errors import EngineError, SamplingError
+from edgespec.errors import EngineError, SamplingError, shown
 from edgespec.noise import Noise, Stream
 from edgespec.types import Distribution, Logits, TokenIds, one_hot
 
@@ -26,14 +26,30 @@ _LEAST_WEIGHT = sys.float_info.min
 _LOG2_E = np.float32(math.log2(math.e))
 _LEAST_SAFE_SUM, _MOST_SAFE_SUM = 1e-25, 1e37  # of float32 exponentials: nothing that counts has under- or overflowed
 _FIRST_NUCLEUS = 256  # candidates tried first when top-p comes without top-k
+MAX_TEMPERATURE = 100.0
+_MOST_BIAS = 1e30  # with a logit added it is still a number in float32
+_MOST_WHOLE = 2**31 - 1
+_LIMITS: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, MAX_TEMPERATURE),
+    "top_p": (1e-9, 1.0),
+    "min_p": (0.0, 1.0),
+    "repeat_penalty": (0.01, 100.0),
+    "presence_penalty": (-100.0, 100.0),
+    "frequency_penalty": (-100.0, 100.0),
+}
+_WHOLE_LIMITS: dict[str, tuple[int, int]] = {
+    "top_k": (0, _MOST_WHOLE),
+    "penalty_window": (0, _MOST_WHOLE),
+    "seed": (-(2**63), 2**64 - 1),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Settings of one generation. `top_k` 0, `top_p` 1 and `min_p` 0 switch those filters off.
 
-    `seed` None: another one each time, which the result tells.
-    Raises SamplingError for a value out of range or not finite.
+    `seed` None: another one each time, which the result tells. `logit_bias` by token id, -inf forbids a token.
+    Raises SamplingError for a value out of range, not finite or of another type; a bool is no number here.
     """
 
     temperature: float = 0.8
@@ -48,21 +64,12 @@ class Sampling:
     seed: int | None = 0
 
     def __post_init__(self) -> None:
-        limits = (
-            ("temperature", self.temperature, 0.0, 100.0),
-            ("top_k", self.top_k, 0, math.inf),
-            ("top_p", self.top_p, 1e-9, 1.0),
-            ("min_p", self.min_p, 0.0, 1.0),
-            ("repeat_penalty", self.repeat_penalty, 0.01, 100.0),
-            ("presence_penalty", self.presence_penalty, -100.0, 100.0),
-            ("frequency_penalty", self.frequency_penalty, -100.0, 100.0),
-            ("penalty_window", self.penalty_window, 0, math.inf),
-        )
-        for name, value, low, high in limits:
-            if not low <= value <= high:  # also catches NaN
-                raise SamplingError(f"{name} must be a number from {low:g} to {high:g}, got {value}")
-        if any(math.isnan(bias) for bias in self.logit_bias.values()):
-            raise SamplingError("a logit_bias is not a number; give a finite value or -inf to forbid the token")
+        for name, (low, high) in _LIMITS.items():
+            object.__setattr__(self, name, _number(name, getattr(self, name), low, high))
+        for name, (least, most) in _WHOLE_LIMITS.items():
+            if name != "seed" or self.seed is not None:
+                object.__setattr__(self, name, _whole_number(name, getattr(self, name), least, most))
+        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
 
     def seeded(self) -> Sampling:
         """These settings with a seed: 32 random bits where there is none."""
@@ -75,6 +82,35 @@ class Sampling:
         )
 
 
+def _number(name: str, value: object, low: float, high: float) -> float:
+    """`value` as Python's own number. Raises SamplingError."""
+    found = value.item() if isinstance(value, np.floating | np.integer) else value
+    if isinstance(found, bool) or not isinstance(found, int | float) or not low <= found <= high:  # NaN fails too
+        raise SamplingError(f"{name} must be a number from {low:g} to {high:g}, got {shown(value)}")
+    return found
+
+
+def _whole_number(name: str, value: object, low: int, high: int) -> int:
+    """As `_number`, without a fraction."""
+    found = value.item() if isinstance(value, np.integer) else value
+    if isinstance(found, bool) or not isinstance(found, int) or not low <= found <= high:
+        raise SamplingError(f"{name} must be a whole number from {low} to {high}, got {shown(value)}")
+    return found
+
+
+def _checked_bias(given: object) -> dict[int, float]:
+    """A copy, so that what the caller changes afterwards is not half in effect. Raises SamplingError."""
+    if not isinstance(given, Mapping):
+        raise SamplingError(f"logit_bias must map token ids to numbers, got {shown(given)}")
+    found: dict[int, float] = {}
+    for token_id, bias in given.items():
+        known = _whole_number("a token id in logit_bias", token_id, 0, _MOST_WHOLE)
+        is_ban = isinstance(bias, float | np.floating) and bias == -math.inf
+        name = f"logit_bias of token {known} (-inf forbids it)"
+        found[known] = -math.inf if is_ban else _number(name, bias, -_MOST_BIAS, _MOST_BIAS)
+    return found
+
+
 class Sampler:
     """One generation's settings and noise: turns logits rows into distributions and picks tokens from them."""
 
@@ -82,6 +118,8 @@ class Sampler:
         outside = [token_id for token_id in sampling.logit_bias if not 0 <= token_id < vocabulary_size]
         if outside:
             raise SamplingError(f"logit_bias names token {outside[0]}, the vocabulary has 0..{vocabulary_size - 1}")
+        if sum(bias == -math.inf for bias in sampling.logit_bias.values()) == vocabulary_size:
+            raise SamplingError(f"logit_bias forbids all {vocabulary_size} tokens: leave at least one without -inf")
         self.sampling = sampling = sampling.seeded()
         self.vocabulary_size = vocabulary_size
         self.seed = sampling.seed or 0  # None is no longer possible
@@ -96,12 +134,12 @@ class Sampler:
     def distribution(self, logits: Logits, history: TokenIds) -> Distribution:
         """The distribution of the next token from one row [vocabulary] and all tokens before it [n].
 
-        Raises EngineError when the row holds NaN.
+        Raises EngineError when the row holds NaN or infinity, or nothing but -inf.
         """
         row = self._adjusted(logits, history) if self._adjusts else logits
         best = int(row.argmax())
-        if math.isnan(row[best]):
-            raise EngineError("the model returned NaN logits: its weights are damaged or overflow in this precision")
+        if not math.isfinite(row[best]):
+            raise _unusable(float(row[best]))
         if self.sampling.temperature == 0.0:
             return one_hot(best)
         return self._truncated(row, float(row[best]))
@@ -138,8 +176,13 @@ class Sampler:
         return Distribution(token_ids[order], probs[order]), times[order]
 
     def likeliest(self, logits: Logits, history: TokenIds, count: int) -> Distribution:
-        """The `count` likeliest tokens, descending, at temperature 1 and among themselves, whatever is truncated."""
+        """The `count` likeliest tokens, descending, at temperature 1 and among themselves, whatever is truncated.
+
+        Raises as `distribution`.
+        """
         row = self._adjusted(logits, history) if self._adjusts else logits
+        if not math.isfinite(best := float(row.max())):
+            raise _unusable(best)
         token_ids = top_ids(row, count)
         weights = np.exp(row[token_ids].astype(np.float64) - float(row[token_ids[0]]))
         return Distribution(token_ids, weights / weights.sum())
@@ -224,6 +267,14 @@ class Sampler:
                 return token_ids, total
             count *= 4
         return top_ids(row, row.size), total
+
+
+def _unusable(best: float) -> EngineError:
+    """What is said of a row whose largest logit is no finite number."""
+    if best == -math.inf:
+        return EngineError("no token can follow: all logits are -inf, by the model itself or by logit_bias")
+    kind = "NaN" if math.isnan(best) else "infinite"
+    return EngineError(f"the model returned {kind} logits: its weights are damaged or overflow in this precision")
 
 
 def top_ids(row: Logits, count: int) -> TokenIds:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from edgespec.config import CACHE_TYPES, DRAFTERS, ENGINES, PROVIDERS, RULES
 from edgespec.errors import ConfigError
+from edgespec.paths import expanded, home_folder, is_file, read_text
 
 Part = Literal["load", "sampling", "generate", "session"]
 Kind = Literal["text", "path", "integer", "number", "switch", "texts", "length", "factor"]
@@ -99,7 +100,7 @@ class Setting:
         if self.choices and text not in self.choices:
             hint = did_you_mean(text, self.choices)
             raise ConfigError(f"{source}: {text!r} is not known; allowed: {', '.join(self.choices)}{hint}")
-        return Path(text).expanduser() if self.kind == "path" else text
+        return expanded(text) if self.kind == "path" else text
 
 
 SETTINGS: tuple[Setting, ...] = (
@@ -158,13 +159,19 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("draft_gpu_layers", "load", "integer", ("-ngld", "--gpu-layers-draft"), "Draft layers on the GPU."),
     Setting("provider", "load", "text", ("--provider",), "Device of ONNX Runtime.", PROVIDERS),
     Setting("corpus", "load", "switch", ("--corpus",), "Drafter suffix looks in your corpus (edgespec corpus) too."),
-    Setting("recall", "load", "switch", ("--recall",), "Drafter cache looks in what models wrote in earlier runs."),
+    Setting(
+        "recall",
+        "load",
+        "switch",
+        ("--recall",),
+        "Draft from answers that --learn kept; on with --learn.",
+    ),
     Setting(
         "learn",
         "load",
         "switch",
         ("--learn",),
-        "Keep what the model writes on this disk, to draft later answers from; edgespec corpus shows and clears it.",
+        "Keep answers on this disk, to draft later ones from; edgespec corpus shows and clears them.",
     ),
     Setting(
         "cache_type_k",
@@ -199,8 +206,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("show_draft", "session", "switch", ("--show-draft",), "Show drafted tokens in another colour."),
     Setting("stats", "session", "switch", ("--stats",), "Print counters and rates after each answer."),
 )
-# Chat and generate switch these on unless told otherwise; what measures never does: a prompt that is decoded again
-# would meet its own answer.
+# Off unless a user asks: answers are private. What measures never heeds them: a prompt that is decoded again would meet
+# its own answer.
 REMEMBERING = ("recall", "learn")
 _BY_KEY = {key: setting for setting in SETTINGS for key in setting.keys}
 
@@ -268,10 +275,10 @@ def user_folder(variable: str, unix: str, environ: Mapping[str, str] | None = No
     if chosen := environ.get(variable):
         return Path(chosen) / "edgespec"
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Application Support" / "edgespec"
+        return home_folder() / "Library" / "Application Support" / "edgespec"
     if sys.platform == "win32":
-        return Path(environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "edgespec"
-    return Path.home() / unix / "edgespec"
+        return Path(environ.get("LOCALAPPDATA") or home_folder() / "AppData" / "Local") / "edgespec"
+    return home_folder() / unix / "edgespec"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -293,9 +300,9 @@ def _share_beginning(one: str, other: str) -> bool:
 def _config_file(environ: Mapping[str, str]) -> Path | None:
     chosen = environ.get(ENVIRONMENT_PREFIX + "CONFIG")
     if chosen is not None:
-        return Path(chosen).expanduser() if chosen else None
+        return expanded(chosen) if chosen else None
     own = user_folder("XDG_CONFIG_HOME", ".config", environ) / "config.toml"
-    return own if own.is_file() else None
+    return own if is_file(own) else None
 
 
 def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Any, str]]:
@@ -314,10 +321,10 @@ def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Any, str]]:
 
 def _from_file(path: Path) -> list[tuple[str, Any, str]]:
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(read_text(path))
     except OSError as exc:
         raise ConfigError(f"config file {path} cannot be read: {exc.strerror}") from exc
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+    except (ValueError, RecursionError) as exc:  # ValueError: TOML, UTF-8, an integer without end
         raise ConfigError(f"config file {path} is not TOML: {exc}") from exc
     seen: dict[str, str] = {}
     found = []

@@ -56,8 +56,12 @@ class Vocabulary(ABC):
 
     @cached_property
     def control_names(self) -> tuple[str, ...]:
-        """Names of the tokens that print nothing: the marks that structure a conversation."""
-        return tuple(self.token_name(token_id) for token_id, piece in enumerate(self.pieces) if not piece)
+        """Names of the tokens that print nothing: the marks that structure a conversation.
+
+        A token without a name is none of them: nothing can spell it, and every text would contain it.
+        """
+        names = (self.token_name(token_id) for token_id, piece in enumerate(self.pieces) if not piece)
+        return tuple(name for name in names if name)
 
     def decode(self, token_ids: list[int]) -> str:
         return b"".join(map(self.piece, token_ids)).decode("utf-8", errors="replace")

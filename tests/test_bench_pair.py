@@ -250,6 +250,7 @@ def test_names_tell_pairs_apart():
         (["--size", "9b"], "error: no shape '9b'; allowed: 60m, 300m, 1b, 3b"),
         (["--size", "1b", "--formats", "q8"], "error: no format 'q8'; allowed: "),
         (["--size", "1b", "--source", "nowhere"], "error: nowhere/hf/target/config.json is missing"),
+        (["--size", "1b", "--draft", "medium", "--draft-size", "60m"], "error: --draft medium cannot be expanded: "),
     ],
 )
 def test_the_script_says_what_is_wrong_in_one_line(arguments: list[str], message: str):

@@ -331,6 +331,31 @@ def test_a_journal_cut_off_in_a_line_is_read_up_to_it(tmp_path):
     assert sorted(Journal(path, {"run": 1}).answers) == [0, 1]
 
 
+@pytest.mark.parametrize(
+    "torn", ["", "x", '{"prompt": 1, "answ', '{"prompt": 1}\n', "[]\n", '{"tuned": 1, "trials": 5}\n']
+)
+def test_what_is_written_after_a_torn_line_is_read_again(tmp_path, torn):
+    raced(tmp_path)
+    path = tmp_path / "journal.jsonl"
+    whole = path.read_text().splitlines(keepends=True)
+    answers = Journal(path, {"run": 1}).answers
+    path.write_text("".join(whole[:-1]) + torn)
+    journal = Journal(path, {"run": 1})
+    assert sorted(journal.answers) == [0, 1]
+    journal.add_prompt(2, answers[2])
+    assert Journal(path, {"run": 1}).answers == answers
+    assert path.read_text() == "".join(whole)
+
+
+@pytest.mark.parametrize("first", ["", "[]\n", "5\n", '{"identity"', '{"identity": {"run": 1}}', "[" * 100000 + "\n"])
+def test_a_file_that_is_no_journal_is_put_aside(tmp_path, first):
+    path = tmp_path / "journal.jsonl"
+    path.write_text(first)
+    assert Journal(path, {"run": 1}).answers == {}
+    assert (tmp_path / "journal.old.jsonl").read_text() == first
+    assert path.read_text() == '{"identity": {"run": 1}}\n'
+
+
 def test_another_run_puts_the_journal_aside(tmp_path):
     raced(tmp_path)
     assert Journal(tmp_path / "journal.jsonl", {"run": 2}).answers == {}

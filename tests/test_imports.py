@@ -15,7 +15,8 @@ import edgespec
 PACKAGE = Path(edgespec.__file__).parent
 # A component (a module or a subpackage) imports only components of a lower rank, and itself. '' is the package root.
 RANKS = {
-    **dict.fromkeys(("errors",), 0),
+    **dict.fromkeys(("errors",), -1),
+    **dict.fromkeys(("paths",), 0),
     **dict.fromkeys(
         ("turn", "types", "tokenizer", "config", "memory", "prompts", "manifest", "machine", "headfile"), 1
     ),
@@ -36,7 +37,7 @@ RANKS = {
     **dict.fromkeys(("cli",), 16),
     **dict.fromkeys(("__main__",), 17),
 }
-ENGINES_MAY_USE = {"errors", "types", "tokenizer", "machine", "engines"}
+ENGINES_MAY_USE = {"errors", "paths", "types", "tokenizer", "machine", "engines"}
 DRAFTERS_MAY_USE = {"errors", "types", "tokenizer", "sampling", "noise", "headfile"}
 BASES = {"engines.base", "engines.sequence", "engines.watch", "engines.head", "drafters.base"}
 # data structures; what several draft with; the engine and cache that two of them share

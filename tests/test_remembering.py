@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -217,8 +218,8 @@ def test_an_answer_whose_model_was_closed_meanwhile_is_learnt_too(home: Path) ->
 # -- on the command line
 
 
-def run(*arguments: str) -> click.testing.Result:
-    return CliRunner().invoke(cli, list(arguments))
+def run(*arguments: str, stdin: str | None = None) -> click.testing.Result:
+    return CliRunner().invoke(cli, list(arguments), input=stdin)
 
 
 def test_a_corpus_is_added_listed_and_removed(home: Path, tmp_path: Path) -> None:
@@ -238,8 +239,8 @@ def test_a_corpus_is_added_listed_and_removed(home: Path, tmp_path: Path) -> Non
 
 
 def test_what_is_told_of_an_answer_stands_on_a_line_of_its_own(home: Path) -> None:
-    done = run("generate", "-p", QUESTION, "-n", "24", "--temp", "0", "--ignore-eos")
-    assert "\nnote: what the model writes is kept in" in done.output, "as a terminal shows both streams"
+    done = run("generate", "-p", QUESTION, "-n", "24", "--temp", "0", "--ignore-eos", "--learn")
+    assert "\nnote: learning from answers: on" in done.output, "as a terminal shows both streams"
     assert done.stdout.endswith("\n") and not done.stdout.endswith("\n\n")
 
 
@@ -278,28 +279,63 @@ def test_what_is_refused_says_why_in_one_line(
     assert "Traceback" not in done.output
 
 
+def test_odd_rows_are_listed(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello, world. " * 50)
+    assert run("corpus", "add", str(tmp_path / "a.txt")).exit_code == 0
+    (file,) = (home / "texts").glob("corpus-*")
+    with sqlite3.connect(file) as connection:
+        for name, added in (("odd\x1b[2J", 1e300), (b"blob", "soon"), (None, None)):
+            connection.execute("INSERT INTO texts VALUES (?, 5, ?, 'x', 'y', 'z')", (name, added))
+    done = run("corpus", "ls")
+    assert done.exit_code == 0 and "\x1b" not in done.output, done.output
+    assert "unknown" in done.output and "a.txt" in done.output
+    assert run("corpus", "rm", "blob").exit_code == 0
+    assert run("corpus", "rm", "--all").exit_code == 0
+
+
 def test_a_damaged_corpus_is_said_and_does_not_stop_an_answer(home: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello, world. " * 50)
     assert run("corpus", "add", str(tmp_path / "a.txt")).exit_code == 0
     (file,) = (home / "texts").glob("corpus-*")
     file.write_bytes(b"garbage" * 1000)
-    done = run("generate", "-p", "hello", "-n", "8", "--no-learn")
+    done = run("generate", "-p", "hello", "-n", "8")
     assert done.exit_code == 0 and "the corpus is not used" in done.output
     assert "is damaged" in run("corpus", "ls").output
     assert run("corpus", "rm", "--all").exit_code == 0
-    assert "the corpus is not used" not in run("generate", "-p", "hello", "-n", "8", "--no-learn").output
+    assert "the corpus is not used" not in run("generate", "-p", "hello", "-n", "8").output
 
 
-def test_generate_learns_unless_told_otherwise_and_it_can_be_cleared(home: Path) -> None:
+def test_answers_are_kept_only_when_asked_and_can_be_cleared(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["generate", "-p", QUESTION, "-n", "24", "--temp", "0", "--ignore-eos"]
-    assert run(*arguments, "--no-learn").exit_code == 0
-    assert "learnt: 0 tokens of 0 answers" in run("corpus", "ls").output
-    done = run(*arguments)
-    assert "--no-learn keeps nothing, edgespec corpus rm --learnt removes it" in done.output
-    assert "--no-learn" not in run(*arguments).output, "it is said once"
+    plain = run(*arguments)
+    assert plain.exit_code == 0 and "learning" not in plain.output
+    assert run("chat", "--temp", "0", "-n", "24", stdin=QUESTION).exit_code == 0
+    assert run(*arguments, "--recall").exit_code == 0
+    assert not (home / "texts").exists(), "nothing is kept unless it was asked for"
+    done = run(*arguments, "--learn")
+    assert "learning from answers: on" in done.output and "corpus rm --learnt deletes them" in done.output
+    assert "learning" not in run(*arguments, "--learn").output, "it is said once"
     assert "tokens of 1 answers" in run("corpus", "ls").output
     assert run("corpus", "rm", "--learnt").exit_code == 0
     assert "learnt: 0 tokens of 0 answers" in run("corpus", "ls").output
+    monkeypatch.setenv("EDGESPEC_LEARN", "on")
+    assert "learning from answers: on" in run(*arguments).output, "a setting asks for it too"
+    assert "tokens of 1 answers" in run("corpus", "ls").output
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (False, False)),
+        ({"learn": True}, (True, True)),
+        ({"learn": True, "recall": False}, (True, False)),
+        ({"recall": True}, (False, True)),
+        ({"learn": False}, (False, False)),
+    ],
+)
+def test_what_is_remembered_by_what_was_asked(home: Path, given: dict[str, bool], expected: tuple[bool, bool]) -> None:
+    with open_session(resolve(given), remembers=True).model as model:
+        assert (model.options.learn, model.options.recall) == expected
 
 
 def test_commands_that_measure_remember_nothing_whatever_the_settings_say(
@@ -310,7 +346,7 @@ def test_commands_that_measure_remember_nothing_whatever_the_settings_say(
     with open_session(resolve({})).model as model:
         assert not model.options.learn and not model.options.recall
     with open_session(resolve({}), remembers=True).model as model:
-        assert model.options.learn and model.options.recall
+        assert model.options.learn and model.options.recall, "the settings ask for it"
     for command in ("bench", "race", "tune", "calibrate", "verify", "plan-speedup"):
         assert "--learn" not in run(command, "--help").output
         assert "no such option" in run(command, "--learn").output

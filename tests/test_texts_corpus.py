@@ -338,3 +338,42 @@ def test_texts_lie_in_the_users_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_a_text_counts_its_index_against_the_budget() -> None:
     assert CorpusText("a", "/a", 0.0, 1, 100).num_bytes == 800
     assert module.DEFAULT_BUDGET_BYTES == 64 << 20
+
+
+ODD_ROWS = (
+    (b"blob", "/x", 1.0, 1, b"", b""),
+    (b"\xff\xfe", None, None, None, None, None),
+    (7, 8, "yesterday", "many", 9, 10),
+    ("\x1b[2J", "/\x1b", 9e999, -1, b"", b"\0\0\0"),
+    ("later", "/later", 1e300, 2**62, b"", "text"),
+)
+
+
+@pytest.mark.parametrize("row", ODD_ROWS)
+def test_a_row_that_another_program_wrote_is_listed_and_can_be_removed(tmp_path: Path, row: tuple[object, ...]) -> None:
+    corpus = make(tmp_path)
+    corpus.add("a", "/a", documents(0))
+    with sqlite3.connect(corpus.path) as connection:
+        connection.execute("INSERT INTO texts VALUES (?, ?, ?, ?, ?, ?)", row)
+    found = corpus.texts()
+    assert len(found) == 2 and found[0].num_tokens + found[1].num_tokens >= 603
+    for text in found:
+        assert [type(part) for part in text] == [str, str, float, int, int]
+    with pytest.raises(StateError, match="checksum"):
+        corpus.index()
+    if row[0] != b"\xff\xfe":  # no name can be typed for it
+        (odd,) = [text.name for text in found if text.name != "a"]
+        corpus.remove(odd)
+        assert [text.name for text in corpus.texts()] == ["a"]
+        assert corpus.index() is not None
+    assert corpus.clear() and corpus.texts() == []
+
+
+def test_a_budget_of_another_type_is_a_budget(tmp_path: Path) -> None:
+    corpus = make(tmp_path)
+    corpus.add("a", "/a", documents(0))
+    for value in ("x", None, b"1", 9e999, -5):
+        with sqlite3.connect(corpus.path) as connection:
+            connection.execute("UPDATE budget SET bytes = ?", (value,))
+            connection.execute("INSERT INTO budget SELECT ? WHERE NOT EXISTS (SELECT 1 FROM budget)", (value,))
+        assert isinstance(corpus.budget_bytes(), int)

@@ -212,3 +212,16 @@ def test_a_later_format_is_left_alone(tmp_path: Path) -> None:
     assert learnt.read() == []
     learnt.add(answer(1))
     assert learnt.path.read_bytes() == before
+
+
+@pytest.mark.parametrize("tokens", ["many", b"x", None, 9e999, 2**62, -3])
+def test_a_row_that_another_program_wrote_is_counted_and_spoils_nothing(tmp_path: Path, tokens: object) -> None:
+    learnt = LearntTexts("key", 100, folder=tmp_path)
+    learnt.add(np.arange(8, dtype=np.int32))
+    with sqlite3.connect(learnt.path) as connection:
+        for number in range(3):
+            connection.execute("INSERT INTO answers VALUES (?, ?, ?, ?)", (bytes([number]), "soon", tokens, 5))
+    kept = learnt.kept()
+    assert isinstance(kept.num_tokens, int) and kept.num_answers == 4
+    learnt.add(np.arange(9, dtype=np.int32))
+    assert [ids.size for ids in learnt.read()][-1] == 9

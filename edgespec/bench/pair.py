@@ -72,13 +72,18 @@ class Records:
 
 
 class Builder:
-    """Builds one request into `output` from the models of `source`, a folder like models/demo."""
+    """Builds one request into `output` from the models of `source`, a folder like models/demo.
+
+    Raises ModelFileError where that folder lacks what the request needs of it.
+    """
 
     def __init__(self, request: BenchRequest, source: Path, output: Path, progress: Progress | None = None) -> None:
         self.request, self.source, self.output = request, source, output
         self._progress = progress
         self._records = Records(output)
         self._target = self._expansion(request.target or source / "hf" / "target", request.size, request.sigma)
+        for engine in dict.fromkeys(request.engines):
+            self._check_draft(engine)
 
     def needs(self) -> Needs | None:
         """What the formats that are not there yet take; None when all are."""
@@ -162,10 +167,22 @@ class Builder:
             key = " ".join(file.sha256 or sha256_of(file.path) for file in files)
             self._make(result, key, partial(_copy, [file.path for file in files], result))
             return
-        if not checkpoint.is_dir():
-            raise ModelFileError(f"{self.source} has the {role} neither for {engine} nor as a checkpoint in hf/{role}")
         key = f"{sha256_of(checkpoint / 'model.safetensors')} {wanted}"
         self._make(result, key, partial(self._export, checkpoint, result, wanted))
+
+    def _check_draft(self, engine: Engine) -> None:
+        """Raises ModelFileError where the draft can neither be expanded nor copied nor exported."""
+        role, size = DRAFT_ROLES[self.request.draft], self.request.draft_size
+        checkpoint = self.source / "hf" / role
+        if size is not None and not checkpoint.is_dir():
+            raise ModelFileError(
+                f"--draft {self.request.draft} cannot be expanded: {self.source} has no checkpoint of it in hf/{role}. "
+                "Leave --draft-size out, or give another --draft"
+            )
+        if size is not None:
+            self._expansion(checkpoint, size)
+        elif self._shipped(role, engine) is None and not checkpoint.is_dir():
+            raise ModelFileError(f"{self.source} has the {role} neither for {engine} nor as a checkpoint in hf/{role}")
 
     def _make_heads(self, folder: Path) -> dict[str, Path]:
         """The heads that the source has for its own target, by kind, for the expanded one."""

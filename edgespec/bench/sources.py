@@ -14,6 +14,7 @@ from typing import Any
 
 from edgespec.bench.workload import BenchPrompt, Domains, copy_edit
 from edgespec.errors import ConfigError, PromptError
+from edgespec.paths import read_text
 from edgespec.prompts import PROMPTS
 from edgespec.training.corpus import (
     GSM8K_FILE,
@@ -38,7 +39,7 @@ def read_prompts(path: Path) -> Domains:
     Raises PromptError naming the file, and the line where there is one.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path).splitlines()
     except OSError as exc:
         raise PromptError(f"--prompts {path} cannot be read: {exc.strerror or exc}") from exc
     except UnicodeDecodeError as exc:

@@ -12,11 +12,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from edgespec.cli.terminal import note
+from edgespec.cli.terminal import note, printable
 from edgespec.config import LoadOptions
 from edgespec.drafting import learnt_texts
 from edgespec.errors import ConfigError
 from edgespec.loading import open_vocabulary
+from edgespec.paths import resolved
 from edgespec.settings import resolve
 from edgespec.texts.corpus import MAX_BUDGET_BYTES, Corpus, CorpusText, check_budget, check_name
 from edgespec.texts.documents import Documents
@@ -34,9 +35,9 @@ def command() -> None:
     """Texts that are kept on this disk to draft from. A draft changes the speed of an answer, never its words.
 
     Two kinds, each in a file of its own per vocabulary, in the folder `texts` of EDGESPEC_HOME or of your data
-    folder: what you add here, from which the drafter suffix copies; and what models wrote in chat and generate, from
-    which the drafter cache copies, the latest 262144 tokens of the last 180 days. Prompts are not kept. --no-learn
-    keeps nothing, and `edgespec corpus rm --learnt` removes what was kept.
+    folder: what you add here, from which the drafter suffix copies; and what models wrote in chat and generate with
+    --learn, from which the drafter cache copies, the latest 262144 tokens of the last 180 days. Without --learn
+    nothing is kept, prompts never are, and `edgespec corpus rm --learnt` removes what was.
     """
 
 
@@ -58,10 +59,10 @@ def add(paths: tuple[Path, ...], model: str | None, name: str | None, budget: in
     sources = [Documents(path) for path in paths]  # all of them are there before any is read
     with _opened(model) as (vocabulary, corpus, _):
         for documents in sources:
-            chosen = documents.path.resolve().name if name is None else name
+            chosen = resolved(documents.path).name if name is None else name
             check_name(chosen)
             ids = _encoded(documents, vocabulary, corpus, budget_bytes)
-            added = corpus.add(chosen, str(documents.path.resolve()), ids, budget_bytes)
+            added = corpus.add(chosen, str(resolved(documents.path)), ids, budget_bytes)
             if documents.left_out:
                 note(f"left out: {_reasons(documents)}")
             click.echo(f"added: {_described(added)}")
@@ -78,9 +79,8 @@ def ls(model: str | None) -> int:
         for heading in ("name", "tokens", "files", "MiB", "added", "from"):
             table.add_column(heading, justify="right" if heading in ("tokens", "files", "MiB") else "left")
         for text in texts:
-            added = datetime.fromtimestamp(text.added_s, UTC).date().isoformat()
-            row = text.name, str(text.num_tokens), str(text.num_documents), f"{text.num_bytes / _MIB:.1f}", added
-            table.add_row(*row, text.source)
+            row = str(text.num_tokens), str(text.num_documents), f"{text.num_bytes / _MIB:.1f}", _date_of(text.added_s)
+            table.add_row(printable(text.name), *row, printable(text.source))
         if texts:
             Console(highlight=False, markup=False).print(table)
         total = sum(text.num_bytes for text in texts)
@@ -118,7 +118,7 @@ def _opened(model: str | None) -> Iterator[tuple[Vocabulary, Corpus, LearntTexts
 
 def _encoded(documents: Documents, vocabulary: Vocabulary, corpus: Corpus, budget_bytes: int | None) -> list[TokenIds]:
     """The token ids of each document. Raises ConfigError when there is none, or as soon as the budget is exceeded."""
-    name = str(documents.path.resolve())
+    name = str(resolved(documents.path))
     others = [text for text in corpus.texts() if text.source != name]
     found: list[TokenIds] = []
     num_tokens = 0
@@ -137,5 +137,14 @@ def _reasons(documents: Documents) -> str:
     return ", ".join(f"{count} {'file' if count == 1 else 'files'}: {reason}" for reason, count in counts) or "empty"
 
 
+def _date_of(seconds: float) -> str:
+    """The day, in UTC; a clock that was far off, or another program, may have written a time that has none."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).date().isoformat()
+    except (OverflowError, ValueError, OSError):
+        return "unknown"
+
+
 def _described(text: CorpusText) -> str:
-    return f"{text.name}, {text.num_tokens} tokens of {text.num_documents} files, {text.num_bytes / _MIB:.1f} MiB"
+    size = f"{text.num_bytes / _MIB:.1f} MiB"
+    return f"{printable(text.name)}, {text.num_tokens} tokens of {text.num_documents} files, {size}"

@@ -13,6 +13,7 @@ import click
 
 from edgespec import __version__
 from edgespec.cli.terminal import note
+from edgespec.paths import expanded, resolved
 
 if TYPE_CHECKING:
     from edgespec.export.pair import Exported
@@ -112,14 +113,14 @@ def _request(
 
     formats = parse_formats(to)
     if derive == "early-exit:auto":
-        derive = _chosen_exit(Path(source).expanduser(), rest["threads"])
+        derive = _chosen_exit(expanded(source), rest["threads"])
     derivation = None if derive is None else Derivation.parse(derive)
     chosen = {wanted: DEFAULT_QUANTS[wanted] for wanted in formats} | parse_quants("--quant", quants, formats)
     if output is None:
-        output = Path(f"{Path(source).expanduser().resolve().name or 'model'}-pair")
+        output = Path(f"{resolved(expanded(source)).name or 'model'}-pair")
     return ExportRequest(
         source=source,
-        output=output.expanduser(),
+        output=expanded(output),
         quants=chosen,
         draft_quants=parse_quants("--draft-quant", draft_quants, formats),
         derivation=derivation,

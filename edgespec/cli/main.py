@@ -75,25 +75,32 @@ class CommandGroup(click.Group):
         logger.setLevel(logging.INFO)
         try:
             code = super().main(*args, **extra)
+            sys.stdout.flush()  # here and not at exit, where a full disk would go unnoticed or end in a traceback
         except click.Abort:
             code = INTERRUPTED
         except click.ClickException as exc:
             code = _report(describe(exc), BAD_INPUT)
         except EdgespecError as exc:
             code = _report(str(exc), exit_code(exc))
+        except BrokenPipeError:
+            code = BROKEN_PIPE
+        except OSError as exc:
+            code = _report(f"{exc.filename or 'output'}: {exc.strerror or exc}", FAILED)
+        _let_go_of_output()
         sys.exit(code if isinstance(code, int) else 0)
+
+    # click itself would leave with 1 where the reader went away.
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **extra)
+        except BrokenPipeError:
+            raise click.exceptions.Exit(BROKEN_PIPE) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            code = super().invoke(ctx)
-            sys.stdout.flush()
-            return code
+            return super().invoke(ctx)
         except BrokenPipeError:
-            _abandon_stdout()
             return BROKEN_PIPE
-        except OSError as exc:
-            _abandon_stdout()
-            return _report(f"{exc.filename or 'output'}: {exc.strerror or exc}", FAILED)
 
 
 class _Notes(logging.Handler):
@@ -118,7 +125,8 @@ def cli(ctx: click.Context) -> None:
 
 
 def main() -> NoReturn:
-    """Entry point of the console script."""
+    """Run, and leave the process."""
+    _complete_streams()
     cli.main()
     raise AssertionError("the group's main leaves the process")
 
@@ -142,14 +150,42 @@ def describe(error: click.ClickException) -> str:
 
 
 def _report(message: str, code: int) -> int:
-    click.echo(f"error: {' '.join(message.split())}", err=True)
+    with contextlib.suppress(OSError):  # nobody can be told, but for the code
+        click.echo(f"error: {' '.join(message.split())}", err=True)
     return code
 
 
-def _abandon_stdout() -> None:
-    """The interpreter flushes stdout once more at exit; let that go nowhere instead of failing again."""
-    with contextlib.suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _let_go_of_output() -> None:
+    """The interpreter flushes its streams once more at exit: what cannot be written goes nowhere then."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _complete_streams() -> None:
+    """Fill in the streams that the caller closed (`<&-`, `2>&-`): a file opened later would take their place.
+
+    Without an output there is nothing to run for: that is an error, and ends the process.
+    """
+    has_output = sys.stdout is not None
+    for number, mode in enumerate((os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, mode)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+    if sys.stdin is None:
+        sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", encoding="utf-8", closefd=False)
+    if not has_output:
+        sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+        sys.exit(_report("standard output is closed: give it a file, or > /dev/null", FAILED))
 
 
 def _make_streams_tolerant() -> None:

@@ -12,6 +12,7 @@ import click
 
 from edgespec.config import GenerateOptions, LoadOptions, SessionOptions
 from edgespec.errors import ConfigError
+from edgespec.paths import is_file
 from edgespec.profiles import with_profile
 from edgespec.sampling import Sampling
 from edgespec.settings import SETTINGS, Kind, Part, Setting, Settings, resolve
@@ -120,7 +121,7 @@ def resolve_settings(
         if flags.get("model") not in (None, model_name):
             raise ConfigError(f"two models are given, {model_name!r} and --model {flags['model']!r}: keep one")
         flags["model"] = model_name
-    if config_file is not None and not config_file.is_file():
+    if config_file is not None and not is_file(config_file):
         raise ConfigError(f"config file {config_file} does not exist")
     settings = resolve(flags, config_file=config_file)
     return settings if ignores_profile else with_profile(settings, leaves_plain=speculates)

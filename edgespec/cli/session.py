@@ -42,14 +42,14 @@ class Session:
 def open_session(settings: Settings, *, remembers: bool = False) -> Session:
     """Load what the settings name. Every option is checked before any file is opened.
 
-    `remembers`: earlier answers are drafted from and this session's are kept, unless the user says otherwise; without
-    it neither is done, whatever the settings say.
+    `remembers`: a command whose answers may be kept on disk and drafted from, where the settings ask for it; any other
+    does neither, whatever they say. With `learn`, earlier answers are drafted from too, unless that is switched off.
     Raises ConfigError, SamplingError, and whatever `edgespec.load` raises.
     """
-    if remembers:
-        settings = settings.below(dict.fromkeys(REMEMBERING, True), "what is usual here")
-    else:
+    if not remembers:
         settings = settings.without(REMEMBERING)
+    elif settings.values.get("learn"):
+        settings = settings.below({"recall": True}, "--learn")
     seed = sampling_of(settings).seed
     options = GenerateOptions(**settings.part("generate"))
     shown = SessionOptions(**settings.part("session"))

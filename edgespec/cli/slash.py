@@ -16,6 +16,7 @@ from edgespec.cli.terminal import note, stats_lines
 from edgespec.config import MAX_DRAFT_LENGTH, DrafterName, DraftLength
 from edgespec.conversation import Conversation
 from edgespec.errors import ConfigError, StateError
+from edgespec.paths import exists, expanded
 from edgespec.settings import SETTINGS, Setting, did_you_mean, find
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def _system(chat: Chat, argument: str) -> None:
 
 def _save(chat: Chat, argument: str) -> None:
     path = _path(argument, "/save")
-    if path.exists():
+    if exists(path):
         Conversation.load(path)  # refuses to overwrite anything but a conversation
     chat.conversation.save(path)
     note(f"saved {chat.conversation.num_exchanges} exchange(s) to {path}")
@@ -81,7 +82,7 @@ def _load(chat: Chat, argument: str) -> None:
 def _path(argument: str, name: str) -> Path:
     if not argument:
         raise StateError(f"{name} needs a file name")
-    return Path(argument).expanduser()
+    return expanded(argument)
 
 
 def _regen(chat: Chat, argument: str) -> None:

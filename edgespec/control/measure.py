@@ -15,10 +15,21 @@ from time import perf_counter
 
 import numpy as np
 
-from edgespec.control.cost import ContextCost, CostCurve, DraftCost
+from edgespec.control.cost import WIDEST, ContextCost, CostCurve, DraftCost
 from edgespec.control.prior import PriorCurve, guessed_draft_cost, guessed_plain_s
 from edgespec.engines.base import Engine
-from edgespec.engines.measurements import file_key, key_of, recall, remember
+from edgespec.engines.measurements import (
+    a_list,
+    a_record,
+    a_row,
+    a_table,
+    file_key,
+    key_of,
+    number,
+    recall,
+    remember,
+    seconds,
+)
 from edgespec.machine import processor
 from edgespec.types import Batch
 
@@ -36,6 +47,15 @@ _PREFIX = 8  # tokens cached before: a pass onto nothing is read by another kern
 _READ_WIDTH = 32
 _EXIT_PASSES = 6
 _CHECKED_WIDTH, _CHECKED_TURNS, _MOST_CHANGE, _WORTH_CHECKING_S = 8, 2, 1.5, 0.005
+_PER_TOKEN_S = number(0.0, 1.0)  # of context
+_ROW = number(0.0, 1e3)
+_LEARNT = a_record({"plain": seconds, "row": a_row(_ROW, _ROW), "widths": a_list(a_row(_ROW, _ROW, number(-20, 20)))})
+_CURVE = a_record(
+    {
+        "widths": a_table([str(width) for width in range(1, WIDEST + 1)], seconds),
+        "context": a_row(_PER_TOKEN_S, _PER_TOKEN_S),
+    }
+)
 _LIBRARIES = {"llamacpp": "llama-cpp-python", "onnx": "onnxruntime"}
 
 
@@ -43,20 +63,20 @@ def known_curve(engine: Engine, files: Sequence[Path]) -> CostCurve:
     """The cost curve as it was measured or learnt before, or a guess for the first passes to correct; runs none."""
     key = cost_key(engine, files)
     low = engine.facts.pinned_class[0] if engine.facts.pinned_class else 1
-    known = _kept_curve(recall("costs", key)) or PriorCurve.of(recall("learnt costs", key), low)
+    known = _kept_curve(key) or PriorCurve.of(recall("learnt costs", key, _LEARNT), low)
     return known or PriorCurve(guessed_plain_s(engine.facts.weight_bytes), low)
 
 
 def known_draft_cost(engine: Engine, files: Iterable[Path], target: Engine) -> DraftCost:
     """What the tokens of a draft model cost, as it was measured or learnt before, or a guess by its size."""
-    known = _kept_draft_cost(recall("draft costs", cost_key(engine, files)))
+    known = _kept_draft_cost(cost_key(engine, files))
     return known or guessed_draft_cost(engine.facts.weight_bytes / max(target.facts.weight_bytes, 1))
 
 
 def target_curve(engine: Engine, files: Sequence[Path]) -> CostCurve:
     """The cost curve of an empty engine, measured at first and recalled later; the engine is left empty."""
     key = cost_key(engine, files)
-    kept = _kept_curve(recall("costs", key))
+    kept = _kept_curve(key)
     if kept is not None and _still_holds(kept, engine):
         return kept
     why = "once" if kept is None else "again: they are not what they were"
@@ -108,7 +128,7 @@ def _padded(costs: dict[int, float], engine: Engine) -> dict[int, float]:
 def draft_cost(engine: Engine, files: Iterable[Path]) -> DraftCost:
     """Seconds per drafted and per read token of an empty draft model, measured at first and recalled later."""
     key = cost_key(engine, files)
-    kept = _kept_draft_cost(recall("draft costs", key))
+    kept = _kept_draft_cost(key)
     if kept is None:
         read_width = min(_READ_WIDTH, engine.widest_pass)
         costs = quick_costs(engine, (1, read_width), passes=8)
@@ -203,21 +223,18 @@ def remember_draft_cost(key: str, cost: DraftCost) -> None:
     remember("draft costs", key, [cost.token_s, cost.read_s])
 
 
-def _kept_draft_cost(kept: object) -> DraftCost | None:
-    """What `remember_draft_cost` kept, or None for anything else."""
-    if not (isinstance(kept, list) and len(kept) == 2 and all(isinstance(s, float) and s > 0 for s in kept)):
-        return None
-    return DraftCost(kept[0], kept[1])
+def _kept_draft_cost(key: str) -> DraftCost | None:
+    """What `remember_draft_cost` kept under `key`."""
+    kept = recall("draft costs", key, a_row(seconds, seconds))
+    return None if kept is None else DraftCost(kept[0], kept[1])
 
 
-def _kept_curve(kept: object) -> CostCurve | None:
-    """What `remember_curve` kept, or None for anything else."""
-    try:
-        widths = {int(width): float(seconds) for width, seconds in kept["widths"].items()}  # type: ignore[index]
-        fixed_s, row_s = map(float, kept["context"])  # type: ignore[index]
-        return CostCurve(widths, ContextCost(fixed_s, row_s))
-    except (TypeError, KeyError, ValueError, AttributeError):
+def _kept_curve(key: str) -> CostCurve | None:
+    """What `remember_curve` kept under `key`."""
+    kept = recall("costs", key, _CURVE)
+    if kept is None:
         return None
+    return CostCurve({int(width): s for width, s in kept["widths"].items()}, ContextCost(*kept["context"]))
 
 
 def _library_version(engine_name: str) -> str:

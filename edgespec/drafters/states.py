@@ -16,6 +16,7 @@ from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.candidates import MakeCandidates
 from edgespec.drafters.chain import CHAIN_PRIOR, DrawnChain
 from edgespec.drafters.growth import ROOT, Growth
+from edgespec.errors import EngineError, ModelFileError
 from edgespec.headfile import PROJECT, HeadFile
 from edgespec.types import EMPTY_DRAFT, Draft, Logits, TokenIds
 
@@ -26,7 +27,10 @@ _MOST_CHILDREN, _LOOKED_AT = 8, 8
 
 
 class StateDrafter(Drafter):
-    """`heads` for a target whose vocabulary has `vocabulary_size` tokens; one of `end_ids` ends a draft."""
+    """`heads` for a target whose vocabulary has `vocabulary_size` tokens; one of `end_ids` ends a draft.
+
+    Raises ModelFileError where the rows of the heads' vocabulary are all zero, or too large to be scaled.
+    """
 
     wants_features = True
     prior = CHAIN_PRIOR
@@ -39,8 +43,14 @@ class StateDrafter(Drafter):
         self._token_ids = heads.token_ids
         self._vocabulary = vocabulary
         # The rows of the head stand for tokens as inputs too, brought to unit size; a token without one is zero.
-        size = 1.0 / float(np.sqrt(np.mean(np.square(vocabulary))))
-        self._size = np.float32(size)
+        with np.errstate(over="ignore"):
+            size = float(np.sqrt(np.mean(np.square(vocabulary))))
+        if not 0 < size < np.inf:
+            raise ModelFileError(
+                f"the {self.name} heads' vocabulary has rows of mean size {size:g}: train them again (edgespec "
+                "train-heads), or leave them out"
+            )
+        self._size = np.float32(1.0 / size)
         self._slots = np.full(vocabulary_size, -1, np.int32)
         self._slots[self._token_ids] = np.arange(self._token_ids.size)
         self._row = np.full(manifest.vocabulary_size, _NEVER, np.float32)  # what only pads the target's is left out
@@ -51,11 +61,12 @@ class StateDrafter(Drafter):
         """A tree or a chain, made on one core.
 
         Threads of a BLAS wait for more work by spinning, for longer than a draft takes: the target's next pass, which
-        needs every core, would share them with threads that do nothing.
+        needs every core, would share them with threads that do nothing. Raises EngineError when the heads' scores are
+        no numbers: finite weights may have products that are not.
         """
         if request.max_tokens < 1 or request.features is None or not len(request.features):
             return EMPTY_DRAFT
-        with self._blas.limit(limits=1, user_api="blas"):
+        with self._blas.limit(limits=1, user_api="blas"), np.errstate(over="ignore", invalid="ignore"):
             return self.drafted(request, request.features)
 
     @abstractmethod
@@ -82,7 +93,12 @@ class StateDrafter(Drafter):
         return found
 
     def row(self, scores: Array) -> Logits:
-        """Scores [m] as a row [the heads' vocabulary] of logits, which the next call overwrites."""
+        """Scores [m] as a row [the heads' vocabulary] of logits, which the next call overwrites. Raises as `draft`."""
+        if not np.isfinite(scores).all():
+            raise EngineError(
+                f"the {self.name} heads gave scores that are no numbers: they are damaged, or overflow with this "
+                "target. Train them again (edgespec train-heads), or use another drafter"
+            )
         self._row[self._token_ids] = scores
         return self._row
 

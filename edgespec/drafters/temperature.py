@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.noise import Stream
-from edgespec.sampling import Sampler
+from edgespec.sampling import MAX_TEMPERATURE, Sampler
 from edgespec.types import Distribution, TokenIds
 
 Factor = float | Literal["auto"]
@@ -83,7 +83,9 @@ class DraftTemperature:
         self._used = self.factor_at(settings.temperature)
         if settings.temperature == 0.0 or self._used == 1.0:
             return target
-        temperature = settings.temperature * self._used
+        # At the highest temperature a distribution is as flat as it gets: what a factor asks for ends there.
+        self._used = min(self._used, MAX_TEMPERATURE / settings.temperature)
+        temperature = min(settings.temperature * self._used, MAX_TEMPERATURE)
         if self._made is None or self._made[0] is not target or self._made[1].sampling.temperature != temperature:
             self._made = target, Sampler(replace(settings, temperature=temperature), target.vocabulary_size)
         return self._made[1]

@@ -27,9 +27,10 @@ import numpy as np
 from edgespec.engines.eagle3_header import is_eagle3
 from edgespec.engines.gguf_check import check_gguf
 from edgespec.engines.gguf_split import model_files
-from edgespec.engines.measurements import file_key, key_of, recall, remember
+from edgespec.engines.measurements import CHECKED_FILE, file_key, key_of, recall, remember
 from edgespec.engines.room import is_limited
 from edgespec.errors import CapabilityError, EdgespecError, ModelFileError, ModelNotFound
+from edgespec.types import Logits
 
 PROBE_VERSION = 2  # raise it when the probe learns to find more, and files are probed again
 START_S = 60.0
@@ -55,7 +56,7 @@ def check_model_files(is_trusted: Mapping[Path, bool]) -> None:
         if not _is_graph(path):
             check_gguf(path)
     keys = {path: _trial_key(path) for path, trusted in is_trusted.items() if not trusted}
-    unknown = [path for path, key in keys.items() if recall("probed", key) is None]
+    unknown = [path for path, key in keys.items() if recall("probed", key, CHECKED_FILE) is None]
     for path, fault in zip(unknown, faults(unknown, timeout_s=_allowed_s(unknown)), strict=True):
         if fault is not None:
             raise ModelFileError(fault)
@@ -243,10 +244,22 @@ def _try_gguf(path: Path) -> str | None:
         ids = engine.vocabulary.encode("".join(map(chr, range(256))), parse_special=True)
         _ = engine.vocabulary.pieces
         logits = engine.forward(Batch.chain(ids[:2] or [0]))
-        if not np.isfinite(logits).all():
-            return f"{path} is not a usable model: its logits are not numbers. Download or export it again"
+        if fault := fault_of(logits):
+            return f"{path} is not a usable model: {fault}. Download or export it again"
         engine.forward(Batch.chain([0], last_only=True))
     return None
+
+
+def fault_of(logits: Logits) -> str:
+    """What is wrong with the logits [rows, vocabulary] of a few different tokens; empty when nothing shows.
+
+    Weights that are all zero load without complaint and give every token the same score.
+    """
+    if not np.isfinite(logits).all():
+        return "its logits are not numbers"
+    if logits.shape[1] > 1 and (logits.max(axis=1) == logits.min(axis=1)).any():
+        return "it gives every token the same score, as weights that are all zero do"
+    return ""
 
 
 def _report_of(path: Path) -> str:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from edgespec.engines import proof
 from edgespec.engines.base import Engine, EngineFacts
-from edgespec.engines.measurements import recall, remember
+from edgespec.engines.measurements import Schema, a_list, a_record, a_row, flag, recall, remember, text, whole
+from edgespec.engines.measurements import seconds as of_time
 from edgespec.engines.proof import PREFIX, WidthClass
 from edgespec.errors import CapabilityError
 
@@ -57,7 +58,7 @@ def pinned_facts(engine: Engine, key: str, *, widest: int, reproducible: bool | 
     class was proved before, on request: proving takes longer than a user should wait for a first token.
     """
     engine.class_key = key
-    if reproducible is None and engine.facts.device == "cpu" and recall("widths", key) is None:
+    if reproducible is None and engine.facts.device == "cpu" and recall("widths", key, _kept(widest)) is None:
         return _as_fastest(engine.facts, key)
     found = _proved(engine, key, widest) if engine.facts.can_rollback else Proved((), {})
     pinned = found.pinned
@@ -88,7 +89,7 @@ def refute(engine: Engine) -> None:
 
 def _as_fastest(facts: EngineFacts, key: str) -> EngineFacts:
     """The facts as they are, and a note of the choice where it is made for the first time."""
-    if recall("modes", key) is not None:
+    if recall("modes", key, a_record({"mode": text})) is not None:
         return facts
     remember("modes", key, {"mode": "fastest"})
     note = (
@@ -100,17 +101,25 @@ def _as_fastest(facts: EngineFacts, key: str) -> EngineFacts:
 
 def _proved(engine: Engine, key: str, widest: int) -> Proved:
     """As kept under `key`, or proved now."""
-    kept = recall("widths", key)
+    kept = recall("widths", key, _kept(widest))
     if kept is not None:
         classes = tuple((low, high) for low, high in kept["classes"])
         seconds = {int(width): float(taken) for width, taken in kept["seconds"]}
-        return Proved(classes, seconds, bool(kept.get("refuted")))
+        return Proved(classes, seconds, kept["refuted"])
     logger.info("proving which widths of a pass give equal bits with this model, once")
     found = Proved(*proof.survey(engine, widest))
     while (pinned := found.pinned) is not None and not proof.confirm(engine, pinned[0], pinned):
         found = replace(found, classes=proof.without(found.classes, pinned[0]))
     remember("widths", key, found.kept())
     return found
+
+
+def _kept(widest: int) -> Schema:
+    """Of what `Proved.kept` gives, for widths up to `widest`."""
+    width = whole(1, widest)
+    pair = a_row(width, width)
+    classes = a_list(lambda found: pair(found) and found[0] <= found[1])
+    return a_record({"classes": classes, "seconds": a_list(a_row(width, of_time)), "refuted": flag})
 
 
 def _why_none(found: Proved, advice: str) -> str:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from edgespec.errors import ConfigError, StateError
+from edgespec.paths import exists
 from edgespec.texts.index import BYTES_PER_TOKEN, SuffixIndex, sorted_places
 from edgespec.texts.store import DamagedError, bytes_of, digest_of, ids_of, reading, remove, texts_folder, writing
 from edgespec.types import TokenIds
@@ -55,14 +56,14 @@ class Corpus:
 
     def texts(self) -> list[CorpusText]:
         """What was added, by name. Raises StateError where it cannot be read."""
-        if not self.path.exists():
+        if not exists(self.path):
             return []
         with reading(self.path, _SCHEMA) as found:
             return _texts(found)
 
     def budget_bytes(self) -> int:
         """What all texts together may take. Raises StateError where it cannot be read."""
-        if not self.path.exists():
+        if not exists(self.path):
             return DEFAULT_BUDGET_BYTES
         with reading(self.path, _SCHEMA) as found:
             return _budget(found)
@@ -95,7 +96,7 @@ class Corpus:
             known = {text.name: text for text in _texts(found)}
             if name not in known:
                 raise ConfigError(f"the corpus has no {name!r}; it has: {', '.join(known) or 'nothing'}")
-            found.execute("DELETE FROM texts WHERE name = ?", (name,))
+            found.execute("DELETE FROM texts WHERE CAST(name AS TEXT) = ?", (name,))
             found.execute("DELETE FROM places")
         return known[name]
 
@@ -108,7 +109,7 @@ class Corpus:
 
         Raises StateError naming the fix where a text is damaged, of another vocabulary, or beyond the budget.
         """
-        if not self.path.exists():
+        if not exists(self.path):
             return None
         try:
             with reading(self.path, _SCHEMA) as found:
@@ -173,8 +174,11 @@ def joined(documents: list[TokenIds]) -> TokenIds:
 
 
 def _texts(found: sqlite3.Connection) -> list[CorpusText]:
-    # Sizes are measured, not believed: a damaged file must not be read into more memory than the budget has.
-    query = "SELECT name, source, added, documents, coalesce(length(ids), 0) / 4 FROM texts ORDER BY name"
+    # Sizes are measured, not believed: a damaged file must not be read into more memory than the budget has. SQLite
+    # keeps any type in any column, and a row that somebody else wrote is to be shown too, so that it can be removed.
+    query = """SELECT CAST(coalesce(name, '') AS TEXT), CAST(coalesce(source, '') AS TEXT),
+        CAST(coalesce(added, 0) AS REAL), CAST(coalesce(documents, 0) AS INTEGER), coalesce(length(ids), 0) / 4
+        FROM texts ORDER BY name"""
     return [CorpusText(*row) for row in found.execute(query)]
 
 

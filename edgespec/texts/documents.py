@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from edgespec.errors import ConfigError
+from edgespec.paths import exists, is_file, is_folder
 
 MAX_FILE_BYTES = 32 << 20
 _SNIFFED_BYTES = 8192
@@ -20,14 +21,14 @@ class Documents:
     """
 
     def __init__(self, path: Path) -> None:
-        if not path.exists():
+        if not exists(path):
             raise ConfigError(f"no file or folder {str(path)!r}: give the path of a text file or of a folder of them")
         self.path = path
         self.left_out: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[tuple[Path, str]]:
         """(file, its text), in the order of their names. Hidden files and folders are left out, links not followed."""
-        if not self.path.is_dir():
+        if not is_folder(self.path):
             text, reason = read_text(self.path)
             if reason:
                 raise ConfigError(f"{self.path} is {reason}: give a file of text in UTF-8")
@@ -50,7 +51,7 @@ class Documents:
 def read_text(path: Path) -> tuple[str, str]:
     """(the text of a file, "") or ("", why it has none)."""
     try:
-        if not path.is_file():
+        if not is_file(path):
             return "", "no regular file"
         if path.stat().st_size > MAX_FILE_BYTES:
             return "", f"larger than {MAX_FILE_BYTES >> 20} MiB"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from edgespec.errors import StateError
+from edgespec.paths import exists
 from edgespec.texts.store import DamagedError, bytes_of, digest_of, ids_of, reading, remove, texts_folder, writing
 from edgespec.types import TokenIds
 
@@ -23,8 +24,11 @@ MAX_AGE_S = 180 * 24 * 3600.0
 _LEAST_TOKENS = 4  # shorter answers are not worth a row
 _TIMEOUT_S = 2.0
 _SCHEMA = "CREATE TABLE answers (digest BLOB PRIMARY KEY, made REAL, tokens INTEGER, ids BLOB)"
+# SQLite keeps any type in any column: a row that somebody else wrote must not push out what was learnt.
+_FOREIGN = """DELETE FROM answers WHERE typeof(made) != 'real' OR typeof(tokens) != 'integer'
+    OR tokens NOT BETWEEN 0 AND ?"""
 _EVICT = """DELETE FROM answers WHERE made < ? OR digest IN (SELECT digest FROM (
-    SELECT digest, sum(tokens) OVER (ORDER BY made DESC, digest) AS newer FROM answers) WHERE newer > ?)"""
+    SELECT digest, total(tokens) OVER (ORDER BY made DESC, digest) AS newer FROM answers) WHERE newer > ?)"""
 
 
 class Kept(NamedTuple):
@@ -50,7 +54,7 @@ class LearntTexts:
 
     def read(self) -> list[TokenIds]:
         """All answers [n] that are kept, the oldest first; none where the file cannot be read."""
-        if not self.path.exists():
+        if not exists(self.path):
             return []
         try:
             with reading(self.path, _SCHEMA, timeout_s=_TIMEOUT_S) as found:
@@ -72,11 +76,9 @@ class LearntTexts:
         token_ids = token_ids[:MAX_ANSWER_TOKENS]
         if token_ids.size < _LEAST_TOKENS:
             return
-        if not self.path.exists():
+        if not exists(self.path):
             logger.info(
-                "what the model writes is kept in %s, to draft later answers from; --no-learn keeps nothing, "
-                "edgespec corpus rm --learnt removes it",
-                self.path,
+                "learning from answers: on, they are kept in %s (edgespec corpus rm --learnt deletes them)", self.path
             )
         try:
             self._write(token_ids)
@@ -87,10 +89,11 @@ class LearntTexts:
 
     def kept(self) -> Kept:
         """How much there is. Raises StateError where it cannot be read."""
-        if not self.path.exists():
+        if not exists(self.path):
             return Kept(0, 0)
         with reading(self.path, _SCHEMA) as found:
-            return Kept(*found.execute("SELECT count(*), coalesce(sum(tokens), 0) FROM answers").fetchone())
+            query = "SELECT count(*), CAST(total(CAST(tokens AS INTEGER)) AS INTEGER) FROM answers"
+            return Kept(*found.execute(query).fetchone())
 
     def clear(self) -> bool:
         """Remove all; False when there was nothing. Raises StateError."""
@@ -101,6 +104,7 @@ class LearntTexts:
         with writing(self.path, _SCHEMA, timeout_s=_TIMEOUT_S, durable=False) as found:
             row = (digest_of(blob), now, token_ids.size, blob)
             found.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?)", row)
+            found.execute(_FOREIGN, (MAX_ANSWER_TOKENS,))
             found.execute(_EVICT, (now - self._max_age_s, self._max_tokens))
 
     def _checked(self, digest: object, blob: object) -> TokenIds | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from edgespec.errors import StateError
+from edgespec.paths import exists
 from edgespec.settings import user_folder
 from edgespec.tokenizer import Vocabulary
 from edgespec.types import TokenIds
@@ -70,6 +71,7 @@ def writing(path: Path, schema: str, *, timeout_s: float = 10.0, durable: bool =
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.touch(mode=0o600)
         with contextlib.closing(sqlite3.connect(path, timeout=timeout_s, isolation_level=None)) as connection:
+            connection.text_factory = _as_text
             if not durable:
                 connection.execute("PRAGMA synchronous=OFF")
             connection.execute("PRAGMA secure_delete=ON")
@@ -97,7 +99,13 @@ def reading(path: Path, schema: str, *, timeout_s: float = 10.0) -> Iterator[sql
 
 def _connect(open_ones: contextlib.ExitStack, uri: str, timeout_s: float) -> sqlite3.Connection:
     found = sqlite3.connect(uri, timeout=timeout_s, isolation_level=None, uri=True)
+    found.text_factory = _as_text
     return open_ones.enter_context(contextlib.closing(found))
+
+
+def _as_text(contents: bytes) -> str:
+    """A text of the database: what is not UTF-8 in one was not written by us, and is shown as far as it can be."""
+    return contents.decode("utf-8", errors="replace")
 
 
 @contextlib.contextmanager
@@ -129,7 +137,7 @@ def _create(connection: sqlite3.Connection, schema: str) -> None:
 
 def remove(path: Path) -> bool:
     """Delete a database with what SQLite left beside it; False when there was none. Raises StateError."""
-    existed = path.exists()
+    existed = exists(path)
     try:
         for file in (path, path.with_name(path.name + "-journal")):
             file.unlink(missing_ok=True)

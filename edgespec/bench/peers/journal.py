@@ -16,7 +16,8 @@ Answers = dict[str, Answer]
 class Journal:
     """Sweeps and answers of one run, in memory and in a file that only grows.
 
-    A file of another run, as `identity` tells, is put aside; a last line that was cut off is ignored.
+    A file of another run, as `identity` tells, is put aside. What a killed run left of a line is cut off, so that the
+    next one begins a line of its own; with it goes all that follows a line which is none of a journal.
     """
 
     def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
@@ -24,10 +25,10 @@ class Journal:
         self.tuned: dict[str, Tuned] = {}
         self.answers: dict[int, Answers] = {}
         self.failed: dict[str, str] = {}
-        entries = _read(path)
-        if entries and entries[0].get("identity") == dict(identity):
-            for entry in entries[1:]:
-                self._take(entry)
+        whole_bytes = self._read(dict(identity)) if path.is_file() else 0
+        if whole_bytes:
+            with path.open("r+b") as handle:
+                handle.truncate(whole_bytes)
         else:
             if path.exists():
                 path.replace(path.with_suffix(".old.jsonl"))
@@ -49,6 +50,23 @@ class Journal:
         self._write({"failed": name, "reason": reason})
         self.failed[name] = reason
 
+    def _read(self, identity: dict[str, Any]) -> int:
+        """Take in all whole lines of a run of this `identity`; their length in bytes, 0 for another run's file."""
+        whole_bytes = 0
+        for line in self._path.read_bytes().splitlines(keepends=True):
+            if not line.endswith(b"\n"):
+                break  # the last line of a run that was killed
+            try:
+                entry = dict(json.loads(line))
+                if whole_bytes:
+                    self._take(entry)
+                elif entry["identity"] != identity:
+                    return 0
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                break
+            whole_bytes += len(line)
+        return whole_bytes
+
     def _take(self, entry: dict[str, Any]) -> None:
         if "tuned" in entry:
             trials = tuple(Trial(*trial) for trial in entry["trials"])
@@ -58,19 +76,9 @@ class Journal:
         elif "prompt" in entry:
             answers = {name: Answer.from_json(values) for name, values in entry["answers"].items()}
             self.answers[entry["prompt"]] = answers
+        else:
+            raise KeyError("no kind of entry that is known")
 
     def _write(self, entry: dict[str, Any]) -> None:
         with self._path.open("a", encoding="utf-8") as handle:
             handle.write(json.dumps(entry) + "\n")
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        return []
-    entries = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            entries.append(json.loads(line))
-        except ValueError:
-            break
-    return entries

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from edgespec.engines.measurements import Schema, a_list, a_record, number
 from edgespec.engines.onnx.graph import CacheScales, Graph
 from edgespec.engines.onnx.passes import PassRows, SharedPasses
 from edgespec.types import TokenIds
 
 MARGIN = 1.25  # a larger value than any seen is cut off at this many times the largest
 STEP = 32
+_LEAST_VALUE, _MOST_VALUE = 1e-6, 1e6  # that a channel's largest may be: no model's keys and values are beyond
 TEXT = """The old harbour was quiet in the morning, and only two boats were out. "When do we leave?" she asked.
 User: I need a table for four people at 7:30 pm on March 8th, please. Something Italian, not too expensive.
 Assistant: I found 3 restaurants in San Jose. The first one has 4.5 stars and asks for about $25 a person.
@@ -34,9 +36,16 @@ def measure_scales(passes: SharedPasses, graph: Graph, token_ids: TokenIds) -> d
         passes.run(0, PassRows(start, ids, np.array([ids.size - 1], np.intp)))
     largest = passes.largest_values(0, token_ids.size)
     return {
-        entry.past: (np.maximum(found, 1e-6) * MARGIN / 127).tolist()
+        entry.past: (np.maximum(found, _LEAST_VALUE) * MARGIN / 127).tolist()
         for entry, found in zip(graph.cache, largest, strict=True)
     }
+
+
+def scales_schema(graph: Graph, head_size: int) -> Schema:
+    """Of what `measure_scales` gives: a plausible scale for every channel of every head."""
+    scale = number(0.99 * _LEAST_VALUE * MARGIN / 127, _MOST_VALUE * MARGIN / 127)
+    head = a_list(scale, size=head_size)
+    return a_record({entry.past: a_list(head, size=entry.heads) for entry in graph.cache})
 
 
 def as_scales(measured: dict[str, Sequence[Sequence[float]]]) -> CacheScales:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.engines.measurements import file_key, key_of, recall, remember
-from edgespec.engines.onnx.calibration import TEXT, as_scales, measure_scales
+from edgespec.engines.onnx.calibration import TEXT, as_scales, measure_scales, scales_schema
 from edgespec.engines.onnx.concatenated import ConcatenatedPasses
 from edgespec.engines.onnx.exits import ExitPasses
 from edgespec.engines.onnx.graph import CacheScales, Graph, read_graph
@@ -78,11 +78,14 @@ def cache_scales(path: Path, graph: Graph, settings: OnnxSettings) -> CacheScale
     if not graph.is_shared:
         raise CapabilityError("an int8 cache needs GroupQueryAttention; this export concatenates its cache, use f32")
     key = key_of("cache scales", TEXT, *map(file_key, weight_files(path)), version())
-    measured = recall("cache-scales", key)
+    schema = scales_schema(graph, settings.head_size)
+    measured = recall("cache-scales", key, schema)
     if measured is None:
         passes, _ = open_passes(path, graph, replace(settings, exit_layer=None), library().RunOptions())
         assert isinstance(passes, SharedPasses)
         ids = TokenizerFile(path.parent, graph.vocabulary_size).encode(TEXT)[: settings.context_length]
         measured = measure_scales(passes, graph, np.array(ids, np.int32))
+        if not schema(measured):
+            raise ModelFileError(f"the keys and values of {path} are no plausible numbers: export the model again")
         remember("cache-scales", key, measured)
     return as_scales(measured)
