@@ -43,8 +43,8 @@ class Conversation:
 
         0 as long as the conversation only grew: a position is then as good a key as any.
         """
-        used = max(self._dropped_end, *(turn.get(_NOISE_END, 0) for turn in self.turns), 0)
-        return max(used - prompt_tokens, 0)
+        used: int = max(self._dropped_end, *(turn.get(_NOISE_END, 0) for turn in self.turns), 0)
+        return used - prompt_tokens if used > prompt_tokens else 0
 
     @property
     def num_exchanges(self) -> int:

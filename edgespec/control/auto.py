@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.control.bank import TimeBank
+from edgespec.control.bank import LATE, TimeBank
 from edgespec.control.base import NOTHING, Controller, Proposal
 from edgespec.control.choice import favour_hopeful
 from edgespec.control.cost import WIDEST, CostCurve, DraftCost, RoundCost
@@ -33,7 +33,6 @@ _KEPT_PASSES = 12.0  # the most of what was gained beyond that, that later gener
 _RATE_MEMORY = 0.95  # per round, of the running rate
 _READING_ROUNDS = 16  # rounds over which the reading of what a paid drafter lacks is spread
 _PROBE_READING = 0.25  # of what the bank holds, that a probe may spend on reading first
-_LATE = 1.5  # times its known cost, that a pass is charged to speculation at most
 _REFRESH_FIRST, _REFRESH_EVERY = 16, 128  # rounds of speculation after which one plain pass is timed again, doubling
 _COUNTED = 0.6  # of the share that may be lost, what drafts may cost; the rest is for what a round adds besides
 _DECIDING = 0.25  # of the share that may be lost, that deciding not to draft may take
@@ -149,44 +148,52 @@ class AutoController(Controller):
         plain_s = self.curve.at(1, record.position)
         num_tokens, rate = record.accepted_tokens + 1, self._rate(plain_s)
         decided, self._round = self._round, None
-        round_s = self._account(proposal, record, decided, plain_s)
+        work_s, pass_s = self._account(proposal, record, decided, plain_s)
         if decided is not None:
             self._learn_drafts(decided, proposal.drafter, record.position, rate)
         self.curve.observe(record.width, record.position, record.verify_s)
         reading_s = 0.0 if decided is None else decided.reading_s
         self._tokens = _RATE_MEMORY * self._tokens + num_tokens
-        self._seconds = _RATE_MEMORY * self._seconds + round_s - reading_s
+        self._seconds = _RATE_MEMORY * self._seconds + work_s + pass_s - reading_s
         if decided is None:
             return
         if proposal.drafter is not None:
             self.drafters[proposal.drafter].observe(proposal.draft, verdict)
             self._states[proposal.drafter].learn_verdict(proposal.draft, verdict)
-            gained = num_tokens - 1 - rate * (round_s - reading_s - plain_s)
+            gained = num_tokens - 1 - rate * (work_s + pass_s - reading_s - plain_s)
         else:
-            gained = -rate * (record.draft_s - reading_s)  # drafted, and not worth a wider pass
+            gained = -rate * (work_s - reading_s)  # drafted, and not worth a wider pass
         self._hedge.update(decided.gains, decided.net_tokens(proposal.drafter, gained, rate))
         self._hedge.share()
         self._count_probes(decided)
 
-    def _account(self, proposal: Proposal, record: RoundRecord, decided: Round | None, plain_s: float) -> float:
-        """Credit and charge the bank; the seconds of the round, our own work included."""
+    def _account(
+        self, proposal: Proposal, record: RoundRecord, decided: Round | None, plain_s: float
+    ) -> tuple[float, float]:
+        """Credit and charge the bank; seconds of (our own work, the pass), without what the machine is to blame for."""
+        expected_s = self._expected_s(decided)
+        on_time_s = LATE * self.curve.at(record.width, record.position)
         if proposal.drafter is None:
             self._since_plain = 0
             self.round_cost.decoded(record.judge_s)
-            self.bank.decoded(plain_s, record.draft_s + self._learning_s)
+            work_s = self.bank.own_work(record.draft_s + self._learning_s, expected_s, plain_s)
+            self.bank.decoded(plain_s, work_s)
             if decided is not None and decided.paid is None and not decided.is_refresh:
                 affordable_s = _DECIDING * self.bank.share * plain_s
-                deciding_s = record.draft_s + self._learning_s
-                self._rest = min(int(deciding_s / affordable_s), _LONGEST_REST) if affordable_s else 0
-            return record.draft_s + record.verify_s
+                self._rest = min(int(work_s / affordable_s), _LONGEST_REST) if affordable_s else 0
+            return work_s, min(record.verify_s, on_time_s)
         self._since_plain += 1
         num_tokens = record.accepted_tokens + 1
         own_s = self.round_cost.speculated(num_tokens, record.judge_s + self._learning_s)
-        round_s = record.draft_s + record.verify_s + own_s
-        # A pass that took far too long is the machine's doing: plain decoding has to wait there too.
-        late_s = record.verify_s - _LATE * self.curve.at(record.width, record.position)
-        self.bank.speculated(num_tokens, round_s - max(late_s, 0.0), plain_s)
-        return round_s
+        work_s = self.bank.own_work(record.draft_s + own_s, expected_s + self.round_cost.round_s, plain_s)
+        pass_s = min(record.verify_s, on_time_s)
+        self.bank.speculated(num_tokens, work_s + pass_s, plain_s)
+        return work_s, pass_s
+
+    def _expected_s(self, decided: Round | None) -> float:
+        """What the drafting of a round should have taken; infinite where nothing is known yet: it is believed then."""
+        paid = None if decided is None else decided.paid
+        return 0.0 if paid is None or paid.draft is None else paid.expected_s
 
     # -- deciding
 

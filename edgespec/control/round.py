@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -45,6 +46,14 @@ class PaidRound:
     def net_gain(self) -> float:
         """The gain less what drafting costs."""
         return 0.0 if self.draft is None else self.gain - self.rate * self.cost.of(self.draft.num_tokens, 0)
+
+    @property
+    def expected_s(self) -> float:
+        """What was known before of the time that this draft takes; infinite where nothing was."""
+        if self.draft is None:
+            return 0.0
+        is_known = self.cost.token_s > 0 and (self.cost.read_s > 0 or self.lag <= 4 * self.draft.num_tokens)
+        return self.cost.of(self.draft.num_tokens, self.lag) if is_known else math.inf
 
     def affordable(self, most: int) -> int:
         """How many tokens, at most, the bank risks: it pays if all of them fail."""
