@@ -45,6 +45,7 @@ class AutoController(Controller):
 
     `curve`: what the target's passes cost; `costs`: what each paid drafter's tokens cost; `share`: how much of plain
     decoding's time speculation may lose at most. It owns none of the drafters. `clock` is there for simulations.
+    `threads`: what these costs were, or are to be, measured with.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class AutoController(Controller):
         costs: Mapping[str, DraftCost],
         share: float = 0.02,
         clock: Callable[[], float] = perf_counter,
+        threads: int = 1,
     ) -> None:
         self.drafters = dict(drafters)
         self.curve = curve
@@ -74,6 +76,8 @@ class AutoController(Controller):
         self._learning_s = 0.0  # that the last `observe` took
         self._pass_s: tuple[list[float], float, list[float]] = [], 0.0, []  # a table, what was added to it, the sum
         self._ahead_s: list[float] = []  # what a further row of these passes takes at least
+        self._known: dict[int, tuple[CostCurve, dict[str, DraftCost]]] = {}  # what passes and drafts cost, by threads
+        self._threads = self._next_threads = threads  # that the costs in use are of; that the next round is of
 
     def begin(self, prompt_ids: TokenIds, prefill_s: float = 0.0) -> None:
         for drafter in self.drafters.values():
@@ -85,6 +89,20 @@ class AutoController(Controller):
         self.bank.open(START_PASSES * plain_s, MOST_PASSES * plain_s, _KEPT_PASSES * plain_s)
         self.bank.waited(prefill_s)  # what lets a draft model read a long prompt
 
+    def use_threads(self, threads: int) -> None:
+        """As the contract says, from the next round on: the last one may still have to be learnt from."""
+        self._next_threads = threads
+
+    def _follow_threads(self) -> None:
+        """What is not known of a number of threads is taken for what it cost before, until passes say otherwise."""
+        threads = self._next_threads
+        self._known[self._threads] = self.curve, self.costs
+        if threads not in self._known:
+            likewise = {name: DraftCost(cost.token_s, cost.read_s) for name, cost in self.costs.items()}
+            self._known[threads] = CostCurve(self.curve.refined(), self.curve.context), likewise
+        self._threads, (self.curve, self.costs) = threads, self._known[threads]
+        self._pass_s = [], 0.0, []
+
     def rest(self) -> int:
         self._rested, self._rest = self._rest, 0
         return self._rested
@@ -95,6 +113,8 @@ class AutoController(Controller):
         if self._rested:
             self.bank.decoded(self._rested * self.curve.at(1, context), 0.0)
             self._rested = self._since_plain = 0
+        if self._next_threads != self._threads:
+            self._follow_threads()
         self._states, self._hedge = self._kinds.of(kind_of(request))
         pass_s = self._round_table(context)
         most = min(request.max_tokens, MAX_AUTO_LENGTH, WIDEST - 1)
@@ -150,8 +170,9 @@ class AutoController(Controller):
         decided, self._round = self._round, None
         work_s, pass_s = self._account(proposal, record, decided, plain_s)
         if decided is not None:
-            self._learn_drafts(decided, proposal.drafter, record.position, rate)
-        self.curve.observe(record.width, record.position, record.verify_s)
+            self._learn_drafts(decided, proposal.drafter, record, rate)
+        if not record.is_disturbed:
+            self.curve.observe(record.width, record.position, record.verify_s)
         reading_s = 0.0 if decided is None else decided.reading_s
         self._tokens = _RATE_MEMORY * self._tokens + num_tokens
         self._seconds = _RATE_MEMORY * self._seconds + work_s + pass_s - reading_s
@@ -276,16 +297,16 @@ class AutoController(Controller):
 
     # -- learning
 
-    def _learn_drafts(self, decided: Round, used: str | None, context: int, rate: float) -> None:
+    def _learn_drafts(self, decided: Round, used: str | None, record: RoundRecord, rate: float) -> None:
         """What was drafted says what to expect of a drafter; what was not verified is left for the text to judge."""
-        pass_s = self._pass_s[2]
+        pass_s, context = self._pass_s[2], record.position
         for name, draft in decided.trials.items():
             if name != used:
                 length = decided.lengths[name]
                 extra = rate * (pass_s[length + 1] - pass_s[1])
                 self._shadows.add(Shadow(name, context, draft, length, decided.gains, extra))
         if decided.chosen is not None and decided.paid is not None and decided.paid.draft is not None:
-            decided.paid.learn()
+            decided.paid.learn(is_disturbed=record.is_disturbed)
             if used != decided.chosen and decided.paid.draft.distributions is None:
                 self._shadows.add(Shadow(decided.chosen, context, decided.paid.draft.main_chain, 0, decided.gains, 0.0))
 

@@ -89,10 +89,11 @@ class PaidRound:
         length, self.gain = best_nodes(draft, confidences, pass_s, ahead_s, rate, most)
         return draft, confidences, length
 
-    def learn(self) -> None:
+    def learn(self, *, is_disturbed: bool = False) -> None:
         """From the draft, what its drafter costs and what its next tokens are to be expected to be worth."""
         if self.draft is not None:
-            self.cost.observe(self.draft.num_tokens, self.lag, self.seconds)
+            if not is_disturbed:
+                self.cost.observe(self.draft.num_tokens, self.lag, self.seconds)
             self.reading_s = self.lag * self.cost.read_s
             self.state.asked(self.net_gain)
             self.state.upcoming.observe_chain(self.confidences[: self.draft.main_chain.num_tokens])
