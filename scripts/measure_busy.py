@@ -27,7 +27,7 @@ from edgespec import GenerateOptions, Sampling
 from edgespec.engines.cores import physical_cores
 
 PROMPT = "Explain in a few sentences how a bicycle stays upright, and what that has to do with its wheels."
-MOST_S = 220.0
+MOST_S = 200.0
 
 
 @contextmanager

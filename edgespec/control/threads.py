@@ -141,7 +141,9 @@ class ThreadControl:
             return
         mean = sum(trial.seen) / len(trial.seen)
         if trial.is_upward:
-            self._judged_upward(trial, mean, is_better=mean < trial.lateness - _BETTER / 2 or mean < _BETTER)
+            # Where all is on time again as many threads as usual are to be had, even if they gain next to nothing.
+            needed = 0.0 if mean < _BETTER else _BETTER / 2
+            self._judged_upward(trial, mean, is_better=mean < trial.lateness - needed)
         else:
             self._judged_downward(trial, mean, is_better=mean < trial.lateness - _BETTER)
 
