@@ -7,10 +7,11 @@ caller may stop listening at any time. What this file does not know: which engin
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from time import perf_counter
+from time import perf_counter, thread_time
 
 import numpy as np
 
@@ -68,9 +69,12 @@ class Run:
             self.threads.begin()
         return logits
 
-    def timed(self, rows: int, seconds: float) -> bool:
+    def timed(self, rows: int, seconds: float, started_cpu_s: float) -> bool:
         """A pass over `rows` took `seconds`; whether the machine was too busy for that to say what passes cost."""
-        return self.threads is not None and self.threads.passed(rows, seconds)
+        if self.threads is None:
+            return False
+        cpu_s = seconds if os.name == "nt" else thread_time() - started_cpu_s  # there it counts in steps of 16 ms
+        return self.threads.passed(rows, seconds, cpu_s)
 
     def emit(self, token_id: int, position: int, logits: Logits, drafter: str | None = None) -> Iterator[TokenEvent]:
         """One event; the time that the listener takes is not ours."""
@@ -153,11 +157,11 @@ def _plain_rounds(run: Run, pending_id: int, most: int | None = None) -> Generat
     """One pass per token for `most` rounds or to the end; the pending token after them."""
     done = 0
     while run.stats.finish_reason is None and done != most:
-        started_s = perf_counter()
+        started_s, started_cpu_s = perf_counter(), thread_time()
         logits = run.target.feed(np.array([pending_id], np.int32))
         pass_s = perf_counter() - started_s
         position = run.target.length
-        is_disturbed = run.timed(1, pass_s)
+        is_disturbed = run.timed(1, pass_s, started_cpu_s)
         run.count(RoundRecord(position, None, 0, 0, (), 0.0, pass_s, is_disturbed=is_disturbed))
         pending_id = run.sampler.pick(run.sampler.distribution(logits, run.target.token_ids), position)
         yield from run.emit(pending_id, position, logits)
@@ -179,12 +183,12 @@ def speculative(run: Run, controller: Controller, rule: Rule) -> Generator[Token
             position = context_ids.size
             proposal, draft_s = _propose(run, controller, context_ids, rule)
             draft = proposal.draft
-            logits, verify_s = _score(run, pending_id, draft)
+            logits, verify_s, is_disturbed = _score(run, pending_id, draft)
             started_s = perf_counter()
             verdict = _judge(run, rule, draft, context_ids, logits)
             run.target.keep(pending_id, draft, verdict.accepted_nodes)
             seconds = draft_s, verify_s, perf_counter() - started_s
-            record = _record(proposal, verdict, position, seconds, run.timed(draft.num_tokens + 1, verify_s))
+            record = _record(proposal, verdict, position, seconds, is_disturbed)
             controller.observe(proposal, verdict, record)
             run.count(record)
             row = 0
@@ -227,10 +231,12 @@ def _propose(run: Run, controller: Controller, context_ids: TokenIds, rule: Rule
     return proposal, perf_counter() - started_s
 
 
-def _score(run: Run, pending_id: int, draft: Draft) -> tuple[Logits, float]:
-    started_s = perf_counter()
+def _score(run: Run, pending_id: int, draft: Draft) -> tuple[Logits, float, bool]:
+    """The logits of all rows, the seconds that took, and whether the machine was too busy for these to mean much."""
+    started_s, started_cpu_s = perf_counter(), thread_time()
     logits = run.target.score(pending_id, draft)
-    return logits, perf_counter() - started_s
+    seconds = perf_counter() - started_s
+    return logits, seconds, run.timed(draft.num_tokens + 1, seconds, started_cpu_s)
 
 
 def _judge(run: Run, rule: Rule, draft: Draft, context_ids: TokenIds, logits: Logits) -> Verdict:

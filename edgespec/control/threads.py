@@ -6,7 +6,9 @@ idle machine, and one alone is hardly slowed. Passes that are suddenly late are 
 which are kept if passes get faster. Now and then more are tried again, so seldom that it costs little.
 
 The measure of everything is how late passes are: the logarithm of their time over what passes of as many rows took on
-time, earlier in this run. What this module does not know: engines, drafts, and what a pass costs beforehand.
+time, earlier in this run. A machine that was busy all along shows otherwise: the thread that calls computes or spins
+through the whole pass, and where it got much less processor time than that, something else had its core. What this
+module does not know: engines, drafts, and what a pass costs beforehand.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ _ON_TIME = 0.3  # that passes may differ by
 _SLACK, _ALARM = 0.25, 1.2  # CUSUM (Page 1954): what is forgiven of each late pass, and the sum that is too much
 _MOST_LATE = 1.0  # that one pass may add to that sum: two are needed at least
 _STALL, _STALLS, _STALL_MEMORY = 1.0, 1.5, 0.95  # passes that late; how many, fading, are too many
+_STARVED, _TOO_STARVED = 0.85, 2.0  # share of a pass that the calling thread had a core; passes below that, on balance
 _CLIPPED = 2.0  # the most that is believed of one pass when mean latenesses are compared
 _BETTER = 0.1  # by which fewer threads must be faster; more of them half as much
 _HOPELESS = 0.3  # by which the first pass with more threads may be slower before it is the last
 _PACE, _BASE, _LEVEL = 0.05, 0.1, 0.1  # rates of learning per pass
 _TRIED = 3  # passes that decide about a number of threads, after one to settle
 _PROBING = 0.03  # share of all time that may be lost in trying numbers of threads that turn out to be worse
+_MOST_DOUBLINGS = 5  # of the time between such trials, as long as fewer threads are of no use
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 10.0  # before more threads are tried again; longer only to keep to that share
 _PAUSE_S = 5.0  # after which a new generation does not wait to try
 
@@ -58,7 +62,9 @@ class ThreadControl:
         self._sum = self._stalls = 0.0
         self._run: list[float] = []  # latenesses since the sum was 0
         self._wait_s, self._next_s, self._returned_s = _FIRST_WAIT_S, 0.0, -math.inf
+        self._starved = 0.0  # passes in which the calling thread was kept from computing, on balance
         self._hold_s = 0.0  # before which fewer threads are not tried again
+        self._failures = 0  # of such trials in a row
         self._last_s = clock()
 
     @property
@@ -78,15 +84,19 @@ class ThreadControl:
             self._switch(0)
             self._level = 0.0
 
-    def passed(self, rows: int, seconds: float) -> bool:
-        """A pass over `rows` took `seconds`. True if that says nothing of what passes cost: disturbed, or a trial."""
+    def passed(self, rows: int, seconds: float, cpu_s: float) -> bool:
+        """A pass over `rows` took `seconds`, of which the calling thread had `cpu_s` of a core.
+
+        True if that says nothing of what passes cost: it was disturbed, or a trial.
+        """
         self._last_s = self._clock()
+        self._starved = max(self._starved + (1.0 if cpu_s < _STARVED * seconds else -0.5), 0.0)
         if self._settling:
             self._settling = False
             return True
         late = self._lateness(rows, seconds)
         if late is None:
-            return self._trial is not None
+            return self._trial is not None or cpu_s < _STARVED * seconds
         if self._trial is not None:
             self._judge(self._trial, late, seconds)
             return True
@@ -118,14 +128,14 @@ class ThreadControl:
         self._stalls = _STALL_MEMORY * self._stalls + (more > _STALL)
         self._sum = min(max(self._sum + min(more, _MOST_LATE) - _SLACK, 0.0), 2 * _ALARM)
         self._run = [*self._run[-7:], _clipped(late)] if self._sum else []
-        is_too_much = self._sum > _ALARM or self._stalls > _STALLS
+        is_too_much = self._sum > _ALARM or self._stalls > _STALLS or self._starved >= _TOO_STARVED
         if is_too_much and self._at + 1 < len(self.steps) and self._last_s >= self._hold_s:
             self._try(self._at + 1, max(self._level, sum(self._run) / max(len(self._run), 1)), is_upward=False)
         return more > 0.5 or self._sum > 0.5
 
     def _try(self, step: int, lateness: float, *, is_upward: bool) -> None:
         self._trial = Trial(self._at, lateness, is_upward, self._at)
-        self._sum = self._stalls = 0.0
+        self._sum = self._stalls = self._starved = 0.0
         self._run = []
         self._switch(step)
 
@@ -158,8 +168,9 @@ class ThreadControl:
             return
         if self._at != trial.back:
             self._switch(trial.back)
-        if trial.back == trial.first:
-            self._hold_s = self._last_s + trial.lost_s / _PROBING
+        self._failures = min(self._failures + 1, _MOST_DOUBLINGS) if trial.back == trial.first else 0
+        if self._failures:
+            self._hold_s = self._last_s + 2.0 ** (self._failures - 1) * trial.lost_s / _PROBING
         if self._at:
             self._level = trial.lateness
             is_new = self._last_s - self._returned_s > 3 * self._wait_s
