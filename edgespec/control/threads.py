@@ -62,6 +62,7 @@ class ThreadControl:
         self._sum = self._stalls = 0.0
         self._run: list[float] = []  # latenesses since the sum was 0
         self._wait_s, self._next_s, self._returned_s = _FIRST_WAIT_S, 0.0, -math.inf
+        self._affordable_s = 0.0  # when more of them may be tried again without losing too large a share of time
         self._starved = 0.0  # passes in which the calling thread was kept from computing, on balance
         self._hold_s = 0.0  # before which fewer threads are not tried again
         self._failures = 0  # of such trials in a row
@@ -75,7 +76,7 @@ class ThreadControl:
     def begin(self) -> None:
         """A generation begins: after a pause the machine may be another one."""
         if self._at and self._clock() - self._last_s > _PAUSE_S:
-            self._next_s = 0.0
+            self._next_s = min(self._next_s, self._affordable_s)
 
     def reset(self) -> None:
         """Use all threads, for a measurement; whether that is wise is found out by the passes after it."""
@@ -91,10 +92,12 @@ class ThreadControl:
         """
         self._last_s = self._clock()
         self._starved = max(self._starved + (1.0 if cpu_s < _STARVED * seconds else -0.5), 0.0)
+        late = self._lateness(rows, seconds)
         if self._settling:
             self._settling = False
+            if self._trial is not None and self._trial.is_upward and late is not None and late > _STALL:
+                self._judge(self._trial, late, seconds)  # so late that nobody need wait for the next one
             return True
-        late = self._lateness(rows, seconds)
         if late is None:
             return self._trial is not None or cpu_s < _STARVED * seconds
         if self._trial is not None:
@@ -185,9 +188,8 @@ class ThreadControl:
         self._trial = None
         if not is_better:
             self._switch(trial.back)
-            affordable_s = trial.lost_s / _PROBING
-            self._wait_s = max(min(2 * self._wait_s, _LONGEST_WAIT_S), affordable_s)
-            self._next_s = self._last_s + self._wait_s
+            self._wait_s = max(min(2 * self._wait_s, _LONGEST_WAIT_S), trial.lost_s / _PROBING)
+            self._next_s, self._affordable_s = self._last_s + self._wait_s, self._last_s + trial.lost_s / _PROBING
         elif self._at:
             self._level, self._next_s = mean, self._last_s
         else:
