@@ -252,6 +252,9 @@ class GenerateOptions:
     under the raw softmax, before temperature, bias, penalties and truncation; `top_logprobs`: those of so many of the
     likeliest tokens too. `max_wait_s`: seconds to wait for the end of another generation, 0 for not at all, None for
     as long as it takes.
+    `noise_offset`: the token at position i is sampled with the noise of position i + `noise_offset`. Give it when a
+    prompt is a conversation without its oldest turns: an answer that begins where an older one began would otherwise
+    be drawn with the same random numbers, and may repeat it. `conversation.Conversation.noise_offset` computes it.
     """
 
     max_tokens: int | None = None  # None: until the context is full
@@ -263,8 +266,10 @@ class GenerateOptions:
     logprobs: bool = True
     top_logprobs: int = 0
     max_wait_s: float | None = None
+    noise_offset: int = 0
 
     def __post_init__(self) -> None:
+        _at_least("noise_offset", self.noise_offset, 0)
         _at_least("max-tokens", self.max_tokens, 1)
         object.__setattr__(self, "stop", _as_texts(self.stop))
         _switches(self, "ignore_eos", "logprobs")

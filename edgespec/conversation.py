@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from edgespec.chat import Message, checked_messages
@@ -14,19 +14,38 @@ from edgespec.errors import PromptError, StateError
 from edgespec.paths import read_text
 
 _FORMAT, _VERSION = "edgespec-conversation", 1
+_NOISE_END = "noise_end"  # of an answer: the place behind its last token, counted with the offset that it was made with
 
 
 @dataclass(slots=True)
 class Conversation:
-    """A system prompt and the turns since: the only owner of both. A turn is a user message and what answered it."""
+    """A system prompt and the turns since: the only owner of both. A turn is a user message and what answered it.
+
+    It also knows how far its answers have used up the noise of their seed, those included that were dropped to make
+    room; an answer that was undone, or is made again, counts as if it had never been.
+    """
 
     system: str | None = None
     turns: list[Message] = field(default_factory=list)
+    _dropped_end: int = 0  # where the noise of the dropped answers ended
 
     @property
     def messages(self) -> list[Message]:
+        return [{key: value for key, value in message.items() if key != _NOISE_END} for message in self._kept]
+
+    @property
+    def _kept(self) -> list[Message]:
+        """The messages with what is remembered of them."""
         first = [{"role": "system", "content": self.system}] if self.system else []
         return first + self.turns
+
+    def noise_offset(self, prompt_tokens: int) -> int:
+        """`GenerateOptions.noise_offset` of an answer to a prompt of so many tokens: no earlier noise comes again.
+
+        0 as long as the conversation only grew: a position is then as good a key as any.
+        """
+        used: int = max(self._dropped_end, *(turn.get(_NOISE_END, 0) for turn in self.turns), 0)
+        return used - prompt_tokens if used > prompt_tokens else 0
 
     @property
     def num_exchanges(self) -> int:
@@ -35,12 +54,14 @@ class Conversation:
     def ask(self, text: str) -> None:
         self.turns.append({"role": "user", "content": text})
 
-    def answer(self, text: str) -> None:
-        self.turns.append({"role": "assistant", "content": text})
+    def answer(self, text: str, noise_end: int = 0) -> None:
+        """`noise_end`: tokens of the prompt and the answer, and the noise offset that it was made with."""
+        self.turns.append({"role": "assistant", "content": text} | ({_NOISE_END: noise_end} if noise_end else {}))
 
     def clear(self) -> None:
-        """Forget all turns; the system prompt stays."""
+        """Forget all turns; the system prompt stays. The noise begins anew, as that of another chat."""
         self.turns.clear()
+        self._dropped_end = 0
 
     def undo(self) -> str | None:
         """Drop the last user message and all that answered it; returns its text, or None when there is none."""
@@ -67,12 +88,16 @@ class Conversation:
         questions = [i for i, turn in enumerate(self.turns) if turn["role"] == "user"]
         if len(questions) < 2:
             return False
+        dropped_end = max(turn.get(_NOISE_END, 0) for turn in self.turns[: questions[1]])
+        self._dropped_end = max(self._dropped_end, dropped_end)
         del self.turns[: questions[1]]
         return True
 
     def save(self, path: Path) -> None:
         """Write as JSON: complete or not at all. Raises StateError when the file cannot be written."""
-        content = {"format": _FORMAT, "version": _VERSION, "messages": self.messages}
+        content = {"format": _FORMAT, "version": _VERSION, "messages": self._kept}
+        if self._dropped_end:
+            content["dropped_" + _NOISE_END] = self._dropped_end
         write_atomically(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
 
     @staticmethod
@@ -94,7 +119,14 @@ class Conversation:
         except PromptError as exc:
             raise StateError(f"{path} holds a message that cannot be used: {exc}") from exc
         has_system = bool(messages) and messages[0]["role"] == "system"
-        return Conversation(messages[0]["content"] if has_system else None, messages[has_system:])
+        dropped_end = content.get("dropped_" + _NOISE_END, 0)
+        if not all(_is_count(end) for end in (dropped_end, *(turn.get(_NOISE_END, 0) for turn in messages))):
+            raise StateError(f"{path} holds a {_NOISE_END} that is not a whole number from 0 on: delete that entry")
+        return Conversation(messages[0]["content"] if has_system else None, messages[has_system:], dropped_end)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
 
 
 def fit_context(
@@ -109,7 +141,7 @@ def fit_context(
     num_tokens = count_tokens(conversation.messages)
     if num_tokens + reserve <= context_length:
         return 0
-    kept = Conversation(conversation.system, list(conversation.turns))
+    kept = replace(conversation, turns=list(conversation.turns))
     dropped = 0
     while num_tokens + reserve > context_length * 3 // 4 and kept.drop_oldest():
         dropped += 1
@@ -119,7 +151,7 @@ def fit_context(
             f"the message alone makes a prompt of {num_tokens} tokens and the context holds {context_length}, answer "
             "included: shorten it, or start with a larger --ctx-size"
         )
-    conversation.turns[:] = kept.turns
+    conversation.turns[:], conversation._dropped_end = kept.turns, kept._dropped_end
     return dropped
 
 

@@ -26,6 +26,7 @@ from edgespec.control.measure import (
     target_curve,
 )
 from edgespec.control.prior import PriorCurve, guessed_draft_cost
+from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.cache import CacheDrafter
 from edgespec.drafting import BY_NAME_ONLY, FREE_DRAFTERS, MANY_ROWS, check_makeable, learnt_texts, made
@@ -54,8 +55,25 @@ class Deciders:
         self._target = target
         self._automatic: dict[DrafterName, AutoController] = {}
         self._is_measured = False
+        self.threads = self._thread_control()
         # Found now: a generation may be over only after its model, and with it the vocabulary, was closed.
         self._learnt = learnt_texts(target.engine.vocabulary) if options.learn else None
+
+    def _thread_control(self) -> ThreadControl | None:
+        """Who chooses the number of threads; None where the user did, or where there is nothing to choose."""
+        engine = self._target.engine
+        if self._options.threads is not None or engine.facts.threads == 1:
+            return None
+        can_change = engine.set_threads(engine.facts.threads)
+        return ThreadControl(engine.facts.threads, self.use_threads) if can_change else None
+
+    def use_threads(self, threads: int) -> None:
+        """Let target and drafters use so many threads from their next passes on."""
+        self._target.engine.set_threads(threads)
+        for drafter in self.drafters.values():
+            drafter.set_threads(threads)
+        for controller in self._automatic.values():
+            controller.use_threads(threads)
 
     def controller(self, options: GenerateOptions) -> Controller | None:
         """Who decides about the drafts of one generation; None for plain decoding.
@@ -99,7 +117,10 @@ class Deciders:
         if found is None:
             names = self._automatic_names() if name == "auto" else [name]
             drafters: dict[str, Drafter] = {each: self.drafter(each) for each in names}
-            found = AutoController(drafters, self.cost_curve, self.draft_costs, self._options.never_slower)
+            curve, costs, threads = self.cost_curve, self.draft_costs, self._target.engine.facts.threads
+            found = AutoController(drafters, curve, costs, self._options.never_slower, threads=threads)
+            if self.threads is not None:
+                found.use_threads(self.threads.threads)
             found.restore(recall("learnt", self._learnt_key(name), numbers))
             self._automatic[name] = found
         return found
@@ -158,6 +179,8 @@ class Deciders:
         self.keep()
         if isinstance(self.cost_curve, PriorCurve):
             self._target.rollback(0)
+            if self.threads is not None:
+                self.threads.reset()
             self.cost_curve = target_curve(self._target.engine, self._pair.paths("target"))
         self.draft_costs = {
             name: draft_cost(engine, self._draft_files(name))

@@ -7,14 +7,16 @@ caller may stop listening at any time. What this file does not know: which engin
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from time import perf_counter
+from time import perf_counter, thread_time
 
 import numpy as np
 
 from edgespec.control.base import NOTHING, Controller, Proposal
+from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import DraftRequest
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.watch import ClassWatch
@@ -31,6 +33,7 @@ class Run:
     """What one generation shares between its steps. `stats` fills while it runs; `on_round` hears of each round.
 
     `parked`: states of other texts, among which may be one that the prompt goes on from.
+    `threads`: who chooses the number of threads; None leaves it as it is.
     """
 
     target: CachedSequence
@@ -40,6 +43,7 @@ class Run:
     logprobs: bool = True
     top_logprobs: int = 0
     parked: ParkedStates | None = None
+    threads: ThreadControl | None = None
     on_round: Callable[[RoundRecord], None] | None = None
     watch: ClassWatch | None = None
     stats: Stats = field(default_factory=Stats)
@@ -61,7 +65,16 @@ class Run:
         logits = self.target.feed(self.prompt_ids[self.target.length :])
         self.stats.prefill_s = perf_counter() - self._started_s
         self.stats.target_passes = self.target.passes_for(self.prompt_ids.size - self.stats.reused_tokens)
+        if self.threads is not None:
+            self.threads.begin()
         return logits
+
+    def timed(self, rows: int, seconds: float, started_cpu_s: float) -> bool:
+        """A pass over `rows` took `seconds`; whether the machine was too busy for that to say what passes cost."""
+        if self.threads is None:
+            return False
+        cpu_s = seconds if os.name == "nt" else thread_time() - started_cpu_s  # there it counts in steps of 16 ms
+        return self.threads.passed(rows, seconds, cpu_s)
 
     def emit(self, token_id: int, position: int, logits: Logits, drafter: str | None = None) -> Iterator[TokenEvent]:
         """One event; the time that the listener takes is not ours."""
@@ -144,11 +157,12 @@ def _plain_rounds(run: Run, pending_id: int, most: int | None = None) -> Generat
     """One pass per token for `most` rounds or to the end; the pending token after them."""
     done = 0
     while run.stats.finish_reason is None and done != most:
-        started_s = perf_counter()
+        started_s, started_cpu_s = perf_counter(), thread_time()
         logits = run.target.feed(np.array([pending_id], np.int32))
         pass_s = perf_counter() - started_s
         position = run.target.length
-        run.count(RoundRecord(position, None, 0, 0, (), 0.0, pass_s))
+        is_disturbed = run.timed(1, pass_s, started_cpu_s)
+        run.count(RoundRecord(position, None, 0, 0, (), 0.0, pass_s, is_disturbed=is_disturbed))
         pending_id = run.sampler.pick(run.sampler.distribution(logits, run.target.token_ids), position)
         yield from run.emit(pending_id, position, logits)
         run.look_again(logits[None], pass_s)
@@ -169,11 +183,12 @@ def speculative(run: Run, controller: Controller, rule: Rule) -> Generator[Token
             position = context_ids.size
             proposal, draft_s = _propose(run, controller, context_ids, rule)
             draft = proposal.draft
-            logits, verify_s = _score(run, pending_id, draft)
+            logits, verify_s, is_disturbed = _score(run, pending_id, draft)
             started_s = perf_counter()
             verdict = _judge(run, rule, draft, context_ids, logits)
             run.target.keep(pending_id, draft, verdict.accepted_nodes)
-            record = _record(proposal, verdict, position, (draft_s, verify_s, perf_counter() - started_s))
+            seconds = draft_s, verify_s, perf_counter() - started_s
+            record = _record(proposal, verdict, position, seconds, is_disturbed)
             controller.observe(proposal, verdict, record)
             run.count(record)
             row = 0
@@ -216,10 +231,12 @@ def _propose(run: Run, controller: Controller, context_ids: TokenIds, rule: Rule
     return proposal, perf_counter() - started_s
 
 
-def _score(run: Run, pending_id: int, draft: Draft) -> tuple[Logits, float]:
-    started_s = perf_counter()
+def _score(run: Run, pending_id: int, draft: Draft) -> tuple[Logits, float, bool]:
+    """The logits of all rows, the seconds that took, and whether the machine was too busy for these to mean much."""
+    started_s, started_cpu_s = perf_counter(), thread_time()
     logits = run.target.score(pending_id, draft)
-    return logits, perf_counter() - started_s
+    seconds = perf_counter() - started_s
+    return logits, seconds, run.timed(draft.num_tokens + 1, seconds, started_cpu_s)
 
 
 def _judge(run: Run, rule: Rule, draft: Draft, context_ids: TokenIds, logits: Logits) -> Verdict:
@@ -243,7 +260,9 @@ def _target_at(run: Run, draft: Draft, context_ids: TokenIds, logits: Logits) ->
     return target_at
 
 
-def _record(proposal: Proposal, verdict: Verdict, position: int, seconds: tuple[float, float, float]) -> RoundRecord:
-    draft = proposal.draft
+def _record(
+    proposal: Proposal, verdict: Verdict, position: int, seconds: tuple[float, float, float], is_disturbed: bool
+) -> RoundRecord:
+    draft, accepted = proposal.draft, len(verdict.accepted_nodes)
     confidences = tuple(draft.confidences.tolist()) if draft.num_tokens else ()
-    return RoundRecord(position, proposal.drafter, draft.num_tokens, len(verdict.accepted_nodes), confidences, *seconds)
+    return RoundRecord(position, proposal.drafter, draft.num_tokens, accepted, confidences, *seconds, is_disturbed)

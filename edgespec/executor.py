@@ -115,6 +115,7 @@ class Executor:
             top_logprobs=options.top_logprobs,
             parked=self.parked,
             watch=self.class_watch,
+            threads=self.deciders.threads,
             on_round=request.on_round,
             stats=stats,
         )

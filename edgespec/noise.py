@@ -1,8 +1,11 @@
-"""Counter-based randomness: every draw is a pure function of (seed, stream, position, token id).
+"""Counter-based randomness: every draw is a pure function of (seed, stream, place, token id).
 
 No state means no order: a drafter and the verifier that look at the same position see the same noise, a rejected
 draft consumes nothing, and a token can be re-sampled alone. The mixer is splitmix64's finaliser (Steele, Lea & Flood,
 OOPSLA 2014), applied once per counter word.
+
+A place is a position plus an offset. The offset is 0 unless a conversation lost its oldest turns: what is written then
+stands where older text stood, and must not meet the noise of that text again.
 """
 
 from __future__ import annotations
@@ -37,13 +40,14 @@ def _mix(value: int) -> int:
 
 
 class Noise:
-    """Noise of one seed (any integer; its low 64 bits count)."""
+    """Noise of one seed (any integer; its low 64 bits count). `offset` is added to every position that is asked for."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, offset: int = 0) -> None:
         self._key = _mix(seed & _MASK)
+        self.offset = offset
 
     def _counter(self, stream: Stream, position: int, index: int) -> int:
-        counter = _mix(_mix(self._key ^ (int(stream) * _GOLDEN & _MASK)) ^ position)
+        counter = _mix(_mix(self._key ^ (int(stream) * _GOLDEN & _MASK)) ^ (position + self.offset))
         return _mix(counter ^ _mix(index)) if index else counter
 
     def uniform(self, stream: Stream, position: int, index: int = 0) -> float:

@@ -175,7 +175,7 @@ class Model:
         self._deciders.check(chosen)
         return Request(
             prompt_ids,
-            Sampler(sampling, self.target.vocabulary.size),
+            Sampler(sampling, self.target.vocabulary.size, chosen.noise_offset),
             chosen,
             chosen.drafter or self.drafter_name,
             chosen.verify or self.options.verify,

@@ -112,9 +112,12 @@ def _checked_bias(given: object) -> dict[int, float]:
 
 
 class Sampler:
-    """One generation's settings and noise: turns logits rows into distributions and picks tokens from them."""
+    """One generation's settings and noise: turns logits rows into distributions and picks tokens from them.
 
-    def __init__(self, sampling: Sampling, vocabulary_size: int) -> None:
+    `noise_offset`: what is added to positions before their noise is looked up (`GenerateOptions.noise_offset`).
+    """
+
+    def __init__(self, sampling: Sampling, vocabulary_size: int, noise_offset: int = 0) -> None:
         outside = [token_id for token_id in sampling.logit_bias if not 0 <= token_id < vocabulary_size]
         if outside:
             raise SamplingError(f"logit_bias names token {outside[0]}, the vocabulary has 0..{vocabulary_size - 1}")
@@ -123,7 +126,7 @@ class Sampler:
         self.sampling = sampling = sampling.seeded()
         self.vocabulary_size = vocabulary_size
         self.seed = sampling.seed or 0  # None is no longer possible
-        self.noise = Noise(self.seed)
+        self.noise = Noise(self.seed, noise_offset)
         self._scratch = np.empty(vocabulary_size, np.float32)  # a fresh row of 150k would cost more than its exp
         self._ones = np.ones(vocabulary_size, np.float32)
         self._all_ids = np.arange(vocabulary_size, dtype=np.int32)

@@ -186,6 +186,7 @@ class RoundRecord:
     `position`: index of the first token it could emit; `drafter`: who drafted, None for a plain pass; `width`: rows of
     the target pass; `confidences`: per draft token, the estimated probability that it stands if its parent does;
     `draft_s` includes deciding. `verify_s` is the target pass alone. `judge_s`: choosing tokens, keeping what stands.
+    `is_disturbed`: the machine was busy with something else, so that the times say nothing of costs.
     """
 
     position: int
@@ -196,6 +197,7 @@ class RoundRecord:
     draft_s: float
     verify_s: float
     judge_s: float = 0.0
+    is_disturbed: bool = False
 
     @property
     def width(self) -> int:

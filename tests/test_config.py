@@ -15,7 +15,7 @@ from edgespec.settings import SETTINGS, did_you_mean, find, resolve, user_folder
 
 OWNERS = {"load": LoadOptions, "sampling": Sampling, "generate": GenerateOptions, "session": SessionOptions}
 # Fields that no flag sets: overridden per generation, or only by the Python API.
-WITHOUT_FLAG = {"logit_bias", "logprobs", "top_logprobs", "max_wait_s"}
+WITHOUT_FLAG = {"logit_bias", "logprobs", "top_logprobs", "max_wait_s", "noise_offset"}
 
 
 @pytest.fixture

@@ -1,16 +1,36 @@
-"""The time bank: however a drafter lies, elapsed <= (1 + share) * tokens * plain + start, at every moment."""
+"""The time bank: however a drafter lies, elapsed <= (1 + share) * tokens * plain + start, at every moment.
+
+Stalls of the machine are no lies: they are excused, and no more of them than `edgespec.control.bank` says.
+"""
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
-from simulation import PLAIN_S, CopyingDrafter, Machine, Text, World, always, honest, made_up, opposite, simulate
+from simulation import (
+    LLAMA_Q8_0,
+    PLAIN_S,
+    CopyingDrafter,
+    Machine,
+    Text,
+    TracedDrafter,
+    World,
+    always,
+    honest,
+    made_up,
+    opposite,
+    simulate,
+)
 
 from edgespec.control.auto import START_PASSES, AutoController
 from edgespec.control.bank import TimeBank
-from edgespec.types import RoundRecord
+from edgespec.control.cost import DraftCost
+from edgespec.drafters.base import DraftRequest
+from edgespec.types import Draft, RoundRecord
 
 TRACES = 10_000
 TOLERANCE_S = 1e-9
@@ -101,6 +121,25 @@ def test_the_bound_holds_for_any_policy_that_asks_the_bank() -> None:
             assert elapsed_s <= (1.0 + share) * tokens * plain_s + start_s + TOLERANCE_S
 
 
+def test_a_stall_is_charged_as_a_fine_that_doubles() -> None:
+    bank = TimeBank(share=0.02, balance_s=0.0)
+    usual_s = 1.5 * 2.0 + 0.5  # of work that is known to take 2 s, where a plain pass takes 1 s
+    assert bank.own_work(usual_s, 2.0, plain_s=1.0) == usual_s
+    for fine_s in (0.25, 0.5, 1.0, 2.0):
+        assert bank.own_work(1000.0, 2.0, plain_s=1.0) == pytest.approx(usual_s + fine_s)
+    assert bank.own_work(usual_s + 3.0, 2.0, plain_s=1.0) == usual_s + 3.0  # a fine is never more than what was lost
+    assert bank.own_work(1000.0, math.inf, plain_s=1.0) == 1000.0  # nothing is known of it: it is believed
+
+
+def test_fines_are_halved_when_stalls_stay_away() -> None:
+    bank = TimeBank(share=0.02, balance_s=0.0)
+    for _ in range(5):
+        bank.own_work(1000.0, 0.0, plain_s=1.0)
+    for _ in range(3 * 1024):
+        assert bank.own_work(0.1, 0.0, plain_s=1.0) == 0.1
+    assert bank.own_work(1000.0, 0.0, plain_s=1.0) == pytest.approx(0.5 + 0.25 * 2**2)
+
+
 def random_machine(rng: random.Random) -> Machine:
     """A curve of random steps that does not fall."""
     ratios, ratio = {}, 1.0
@@ -157,3 +196,68 @@ class CopyingLiar(CopyingDrafter):
     def draft(self, request):
         draft = super().draft(request)
         return type(draft).chain(draft.token_ids, evidence=[(3.0,)] * draft.num_tokens)
+
+
+class Stalling(TracedDrafter):
+    """Right as its text says, and held up for `stall_s` in every draft that `stalls(number)` picks."""
+
+    name = "model"
+
+    def __init__(self, world: World, stall_s: float, stalls: Callable[[int], bool], in_judging: bool = False) -> None:
+        plain_s = world.machine.plain_s
+        super().__init__(world.clock, 0.04 * plain_s, 0.004 * plain_s)
+        self._world, self._stall_s, self._stalls, self._in_judging = world, stall_s, stalls, in_judging
+        self.drafts = 0
+        self.stalled_at: list[int] = []  # positions in the text
+
+    def draft(self, request: DraftRequest) -> Draft:
+        self.drafts += 1
+        lost_s = self._stall_s if self._stalls(self.drafts) else 0.0
+        if lost_s:
+            self.stalled_at.append(request.token_ids.size)
+        if self._in_judging:
+            self._world.machine.judge_s = lost_s
+        else:
+            self._clock.now_s += lost_s
+        return super().draft(request)
+
+
+def stalled(
+    stall_s: float, stalls: Callable[[int], bool], chance: float, num_tokens: int, in_judging: bool = False
+) -> tuple[Stalling, list[RoundRecord]]:
+    world = World(Machine(LLAMA_Q8_0), lookup=None)
+    drafter = Stalling(world, stall_s, stalls, in_judging)
+    costs = {"model": DraftCost(0.04 * PLAIN_S, 0.004 * PLAIN_S)}
+    controller = AutoController({"model": drafter}, world.machine.curve(), costs, 0.02, world.clock)
+    text = made_up(num_tokens, [chance] * num_tokens, honest, seed=3, chain=12)
+    return drafter, simulate(controller, text, world.machine, world.clock, reads_prompts=False)
+
+
+@pytest.mark.parametrize("in_judging", [False, True])
+@pytest.mark.parametrize("chance", [0.75, 0.9])
+@pytest.mark.parametrize("stall_s", [0.1, 5.0, 60.0])
+@pytest.mark.parametrize("number", [2, 60])
+def test_after_a_stall_it_speculates_again_soon(stall_s: float, chance: float, number: int, in_judging: bool) -> None:
+    drafter, records = stalled(stall_s, lambda count: count == number, chance, 1200, in_judging)
+    (position,) = drafter.stalled_at
+    again = next(record.position for record in records if record.position > position and record.drafter)
+    assert again - position < 100
+    tail = [record for record in records if record.position > position + 400]
+    assert np.mean([record.accepted_tokens + 1 for record in tail]) > 1.5  # and not for one round only
+
+
+@pytest.mark.parametrize("every", [1, 2, 7, 40])
+@pytest.mark.parametrize("stall_s", [0.3, 5.0])
+def test_a_drafter_that_is_late_again_and_again_pays_for_it(stall_s: float, every: int) -> None:
+    drafter, records = stalled(stall_s, lambda count: count % every == 0, 0.9, 6000)
+    excused = math.log2(4 * stall_s / PLAIN_S) + 2 + len(records) / 1024
+    assert drafter.stalled_at  # it was tried
+    assert worst_excess_s(records, 0.02, START_PASSES * PLAIN_S) <= excused * stall_s
+
+
+@pytest.mark.parametrize("stall_s", [0.3, 5.0])
+def test_a_drafter_that_is_always_late_is_given_up(stall_s: float) -> None:
+    drafter, records = stalled(stall_s, lambda count: True, 0.9, 20_000)
+    late = np.array(drafter.stalled_at)
+    assert len(late) <= math.log2(4 * stall_s / PLAIN_S) + 2 + len(records) / 1024
+    assert not (late > 10_000).any() or stall_s < 1.0

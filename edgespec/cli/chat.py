@@ -95,12 +95,12 @@ class Chat:
         """Fit, generate, print, remember. `before`: the turns to return to when there is no answer."""
         try:
             self._make_room()
-            text = self._generate()
+            text, noise_end = self._generate()
         except BaseException:
             self.conversation.turns[:] = before
             raise
         if text:
-            self.conversation.answer(text)
+            self.conversation.answer(text, noise_end)
         else:
             self.conversation.turns[:] = before
             note("no answer; the message is forgotten")
@@ -115,10 +115,14 @@ class Chat:
         if dropped:
             note(f"the context of {model.context_length} tokens is full: dropped the oldest {dropped} exchange(s)")
 
-    def _generate(self) -> str:
+    def _generate(self) -> tuple[str, int]:
+        """(the answer, where its noise ended)."""
         session = self.session
+        prompt_ids = session.model.encode_chat(self.conversation.messages)
+        offset = self.conversation.noise_offset(len(prompt_ids))
+        options = dataclasses.replace(session.options, noise_offset=offset)
         printer = EventPrinter(show_draft=session.shown.show_draft)
-        with session.model.chat(self.conversation.messages, session.sampling, session.options) as answer:
+        with session.model.stream(prompt_ids, session.sampling, options) as answer:
             self.last = answer.stats
             with stops(answer.cancel) as interruption:
                 for event in answer:
@@ -128,7 +132,7 @@ class Chat:
         printer.end_line()
         if interruption.happened:
             note("stopped")
-        return printer.text
+        return printer.text, offset + len(prompt_ids) + self.last.new_tokens
 
     def _tell_end(self) -> None:
         stats, options = self.last, self.session.options

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.control.bank import TimeBank
+from edgespec.control.bank import LATE, TimeBank
 from edgespec.control.base import NOTHING, Controller, Proposal
 from edgespec.control.choice import favour_hopeful
 from edgespec.control.cost import WIDEST, CostCurve, DraftCost, RoundCost
@@ -33,7 +33,6 @@ _KEPT_PASSES = 12.0  # the most of what was gained beyond that, that later gener
 _RATE_MEMORY = 0.95  # per round, of the running rate
 _READING_ROUNDS = 16  # rounds over which the reading of what a paid drafter lacks is spread
 _PROBE_READING = 0.25  # of what the bank holds, that a probe may spend on reading first
-_LATE = 1.5  # times its known cost, that a pass is charged to speculation at most
 _REFRESH_FIRST, _REFRESH_EVERY = 16, 128  # rounds of speculation after which one plain pass is timed again, doubling
 _COUNTED = 0.6  # of the share that may be lost, what drafts may cost; the rest is for what a round adds besides
 _DECIDING = 0.25  # of the share that may be lost, that deciding not to draft may take
@@ -46,6 +45,7 @@ class AutoController(Controller):
 
     `curve`: what the target's passes cost; `costs`: what each paid drafter's tokens cost; `share`: how much of plain
     decoding's time speculation may lose at most. It owns none of the drafters. `clock` is there for simulations.
+    `threads`: what these costs were, or are to be, measured with.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class AutoController(Controller):
         costs: Mapping[str, DraftCost],
         share: float = 0.02,
         clock: Callable[[], float] = perf_counter,
+        threads: int = 1,
     ) -> None:
         self.drafters = dict(drafters)
         self.curve = curve
@@ -76,6 +77,8 @@ class AutoController(Controller):
         self._learning_s = 0.0  # that the last `observe` took
         self._pass_s: tuple[list[float], float, list[float]] = [], 0.0, []  # a table, what was added to it, the sum
         self._ahead_s: list[float] = []  # what a further row of these passes takes at least
+        self._known: dict[int, tuple[CostCurve, dict[str, DraftCost]]] = {}  # what passes and drafts cost, by threads
+        self._threads = self._next_threads = threads  # that the costs in use are of; that the next round is of
 
     def begin(self, prompt_ids: TokenIds, prefill_s: float = 0.0) -> None:
         for drafter in self.drafters.values():
@@ -101,6 +104,22 @@ class AutoController(Controller):
             self.bank = TimeBank(self.bank.share, START_PASSES * plain_s)
             self._open_bank(plain_s)
 
+    def use_threads(self, threads: int) -> None:
+        """As the contract says, from the next round on: the last one may still have to be learnt from."""
+        self._next_threads = threads
+
+    def _follow_threads(self) -> None:
+        """What is not known of a number of threads is taken for what it cost before, until passes say otherwise."""
+        threads = self._next_threads
+        self._known[self._threads] = self.curve, self.costs
+        if not self.curve.is_scaled:
+            self._known[threads] = self.curve, self.costs  # a guess is as good for this number as for another
+        elif threads not in self._known:
+            likewise = {name: DraftCost(cost.token_s, cost.read_s) for name, cost in self.costs.items()}
+            self._known[threads] = CostCurve(self.curve.refined(), self.curve.context), likewise
+        self._threads, (self.curve, self.costs) = threads, self._known[threads]
+        self._pass_s = [], 0.0, []
+
     def rest(self) -> int:
         self._rested, self._rest = self._rest, 0
         return self._rested
@@ -111,6 +130,8 @@ class AutoController(Controller):
         if self._rested:
             self.bank.decoded(self._rested * self.curve.at(1, context), 0.0)
             self._rested = self._since_plain = 0
+        if self._next_threads != self._threads:
+            self._follow_threads()
         self._states, self._hedge = self._kinds.of(kind_of(request))
         pass_s = self._round_table(context)
         most = min(request.max_tokens, MAX_AUTO_LENGTH, WIDEST - 1)
@@ -164,44 +185,53 @@ class AutoController(Controller):
         plain_s = self.curve.at(1, record.position)
         num_tokens, rate = record.accepted_tokens + 1, self._rate(plain_s)
         decided, self._round = self._round, None
-        round_s = self._account(proposal, record, decided, plain_s)
+        work_s, pass_s = self._account(proposal, record, decided, plain_s)
         if decided is not None:
-            self._learn_drafts(decided, proposal.drafter, record.position, rate)
-        self._observe_pass(record)
+            self._learn_drafts(decided, proposal.drafter, record, rate)
+        if not (record.is_disturbed and self.curve.is_scaled):
+            self._observe_pass(record)
         reading_s = 0.0 if decided is None else decided.reading_s
         self._tokens = _RATE_MEMORY * self._tokens + num_tokens
-        self._seconds = _RATE_MEMORY * self._seconds + round_s - reading_s
+        self._seconds = _RATE_MEMORY * self._seconds + work_s + pass_s - reading_s
         if decided is None:
             return
         if proposal.drafter is not None:
             self.drafters[proposal.drafter].observe(proposal.draft, verdict)
             self._states[proposal.drafter].learn_verdict(proposal.draft, verdict)
-            gained = num_tokens - 1 - rate * (round_s - reading_s - plain_s)
+            gained = num_tokens - 1 - rate * (work_s + pass_s - reading_s - plain_s)
         else:
-            gained = -rate * (record.draft_s - reading_s)  # drafted, and not worth a wider pass
+            gained = -rate * (work_s - reading_s)  # drafted, and not worth a wider pass
         self._hedge.update(decided.gains, decided.net_tokens(proposal.drafter, gained, rate))
         self._hedge.share()
         self._count_probes(decided)
 
-    def _account(self, proposal: Proposal, record: RoundRecord, decided: Round | None, plain_s: float) -> float:
-        """Credit and charge the bank; the seconds of the round, our own work included."""
+    def _account(
+        self, proposal: Proposal, record: RoundRecord, decided: Round | None, plain_s: float
+    ) -> tuple[float, float]:
+        """Credit and charge the bank; seconds of (our own work, the pass), without what the machine is to blame for."""
+        expected_s = self._expected_s(decided)
+        on_time_s = LATE * self.curve.at(record.width, record.position)
         if proposal.drafter is None:
             self._since_plain = 0
             self.round_cost.decoded(record.judge_s)
-            self.bank.decoded(plain_s, record.draft_s + self._learning_s)
+            work_s = self.bank.own_work(record.draft_s + self._learning_s, expected_s, plain_s)
+            self.bank.decoded(plain_s, work_s)
             if decided is not None and decided.paid is None and not decided.is_refresh:
                 affordable_s = _DECIDING * self.bank.share * plain_s
-                deciding_s = record.draft_s + self._learning_s
-                self._rest = min(int(deciding_s / affordable_s), _LONGEST_REST) if affordable_s else 0
-            return record.draft_s + record.verify_s
+                self._rest = min(int(work_s / affordable_s), _LONGEST_REST) if affordable_s else 0
+            return work_s, min(record.verify_s, on_time_s)
         self._since_plain += 1
         num_tokens = record.accepted_tokens + 1
         own_s = self.round_cost.speculated(num_tokens, record.judge_s + self._learning_s)
-        round_s = record.draft_s + record.verify_s + own_s
-        # A pass that took far too long is the machine's doing: plain decoding has to wait there too.
-        late_s = record.verify_s - _LATE * self.curve.at(record.width, record.position)
-        self.bank.speculated(num_tokens, round_s - max(late_s, 0.0), plain_s)
-        return round_s
+        work_s = self.bank.own_work(record.draft_s + own_s, expected_s + self.round_cost.round_s, plain_s)
+        pass_s = min(record.verify_s, on_time_s)
+        self.bank.speculated(num_tokens, work_s + pass_s, plain_s)
+        return work_s, pass_s
+
+    def _expected_s(self, decided: Round | None) -> float:
+        """What the drafting of a round should have taken; infinite where nothing is known yet: it is believed then."""
+        paid = None if decided is None else decided.paid
+        return 0.0 if paid is None or paid.draft is None else paid.expected_s
 
     # -- deciding
 
@@ -284,16 +314,16 @@ class AutoController(Controller):
 
     # -- learning
 
-    def _learn_drafts(self, decided: Round, used: str | None, context: int, rate: float) -> None:
+    def _learn_drafts(self, decided: Round, used: str | None, record: RoundRecord, rate: float) -> None:
         """What was drafted says what to expect of a drafter; what was not verified is left for the text to judge."""
-        pass_s = self._pass_s[2]
+        pass_s, context = self._pass_s[2], record.position
         for name, draft in decided.trials.items():
             if name != used:
                 length = decided.lengths[name]
                 extra = rate * (pass_s[length + 1] - pass_s[1])
                 self._shadows.add(Shadow(name, context, draft, length, decided.gains, extra))
         if decided.chosen is not None and decided.paid is not None and decided.paid.draft is not None:
-            decided.paid.learn()
+            decided.paid.learn(is_disturbed=record.is_disturbed)
             if used != decided.chosen and decided.paid.draft.distributions is None:
                 self._shadows.add(Shadow(decided.chosen, context, decided.paid.draft.main_chain, 0, decided.gains, 0.0))
 

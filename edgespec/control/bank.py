@@ -1,8 +1,14 @@
-"""The time bank: the guard that holds whatever a drafter claims.
+"""The time bank: caps the time that speculation can lose, whatever a drafter claims.
 
 A run is credited what plain decoding would have taken for its tokens, and (1 + share) of it, and charged what it took.
 A round may speculate only when the bank can pay its worst case, one token for the whole pass and draft. So at every
-moment elapsed <= (1 + share) * (tokens * plain + prefill) + start: pathwise, and not on average.
+moment elapsed - excused <= (1 + share) * (tokens * plain + prefill) + start: pathwise, and not on average.
+
+Excused is what the machine did, and no drafter: of a pass of the target what it took beyond 1.5 times its known cost
+(plain decoding has to wait there too), and of the rest of a round, which is drafting, deciding and judging, most of a
+stall (`own_work`). A suspended laptop or a draft that was paged out costs seconds, and saving them up from a share of
+plain passes would switch speculation off for tens of thousands of tokens. Among n rounds with stalls of at most S
+seconds, no more than log2(4 * S / plain) + 2 + n / 1024 are excused: a drafter that is always late pays for it.
 """
 
 from __future__ import annotations
@@ -12,18 +18,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 _RISKED = 0.5  # of what it holds, that a round may lose where a shorter draft can still be tried
+LATE = 1.5  # times what it is known to take, that work is charged to speculation without question
+_STALL = 0.5  # plain passes beyond that, from which on it is a stall
+_FIRST_FINE = 0.25  # plain passes that a first stall is charged
+_FORGIVEN_AFTER = 1024  # rounds without a stall, after which the fine for the next one is halved
 
 
 @dataclass(slots=True)
 class TimeBank:
     """Seconds that speculation may still lose. `share`: of plain decoding's time, that may be lost at most.
 
-    `balance_s`: what this generation may spend; `aside_s`: what earlier ones left for later ones.
+    `balance_s`: what this generation may spend; `aside_s`: what earlier ones left for later ones; `stalls`: how often
+    the fine for a stall has doubled; `on_time`: rounds since the last one.
     """
 
     share: float
     balance_s: float
     aside_s: float = 0.0
+    stalls: int = 0
+    on_time: int = 0
 
     def can_pay(self, round_s: float, plain_s: float) -> bool:
         """Whether a round of `round_s` that yields only one token, worth `plain_s`, leaves the bank solvent."""
@@ -47,6 +60,25 @@ class TimeBank:
         """Plain rounds that have to be saved up before `can_pay` says yes; a great many when nothing is saved."""
         missing_s = round_s - (1.0 + self.share) * plain_s - self.balance_s
         return int(min(missing_s / (self.share * plain_s), 1e6)) if self.share * plain_s else 1_000_000
+
+    def own_work(self, seconds: float, expected_s: float, plain_s: float) -> float:
+        """What a round is to be charged for `seconds` of drafting, deciding and judging that were to take `expected_s`.
+
+        All of it, unless it stalled: then what is not out of the ordinary, and a fine, which doubles with each stall
+        and is at most the time that was lost.
+        """
+        stall_s = seconds - LATE * expected_s - _STALL * plain_s
+        if stall_s <= 0:
+            self.on_time += 1
+            if self.stalls and self.on_time >= _FORGIVEN_AFTER:
+                self.stalls, self.on_time = self.stalls - 1, 0
+            return seconds
+        fine_s = _FIRST_FINE * plain_s * 2.0**self.stalls
+        self.on_time = 0
+        if fine_s >= stall_s:
+            return seconds
+        self.stalls += 1
+        return seconds - stall_s + fine_s
 
     def speculated(self, num_tokens: int, round_s: float, plain_s: float) -> None:
         """A round emitted `num_tokens` in `round_s` seconds, each worth `plain_s`."""

@@ -38,6 +38,9 @@ class Controller(ABC):
         """Plain rounds to decode before it wants to be asked again; asked before every `propose`."""
         return 0
 
+    def use_threads(self, threads: int) -> None:
+        """Passes and drafts from now on use so many threads, and cost what they cost with these."""
+
     @abstractmethod
     def leave_out(self) -> str:
         """The drafter that was asked last has failed: it is not asked again before `begin`. Its name."""

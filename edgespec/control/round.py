@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -46,6 +47,14 @@ class PaidRound:
         """The gain less what drafting costs."""
         return 0.0 if self.draft is None else self.gain - self.rate * self.cost.of(self.draft.num_tokens, 0)
 
+    @property
+    def expected_s(self) -> float:
+        """What was known before of the time that this draft takes; infinite where nothing was."""
+        if self.draft is None:
+            return 0.0
+        is_known = self.cost.token_s > 0 and (self.cost.read_s > 0 or self.lag <= 4 * self.draft.num_tokens)
+        return self.cost.of(self.draft.num_tokens, self.lag) if is_known else math.inf
+
     def affordable(self, most: int) -> int:
         """How many tokens, at most, the bank risks: it pays if all of them fail."""
         pass_s, cost, lag = self.pass_s, self.cost, self.lag
@@ -80,10 +89,11 @@ class PaidRound:
         length, self.gain = best_nodes(draft, confidences, pass_s, ahead_s, rate, most)
         return draft, confidences, length
 
-    def learn(self) -> None:
+    def learn(self, *, is_disturbed: bool = False) -> None:
         """From the draft, what its drafter costs and what its next tokens are to be expected to be worth."""
         if self.draft is not None:
-            self.cost.observe(self.draft.num_tokens, self.lag, self.seconds)
+            if not is_disturbed:
+                self.cost.observe(self.draft.num_tokens, self.lag, self.seconds)
             self.reading_s = self.lag * self.cost.read_s
             self.state.asked(self.net_gain)
             self.state.upcoming.observe_chain(self.confidences[: self.draft.main_chain.num_tokens])

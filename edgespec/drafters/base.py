@@ -92,6 +92,9 @@ class Drafter(ABC):
         """Memory held beyond the shared one, in bytes."""
         return 0
 
+    def set_threads(self, threads: int) -> None:
+        """Let drafts from now on use so many threads, where it has a model that can."""
+
     def cancel(self) -> None:
         """End a running draft early; may be called from any thread."""
 

@@ -93,6 +93,9 @@ class Eagle3Drafter(Drafter):
     def bytes_used(self) -> int:
         return self._head.facts.num_bytes + self._most_told * self._head.facts.feature_width * BYTES_PER_FEATURE
 
+    def set_threads(self, threads: int) -> None:
+        self._head.set_threads(threads)
+
     def cancel(self) -> None:
         self._head.cancel()
 

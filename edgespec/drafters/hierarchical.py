@@ -124,6 +124,10 @@ class HierarchicalDrafter(ModelDrafter):
         self._small.emptied()
         return super().emptied()
 
+    def set_threads(self, threads: int) -> None:
+        self._small.set_threads(threads)
+        super().set_threads(threads)
+
     def cancel(self) -> None:
         self._small.cancel()
         super().cancel()

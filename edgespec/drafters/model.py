@@ -121,6 +121,9 @@ class ModelDrafter(Drafter):
         facts = self._engine.facts
         return facts.weight_bytes + facts.kv_bytes_per_token * facts.context_length
 
+    def set_threads(self, threads: int) -> None:
+        self._engine.set_threads(min(threads, self._engine.facts.threads))
+
     def cancel(self) -> None:
         self._engine.cancel()
 

@@ -87,7 +87,8 @@ class DraftTemperature:
         self._used = min(self._used, MAX_TEMPERATURE / settings.temperature)
         temperature = min(settings.temperature * self._used, MAX_TEMPERATURE)
         if self._made is None or self._made[0] is not target or self._made[1].sampling.temperature != temperature:
-            self._made = target, Sampler(replace(settings, temperature=temperature), target.vocabulary_size)
+            made = Sampler(replace(settings, temperature=temperature), target.vocabulary_size, target.noise.offset)
+            self._made = target, made
         return self._made[1]
 
     def drafted(self, start: int, token_ids: Sequence[int], distributions: Sequence[Distribution]) -> None:

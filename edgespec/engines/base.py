@@ -15,7 +15,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.errors import BatchError, CapabilityError, ContextFull
+from edgespec.errors import BatchError, CapabilityError, ConfigError, ContextFull
 from edgespec.tokenizer import Vocabulary
 from edgespec.types import NO_PARENT, Batch, Logits, TokenIds
 
@@ -161,6 +161,15 @@ class Engine(ABC):
         """Leave reproducible mode: the pinned class was caught giving different bits. Passes are padded no longer."""
         self.facts = replace(self.facts, pinned_class=None, padding_cost=1.0)
 
+    def set_threads(self, threads: int) -> bool:
+        """Let passes from now on use so many threads, not while one runs; whether it can, and so did.
+
+        With a pinned class the logits stay the same bits. Without one an engine may round otherwise: llama.cpp does for
+        a lone row behind 512 cells or more. Raises ConfigError for a number outside 1..`facts.threads`.
+        """
+        check_threads(threads, self.facts)
+        return False
+
     @abstractmethod
     def cancel(self) -> None:
         """End the running pass, or the next one, with Cancelled. May be called from any thread."""
@@ -191,6 +200,12 @@ class Engine(ABC):
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def check_threads(threads: int, facts: EngineFacts) -> None:
+    """Raises ConfigError for a number of threads that a model loaded for `facts.threads` cannot have."""
+    if not 1 <= threads <= facts.threads:
+        raise ConfigError(f"{threads} threads were asked for, this model was loaded for 1..{facts.threads}")
 
 
 def check_batch(batch: Batch, facts: EngineFacts, vocabulary_size: int, lengths: list[int]) -> None:

@@ -63,6 +63,9 @@ class FeatureHead(ABC):
     def restart(self, position: int) -> None:
         """Drop everything; the next pair stands at `position`."""
 
+    def set_threads(self, threads: int) -> None:
+        """Let passes from now on use so many threads, at least 1, where that can be changed."""
+
     @abstractmethod
     def cancel(self) -> None:
         """End the running pass, or the next one, with Cancelled. May be called from any thread."""

@@ -219,6 +219,10 @@ class Eagle3Head(FeatureHead):
         if not self.start <= position <= self.end:
             raise BatchError(f"the head's cache holds pairs {self.start}..{self.end}, {position} is outside")
 
+    def set_threads(self, threads: int) -> None:
+        self._require_open()
+        library().llama_set_n_threads(self._context, threads, threads)
+
     def cancel(self) -> None:
         self._cancel.set()
 

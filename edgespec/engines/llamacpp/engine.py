@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.base import Engine, EngineFacts, check_batch
+from edgespec.engines.base import Engine, EngineFacts, check_batch, check_threads
 from edgespec.engines.eagle3_header import ARCHITECTURE as EAGLE3
 from edgespec.engines.envelope import StateStamp
 from edgespec.engines.gguf_check import check_gguf
@@ -348,6 +348,14 @@ class LlamaCppEngine(Engine):
 
     def _state_size(self, sequence: int = 0) -> int:
         return int(library().llama_state_seq_get_size(self._context, sequence))
+
+    def set_threads(self, threads: int) -> bool:
+        self._require_open()
+        check_threads(threads, self.facts)
+        if self.facts.device != "cpu":
+            return False
+        library().llama_set_n_threads(self._context, threads, threads)
+        return True
 
     def cancel(self) -> None:
         self._require_open()
