@@ -5,7 +5,9 @@ The model is the demo target: its shipped weights made plain float32 again, so t
 
 from __future__ import annotations
 
+import gc
 import shutil
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -186,6 +188,24 @@ def test_weights_made_unsigned_here_give_the_bits_of_onnx_runtimes_own(
     monkeypatch.setattr(library, "make_unsigned", lambda graph, folder: (graph, {}, True))
     with open_engine(whole) as engine:
         np.testing.assert_array_equal(score(engine, ids), ours)
+
+
+def test_a_session_keeps_the_weights_that_were_made_for_it(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime only points at them: freed, they are somebody else's memory, and reading it ends the process."""
+    monkeypatch.setattr(library, "products_saturate", lambda: True)
+    made: list[weakref.ref[np.ndarray]] = []
+
+    def watched(graph: bytes, folder: Path) -> tuple[bytes, unsigned.Weights, bool]:
+        found = unsigned.make_unsigned(graph, folder)
+        made.extend(map(weakref.ref, found[1].values()))
+        return found
+
+    monkeypatch.setattr(library, "make_unsigned", watched)
+    with open_engine(whole):
+        gc.collect()
+        assert made and all(each() is not None for each in made)
+    gc.collect()
+    assert all(each() is None for each in made)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.engines.onnx.head import WHOLE_PRODUCT
-from edgespec.engines.onnx.unsigned import make_unsigned
+from edgespec.engines.onnx.unsigned import Weights, make_unsigned
 from edgespec.errors import Cancelled, CapabilityError, ConfigError, EngineError, ModelFileError
 
 # By preference; the second name is what onnxruntime calls the memory of the device.
@@ -85,9 +85,11 @@ def open_session(graph: bytes, folder: Path, *, threads: int, provider: str) -> 
 
 def _open(graph: bytes, folder: Path, threads: int, name: str) -> Any:
     ort = library()
-    options, graph = _options(graph, folder, threads, name)
+    options, graph, weights = _options(graph, folder, threads, name)
     try:
-        return ort.InferenceSession(graph, options, providers=[PROVIDERS[name][0]])
+        session = ort.InferenceSession(graph, options, providers=[PROVIDERS[name][0]])
+        session.edgespec_weights = weights  # it reads them as long as it lives, and holds no reference to them
+        return session
     except _failures() as exc:
         reason = " ".join(str(exc).split())
         if name == "cpu":
@@ -133,9 +135,10 @@ def with_real_files(graph: bytes, folder: Path) -> tuple[bytes, Path]:
     return model.SerializeToString(), place
 
 
-def _options(graph: bytes, folder: Path, threads: int, name: str) -> tuple[Any, bytes]:
-    """How a session is opened, and the graph that it opens."""
+def _options(graph: bytes, folder: Path, threads: int, name: str) -> tuple[Any, bytes, Weights]:
+    """How a session is opened, the graph that it opens, and weights that have to live as long as the session."""
     ort = library()
+    weights: Weights = {}
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
@@ -154,7 +157,7 @@ def _options(graph: bytes, folder: Path, threads: int, name: str) -> tuple[Any, 
             options.add_session_config_entry("session.x64quantprecision", "1")
     graph, place = with_real_files(graph, folder)
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(place))
-    return options, graph
+    return options, graph, weights
 
 
 @cache
