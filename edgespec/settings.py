@@ -22,8 +22,8 @@ from edgespec.paths import expanded, home_folder, is_file, read_text
 Part = Literal["load", "sampling", "generate", "session"]
 Kind = Literal["text", "path", "integer", "number", "switch", "texts", "length", "factor"]
 ENVIRONMENT_PREFIX = "EDGESPEC_"
-# Variables that are no settings but say where things lie.
-PLACES = ("CONFIG", "HOME", "MODELS")
+# Variables that are no settings but say where things lie; the last one a real model, for the tests that want one.
+PLACES = ("CONFIG", "HOME", "MODELS", "TEST_MODEL")
 _TOML_TYPES: dict[Kind, tuple[type, ...]] = {
     "integer": (int,),
     "number": (int, float),
