@@ -269,7 +269,7 @@ class GenerateOptions:
     noise_offset: int = 0
 
     def __post_init__(self) -> None:
-        _at_least("noise_offset", self.noise_offset, 0)
+        _at_least("noise_offset", _whole("noise_offset", self.noise_offset), 0)
         _at_least("max-tokens", self.max_tokens, 1)
         object.__setattr__(self, "stop", _as_texts(self.stop))
         _switches(self, "ignore_eos", "logprobs")

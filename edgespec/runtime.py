@@ -220,6 +220,7 @@ class Model:
     @property
     def drafter_names(self) -> list[DrafterName]:
         """Every drafter that can be asked for here and may pay; those that need many rows only where rows are cheap."""
+        self._executor.turn.require_open()
         return self._deciders.names
 
     @contextmanager

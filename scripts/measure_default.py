@@ -1,6 +1,6 @@
 """Is the default ever slower than what a user would run without us? Ratios in one run, with their standard errors.
 
-    python scripts/measure_default.py MODEL [MODEL ...] --data DATA [--draft FILE] [--prompts N] [--tokens N] [--temp T]
+    python scripts/measure_default.py MODEL [MODEL ...] --data DATA [--draft FILE] [--prompts N] [--tokens N]
 
 DATA is the folder with spec_bench_dev.jsonl.xz. MODEL is a GGUF, an ONNX folder or a pair. The base line is plain
 decoding in the fastest mode (`--no-reproducible --drafter none`), whole answers with the reading of the prompt. Every
@@ -32,7 +32,6 @@ import edgespec
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.errors import PromptError
 
-MOST_PROMPT_TOKENS = 900
 Answer = Callable[[list[int]], tuple[float, int]]  # of prompt ids: (seconds, tokens)
 
 
@@ -112,7 +111,7 @@ def measure(path: str, chosen: argparse.Namespace) -> None:
                 ids = first.encode_chat([{"role": "user", "content": text}])
             except PromptError:  # a model without a chat template
                 ids = first.encode(text)
-            asked.append((kind, ids[:MOST_PROMPT_TOKENS]))
+            asked.append((kind, ids[: chosen.prompt_tokens]))
         report(path, settings, asked[: chosen.prompts])
 
 
@@ -146,6 +145,7 @@ def main() -> None:
     parser.add_argument("--draft", type=Path)
     parser.add_argument("--prompts", type=int, default=13)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--prompt-tokens", type=int, default=900, help="longer prompts are cut (default %(default)s)")
     parser.add_argument("--temp", type=float, default=0.0)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--reproducible", action="store_true", help="measure reproducible mode too")

@@ -255,6 +255,7 @@ def test_flat_passes_pay_and_the_confidences_are_told(tmp_path):
     with table_model(tmp_path, pass_s=0.004) as model:
         setup = Setup(model, model, SAMPLING, GenerateOptions(max_tokens=48))
         due = tasks(model, 1, prompts)
+        _ = model.cost_curve  # measured, as the command does before it begins
         found = report_of(setup, due, {t.key: t for t in Runner(model, model, setup.options).run(due)})
     assert found["total"]["verdict"] == "gains"
     assert any(line.startswith("speculation pays here") for line in table_lines(found))
@@ -347,6 +348,7 @@ def test_all_figures_when_the_length_is_automatic(tmp_path):
     from edgespec.bench.plots import PLOTS, images
 
     with table_model(tmp_path, pass_s=0.002) as model:
+        _ = model.cost_curve
         assert set(images(report(model))) == set(PLOTS)
 
 

@@ -70,11 +70,12 @@ def test_nothing_is_touched_before_the_first_event(model: Model, expected: Calla
 def test_what_needs_an_engine_waits_for_its_turn(
     model: Model, expected: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Costs were not measured at the load: asking for them between two events emptied both caches."""
+    """Costs are measured when they are asked for, which empties both caches."""
     monkeypatch.setattr(turn, "GRACE_S", 0.1)
     first = model.stream("abc", Sampling(seed=1), SHORT)
     text = next(first).text
-    for ask in (lambda: model.drafter_names, lambda: model.cost_curve, model.forget, model.prepare):
+    assert "model" in model.drafter_names, "known without a pass"
+    for ask in (lambda: model.cost_curve, model.forget, model.prepare):
         with pytest.raises(Busy, match="read it to its end, close"):
             ask()
     assert text + "".join(event.text for event in first) == expected("abc", 1)

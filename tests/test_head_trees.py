@@ -314,9 +314,10 @@ def demo(request: pytest.FixtureRequest) -> Iterator[edgespec.Model]:
     if request.param == "onnx":
         pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
     heads = DEMO.parent / "heads"
+    options: dict[str, Any] = {"engine": request.param, "threads": TEST_THREADS, "reproducible": True}
     with (
-        edgespec.load("demo", engine=request.param, heads=heads / "medusa.npz", threads=TEST_THREADS) as model,
-        edgespec.load("demo", engine=request.param, heads=heads / "eagle.npz", threads=TEST_THREADS) as other,
+        edgespec.load("demo", heads=heads / "medusa.npz", **options) as model,
+        edgespec.load("demo", heads=heads / "eagle.npz", **options) as other,
     ):
         yield model, other
 

@@ -277,6 +277,7 @@ def test_engines_of_a_pair_are_compared_and_may_differ_in_text(prompts):
     if not (DEMO / "manifest.toml").is_file():
         pytest.skip("the demo family is not here")
     arguments = ["tune", "demo", "--prompts", str(prompts), "--drafter", "ngram", "--draft-length", "2", "-n", "3"]
+    arguments += ["--reproducible"]
     result = run(*arguments, "--json")
     assert result.exit_code == 0, result.output
     assert "reproducible per engine" in " ".join(result.stderr.split())

@@ -157,6 +157,9 @@ def _run(setup: Setup, tasks: list[Task], journal: Journal) -> bool:
         done = len(tasks) - len(missing)
         note(f"{done} of {len(tasks)} are done already, from {journal.path}; --restart measures them anew")
 
+    if missing:
+        _ = setup.speculative.cost_curve  # measured now: it is part of the report, and measuring empties the caches
+
     def cancel() -> None:
         setup.speculative.cancel()
         setup.standard.cancel()

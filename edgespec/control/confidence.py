@@ -96,7 +96,7 @@ class BetaTable(Calibrator):
     def restore(self, state: Any) -> None:
         counts = {(float(row[0]), int(row[1])): [float(row[2]), float(row[3])] for row in state}
         if not all(0 <= accepted <= tried < math.inf for accepted, tried in counts.values()) or not all(
-            0 <= bucket < NUM_BUCKETS for _, bucket in counts
+            -1 <= bucket < NUM_BUCKETS for _, bucket in counts
         ):
             raise ValueError("a table of outcomes has counts that cannot be")
         self._counts, self._judge = counts, None
