@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import click
 
-from edgespec.config import GenerateOptions
+from edgespec.config import GenerateOptions, RuleName
 from edgespec.runtime import Model
 from edgespec.sampling import Sampling
 from edgespec.types import Stats, TokenEvent
@@ -74,10 +74,16 @@ def configuration_line(model: Model, sampling: Sampling, options: GenerateOption
         model.pair.name,
         f"{facts.name} on {facts.device}, threads {facts.threads}, context {facts.context_length}",
         f"drafter {drafter}" if drafter == "none" else f"drafter {drafter}, draft length {length}, rule {rule}",
-        "reproducible" if model.is_reproducible(rule) else "not reproducible",
+        _mode(model, rule),
         f"seed {sampling.seed}",
     )
     return " | ".join(parts)
+
+
+def _mode(model: Model, rule: RuleName) -> str:
+    if model.is_reproducible(rule):
+        return "reproducible"
+    return "fastest mode" if rule == "coupled" else "not reproducible"
 
 
 def stats_lines(stats: Stats) -> Iterable[str]:
