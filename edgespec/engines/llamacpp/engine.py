@@ -16,6 +16,7 @@ from edgespec.engines.eagle3_header import ARCHITECTURE as EAGLE3
 from edgespec.engines.envelope import StateStamp
 from edgespec.engines.gguf_check import check_gguf
 from edgespec.engines.gguf_split import model_files
+from edgespec.engines.held import HeldFiles
 from edgespec.engines.llamacpp.cells import Cells
 from edgespec.engines.llamacpp.eagle3 import Eagle3Head
 from edgespec.engines.llamacpp.facts import keeps_running_state, measured_facts, read_facts
@@ -60,6 +61,7 @@ class LlamaCppEngine(Engine):
         self._hidden_rows = 0  # of the last pass
         self._layer_inputs = LayerInputs(model, context)
         kinds = (settings.cache_type_k, settings.cache_type_v, settings.flash_attention, version())
+        self._held = HeldFiles(model_files(path))
         self._stamp = StateStamp.of("llamacpp", model_files(path), *kinds)
         self.vocabulary = LlamaCppVocabulary(model)
         self._max_outputs = settings.max_outputs(self.vocabulary.size)
@@ -177,6 +179,7 @@ class LlamaCppEngine(Engine):
         if self._cancel.is_set:
             self._cancel.clear()
             raise Cancelled("the pass was cancelled before it began; the cache is as before")
+        self._held.check()
         placed = split_by_sequence(batch, self._book.lengths)
         for sequence in placed:
             self._book.check_settled(sequence)
@@ -368,6 +371,7 @@ class LlamaCppEngine(Engine):
     def close(self) -> None:
         if self._context is None:
             return
+        self._held.close()
         self.vocabulary.close()
         library().llama_free(self._context)
         library().llama_model_free(self._model)

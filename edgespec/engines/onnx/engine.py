@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from edgespec.engines.base import EarlyExit, Engine, EngineFacts, check_batch
 from edgespec.engines.envelope import StateStamp
+from edgespec.engines.held import HeldFiles
 from edgespec.engines.measurements import file_key, key_of
 from edgespec.engines.onnx.caches import Caches
 from edgespec.engines.onnx.exits import ExitPasses, OnnxExit
@@ -52,6 +53,7 @@ class OnnxEngine(Engine):
         self._last_width = 0
         self._is_open = True
         layout = f"{type(self._caches).__name__} {settings.exit_layer}"
+        self._held = HeldFiles(weight_files(path))
         self._stamp = StateStamp.of("onnx", weight_files(path), version(), device.provider, settings.cache_type, layout)
         self.facts = EngineFacts(
             name="onnx",
@@ -153,6 +155,7 @@ class OnnxEngine(Engine):
         if self._options.terminate:
             self._options.terminate = False
             raise Cancelled("the pass was cancelled before it began; the cache is as before")
+        self._held.check()
         logits = self._caches.run(batch, placed)
         self._book.record(placed)
         self._last_width = batch.width
@@ -233,6 +236,7 @@ class OnnxEngine(Engine):
     def close(self) -> None:
         if self._is_open:
             self._is_open = False
+            self._held.close()
             del self._caches
             self._exit_passes = None
 

@@ -1,0 +1,54 @@
+"""Holds the files of a loaded model open and notices when one is changed in place.
+
+Weights are mapped, not copied: where a file is truncated, touching what is gone ends the process, and where it is
+written over, the model writes nonsense. Looking at the file before a pass costs a microsecond and turns both into an
+error. A change in the middle of a pass is not caught. A file that is replaced by renaming another does no harm.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from edgespec.errors import EngineError
+
+Seen = tuple[int, int]  # size in bytes, time of change in ns
+
+
+class HeldFiles:
+    """Open files and what they were when the model was loaded. A file that cannot be opened is not watched."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._files: list[tuple[Path, int, Seen]] = []
+        for path in paths:
+            with suppress(OSError):
+                handle = os.open(path, os.O_RDONLY)
+                self._files.append((path, handle, _seen(handle)))
+        self._release = weakref.finalize(self, _close, [handle for _, handle, _ in self._files])
+
+    def check(self) -> None:
+        """Raises EngineError where a file is not what it was."""
+        for path, handle, before in self._files:
+            if _seen(handle) != before:
+                raise EngineError(
+                    f"{path} was changed while the model was in use, and its weights are read from that file: load the "
+                    "model again (write new files under another name and rename them)"
+                )
+
+    def close(self) -> None:
+        """Let go of the files; closing twice is allowed."""
+        self._files = []
+        self._release()
+
+
+def _close(handles: Iterable[int]) -> None:
+    for handle in handles:
+        os.close(handle)
+
+
+def _seen(handle: int) -> Seen:
+    found = os.fstat(handle)
+    return found.st_size, found.st_mtime_ns

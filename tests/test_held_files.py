@@ -1,0 +1,91 @@
+"""Files that are changed while a model runs: an error before the next pass, and never a dead process."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import edgespec
+from edgespec import GenerateOptions, Sampling
+from edgespec.engines.held import HeldFiles
+from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.onnx import OnnxEngine
+from edgespec.errors import EngineError
+from edgespec.types import Batch
+
+
+def test_what_is_changed_in_place_is_noticed_and_what_is_renamed_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(b"x" * 100)
+    held = HeldFiles([path, tmp_path / "missing"])
+    held.check()
+    (tmp_path / "new").write_bytes(b"y")
+    (tmp_path / "new").replace(path)
+    held.check()
+    held.close()
+    held.close()
+    held = HeldFiles([path])
+    os.truncate(path, 0)
+    with pytest.raises(EngineError, match="weights was changed while the model was in use"):
+        held.check()
+    held.close()
+
+
+def num_open() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are counted in /proc")
+def test_what_nobody_holds_any_more_is_let_go(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(b"x")
+    before = num_open()
+    held = HeldFiles([path])
+    assert num_open() == before + 1
+    del held
+    gc.collect()
+    assert num_open() == before
+
+
+def test_a_truncated_gguf_ends_the_pass_and_not_the_process(tiny_path: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copy(tiny_path, tmp_path / "model.gguf"))
+    with LlamaCppEngine.load(path, threads=1, reproducible=False) as engine:
+        engine.forward(Batch.chain([1, 2, 3]))
+        os.truncate(path, 4096)
+        with pytest.raises(EngineError, match=r"model\.gguf was changed"):
+            engine.forward(Batch.chain([4]))
+        assert engine.length() == 3
+
+
+def test_onnx_weights_that_are_written_over_are_noticed(onnx_path: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(onnx_path.parent, tmp_path / "model")
+    with OnnxEngine.load(folder / "model.onnx", threads=1, reproducible=False) as engine:
+        engine.forward(Batch.chain([1, 2, 3]))
+        weights = next(folder.glob("*.data"))
+        os.utime(weights, ns=(1, 1))
+        with pytest.raises(EngineError, match="was changed"):
+            engine.forward(Batch.chain([4]))
+
+
+def test_an_answer_goes_on_without_a_draft_whose_file_was_changed(
+    target_path: Path, draft_path: Path, tmp_path: Path
+) -> None:
+    draft = Path(shutil.copy(draft_path, tmp_path / "draft.gguf"))
+    options = GenerateOptions(max_tokens=24, ignore_eos=True)
+    with edgespec.load(
+        str(target_path), draft=draft, drafter="model", draft_length=3, threads=1, reproducible=True
+    ) as model:
+        plain = model.generate("Hello", Sampling(temperature=0.0), GenerateOptions(24, ignore_eos=True, drafter="none"))
+        events = model.stream("Hello", Sampling(temperature=0.0), options)
+        for _ in range(8):
+            next(events)
+        os.truncate(draft, 4096)
+        found = events.result()
+    assert found.token_ids == plain.token_ids
+    assert np.array_equal(found.logprobs, plain.logprobs)
+    assert any("draft.gguf was changed" in note for note in found.stats.notes)
