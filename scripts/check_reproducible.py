@@ -54,7 +54,7 @@ class Check:
 
     prompts: list[str]
     tokens: int
-    plain: dict[tuple[str, float], Answer] = field(default_factory=dict)
+    plain: dict[tuple[str, str], Answer] = field(default_factory=dict)
     compared: Counter[str] = field(default_factory=Counter)
     different: Counter[str] = field(default_factory=Counter)
 
@@ -63,14 +63,15 @@ class Check:
         for index, (prompt, temperature) in enumerate(itertools.product(self.prompts, TEMPERATURES)):
             sampling = Sampling(temperature=temperature, seed=index % NUM_SEEDS)
             ids = model.encode_chat([{"role": "user", "content": prompt}])
-            if (prompt, temperature) not in self.plain:
+            place = prompt, f"{sampling}"  # a prompt may stand there twice, with two seeds
+            if place not in self.plain:
                 model.forget()
-                self.plain[prompt, temperature] = self._answer(model, ids, sampling, "none", 0)
+                self.plain[place] = self._answer(model, ids, sampling, "none", 0)
             for drafter, length in itertools.islice(rotation, runs_per_cell):
                 history = next(histories)
                 self._make_history(model, prompt, history, drafter)
                 found = self._answer(model, ids, sampling, drafter, length)
-                wrong = self._count(drafter, self.plain[prompt, temperature], found)
+                wrong = self._count(drafter, self.plain[place], found)
                 if wrong:
                     what = f"T={temperature} seed={sampling.seed} {drafter} {length} after {history}"
                     print(f"differs in {wrong} places: {what}: {prompt[:60]!r}")
