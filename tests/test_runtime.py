@@ -257,15 +257,16 @@ def test_memory_does_not_grow_over_500_generations(model: edgespec.Model) -> Non
     def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
-    def generate(count: int) -> None:
+    def grown_by(count: int) -> int:
+        before = resident_bytes()
         for seed in range(count):
             drafter = "ngram" if seed % 3 == 0 else "model"
             model.generate(f"Request {seed}", Sampling(seed=seed), GenerateOptions(max_tokens=12, drafter=drafter))
+        return resident_bytes() - before
 
-    generate(50)
-    before = resident_bytes()
-    generate(500)
-    assert resident_bytes() - before < 2 * 2**20
+    grown_by(50)
+    # A leak shows in every stretch; an allocator that takes new pages for what other tests left in pieces, in one.
+    assert min(grown_by(170) for _ in range(3)) < 2**19
 
 
 def test_a_closed_model_says_so() -> None:
