@@ -6,7 +6,8 @@ DATA is the folder with spec_bench_dev.jsonl.xz. MODEL is a GGUF, an ONNX folder
 decoding in the fastest mode (`--no-reproducible --drafter none`), whole answers with the reading of the prompt. Every
 prompt is answered by each setting, there and back, each time from an empty KV cache; what automatic decoding learns
 from the texts before stays, as in use, from an empty cache folder on. Settings: the default (`auto`), plain decoding in
-the default mode, and, with `--reproducible`, both in reproducible mode. `--loop` adds llama-cpp-python's own loop
+the default mode, and, with `--reproducible`, both in reproducible mode. `--natural-end` lets answers end where the model ends
+them; text past the end often repeats itself, which flatters lookups. `--loop` adds llama-cpp-python's own loop
 around `Llama.eval` for GGUF files.
 """
 
@@ -32,7 +33,7 @@ import edgespec
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.errors import PromptError
 
-Answer = Callable[[list[int]], tuple[float, int]]  # of prompt ids: (seconds, tokens)
+Answer = Callable[[list[int]], tuple[float, int]]  # of prompt ids: (seconds per token, tokens)
 
 
 def prompts_of(folder: Path, count: int) -> list[tuple[str, str]]:
@@ -60,11 +61,11 @@ def fresh_home() -> Iterator[None]:
         os.environ["EDGESPEC_HOME"] = before
 
 
-def answering(model: Model, sampling: Sampling, tokens: int) -> Answer:
+def answering(model: Model, sampling: Sampling, options: GenerateOptions) -> Answer:
     def answer(ids: list[int]) -> tuple[float, int]:
         model.forget()
-        result = model.generate(ids, sampling, GenerateOptions(max_tokens=tokens, ignore_eos=True))
-        return result.stats.wall_s, result.stats.new_tokens
+        result = model.generate(ids, sampling, options)
+        return result.stats.wall_s / result.stats.new_tokens, result.stats.new_tokens
 
     return answer
 
@@ -81,7 +82,7 @@ def own_loop(path: Path, tokens: int, threads: int, context_length: int) -> Answ
         llama.eval(ids)
         for _ in range(tokens - 1):
             llama.eval([int(np.argmax(llama._ctx.get_logits_ith(-1)[: llama.n_vocab()]))])
-        return perf_counter() - started_s, tokens
+        return (perf_counter() - started_s) / tokens, tokens
 
     return answer
 
@@ -90,6 +91,7 @@ def measure(path: str, chosen: argparse.Namespace) -> None:
     sampling = Sampling(temperature=chosen.temp, seed=1)
     shared: dict[str, Any] = {"context_length": chosen.context}
     drafts = {"draft": chosen.draft} if chosen.draft else {}
+    options = GenerateOptions(max_tokens=chosen.tokens, ignore_eos=not chosen.natural_end)
     with fresh_home(), ExitStack() as stack:
         models = {
             "fastest plain": edgespec.load(path, **shared, reproducible=False, drafter="none"),
@@ -100,7 +102,7 @@ def measure(path: str, chosen: argparse.Namespace) -> None:
             models["reproducible"] = edgespec.load(path, **shared, **drafts, reproducible=True)
         for model in models.values():
             stack.enter_context(model)
-        settings = {name: answering(model, sampling, chosen.tokens) for name, model in models.items()}
+        settings = {name: answering(model, sampling, options) for name, model in models.items()}
         first = models["fastest plain"]
         target = first.pair.files["target"].path
         if chosen.loop and target.suffix == ".gguf":
@@ -148,6 +150,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=900, help="longer prompts are cut (default %(default)s)")
     parser.add_argument("--temp", type=float, default=0.0)
     parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--natural-end", action="store_true", help="answers end where the model ends them")
     parser.add_argument("--reproducible", action="store_true", help="measure reproducible mode too")
     parser.add_argument("--loop", action="store_true", help="measure llama-cpp-python's own loop too")
     chosen = parser.parse_args()
