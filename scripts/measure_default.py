@@ -7,8 +7,8 @@ decoding in the fastest mode (`--no-reproducible --drafter none`), whole answers
 prompt is answered by each setting, there and back, each time from an empty KV cache; what automatic decoding learns
 from the texts before stays, as in use, from an empty cache folder on. Settings: the default (`auto`), plain decoding in
 the default mode, and, with `--reproducible`, both in reproducible mode. `--natural-end` lets answers end where the
-model ends them; text past the end often repeats itself, which flatters lookups. `--loop` adds llama-cpp-python's own loop
-around `Llama.eval` for GGUF files.
+model ends them; text past the end often repeats itself, which flatters lookups. `--loop` adds llama-cpp-python's own
+loop around `Llama.eval` for GGUF files.
 """
 
 from __future__ import annotations
