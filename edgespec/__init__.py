@@ -8,7 +8,7 @@ from edgespec.errors import Busy, EdgespecError
 
 if TYPE_CHECKING:
     from edgespec.config import GenerateOptions, LoadOptions
-    from edgespec.generation import Generation, Result
+    from edgespec.generation.handle import Generation, Result
     from edgespec.runtime import Model, load
     from edgespec.sampling import Sampling
     from edgespec.types import Stats, TokenEvent
@@ -28,7 +28,7 @@ __all__ = [
     "__version__",
     "load",
 ]
-_HOMES = {"Model": "runtime", "load": "runtime", "Generation": "generation", "Result": "generation"}
+_HOMES = {"Model": "runtime", "load": "runtime", "Generation": "generation.handle", "Result": "generation.handle"}
 _HOMES |= {"Sampling": "sampling", "Stats": "types", "TokenEvent": "types"}
 _HOMES |= {"GenerateOptions": "config", "LoadOptions": "config"}
 

@@ -15,17 +15,17 @@ from time import perf_counter, thread_time
 
 import numpy as np
 
+from edgespec.acceptance import CHAINS_ONLY, COMPARING, Rule, TargetAt
 from edgespec.control.base import NOTHING, Controller, Proposal
 from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import DraftRequest
+from edgespec.engines.parked import ParkedStates
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.watch import ClassWatch
 from edgespec.errors import Cancelled, EngineError, PromptError
-from edgespec.parked import ParkedStates
 from edgespec.sampling import Sampler
 from edgespec.stopping import StopRules, TextStream
 from edgespec.types import Distribution, Draft, Logits, RoundRecord, Stats, TokenEvent, TokenIds, Verdict
-from edgespec.verify import CHAINS_ONLY, COMPARING, Rule, TargetAt
 
 
 @dataclass(slots=True)

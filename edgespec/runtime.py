@@ -8,21 +8,21 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
+from edgespec.acceptance import LOSSY
 from edgespec.config import DrafterName, GenerateOptions, LoadKeywords, LoadOptions, RuleName
 from edgespec.control.cost import CostCurve, DraftCost
-from edgespec.deciding import Deciders
+from edgespec.control.pool import Deciders
 from edgespec.decode import check_prompt
 from edgespec.drafters.base import Drafter
 from edgespec.engines.base import Engine
 from edgespec.errors import ConfigError, PromptError, SamplingError
-from edgespec.executor import Executor, Request
-from edgespec.generation import Generation, Result
-from edgespec.inputs import checked_chat, checked_ids, of_kind, refuses_unknown_keywords
-from edgespec.loading import open_models
-from edgespec.manifest import ModelPair
+from edgespec.formats.manifest import ModelPair
+from edgespec.generation.executor import Executor, Request
+from edgespec.generation.handle import Generation, Result
+from edgespec.generation.inputs import checked_chat, checked_ids, of_kind, refuses_unknown_keywords
+from edgespec.loading.opening import open_models
 from edgespec.sampling import Sampler, Sampling
 from edgespec.types import RoundRecord, Stats, TokenIds
-from edgespec.verify import LOSSY
 
 __all__ = ["Generation", "Messages", "Model", "Prompt", "Result", "load"]
 Prompt = str | Sequence[int]
@@ -121,7 +121,7 @@ class Model:
 
         Raises PromptError when the model has no chat template or the template refuses the messages.
         """
-        from edgespec.chat import encode_messages  # jinja2 is needed only here
+        from edgespec.chat.template import encode_messages  # jinja2 is needed only here
 
         messages = checked_chat(messages)
         with self._executor.vocabulary() as vocabulary:

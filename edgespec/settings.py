@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from edgespec.config import CACHE_TYPES, DRAFTERS, ENGINES, PROVIDERS, RULES
 from edgespec.errors import ConfigError
-from edgespec.paths import expanded, home_folder, is_file, read_text
+from edgespec.formats.files import expanded, home_folder, is_file, read_text
 
 Part = Literal["load", "sampling", "generate", "session"]
 Kind = Literal["text", "path", "integer", "number", "switch", "texts", "length", "factor"]

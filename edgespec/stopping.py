@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgespec.tokenizer import IncrementalDecoder, Vocabulary
 from edgespec.types import FinishReason
+from edgespec.vocabulary import IncrementalDecoder, Vocabulary
 
 
 @dataclass(frozen=True, slots=True)

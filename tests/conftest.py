@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import json
 import lzma
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from demo import DEMO
+from demo_training import corpus
 from tiny_gguf import Shape, write_model
 from tiny_onnx import write_concatenated_model
-
-from edgespec.training import corpus
-
-DEMO = Path(__file__).parent.parent / "models" / "demo"
-TEST_THREADS = 1  # several would wait for each other on a busy machine
-
-
-def heed_interrupts() -> None:
-    """For `preexec_fn`: a shell that runs the tests in the background makes what they start deaf to SIGINT."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session", autouse=True)

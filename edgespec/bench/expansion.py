@@ -36,7 +36,7 @@ from edgespec.bench.tensors import (
     write_shard,
 )
 from edgespec.errors import ModelFileError
-from edgespec.manifest import sha256_of
+from edgespec.formats.manifest import sha256_of
 
 if TYPE_CHECKING:
     from edgespec.export.checkpoint import Checkpoint

@@ -15,7 +15,7 @@ import numpy as np
 from edgespec.bench.expansion import Expansion
 from edgespec.bench.tensors import Floats
 from edgespec.errors import ModelFileError
-from edgespec.headfile import PROJECT, HeadFile, read_head_file, write_head_file
+from edgespec.formats.head_file import PROJECT, HeadFile, read_head_file, write_head_file
 
 
 def expand_heads(path: Path, expansion: Expansion, result: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from edgespec.bench.record import Trial
-from edgespec.engines.measurements import cache_folder, key_of
+from edgespec.engines.disk_cache import cache_folder, key_of
 from edgespec.errors import ConfigError, StateError
 
 FORMAT = 1

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from edgespec.bench.pair import Builder, Progress, check_packages
 from edgespec.bench.request import FORMATS, BenchRequest, Needs
-from edgespec.engines.measurements import cache_folder
+from edgespec.engines.disk_cache import cache_folder
 from edgespec.errors import CapabilityError, ModelNotFound
-from edgespec.export import room
-from edgespec.manifest import MANIFEST
-from edgespec.models import registered_folders
+from edgespec.export import resources as room
+from edgespec.formats.manifest import MANIFEST
+from edgespec.loading.registry import registered_folders
 
 CANDIDATES = (("1b", "int8"), ("300m", "int8"), ("1b", "q8_0"))
 

@@ -32,7 +32,7 @@ from edgespec.bench.request import (
     needs_of,
 )
 from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.manifest import HEADS, MANIFEST, ModelFile, ModelPair, read_pair, sha256_of
+from edgespec.formats.manifest import HEADS, MANIFEST, ModelFile, ModelPair, read_pair, sha256_of
 
 if TYPE_CHECKING:
     from edgespec.export.onnx.convert import Quant

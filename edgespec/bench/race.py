@@ -23,10 +23,10 @@ from typing import Any, Self
 from edgespec.config import GenerateOptions
 from edgespec.control.cost import CostCurve, DraftCost
 from edgespec.errors import Cancelled
-from edgespec.prompts import PROMPTS
+from edgespec.loading.sample_prompts import PROMPTS
 from edgespec.runtime import Model, load
 from edgespec.sampling import Sampling
-from edgespec.selfcheck import Divergence, first_divergence
+from edgespec.tuning.verify import Divergence, first_divergence
 from edgespec.types import RoundRecord, Stats, TokenEvent
 
 _WARM_UP_TOKENS = 16
@@ -229,7 +229,7 @@ class Race:
 
 def fits_twice(model: Model) -> bool:
     """Whether the memory that is left holds the target once more; never assumed of a device's own memory."""
-    from edgespec.export.room import available_memory
+    from edgespec.export.resources import available_memory
 
     facts = model.target.facts
     if facts.device != "cpu":

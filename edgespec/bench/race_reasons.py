@@ -13,7 +13,7 @@ from statistics import fmean
 
 from edgespec.bench.race import Lap, Outcome
 from edgespec.control.length import ceiling, expected_speedup
-from edgespec.selfcheck import Divergence
+from edgespec.tuning.verify import Divergence
 from edgespec.types import RoundRecord
 
 NEAR = 0.05  # speeds that differ by less are called equal

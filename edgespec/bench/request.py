@@ -113,7 +113,7 @@ def needs_of(request: BenchRequest) -> Needs:
 
 def check_needs(needs: Needs, output: Path) -> None:
     """Raise CapabilityError when disk or memory do not suffice."""
-    from edgespec.export.room import available_memory, free_bytes, human
+    from edgespec.export.resources import available_memory, free_bytes, human
 
     place = next(folder for folder in (output.absolute(), *output.absolute().parents) if folder.exists())
     if needs.disk_bytes > (free := free_bytes(place)):

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from edgespec.bench.energy import EnergyMeter
 from edgespec.bench.record import Measurement, Trial, digest_of
-from edgespec.bench.workload import BenchPrompt
 from edgespec.config import GenerateOptions
 from edgespec.runtime import Model, load
 from edgespec.sampling import Sampling
+from edgespec.tuning.workload import BenchPrompt
 from edgespec.types import RoundRecord, TokenEvent
 
 _WARM_UP_TOKENS = 16

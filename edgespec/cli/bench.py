@@ -15,9 +15,7 @@ from edgespec.bench.journal import Journal, default_path
 from edgespec.bench.output import check_outputs, write_whole
 from edgespec.bench.report import Setup, report_of
 from edgespec.bench.runner import Runner, Task, load_standard, tasks_of
-from edgespec.bench.sources import built_in, read_data, read_prompts
 from edgespec.bench.table import table_lines
-from edgespec.bench.workload import MADE, BenchPrompt, Domains, choose, with_made
 from edgespec.cli.bench_progress import progress, trial_line
 from edgespec.cli.interrupt import stops
 from edgespec.cli.options import resolve_settings, settings_options
@@ -26,6 +24,8 @@ from edgespec.cli.terminal import note
 from edgespec.control.measure import cost_key
 from edgespec.errors import ConfigError
 from edgespec.settings import REMEMBERING, Settings
+from edgespec.tuning.prompt_sources import built_in, read_data, read_prompts
+from edgespec.tuning.workload import MADE, BenchPrompt, Domains, choose, with_made
 
 INTERRUPTED = 130
 DEFAULT_TOKENS = 96

@@ -18,8 +18,8 @@ from edgespec.cli.session import Session, open_session, tell_configuration
 from edgespec.cli.terminal import note
 from edgespec.control.measure import cost_key, remember_curve, remember_draft_cost
 from edgespec.engines.base import Engine
+from edgespec.engines.machine import machine_name
 from edgespec.errors import ConfigError
-from edgespec.machine import machine_name
 from edgespec.runtime import Model, load
 from edgespec.settings import REMEMBERING, Settings
 from edgespec.tuning import calibration as measuring

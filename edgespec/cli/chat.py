@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from edgespec.chat.conversation import Conversation, fit_context
 from edgespec.cli.interrupt import stops
 from edgespec.cli.lines import is_interactive, line_reader, read_message
 from edgespec.cli.main import exit_code
@@ -15,9 +16,8 @@ from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.session import Session, open_session, tell_configuration
 from edgespec.cli.slash import COMMANDS, run_slash
 from edgespec.cli.terminal import EventPrinter, complain, note, stats_lines
-from edgespec.conversation import Conversation, fit_context
 from edgespec.errors import ConfigError, EdgespecError
-from edgespec.metrics import Totals
+from edgespec.generation.totals import Totals
 from edgespec.types import Stats
 
 LEAST_ANSWER = 256  # tokens kept free for an answer of unlimited length, where the context allows

@@ -14,17 +14,17 @@ from rich.table import Table
 
 from edgespec.cli.terminal import note, printable
 from edgespec.config import LoadOptions
-from edgespec.drafting import learnt_texts
+from edgespec.corpus.database import MAX_BUDGET_BYTES, Corpus, CorpusText, check_budget, check_name
+from edgespec.corpus.documents import Documents
+from edgespec.corpus.learnt import LearntTexts
+from edgespec.corpus.store import vocabulary_key
+from edgespec.drafters.factory import learnt_texts
 from edgespec.errors import ConfigError
-from edgespec.loading import open_vocabulary
-from edgespec.paths import resolved
+from edgespec.formats.files import resolved
+from edgespec.loading.opening import open_vocabulary
 from edgespec.settings import resolve
-from edgespec.texts.corpus import MAX_BUDGET_BYTES, Corpus, CorpusText, check_budget, check_name
-from edgespec.texts.documents import Documents
-from edgespec.texts.learnt import LearntTexts
-from edgespec.texts.store import vocabulary_key
-from edgespec.tokenizer import Vocabulary
 from edgespec.types import TokenIds
+from edgespec.vocabulary import Vocabulary
 
 _MIB = 1 << 20
 _MODEL = click.option("-m", "--model", metavar="MODEL", help="Whose tokens the texts are kept in.  [default: demo]")

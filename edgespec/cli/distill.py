@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from edgespec.cli.terminal import note
-from edgespec.training.request import (
+from edgespec.export.training.request import (
     DEVICES,
     LOSSES,
     PRECISIONS,
@@ -93,7 +93,7 @@ def command(
     the same command is given again.
     """
     from edgespec.export.hub import find_source
-    from edgespec.training.preparation import prepare
+    from edgespec.export.training.preparation import prepare
 
     source = find_source(target)
     output = output or Path(f"{source.name}-draft")
@@ -115,7 +115,7 @@ def run_resumably(source: Any, prepared: Any, run: Callable[[Any], int], *, rest
 
 
 def _run(prepared: Any, journal: Any, target: str) -> int:
-    from edgespec.training.on_policy import distill
+    from edgespec.export.training.on_policy import distill
 
     with progress(prepared.request.total_tokens) as (say, advance):
         done = distill(prepared, journal, say, advance)

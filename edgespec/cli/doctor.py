@@ -20,7 +20,7 @@ from edgespec import __version__
 from edgespec.engines.cores import physical_cores
 from edgespec.engines.onnx import library as onnxruntime
 from edgespec.errors import CapabilityError, EdgespecError
-from edgespec.models import list_models
+from edgespec.loading.registry import list_models
 
 PROBE_TIMEOUT_S = 60
 
@@ -62,7 +62,7 @@ def examine() -> dict[str, Any]:
 
 
 def _probe_llamacpp() -> dict[str, Any]:
-    probe = [sys.executable, "-m", "edgespec.cli.probe"]
+    probe = [sys.executable, "-m", "edgespec.cli.library_facts"]
     try:
         done = subprocess.run(probe, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as exc:

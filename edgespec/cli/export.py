@@ -13,7 +13,7 @@ import click
 
 from edgespec import __version__
 from edgespec.cli.terminal import note
-from edgespec.paths import expanded, resolved
+from edgespec.formats.files import expanded, resolved
 
 if TYPE_CHECKING:
     from edgespec.export.pair import Exported
@@ -146,7 +146,7 @@ def _chosen_exit(folder: Path, threads: int | None) -> str:
 
 
 def _print(request: ExportRequest, done: Exported) -> None:
-    from edgespec.export.room import human
+    from edgespec.export.resources import human
 
     click.echo(f"{done.folder}")
     for name, size in done.files.items():

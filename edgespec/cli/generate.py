@@ -15,7 +15,7 @@ from edgespec.cli.session import Session, open_session, tell_configuration
 from edgespec.cli.terminal import EventPrinter, note, stats_lines
 from edgespec.config import SessionOptions
 from edgespec.errors import ConfigError, PromptError
-from edgespec.generation import Result
+from edgespec.generation.handle import Result
 from edgespec.types import Stats
 
 INTERRUPTED = 130

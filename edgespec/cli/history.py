@@ -9,7 +9,7 @@ from pathlib import Path
 
 from prompt_toolkit.history import History
 
-from edgespec.conversation import write_atomically
+from edgespec.chat.conversation import write_atomically
 from edgespec.errors import StateError
 
 MAX_LINES = 2000

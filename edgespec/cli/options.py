@@ -12,10 +12,10 @@ import click
 
 from edgespec.config import GenerateOptions, LoadOptions, SessionOptions
 from edgespec.errors import ConfigError
-from edgespec.paths import is_file
-from edgespec.profiles import with_profile
+from edgespec.formats.files import is_file
 from edgespec.sampling import Sampling
 from edgespec.settings import SETTINGS, Kind, Part, Setting, Settings, resolve
+from edgespec.tuning.profiles import with_profile
 
 _OWNERS = {"load": LoadOptions, "sampling": Sampling, "generate": GenerateOptions, "session": SessionOptions}
 

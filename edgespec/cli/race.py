@@ -29,9 +29,9 @@ from edgespec.cli.session import Session, open_session, tell_configuration
 from edgespec.cli.terminal import note
 from edgespec.config import SessionOptions
 from edgespec.errors import Cancelled, ConfigError
-from edgespec.profiles import with_profile
-from edgespec.prompts import PROMPTS
+from edgespec.loading.sample_prompts import PROMPTS
 from edgespec.settings import REMEMBERING
+from edgespec.tuning.profiles import with_profile
 
 FAILED, INTERRUPTED = 1, 130
 DEFAULT_TOKENS = 128

@@ -8,10 +8,10 @@ from edgespec.cli.options import sampling_of
 from edgespec.cli.terminal import configuration_line, note
 from edgespec.config import GenerateOptions, SessionOptions
 from edgespec.errors import CapabilityError
-from edgespec.profiles import profile_in_effect
 from edgespec.runtime import Model, load
 from edgespec.sampling import Sampling
 from edgespec.settings import REMEMBERING, Settings
+from edgespec.tuning.profiles import profile_in_effect
 from edgespec.types import Stats
 
 

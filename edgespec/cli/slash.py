@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from edgespec.chat.conversation import Conversation
 from edgespec.cli.options import default_of, show
 from edgespec.cli.session import in_effect
 from edgespec.cli.terminal import note, stats_lines
 from edgespec.config import MAX_DRAFT_LENGTH, DrafterName, DraftLength
-from edgespec.conversation import Conversation
 from edgespec.errors import ConfigError, StateError
-from edgespec.paths import exists, expanded
+from edgespec.formats.files import exists, expanded
 from edgespec.settings import SETTINGS, Setting, did_you_mean, find
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import click
 
 from edgespec.cli.distill import CHOICES, NUMBERS, option, progress, run_resumably
 from edgespec.cli.terminal import note
-from edgespec.training.heads_request import KINDS, STORAGE, HeadsRequest
+from edgespec.export.training.heads_request import KINDS, STORAGE, HeadsRequest
 
 _SIZES = {
     "depth": "Tokens of a draft that it learns to predict.",
@@ -56,8 +56,8 @@ def command(target: str, data: tuple[Path, ...], output: Path | None, restart: b
     stopped goes on when the same command is given again.
     """
     from edgespec.export.hub import find_source
-    from edgespec.training.heads_request import heads_shape
-    from edgespec.training.preparation import prepare
+    from edgespec.export.training.heads_request import heads_shape
+    from edgespec.export.training.preparation import prepare
 
     source = find_source(target)
     output = output or Path(f"{source.name}-{given['kind']}.npz")
@@ -67,7 +67,7 @@ def command(target: str, data: tuple[Path, ...], output: Path | None, restart: b
 
 
 def _run(prepared: Any, journal: Any, target: str) -> int:
-    from edgespec.training.heads import train_heads
+    from edgespec.export.training.heads import train_heads
 
     with progress(prepared.request.total_tokens) as (say, advance):
         done = train_heads(prepared, journal, say, advance)

@@ -15,8 +15,10 @@ from edgespec.cli.terminal import note
 from edgespec.cli.tune_view import as_object, conclude, show
 from edgespec.config import EngineName, LoadOptions
 from edgespec.errors import ConfigError
-from edgespec.models import resolve
-from edgespec.profiles import (
+from edgespec.loading.registry import resolve
+from edgespec.sampling import Sampling
+from edgespec.settings import REMEMBERING, Settings
+from edgespec.tuning.profiles import (
     DEFAULT_MODEL,
     TUNED,
     Profile,
@@ -26,10 +28,8 @@ from edgespec.profiles import (
     save_profile,
     source_of,
 )
-from edgespec.sampling import Sampling
-from edgespec.settings import REMEMBERING, Settings
-from edgespec.tuning.candidates import Asked
 from edgespec.tuning.prompts import Prompts, choose_prompts
+from edgespec.tuning.settings_grid import Asked
 from edgespec.tuning.sweep import Sweep, prepare
 
 INTERRUPTED = 130

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from edgespec.cli.terminal import note
-from edgespec.profiles import Profile
+from edgespec.tuning.profiles import Profile
 from edgespec.tuning.sweep import Score, Sweep
 
 _SHOWN = 12  # rows of the table

@@ -12,8 +12,8 @@ import click
 from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.session import Session, open_session, tell_configuration
 from edgespec.errors import ConfigError
-from edgespec.selfcheck import Comparison, Divergence, Report, comparisons
 from edgespec.settings import REMEMBERING
+from edgespec.tuning.verify import Comparison, Divergence, Report, comparisons
 
 DEFAULT_TOKENS = 64
 DRAFT_LENGTH = 4

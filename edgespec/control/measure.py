@@ -18,7 +18,7 @@ import numpy as np
 from edgespec.control.cost import WIDEST, ContextCost, CostCurve, DraftCost
 from edgespec.control.prior import PriorCurve, guessed_draft_cost, guessed_plain_s
 from edgespec.engines.base import Engine
-from edgespec.engines.measurements import (
+from edgespec.engines.disk_cache import (
     a_list,
     a_record,
     a_row,
@@ -30,7 +30,7 @@ from edgespec.engines.measurements import (
     remember,
     seconds,
 )
-from edgespec.machine import processor
+from edgespec.engines.machine import processor
 from edgespec.types import Batch
 
 logger = logging.getLogger("edgespec")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgespec.texts.index import DEPTH, END_OF_TEXT, LONGEST_MATCH, Span, SuffixIndex
+from edgespec.corpus.index import DEPTH, END_OF_TEXT, LONGEST_MATCH, Span, SuffixIndex
 
 Continuation = tuple[int, float, int]
 """A token, its share of what followed, and how many places it was judged by."""

@@ -20,7 +20,7 @@ from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.candidates import candidates_for
 from edgespec.drafters.growth import ROOT, Growth
 from edgespec.drafters.states import Array, StateDrafter, silu
-from edgespec.headfile import HeadFile
+from edgespec.formats.head_file import HeadFile
 from edgespec.types import Draft, TokenIds
 
 WINDOW = 512  # pairs that it looks back at

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from edgespec.engines.base import Engine
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import PromptError
-from edgespec.tokenizer import Vocabulary
 from edgespec.types import Logits, TokenIds
+from edgespec.vocabulary import Vocabulary
 
 LACKS = np.float32(-1e30)  # logit of a token that the draft has not got: it underflows in every softmax, and is finite
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")

@@ -15,7 +15,7 @@ from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.candidates import Candidates, MakeCandidates, candidates_for
 from edgespec.drafters.growth import Growth
 from edgespec.drafters.states import Array, StateDrafter, silu
-from edgespec.headfile import HeadFile
+from edgespec.formats.head_file import HeadFile
 from edgespec.types import Draft, Logits, TokenIds
 
 # Of logits: a head knows no token of its path, so the target differs from it by more than from a model that does.

@@ -17,7 +17,7 @@ from edgespec.drafters.candidates import MakeCandidates
 from edgespec.drafters.chain import CHAIN_PRIOR, DrawnChain
 from edgespec.drafters.growth import ROOT, Growth
 from edgespec.errors import EngineError, ModelFileError
-from edgespec.headfile import PROJECT, HeadFile
+from edgespec.formats.head_file import PROJECT, HeadFile
 from edgespec.types import EMPTY_DRAFT, Draft, Logits, TokenIds
 
 Array = NDArray[np.float32]

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 
+from edgespec.corpus.index import SuffixIndex
 from edgespec.drafters.automaton import ROOT, SuffixAutomaton
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.corpus import CorpusMatch
-from edgespec.texts.index import SuffixIndex
 from edgespec.types import EMPTY_DRAFT, Draft, Evidence, TokenIds
 
 _GROWTH = 4  # tokens drafted per token of the match; what is longer is seldom right

@@ -1,7 +1,7 @@
 """The temperature that a draft model samples at, as a factor of the target's: set by hand, or learnt from the text.
 
 A draft only has to agree with the target, and one that is too sure or not sure enough agrees more often at another
-temperature than the target's (how much is measured by scripts/measure_draft_temperature.py). Whatever the factor, the
+temperature than the target's (scripts/lab/measure_draft_temperature.py). Whatever the factor, the
 distributions that a draft carries are those that it was sampled from, and a factor changes between drafts by what was
 committed before them, so every acceptance rule stays exact.
 """

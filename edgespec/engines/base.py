@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import BatchError, CapabilityError, ConfigError, ContextFull
-from edgespec.tokenizer import Vocabulary
 from edgespec.types import NO_PARENT, Batch, Logits, TokenIds
+from edgespec.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True)

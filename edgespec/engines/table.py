@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from edgespec.engines.base import Engine, EngineFacts, check_batch
 from edgespec.errors import BatchError, Cancelled, CapabilityError, EngineError, PromptError, StateError, UsageError
-from edgespec.tokenizer import Vocabulary
 from edgespec.types import NO_PARENT, Batch, Logits
+from edgespec.vocabulary import Vocabulary
 
 MAX_ROWS = 4096
 MAX_TABLE_BYTES = 16 << 20

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from edgespec.engines import proof
 from edgespec.engines.base import Engine, EngineFacts
-from edgespec.engines.measurements import Schema, a_list, a_record, a_row, flag, recall, remember, text, whole
-from edgespec.engines.measurements import seconds as of_time
+from edgespec.engines.disk_cache import Schema, a_list, a_record, a_row, flag, recall, remember, text, whole
+from edgespec.engines.disk_cache import seconds as of_time
 from edgespec.engines.proof import PREFIX, WidthClass
 from edgespec.errors import CapabilityError
 

@@ -15,7 +15,7 @@ from typing import Any
 from edgespec.control.length import expected_speedup
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.export.reference import in_transformers
-from edgespec.prompts import PROMPTS
+from edgespec.loading.sample_prompts import PROMPTS
 
 TOKENS = 48  # per prompt
 LONGEST = 8

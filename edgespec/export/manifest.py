@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import SamplingError
-from edgespec.manifest import MANIFEST, MANIFEST_FORMAT
+from edgespec.formats.manifest import MANIFEST, MANIFEST_FORMAT
 from edgespec.sampling import Sampling
 
 # name in generation_config.json -> name in a manifest

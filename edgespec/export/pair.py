@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError
-from edgespec.export.checking import check_stages
+from edgespec.export.file_checks import check_stages
 from edgespec.export.hub import find_source
 from edgespec.export.manifest import card_licence, recommended_sampling, write_manifest
 from edgespec.export.plan import Facts, needs_of, read_facts
 from edgespec.export.reference import require_packages
 from edgespec.export.reporting import Reporter
 from edgespec.export.request import INSTALL, ExportRequest
-from edgespec.export.room import check_room, human
+from edgespec.export.resources import check_room, human
 from edgespec.export.stages import Artefact, Model, Stage, stages_of
 from edgespec.export.tokens import check_round_trip, check_same_tokens, token_names
 from edgespec.export.workspace import Workspace, check_output, opened
-from edgespec.manifest import read_pair, sha256_of
+from edgespec.formats.manifest import read_pair, sha256_of
 
 ENGINES = {"gguf": "llamacpp", "onnx": "onnx"}
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from edgespec.export.checkpoint import read_json
-from edgespec.export.eagle3 import is_head_config
+from edgespec.export.eagle3_config import is_head_config
 from edgespec.export.hub import Source, local_source
 from edgespec.export.plan import Facts, read_facts
 from edgespec.export.reporting import Progress

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import UsageError
-from edgespec.manifest import MANIFEST, sha256_of
+from edgespec.formats.manifest import MANIFEST, sha256_of
 
 JOURNAL_FORMAT = 1
 

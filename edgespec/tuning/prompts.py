@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgespec.bench.sources import built_in, read_prompts
-from edgespec.bench.workload import BenchPrompt
 from edgespec.errors import PromptError
 from edgespec.runtime import Model
+from edgespec.tuning.prompt_sources import built_in, read_prompts
+from edgespec.tuning.workload import BenchPrompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ from statistics import median
 
 from edgespec.config import DrafterName, DraftLength, EngineName, GenerateOptions
 from edgespec.errors import CapabilityError, EdgespecError, PromptError
-from edgespec.metrics import Totals
+from edgespec.generation.totals import Totals
 from edgespec.runtime import Model
-from edgespec.tuning.candidates import Asked, Candidate, Loaded, candidates, needed
-from edgespec.tuning.vocabulary import KnownVocabulary
+from edgespec.tuning.same_model import KnownVocabulary
+from edgespec.tuning.settings_grid import Asked, Candidate, Loaded, candidates, needed
 from edgespec.types import Stats
 
 logger = logging.getLogger("edgespec")

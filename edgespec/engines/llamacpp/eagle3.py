@@ -15,15 +15,15 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.eagle3_header import Eagle3Sizes, read_eagle3
 from edgespec.engines.head import FeatureHead, HeadFacts, States
 from edgespec.engines.llamacpp.extensions import extension
 from edgespec.engines.llamacpp.library import CancelFlag, complaints, forget_complaints, library
 from edgespec.engines.llamacpp.settings import AUTO, CACHE_TYPES, ON
-from edgespec.engines.llamacpp.vocabulary import LlamaCppVocabulary
+from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError, ModelFileError
-from edgespec.tokenizer import Vocabulary, check_same_vocabulary
+from edgespec.formats.gguf.eagle3 import Eagle3Sizes, read_eagle3
 from edgespec.types import Logits, TokenIds
+from edgespec.vocabulary import Vocabulary, check_same_vocabulary
 
 NO_ROOM, ABORTED, END = 1, 2, -1
 LOGITS_BYTES = 16 << 20

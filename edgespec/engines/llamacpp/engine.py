@@ -12,10 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import Engine, EngineFacts, check_batch, check_threads
-from edgespec.engines.eagle3_header import ARCHITECTURE as EAGLE3
 from edgespec.engines.envelope import StateStamp
-from edgespec.engines.gguf_check import check_gguf
-from edgespec.engines.gguf_split import model_files
 from edgespec.engines.held import HeldFiles
 from edgespec.engines.llamacpp.cells import Cells
 from edgespec.engines.llamacpp.eagle3 import Eagle3Head
@@ -30,10 +27,13 @@ from edgespec.engines.llamacpp.settings import (
     needed_bytes,
     require_generator,
 )
-from edgespec.engines.llamacpp.vocabulary import LlamaCppVocabulary
-from edgespec.engines.room import check_room
+from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
+from edgespec.engines.memory_estimate import check_room
 from edgespec.engines.rows import SequenceBook, SequenceRows, split_by_sequence
 from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError, StateError
+from edgespec.formats.gguf.check import check_gguf
+from edgespec.formats.gguf.eagle3 import ARCHITECTURE as EAGLE3
+from edgespec.formats.gguf.split import model_files
 from edgespec.types import Batch, Logits, TokenIds
 
 NO_ROOM, ABORTED = 1, 2

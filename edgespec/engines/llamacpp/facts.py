@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.engines.base import Engine, EngineFacts
-from edgespec.engines.gguf_split import model_files
+from edgespec.engines.disk_cache import file_key, key_of
 from edgespec.engines.llamacpp.library import library, version
 from edgespec.engines.llamacpp.settings import ContextSettings
-from edgespec.engines.measurements import file_key, key_of
 from edgespec.engines.widths import METHOD, PREFIX, pinned_facts
+from edgespec.formats.gguf.split import model_files
 from edgespec.types import Batch
 
 

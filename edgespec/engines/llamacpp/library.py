@@ -17,8 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from edgespec.engines.gguf_split import model_files
 from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.formats.gguf.split import model_files
 
 logger = logging.getLogger(__name__)
 ERROR, CONTINUED = 4, 5  # ggml_log_level

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from edgespec.engines.cores import physical_cores
-from edgespec.engines.gguf_header import GgufHeader, GgufNumbers
-from edgespec.engines.gguf_split import model_files
 from edgespec.engines.llamacpp.library import CancelFlag, complaints, forget_complaints, has_worked, library
-from edgespec.engines.room import Need
+from edgespec.engines.memory_estimate import Need
 from edgespec.errors import CapabilityError, ConfigError
+from edgespec.formats.gguf.header import GgufHeader, GgufNumbers
+from edgespec.formats.gguf.split import model_files
 
 HEADS = "attention.head_count"
 DEFAULT_CONTEXT = 4096

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgespec.engines.measurements import Schema, a_list, a_record, number
+from edgespec.engines.disk_cache import Schema, a_list, a_record, number
 from edgespec.engines.onnx.graph import CacheScales, Graph
 from edgespec.engines.onnx.passes import PassRows, SharedPasses
 from edgespec.types import TokenIds

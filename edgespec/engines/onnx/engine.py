@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import EarlyExit, Engine, EngineFacts, check_batch
+from edgespec.engines.disk_cache import file_key, key_of
 from edgespec.engines.envelope import StateStamp
 from edgespec.engines.held import HeldFiles
-from edgespec.engines.measurements import file_key, key_of
+from edgespec.engines.machine import processor
 from edgespec.engines.onnx.caches import Caches
 from edgespec.engines.onnx.exits import ExitPasses, OnnxExit
 from edgespec.engines.onnx.graph import Graph, read_graph
@@ -24,11 +25,10 @@ from edgespec.engines.onnx.packed import PackedCaches
 from edgespec.engines.onnx.passes import SharedPasses
 from edgespec.engines.onnx.separate import SeparateCaches
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
-from edgespec.engines.onnx.vocabulary import TokenizerFile
+from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.engines.rows import SequenceBook, split_by_sequence
 from edgespec.engines.widths import METHOD, PREFIX, pinned_facts
 from edgespec.errors import BatchError, Cancelled, CapabilityError, EngineError, ModelFileError, StateError
-from edgespec.machine import processor
 from edgespec.types import Batch, Logits
 
 

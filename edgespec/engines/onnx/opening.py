@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.engines.measurements import file_key, key_of, recall, remember
+from edgespec.engines.disk_cache import file_key, key_of, recall, remember
 from edgespec.engines.onnx.calibration import TEXT, as_scales, measure_scales, scales_schema
 from edgespec.engines.onnx.concatenated import ConcatenatedPasses
 from edgespec.engines.onnx.exits import ExitPasses
@@ -16,7 +16,7 @@ from edgespec.engines.onnx.graph import CacheScales, Graph, read_graph
 from edgespec.engines.onnx.library import Device, library, open_session, try_graph, version
 from edgespec.engines.onnx.passes import Passes, SharedPasses
 from edgespec.engines.onnx.settings import CONFIGS, ModelConfig, OnnxSettings
-from edgespec.engines.onnx.vocabulary import TokenizerFile
+from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.errors import CapabilityError, ModelFileError
 
 

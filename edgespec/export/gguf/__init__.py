@@ -10,11 +10,11 @@ except ImportError as exc:
     raise CapabilityError("converting to GGUF needs the package gguf: pip install 'edgespec[export]'") from exc
 
 from edgespec.export.gguf.architectures import ARCHITECTURES
-from edgespec.export.gguf.check import check_tokenizer
 from edgespec.export.gguf.convert import OUTPUT_TYPES, Conversion, convert
 from edgespec.export.gguf.early_exit import EarlyExit, early_exit_gguf
 from edgespec.export.gguf.quantise import GGUF_QUANTS, NEEDS_IMPORTANCE, export_gguf, quantise
 from edgespec.export.gguf.splitters import pre_tokenizer_name
+from edgespec.export.gguf.tokenizer_check import check_tokenizer
 
 __all__ = [
     "ARCHITECTURES",

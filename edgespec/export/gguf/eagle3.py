@@ -17,10 +17,9 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.eagle3_header import ARCHITECTURE, DRAFTED, NUM_LAYERS_READ
 from edgespec.errors import ConfigError, ModelFileError
 from edgespec.export.checkpoint import Checkpoint, Config, Weights
-from edgespec.export.eagle3 import PREFIXES, head_config
+from edgespec.export.eagle3_config import PREFIXES, head_config
 from edgespec.export.gguf.convert import OUTPUT_TYPES, Conversion, quantised, stored_type
 from edgespec.export.gguf.files import Progress, no_progress, whole_file
 from edgespec.export.gguf.hyperparameters import write_hyperparameters
@@ -28,6 +27,7 @@ from edgespec.export.gguf.rotary import llama3_frequency_factors, rotary_setting
 from edgespec.export.gguf.rows import Architecture, Sizes, read_sizes
 from edgespec.export.gguf.tokenizer import write_tokenizer
 from edgespec.export.gguf.transforms import interleave_rotary
+from edgespec.formats.gguf.eagle3 import ARCHITECTURE, DRAFTED, NUM_LAYERS_READ
 
 HEAD = Architecture(ARCHITECTURE, {}, {})
 # Hugging Face's name -> (GGUF's, shape); t the target's layers side by side, w what it proposes, i embedding and state

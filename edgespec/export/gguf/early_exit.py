@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from edgespec.engines.gguf_check import check_gguf
-from edgespec.engines.gguf_header import ARRAY, STRING, TENSOR_TYPES, GgufHeader, GgufNumbers, TensorInfo
-from edgespec.engines.gguf_split import COUNT, FILES, ID, NUMBER, TENSORS
 from edgespec.errors import ConfigError, ModelFileError
 from edgespec.export.gguf.architectures import ARCHITECTURES
 from edgespec.export.gguf.files import Progress, no_progress, whole_file
+from edgespec.formats.gguf.check import check_gguf
+from edgespec.formats.gguf.header import ARRAY, STRING, TENSOR_TYPES, GgufHeader, GgufNumbers, TensorInfo
+from edgespec.formats.gguf.split import COUNT, FILES, ID, NUMBER, TENSORS
 
 ALIGNMENT = 32
 CHUNK_BYTES = 1 << 22

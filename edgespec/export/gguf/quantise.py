@@ -14,14 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.cores import physical_cores
-from edgespec.engines.gguf_check import check_gguf
-from edgespec.engines.gguf_header import GgufHeader, read_header
 from edgespec.engines.llamacpp.library import complaints, forget_complaints, library, listening
 from edgespec.errors import ConfigError, ModelFileError
 from edgespec.export.checkpoint import Checkpoint
 from edgespec.export.gguf.convert import OUTPUT_TYPES, Conversion, OutputType, convert
 from edgespec.export.gguf.files import Progress, no_progress, whole_file
 from edgespec.export.importance import read_importance
+from edgespec.formats.gguf.check import check_gguf
+from edgespec.formats.gguf.header import GgufHeader, read_header
 
 # Our name -> llama.cpp's number of a file type (llama_ftype).
 FILE_TYPES = {

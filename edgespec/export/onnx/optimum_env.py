@@ -22,7 +22,7 @@ from edgespec.export.onnx.graph import DATA, MODEL
 from edgespec.export.onnx.integer import to_integer
 from edgespec.export.onnx.quantise import save
 from edgespec.export.onnx.source import Source
-from edgespec.models import user_folder
+from edgespec.loading.registry import user_folder
 
 PACKAGES = ("optimum-onnx==0.1.0", "transformers>=4.56,<4.58")
 OPTIMUM_DATA = "model.onnx_data"

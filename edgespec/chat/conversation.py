@@ -1,0 +1,171 @@
+"""The state of one conversation: its turns, how much of them fits the context, saving and loading."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from edgespec.chat.template import Message, checked_messages
+from edgespec.errors import PromptError, StateError
+from edgespec.formats.files import read_text
+
+_FORMAT, _VERSION = "edgespec-conversation", 1
+_NOISE_END = "noise_end"  # of an answer: the place behind its last token, counted with the offset that it was made with
+
+
+@dataclass(slots=True)
+class Conversation:
+    """A system prompt and the turns since: the only owner of both. A turn is a user message and what answered it.
+
+    It also knows how far its answers have used up the noise of their seed, those included that were dropped to make
+    room; an answer that was undone, or is made again, counts as if it had never been.
+    """
+
+    system: str | None = None
+    turns: list[Message] = field(default_factory=list)
+    _dropped_end: int = 0  # where the noise of the dropped answers ended
+
+    @property
+    def messages(self) -> list[Message]:
+        return [{key: value for key, value in message.items() if key != _NOISE_END} for message in self._kept]
+
+    @property
+    def _kept(self) -> list[Message]:
+        """The messages with what is remembered of them."""
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        return first + self.turns
+
+    def noise_offset(self, prompt_tokens: int) -> int:
+        """`GenerateOptions.noise_offset` of an answer to a prompt of so many tokens: no earlier noise comes again.
+
+        0 as long as the conversation only grew: a position is then as good a key as any.
+        """
+        used: int = max(self._dropped_end, *(turn.get(_NOISE_END, 0) for turn in self.turns), 0)
+        return used - prompt_tokens if used > prompt_tokens else 0
+
+    @property
+    def num_exchanges(self) -> int:
+        return sum(turn["role"] == "user" for turn in self.turns)
+
+    def ask(self, text: str) -> None:
+        self.turns.append({"role": "user", "content": text})
+
+    def answer(self, text: str, noise_end: int = 0) -> None:
+        """`noise_end`: tokens of the prompt and the answer, and the noise offset that it was made with."""
+        self.turns.append({"role": "assistant", "content": text} | ({_NOISE_END: noise_end} if noise_end else {}))
+
+    def clear(self) -> None:
+        """Forget all turns; the system prompt stays. The noise begins anew, as that of another chat."""
+        self.turns.clear()
+        self._dropped_end = 0
+
+    def undo(self) -> str | None:
+        """Drop the last user message and all that answered it; returns its text, or None when there is none."""
+        last = self._last_question()
+        if last is None:
+            return None
+        text = str(self.turns[last]["content"])
+        del self.turns[last:]
+        return text
+
+    def regen(self) -> bool:
+        """Drop the last answer so that it can be made again; False when nothing was asked."""
+        last = self._last_question()
+        if last is None:
+            return False
+        del self.turns[last + 1 :]
+        return True
+
+    def _last_question(self) -> int | None:
+        return next((i for i in reversed(range(len(self.turns))) if self.turns[i]["role"] == "user"), None)
+
+    def drop_oldest(self) -> bool:
+        """Drop the oldest exchange, never the last one; False when only that is left."""
+        questions = [i for i, turn in enumerate(self.turns) if turn["role"] == "user"]
+        if len(questions) < 2:
+            return False
+        dropped_end = max(turn.get(_NOISE_END, 0) for turn in self.turns[: questions[1]])
+        self._dropped_end = max(self._dropped_end, dropped_end)
+        del self.turns[: questions[1]]
+        return True
+
+    def save(self, path: Path) -> None:
+        """Write as JSON: complete or not at all. Raises StateError when the file cannot be written."""
+        content = {"format": _FORMAT, "version": _VERSION, "messages": self._kept}
+        if self._dropped_end:
+            content["dropped_" + _NOISE_END] = self._dropped_end
+        write_atomically(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
+
+    @staticmethod
+    def load(path: Path) -> Conversation:
+        """Read what `save` wrote. Raises StateError when the file is missing or something else."""
+        try:
+            content = json.loads(read_text(path))
+        except OSError as exc:
+            raise StateError(f"conversation {path} cannot be read: {exc.strerror}") from exc
+        except (ValueError, RecursionError) as exc:  # ValueError: JSON, UTF-8, an integer without end
+            raise StateError(f"{path} is not a saved conversation: {exc}") from exc
+        if not isinstance(content, dict) or content.get("format") != _FORMAT or content.get("version") != _VERSION:
+            raise StateError(f"{path} is not a conversation saved by this version; /save writes one")
+        messages = content.get("messages")
+        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+            raise StateError(f"{path} holds no list of messages")
+        try:
+            messages = checked_messages(messages) if messages else []
+        except PromptError as exc:
+            raise StateError(f"{path} holds a message that cannot be used: {exc}") from exc
+        has_system = bool(messages) and messages[0]["role"] == "system"
+        dropped_end = content.get("dropped_" + _NOISE_END, 0)
+        if not all(_is_count(end) for end in (dropped_end, *(turn.get(_NOISE_END, 0) for turn in messages))):
+            raise StateError(f"{path} holds a {_NOISE_END} that is not a whole number from 0 on: delete that entry")
+        return Conversation(messages[0]["content"] if has_system else None, messages[has_system:], dropped_end)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
+
+
+def fit_context(
+    conversation: Conversation, count_tokens: Callable[[list[Message]], int], context_length: int, reserve: int
+) -> int:
+    """Drop the oldest exchanges until `reserve` tokens are free for the answer; returns how many were dropped.
+
+    Dropping moves every later token and so empties the cached prefix. Once it must be, a quarter of the context is
+    freed, so that the next turns can reuse the cache again. Raises PromptError when the last message alone is too
+    long; the conversation is then unchanged.
+    """
+    num_tokens = count_tokens(conversation.messages)
+    if num_tokens + reserve <= context_length:
+        return 0
+    kept = replace(conversation, turns=list(conversation.turns))
+    dropped = 0
+    while num_tokens + reserve > context_length * 3 // 4 and kept.drop_oldest():
+        dropped += 1
+        num_tokens = count_tokens(kept.messages)
+    if num_tokens >= context_length:
+        raise PromptError(
+            f"the message alone makes a prompt of {num_tokens} tokens and the context holds {context_length}, answer "
+            "included: shorten it, or start with a larger --ctx-size"
+        )
+    conversation.turns[:], conversation._dropped_end = kept.turns, kept._dropped_end
+    return dropped
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace `path` by a file with `text` in one step. Raises StateError when that fails."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as exc:
+        raise StateError(f"{path} cannot be written: {exc.strerror}") from exc

@@ -1,0 +1,224 @@
+"""Chat templates: messages become the text that a model was trained to continue.
+
+A template comes out of a model file and is untrusted: it is rendered in jinja2's immutable sandbox, with
+repetition and output bounded. What this file does not know: tokens, engines, terminals.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache, partial
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from edgespec.errors import CapabilityError, PromptError, shown
+from edgespec.vocabulary import Vocabulary
+
+Message = dict[str, Any]
+ROLES = ("system", "user", "assistant", "tool")
+MAX_PROMPT_CHARACTERS = 16_000_000
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """jinja2's sandbox, which bounds `range` but neither 'x' * 10**9 nor 9**9**9."""
+
+    intercepted_binops = frozenset(["*", "**"])
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        repeated = [len(value) for value in (left, right) if isinstance(value, (str, list, tuple))]
+        bits = [value.bit_length() for value in (left, right) if isinstance(value, int)]
+        if repeated and bits and repeated[0] * max(left, right, key=_as_count) > MAX_PROMPT_CHARACTERS:
+            raise jinja2.TemplateRuntimeError("repeats something too often")
+        if sum(bits) > 4096 or (operator == "**" and any(count > 10 for count in bits)):
+            raise jinja2.TemplateRuntimeError("computes a number of thousands of digits")
+        return super().call_binop(context, operator, left, right)
+
+
+def _as_count(value: Any) -> int:
+    return value if isinstance(value, int) else -1
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON with transformers' arguments; jinja2's own filter escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str) -> jinja2.Template:
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment.filters["tojson"] = _to_json
+    del environment.filters["center"]  # allocates whatever width it is told
+    environment.globals.update(raise_exception=_refuse, strftime_now=lambda form: datetime.now().strftime(form))
+    return environment.from_string(source)
+
+
+def render_chat(
+    source: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    bos_token: str = "",
+    eos_token: str = "",
+    add_generation_prompt: bool = True,
+) -> str:
+    """The prompt that a Jinja chat template makes of `messages` (and `tools`, as OpenAI's API has them).
+
+    The template sees what transformers gives it: `messages`, `tools`, `bos_token`, `eos_token`,
+    `add_generation_prompt`, `raise_exception`, `strftime_now`. Raises PromptError when a message cannot be used or the
+    template refuses the conversation, CapabilityError when the template itself is broken or does forbidden things.
+    """
+    try:
+        template = _compiled(source)
+    except RecursionError as exc:
+        raise PromptError("the model's chat template nests too deep; use --no-chat-template, or --prompt") from exc
+    except jinja2.TemplateSyntaxError as exc:
+        raise CapabilityError(f"the model's chat template is broken: {exc}; use --no-chat-template") from exc
+    parts: list[str] = []
+    size = 0
+    try:
+        for part in template.generate(
+            messages=checked_messages(messages),
+            tools=list(tools) if tools else None,
+            bos_token=bos_token,
+            eos_token=eos_token,
+            add_generation_prompt=add_generation_prompt,
+        ):
+            parts.append(part)
+            size += len(part)
+            if size > MAX_PROMPT_CHARACTERS:
+                raise PromptError(f"the chat template makes a prompt of over {MAX_PROMPT_CHARACTERS} characters")
+    except jinja2.exceptions.SecurityError as exc:
+        raise CapabilityError(f"the model's chat template does something forbidden: {exc}") from exc
+    except jinja2.TemplateError as exc:
+        raise PromptError(f"the model's chat template refuses this conversation: {exc}") from exc
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, MemoryError) as exc:
+        raise CapabilityError(f"the model's chat template fails: {exc}; use --no-chat-template") from exc
+    return "".join(parts)
+
+
+def encode_messages(
+    vocabulary: Vocabulary,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    model_name: str,
+) -> list[int]:
+    """Token ids of a conversation through the vocabulary's own template, the assistant's turn opened.
+
+    Raises PromptError when there is no template, and as `render_chat`.
+    """
+    if vocabulary.chat_template is None:
+        raise PromptError(f"model {model_name!r} has no chat template: use --no-chat-template, or generate()")
+    bos = "" if vocabulary.bos_id is None else vocabulary.token_name(vocabulary.bos_id)
+    render = partial(render_chat, vocabulary.chat_template, tools=tools, bos_token=bos)
+    ids = encode_rendered(vocabulary, render, messages)
+    if vocabulary.adds_bos and vocabulary.bos_id is not None and ids[:1] != [vocabulary.bos_id]:
+        ids.insert(0, vocabulary.bos_id)
+    return ids
+
+
+def encode_rendered(
+    vocabulary: Vocabulary, render: Callable[[Sequence[Mapping[str, Any]]], str], messages: Sequence[Mapping[str, Any]]
+) -> list[int]:
+    """Token ids of rendered `messages`, in which only the template may write control tokens.
+
+    A message that spells one out ("<|im_end|>") would otherwise forge a turn: there it is text. Raises as `render`,
+    and PromptError for messages that cannot be used.
+    """
+    messages = checked_messages(messages)
+    marks = [name for name in vocabulary.control_names if any(name in _content(message) for message in messages)]
+    if not marks:
+        return vocabulary.encode(render(messages), parse_special=True)
+    stand_ins = _unused_characters(len(marks), messages)
+    spelt = dict(zip(stand_ins, sorted(marks, key=len, reverse=True), strict=True))
+    shielded = []
+    for message in messages:
+        content = _content(message)
+        for stand_in, mark in spelt.items():
+            content = content.replace(mark, stand_in)
+        shielded.append({**message, "content": content} if content else message)
+    ids: list[int] = []
+    for piece in re.split(f"([{''.join(stand_ins)}])", render(shielded)):
+        ids += vocabulary.encode(spelt.get(piece, piece), parse_special=piece not in spelt) if piece else []
+    return ids
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else ""
+
+
+def _unused_characters(count: int, messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Characters for private use (U+F0000 on) that no message holds."""
+    used = set().union(*(_content(message) for message in messages))
+    free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
+    return [next(free) for _ in range(count)]
+
+
+def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """`messages` as templates expect them: text content, tool arguments as objects.
+
+    Raises PromptError for an empty list, an unknown role or content that is no text.
+    """
+    given: object = messages
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        raise PromptError(f"a conversation must be a list of messages with role and content, got {shown(given)}")
+    if not messages:
+        raise PromptError("the conversation is empty: give at least one message")
+    return [_checked(message, index) for index, message in enumerate(messages)]
+
+
+def _checked(message: object, index: int) -> Message:
+    if not isinstance(message, Mapping):
+        raise PromptError(f"message {index} must be an object with role and content, got {shown(message)}")
+    role = message.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise PromptError(f"message {index} has the role {shown(role)}; allowed: {', '.join(ROLES)}")
+    checked = dict(message)
+    content = checked.get("content")
+    if isinstance(content, list):
+        checked["content"] = content = _joined_parts(content, index)
+    if content is None and checked.get("tool_calls"):
+        checked["content"] = content = ""
+    if not isinstance(content, str):
+        raise PromptError(f"message {index} has no text content, got {type(content).__name__}")
+    if checked.get("tool_calls"):
+        if not isinstance(checked["tool_calls"], list):
+            raise PromptError(f"message {index} has tool_calls that are no list: {shown(checked['tool_calls'])}")
+        checked["tool_calls"] = [_parsed_call(call, index) for call in checked["tool_calls"]]
+    return checked
+
+
+def _joined_parts(parts: list[Any], index: int) -> str:
+    kinds = {str(part.get("type")) if isinstance(part, Mapping) else type(part).__name__ for part in parts}
+    if kinds - {"text"}:
+        raise PromptError(f"message {index} has parts of type {sorted(kinds)}; this runtime reads text only")
+    return "".join(str(part.get("text", "")) for part in parts)
+
+
+def _parsed_call(call: Any, index: int) -> Any:
+    """OpenAI's API sends tool arguments as a JSON string; templates write them out as an object."""
+    if not isinstance(call, Mapping):
+        raise PromptError(f"message {index} has a tool call that is no object")
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (json.JSONDecodeError, RecursionError) as exc:
+        raise PromptError(f"message {index} has tool arguments that are not JSON: {exc}") from exc
+    return {**call, "function": {**function, "arguments": arguments}}

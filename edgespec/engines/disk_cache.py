@@ -1,0 +1,183 @@
+"""Small results that are costly to measure, kept between runs in the user's cache folder as JSON.
+
+Losing them costs time and nothing else, so what cannot be read, is damaged, or does not have the shape that its reader
+asks for counts as missing, and a folder that cannot be written as full. An entry is kept with its checksum: a number
+that a damaged disk changed would often still look like one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from edgespec.formats.files import home_folder, resolved
+
+logger = logging.getLogger(__name__)
+Schema = Callable[[Any], bool]
+"""Whether a JSON value has the shape that its reader relies on."""
+MOST_SECONDS = 1e4  # that anything timed may have taken
+_DEEPEST = 8
+_FORMAT = 1
+
+
+def cache_folder() -> Path:
+    """`EDGESPEC_HOME`/cache, else the platform's place for files that may be deleted at any time."""
+    if home := os.environ.get("EDGESPEC_HOME"):
+        return Path(home) / "cache"
+    if chosen := os.environ.get("XDG_CACHE_HOME"):
+        return Path(chosen) / "edgespec"
+    if sys.platform == "darwin":
+        return home_folder() / "Library" / "Caches" / "edgespec"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or home_folder() / "AppData" / "Local") / "edgespec" / "cache"
+    return home_folder() / ".cache" / "edgespec"
+
+
+def key_of(*parts: object) -> str:
+    """A file name for everything that a result depends on."""
+    return hashlib.sha256("\0".join(map(repr, parts)).encode()).hexdigest()[:32]
+
+
+def file_key(path: Path) -> tuple[str, int, int]:
+    """What tells a file from an older one of the same name: (path, size in bytes, time of change in ns)."""
+    found = path.stat()
+    return str(resolved(path)), found.st_size, found.st_mtime_ns
+
+
+def recall(kind: str, key: str, schema: Schema) -> Any:
+    """What `remember` kept under `kind` and `key`; None where that is nothing, damaged, or not as `schema` has it."""
+    try:
+        kept = json.loads((cache_folder() / kind / f"{key}.json").read_bytes())
+        if not isinstance(kept, dict) or kept.keys() != {"format", "sum", "value"} or kept["format"] != _FORMAT:
+            return None
+        return kept["value"] if kept["sum"] == _sum_of(kept["value"]) and schema(kept["value"]) else None
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def remember(kind: str, key: str, value: Any) -> None:
+    """Keep a JSON value; written whole or not at all."""
+    folder = cache_folder() / kind
+    temporary = None
+    try:
+        value = json.loads(json.dumps(value, allow_nan=False))  # as it is recalled: names are text, tuples lists
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
+        with os.fdopen(handle, "w") as file:
+            json.dump({"format": _FORMAT, "sum": _sum_of(value), "value": value}, file)
+        Path(temporary).replace(folder / f"{key}.json")
+        temporary = None
+    except (OSError, ValueError) as exc:  # the latter for a number that JSON has no word for
+        logger.debug("the measurement %s/%s is not kept: %s", kind, key, exc)
+    finally:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                Path(temporary).unlink()
+
+
+def _sum_of(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# -- schemas
+
+
+def number(low: float, high: float) -> Schema:
+    """A finite number in `low`..`high`; a bool is none."""
+
+    def fits(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+    return fits
+
+
+def whole(low: int, high: int) -> Schema:
+    """A whole number in `low`..`high`; a bool is none."""
+
+    def fits(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+    return fits
+
+
+def text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def a_list(element: Schema, *, least: int = 0, size: int | None = None) -> Schema:
+    """A list of at least `least` elements, or of just `size`."""
+
+    def fits(value: Any) -> bool:
+        if not isinstance(value, list) or (len(value) < least if size is None else len(value) != size):
+            return False
+        return all(map(element, value))
+
+    return fits
+
+
+def a_row(*elements: Schema) -> Schema:
+    """A list of just these elements."""
+
+    def fits(value: Any) -> bool:
+        return (
+            isinstance(value, list)
+            and len(value) == len(elements)
+            and all(element(each) for element, each in zip(elements, value, strict=True))
+        )
+
+    return fits
+
+
+def a_record(fields: Mapping[str, Schema]) -> Schema:
+    """An object with just these fields."""
+
+    def fits(value: Any) -> bool:
+        return (
+            isinstance(value, dict)
+            and value.keys() == fields.keys()
+            and all(schema(value[name]) for name, schema in fields.items())
+        )
+
+    return fits
+
+
+def a_table(names: Collection[str], element: Schema) -> Schema:
+    """An object that is not empty, of fields that are among `names`."""
+
+    def fits(value: Any) -> bool:
+        return (
+            isinstance(value, dict) and bool(value) and value.keys() <= set(names) and all(map(element, value.values()))
+        )
+
+    return fits
+
+
+def numbers(value: Any, depth: int = 0) -> bool:
+    """Finite numbers in lists and objects of any shape, nested a few times at most."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return depth < _DEEPEST and all(numbers(each, depth + 1) for each in value)
+    return number(-1e15, 1e15)(value)
+
+
+def seconds(value: Any) -> bool:
+    """What something took."""
+    return number(0.0, MOST_SECONDS)(value) and value > 0
+
+
+CHECKED_FILE = a_record({"path": text})
+"""Of the kinds that only say that a file was looked at."""

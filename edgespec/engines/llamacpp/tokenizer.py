@@ -1,0 +1,130 @@
+"""A model's vocabulary through llama.cpp. Ids are checked here: the library ends the process on one out of range."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Self
+
+from edgespec.engines.llamacpp.library import library, open_model
+from edgespec.engines.llamacpp.stretches import bounded_parts
+from edgespec.errors import EngineError, PromptError, UsageError
+from edgespec.formats.gguf.check import check_gguf
+from edgespec.vocabulary import Vocabulary
+
+MAX_TEXT_BYTES = 1 << 28
+NORMAL = 4  # llama.cpp's attribute of an ordinary token
+_PIECE_BYTES = 256
+
+
+class LlamaCppVocabulary(Vocabulary):
+    """Borrows a loaded model; usable until that model is closed."""
+
+    def __init__(self, model: Any) -> None:
+        llama = library()
+        self._model: Any | None = model
+        self._vocab = llama.llama_model_get_vocab(model)
+        self.size = int(llama.llama_vocab_n_tokens(self._vocab))
+        self._splits_by_regex = llama.llama_vocab_type(self._vocab) == llama.LLAMA_VOCAB_TYPE_BPE
+        self.bos_id = self._id_or_none(llama.llama_vocab_bos(self._vocab))
+        self.adds_bos = bool(llama.llama_vocab_get_add_bos(self._vocab)) and self.bos_id is not None
+        self.end_ids = frozenset(filter(partial(llama.llama_vocab_is_eog, self._vocab), range(self.size)))
+        template = llama.llama_model_chat_template(model, None)
+        self.chat_template = template.decode("utf-8", errors="replace") if template else None
+
+    def _id_or_none(self, token_id: int) -> int | None:
+        return token_id if 0 <= token_id < self.size else None
+
+    def encode(self, text: str, *, parse_special: bool = False, add_bos: bool = False) -> list[int]:
+        self._require_open()
+        # The library's own add_special may append an end token as well, so the bos is put in front here.
+        ids = [self.bos_id] if add_bos and self.bos_id is not None else []
+        for part in bounded_parts(text) if self._splits_by_regex else (text,):
+            ids += self._encode_part(part, parse_special)
+        return ids
+
+    def _encode_part(self, text: str, parse_special: bool) -> list[int]:
+        try:
+            data = text.encode("utf-8")
+        except UnicodeEncodeError as exc:
+            raise PromptError(f"the text is not valid Unicode ({exc}); remove the lone surrogate") from exc
+        if len(data) > MAX_TEXT_BYTES:
+            raise PromptError(f"the text has {len(data)} bytes, at most {MAX_TEXT_BYTES} can be encoded")
+        room = len(data) + 8
+        ids = (ctypes.c_int32 * room)()
+        count = library().llama_tokenize(self._vocab, data, len(data), ids, room, False, parse_special)
+        if not 0 <= count <= room:
+            raise EngineError(f"llama.cpp could not encode a text of {len(data)} bytes (result {count})")
+        return list(ids[:count])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        vocab = self._require_open()
+        self._check_id(token_id)
+        room = 64
+        while True:
+            piece = ctypes.create_string_buffer(room)
+            length = library().llama_token_to_piece(vocab, token_id, piece, room, 0, False)
+            if length >= 0:
+                return piece.raw[:length]
+            room = -length
+
+    def token_name(self, token_id: int) -> str:
+        vocab = self._require_open()
+        self._check_id(token_id)
+        text: bytes | None = library().llama_vocab_get_text(vocab, token_id)
+        return (text or b"").decode("utf-8", errors="backslashreplace")
+
+    @cached_property
+    def pieces(self) -> list[bytes]:
+        """`token_bytes` of every id, in a tenth of the time that so many calls take."""
+        vocab, to_piece = self._require_open(), library().llama_token_to_piece
+        piece = ctypes.create_string_buffer(_PIECE_BYTES)
+        found: list[bytes] = []
+        for token_id in range(self.size):
+            length = to_piece(vocab, token_id, piece, _PIECE_BYTES, 0, False)
+            found.append(piece.raw[:length] if length >= 0 else self.token_bytes(token_id))
+        return found
+
+    @cached_property
+    def control_names(self) -> tuple[str, ...]:
+        """As the base says. Ordinary tokens print something, so that only the others are asked what."""
+        vocab, kind_of = self._require_open(), library().llama_vocab_get_attr
+        others = [token_id for token_id in range(self.size) if kind_of(vocab, token_id) != NORMAL]
+        return tuple(self.token_name(token_id) for token_id in others if not self.token_bytes(token_id))
+
+    def token_names(self) -> list[str]:
+        name_of = partial(library().llama_vocab_get_text, self._require_open())
+        return [(name or b"").decode("utf-8", errors="backslashreplace") for name in map(name_of, range(self.size))]
+
+    def close(self) -> None:
+        """The model is gone: any further call raises EngineError. Texts already read stay."""
+        self._model = None
+
+    def _check_id(self, token_id: int) -> None:
+        if not 0 <= token_id < self.size:
+            raise UsageError(f"token id {token_id} is outside the vocabulary 0..{self.size - 1}")
+
+    def _require_open(self) -> Any:
+        if self._model is None:
+            raise EngineError("the model of this vocabulary is closed; load it again")
+        return self._vocab
+
+
+class VocabularyFile(LlamaCppVocabulary):
+    """The vocabulary of a GGUF without its weights: for tokenising and for comparing before a model is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        check_gguf(path)
+        super().__init__(open_model(path, vocabulary_only=True))
+
+    def close(self) -> None:
+        if self._model is not None:
+            library().llama_model_free(self._model)
+        super().close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

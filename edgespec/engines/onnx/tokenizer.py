@@ -1,0 +1,160 @@
+"""The vocabulary beside an ONNX model: tokenizer.json read with the `tokenizers` library."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from edgespec.errors import CapabilityError, ModelFileError, PromptError, UsageError
+from edgespec.vocabulary import Vocabulary
+
+# Tokens that end a turn by custom; configurations often name only the end of a text.
+END_NAMES = (
+    *(
+        "<|im_end|>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+    ),
+    *(
+        "</s>",
+        "<eos>",
+        "<end_of_turn>",
+        "<|eos|>",
+        "<|EOT|>",
+        "<EOT>",
+        "_<EOT>",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    ),
+)
+
+
+class TokenizerFile(Vocabulary):
+    """`folder` holds tokenizer.json and its companions; `size` is the width of the model's logits."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self.size = size
+        path = folder / "tokenizer.json"
+        self._plain, self._special = _open(path), _open(path)
+        self._plain.encode_special_tokens = True  # a control token written in a text stays text
+        source = _read_json(path)
+        try:
+            added = source.get("added_tokens") or []
+            self._control = {int(token["id"]) for token in added if token["special"]}
+            self._verbatim = {int(token["id"]): str(token["content"]) for token in added if not token["special"]}
+        except (TypeError, KeyError, ValueError) as exc:
+            raise ModelFileError(f"{path} lists its added tokens wrongly ({exc!r}). Export the model again") from exc
+        self._is_byte_level = '"ByteLevel"' in json.dumps([source.get("decoder"), source.get("pre_tokenizer")])
+        settings = _read_json(folder / "tokenizer_config.json", needed=False)
+        self.bos_id = self._named(settings.get("bos_token"))
+        self.adds_bos = self.bos_id is not None and self._begins_with_bos(settings)
+        self.end_ids = self._ends(settings, folder)
+        self.chat_template = _chat_template(folder, settings)
+
+    def encode(self, text: str, *, parse_special: bool = False, add_bos: bool = False) -> list[int]:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as exc:
+            raise PromptError(f"the text is not valid Unicode ({exc}); remove the lone surrogate") from exc
+        tokenizer = self._special if parse_special else self._plain
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return [self.bos_id, *ids] if add_bos and self.bos_id is not None else ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if token_id in self._control:
+            self._check_id(token_id)
+            return b""
+        if token_id in self._verbatim:
+            return self._verbatim[token_id].encode()
+        if self._text(token_id) is None:
+            return b""
+        return self._piece(self.token_name(token_id))
+
+    def _piece(self, name: str) -> bytes:
+        if self._is_byte_level:
+            return bytes(BYTE_OF[letter] for letter in name)
+        if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+            return bytes([int(name[3:5], 16)])
+        return name.replace("▁", " ").encode()
+
+    def token_name(self, token_id: int) -> str:
+        # Widths beyond the tokenizer are padding; the converters to GGUF name it so too.
+        return self._text(token_id) or f"[PAD{token_id}]"
+
+    def _text(self, token_id: int) -> str | None:
+        self._check_id(token_id)
+        text: str | None = self._special.id_to_token(token_id)
+        return text
+
+    def _check_id(self, token_id: int) -> None:
+        if not 0 <= token_id < self.size:
+            raise UsageError(f"token id {token_id} is outside the vocabulary 0..{self.size - 1}")
+
+    def _named(self, token: Any) -> int | None:
+        text = token.get("content") if isinstance(token, dict) else token
+        found = self._special.token_to_id(text) if isinstance(text, str) else None
+        return int(found) if found is not None else None
+
+    def _begins_with_bos(self, settings: dict[str, Any]) -> bool:
+        if "add_bos_token" in settings:
+            return bool(settings["add_bos_token"])
+        ids: list[int] = self._special.encode("a", add_special_tokens=True).ids
+        return ids[:1] == [self.bos_id]
+
+    def _ends(self, settings: dict[str, Any], folder: Path) -> frozenset[int]:
+        found = {self._named(settings.get("eos_token")), *(self._named(name) for name in END_NAMES)}
+        for name in ("generation_config.json", "config.json"):
+            ids = _read_json(folder / name, needed=False).get("eos_token_id")
+            found.update(i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int))
+        return frozenset(token_id for token_id in found if isinstance(token_id, int) and 0 <= token_id < self.size)
+
+
+def _byte_letters() -> dict[str, int]:
+    """The letters by which byte-level BPE spells bytes: printable ones stand for themselves (GPT-2)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_letters()
+
+
+def _open(path: Path) -> Any:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as exc:
+        raise CapabilityError("ONNX models need the package tokenizers: pip install 'edgespec[onnx]'") from exc
+    if not path.is_file():
+        raise ModelFileError(f"{path} is missing: an ONNX model needs its tokenizer beside it. Copy it there")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as exc:  # the library raises plain Exception
+        raise ModelFileError(f"{path} is not a usable tokenizer: {exc}. Export the model again") from exc
+
+
+def _read_json(path: Path, *, needed: bool = True) -> dict[str, Any]:
+    if not needed and not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as exc:
+        raise ModelFileError(f"{path} cannot be read: {exc}. Export the model again") from exc
+    if not isinstance(found, dict):
+        raise ModelFileError(f"{path} holds no JSON object. Export the model again")
+    return found
+
+
+def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as exc:
+            raise ModelFileError(f"{file} cannot be read: {exc}. Export the model again") from exc
+    template = settings.get("chat_template")
+    return template if isinstance(template, str) else None

@@ -1,0 +1,97 @@
+"""Whether a GGUF splits text as its Hugging Face folder does: a wrong splitter loads silently and tokenises wrongly.
+
+Two known differences of llama.cpp are not held against a file: it does not compose characters (NFC), and with
+Metaspace tokenizers (Mistral's newer ones) it puts a space before text that begins with one or follows a special token.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from edgespec.engines.llamacpp.tokenizer import VocabularyFile
+from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.export.checkpoint import read_json
+from edgespec.export.gguf.splitters import flatten
+from edgespec.export.gguf.tokenizer import adds_bos, read_settings
+
+PROBES = (
+    "Hello, world! It's the 1st of 12345678 days; we'll see, I'VE said.",
+    "  two spaces,   three,\ttab\t\ttabs, end  ",
+    "line\nline\n\nparagraph\r\n\r\n  indented\n\n\n",
+    "def f(x: int) -> str:\n    return f'{x!r}'  # 3.14e-10\n",
+    "CamelCaseHTTPServer snake_case_name kebab-case 0x1F",
+    "Žluťoučký kůň, naïve café, Straße, ÅNGSTRÖM",
+    "Съешь ещё этих мягких булок",
+    "敏捷的棕色狐狸跳过了懒狗。日本語のテキスト、한국어 텍스트",
+    "نص عربي ١٢٣ עברית हिन्दी ไทย",
+    "emoji 🙂👩‍👩‍👧🏽 ½ ² Ⅷ €100 £5 — “quotes” …",
+    "<tag attr='v'>&amp;</tag> [INST] {{ x }} $%^&*()_+|~`",
+    "a",
+)
+SAMPLED_TOKENS = 400
+SAMPLED_SPECIALS = 8
+
+
+def check_tokenizer(folder: Path, gguf_path: Path) -> int:
+    """The number of probe texts that both tokenise alike.
+
+    Raises ModelFileError naming the first text that differs, CapabilityError without the package tokenizers.
+    """
+    theirs, source = _open_tokenizer(folder)
+    with VocabularyFile(gguf_path) as ours:
+        checked = 0
+        for text in probes(theirs, source, ours.size):
+            wanted, given = theirs.encode(text, add_special_tokens=False).ids, ours.encode(text, parse_special=True)
+            if wanted != given:
+                raise ModelFileError(
+                    f"{gguf_path} does not tokenise as {folder}: {text[:80]!r} becomes {given[:12]}, "
+                    f"the tokenizer says {wanted[:12]}. This tokenizer cannot be converted"
+                )
+            checked += 1
+        wants_bos = adds_bos(source, read_settings(folder))
+        if wants_bos != ours.adds_bos:
+            raise ModelFileError(f"{gguf_path}: add_bos is {ours.adds_bos}, {folder} says {wants_bos}")
+    return checked
+
+
+def _open_tokenizer(folder: Path) -> tuple[Any, dict[str, Any]]:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as exc:
+        raise CapabilityError(
+            "checking a tokenizer needs the package tokenizers: pip install 'edgespec[export]'"
+        ) from exc
+    path = folder / "tokenizer.json"
+    source = read_json(path)
+    try:
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as exc:
+        if type(exc) is not Exception:  # the library raises that very class and nothing narrower
+            raise
+        raise ModelFileError(f"{path} cannot be used: {exc}") from exc
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer, source
+
+
+def probes(tokenizer: Any, source: dict[str, Any], vocab_size: int) -> Iterator[str]:
+    """Texts on which both must agree: fixed ones, single tokens of the vocabulary, and texts around special tokens."""
+    splitters = [node.get("type") for node in flatten(source.get("pre_tokenizer"), "pretokenizers")]
+    composes = bool(flatten(source.get("normalizer"), "normalizers"))
+    has_metaspace = "Metaspace" in splitters
+    size = min(tokenizer.get_vocab_size(with_added_tokens=False), vocab_size)
+    sampled = range(0, size, max(size // SAMPLED_TOKENS, 1))
+    tokens = (tokenizer.decode([index], skip_special_tokens=False) for index in sampled)
+    for text in (*PROBES, *tokens):
+        is_whole = text and "\ufffd" not in text
+        is_stable = not composes or unicodedata.normalize("NFC", text) == text
+        if is_whole and is_stable and not (has_metaspace and text.startswith(" ")):
+            yield text
+    if has_metaspace:
+        return
+    for added in source.get("added_tokens", [])[:SAMPLED_SPECIALS]:
+        if added["id"] < vocab_size and added["special"]:
+            yield f"{added['content']}Hello{added['content']}\nworld"

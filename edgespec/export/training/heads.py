@@ -1,0 +1,118 @@
+"""Training heads for any Hugging Face target, from first check to the finished file.
+
+Round by round the target writes, the heads learn, and it is measured how much of their drafts would stand on held-out
+prompts. It ends as a distillation does; the best heads are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+
+from edgespec.export.training.documents import Corpus, Document
+from edgespec.export.training.heads_network import EagleHead, MedusaHeads
+from edgespec.export.training.heads_request import HeadsRequest
+from edgespec.export.training.heads_trainer import HeadsTrainer, last_states, new_heads
+from edgespec.export.training.inherit import load_target, pick_device
+from edgespec.export.training.journal import Journal, RoundResult, best_round, translated
+from edgespec.export.training.on_policy import Distilled, Say, load_encoder, reason_of, run_rounds
+from edgespec.export.training.preparation import Preparation
+from edgespec.export.training.target import TargetFacts
+from edgespec.export.training.trainer import Advance
+from edgespec.formats.head_file import HeadFile, HeadManifest, write_head_file
+
+PROBE_TOKENS = 12
+
+
+def build_heads_trainer(prepared: Preparation) -> tuple[HeadsTrainer, Corpus | None]:
+    """Load the target, make the heads; returns both in a trainer, and the corpus of held-out prompts."""
+    request, facts = prepared.request, prepared.facts
+    assert isinstance(request, HeadsRequest)
+    encode = load_encoder(facts)
+
+    def corpus_of(documents: list[Document]) -> Corpus | None:
+        return Corpus(documents, facts, encode) if documents else None
+
+    dtype = torch.bfloat16 if request.precision == "bf16" else torch.float32
+    target = load_target(facts, pick_device(request.device), dtype)
+    corpus = corpus_of(prepared.documents)
+    heads = new_heads(request, facts, prepared.shape, target, corpus)
+    return HeadsTrainer(request, facts, prepared.shape, target, heads, corpus), corpus_of(prepared.held_out)
+
+
+def train_heads(prepared: Preparation, journal: Journal, say: Say, advance: Advance) -> Distilled:
+    """Train until done and write the file; returns what came of it. Raises and resumes as `on_policy.distill`."""
+    request = prepared.request
+    assert isinstance(request, HeadsRequest)
+    trainer, held_out = build_heads_trainer(prepared)
+    journal.need_space(32 * sum(weight.numel() for weight in trainer.student.parameters()))
+    run_rounds(trainer, held_out, journal, say, advance)
+    trainer.student.load_state_dict(trainer.best)
+    with translated(journal.result):
+        write_head_file(journal.result, head_file(trainer, prepared.facts), request.storage)
+    journal.publish()
+    return Distilled(request.output, tuple(trainer.rounds), reason_of(request, trainer))
+
+
+def head_file(trainer: HeadsTrainer, facts: TargetFacts) -> HeadFile:
+    """The trained heads as the run-time reads them."""
+    heads, vocabulary = trainer.student, trainer.student.vocabulary
+    probe = trainer.held_out["greedy"][0].token_ids[:PROBE_TOKENS]
+    with torch.no_grad():
+        states = last_states(trainer.target, torch.tensor([probe], device=heads.device))[0]
+    arrays = {name.removesuffix(".weight"): weight.detach().cpu().numpy() for name, weight in heads.named_parameters()}
+    if isinstance(heads, MedusaHeads):
+        arrays = {
+            f"{kind}.{place // heads.blocks}.{place % heads.blocks}": weight.detach().cpu().numpy()
+            for kind, given in (("weight", heads.weights), ("bias", heads.biases))
+            for place, weight in enumerate(given)
+        }
+    return HeadFile(
+        manifest(trainer, facts),
+        arrays,
+        vocabulary.weight.cpu().numpy(),
+        vocabulary.token_ids.cpu().numpy().astype(np.int32),
+        np.asarray(probe, np.int32),
+        states.cpu().numpy(),
+    )
+
+
+def manifest(trainer: HeadsTrainer, facts: TargetFacts) -> HeadManifest:
+    heads, best = trainer.student, best_round(trainer.rounds)
+    layer = {}
+    if isinstance(heads, EagleHead):
+        sizes = heads.shape
+        layer = {"heads": sizes.heads, "kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim, "ffn": sizes.ffn}
+    return HeadManifest(
+        kind=trainer.request.kind,
+        depth=heads.depth,
+        hidden_size=facts.size("hidden_size"),
+        vocabulary_size=facts.size("vocab_size"),
+        target=facts.name,
+        target_sha256=weights_hash(facts),
+        scale=heads.vocabulary.scale,
+        blocks=heads.blocks if isinstance(heads, MedusaHeads) else 0,
+        rope_theta=heads.rope_theta if isinstance(heads, EagleHead) else 10_000.0,
+        figures=figures(best, heads.depth),
+        **layer,
+    )
+
+
+def figures(best: RoundResult, depth: int) -> dict[str, float]:
+    """What the best round came to, as tokens per pass of the target at draft length `depth`."""
+    return {
+        "greedy_mean_accepted_length": round(1 + depth * best.greedy, 4),
+        "sampled_mean_accepted_length": round(1 + depth * best.sampled, 4),
+        "tokens": best.tokens,
+    }
+
+
+def weights_hash(facts: TargetFacts) -> str:
+    """SHA-256 of the target's weight files, one after the other."""
+    digest = hashlib.sha256()
+    for path in facts.weight_files:
+        with path.open("rb") as handle:
+            digest.update(hashlib.file_digest(handle, "sha256").digest())
+    return digest.hexdigest()

@@ -1,0 +1,184 @@
+"""Where an unfinished distillation lives: OUTPUT.partial, until the finished folder appears as OUTPUT by one rename.
+
+The folder holds request.json (what was asked), state.pt (everything at the last finished round) and rounds.csv. A run
+that is killed at any moment leaves the last finished round; the next run of the same request goes on from there.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from edgespec.errors import CapabilityError, ConfigError, StateError
+from edgespec.export.training.request import flag
+
+SUFFIX, REQUEST, ROUNDS = ".partial", "request.json", "rounds.csv"
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What one round came to; round 0 is the untrained student.
+
+    `greedy`: share of the target's greedy text where the student's first choice is the target's; `sampled`: 1 minus
+    the total variation distance along text at temperature 1; both on held-out prompts. `variation` is the distance
+    on the training batches, at their temperatures. `own_tokens`: written by the target in this round.
+    """
+
+    index: int
+    tokens: int
+    own_tokens: int
+    greedy: float
+    sampled: float
+    variation: float
+    rate: float
+    seconds: float
+
+    @property
+    def acceptance(self) -> float:
+        """The figure that early stopping and the choice of the best student look at."""
+        return (self.greedy + self.sampled) / 2
+
+
+def stale_rounds(rounds: Sequence[RoundResult], min_rise: float) -> int:
+    """Rounds since acceptance last rose by more than `min_rise` over its level then."""
+    stale, level = 0, rounds[0].acceptance if rounds else 0.0
+    for result in rounds[1:]:
+        if result.acceptance > level + min_rise:
+            stale, level = 0, result.acceptance
+        else:
+            stale += 1
+    return stale
+
+
+def best_round(rounds: Sequence[RoundResult]) -> RoundResult:
+    """The round of the highest acceptance, the earliest of equals."""
+    return max(rounds, key=lambda result: (result.acceptance, -result.index))
+
+
+class Journal:
+    """The files of one unfinished run. `is_resumed`: an earlier run of the same request left a state."""
+
+    def __init__(self, output: Path, identity: Mapping[str, Any], *, restart: bool = False) -> None:
+        """Raises ConfigError when `output` exists, or when OUTPUT.partial belongs to another request."""
+        self.output, self.folder = output, output.with_name(output.name + SUFFIX)
+        if output.exists():
+            if _same_bytes(output / ROUNDS, self.folder / ROUNDS):  # killed between publishing and tidying up
+                shutil.rmtree(self.folder)
+            raise ConfigError(f"{output} exists already: give another --output, or remove it")
+        if restart and (self.folder / REQUEST).is_file():
+            shutil.rmtree(self.folder)
+        self._begin(dict(identity))
+
+    @property
+    def state(self) -> Path:
+        return self.folder / "state.pt"
+
+    @property
+    def result(self) -> Path:
+        """Where the finished folder is put together."""
+        return self.folder / "result"
+
+    @property
+    def is_resumed(self) -> bool:
+        return self.state.is_file()
+
+    def _begin(self, identity: dict[str, Any]) -> None:
+        path = self.folder / REQUEST
+        text = json.dumps(identity, indent=1, sort_keys=True)
+        if path.is_file():
+            before = _read(path)
+            changed = sorted(key for key in {*before, *identity} if before.get(key) != identity.get(key))
+            if changed:
+                raise ConfigError(f"{self.folder} is of another request ({_differences(before, identity, changed)}): "
+                                  "ask the same, give another --output, or begin anew with --restart")  # fmt: skip
+            return
+        if self.folder.exists() and any(self.folder.iterdir()):
+            raise ConfigError(f"{self.folder} holds other files: give another --output, or remove it")
+        with translated(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(path, text)
+
+    def write_rounds(self, rounds: Sequence[RoundResult]) -> None:
+        """Replace rounds.csv; it follows the state, so an interrupted round never appears in it."""
+        with translated(self.folder):
+            write_whole(self.folder / ROUNDS, rounds_csv(rounds))
+
+    def need_space(self, num_bytes: int) -> None:
+        """Raises CapabilityError when the disk has less than `num_bytes` free."""
+        free = shutil.disk_usage(self.folder).free
+        if free < num_bytes:
+            raise CapabilityError(
+                f"{self.folder} needs {num_bytes / 2**20:.0f} MiB and its disk has {free / 2**20:.0f} MiB free: make "
+                "room, or give an --output on another disk"
+            )
+
+    def publish(self) -> None:
+        """Let the finished folder appear as OUTPUT and remove the rest."""
+        with translated(self.output):
+            self.result.replace(self.output)
+        shutil.rmtree(self.folder)
+
+
+class translated:  # noqa: N801 - reads as a phrase: with translated(path)
+    """A block whose failed writes become StateError: the disk is full, the folder read-only.
+
+    `others`: what a library raises in place of OSError.
+    """
+
+    def __init__(self, path: Path, *others: type[Exception]) -> None:
+        self._path = path
+        self._kinds: tuple[type[Exception], ...] = (OSError, *others)
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, self._kinds):
+            reason = getattr(error, "strerror", None) or f"is the disk full? ({error})"
+            raise StateError(
+                f"{self._path} cannot be written: {reason}; nothing of the last finished round is lost, run the same "
+                "command again when that is mended"
+            ) from error
+
+
+def _same_bytes(one: Path, other: Path) -> bool:
+    return one.is_file() and other.is_file() and one.read_bytes() == other.read_bytes()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace `path` in one step."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def rounds_csv(rounds: Sequence[RoundResult]) -> str:
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow([field.name for field in fields(RoundResult)])
+    writer.writerows(asdict(result).values() for result in rounds)
+    return buffer.getvalue()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as exc:
+        raise ConfigError(f"{path} cannot be read: {exc}; begin anew with --restart") from exc
+    return value if isinstance(value, dict) else {}
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any], keys: Sequence[str]) -> str:
+    """`--hidden was 128, is 192`; files have other contents or names."""
+    return ", ".join(
+        f"{key if key == 'target' else flag(key)} is another"
+        if key in ("target", "data")
+        else f"{flag(key)} was {before.get(key)}, is {now.get(key)}"
+        for key in keys
+    )

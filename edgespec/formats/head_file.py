@@ -1,0 +1,228 @@
+"""The file of heads that draft from a target's last hidden state: a .npz with a description and the matrices.
+
+It carries all that drafting needs, the target's own head cut down to the tokens worth drafting included, since that is
+nowhere to be read in a loaded GGUF or graph; and a probe, a few tokens with the states that the target gives them, by
+which heads of another target are found out whatever that target's file is called and however it is quantised.
+
+What this module does not know: what a head computes, and which engine runs the target.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import zipfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.errors import ModelFileError, ModelNotFound
+from edgespec.formats.files import is_file
+
+FORMAT = 1
+Matrix = NDArray[np.float32]
+HeadKind = Literal["medusa", "eagle"]
+MANIFEST, SCALE = "manifest", ".scale"
+VOCABULARY, TOKEN_IDS, PROBE_IDS, PROBE_STATES = "vocabulary", "token_ids", "probe_ids", "probe_states"
+PROJECT = "project"
+# What numpy, zipfile and its decompressors raise on damaged bytes. Less obvious ones: RuntimeError of an archive marked
+# as encrypted, and as NotImplementedError of an unknown compression; TypeError of a bare array, which is no archive;
+# AttributeError of an entry that is no array; MemoryError of a shape that cannot be.
+_UNREADABLE = (
+    *(OSError, ValueError, KeyError, EOFError, RuntimeError, TypeError, AttributeError, MemoryError),
+    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError),
+)
+_LEAST_LIKENESS = 0.9  # mean cosine of the states of a quantised target to those of its original
+_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
+_LIMITS = {
+    "depth": (1, 64),
+    "hidden_size": (1, 65_536),
+    "vocabulary_size": (1, 2**24),
+    "blocks": (0, 64),
+    "heads": (0, 4096),
+    "kv_heads": (0, 4096),
+    "head_dim": (0, 4096),
+    "ffn": (0, 2**20),
+    "feature_size": (1, 65_536),
+}
+
+
+@dataclass(frozen=True)
+class HeadManifest:
+    """Sizes and origin. `depth`: tokens per draft it was trained for; `scale` on scores; `blocks` of a Medusa head;
+    `heads`, `kv_heads`, `head_dim`, `ffn`, `rope_theta` of EAGLE's layer; `figures`: measured by whoever trained it.
+    `feature_size` is that of the target's states, 0 for `hidden_size`: where it differs, the matrix `project` makes
+    them as wide as the heads.
+    """
+
+    kind: HeadKind
+    depth: int
+    hidden_size: int
+    vocabulary_size: int
+    target: str
+    target_sha256: str
+    scale: float = 1.0
+    blocks: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    ffn: int = 0
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    figures: Mapping[str, float] = field(default_factory=dict)
+    feature_size: int = 0
+
+    def __post_init__(self) -> None:
+        if self.feature_size == 0:
+            object.__setattr__(self, "feature_size", self.hidden_size)
+
+    @property
+    def is_projected(self) -> bool:
+        return self.feature_size != self.hidden_size
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every matrix but those of the vocabulary and the probe."""
+        projected = {PROJECT: (self.hidden_size, self.feature_size)} if self.is_projected else {}
+        return {**self._shapes_of_kind(), **projected}
+
+    def _shapes_of_kind(self) -> dict[str, tuple[int, ...]]:
+        width = self.hidden_size
+        if self.kind == "medusa":
+            places = [(head, block) for head in range(self.depth) for block in range(self.blocks)]
+            weights = {f"weight.{h}.{b}": (width, 2 * width if b == 0 else width) for h, b in places}
+            return {**weights, **{f"bias.{h}.{b}": (width,) for h, b in places}}
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "fc": (width, 2 * width),
+            "attention_norm": (width,),
+            "q_proj": (queries, width),
+            "k_proj": (keys, width),
+            "v_proj": (keys, width),
+            "o_proj": (width, queries),
+            "mlp_norm": (width,),
+            "gate_proj": (self.ffn, width),
+            "up_proj": (self.ffn, width),
+            "down_proj": (width, self.ffn),
+            "norm": (width,),
+        }
+
+
+@dataclass(frozen=True)
+class HeadFile:
+    """`arrays`: the matrices of `manifest.shapes()` in float32; `vocabulary` [m, hidden size], rows of the target's
+    head for `token_ids` [m], ascending; `probe_ids` [n] and the states [n, feature size] that the target gives them.
+    """
+
+    manifest: HeadManifest
+    arrays: Mapping[str, Matrix]
+    vocabulary: Matrix
+    token_ids: NDArray[np.int32]
+    probe_ids: NDArray[np.int32]
+    probe_states: Matrix
+
+    def is_of(self, states: NDArray[np.float32]) -> bool:
+        """Whether `states` [n, feature size], what a loaded target gives the probe, are those of the trained one."""
+        if states.shape != self.probe_states.shape or not np.isfinite(states).all():
+            return False
+        lengths = np.linalg.norm(states, axis=1) * np.linalg.norm(self.probe_states, axis=1)
+        cosines = (states * self.probe_states).sum(axis=1) / np.maximum(lengths, 1e-9)
+        return float(cosines.mean()) >= _LEAST_LIKENESS
+
+
+def write_head_file(path: Path, heads: HeadFile, storage: str = "int8") -> None:
+    """Write `heads` to `path` in one step; matrices as `storage`, int8 with a scale per row or f16. Raises OSError."""
+    stored: dict[str, NDArray[Any]] = {TOKEN_IDS: heads.token_ids, PROBE_IDS: heads.probe_ids}
+    stored[PROBE_STATES] = heads.probe_states.astype(np.float16)
+    for name, array in {**heads.arrays, VOCABULARY: heads.vocabulary}.items():
+        if array.ndim == 2 and storage == "int8":
+            scale = np.maximum(np.abs(array).max(axis=1, keepdims=True), 1e-12) / 127.0
+            stored[name] = np.rint(array / scale).astype(np.int8)
+            stored[name + SCALE] = scale[:, 0].astype(np.float32)
+        else:
+            stored[name] = array.astype(np.float16 if array.ndim == 2 else np.float32)
+    text = json.dumps({"format": FORMAT, **asdict(heads.manifest)}, sort_keys=True)
+    stored[MANIFEST] = np.frombuffer(text.encode(), np.uint8)
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as handle:
+        np.savez(handle, allow_pickle=False, **stored)
+    temporary.replace(path)
+
+
+def read_head_file(path: Path) -> HeadFile:
+    """Raises ModelNotFound, and ModelFileError for a file that is none, is damaged or does not fit itself."""
+    if not is_file(path):
+        raise ModelNotFound(f"no file {str(path)!r}: give the .npz that edgespec train-heads has written")
+    try:
+        with path.open("rb") as handle, np.load(handle, allow_pickle=False) as stored:
+            arrays = {name: stored[name] for name in stored.files}
+        described = json.loads(arrays.pop(MANIFEST).tobytes())
+    except _UNREADABLE as exc:
+        # what numpy says of a file that is none is an advice to trust it
+        raise ModelFileError(f"{path} is no file of heads, or it is damaged: train the heads again") from exc
+    manifest = _manifest(path, described)
+    shapes = manifest.shapes()
+    found = {name: _matrix(path, arrays, name, shape) for name, shape in shapes.items()}
+    token_ids, probe_ids = (_ids(path, arrays, name, manifest.vocabulary_size) for name in (TOKEN_IDS, PROBE_IDS))
+    if np.any(np.diff(token_ids) <= 0):
+        raise ModelFileError(f"{path} lists its draft vocabulary out of order: it is damaged, train the heads again")
+    return HeadFile(
+        manifest,
+        found,
+        _matrix(path, arrays, VOCABULARY, (token_ids.size, manifest.hidden_size)),
+        token_ids,
+        probe_ids,
+        _matrix(path, arrays, PROBE_STATES, (probe_ids.size, manifest.feature_size)),
+    )
+
+
+def _manifest(path: Path, described: Any) -> HeadManifest:
+    if not isinstance(described, dict) or described.pop("format", None) != FORMAT:
+        raise ModelFileError(f"{path} is of another format; this edgespec reads {FORMAT}: train the heads again")
+    kinds = {entry.name: entry.type for entry in fields(HeadManifest)}
+    try:
+        manifest = HeadManifest(**described)
+    except TypeError as exc:
+        raise ModelFileError(f"{path} describes its heads in an unknown way ({exc}): train them again") from exc
+    for name, kind in kinds.items():
+        allowed = _TYPES.get(str(kind))
+        if allowed is not None and not isinstance(getattr(manifest, name), allowed):
+            raise ModelFileError(
+                f"{path}: {name} must be {kind}, got {getattr(manifest, name)!r}; train the heads again"
+            )
+    for name, (least, most) in _LIMITS.items():
+        if not least <= getattr(manifest, name) <= most:
+            raise ModelFileError(f"{path}: {name} {getattr(manifest, name)} is out of range; train the heads again")
+    sizes = (manifest.heads, manifest.kv_heads, manifest.head_dim, manifest.ffn)
+    if manifest.kind not in ("medusa", "eagle"):
+        raise ModelFileError(f"{path} holds heads of the kind {manifest.kind!r}; this edgespec runs medusa and eagle")
+    if manifest.kind == "eagle" and (0 in sizes or manifest.heads % manifest.kv_heads or manifest.head_dim % 2):
+        raise ModelFileError(f"{path} gives its layer sizes that do not fit together: {sizes}; train the heads again")
+    return manifest
+
+
+def _matrix(path: Path, arrays: Mapping[str, NDArray[Any]], name: str, shape: tuple[int, ...]) -> Matrix:
+    """One matrix in float32, of whatever type it was kept in."""
+    array = arrays.get(name)
+    if array is None or array.shape != shape or array.dtype.kind not in "if":
+        seen = "nothing" if array is None else f"{array.dtype} {list(array.shape)}"
+        raise ModelFileError(f"{path}: {name} must be {list(shape)}, there is {seen}; train the heads again")
+    found = array.astype(np.float32)
+    if array.dtype == np.int8:
+        found *= _matrix(path, arrays, name + SCALE, shape[:1])[:, None]
+    if not np.isfinite(found).all():
+        raise ModelFileError(f"{path}: {name} holds values that are no numbers; train the heads again")
+    return found
+
+
+def _ids(path: Path, arrays: Mapping[str, NDArray[Any]], name: str, size: int) -> NDArray[np.int32]:
+    array = arrays.get(name)
+    if array is None or array.ndim != 1 or array.dtype.kind != "i" or not array.size:
+        raise ModelFileError(f"{path}: {name} must be a list of token ids; train the heads again")
+    if array.min() < 0 or array.max() >= size:
+        raise ModelFileError(f"{path}: {name} names tokens outside the vocabulary 0..{size - 1}; train the heads again")
+    return array.astype(np.int32)

@@ -1,0 +1,93 @@
+"""Heads on a target's states: read from their files, and checked to be of the target that is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.config import LoadOptions
+from edgespec.drafters.base import Drafter
+from edgespec.drafters.eagle import EagleDrafter
+from edgespec.drafters.eagle3 import Eagle3Drafter
+from edgespec.drafters.medusa import MedusaDrafter
+from edgespec.engines.base import Engine
+from edgespec.engines.features import LAYERS_WINDOW
+from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.formats.files import expanded
+from edgespec.formats.head_file import HeadFile, read_head_file
+from edgespec.formats.manifest import HEAD_KINDS, ModelFile, ModelPair
+from edgespec.types import Batch
+
+
+def read_heads(options: LoadOptions, pair: ModelPair, *, is_cut: bool) -> dict[Path, HeadFile]:
+    """The files of heads that the options ask for: the one they name, else those of the pair that may be drafted with.
+
+    `auto` takes a pair's own only where it has no draft model: beside one they are tried again and again, and what they
+    know better does not pay for that. `is_cut`: the target ends early on ONNX Runtime, and gives no states then.
+
+    Raises CapabilityError when the asked drafter has none or a cut target was to have some, ModelFileError for a
+    damaged file.
+    """
+    own = {kind: pair.heads[kind].path for kind in HEAD_KINDS if kind in pair.heads and not is_cut}
+    asked = "auto" if pair.draft is None else None
+    paths = [path for kind, path in own.items() if options.drafter in (kind, asked)]
+    if options.heads is not None and options.drafter != "none":
+        if is_cut:
+            raise CapabilityError(
+                "heads read the target's last hidden states, and one that ONNX Runtime runs with an early exit gives "
+                "none: leave out --heads (heads=...) or --exit-layer (exit_layer=...), or name a --drafter"
+            )
+        paths = [expanded(options.heads)]
+    found = {path: read_head_file(path) for path in paths}
+    if options.drafter in HEAD_KINDS and options.drafter not in {each.manifest.kind for each in found.values()}:
+        has = f"{paths[0].name} holds {found[paths[0]].manifest.kind} heads" if paths else f"{pair.name!r} has none"
+        raise CapabilityError(
+            f"drafter {options.drafter!r} needs a file of such heads and {has}: give --heads FILE (heads=...), made by "
+            f"edgespec train-heads --kind {options.drafter}"
+        )
+    return found
+
+
+def open_heads(heads: HeadFile, path: Path, target: Engine) -> Drafter:
+    """A drafter with these heads. Raises ModelFileError when they were trained for another target."""
+    manifest, vocabulary = heads.manifest, target.vocabulary
+    if manifest.vocabulary_size > vocabulary.size or not heads.is_of(_probed(heads, target)):
+        raise ModelFileError(
+            f"{path} holds heads for another target ({manifest.target}, hidden size {manifest.feature_size}, "
+            f"{manifest.vocabulary_size} tokens): give the file that edgespec train-heads made for this one"
+        )
+    kind = MedusaDrafter if manifest.kind == "medusa" else EagleDrafter
+    return kind(heads, vocabulary.size, vocabulary.end_ids)
+
+
+def _probed(heads: HeadFile, target: Engine) -> NDArray[np.float32]:
+    """The hidden states that `target` gives the tokens by which heads know theirs; its cache is left empty."""
+    target.give_hidden_states(True)
+    try:
+        target.forward(Batch.chain(heads.probe_ids))
+        return target.hidden_states().copy()
+    finally:
+        target.rollback(0)
+        target.give_hidden_states(False)
+
+
+def open_eagle3(options: LoadOptions, file: ModelFile, target: Engine) -> Eagle3Drafter:
+    """A drafter with an EAGLE-3 head in GGUF. Raises CapabilityError for a target that it cannot read."""
+    gpu_layers = options.gpu_layers if options.draft_gpu_layers is None else options.draft_gpu_layers
+    from edgespec.engines.llamacpp import LlamaCppEngine
+
+    if not isinstance(target, LlamaCppEngine):
+        raise CapabilityError(
+            f"{file.path.name} is an EAGLE-3 head in GGUF, which reads the layers of a target in llama.cpp; this one "
+            f"runs on {target.facts.name}: use --engine llamacpp, or another drafter"
+        )
+    head = target.load_head(file.path, context_length=options.draft_context_length, gpu_layers=gpu_layers)
+    try:
+        target.give_layer_inputs(head.facts.layers)  # a target that cannot is told of before a text is begun
+        target.give_layer_inputs(())
+    except BaseException:
+        head.close()
+        raise
+    return Eagle3Drafter(head, LAYERS_WINDOW)

@@ -1,0 +1,215 @@
+"""Opens what a run names: files are checked, then become engines, and draft models drafters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from edgespec.config import DrafterName, LoadOptions
+from edgespec.drafters.base import Drafter
+from edgespec.drafters.early_exit import EarlyExitDrafter, SharedStateDrafter
+from edgespec.drafters.hierarchical import HierarchicalDrafter
+from edgespec.drafters.model import ModelDrafter
+from edgespec.engines.base import Engine
+from edgespec.engines.disk_cache import CHECKED_FILE, file_key, key_of, recall, remember
+from edgespec.engines.trial import check_model_files
+from edgespec.errors import CapabilityError, ConfigError
+from edgespec.formats.gguf.header import keeping_headers
+from edgespec.formats.manifest import ModelFile, ModelPair, check_file
+from edgespec.loading.draft_vocabulary import draft_cache
+from edgespec.loading.heads import open_eagle3, open_heads, read_heads
+from edgespec.loading.registry import resolve
+from edgespec.loading.requirements import ROLES, exit_layer_of, wanted_drafters
+from edgespec.vocabulary import Vocabulary, check_same_vocabulary
+
+
+@keeping_headers()
+def open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterName, Drafter]]:
+    """The pair that `options` name, its target loaded, and the drafters that own a model.
+
+    Raises ModelNotFound, ModelFileError, VocabularyMismatch (naming the first token that differs), CapabilityError
+    when what was demanded is not possible or does not fit into memory, ConfigError for options that do not fit the
+    engine.
+    """
+    try:
+        return _open_models(options)
+    except MemoryError as exc:
+        why = "needs more memory than this process may have. Use a smaller --ctx-size, a smaller model, or no draft"
+        raise CapabilityError(f"{options.model} {why}") from exc
+
+
+def _open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterName, Drafter]]:
+    pair = resolve(options.model, options.draft, options.engine, options.medium)
+    exit_layer = exit_layer_of(options, pair)
+    wanted = wanted_drafters(options, pair, exit_layer)
+    roles = {role for name in wanted for role in ROLES[name] if exit_layer is None or name != "early-exit"}
+    _check_contents([pair.files[role] for role in ("target", *sorted(roles & pair.files.keys()))])
+    heads = read_heads(options, pair, is_cut=exit_layer is not None)
+    target = _open_target(options, pair.files["target"], exit_layer, hidden_states=bool(heads))
+    drafters: dict[DrafterName, Drafter] = {}
+    try:
+        for name in wanted:
+            drafters |= _opened(name, options, pair, target, drafters, is_cut=exit_layer is not None)
+        drafters |= {each.manifest.kind: open_heads(each, path, target) for path, each in heads.items()}
+    except BaseException:
+        for drafter in drafters.values():
+            drafter.close()
+        target.close()
+        raise
+    return pair, target, drafters
+
+
+def _opened(
+    name: DrafterName,
+    options: LoadOptions,
+    pair: ModelPair,
+    target: Engine,
+    opened: dict[DrafterName, Drafter],
+    *,
+    is_cut: bool,
+) -> dict[DrafterName, Drafter]:
+    """The drafters that `name` needs models for, those already `opened` left out. `is_cut`: the target has an exit."""
+    if name == "early-exit":
+        if is_cut:
+            return {name: SharedStateDrafter(target, options.draft_temperature)}
+        engine = _open_draft(options, pair.files["draft"], target)
+        return {name: EarlyExitDrafter(engine, temperature=options.draft_temperature)}
+    if name == "eagle3":
+        return {name: open_eagle3(options, pair.files["draft"], target)}
+    known: tuple[DrafterName, ...] = ("model", "early-exit")  # an exit is a draft model already: no second one for it
+    small = next((opened[each] for each in known if each in opened), None)
+    made = small or _model_drafter(options, pair.files["draft"], target)
+    found: dict[DrafterName, Drafter] = {} if small else {"model": made}
+    if name != "hierarchical":
+        return found
+    assert isinstance(made, ModelDrafter)
+    try:
+        medium = _open_medium(options, pair.files["medium"], target)
+        return found | {name: HierarchicalDrafter(made, medium, options.draft_temperature)}
+    except BaseException:
+        for drafter in found.values():
+            drafter.close()
+        raise
+
+
+def _open_medium(options: LoadOptions, file: ModelFile, target: Engine) -> Engine:
+    medium = _open_draft(options, file, target)
+    try:
+        check_same_vocabulary(target.vocabulary, medium.vocabulary)
+    except BaseException:
+        medium.close()
+        raise
+    return medium
+
+
+def _model_drafter(options: LoadOptions, file: ModelFile, target: Engine) -> ModelDrafter:
+    engine = _open_draft(options, file, target)
+    try:
+        cache, note = draft_cache(target, engine, file.path.name)
+    except BaseException:
+        engine.close()
+        raise
+    return ModelDrafter(engine, cache, (note,) if note else (), options.draft_temperature)
+
+
+@contextmanager
+def open_vocabulary(options: LoadOptions) -> Iterator[tuple[ModelPair, Vocabulary]]:
+    """The pair that `options` name and its target's vocabulary, without the weights where the engine can do without.
+
+    Raises as `open_models`.
+    """
+    pair = resolve(options.model, options.draft, options.engine)
+    file = pair.files["target"]
+    if file.engine == "llamacpp":
+        from edgespec.engines.llamacpp.tokenizer import VocabularyFile
+
+        with VocabularyFile(file.path) as vocabulary:
+            yield pair, vocabulary
+    else:
+        with _open(options, file, None, 0, reproducible=False) as engine:
+            yield pair, engine.vocabulary
+
+
+def _check_contents(models: Sequence[ModelFile]) -> None:
+    """Hash what the manifest describes but is too large to hash at every start; try a file of unknown contents first.
+
+    A graph with damaged weights loads without complaint, so nothing but a checksum finds them.
+    """
+    for model in models:
+        for file in model.all_files:
+            if file.sha256 is not None and not file.is_verified:
+                key = key_of("hashed", file_key(file.path), file.sha256)
+                if recall("hashed", key, CHECKED_FILE) is None:
+                    check_file(file, is_large_too=True)
+                    remember("hashed", key, {"path": str(file.path)})
+    check_model_files({model.path: all(file.sha256 for file in model.all_files) for model in models})
+
+
+def _open_target(options: LoadOptions, file: ModelFile, exit_layer: int | None, *, hidden_states: bool) -> Engine:
+    wanted = False if options.verify != "coupled" else options.reproducible
+    return _open(
+        options,
+        file,
+        options.context_length,
+        options.gpu_layers,
+        wanted,
+        exit_layer=exit_layer,
+        hidden_states=hidden_states,
+    )
+
+
+def _open_draft(options: LoadOptions, file: ModelFile, target: Engine) -> Engine:
+    gpu_layers = options.gpu_layers if options.draft_gpu_layers is None else options.draft_gpu_layers
+    engine = _open(options, file, options.draft_context_length, gpu_layers, reproducible=False, is_draft=True)
+    if not engine.facts.can_rollback:
+        engine.close()
+        raise CapabilityError(f"draft {file.path.name} cannot roll back its state and so cannot draft")
+    return engine
+
+
+def _open(
+    options: LoadOptions,
+    file: ModelFile,
+    context_length: int | None,
+    gpu_layers: int,
+    reproducible: bool | None,
+    *,
+    is_draft: bool = False,
+    exit_layer: int | None = None,
+    hidden_states: bool = False,
+) -> Engine:
+    """The engine of a file; its library is loaded when the first model is."""
+    if file.engine == "onnx":
+        from edgespec.engines.onnx import OnnxEngine
+
+        return OnnxEngine.load(
+            file.path,
+            context_length=context_length,
+            threads=options.threads,
+            provider=options.provider,
+            cache_type="f32" if is_draft else _onnx_cache_type(options),
+            reproducible=reproducible,
+            exit_layer=exit_layer,
+            hidden_states=hidden_states,
+        )
+    from edgespec.engines.llamacpp import LlamaCppEngine
+
+    types = (None, None) if is_draft else (options.cache_type_k, options.cache_type_v)
+    return LlamaCppEngine.load(
+        file.path,
+        context_length=context_length,
+        threads=options.threads,
+        gpu_layers=gpu_layers,
+        cache_type_k=types[0],
+        cache_type_v=types[1],
+        reproducible=reproducible,
+    )
+
+
+def _onnx_cache_type(options: LoadOptions) -> str:
+    """Raises ConfigError for what an ONNX target would silently not heed."""
+    if options.gpu_layers:
+        raise ConfigError(f"-ngl {options.gpu_layers} is for llama.cpp; the device of an ONNX model is --provider")
+    if options.cache_type_k != options.cache_type_v:
+        raise ConfigError("keys and values of an ONNX model have one type: give -ctk and -ctv alike, f32 or int8")
+    return options.cache_type_k or "f32"

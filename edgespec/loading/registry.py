@@ -1,0 +1,135 @@
+"""The registry of model pairs: a name, a folder or a single model file becomes a `ModelPair`.
+
+Folders with a manifest are looked for, in this order, in the user's own folder (`EDGESPEC_MODELS`, or the platform's
+data folder), in `models/` of a source checkout, and inside the installed package.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound, shown
+from edgespec.formats.files import exists, expanded, home_folder, is_file, is_folder, resolved
+from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair
+
+logger = logging.getLogger("edgespec")
+GRAPH = "model.onnx"
+SUFFIXES = (".gguf", ".onnx")
+
+
+def user_folder() -> Path:
+    """Where a user's own pairs live: `EDGESPEC_MODELS`, `models` in `EDGESPEC_HOME`, or the platform's data folder."""
+    if chosen := os.environ.get("EDGESPEC_MODELS"):
+        return Path(chosen)
+    if home := os.environ.get("EDGESPEC_HOME"):
+        return Path(home) / "models"
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or home_folder() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = home_folder() / "Library" / "Application Support"
+    else:
+        base = Path(os.environ.get("XDG_DATA_HOME") or home_folder() / ".local" / "share")
+    return base / "edgespec" / "models"
+
+
+def _registry_folders() -> tuple[Path, ...]:
+    package = Path(__file__).resolve().parent
+    checkout = package.parent
+    # Installed, the parent is site-packages, where a folder `models` would be somebody else's.
+    own = (checkout / "models",) if is_file(checkout / "pyproject.toml") else ()
+    return user_folder(), *own, package / "data" / "models"
+
+
+def _named_folders() -> Iterator[tuple[str, Path]]:
+    for registry in _registry_folders():
+        try:
+            folders = sorted(registry.iterdir()) if is_folder(registry) else []
+        except OSError as exc:
+            logger.info("the models in %s cannot be listed: %s", registry, exc.strerror or exc)
+            continue
+        for folder in folders:
+            if is_file(folder / MANIFEST):
+                yield folder.name, folder
+
+
+def registered_folders() -> dict[str, Path]:
+    """Folder of every known name; a name in an earlier place hides the same one in a later place."""
+    found: dict[str, Path] = {}
+    for name, folder in _named_folders():
+        found.setdefault(name, folder)
+    return found
+
+
+def list_models() -> list[ModelPair]:
+    """Every registered pair, by name. Files are not hashed. Raises ModelFileError for a bad manifest."""
+    return [read_pair(folder, check_hashes=False) for _, folder in sorted(registered_folders().items())]
+
+
+def _looks_like_path(text: str) -> bool:
+    return text.endswith(SUFFIXES) or "/" in text or os.sep in text or text.startswith((".", "~"))
+
+
+def _not_found(text: str) -> ModelNotFound:
+    names = sorted(registered_folders())
+    near = difflib.get_close_matches(text, names, 1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return ModelNotFound(
+        f"no model {shown(text)}: {hint}known names: {', '.join(names) or 'none'}; or give a .gguf or .onnx file, or a "
+        f"folder with {MANIFEST}"
+    )
+
+
+def _local_pair(text: str, engine: str) -> ModelPair:
+    path = expanded(text)
+    if is_folder(path) and not is_file(path / MANIFEST) and is_file(path / GRAPH):
+        path = path / GRAPH
+    if is_folder(path):
+        return read_pair(path, engine)
+    if not is_file(path):
+        raise ModelNotFound(
+            f"no file {shown(text)}: give a .gguf or .onnx file, a folder with {MANIFEST}, or a registered name"
+        )
+    if path.suffix not in SUFFIXES:
+        raise ModelFileError(f"{text} is no .gguf or .onnx file; convert a Hugging Face folder first: edgespec export")
+    file = ModelFile(path)
+    if engine not in ("auto", file.engine):
+        raise CapabilityError(f"{text} is a {path.suffix} file, which {engine!r} cannot run: use --engine auto")
+    name = resolved(path.parent).name if path.name == GRAPH else path.stem
+    return ModelPair(name, MappingProxyType({"target": file}), (file.engine,))
+
+
+def resolve(
+    name_or_path: str, draft: Path | None = None, engine: str = "auto", medium: Path | None = None
+) -> ModelPair:
+    """The pair that a user means by a registered name or a path; `draft` and `medium` replace the pair's own.
+
+    `engine` "auto", or the one whose files are wanted. Raises ModelNotFound for an unknown name (with the nearest
+    known one) and for a path that does not exist, ModelFileError for a bad manifest, and for a file that is missing or
+    not the one its manifest describes, CapabilityError for an engine that this model has no files for.
+    """
+    folders = registered_folders()
+    if name_or_path in folders:
+        pair = read_pair(folders[name_or_path], engine)
+    elif _looks_like_path(name_or_path) or exists(name_or_path):
+        pair = _local_pair(name_or_path, engine)
+    else:
+        raise _not_found(name_or_path)
+    given = {"draft": draft, "medium": medium}
+    own = {role: _given_file(role, path) for role, path in given.items() if path is not None}
+    return replace(pair, files=MappingProxyType({**pair.files, **own})) if own else pair
+
+
+def _given_file(role: str, given: Path) -> ModelFile:
+    path = expanded(given)
+    if is_folder(path):
+        path = path / GRAPH
+    if not is_file(path) or path.suffix not in SUFFIXES:
+        raise ModelNotFound(f"no {role} file {shown(str(given))}: give the path of a .gguf or .onnx file")
+    return ModelFile(path)

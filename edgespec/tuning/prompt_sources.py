@@ -1,0 +1,151 @@
+"""Where prompts come from: a file of the user's, a folder of data files, this Python's own library, the built-in ones.
+
+Of data that the demo family learnt from only the held-out part is read, so that every prompt is one it never saw.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from demo_training.corpus import (
+    GSM8K_FILE,
+    SGD_DEV_FILE,
+    function_request,
+    is_held_out,
+    library_functions,
+    read_lines,
+)
+from edgespec.errors import ConfigError, PromptError
+from edgespec.formats.files import read_text
+from edgespec.loading.sample_prompts import PROMPTS
+from edgespec.tuning.workload import BenchPrompt, Domains, copy_edit
+
+SPEC_BENCH_FILE = "spec_bench_dev.jsonl.xz"
+DATA_FILES = (SGD_DEV_FILE, GSM8K_FILE, SPEC_BENCH_FILE)
+OWN_DOMAIN = "prompts"  # of lines that name none
+_SPEC_BENCH_DOMAINS = ("translation", "summarization", "qa", "math_reasoning", "rag")
+PromptsOf = Callable[[dict[str, Any]], Iterator[BenchPrompt]]
+_MULTI_TURN = "multi_turn"  # the categories of MT-bench, as Spec-Bench counts them
+
+
+def read_prompts(path: Path) -> Domains:
+    """Prompts of a file: an object with "text" and perhaps "domain" per line (.jsonl), or a plain prompt per line.
+
+    Raises PromptError naming the file, and the line where there is one.
+    """
+    try:
+        lines = read_text(path).splitlines()
+    except OSError as exc:
+        raise PromptError(f"--prompts {path} cannot be read: {exc.strerror or exc}") from exc
+    except UnicodeDecodeError as exc:
+        raise PromptError(f"--prompts {path} is not UTF-8 text: {exc.reason} at byte {exc.start}") from exc
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise PromptError(f"--prompts {path} holds no prompt: give one per line")
+    is_json = path.suffix == ".jsonl" or numbered[0][1].lstrip().startswith("{")
+    domains: Domains = {}
+    for number, line in numbered:
+        place = f"--prompts {path} line {number}"
+        prompt = _prompt_of(line, place) if is_json else BenchPrompt(OWN_DOMAIN, (line,))
+        domains.setdefault(prompt.domain, []).append(prompt)
+    return domains
+
+
+def _prompt_of(line: str, place: str) -> BenchPrompt:
+    try:
+        record = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as exc:
+        raise PromptError(f"{place} is not JSON: {exc}") from exc
+    text = record.get("text") if isinstance(record, dict) else None
+    if not isinstance(text, str) or not text.strip():
+        raise PromptError(f'{place} needs a "text" that is not empty, got {line[:60]!r}')
+    domain = record.get("domain", OWN_DOMAIN)
+    if not isinstance(domain, str) or not domain.strip():
+        raise PromptError(f'{place}: "domain" must be a name, got {domain!r}')
+    return BenchPrompt(domain, (text,))
+
+
+def built_in() -> Domains:
+    domains: Domains = {}
+    for prompt in PROMPTS:
+        domains.setdefault(prompt.domain, []).append(BenchPrompt(prompt.domain, (prompt.text,)))
+    return domains
+
+
+def read_data(folder: Path) -> Domains:
+    """Held-out prompts of the data files that are in `folder`. Raises ConfigError when there is none or one is broken.
+
+    `dialogue` from the Schema-Guided Dialogue development set, `arithmetic` from GSM8K, the domains of Spec-Bench, and
+    `code` and `copying`: documented functions of this Python's own library, which need no file.
+    """
+    if not any((folder / name).is_file() for name in DATA_FILES):
+        raise ConfigError(f"--data {folder} holds none of {', '.join(DATA_FILES)}: give the folder that does")
+    domains: Domains = {}
+    for name, prompts_of in _READERS.items():
+        if (folder / name).is_file():
+            for prompt in _prompts_of_file(folder / name, prompts_of):
+                domains.setdefault(prompt.domain, []).append(prompt)
+    for prompt in library_prompts():
+        domains.setdefault(prompt.domain, []).append(prompt)
+    return domains
+
+
+def _prompts_of_file(path: Path, prompts_of: PromptsOf) -> Iterator[BenchPrompt]:
+    for number, record in enumerate(_records(path), 1):
+        try:
+            yield from prompts_of(record)
+        except (KeyError, TypeError, IndexError, AttributeError) as exc:
+            raise ConfigError(f"--data {path} record {number} is not of the kind that its name says: {exc!r}") from exc
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        yield from read_lines(path)
+    except (OSError, lzma.LZMAError, EOFError) as exc:
+        raise ConfigError(f"--data {path} cannot be read: {getattr(exc, 'strerror', None) or exc}") from exc
+    except ValueError as exc:  # JSON and UTF-8 alike
+        raise ConfigError(f"--data {path} is not JSON lines: {exc}") from exc
+
+
+def _dialogue(record: dict[str, Any]) -> Iterator[BenchPrompt]:
+    """A conversation up to the middle one of its questions that come before any tool call."""
+    turns: list[str] = []
+    for message in record["messages"]:
+        if message.get("call") or message["role"] != ("assistant" if len(turns) % 2 else "user"):
+            break
+        turns.append(message["content"])
+    questions = range(1, len(turns) + 1, 2)
+    if questions:
+        yield BenchPrompt("dialogue", tuple(turns[: questions[len(questions) // 2]]))
+
+
+def _arithmetic(record: dict[str, Any]) -> Iterator[BenchPrompt]:
+    if is_held_out(record["question"]):
+        yield BenchPrompt("arithmetic", (record["question"],))
+
+
+def _spec_bench(record: dict[str, Any]) -> Iterator[BenchPrompt]:
+    domain = record["category"] if record["category"] in _SPEC_BENCH_DOMAINS else _MULTI_TURN
+    yield BenchPrompt(domain, (record["turns"][0],))
+
+
+_READERS: dict[str, PromptsOf] = {
+    SGD_DEV_FILE: _dialogue,
+    GSM8K_FILE: _arithmetic,
+    SPEC_BENCH_FILE: _spec_bench,
+}
+
+
+def library_prompts() -> Iterator[BenchPrompt]:
+    """Requests for documented functions of those library files that training left out, and for edits of short ones."""
+    for _, functions in library_functions(is_held_out):
+        for signature, documentation, code in functions:
+            yield BenchPrompt("code", (function_request(signature, documentation),))
+            edit = copy_edit(code, random.Random(signature))
+            if edit is not None:
+                yield edit

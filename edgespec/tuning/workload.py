@@ -1,0 +1,128 @@
+"""What a benchmark decodes: prompts by domain, drawn with a seed, and the domains that are made from any others.
+
+Made domains: `copying` asks for a given text with a small change, `high_entropy` samples at a temperature at which
+little can be foreseen, `random_text` goes on from random tokens. The last two are there to show losses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import random
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from edgespec.errors import ConfigError, PromptError
+from edgespec.runtime import Model
+from edgespec.sampling import Sampling
+from edgespec.settings import did_you_mean
+from edgespec.vocabulary import Vocabulary
+
+HOT_TEMPERATURE = 1.5
+MADE = ("copying", "high_entropy", "random_text")
+_NUM_MADE = 32  # prompts from which those of a made domain are drawn
+_RANDOM_TOKENS = 48
+_MOST_COPIED_CHARACTERS = 1500
+_WORD = re.compile(r"\b[A-Za-z_]{4,}\b")
+_NEW_WORDS = ("harbour", "velvet", "lantern", "meadow", "copper", "orchard")
+Domains = dict[str, list["BenchPrompt"]]
+
+
+@dataclass(frozen=True, slots=True)
+class BenchPrompt:
+    """One prompt. `turns`: user, assistant, user, ...; the last one is answered.
+
+    `is_raw`: the text is continued as it is, without a chat template; `is_hot`: sampled at HOT_TEMPERATURE from the
+    whole distribution, whatever the other prompts are sampled at.
+    """
+
+    domain: str
+    turns: tuple[str, ...]
+    is_raw: bool = False
+    is_hot: bool = False
+
+    @property
+    def text(self) -> str:
+        return self.turns[-1]
+
+    @property
+    def digest(self) -> str:
+        """The same for equal prompts, in every process."""
+        return hashlib.sha256(json.dumps(dataclasses.astuple(self)).encode()).hexdigest()[:16]
+
+    def encode(self, model: Model, *, chat_template: bool = True) -> list[int]:
+        """Its token ids for `model`. Raises PromptError."""
+        if self.is_raw or not chat_template or model.target.vocabulary.chat_template is None:
+            return model.encode(self.text)
+        roles = ("user", "assistant")
+        return model.encode_chat([{"role": roles[i % 2], "content": turn} for i, turn in enumerate(self.turns)])
+
+    def sampling(self, base: Sampling) -> Sampling:
+        if not self.is_hot:
+            return base
+        return dataclasses.replace(base, temperature=HOT_TEMPERATURE, top_k=0, top_p=1.0, min_p=0.0)
+
+
+def with_made(found: Mapping[str, Sequence[BenchPrompt]], vocabulary: Vocabulary, seed: int) -> Domains:
+    """`found` and the made domains; prompts that already are of one of these come first."""
+    rng = random.Random(f"{seed} made")
+    base = [prompt for prompts in found.values() for prompt in prompts if not prompt.is_raw]
+    drawn = rng.sample(base, min(_NUM_MADE, len(base)))
+    made: Domains = {
+        "copying": [edit for prompt in drawn if (edit := copy_edit(prompt.text, rng))],
+        "high_entropy": [dataclasses.replace(prompt, domain="high_entropy", is_hot=True) for prompt in drawn],
+        "random_text": [random_text(vocabulary, rng) for _ in range(_NUM_MADE)],
+    }
+    domains = {name: list(prompts) for name, prompts in found.items()}
+    for name, prompts in made.items():
+        if prompts:
+            domains.setdefault(name, []).extend(prompts)
+    return domains
+
+
+def copy_edit(text: str, rng: random.Random) -> BenchPrompt | None:
+    """A request to repeat `text` with one of its words replaced everywhere; None where no word can be, or too many."""
+    words = sorted(set(_WORD.findall(text)) - set(_NEW_WORDS))
+    if not words or len(text) > _MOST_COPIED_CHARACTERS:
+        return None
+    old, new = rng.choice(words), rng.choice(_NEW_WORDS)
+    request = f"Repeat the text below word for word, with '{old}' replaced by '{new}' everywhere."
+    return BenchPrompt("copying", (f"{request}\n\n{text}",))
+
+
+def random_text(vocabulary: Vocabulary, rng: random.Random) -> BenchPrompt:
+    """Random tokens as text; those that print nothing are left out."""
+    printing = [token_id for token_id, piece in enumerate(vocabulary.pieces) if piece]
+    return BenchPrompt("random_text", (vocabulary.decode(rng.choices(printing, k=_RANDOM_TOKENS)),), is_raw=True)
+
+
+def choose(
+    domains: Mapping[str, Sequence[BenchPrompt]],
+    wanted: Collection[str],
+    per_domain: int | None,
+    seed: int,
+    fits: Callable[[BenchPrompt], bool],
+) -> list[BenchPrompt]:
+    """Up to `per_domain` prompts (None: all) of each of the `wanted` domains (none: of all) that `fits` allows.
+
+    The order depends on `seed`; fewer are the first ones of more. The domains take turns. Raises ConfigError for an
+    unknown domain, PromptError when nothing is left.
+    """
+    for name in wanted:
+        if name not in domains:
+            hint = did_you_mean(name, domains) or f"; known here: {', '.join(domains)}"
+            raise ConfigError(f"--domain {name!r} is not known{hint}")
+    rows = []
+    for name in dict.fromkeys(wanted) or domains:
+        prompts = list(dict.fromkeys(domains[name]))
+        if per_domain is not None:
+            random.Random(f"{seed} {name}").shuffle(prompts)
+        fitting = (prompt for prompt in prompts if fits(prompt))
+        rows.append([prompt for _, prompt in zip(range(per_domain or len(prompts)), fitting, strict=False)])
+    longest = max(map(len, rows), default=0)
+    chosen = [row[index] for index in range(longest) for row in rows if index < len(row)]
+    if not chosen:
+        raise PromptError("no prompt fits into the context with its answer: give a larger --ctx-size or a smaller -n")
+    return chosen

@@ -1,0 +1,157 @@
+"""Long check of the promise of the same text: token ids and log probabilities, for every drafter and none.
+
+    python scripts/lab/check_reproducible.py --prompts FILE [--model NAME] [--engine NAME] [--tokens N]
+        [--runs-per-cell N] [--drafters NAME ...] [--exit-layer N]
+
+FILE holds one prompt per line. Every prompt is decoded plainly at each temperature, with one of 20 seeds and an empty
+cache, then again with drafters and lengths (none, 1..12, auto) that rotate, so that all combinations meet all
+temperatures. What the cache holds before rotates too: nothing, the same prompt, one that was edited, an answer that was
+cancelled half-way. What needs models
+of its own is loaded by itself and compared with the same plain texts. A GGUF target is cut for its early exit in a
+temporary folder. Prints the tokens compared for each drafter, and how many ids and log probabilities differ; exit code
+1 when any does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import edgespec
+from edgespec import GenerateOptions, Model, Sampling
+from edgespec.config import DRAFTERS, DrafterName, DraftLength
+from edgespec.loading.registry import resolve
+
+Answer = tuple[tuple[int, float], ...]  # of each token its id and its log probability
+TEMPERATURES = (0.0, 0.8, 1.2)
+GREEDY = Sampling(temperature=0.0)
+HISTORIES = ("the same prompt", "nothing", "an edited prompt", "a cancelled answer", "what came before")
+NUM_SEEDS = 20
+BY_NAME: tuple[DrafterName, ...] = ("hierarchical", "early-exit", "medusa", "eagle")  # are opened only when asked for
+# An EAGLE-3 head takes the place of the draft model, so that a pair with one is another check.
+ALL = tuple(name for name in DRAFTERS if name not in ("none", "eagle3"))
+
+
+def lengths_of(drafters: Sequence[DrafterName]) -> Iterator[tuple[DrafterName, DraftLength]]:
+    """Every drafter with every length, for ever. Automatic lengths are decided by the clock, so they come often."""
+    fixed = [name for name in drafters if name not in ("auto", "none")]
+    for n in itertools.cycle(range(1, 13)):
+        yield "none", 0
+        yield from ((name, n) for name in fixed)
+        yield from ((name, "auto") for name in drafters if name == "auto" or (fixed and name == fixed[n % len(fixed)]))
+
+
+@dataclass
+class Check:
+    """What was compared so far, in tokens by drafter; `plain` texts by prompt and temperature."""
+
+    prompts: list[str]
+    tokens: int
+    plain: dict[tuple[str, str], Answer] = field(default_factory=dict)
+    compared: Counter[str] = field(default_factory=Counter)
+    different: Counter[str] = field(default_factory=Counter)
+
+    def run(self, model: Model, drafters: Sequence[DrafterName], runs_per_cell: int) -> None:
+        rotation, histories = lengths_of(drafters), itertools.cycle(HISTORIES)
+        for index, (prompt, temperature) in enumerate(itertools.product(self.prompts, TEMPERATURES)):
+            sampling = Sampling(temperature=temperature, seed=index % NUM_SEEDS)
+            ids = model.encode_chat([{"role": "user", "content": prompt}])
+            place = prompt, f"{sampling}"  # a prompt may stand there twice, with two seeds
+            if place not in self.plain:
+                model.forget()
+                self.plain[place] = self._answer(model, ids, sampling, "none", 0)
+            for drafter, length in itertools.islice(rotation, runs_per_cell):
+                history = next(histories)
+                self._make_history(model, prompt, history, drafter)
+                found = self._answer(model, ids, sampling, drafter, length)
+                wrong = self._count(drafter, self.plain[place], found)
+                if wrong:
+                    what = f"T={temperature} seed={sampling.seed} {drafter} {length} after {history}"
+                    print(f"differs in {wrong} places: {what}: {prompt[:60]!r}")
+        for drafter in dict.fromkeys(("none", *drafters)):
+            print(
+                f"{model.target.facts.name:9} {drafter:13} {self.compared[drafter]:7} tokens compared, "
+                f"{self.different[drafter]} differ",
+                flush=True,
+            )
+
+    def _count(self, drafter: DrafterName, plain: Answer, found: Answer) -> int:
+        """Places where the token or its log probability differs."""
+        self.compared[drafter] += max(len(plain), len(found))
+        wrong = sum(int(ours != theirs) for ours, theirs in itertools.zip_longest(plain, found))
+        self.different[drafter] += wrong
+        return wrong
+
+    def _make_history(self, model: Model, prompt: str, history: str, drafter: DrafterName) -> None:
+        """What the cache holds before an answer is decoded."""
+        if history == "nothing":
+            model.forget()
+        elif history == "an edited prompt":
+            ids = model.encode_chat([{"role": "user", "content": f"{prompt[: len(prompt) * 2 // 3]} and now?"}])
+            model.generate(ids, GREEDY, GenerateOptions(max_tokens=5, drafter=drafter))
+        elif history == "a cancelled answer":
+            ids = model.encode_chat([{"role": "user", "content": prompt}])
+            with model.stream(ids, Sampling(seed=99), GenerateOptions(max_tokens=40, drafter=drafter)) as events:
+                for _ in zip(range(7), events, strict=False):
+                    pass
+                events.cancel()
+
+    def _answer(
+        self, model: Model, ids: list[int], sampling: Sampling, drafter: DrafterName, length: DraftLength
+    ) -> Answer:
+        options = GenerateOptions(max_tokens=self.tokens, drafter=drafter, draft_length=length, ignore_eos=True)
+        result = model.generate(ids, sampling, options)
+        if not result.reproducible:
+            print("the class of widths was dropped: a pass gave other bits than promised")
+            self.different[drafter] += 1
+        return tuple(zip(result.token_ids, result.logprobs, strict=True))
+
+
+def with_exit(chosen: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """What to load so that the first layers draft: GGUF files are cut anew, an ONNX graph is cut when it is loaded."""
+    target = resolve(chosen.model, chosen.draft, chosen.engine).files["target"]
+    if target.engine == "onnx":
+        return {"model": chosen.model, "draft": chosen.draft, "exit_layer": chosen.exit_layer}
+    from edgespec.export.gguf import early_exit_gguf
+
+    cut = early_exit_gguf(target.path, folder, chosen.exit_layer)
+    return {"model": str(cut.target), "draft": cut.draft}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--engine", default="auto")
+    parser.add_argument("--draft", type=Path)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--runs-per-cell", type=int, default=4, help="of the drafters that are loaded together")
+    parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=ALL)
+    parser.add_argument("--exit-layer", type=int, default=5)
+    chosen = parser.parse_args()
+    prompts = [line for line in chosen.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+    check = Check(prompts, chosen.tokens)
+    together = [name for name in chosen.drafters if name not in BY_NAME]
+    sittings = [(together, "auto", chosen.runs_per_cell)] if together else []
+    sittings += [([name], name, 1) for name in chosen.drafters if name in BY_NAME]
+    for drafters, opens, runs_per_cell in sittings:
+        with tempfile.TemporaryDirectory() as folder:
+            loaded: dict[str, Any] = {"model": chosen.model, "draft": chosen.draft}
+            if opens == "early-exit":
+                loaded = with_exit(chosen, Path(folder))
+            loaded |= {"engine": chosen.engine, "drafter": opens}
+            with edgespec.load(**loaded, reproducible=True, never_slower=1.0) as model:
+                check.run(model, drafters, runs_per_cell)
+    print(f"{len(prompts)} prompts, {check.compared.total()} tokens compared, {check.different.total()} differ")
+    return int(check.different.total() > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

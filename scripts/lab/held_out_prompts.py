@@ -1,0 +1,51 @@
+"""Prompts that the demo family never saw, in its chat format, for the measuring scripts' --prompts FILE.
+
+    python scripts/lab/held_out_prompts.py --data DATA --out prompts.jsonl [--domains dialogue,code,copying] [--count N]
+
+DATA is the folder of the data files that `train_demo.py` reads. The prompts are those of `edgespec bench --data`:
+dialogues up to a question, documented functions of this Python's own library, short functions to repeat with a word
+replaced. They are drawn with a seed; fewer are the first ones of more. The file holds one JSON object per line,
+{"domain": ..., "text": ...}, the domains by turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from demo_training.corpus import BOS, TURN_START, turn
+from edgespec.bench.output import write_whole
+from edgespec.errors import EdgespecError
+from edgespec.tuning.prompt_sources import read_data
+from edgespec.tuning.workload import BenchPrompt, choose
+
+ROLES = ("user", "assistant")
+
+
+def rendered(prompt: BenchPrompt) -> str:
+    """The conversation as the demo family reads it, up to where the answer begins."""
+    said = "".join(turn(ROLES[index % 2], content) for index, content in enumerate(prompt.turns))
+    return f"{BOS}{said}{TURN_START}assistant\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder of the data files")
+    parser.add_argument("--out", type=Path, required=True, help="file to write")
+    parser.add_argument("--domains", default="dialogue,code", help="by commas (default %(default)s)")
+    parser.add_argument("--count", type=int, default=24, help="prompts of each domain (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args()
+    try:
+        wanted = chosen.domains.split(",")
+        prompts = choose(read_data(chosen.data), wanted, chosen.count, chosen.seed, lambda prompt: True)
+    except EdgespecError as exc:
+        parser.error(str(exc))
+    lines = [json.dumps({"domain": prompt.domain, "text": rendered(prompt)}) for prompt in prompts]
+    write_whole(chosen.out, ("\n".join(lines) + "\n").encode())
+    print(f"{chosen.out}: {len(lines)} prompts")
+
+
+if __name__ == "__main__":
+    main()

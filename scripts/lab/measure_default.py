@@ -1,0 +1,162 @@
+"""Is the default ever slower than what a user would run without us? Ratios in one run, with their standard errors.
+
+    python scripts/lab/measure_default.py MODEL [MODEL ...] --data DATA [--draft FILE] [--prompts N] [--tokens N]
+
+DATA is the folder with spec_bench_dev.jsonl.xz. MODEL is a GGUF, an ONNX folder or a pair. The base line is plain
+decoding in the fastest mode (`--no-reproducible --drafter none`), whole answers with the reading of the prompt. Every
+prompt is answered by each setting, there and back, each time from an empty KV cache; what automatic decoding learns
+from the texts before stays, as in use, from an empty cache folder on. Settings: the default (`auto`), plain decoding in
+the default mode, and, with `--reproducible`, both in reproducible mode. `--natural-end` lets answers end where the
+model ends them; text past the end often repeats itself, which flatters lookups. `--loop` adds llama-cpp-python's own
+loop around `Llama.eval` for GGUF files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import os
+import random
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import mean, stdev
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+import edgespec
+from edgespec import GenerateOptions, Model, Sampling
+from edgespec.errors import PromptError
+
+Answer = Callable[[list[int]], tuple[float, int]]  # of prompt ids: (seconds per token, tokens)
+
+
+def prompts_of(folder: Path, count: int) -> list[tuple[str, str]]:
+    """(kind, prompt) pairs of Spec-Bench, the kinds by turns."""
+    by_kind: dict[str, list[str]] = defaultdict(list)
+    with lzma.open(folder / "spec_bench_dev.jsonl.xz", "rt", encoding="utf-8") as lines:
+        for record in map(json.loads, lines):
+            by_kind[record["category"]].append(record["turns"][0])
+    draw = random.Random(0)
+    for texts in by_kind.values():
+        draw.shuffle(texts)
+    rows = [(kind, texts[place]) for place in range(count) for kind, texts in by_kind.items() if place < len(texts)]
+    return rows[:count]
+
+
+@contextmanager
+def fresh_home() -> Iterator[None]:
+    """An empty cache folder for what follows."""
+    before = os.environ.get("EDGESPEC_HOME")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["EDGESPEC_HOME"] = folder
+        yield
+    os.environ.pop("EDGESPEC_HOME")
+    if before is not None:
+        os.environ["EDGESPEC_HOME"] = before
+
+
+def answering(model: Model, sampling: Sampling, options: GenerateOptions) -> Answer:
+    def answer(ids: list[int]) -> tuple[float, int]:
+        model.forget()
+        result = model.generate(ids, sampling, options)
+        return result.stats.wall_s / result.stats.new_tokens, result.stats.new_tokens
+
+    return answer
+
+
+def own_loop(path: Path, tokens: int, threads: int, context_length: int) -> Answer:
+    """Greedy decoding as a user of llama-cpp-python writes it: `eval`, argmax, again."""
+    from llama_cpp import Llama
+
+    llama = Llama(str(path), n_ctx=context_length, n_threads=threads, n_threads_batch=threads, verbose=False)
+
+    def answer(ids: list[int]) -> tuple[float, int]:
+        llama.reset()
+        started_s = perf_counter()
+        llama.eval(ids)
+        for _ in range(tokens - 1):
+            llama.eval([int(np.argmax(llama._ctx.get_logits_ith(-1)[: llama.n_vocab()]))])
+        return (perf_counter() - started_s) / tokens, tokens
+
+    return answer
+
+
+def measure(path: str, chosen: argparse.Namespace) -> None:
+    sampling = Sampling(temperature=chosen.temp, seed=1)
+    shared: dict[str, Any] = {"context_length": chosen.context}
+    drafts = {"draft": chosen.draft} if chosen.draft else {}
+    options = GenerateOptions(max_tokens=chosen.tokens, ignore_eos=not chosen.natural_end)
+    with fresh_home(), ExitStack() as stack:
+        models = {
+            "fastest plain": edgespec.load(path, **shared, reproducible=False, drafter="none"),
+            "default": edgespec.load(path, **shared, **drafts),
+        }
+        if chosen.reproducible:
+            models["reproducible plain"] = edgespec.load(path, **shared, reproducible=True, drafter="none")
+            models["reproducible"] = edgespec.load(path, **shared, **drafts, reproducible=True)
+        for model in models.values():
+            stack.enter_context(model)
+        settings = {name: answering(model, sampling, options) for name, model in models.items()}
+        first = models["fastest plain"]
+        target = first.pair.files["target"].path
+        if chosen.loop and target.suffix == ".gguf":
+            settings["llama-cpp-python"] = own_loop(target, chosen.tokens, first.target.facts.threads, chosen.context)
+        asked = []
+        for kind, text in prompts_of(chosen.data, 3 * chosen.prompts):
+            try:
+                ids = first.encode_chat([{"role": "user", "content": text}])
+            except PromptError:  # a model without a chat template
+                ids = first.encode(text)
+            asked.append((kind, ids[: chosen.prompt_tokens]))
+        report(path, settings, asked[: chosen.prompts])
+
+
+def report(path: str, settings: dict[str, Answer], asked: list[tuple[str, list[int]]]) -> None:
+    taken: dict[str, list[float]] = defaultdict(list)
+    for answer in settings.values():
+        answer(asked[0][1][:20])  # pages and buffers are touched before anything counts
+    for kind, ids in asked:
+        seconds: dict[str, float] = defaultdict(float)
+        for name in (*settings, *reversed(settings)):
+            seconds[name] += settings[name](ids)[0]
+        for name in settings:
+            taken[name].append(seconds[name])
+        found = "  ".join(f"{name} {seconds['fastest plain'] / seconds[name]:.2f}" for name in settings)
+        print(f"  {kind:14} {len(ids):4} prompt tokens  {found}", flush=True)
+    base = taken["fastest plain"]
+    print(path)
+    for name, each in taken.items():
+        ratios = [plain / own for plain, own in zip(base, each, strict=True)]
+        error = stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0
+        print(
+            f"  {name:20} {sum(base) / sum(each):.3f}x of all time, mean of prompts {mean(ratios):.3f} +- {error:.3f}, "
+            f"worst {min(ratios):.2f}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+")
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--draft", type=Path)
+    parser.add_argument("--prompts", type=int, default=13)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--prompt-tokens", type=int, default=900, help="longer prompts are cut (default %(default)s)")
+    parser.add_argument("--temp", type=float, default=0.0)
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--natural-end", action="store_true", help="answers end where the model ends them")
+    parser.add_argument("--reproducible", action="store_true", help="measure reproducible mode too")
+    parser.add_argument("--loop", action="store_true", help="measure llama-cpp-python's own loop too")
+    chosen = parser.parse_args()
+    for path in chosen.models:
+        measure(path, chosen)
+
+
+if __name__ == "__main__":
+    main()

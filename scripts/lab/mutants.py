@@ -1,0 +1,178 @@
+"""Show that the suite catches broken acceptance rules: apply each mutant to a copy of the package, expect failure.
+
+    python scripts/lab/mutants.py
+
+Each mutant is a mistake that real implementations have made. Exit code 1 when one survives.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Replace `original` by `mutated` in one file; some of `tests` must fail."""
+
+    name: str
+    file: str
+    original: str
+    mutated: str
+    tests: tuple[str, ...]
+
+
+MUTANTS = (
+    Mutant(
+        "residual without subtracting the draft",
+        "acceptance.py",
+        "np.maximum(reach * target.probs - _probs_at(proposed, target.token_ids), 0)",
+        "np.maximum(reach * target.probs - 0 * _probs_at(proposed, target.token_ids), 0)",
+        ("tests/core/test_verify.py",),
+    ),
+    Mutant(
+        "stop one token early: the last draft token is never accepted",
+        "acceptance.py",
+        "            if choices.accept(ratio, position + len(path), attempt):\n",
+        "            if child + 1 < draft.num_tokens and choices.accept(ratio, position + len(path), attempt):\n",
+        ("tests/core/test_verify.py",),
+    ),
+    Mutant(
+        "drop a sampled token afterwards because it is unlikely",
+        "drafters/chain.py",
+        "        has_room = count + 1 < self.most and token_id not in self.end_ids\n",
+        "        if distribution.prob_of(token_id) < 0.3:\n"
+        "            self.token_ids.pop(), self.evidence.pop(), self.distributions.pop()\n"
+        "            self.is_open = False\n            return False\n"
+        "        has_room = count + 1 < self.most and token_id not in self.end_ids\n",
+        ("tests/core/test_lossless.py",),
+    ),
+    Mutant(
+        "off by one row",
+        "decode.py",
+        "return run.sampler.distribution(logits[node + 1], history)",
+        "return run.sampler.distribution(logits[max(node, 0)], history)",
+        ("tests/core/test_lossless.py",),
+    ),
+    Mutant(
+        "draw the residual with the noise that drew the draft",
+        "acceptance.py",
+        "choices.pick(remainder, position + len(path), Stream.RESIDUAL)",
+        "choices.pick(remainder, position + len(path), Stream.DRAFT)",
+        ("tests/core/test_fresh_draws.py",),
+    ),
+    Mutant(
+        "forget what the siblings before took from the target",
+        "acceptance.py",
+        "            remainder = residual(remainder, proposed)\n",
+        "            remainder = residual(target_at(node, path), proposed)\n",
+        ("tests/core/test_verify_trees.py",),
+    ),
+    Mutant(
+        "judge all siblings by one draw",
+        "acceptance.py",
+        "choices.accept(ratio, position + len(path), attempt)",
+        "choices.accept(ratio, position + len(path))",
+        ("tests/core/test_verify_trees.py",),
+    ),
+    Mutant(
+        "draw siblings without replacement, and say nothing of it",
+        "drafters/candidates.py",
+        "left = Distribution(token_ids, probs / probs.sum())",
+        "left = self._drawn",
+        ("tests/drafters/test_tree_drafter.py",),
+    ),
+    Mutant(
+        "let an unlikely sampled sibling fall out of the tree",
+        "drafters/growth.py",
+        "        above.num_children += 1\n",
+        "        above.num_children += 1\n        if candidate.evidence[1] < -1.0:\n            return\n",
+        ("tests/test_tree_drafter.py::test_joint_law_of_sampled_text_is_the_targets",),
+    ),
+    Mutant(
+        "let the nodes of a head's tree see their siblings",
+        "drafters/eagle.py",
+        "sees[row, [places[each] for each in growth.path(node)]] = True",
+        "sees[row] = True",
+        ("tests/drafters/test_head_trees.py",),
+    ),
+    Mutant(
+        "judge a position again by the draw of the round before",
+        "acceptance.py",
+        "choices.accept(chance, position + node, node)",
+        "choices.accept(chance, position + node)",
+        ("tests/core/test_fresh_draws.py",),
+    ),
+    Mutant(
+        "draft a position again with the noise of the round before",
+        "drafters/chain.py",
+        "index = request.num_drafted + count if request.needs_distributions else 0",
+        "index = 0",
+        ("tests/core/test_fresh_draws.py",),
+    ),
+    Mutant(
+        "let a small model draft at its own temperature and not at the medium's",
+        "drafters/hierarchical.py",
+        "            chain.sampler,\n",
+        "            chain.request.sampler,\n",
+        ("tests/drafters/test_hierarchical.py",),
+    ),
+    Mutant(
+        "hand out the target's choices one row late",
+        "decode.py",
+        "row_choices=tuple(logits.argmax(axis=1).tolist())",
+        "row_choices=tuple(np.roll(logits.argmax(axis=1), 1).tolist())",
+        ("tests/drafters/test_lookahead.py",),
+    ),
+    Mutant(
+        "leave one rejected token in the cache",
+        "engines/sequence.py",
+        "self.engine.rollback(kept, self.sequence)",
+        "self.engine.rollback(min(kept + 1, self.engine.length(self.sequence)), self.sequence)",
+        ("tests/core/test_lossless.py",),
+    ),
+)
+
+
+def is_killed(mutant: Mutant) -> bool:
+    """Whether the suite fails on a copy of the project with the mutant applied."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in ("edgespec", "tests", "models", "scripts"):
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "hf"))
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        path = copy / "edgespec" / mutant.file
+        source = path.read_text(encoding="utf-8")
+        if source.count(mutant.original) != 1:
+            raise SystemExit(
+                f"mutant {mutant.name!r} no longer applies to {mutant.file}: update scripts/lab/mutants.py"
+            )
+        path.write_text(source.replace(mutant.original, mutant.mutated), encoding="utf-8")
+        environment = os.environ | {"PYTHONPATH": str(copy)}
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *mutant.tests]
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode not in (0, 1):
+            raise SystemExit(
+                f"mutant {mutant.name!r}: pytest itself failed\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+            )
+        return done.returncode == 1
+
+
+def main() -> int:
+    survivors = 0
+    for mutant in MUTANTS:
+        killed = is_killed(mutant)
+        survivors += not killed
+        print(f"{'killed  ' if killed else 'SURVIVED'}  {mutant.name}", flush=True)
+    return int(survivors > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""The field: who takes part, with which files, and what a sweep may choose for each.
+
+A contestant is one way of decoding with one library. What is tuned for a library's plain decoding (threads, number
+type) holds for its speculation too; the first value of an axis is the library's own default or the usual advice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from peers.files import ENGINES, PairFiles
+
+Axes = Mapping[str, Sequence[Any]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contestant:
+    """`name` is unique; `process` is the child that runs it; `engine` is edgespec's engine that it is compared with.
+
+    `plain` names the contestant whose text must come out again and whose speed is the base of its speedup.
+    """
+
+    name: str
+    process: str
+    variant: str
+    engine: str
+    plain: str
+    axes: Axes = field(default_factory=dict)
+
+    @property
+    def is_plain(self) -> bool:
+        return self.plain == self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """One child process of the field: the peer's name, its files, or why it cannot take part."""
+
+    peer: str
+    files: Mapping[str, str]
+    missing: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """Libraries by the name of their child process, and the contestants, edgespec first."""
+
+    libraries: dict[str, Library]
+    contestants: tuple[Contestant, ...]
+
+    def only(self, peers: Sequence[str]) -> Field:
+        """The peers that are named, and edgespec on the engines that they are compared with."""
+        chosen = [c for c in self.contestants if self.libraries[c.process].peer in peers]
+        engines = {c.engine for c in chosen}
+        own = [c for c in self.contestants if self.libraries[c.process].peer == "edgespec" and c.engine in engines]
+        kept = tuple(dict.fromkeys((*own, *chosen)))
+        names = {contestant.process for contestant in kept}
+        return Field({name: library for name, library in self.libraries.items() if name in names}, kept)
+
+
+NO_CHECKPOINT = (
+    "the pair has no Hugging Face checkpoints: build it with scripts/lab/make_bench_pair.py --keep-checkpoints"
+)
+WIDE = (4, 2, 3, 6, 8)
+
+
+def make_field(
+    pair: PairFiles, threads: Sequence[int], context_length: int, work: Path, llama_server: str | None
+) -> Field:
+    """Everyone who could run on these files; a library whose files are lacking says so in `missing`."""
+    libraries: dict[str, Library] = {}
+    contestants: list[Contestant] = []
+    context = {"context_length": str(context_length)}
+    for engine in ENGINES:
+        folder = pair.folder(engine)
+        if folder is not None:
+            libraries[f"edgespec {engine}"] = Library("edgespec", {"folder": str(folder), "engine": engine, **context})
+            contestants += _own(f"edgespec {engine}", engine, threads)
+    if pair.gguf is not None:
+        gguf = {role: str(pair.model("llamacpp", role)) for role in ("target", "draft")} | context
+        server = {**gguf, "log": str(work / "llama-server"), **({"program": llama_server} if llama_server else {})}
+        libraries["llama-cpp-python"] = Library("llama-cpp-python", gguf)
+        libraries["llama-server"] = Library("llama-server", server)
+        contestants += [*_llama_cpp_python(threads), *_llama_server(threads)]
+    if pair.onnx is not None:
+        onnx = {role: str(pair.model("onnx", role)) for role in ("target", "draft")}
+        libraries["onnxruntime-genai"] = Library("onnxruntime-genai", onnx)
+        contestants += _genai(threads)
+    checkpoints = {role: str(path) for role, path in pair.checkpoints.items()}
+    why = "" if checkpoints else NO_CHECKPOINT
+    libraries["openvino-genai"] = Library("openvino-genai", {**checkpoints, "exports": str(work / "openvino")}, why)
+    libraries["transformers"] = Library("transformers", checkpoints, why)
+    engine = "llamacpp" if pair.onnx is None else "onnx"
+    contestants += [*_openvino(threads, engine), *_transformers(threads, engine)]
+    return Field(libraries, tuple(contestants))
+
+
+def _own(process: str, engine: str, threads: Sequence[int]) -> list[Contestant]:
+    made = []
+    for mode in ("", " reproducible"):
+        plain = f"{process} plain{mode}"
+        made.append(Contestant(plain, process, f"plain{mode}", engine, plain, {"threads": threads}))
+        made.append(Contestant(f"{process} auto{mode}", process, f"auto{mode}", engine, plain))
+    return made
+
+
+def _variants(process: str, engine: str, plain: Axes, others: Mapping[str, Axes]) -> list[Contestant]:
+    name = f"{process} plain"
+    made = [Contestant(name, process, "plain", engine, name, plain)]
+    return made + [Contestant(f"{process} {v}", process, v, engine, name, axes) for v, axes in others.items()]
+
+
+def _llama_cpp_python(threads: Sequence[int]) -> list[Contestant]:
+    plain = {"threads": threads, "flash_attention": (False, True)}
+    return _variants(
+        "llama-cpp-python", "llamacpp", plain, {"lookup": {"num_tokens": (10, 2, 4, 7), "max_ngram": (2, 3, 4)}}
+    )
+
+
+def _llama_server(threads: Sequence[int]) -> list[Contestant]:
+    plain = {"threads": threads, "flash_attention": ("auto", "off")}
+    draft = {"max_tokens": (3, 1, 2, 5, 7, 10, 16), "min_probability": (0.0, 0.4, 0.75, 0.9)}
+    lookup = {"ngram": (12, 6, 3, 2), "max_tokens": (48, 16, 8, 4)}
+    return _variants("llama-server", "llamacpp", plain, {"draft": draft, "lookup": lookup})
+
+
+def _genai(threads: Sequence[int]) -> list[Contestant]:
+    draft = {"max_draft_tokens": WIDE, "min_adaptive_k": (0, 2)}
+    lookup = {"ngram_size": (3, 2, 4), "max_draft_tokens": WIDE, "chained": (False, True)}
+    return _variants("onnxruntime-genai", "onnx", {"threads": threads}, {"draft": draft, "lookup": lookup})
+
+
+def _openvino(threads: Sequence[int], engine: str) -> list[Contestant]:
+    plain = {"threads": threads, "precision": ("default", "f32")}
+    lookup = {"num_tokens": WIDE, "max_ngram": (3, 2)}
+    return _variants("openvino-genai", engine, plain, {"draft": {"num_tokens": WIDE}, "lookup": lookup})
+
+
+def _transformers(threads: Sequence[int], engine: str) -> list[Contestant]:
+    plain = {"threads": threads, "dtype": ("bfloat16", "float32")}
+    draft = {"num_tokens": (5, 3, 8, 12), "confidence_threshold": (0.4, 0.0)}
+    return _variants("transformers", engine, plain, {"draft": draft, "lookup": {"num_tokens": (10, 3, 5)}})

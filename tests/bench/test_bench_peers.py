@@ -1,0 +1,600 @@
+"""The race against other runtimes: the protocol and its failures with stand-ins, the rest on the demo pair."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
+
+import pytest
+
+from edgespec.errors import CapabilityError, ConfigError, EngineError
+from peers import child, llama_server
+from peers.base import Answer, Arrivals, Library, Peer, Request, Slots
+from peers.competition import Competition
+from peers.field import Contestant, Field, make_field
+from peers.field import Library as FieldLibrary
+from peers.files import find_files
+from peers.journal import Journal
+from peers.process import PeerProcess
+from peers.report import as_json, make_rows, quartiles, table
+from peers.tuning import tune
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "models" / "demo"
+SCRIPT = ROOT / "scripts" / "lab" / "bench_peers.py"
+PLAIN = {"variant": "plain", "threads": 1}
+REQUEST = Request((5, 6, 7), 4, settings=PLAIN)
+posix_only = pytest.mark.skipif(os.name != "posix", reason="signals and groups of processes")
+
+
+class EchoPeer(Peer):
+    """Answers with the prompt's last token, repeated."""
+
+    def open(self, files):
+        if "lacking" in files:
+            raise CapabilityError("echo is not installed: pip install echo")
+        return "echo 1"
+
+    def generate(self, request):
+        if request.variant == "refused":
+            raise CapabilityError("no such variant")
+        if request.variant == "crash":
+            raise ZeroDivisionError("as a library might")
+        return Answer((request.prompt_ids[-1],) * request.max_tokens, request.max_tokens - 1, 0.5, 1.0)
+
+
+def served(*messages):
+    """Replies of a served EchoPeer, and whether it ended by itself."""
+    replies = io.StringIO()
+    child.serve(EchoPeer(), io.StringIO("".join(json.dumps(message) + "\n" for message in messages)), replies)
+    return [json.loads(line) for line in replies.getvalue().splitlines()]
+
+
+def test_protocol_answers_and_refusals():
+    order = {"do": "generate", "request": REQUEST.to_json()}
+    refused = {"do": "generate", "request": {**REQUEST.to_json(), "settings": {"variant": "refused"}}}
+    opened, answered, refusal, unknown = served({"do": "open", "files": {}}, order, refused, {"do": "dance"})
+    assert opened == {"ok": "echo 1"}
+    answer = Answer.from_json(answered["ok"])
+    assert answer.token_ids == (7, 7, 7, 7)
+    assert answer.tokens_per_second == 6
+    assert refusal == {"refused": "no such variant"}
+    assert "open, generate, encode" in unknown["refused"]
+
+
+def test_what_is_no_refusal_ends_the_child():
+    with pytest.raises(ZeroDivisionError):
+        served({"do": "generate", "request": {**REQUEST.to_json(), "settings": {"variant": "crash"}}})
+
+
+def test_unknown_peer_is_named():
+    with pytest.raises(ConfigError, match="no peer 'vllm'; allowed: edgespec"):
+        child.peer_of("vllm")
+
+
+def test_missing_library_says_how_to_install_it():
+    with pytest.raises(CapabilityError, match=r"nothing is not installed .*: pip install nothing"):
+        Library("edgespec_has_no_such_module", "nothing", "pip install nothing").load()
+
+
+def test_slots_share_and_close():
+    closed = []
+    slots: Slots[list[int]] = Slots(closed.append)
+    first = slots.get("plain", 1, lambda: [1])
+    assert slots.get("draft", 1, lambda: [2]) is first
+    slots.get("plain", 2, lambda: [2])
+    assert closed == []
+    slots.get("draft", 2, lambda: [3])
+    assert closed == [[1]]
+    slots.clear()
+    assert closed == [[1], [2]]
+
+
+def test_arrivals_leave_the_first_tokens_out():
+    answer = Arrivals(10.0).add(11.0, 3).add(12.0, 2).answer([1, 2, 3, 4, 5], 13.0)
+    assert (answer.decode_tokens, answer.decode_s, answer.total_s) == (2, 2.0, 3.0)
+    assert Arrivals(10.0).answer([], 11.0).tokens_per_second == 0
+
+
+@pytest.fixture
+def stand_in(tmp_path):
+    """Makes a PeerProcess whose interpreter runs the given lines once it has been opened."""
+
+    def make(body: str) -> PeerProcess:
+        program = tmp_path / "python"
+        lines = textwrap.indent(textwrap.dedent(body), "    ")
+        program.write_text(
+            f"#!{sys.executable}\nimport json, os, sys, time\nprint(json.dumps({{'ok': 'stand-in 1'}}), flush=True)\n"
+            f"sys.stdin.readline()\nfor line in sys.stdin:\n{lines}\n"
+        )
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+        peer = PeerProcess("stand-in", {}, tmp_path / "log", str(program))
+        made.append(peer)
+        return peer
+
+    made: list[PeerProcess] = []
+    yield make
+    for peer in made:
+        peer.close()
+
+
+@posix_only
+def test_crash_is_reported_and_the_next_order_starts_anew(stand_in):
+    peer = stand_in("print('out of luck', file=sys.stderr); sys.exit(3)")
+    for start in (1, 2):
+        with pytest.raises(EngineError, match="stand-in died with 3: out of luck"):
+            peer.generate(REQUEST, 30)
+        assert peer.starts == start
+
+
+@posix_only
+def test_late_answer_ends_the_child_and_what_it_started(stand_in, tmp_path):
+    peer = stand_in(
+        f"""
+        import subprocess
+        other = subprocess.Popen(['sleep', '60'])
+        open({str(tmp_path / "pid")!r}, 'w').write(str(other.pid))
+        time.sleep(60)
+        """
+    )
+    with pytest.raises(EngineError, match="took longer than 3 s"):
+        peer.generate(REQUEST, 3)
+    deadline = time.monotonic() + 10
+    while is_running(int((tmp_path / "pid").read_text())):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie that waits for its parent."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat")
+    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_interpreter_that_is_not_there(tmp_path):
+    peer = PeerProcess("transformers", {}, tmp_path / "log", str(tmp_path / "nowhere"))
+    with pytest.raises(CapabilityError, match="give another --python"):
+        peer.open()
+
+
+@posix_only
+def test_a_parent_that_is_killed_leaves_no_child(tmp_path):
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom peers.process import PeerProcess\n"
+        f"peer = PeerProcess('edgespec', {{'folder': {str(DEMO)!r}, 'engine': 'llamacpp', 'context_length': '128'}}, "
+        f"Path({str(tmp_path / 'log')!r}))\npeer.open()\nprint(peer._process.pid, flush=True)\ntime.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    assert is_running(pid)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 10
+    while is_running(pid):
+        assert time.monotonic() < deadline, "the child outlived its parent"
+        time.sleep(0.05)
+
+
+class FakePeer:
+    """In place of a PeerProcess: speed by settings, texts by variant."""
+
+    def __init__(self, speeds, fails_after=None):
+        self.speeds, self.calls, self.fails_after, self.starts = speeds, [], fails_after, 1
+        self.library, self.is_closed = "fake 1", False
+
+    def open(self):
+        self.starts += self.is_closed
+        self.is_closed = False
+        return self.library
+
+    def close(self):
+        self.is_closed = True
+
+    def encode(self, texts):
+        return [[len(text)] for text in texts]
+
+    def generate(self, request, timeout_s):
+        self.calls.append(request)
+        if self.fails_after is not None and len(self.calls) > self.fails_after:
+            raise EngineError("fake died with -11: bus error")
+        speed = self.speeds(request.settings)
+        if speed is None:
+            raise CapabilityError("not with these settings")
+        n = request.max_tokens
+        return Answer(tuple(range(n)), n - 1, (n - 1) / speed, n / speed, 4, 3)
+
+
+def test_sweep_takes_the_best_of_every_axis():
+    speeds = {(1, 3): 10, (2, 3): 20, (2, 5): 15, (2, 1): 25, (2, 0): None}
+    peer = FakePeer(lambda s: speeds[s["threads"], s["length"]])
+    contestant = Contestant("x draft", "x", "draft", "onnx", "x plain", {"threads": (1, 2), "length": (3, 5, 1, 0)})
+    told = []
+    tuned = tune(contestant, peer, {"dtype": "f32"}, [REQUEST, REQUEST], 9, told.append)
+    assert tuned.settings == {"dtype": "f32", "variant": "draft", "threads": 2, "length": 1}
+    assert told == list(tuned.trials)
+    assert [trial.failure for trial in tuned.trials if trial.failure] == ["not with these settings"]
+    assert [trial.tokens_per_second for trial in tuned.trials] == pytest.approx([10, 20, 15, 25, 0])
+
+
+@pytest.mark.parametrize(("threads", "tries"), [((1,), 1), ((1, 2, 3, 4), 2)])
+def test_sweep_without_any_success_raises(threads, tries):
+    contestant = Contestant("x plain", "x", "plain", "onnx", "x plain", {"threads": threads})
+    peer = FakePeer(lambda s: None)
+    with pytest.raises(CapabilityError, match="not with these settings"):
+        tune(contestant, peer, {}, [REQUEST], 9, lambda trial: None)
+    assert len(peer.calls) == tries, "failing alike twice is enough"
+
+
+def fake_competition(tmp_path, peers, keeps_one):
+    """edgespec's four variants on ONNX, and a plain and a draft variant of "other", over FakePeers."""
+    own = "edgespec onnx"
+    contestants = [
+        *(
+            Contestant(f"{own} {v}", own, v, "onnx", f"{own} {v.replace('auto', 'plain')}")
+            for v in ("plain", "auto", "plain reproducible", "auto reproducible")
+        ),
+        Contestant("other plain", "other", "plain", "onnx", "other plain"),
+        Contestant("other draft", "other", "draft", "onnx", "other plain"),
+        Contestant("absent plain", "absent", "plain", "onnx", "absent plain"),
+    ]
+    libraries = {own: FieldLibrary("edgespec", {}), "other": FieldLibrary("transformers", {})}
+    libraries["absent"] = FieldLibrary("openvino-genai", {}, "the pair has no checkpoints")
+    competition = Competition(
+        Field(libraries, tuple(contestants)), {}, tmp_path, 9, lambda text: None, keeps_one=keeps_one
+    )
+    competition.peers = {**peers, "absent": FakePeer(lambda s: 1)}
+    return competition
+
+
+def raced(tmp_path, others=60, fails_after=None, *, keeps_one=False):
+    own = FakePeer(lambda s: 30 if "auto" in s["variant"] else 20)
+    other = FakePeer(lambda s: others if s["variant"] == "draft" else 10, fails_after)
+    competition = fake_competition(tmp_path, {"edgespec onnx": own, "other": other}, keeps_one)
+    journal = Journal(tmp_path / "journal.jsonl", {"run": 1})
+    requests = [Request((index,), 8) for index in range(3)]
+    competition.open()
+    competition.tune(requests[:1], journal)
+    competition.measure(requests, requests[0], journal)
+    rows = make_rows(competition.field.contestants, journal, {n: p.library for n, p in competition.peers.items()})
+    return competition, journal, {row.name: row for row in rows}, own
+
+
+def test_race_reports_losses_and_who_is_out(tmp_path):
+    competition, journal, rows, own = raced(tmp_path)
+    assert rows["other draft"].speedup == pytest.approx((6, 6, 6))
+    assert rows["other draft"].behind_auto == pytest.approx((0.5, 0.5, 0.5))
+    assert rows["other plain"].behind_reproducible == pytest.approx((3, 3, 3))
+    assert rows["edgespec onnx auto"].speedup == pytest.approx((1.5, 1.5, 1.5))
+    assert rows["other draft"].same_text == rows["other draft"].prompts == 3
+    assert rows["other draft"].acceptance_rate == 0.75
+    assert competition.out == {"absent plain": "the pair has no checkpoints"}
+    text = table(list(rows.values()), competition.out)
+    assert "| other draft | 60.0 | 6.00x | 0.50x (0.50-0.50) |" in text
+    assert "not in the race: absent plain: the pair has no checkpoints" in text
+    found = as_json(list(rows.values()), competition.out, journal, ["a", "b", "c"], {"pair": "x"})
+    assert json.loads(json.dumps(found))["prompts"][2]["domain"] == "c"
+    first = [request.settings["variant"] for request in own.calls if request.max_tokens == 8][-12:]
+    assert first[0] != first[4], "the order rotates from prompt to prompt"
+
+
+def test_a_crash_loses_one_contestant_only(tmp_path):
+    competition, journal, rows, _ = raced(tmp_path, fails_after=7)  # two sweeps, two warm-ups, then some answers
+    assert rows["edgespec onnx auto"].prompts == 3
+    assert {"other plain", "other draft"} <= set(competition.out)
+    assert journal.failed["other plain"] == "fake died with -11: bus error"
+    assert rows.get("other plain") is None or rows["other plain"].prompts < 3
+
+
+def test_with_little_memory_one_library_is_held_at_a_time(tmp_path):
+    competition, _, rows, own = raced(tmp_path, keeps_one=True)
+    assert rows["other draft"].prompts == rows["edgespec onnx auto"].prompts == 3
+    assert sorted(peer.is_closed for peer in competition.peers.values()) == [False, True, True]
+    assert own.starts > 1
+    warm_ups = [call for call in own.calls if call.max_tokens == 4]
+    assert len(warm_ups) > 8, "whoever was loaded anew is warmed up anew"
+
+
+def test_an_interrupted_run_goes_on(tmp_path):
+    _, _, rows, _ = raced(tmp_path)
+    path = tmp_path / "journal.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-1]) + lines[-1][:40])  # killed while it wrote the last prompt
+    path.write_text("".join(lines[:-1]))
+    _, journal, again, own = raced(tmp_path)
+    assert again == rows
+    assert {call.prompt_ids for call in own.calls if call.max_tokens == 8} == {(2,)}
+    assert sorted(journal.answers) == [0, 1, 2]
+
+
+def test_a_journal_cut_off_in_a_line_is_read_up_to_it(tmp_path):
+    raced(tmp_path)
+    path = tmp_path / "journal.jsonl"
+    path.write_text(path.read_text()[:-20])
+    assert sorted(Journal(path, {"run": 1}).answers) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "torn", ["", "x", '{"prompt": 1, "answ', '{"prompt": 1}\n', "[]\n", '{"tuned": 1, "trials": 5}\n']
+)
+def test_what_is_written_after_a_torn_line_is_read_again(tmp_path, torn):
+    raced(tmp_path)
+    path = tmp_path / "journal.jsonl"
+    whole = path.read_text().splitlines(keepends=True)
+    answers = Journal(path, {"run": 1}).answers
+    path.write_text("".join(whole[:-1]) + torn)
+    journal = Journal(path, {"run": 1})
+    assert sorted(journal.answers) == [0, 1]
+    journal.add_prompt(2, answers[2])
+    assert Journal(path, {"run": 1}).answers == answers
+    assert path.read_text() == "".join(whole)
+
+
+@pytest.mark.parametrize("first", ["", "[]\n", "5\n", '{"identity"', '{"identity": {"run": 1}}', "[" * 100000 + "\n"])
+def test_a_file_that_is_no_journal_is_put_aside(tmp_path, first):
+    path = tmp_path / "journal.jsonl"
+    path.write_text(first)
+    assert Journal(path, {"run": 1}).answers == {}
+    assert (tmp_path / "journal.old.jsonl").read_text() == first
+    assert path.read_text() == '{"identity": {"run": 1}}\n'
+
+
+def test_another_run_puts_the_journal_aside(tmp_path):
+    raced(tmp_path)
+    assert Journal(tmp_path / "journal.jsonl", {"run": 2}).answers == {}
+    assert (tmp_path / "journal.old.jsonl").is_file()
+
+
+def test_quartiles():
+    assert quartiles([]) is None
+    assert quartiles([3.0]) == (3, 3, 3)
+    assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (2, 3, 4)
+
+
+def test_the_field_of_the_demo_pair(tmp_path):
+    pair = find_files(DEMO, "q8_0", "int8", DEMO)
+    field = make_field(pair, (1,), 512, tmp_path, None)
+    names = [contestant.name for contestant in field.contestants]
+    assert len(names) == len(set(names))
+    assert {c.plain for c in field.contestants} <= set(names)
+    assert {library.peer for library in field.libraries.values()} == set(child.PEERS)
+    assert all(
+        Path(field.libraries["transformers"].files[role], "config.json").is_file() for role in ("target", "draft")
+    )
+    only = field.only(["transformers"])
+    assert set(only.libraries) == {"edgespec onnx", "transformers"}, (
+        "and edgespec on the engine that it is compared with"
+    )
+    assert [c for c in only.contestants if c.process == "transformers"] == list(field.contestants[-3:])
+
+
+def test_a_folder_without_a_pair(tmp_path):
+    with pytest.raises(ConfigError, match=r"make_bench_pair\.py"):
+        find_files(tmp_path, "q8_0", "int8", DEMO)
+
+
+REPLY = {"tokens": [7, 8, 9], "timings": {"predicted_n": 3, "predicted_ms": 100.0, "draft_n": 4, "draft_n_accepted": 2}}
+FAKE_SERVER = """#!{python}
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+if "--version" in sys.argv: print("version: 7 (fake)", file=sys.stderr); sys.exit()
+if "refused.gguf" in sys.argv: print("error: cannot load the model"); sys.exit(1)
+if "inert.gguf" in sys.argv: print("E failed to initialize speculative decoding context: vocabulary", flush=True)
+tries = 0
+class Handler(BaseHTTPRequestHandler):
+    def reply(self, code, value):
+        data = json.dumps(value).encode()
+        self.send_response(code); self.send_header("Content-Length", str(len(data))); self.end_headers()
+        self.wfile.write(data)
+    def do_GET(self):
+        global tries
+        tries += 1
+        self.reply(503 if tries < 3 else 200, {{"status": "loading" if tries < 3 else "ok"}})
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        json.dump({{"body": body, "argv": sys.argv}}, open({record!r}, "w"))
+        self.reply(200, {reply})
+    def log_message(self, *args): pass
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def fake_server(tmp_path):
+    """A program that speaks the part of the server's protocol which the client uses; a test of the client only."""
+    program = tmp_path / "llama-server"
+    program.write_text(FAKE_SERVER.format(python=sys.executable, record=str(tmp_path / "asked"), reply=repr(REPLY)))
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    return program
+
+
+def server_files(program: Path, target: str = "t.gguf") -> dict[str, str]:
+    log = str(program.parent / "server")
+    return {"program": str(program), "target": target, "draft": "d.gguf", "context_length": "256", "log": log}
+
+
+@posix_only
+def test_llama_server_client_speaks_the_protocol(fake_server, tmp_path):
+    peer = llama_server.LlamaServerPeer()
+    assert peer.open(server_files(fake_server)) == "llama.cpp server 7 (fake)"
+    settings = {"variant": "draft", "threads": 2, "flash_attention": "auto", "max_tokens": 5, "min_probability": 0.4}
+    try:
+        answer = peer.generate(Request((5, 6), 3, settings=settings))
+    finally:
+        peer.close()
+    assert (answer.token_ids, answer.decode_tokens, answer.decode_s) == ((7, 8, 9), 2, 0.1)
+    assert (answer.drafted_tokens, answer.accepted_tokens) == (4, 2)
+    asked = json.loads((tmp_path / "asked").read_text())
+    assert asked["body"]["prompt"] == [5, 6]
+    assert asked["body"]["n_predict"] == 3
+    assert asked["body"]["temperature"] == 0
+    assert asked["body"]["cache_prompt"] is False
+    line = " ".join(asked["argv"])
+    assert "--model-draft d.gguf" in line
+    assert "--spec-draft-n-max 5" in line
+
+
+@posix_only
+def test_llama_server_that_refuses_says_why(fake_server):
+    peer = llama_server.LlamaServerPeer()
+    peer.open(server_files(fake_server, "refused.gguf"))
+    with pytest.raises(CapabilityError, match="ended with 1: error: cannot load the model"):
+        peer.generate(Request((5,), 3, settings={**PLAIN, "flash_attention": "auto"}))
+    peer.close()
+
+
+@posix_only
+def test_llama_server_that_would_silently_not_draft_is_refused(fake_server):
+    peer = llama_server.LlamaServerPeer()
+    peer.open(server_files(fake_server, "inert.gguf"))
+    settings = {**PLAIN, "flash_attention": "auto", "max_tokens": 5, "min_probability": 0.0}
+    with pytest.raises(CapabilityError, match="without its draft: E failed to initialize speculative decoding"):
+        peer.generate(Request((5,), 3, settings={**settings, "variant": "draft"}))
+    assert peer.generate(Request((5,), 3, settings=settings)).token_ids == (7, 8, 9)
+    peer.close()
+
+
+def test_llama_server_that_is_not_there(tmp_path):
+    with pytest.raises(CapabilityError, match="--llama-server PATH"):
+        llama_server.LlamaServerPeer().open(server_files(tmp_path / "nowhere"))
+
+
+def test_a_reply_without_timings():
+    with pytest.raises(EngineError, match="no tokens and timings"):
+        llama_server.answer_of({"content": "hello"}, 1.0)
+
+
+def test_http_errors_are_ours():
+    class Broken(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.send_error(500)
+
+        def log_message(self, *args):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Broken) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        client = llama_server.Server.__new__(llama_server.Server)
+        client._url = f"http://127.0.0.1:{server.server_port}"
+        with pytest.raises(EngineError, match="answered 500 to /completion"):
+            client.ask("/completion", {})
+        server.shutdown()
+    with pytest.raises(EngineError, match="did not answer"):
+        client.ask("/completion", {})
+
+
+def test_llama_cpp_python_and_edgespec_agree_on_the_demo_pair(tmp_path):
+    """Two real children on the same GGUF: the texts are the same, prompt lookup or not."""
+    pair = find_files(DEMO, "q8_0", "int8", DEMO)
+    libraries = make_field(pair, (1,), 256, tmp_path, None).libraries
+    names = ("edgespec llamacpp", "llama-cpp-python")
+    peers = [PeerProcess(libraries[n].peer, libraries[n].files, tmp_path / f"{n}.log") for n in names]
+    try:
+        ids = peers[0].encode(["<|endoftext|><|im_start|>user\nI need a bus to Fresno.<|im_end|>\n"])[0]
+        request = Request(tuple(ids), 16, settings=PLAIN)
+        own = peers[0].generate(request, 120)
+        common = {"threads": 1, "flash_attention": True}
+        plain = peers[1].generate(Request(tuple(ids), 16, settings={"variant": "plain", **common}), 120)
+        again = peers[1].generate(Request(tuple(ids), 16, settings={"variant": "plain", **common}), 120)
+        lookup = {"variant": "lookup", "num_tokens": 4, "max_ngram": 2, **common}
+        looked_up = peers[1].generate(Request(tuple(ids), 16, settings=lookup), 120)
+        auto = peers[0].generate(Request(tuple(ids), 16, settings={**PLAIN, "variant": "auto reproducible"}), 120)
+    finally:
+        for peer in peers:
+            peer.close()
+    assert peers[1].library.startswith("llama-cpp-python 0.")
+    assert plain.token_ids == again.token_ids
+    assert len(own.token_ids) == len(plain.token_ids) == len(looked_up.token_ids) == len(auto.token_ids) == 16
+    assert own.token_ids[:4] == plain.token_ids[:4]
+    assert plain.decode_tokens == 15
+    assert 0 < plain.decode_s < plain.total_s
+
+
+@pytest.mark.skipif(find_spec("onnxruntime_genai") is None, reason="onnxruntime-genai is not installed")
+def test_genai_drafts_on_the_demo_pair(tmp_path):
+    pair = find_files(DEMO, "q8_0", "int8", DEMO)
+    library = make_field(pair, (1,), 256, tmp_path, None).libraries["onnxruntime-genai"]
+    peer = PeerProcess(library.peer, library.files, tmp_path / "log")
+    draft = {"variant": "draft", "threads": 1, "max_draft_tokens": 4, "min_adaptive_k": 0}
+    try:
+        plain = peer.generate(Request((0, 3, 300), 16, settings=PLAIN), 120)
+        drafted = peer.generate(Request((0, 3, 300), 16, settings=draft), 120)
+    finally:
+        peer.close()
+    assert len(plain.token_ids) == len(drafted.token_ids) == 16, "it goes on after the end token"
+    assert drafted.drafted_tokens
+    assert not plain.drafted_tokens
+
+
+@pytest.mark.skipif(which("llama-server") is None, reason="llama.cpp's server is not on the search path")
+def test_llama_server_drafts_on_the_demo_pair(tmp_path):
+    """The real server; the tests of its client above need none."""
+    pair = find_files(DEMO, "q8_0", "int8", DEMO)
+    library = make_field(pair, (1,), 256, tmp_path, None).libraries["llama-server"]
+    peer = PeerProcess(library.peer, library.files, tmp_path / "log")
+    common = {"threads": 1, "flash_attention": "auto"}
+    draft = {"variant": "draft", "max_tokens": 5, "min_probability": 0.0, **common}
+    lookup = {"variant": "lookup", "ngram": 3, "max_tokens": 8, **common}
+    try:
+        plain = peer.generate(Request((0, 3, 300), 16, settings={"variant": "plain", **common}), 120)
+        drafted = peer.generate(Request((0, 3, 300), 16, settings=draft), 120)
+        looked_up = peer.generate(Request((0, 3, 300), 16, settings=lookup), 120)
+    finally:
+        peer.close()
+    assert len(plain.token_ids) == len(drafted.token_ids) == len(looked_up.token_ids) == 16
+    assert drafted.drafted_tokens
+    assert not plain.drafted_tokens
+
+
+def test_the_script_runs_and_names_who_is_missing(tmp_path):
+    """The whole command on the demo pair with one peer that runs and one that cannot."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"domain": "dialogue", "text": "<|endoftext|><|im_start|>user\\nHello<|im_end|>\\n"}\n')
+    command = [sys.executable, str(SCRIPT), "--prompts", str(prompts), "--output", str(tmp_path / "out")]
+    command += ["--tokens", "8", "--tuning-tokens", "4", "--threads", "1", "--context-length", "256"]
+    command += ["--peers", "llama-cpp-python,llama-server", "--llama-server", str(tmp_path / "nowhere")]
+    has_plot = find_spec("matplotlib") is not None
+    command += [] if has_plot else ["--no-plot"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert not has_plot or (tmp_path / "out" / "report.png").read_bytes().startswith(b"\x89PNG")
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "| edgespec llamacpp auto reproducible |" in report
+    assert "| llama-cpp-python lookup |" in report
+    assert "not in the race: llama-server draft: no llama-server is given or found" in report
+    rows = {row["name"]: row for row in json.loads((tmp_path / "out" / "report.json").read_text())["rows"]}
+    assert rows["edgespec llamacpp auto reproducible"]["same_text"] == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (("--peers", "vllm"), "no peer 'vllm'"),
+        (("--python", "transformers"), "--python must be PEER=PATH"),
+        (("--threads", "many"), "--threads must be numbers"),
+        (("--prompts", "nowhere.jsonl"), "must hold one JSON object"),
+    ],
+)
+def test_the_script_refuses_bad_options(tmp_path, option, message):
+    command = [sys.executable, str(SCRIPT), "--no-plot", "--output", str(tmp_path / "out"), *option]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

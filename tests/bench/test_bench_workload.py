@@ -1,0 +1,215 @@
+"""The benchmark's prompts: where they come from, how they are drawn, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import random
+from pathlib import Path
+
+import pytest
+
+from demo_training import corpus
+from edgespec.engines.table import LetterVocabulary
+from edgespec.errors import ConfigError, PromptError
+from edgespec.loading.sample_prompts import PROMPTS
+from edgespec.sampling import Sampling
+from edgespec.tuning import prompt_sources as sources
+from edgespec.tuning.workload import (
+    HOT_TEMPERATURE,
+    MADE,
+    BenchPrompt,
+    choose,
+    copy_edit,
+    random_text,
+    with_made,
+)
+
+VOCABULARY = LetterVocabulary(12, end_id=11)
+
+
+def prompts_of(domain: str, count: int) -> list[BenchPrompt]:
+    return [BenchPrompt(domain, (f"{domain} number {index}",)) for index in range(count)]
+
+
+def test_plain_lines_are_prompts(tmp_path):
+    (tmp_path / "mine.txt").write_text("one prompt\n\n  \nanother: {x}\n")
+    found = sources.read_prompts(tmp_path / "mine.txt")
+    assert {domain: [p.text for p in prompts] for domain, prompts in found.items()} == {
+        "prompts": ["one prompt", "another: {x}"]
+    }
+
+
+def test_json_lines_name_their_domain(tmp_path):
+    lines = [{"domain": "mail", "text": "a\nb"}, {"text": "c"}, {"domain": "mail", "text": "d"}]
+    path = tmp_path / "mine.txt"
+    path.write_text("\n" + "\n".join(json.dumps(line) for line in lines))
+    found = sources.read_prompts(path)
+    assert {name: [p.text for p in prompts] for name, prompts in found.items()} == {
+        "mail": ["a\nb", "d"],
+        "prompts": ["c"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("contents", "said"),
+    [
+        (b"", "holds no prompt"),
+        (b" \n\t\n", "holds no prompt"),
+        (b'{"text": "a"}\n\n{"text": "b"', "line 3 is not JSON"),
+        (b'{"text": "a"}\n{"text": ""}', 'line 2 needs a "text"'),
+        (b'{"prompt": "a"}', 'line 1 needs a "text"'),
+        (b'{"text": "a"}\n[1]', 'line 2 needs a "text"'),
+        (b'{"text": "a", "domain": 3}', 'line 1: "domain" must be a name'),
+        (b"\xff\xfe", "not UTF-8"),
+    ],
+)
+def test_bad_prompt_files_name_the_line(tmp_path, contents, said):
+    path = tmp_path / "bad.txt"
+    path.write_bytes(contents)
+    with pytest.raises(PromptError, match=said):
+        sources.read_prompts(path)
+
+
+def test_a_missing_prompt_file(tmp_path):
+    with pytest.raises(PromptError, match=r"nowhere\.txt cannot be read: No such file"):
+        sources.read_prompts(tmp_path / "nowhere.txt")
+
+
+def write_lines(path: Path, records: list[object]) -> None:
+    with lzma.open(path, "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def test_data_gives_held_out_prompts_of_every_domain(corpus_folder):
+    records = [{"category": "qa", "turns": ["Who?"]}, {"category": "stem", "turns": ["Why?", "And then?"]}]
+    write_lines(corpus_folder / sources.SPEC_BENCH_FILE, records)
+    found = sources.read_data(corpus_folder)
+    assert set(found) == {"dialogue", "arithmetic", "qa", "multi_turn", "code", "copying"}
+    assert {p.turns for p in found["dialogue"]} == {("A bus to Fresno, please.",)}
+    assert [p.text for p in found["multi_turn"]] == ["Why?"]
+    seen, unseen = corpus.arithmetic(corpus_folder / corpus.GSM8K_FILE)
+    assert len(found["arithmetic"]) == len(unseen) > 0
+    assert not any(prompt.text in document for prompt in found["arithmetic"] for document in seen)
+
+
+def test_code_prompts_are_of_library_files_that_training_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    names = [f"module{index}.py" for index in range(80)]
+    for name in names:
+        code = f'def find_{name[:-3]}(text):\n    """Look for {name}.\n\n    More."""\n    return text.find("{name}")\n'
+        (tmp_path / name).write_text(code)
+    (tmp_path / "broken.py").write_text("def (:")
+    prompts = list(sources.library_prompts())
+    unseen = [name for name in names if corpus.is_held_out(name)]
+    assert 0 < len(unseen) < len(names)
+    expected = [f"Write a Python function `find_{name[:-3]}(text)`: Look for {name}." for name in sorted(unseen)]
+    assert [prompt.text for prompt in prompts if prompt.domain == "code"] == expected
+    train, _ = corpus.standard_library(seed=0)
+    assert not any(text in document for document in train for text in expected)
+
+
+def test_a_conversation_ends_with_a_question_and_has_no_tool_call_before_it():
+    say = [
+        ("user", "q1"),
+        ("assistant", "a1"),
+        ("user", "q2"),
+        ("assistant", "a2"),
+        ("user", "q3"),
+        ("assistant", "a3"),
+    ]
+    messages = [{"role": role, "content": text} for role, text in say]
+    messages[3]["call"] = {"name": "Find", "arguments": {}}
+    (prompt,) = sources._dialogue({"messages": messages})
+    assert prompt.turns == ("q1", "a1", "q2")
+    assert list(sources._dialogue({"messages": messages[1:2]})) == []
+
+
+def test_a_folder_without_data_names_the_files(tmp_path):
+    with pytest.raises(ConfigError, match=r"holds none of .*gsm8k_train\.jsonl\.xz"):
+        sources.read_data(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("contents", "said"),
+    [
+        (b"no archive", "cannot be read"),
+        (lzma.compress(b"{]\n"), "is not JSON lines"),
+        (lzma.compress(b'{"question": "a"}\n'), "record 1 is not of the kind"),
+        (lzma.compress(b"3\n"), "record 1 is not of the kind"),
+    ],
+)
+def test_broken_data_names_the_file(tmp_path, contents, said):
+    (tmp_path / sources.SGD_DEV_FILE).write_bytes(contents)
+    with pytest.raises(ConfigError, match=f"{sources.SGD_DEV_FILE} {said}"):
+        sources.read_data(tmp_path)
+
+
+def test_fewer_prompts_are_the_first_of_more_and_a_seed_draws_others():
+    domains = {"a": prompts_of("a", 30), "b": prompts_of("b", 2)}
+    few, more, other = (
+        choose(domains, [], count, seed, lambda prompt: True) for count, seed in ((3, 5), (6, 5), (3, 6))
+    )
+    assert [p.domain for p in few] == ["a", "b", "a", "b", "a"]
+    assert [p for p in more if p.domain == "a"][:3] == [p for p in few if p.domain == "a"]
+    assert few == choose(domains, [], 3, 5, lambda prompt: True)
+    assert few != other
+
+
+def test_prompts_that_do_not_fit_are_replaced_and_none_is_an_error():
+    domains = {"a": prompts_of("a", 30)}
+    even = choose(domains, ["a"], 5, 0, lambda prompt: prompt.text.endswith(("0", "2", "4", "6", "8")))
+    assert len(even) == 5
+    with pytest.raises(PromptError, match="--ctx-size"):
+        choose(domains, [], 5, 0, lambda prompt: False)
+
+
+def test_without_a_number_all_come_in_their_order():
+    domains = {"a": [*prompts_of("a", 7), BenchPrompt("a", ("a number 3",))]}
+    assert choose(domains, [], None, 1, lambda prompt: True) == prompts_of("a", 7)
+
+
+def test_an_unknown_domain_names_the_nearest():
+    with pytest.raises(ConfigError, match="'arithmetik' is not known; did you mean 'arithmetic'"):
+        choose(sources.built_in(), ["arithmetik"], 1, 0, lambda prompt: True)
+
+
+def test_made_domains_come_from_the_others_and_depend_on_the_seed():
+    found = sources.built_in()
+    domains = with_made(found, VOCABULARY, seed=3)
+    assert set(domains) == {prompt.domain for prompt in PROMPTS} | set(MADE)
+    assert domains == with_made(found, VOCABULARY, seed=3)
+    assert domains["random_text"] != with_made(found, VOCABULARY, seed=4)["random_text"]
+    assert domains["copying"][: len(found["copying"])] == found["copying"]
+    hot = domains["high_entropy"][0].sampling(Sampling(temperature=0.0, top_k=5, seed=9))
+    assert (hot.temperature, hot.top_k, hot.top_p, hot.min_p, hot.seed) == (HOT_TEMPERATURE, 0, 1.0, 0.0, 9)
+    assert domains["dialogue"][0].sampling(Sampling(temperature=0.0)).temperature == 0.0
+
+
+def test_an_edit_keeps_the_text_and_names_a_word_of_it():
+    text = "def total(prices):\n    return sum(prices)"
+    edit = copy_edit(text, random.Random(1))
+    assert edit is not None
+    assert edit.text.endswith(text)
+    old = edit.text.split("'")[1]
+    assert old in ("total", "prices", "return")
+    assert copy_edit("1 + 1 = 2", random.Random(1)) is None
+    assert copy_edit(text * 40, random.Random(1)) is None
+
+
+def test_random_text_is_made_of_tokens_that_print():
+    text = random_text(VOCABULARY, random.Random(2)).text
+    assert len(VOCABULARY.encode(text)) == 48
+    assert set(text) <= set("abcdefghijk")
+
+
+def test_a_digest_tells_prompts_apart():
+    prompts = [
+        BenchPrompt("a", ("x",)),
+        BenchPrompt("b", ("x",)),
+        BenchPrompt("a", ("x",), is_hot=True),
+        BenchPrompt("a", ("x",), is_raw=True),
+        BenchPrompt("a", ("y", "z", "x")),
+    ]
+    assert len({prompt.digest for prompt in prompts}) == len(prompts)
+    assert BenchPrompt("a", ("x",)).digest == prompts[0].digest

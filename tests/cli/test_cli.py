@@ -1,0 +1,388 @@
+"""The command line, through click's runner and as a real process: what it prints, what it refuses, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gguf
+import pytest
+from click.testing import CliRunner, Result
+
+from edgespec.cli.main import COMMANDS, cli
+from tiny_gguf import Shape, write_model
+
+KEYS = {
+    *("model", "engine", "drafter", "verify", "seed", "reproducible", "lossless", "prompt_token_ids", "token_ids"),
+    *("text", "finish_reason", "stats"),
+}
+STATS_KEYS = {
+    *("prompt_tokens", "new_tokens", "target_passes", "drafted_tokens", "accepted_tokens", "acceptance_rate"),
+    *("mean_accepted_length", "tokens_per_second", "prefill_s", "draft_s", "verify_s", "overhead_s", "wall_s"),
+    "peak_rss_bytes",
+}
+POSIX = pytest.mark.skipif(os.name == "nt", reason="signals and terminals of POSIX")
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """More threads than free cores make a tiny model a hundred times slower."""
+    monkeypatch.setenv("EDGESPEC_THREADS", "1")
+
+
+@pytest.fixture
+def pair(target_path, draft_path):
+    return ["-m", str(target_path), "-md", str(draft_path)]
+
+
+def run(*arguments: str, stdin: str | bytes | None = None) -> Result:
+    return CliRunner().invoke(cli, list(arguments), input=stdin)
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "edgespec", *arguments]
+
+
+def assert_refused(result: Result, *said: str, code: int = 2) -> None:
+    """One line beside the notes, no traceback, the right exit code, nothing on stdout."""
+    assert result.exit_code == code, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert result.stdout == ""
+    (line,) = [line for line in result.stderr.splitlines() if not line.startswith("note: ")]
+    assert line.startswith("error: ")
+    for text in said:
+        assert text in line
+
+
+# generate
+
+
+def test_json_is_one_object_with_exactly_the_promised_keys(pair):
+    result = run("generate", *pair, "-p", "hello", "-n", "8", "--seed", "7", "--json")
+    assert result.exit_code == 0
+    answer = json.loads(result.stdout)
+    assert set(answer) == KEYS
+    assert set(answer["stats"]) == STATS_KEYS
+    assert answer["seed"] == 7
+    assert answer["drafter"] == "auto"
+    assert answer["lossless"] is True
+    assert answer["stats"]["new_tokens"] == len(answer["token_ids"]) <= 8
+    assert answer["stats"]["prompt_tokens"] == len(answer["prompt_token_ids"]) > 0
+    assert answer["stats"]["wall_s"] > 0
+    assert answer["stats"]["peak_rss_bytes"] > 10**6
+
+
+def test_text_and_json_agree_for_one_seed(pair):
+    options = ["-p", "hello", "-n", "12", "--seed", "7"]
+    text = run("generate", *pair, *options).stdout
+    answer = json.loads(run("generate", *pair, *options, "--json").stdout)
+    assert text == answer["text"].removesuffix("\n") + "\n"
+
+
+def test_a_random_seed_is_reported_and_gives_the_text_again(pair):
+    first = run("generate", *pair, "-p", "hello", "-n", "12")
+    (seed,) = re.findall(r"seed (\d+)", first.stderr)
+    again = run("generate", *pair, "-p", "hello", "-n", "12", "--seed", seed)
+    assert again.stdout == first.stdout
+    assert re.findall(r"seed (\d+)", run("generate", *pair, "-p", "hello", "-n", "1").stderr) != [seed]
+
+
+def test_no_drafter_and_every_drafter_report_themselves(pair):
+    for drafter in ("none", "model", "ngram"):
+        answer = json.loads(
+            run("generate", *pair, "-p", "a b a b a b", "-n", "8", "--drafter", drafter, "--json").stdout
+        )
+        assert answer["drafter"] == drafter
+        assert (answer["stats"]["drafted_tokens"] == 0) or drafter != "none"
+
+
+def test_aliases_of_the_draft_length(pair):
+    for flag in ("--draft-length", "--num-draft-tokens", "--draft-max"):
+        result = run("generate", *pair, "-p", "hello", "-n", "4", flag, "3")
+        assert "draft length 3" in result.stderr
+
+
+def test_the_prompt_comes_from_a_pipe(pair):
+    spoken = json.loads(run("generate", *pair, "-p", "two\nlines", "-n", "1", "--json").stdout)
+    for arguments in (["-p", "-"], []):
+        piped = run("generate", *pair, *arguments, "-n", "1", "--json", stdin="two\nlines\n")
+        assert json.loads(piped.stdout)["prompt_token_ids"] == spoken["prompt_token_ids"]
+
+
+def test_the_template_can_be_left_out(pair):
+    plain = json.loads(run("generate", *pair, "-p", "hello", "-n", "1", "--no-chat-template", "--json").stdout)
+    wrapped = json.loads(run("generate", *pair, "-p", "hello", "-n", "1", "--json").stdout)
+    system = json.loads(run("generate", *pair, "-p", "hello", "-s", "be brief", "-n", "1", "--json").stdout)
+    assert len(plain["prompt_token_ids"]) < len(wrapped["prompt_token_ids"]) < len(system["prompt_token_ids"])
+
+
+def test_stop_strings_end_the_text_before_them(pair):
+    whole = run("generate", *pair, "-p", "hello", "-n", "40", "--seed", "1", "--ignore-eos").stdout
+    middle = whole[len(whole) // 2]
+    cut = run("generate", *pair, "-p", "hello", "-n", "40", "--seed", "1", "--ignore-eos", "--stop", middle, "--json")
+    answer = json.loads(cut.stdout)
+    assert answer["finish_reason"] == "stop"
+    assert answer["text"] == whole[: whole.index(middle)]
+
+
+def test_statistics_go_to_stderr(pair):
+    result = run("generate", *pair, "-p", "hello", "-n", "8", "--stats", "--ignore-eos")
+    assert "tokens/s" in result.stderr
+    assert "overhead" in result.stderr
+    assert "tokens/s" not in result.stdout
+
+
+def test_drafted_tokens_can_be_coloured(pair):
+    drafting = ["--drafter", "model", "--draft-length", "4"]  # auto decides by costs, which differ from run to run
+    arguments = ["generate", *pair, *drafting, "-p", "hello", "-n", "30", "--seed", "1", "--temp", "0", "--show-draft"]
+    coloured = CliRunner().invoke(cli, arguments, color=True).stdout
+    plain = CliRunner().invoke(cli, arguments).stdout
+    assert re.sub(r"\x1b\[\d+m", "", coloured) == plain
+    answer = json.loads(run(*arguments[:-1], "--json").stdout)
+    assert answer["stats"]["accepted_tokens"] > 0 and "\x1b[36m" in coloured
+
+
+def test_settings_come_from_environment_and_file(pair, tmp_path, monkeypatch):
+    (tmp_path / "mine.toml").write_text("seed = 5\nmax-tokens = 3\nignore-eos = true\n")
+    monkeypatch.setenv("EDGESPEC_SEED", "6")
+    result = run("generate", *pair, "-p", "hello", "--config", str(tmp_path / "mine.toml"), "--json")
+    answer = json.loads(result.stdout)
+    assert (answer["seed"], answer["stats"]["new_tokens"]) == (6, 3)
+
+
+# bad input
+
+
+def test_an_unknown_model_names_the_nearest():
+    assert_refused(run("generate", "demoo", "-p", "x"), "no model 'demoo'")
+
+
+def test_a_missing_file(tmp_path):
+    assert_refused(run("generate", str(tmp_path / "nothing.gguf"), "-p", "x"), "nothing.gguf")
+    assert_refused(run("chat", "-m", str(tmp_path / "nothing.gguf")), "nothing.gguf")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.999])
+def test_a_truncated_file(target_path, tmp_path, share):
+    whole = target_path.read_bytes()
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(whole[: int(len(whole) * share)])
+    assert_refused(run("generate", str(cut), "-p", "x"), "cut.gguf")
+
+
+def test_a_draft_with_another_vocabulary_names_the_first_differing_token(target_path, tmp_path):
+    other = write_model(tmp_path / "other.gguf", Shape(merges=30))
+    result = run("generate", str(target_path), "-md", str(other), "-p", "x")
+    assert_refused(result, "different vocabularies", "in the target and")
+    assert re.search(r"token \d+ is '.+' in the target and '.+' in the draft", result.stderr)
+
+
+@pytest.mark.parametrize("prompt", ["", " ", "\n"])
+def test_an_empty_prompt(pair, prompt):
+    assert_refused(run("generate", *pair, "-p", prompt), "prompt is empty")
+    assert_refused(run("generate", *pair, "-p", "-", stdin=prompt), "prompt is empty")
+
+
+def test_a_prompt_that_is_no_text(pair):
+    assert_refused(run("generate", *pair, "-p", "-", stdin=b"\xff\xfe"), "not UTF-8")
+
+
+@pytest.mark.parametrize("mode", [[], ["--json"], ["--no-chat-template"]])
+def test_a_prompt_longer_than_the_context(pair, mode):
+    result = run("generate", *pair, "-c", "64", "-p", "many words " * 200, *mode)
+    assert_refused(result, "tokens and the context holds 64")
+
+
+@pytest.mark.parametrize(
+    ("flag", "near"),
+    [
+        ("--tmep", "--temp"),
+        ("--max-token", "--max-tokens"),
+        ("--draft-lenght", "--draft-length"),
+        ("--sytsem", "--system"),
+    ],
+)
+@pytest.mark.parametrize("name", ["generate", "chat"])
+def test_an_unknown_flag_names_the_nearest(name, flag, near):
+    assert_refused(run(name, flag, "1"), f"no such option '{flag}'; did you mean '{near}'?")
+
+
+def test_an_unknown_command_names_the_nearest():
+    assert_refused(run("genrate"), "no such command 'genrate'; did you mean 'generate'?")
+    assert_refused(run("xyzzy"), f"known: {', '.join(COMMANDS)}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--temp", "nan"], "temperature"),
+        (["--temp", "-1"], "temperature"),
+        (["--temp", "warm"], "'warm'"),
+        (["--top-p", "2"], "top_p"),
+        (["--min-p", "inf"], "min_p"),
+        (["-n", "0"], "max-tokens must be at least 1"),
+        (["-n"], "'-n' requires an argument"),
+        (["--stop", ""], "stop string is empty"),
+        (["--drafter", "modle"], "'modle' is not one of"),
+        (["--draft-length", "65"], "0..64"),
+        (["--draft-length", "-1"], "0..64"),
+        (["-t", "0"], "threads must be at least 1"),
+        (["-c", "3"], "ctx-size must be at least 16"),
+        (["--verify", "rejection", "--reproducible"], "contradict"),
+        (["-s", "x", "--no-chat-template"], "--system needs the chat template"),
+        (["--json", "--show-draft"], "keep one"),
+        (["other", "-m", "another"], "two models"),
+        (["--config", "/nonexistent.toml"], "/nonexistent.toml does not exist"),
+        (["demo", "superfluous"], "superfluous"),
+    ],
+)
+def test_a_bad_option_is_refused_before_any_work(arguments, said):
+    assert_refused(run("generate", "-p", "x", *arguments), said)
+
+
+def test_a_chat_without_a_template_is_refused(monkeypatch):
+    assert_refused(run("chat", "--no-chat-template"), "edgespec generate --no-chat-template")
+    monkeypatch.setenv("EDGESPEC_CHAT_TEMPLATE", "off")
+    assert_refused(run("chat"), "edgespec generate --no-chat-template")
+
+
+def test_a_draft_model_that_is_not_there(target_path, tmp_path):
+    assert_refused(run("generate", str(target_path), "--drafter", "model", "-p", "x"), "-md/--model-draft")
+    result = run("generate", str(target_path), "-md", str(tmp_path / "nothing.gguf"), "-p", "x")
+    assert_refused(result, "nothing.gguf")
+
+
+def test_an_unknown_variable_is_refused(monkeypatch):
+    monkeypatch.setenv("EDGESPEC_TMEP", "1")
+    assert_refused(run("generate", "-p", "x"), "EDGESPEC_TMEP; did you mean 'EDGESPEC_TEMP'?")
+
+
+# help
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_help_lists_every_command(arguments):
+    result = run(*arguments)
+    assert result.exit_code == 0
+    assert all(name in result.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name):
+    result = run(name, "--help")
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"Usage: edgespec {name}")
+
+
+def test_help_shows_defaults():
+    text = " ".join(run("generate", "--help").stdout.split())
+    assert "[default: 0.8]" in text
+    assert "[default: demo]" in text
+
+
+# real processes
+
+
+def test_a_reader_that_leaves_is_no_error(pair):
+    with subprocess.Popen(
+        command("generate", *pair, "-p", "hello", "--ignore-eos"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        said = process.stderr.read().decode()
+        assert process.wait(120) in (0, 141)  # 0 when all was written before the pipe closed
+    assert "Traceback" not in said
+    assert "Exception" not in said
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_line(pair):
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command("generate", *pair, "-p", "hello", "-n", "8"),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "error: output: No space left on device"
+
+
+@POSIX
+@pytest.mark.parametrize("mode", [[], ["--json"]])
+def test_an_interrupt_ends_generate_with_130(pair, mode):
+    arguments = command("generate", *pair, "-p", "hello", "--ignore-eos", *mode)
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        assert b"seed" in process.stderr.readline()  # the last line before the first token
+        time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        output, said = process.communicate(timeout=120)
+    assert process.returncode == 130, said.decode()
+    assert b"Traceback" not in said
+    if mode and output:
+        assert json.loads(output)["finish_reason"] == "cancelled"
+
+
+# verify and doctor
+
+
+def test_verify_reports_as_json(pair):
+    result = run("verify", *pair, "-n", "6", "--seed", "1", "--json")
+    report = json.loads(result.stdout)
+    assert set(report) == {
+        *("model", "engine", "drafter", "draft_length", "verify", "seed", "reproducible", "identical", "num_tokens"),
+        *("acceptance_rate", "mean_accepted_length", "speed_ratio", "comparisons"),
+    }
+    assert result.exit_code == (0 if report["identical"] else 1)
+    assert {one["temperature"] for one in report["comparisons"]} == {0.0, 0.8}
+    assert report["num_tokens"] == sum(one["num_tokens"] for one in report["comparisons"])
+    assert (
+        all((one["divergence"] is None) == report["identical"] for one in report["comparisons"])
+        or not report["identical"]
+    )
+
+
+def test_verify_finds_identical_text_in_the_reproducible_mode(tmp_path):
+    quantised = write_model(tmp_path / "q8.gguf", Shape(weights=gguf.GGMLQuantizationType.Q8_0))
+    result = run("verify", str(quantised), "-md", str(quantised), "-n", "12", "--seed", "1")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[-1].startswith("identical: ")
+    assert "DIFFERENT" not in result.stdout
+
+
+def test_verify_finds_and_explains_a_difference(pair):
+    """Under the rejection rule sampled text depends on the draft: there is a difference to find."""
+    result = run("verify", *pair, "-n", "16", "--seed", "1", "--verify", "rejection", "--temp", "1.5", "--top-k", "0")
+    assert result.exit_code == 1
+    assert re.search(r"DIFFERENT at token \d+: \d+ '.*' plain, \d+ '.*' drafted, logit margin -?\d", result.stdout)
+    assert result.stdout.splitlines()[-1].startswith("DIFFERENT in ")
+
+
+def test_verify_needs_something_to_verify(pair):
+    assert_refused(run("verify", *pair, "--drafter", "none"), "--drafter none")
+
+
+def test_doctor_reports_engine_and_versions():
+    report = json.loads(run("doctor", "--json").stdout)
+    assert report["engines"]["llamacpp"]["available"]
+    assert report["engines"]["llamacpp"]["devices"]
+    assert report["threads"] >= 1
+    assert report["python"] == ".".join(map(str, sys.version_info[:3]))
+
+
+def test_doctor_explains_an_engine_that_cannot_start(monkeypatch):
+    monkeypatch.setattr("edgespec.cli.doctor.sys.executable", "/nonexistent/python")
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "engine llamacpp: NOT available" in result.stdout
+    assert "problem: asking llama.cpp failed" in result.stdout

@@ -1,0 +1,371 @@
+"""`edgespec chat` through a pipe and in a real terminal: conversation, slash commands, interrupts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import gguf
+import pytest
+from click.testing import CliRunner, Result
+
+from edgespec.cli.history import MAX_LINES, FileHistory
+from edgespec.cli.lines import read_message
+from edgespec.cli.main import cli
+from edgespec.cli.slash import COMMANDS
+from edgespec.errors import PromptError
+from tiny_gguf import Shape, write_model
+
+POSIX = pytest.mark.skipif(os.name == "nt", reason="signals and terminals of POSIX")
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setenv("EDGESPEC_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def quantised_path(tmp_path_factory):
+    """Q8_0: its logits do not depend on the width of a pass, so it can be reproducible."""
+    path = tmp_path_factory.mktemp("models") / "quantised.gguf"
+    return write_model(path, Shape(weights=gguf.GGMLQuantizationType.Q8_0))
+
+
+@pytest.fixture(scope="session")
+def slow_path(tmp_path_factory):
+    """Large enough that an answer of unlimited length takes many seconds."""
+    shape = Shape(layers=8, width=256, hidden=1024, context=8192, weights=gguf.GGMLQuantizationType.Q8_0)
+    return write_model(tmp_path_factory.mktemp("models") / "slow.gguf", shape)
+
+
+@pytest.fixture
+def model(target_path, draft_path):
+    return ["-m", str(target_path), "-md", str(draft_path), "--seed", "1", "-n", "8"]
+
+
+def chat(model: list[str], *lines: str) -> Result:
+    return CliRunner().invoke(cli, ["chat", *model], input="".join(line + "\n" for line in lines))
+
+
+def answers(model: list[str], *lines: str) -> str:
+    result = chat(model, *lines)
+    assert result.exit_code == 0, result.stderr
+    return result.stdout
+
+
+def saved(path) -> list[dict[str, str]]:
+    return json.loads(path.read_text(encoding="utf-8"))["messages"]
+
+
+def test_each_line_is_answered(model, tmp_path):
+    path = tmp_path / "saved.json"
+    result = chat(model, "hello", "", "and again", f"/save {path}")
+    assert result.exit_code == 0, result.stderr
+    assert [message["role"] for message in saved(path)] == ["user", "assistant"] * 2
+    assert [m["content"] for m in saved(path) if m["role"] == "user"] == ["hello", "and again"]
+    for message in saved(path)[1::2]:
+        assert message["content"] in result.stdout
+
+
+def test_the_configuration_is_told_once_and_not_on_stdout(model):
+    result = chat(model, "hello")
+    assert len(re.findall("drafter auto, draft length auto, rule coupled", result.stderr)) == 1
+    assert "drafter" not in result.stdout
+
+
+def test_speculation_does_not_change_the_conversation(quantised_path):
+    """The same text plainly, with a draft model, and switched in the middle."""
+    model = ["-m", str(quantised_path), "-md", str(quantised_path), "--seed", "3", "-n", "24"]
+    lines = ["hello", "tell me more", "and more"]
+    plain = answers(model, "/spec off", *lines)
+    assert answers(model, *lines) == plain
+    assert answers(model, "/spec 7", lines[0], "/set drafter ngram", lines[1], "/spec 2", lines[2]) == plain
+
+
+def test_the_second_turn_reuses_the_cache_of_the_first(model):
+    said = chat([*model, "--stats"], "hello hello hello", "more").stderr
+    assert re.search(r"prompt \d+ \(\d+ cached\)", said)
+
+
+def test_undo_takes_the_exchange_back(model, tmp_path):
+    path = tmp_path / "saved.json"
+    chat(model, "one", "two", "/undo", f"/save {path}", "/undo", "/undo")
+    assert [message["content"] for message in saved(path) if message["role"] == "user"] == ["one"]
+    assert "nothing to undo" in chat(model, "/undo").stderr
+
+
+def test_regen_answers_again_with_another_seed(model, tmp_path):
+    path = tmp_path / "saved.json"
+    result = chat(model, "one", "/regen", f"/save {path}")
+    assert "seed 2" in result.stderr
+    assert [message["role"] for message in saved(path)] == ["user", "assistant"]
+    assert answers([*model, "--seed", "2"], "one").strip() in result.stdout
+    assert "nothing to answer" in chat(model, "/regen").stderr
+
+
+def test_save_load_and_clear(model, tmp_path):
+    path = tmp_path / "my conversation.json"
+    chat([*model, "-s", "be brief"], "one", f"/save {path}")
+    again = tmp_path / "again.json"
+    result = chat(model, f"/load {path}", f"/save {again}", "/clear", f"/save {path}")
+    assert result.exit_code == 0
+    assert [message["role"] for message in saved(again)] == ["system", "user", "assistant"]
+    assert [message["role"] for message in saved(path)] == ["system"]
+
+
+def test_save_overwrites_nothing_but_conversations(model, tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    result = chat(model, f"/save {tmp_path / 'thesis.txt'}")
+    assert result.exit_code == 1
+    assert "not a saved conversation" in result.stderr
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_system_prompt_can_be_set_and_shown(model):
+    result = chat(model, "/system", "/system be very brief", "/system", "/set system be brief")
+    assert result.stderr.count("system prompt: none") == 1
+    assert result.stderr.count("system prompt: be very brief") == 2
+    assert "system prompt: be brief" in result.stderr
+
+
+def test_set_changes_what_show_shows(model):
+    result = chat(model, "/set temp 0.25", "/set stop END", "/set draft-length 9", "/set stats on", "/show")
+    shown = result.stderr.splitlines()
+    assert any(re.fullmatch(r"temp +0\.25 +this chat *", line) for line in shown)
+    assert any(re.fullmatch(r"draft-length +9 +this chat *", line) for line in shown)
+    assert any(re.fullmatch(r"stop +'END' +this chat *", line) for line in shown)
+    assert any(re.fullmatch(r"top-k +40 *", line) for line in shown)
+    assert any(re.fullmatch(r"seed +1 +the command line *", line) for line in shown)
+    assert any(re.fullmatch(r"threads +1 +EDGESPEC_THREADS *", line) for line in shown)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("/hlep", "no such command /hlep; did you mean '/help'?"),
+        ("/xyzzy", "no such command /xyzzy; /help lists them"),
+        ("/set tmep 1", "unknown setting 'tmep'; did you mean 'temp'?"),
+        ("/set temp warm", "'warm' is not a number"),
+        ("/set temp nan", "temperature must be a number"),
+        ("/set temp", "needs a name and a value"),
+        ("/set threads 2", "threads cannot change while the model is loaded"),
+        ("/set max-tokens 0", "max-tokens must be at least 1"),
+        ("/spec maybe", "got 'maybe'"),
+        ("/spec 99", "draft-length must be auto or 0..64"),
+        ("/save", "/save needs a file name"),
+        ("/load /nonexistent.json", "/nonexistent.json cannot be read"),
+    ],
+)
+def test_a_bad_command_is_one_line_and_the_chat_goes_on(model, line, said):
+    result = chat(model, line, "hello")
+    errors = [text for text in result.stderr.splitlines() if text.startswith("error: ")]
+    assert len(errors) == 1
+    assert said in errors[0]
+    assert result.stdout.strip(), "the message after it is answered"
+    assert result.exit_code in (1, 2), "a pipe learns of it"
+
+
+def test_every_command_is_in_the_help(model):
+    text = chat(model, "/help").stderr
+    assert all(name in text for name in COMMANDS)
+
+
+def test_stats_count_all_answers(model):
+    assert "no answer yet" in chat(model, "/stats").stderr
+    assert "all 2 answers: " in chat(model, "one", "two", "/stats").stderr
+
+
+def test_exit_leaves_at_once(model):
+    assert answers(model, "/exit", "hello") == ""
+
+
+def test_a_message_may_have_several_lines(model, tmp_path):
+    path = tmp_path / "saved.json"
+    chat(model, '"""one', "/two", 'three"""', '"""', "alone", '"""', '"""same line"""', f"/save {path}")
+    assert [m["content"] for m in saved(path) if m["role"] == "user"] == ["one\n/two\nthree", "alone", "same line"]
+
+
+def test_an_unclosed_message_is_an_error():
+    lines = iter(['"""one', "two"])
+
+    def read_line(prompt: str) -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    with pytest.raises(PromptError, match="never ends"):
+        read_message(read_line)
+
+
+def test_a_full_context_drops_the_oldest_turns_and_says_so(model, tmp_path):
+    path = tmp_path / "saved.json"
+    lines = ["alpha beta gamma", "delta epsilon zeta", "eta theta iota", "kappa lambda mu", "nu xi omicron"]
+    result = chat([*model, "-c", "96"], *lines, f"/save {path}")
+    assert result.exit_code == 0, result.stderr
+    assert re.search(r"the context of \d+ tokens is full: dropped the oldest \d+ exchange", result.stderr)
+    questions = [message["content"] for message in saved(path) if message["role"] == "user"]
+    assert questions == lines[-len(questions) :]
+    assert 0 < len(questions) < len(lines)
+
+
+def test_a_message_that_never_fits_is_refused_and_forgotten(model, tmp_path):
+    path = tmp_path / "saved.json"
+    result = chat([*model, "-c", "64"], "word " * 200, "hello", f"/save {path}")
+    assert result.exit_code == 2
+    assert "the message alone makes a prompt of" in result.stderr
+    assert [m["content"] for m in saved(path) if m["role"] == "user"] == ["hello"]
+
+
+# history
+
+
+def test_history_keeps_messages_of_several_lines_apart(tmp_path):
+    told: list[str] = []
+    history = FileHistory(tmp_path / "new" / "history.jsonl", told.append)
+    for text in ("one", "two\nlines", "ünïcødé"):
+        history.store_string(text)
+    again = FileHistory(tmp_path / "new" / "history.jsonl", told.append)
+    assert list(again.load_history_strings()) == ["ünïcødé", "two\nlines", "one"]
+    assert not told
+
+
+@POSIX
+def test_history_is_private(tmp_path):
+    path = tmp_path / "new" / "history.jsonl"
+    FileHistory(path, print).store_string("secret")
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_history_is_bounded_and_survives_damage(tmp_path):
+    path = tmp_path / "history.jsonl"
+    path.write_text("".join(f'"line {i}"\n' for i in range(3 * MAX_LINES)) + '{"cut')
+    loaded = list(FileHistory(path, print).load_history_strings())
+    assert loaded[0] == f"line {3 * MAX_LINES - 1}"
+    assert len(path.read_text().splitlines()) == MAX_LINES
+
+
+def test_a_history_that_cannot_be_written_is_told_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    told: list[str] = []
+    history = FileHistory(tmp_path / "file" / "history.jsonl", told.append)
+    history.store_string("one")
+    history.store_string("two")
+    assert len(told) == 1
+    assert "not remembered" in told[0]
+
+
+# a real terminal
+
+
+ASKING, ANSWERING = "\x1b[?2004h", "\x1b[?2004l"  # the line editor switches bracketed paste on and off
+
+
+class Terminal:
+    """`edgespec chat` with a pseudo terminal of its own, so that Ctrl-C is a key."""
+
+    def __init__(self, *arguments: str) -> None:
+        import pty
+
+        self._master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "edgespec", "chat", *arguments],
+            env={**os.environ, "TERM": "xterm", "COLUMNS": "200"},
+            preexec_fn=lambda: os.login_tty(slave),
+        )
+        os.close(slave)
+        self._unread = ""
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def wait_for(self, text: str, timeout_s: float = 120) -> str:
+        """Read up to `text`; what came with it. What comes after it is left for the next call."""
+        until = time.monotonic() + timeout_s
+        while text not in self._unread:
+            ready, _, _ = select.select([self._master], [], [], max(until - time.monotonic(), 0))
+            assert ready, f"waited for {text!r}, saw {self._unread!r}"
+            self._unread += os.read(self._master, 65536).decode(errors="replace")
+        seen, _, self._unread = self._unread.partition(text)
+        return seen
+
+    def enter(self, line: str) -> None:
+        """Type a line at the prompt, and wait until it is taken."""
+        self.wait_for(ASKING)
+        self.type(line + "\r")
+        self.wait_for(ANSWERING)
+
+
+@POSIX
+def test_ctrl_c_stops_the_answer_and_not_the_program(slow_path):
+    with Terminal(str(slow_path), "--drafter", "none", "--ignore-eos", "--seed", "1") as terminal:
+        terminal.enter("hello")
+        time.sleep(0.3)
+        terminal.type("\x03")
+        terminal.wait_for("stopped")
+        terminal.enter("/stats")
+        terminal.wait_for("all 1 answers")
+        terminal.enter("/set max-tokens 4")
+        terminal.enter("again")
+        assert "stopped" not in terminal.wait_for("cut at 4 tokens"), "the interrupt ended one answer only"
+        terminal.wait_for(ASKING)
+        terminal.type("\x03")
+        terminal.wait_for("Ctrl-D or /exit leaves")
+        terminal.wait_for(ASKING)
+        terminal.type("\x04")
+        assert terminal.process.wait(120) == 0
+
+
+@POSIX
+def test_keys_in_a_terminal(target_path, private_home):
+    """A remembered line, completion of a command, the end of input."""
+    with Terminal(str(target_path), "--drafter", "none", "-n", "4", "--seed", "1") as terminal:
+        terminal.enter("/spec off")
+        terminal.wait_for("speculation off")
+        terminal.enter("\x1b[A")
+        terminal.wait_for("speculation off")
+        terminal.wait_for(ASKING)
+        terminal.type("/sho\t")
+        terminal.wait_for("w")
+        terminal.type("\r")
+        terminal.wait_for("max-tokens")
+        terminal.wait_for(ASKING)
+        terminal.type("\x04")
+        assert terminal.process.wait(120) == 0
+    assert '"/spec off"' in (private_home / "chat-history.jsonl").read_text()
+
+
+@POSIX
+def test_an_interrupt_of_a_piped_chat_ends_one_answer(slow_path):
+    arguments = ["chat", str(slow_path), "--drafter", "none", "--ignore-eos", "--seed", "1"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "edgespec", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b"hello\n")
+        process.stdin.flush()
+        process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(b"/stats\n", timeout=120)
+    assert process.returncode == 0
+    assert b"stopped" in said
+    assert b"all 1 answers" in said

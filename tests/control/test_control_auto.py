@@ -1,0 +1,422 @@
+"""The automatic controller in simulated time: near the best in hindsight, never slower, robust to noise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from itertools import chain, repeat
+
+import numpy as np
+import pytest
+
+from edgespec.control.auto import AutoController
+from edgespec.control.base import NOTHING
+from edgespec.control.cost import CostCurve, DraftCost
+from edgespec.control.drafter_state import DrafterState
+from edgespec.control.kinds import kind_of
+from edgespec.drafters.base import DraftRequest
+from edgespec.drafters.ngram import NgramDrafter
+from edgespec.sampling import Sampler, Sampling
+from edgespec.types import Draft, RoundRecord, Verdict, one_hot
+from simulation import (
+    CURVES,
+    LLAMA_Q4_K_M,
+    LLAMA_Q8_0,
+    ORT_INT8,
+    PLAIN_S,
+    VOCABULARY,
+    Machine,
+    Text,
+    TracedDrafter,
+    World,
+    always,
+    beta_chances,
+    bursts,
+    honest,
+    made_up,
+    opposite,
+    recorded,
+    simulate,
+)
+
+LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
+TEXTS = recorded()
+GROUPS = [(domain, temperature) for domain, by_heat in TEXTS.items() for temperature in by_heat]
+REAL_CURVES = {"onnx int8": ORT_INT8, "llamacpp q8_0": LLAMA_Q8_0}
+
+
+def best_fixed_s(ratios: dict[int, float], texts: Sequence[Text]) -> float:
+    """Seconds of plain decoding or of the best drafter and length, known afterwards."""
+    plain = World(Machine(ratios)).plain_s(texts)
+    found = [fixed_s(ratios, texts, drafter, length) for drafter in ("model", "ngram") for length in LENGTHS]
+    return min(plain, *found)
+
+
+def fixed_s(ratios: dict[int, float], texts: Sequence[Text], drafter: str, length: int) -> float:
+    world = World(Machine(ratios))
+    return world.run(world.fixed(drafter, length), texts)
+
+
+def auto_s(ratios: dict[int, float], texts: Sequence[Text], temperature: float, **machine: float) -> float:
+    """Seconds of a controller that knows nothing of its drafters yet."""
+    world = World(Machine(ratios, **machine))
+    return world.run(world.auto(), texts, Sampling(temperature=temperature))
+
+
+@pytest.mark.parametrize("curve", REAL_CURVES)
+@pytest.mark.parametrize(("domain", "temperature"), GROUPS)
+def test_near_the_best_fixed_choice_of_a_domain(curve: str, domain: str, temperature: float) -> None:
+    """Recorded traces of the demo pair, a few hundred tokens: what is to be learnt must be learnt on the way."""
+    texts, ratios = TEXTS[domain][temperature], REAL_CURVES[curve]
+    taken = auto_s(ratios, texts, temperature)
+    assert best_fixed_s(ratios, texts) / taken >= 0.95
+    assert fixed_s(ratios, texts, "model", 5) / taken >= 1.0
+
+
+@pytest.mark.parametrize("curve", REAL_CURVES)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_at_least_the_best_fixed_choice_on_mixed_domains(curve: str, temperature: float) -> None:
+    by_domain = [by_heat[temperature] for by_heat in TEXTS.values()]
+    texts = [texts[turn % len(texts)] for turn in range(2) for texts in by_domain]
+    taken = auto_s(REAL_CURVES[curve], texts, temperature)
+    assert best_fixed_s(REAL_CURVES[curve], texts) / taken >= 1.0
+
+
+Maker = Callable[[int, int], Text]
+ADVERSARIES: dict[str, Maker] = {
+    "claims .9, right .1": lambda size, seed: made_up(size, repeat(0.1), always(0.9), seed),
+    "never right": lambda size, seed: made_up(size, repeat(0.0), always(0.9), seed),
+    "the surer the more wrong": lambda size, seed: made_up(size, beta_chances(0.3, seed, 0.5), opposite, seed),
+    "good, then bad": lambda size, seed: made_up(size, chain(repeat(0.95, size // 4), repeat(0.02)), always(0.9), seed),
+    "good first answer, then bad": lambda size, seed: made_up(size, repeat(0.02 if seed else 0.95), always(0.9), seed),
+    "bursts without a sign": lambda size, seed: made_up(size, bursts(0.95, 0.05, 30, seed), always(0.8), seed),
+    "as good as plain": lambda size, seed: made_up(size, beta_chances(0.3, seed), honest, seed),
+}
+SHAPES = {"outputs of 8 tokens": (75, 8), "outputs of 64": (10, 64), "one of 1000": (1, 1000)}
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("adversary", ADVERSARIES)
+def test_never_slower(curve: str, shape: str, adversary: str) -> None:
+    count, size = SHAPES[shape]
+    texts = [ADVERSARIES[adversary](size, seed) for seed in range(count)]
+    plain_s = World(Machine(CURVES[curve])).plain_s(texts)
+    assert plain_s / auto_s(CURVES[curve], texts, 0.0) >= 0.98
+
+
+@pytest.mark.parametrize("curve", REAL_CURVES)
+@pytest.mark.parametrize("adversary", ADVERSARIES)
+def test_never_slower_on_a_noisy_machine(curve: str, adversary: str) -> None:
+    """5% noise, one pass of a hundred four times as long, a drift of 15%: plain decoding suffers the same."""
+    noise = {"noise": 0.05, "outliers": 0.01, "drift": 0.15}
+    texts = [ADVERSARIES[adversary](300, seed) for seed in range(3)]
+    plain = np.mean([World(Machine(CURVES[curve], seed=seed, **noise)).plain_s(texts) for seed in range(3)])
+    taken = np.mean([auto_s(CURVES[curve], texts, 0.0, seed=seed, **noise) for seed in range(3)])
+    assert plain / taken >= 0.98
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("chance", [0.3, 0.95])
+def test_never_slower_where_a_rounds_own_work_outweighs_its_pass(curve: str, chance: float) -> None:
+    """A tiny model: judging a draft takes as long as four of its passes, which no cost curve tells."""
+    texts = [made_up(200, repeat(chance), honest, seed) for seed in range(5)]
+    plain_s = World(Machine(CURVES[curve])).plain_s(texts)
+    world = World(Machine(CURVES[curve], judge_s=4 * PLAIN_S))
+    controller = world.auto()
+    taken_s = world.run(controller, texts)
+    assert plain_s / taken_s >= 0.98
+    assert controller.round_cost.round_s == 0 or controller.round_cost.round_s > 2 * PLAIN_S
+
+
+def test_rounds_that_cannot_be_paid_are_not_decided_one_by_one() -> None:
+    """Once the bank is empty the controller says how long it takes to fill it, and is not asked before."""
+    world = World(Machine(LLAMA_Q4_K_M))
+    controller = world.auto()
+    for _ in range(3):
+        controller.curve.observe(1, 0, world.machine.plain_s)
+    controller.bank.balance_s = -0.1 * world.machine.plain_s
+    text = made_up(40, repeat(0.9), honest, 0)
+    controller.begin(text.token_ids[: text.prompt_tokens])
+    request = DraftRequest(text.token_ids[: text.prompt_tokens + 1], 8, Sampler(Sampling(temperature=0.0), VOCABULARY))
+    assert controller.propose(request).draft.num_tokens == 0
+    missing_s = world.machine.curve().at(2) - (1 + controller.bank.share) * world.machine.plain_s
+    missing_s += 0.1 * world.machine.plain_s
+    expected = min(int(missing_s / (controller.bank.share * world.machine.plain_s)), 64)
+    assert controller.rest() == expected > 8
+    assert controller.rest() == 0
+
+
+@pytest.mark.parametrize("curve", CURVES)
+def test_a_draft_slower_than_the_target_is_left_alone(curve: str) -> None:
+    world = World(Machine(CURVES[curve]), draft_share=1.3)
+    texts = [made_up(200, repeat(0.9), honest, seed) for seed in range(3)]
+    controller = world.auto()
+    records = [record for text in texts for record in simulate(controller, text, world.machine, world.clock)]
+    assert all(record.drafter != "model" for record in records)
+    assert World(Machine(CURVES[curve])).plain_s(texts) / world.clock() >= 0.98
+
+
+@pytest.mark.parametrize("error", [-0.2, 0.2])
+def test_a_measurement_that_was_wrong_is_corrected(error: float) -> None:
+    """The curve says a fifth less or more than is true: the gain stays."""
+    texts = [text for by_heat in TEXTS.values() for text in by_heat[0.0]]
+    right, wrong = World(Machine(ORT_INT8)), World(Machine(ORT_INT8))
+    assert wrong.run(wrong.auto(curve_error=error), texts) <= 1.05 * right.run(right.auto(), texts)
+
+
+@pytest.mark.parametrize("curve", REAL_CURVES)
+@pytest.mark.parametrize("adversary", ADVERSARIES)
+def test_never_slower_where_a_plain_pass_was_measured_in_a_bad_moment(curve: str, adversary: str) -> None:
+    """It seems to take as long as a pass of two tokens, so that drafting one looks free: plain passes tell better."""
+    texts = [ADVERSARIES[adversary](40, seed) for seed in range(12)]
+    plain_s = World(Machine(CURVES[curve])).plain_s(texts)
+    world = World(Machine(CURVES[curve]))
+    controller = world.auto()
+    measured = world.machine.curve().measured
+    controller.curve = CostCurve({**measured, 1: measured[2]})
+    assert plain_s / world.run(controller, texts) >= 0.98
+
+
+def test_plain_decoding_is_timed_again_soon_and_then_seldom() -> None:
+    world = World(Machine(ORT_INT8))
+    controller = world.auto()
+    text = made_up(600, repeat(0.95), honest, 0)
+    records = simulate(controller, text, world.machine, world.clock)
+    plain = [index for index, record in enumerate(records) if record.drafter is None]
+    assert plain[0] == 0
+    assert plain[1] <= 1 + 16 + 1
+    assert len(plain) < 0.15 * len(records)
+
+
+def test_a_good_draft_gains_what_it_can() -> None:
+    """A draft that is always right and sure of it comes near the ceiling of its machine."""
+    texts = [made_up(600, repeat(1.0), always(0.999), 0, chain=32)]
+    best_s = min(fixed_s(ORT_INT8, texts, "model", length) for length in (7, 11, 15, 19))
+    assert best_s / auto_s(ORT_INT8, texts, 0.0) >= 0.9
+
+
+def test_a_long_prompt_does_not_keep_a_good_draft_away() -> None:
+    """Reading 2000 tokens costs the draft eight passes: the share of the prefill, which plain decoding needs too."""
+    texts = [made_up(128, beta_chances(0.85, seed), honest, seed, prompt_tokens=2000) for seed in range(4)]
+    speedup = World(Machine(ORT_INT8)).plain_s(texts) / auto_s(ORT_INT8, texts, 0.0)
+    assert speedup > 1.4
+
+
+def test_a_drafter_that_cannot_be_afforded_leaves_the_round_to_another() -> None:
+    """The draft model would first have to read 20000 tokens that cost no prefill; the lookup is free and right."""
+    ids = np.concatenate((np.arange(20_000), np.tile(np.arange(8), 40))).astype(np.int32) % 4000
+    text = Text(ids, 20_016, [0] * (ids.size + 1), [[(1.5, -0.1, 1.5)] * 8 for _ in ids])
+    world = World(Machine(ORT_INT8))
+    records = simulate(world.auto(), text, world.machine, world.clock, reads_prompts=False)
+    assert {record.drafter for record in records} <= {"ngram", None}
+    assert sum(record.accepted_tokens for record in records) > 0.6 * text.num_tokens
+
+
+class Sampled(TracedDrafter):
+    """Its tokens come with what they were sampled from."""
+
+    def draft(self, request: DraftRequest) -> Draft:
+        draft = super().draft(request)
+        laws = [one_hot(token_id) for token_id in draft.token_ids.tolist()]
+        return Draft.chain(draft.token_ids, distributions=laws, evidence=draft.evidence)
+
+
+@pytest.mark.parametrize("kind", [TracedDrafter, Sampled])
+def test_a_lookup_takes_over_where_the_draft_model_disappoints(kind: type[TracedDrafter]) -> None:
+    """It promised much and its tokens are doubtful; but a token that was sampled must not be dropped for what it is."""
+    ids = np.tile(np.arange(8), 40).astype(np.int32)
+    text = Text(ids, 16, [0] * (ids.size + 1), [[(-1.5, -3.0, -1.0)] * 8 for _ in ids])
+    world = World(Machine(ORT_INT8))
+    plain_s = world.machine.plain_s
+    model, lookup = kind(world.clock, 0.04 * plain_s), NgramDrafter()
+    costs = {"model": DraftCost(0.04 * plain_s)}
+    auto = AutoController({"ngram": lookup, "model": model}, world.machine.curve(), costs, clock=world.clock)
+    simulate(auto, text, world.machine, world.clock)  # what the lookup is worth is learnt
+    model.take(text)
+    auto.begin(ids[:16])
+    sampler = Sampler(Sampling(temperature=0.0), VOCABULARY)
+    request = DraftRequest(ids[:200], 8, sampler, needs_distributions=kind is Sampled)
+    auto._kinds.of(kind_of(request))[0].update(auto._kinds.of("greedy")[0])
+    for states, _ in auto._kinds._kinds.values():
+        states["model"].promise = 50.0
+    started_s = world.clock()
+    proposal = auto.propose(request)
+    assert world.clock() > started_s  # the model was asked
+    assert proposal.drafter == ("model" if kind is Sampled else "ngram")
+    if kind is Sampled:
+        return
+    assert proposal.draft.token_ids.tolist() == ids[200 : 200 + proposal.draft.num_tokens].tolist()
+    verdict = Verdict(tuple(range(proposal.draft.num_tokens)), int(ids[200 + proposal.draft.num_tokens]))
+    asked = auto._states["model"].times_asked
+    count, confidences = proposal.draft.num_tokens, tuple(proposal.draft.confidences.tolist())
+    drafted_s, verify_s = world.clock() - started_s, world.machine.seconds(count + 1, 0.0)
+    auto.observe(proposal, verdict, RoundRecord(200, "ngram", count, count, confidences, drafted_s, verify_s))
+    assert auto._states["model"].times_asked == asked + 1
+
+
+class Evidenceless(TracedDrafter):
+    """Says of its tokens only how likely they are."""
+
+    def draft(self, request: DraftRequest) -> Draft:
+        draft = super().draft(request)
+        return Draft.chain(draft.token_ids, [0.9] * draft.num_tokens)
+
+
+def test_a_drafter_without_evidence_is_taken_at_its_word() -> None:
+    world, text = World(Machine(ORT_INT8)), made_up(300, repeat(0.9), honest)
+    plain_s = world.machine.plain_s
+    costs = {"model": DraftCost(0.04 * plain_s, 0.004 * plain_s)}
+    drafter = Evidenceless(world.clock, 0.04 * plain_s, 0.004 * plain_s)
+    controller = AutoController({"model": drafter}, world.machine.curve(), costs, clock=world.clock)
+    taken_s = world.run(controller, [text])
+    assert text.num_tokens * plain_s / taken_s > 1.5
+
+
+def test_probes_become_seldom_and_come_back_with_a_promise() -> None:
+    state = DrafterState.of(TracedDrafter(World(Machine(ORT_INT8)).clock, 0.001))
+    waits = []
+    for _ in range(6):
+        waits.append(state.probe_in)
+        for _ in range(state.probe_in):
+            state.count_probe(asked=False, expected=False, promising=False)
+        assert state.probe_in == 0
+        state.count_probe(asked=True, expected=False, promising=False)
+    assert waits == sorted(waits) and waits[0] < waits[-1] == waits[-2]
+    state.count_probe(asked=True, expected=False, promising=True)
+    assert state.probe_in == 0
+    state.count_probe(asked=True, expected=False, promising=False)
+    assert state.probe_in == waits[0]
+
+
+def test_what_asking_is_worth_is_learnt_fast_at_first_and_slowly_then() -> None:
+    state = DrafterState.of(TracedDrafter(World(Machine(ORT_INT8)).clock, 0.001))
+    state.promise = 1.0
+    for _ in range(8):
+        state.asked(-0.1)
+    assert state.promise < 0.3
+    for _ in range(200):
+        state.asked(1.0)
+    before = state.promise
+    state.asked(-0.1)
+    assert before - 0.1 < state.promise < before
+
+
+def test_promises_that_are_not_kept_are_believed_less() -> None:
+    state = DrafterState.of(TracedDrafter(World(Machine(ORT_INT8)).clock, 0.001))
+    state.promise = 3.0
+    draft = Draft.chain([1, 2, 3, 4], [1.0, 1.0, 1.0, 1.0])
+    hope = state.hope
+    state.learn_verdict(draft, Verdict((), 9))
+    assert 2.0 < state.worth < 3.0, "once may be chance"
+    for _ in range(60):
+        state.learn_verdict(draft, Verdict((0, 1), 9))
+        state.count_probe(asked=True, expected=True, promising=True)
+    assert state.worth == pytest.approx(3.0 - 2.0, abs=0.4)
+    assert state.hope < 0.5 * hope
+    for _ in range(200):
+        state.count_probe(asked=False, expected=True, promising=False)
+    assert state.hope == pytest.approx(hope, rel=0.1), "long ago"
+
+
+def test_what_one_domain_taught_does_not_keep_a_good_draft_away() -> None:
+    """400 tokens of a domain the draft knows nothing of, then 400 of its own."""
+    bad, good = made_up(400, repeat(0.02), honest, 1), made_up(400, repeat(0.9), honest, 2)
+    world = World(Machine(ORT_INT8))
+    controller = world.auto()
+    world.run(controller, [bad])
+    taken = world.run(controller, [good])
+    fresh = World(Machine(ORT_INT8))
+    assert taken <= 1.1 * fresh.run(fresh.auto(), [good])
+
+
+def test_rounds_of_one_kind_of_sampling_teach_nothing_about_another() -> None:
+    world = World(Machine(ORT_INT8))
+    controller = world.auto()
+    text = TEXTS["dialogue"][0.0][0]
+    world.run(controller, [text], Sampling(temperature=0.0))
+    world.run(controller, [text], Sampling(temperature=1.5))
+    assert set(controller.state()["kinds"]) == {"greedy", "hot"}
+
+
+def proposed(controller: AutoController, text: Text, most: int) -> int:
+    request = DraftRequest(text.token_ids[: text.prompt_tokens + 1], most, Sampler(Sampling(temperature=0.0), 5000))
+    return controller.propose(request).draft.num_tokens
+
+
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_no_more_than_is_asked_for(most: int) -> None:
+    world, text = World(Machine({1: 1.0, 64: 1.01})), made_up(100, repeat(1.0), always(0.99))
+    controller = world.auto()
+    world.run(controller, [text])
+    model = controller.drafters["model"]
+    model.take(text)
+    controller.begin(text.token_ids[: text.prompt_tokens])
+    assert proposed(controller, text, most) == most
+
+
+def test_a_round_that_was_not_decided_here_is_only_timed() -> None:
+    """The last token of an answer needs no proposal; its pass is observed all the same."""
+    world = World(Machine(ORT_INT8))
+    controller = world.auto()
+    balance_s = controller.bank.balance_s
+    controller.observe(NOTHING, Verdict((), 1), RoundRecord(20, None, 0, 0, (), 0.0, world.machine.plain_s))
+    assert controller.bank.balance_s == pytest.approx(balance_s + controller.bank.share * world.machine.plain_s)
+
+
+def test_what_was_learnt_serves_the_next_run() -> None:
+    texts = TEXTS["code"][0.8]
+    world = World(Machine(ORT_INT8))
+    first = world.auto()
+    world.run(first, texts)
+    kept = json.loads(json.dumps(first.state()))
+    later, cold = World(Machine(ORT_INT8)), World(Machine(ORT_INT8))
+    second = later.auto()
+    second.restore(kept)
+    assert second.state() == first.state()
+    assert later.run(second, texts) < cold.run(cold.auto(), texts)
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        None,
+        17,
+        [],
+        "greedy",
+        {"kinds": 3, "round": 4},
+        {"round": [0.1]},
+        {"round": [-1.0, 2.0]},
+        {"round": ["a", None]},
+        {"kinds": {"greedy": None}},
+        {"kinds": {"greedy": {"model": None}}},
+        {"kinds": {"greedy": {"model": 3}}},
+        {"kinds": {"greedy": {"model": [[], []]}}},
+        {"kinds": {"greedy": {"model": {"calibrator": 1}}}},
+        {"kinds": {"greedy": {"model": [[[1, 2], [3], [4], [5], [6]], [[1], [1]]]}}},
+        {"kinds": {"greedy": {"ngram": [[["a", 1, 2, 3]], [[0.5] * 8, [9] * 8]]}}},
+        {"kinds": {"greedy": {"ngram": [[[2, 0, 50, 3]], [[0.5] * 8, [9] * 8]]}}},
+        {"kinds": {"greedy": {"unknown": [1, 2]}, "nonsense": {"model": [1, 2]}}},
+    ],
+)
+def test_a_corrupt_state_is_left_out(kept: object) -> None:
+    texts = TEXTS["dialogue"][0.0]
+    world, fresh = World(Machine(ORT_INT8)), World(Machine(ORT_INT8))
+    controller = world.auto()
+    controller.restore(kept)
+    assert world.run(controller, texts) == fresh.run(fresh.auto(), texts)
+
+
+@pytest.mark.parametrize("place", range(5))
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "x", None])
+def test_a_state_with_one_bad_number_is_left_out(place: int, value: object) -> None:
+    world = World(Machine(ORT_INT8))
+    controller = world.auto()
+    world.run(controller, TEXTS["dialogue"][0.0])
+    kept = json.loads(json.dumps(controller.state()))
+    kept["kinds"]["greedy"]["model"][0][place][0] = value
+    fresh = World(Machine(ORT_INT8)).auto()
+    fresh.restore(kept)
+    assert (
+        fresh.state()["kinds"]["greedy"]["model"] == World(Machine(ORT_INT8)).auto().state()["kinds"]["greedy"]["model"]
+    )

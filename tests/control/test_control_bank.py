@@ -1,0 +1,263 @@
+"""The time bank: however a drafter lies, elapsed <= (1 + share) * tokens * plain + start, at every moment.
+
+Stalls of the machine are no lies: they are excused, and no more of them than `edgespec.control.bank` says.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from edgespec.control.auto import START_PASSES, AutoController
+from edgespec.control.bank import TimeBank
+from edgespec.control.cost import DraftCost
+from edgespec.drafters.base import DraftRequest
+from edgespec.types import Draft, RoundRecord
+from simulation import (
+    LLAMA_Q8_0,
+    PLAIN_S,
+    CopyingDrafter,
+    Machine,
+    Text,
+    TracedDrafter,
+    World,
+    always,
+    honest,
+    made_up,
+    opposite,
+    simulate,
+)
+
+TRACES = 10_000
+TOLERANCE_S = 1e-9
+
+
+def test_a_round_that_it_cannot_pay_is_refused_and_no_other() -> None:
+    bank = TimeBank(share=0.02, balance_s=1.0)
+    assert bank.can_pay(1.0 + 1.02 * 0.5, plain_s=0.5)
+    assert not bank.can_pay(1.0 + 1.02 * 0.5 + 1e-9, plain_s=0.5)
+
+
+def test_half_of_it_is_risked_where_that_pays_for_a_draft_and_else_all() -> None:
+    def round_s(count: int) -> float:
+        return 1.5 + 0.25 * count
+
+    for balance_s, longest in (
+        (8.0, 9),
+        (4.0, 6),
+        (2.0, 2),
+        (1.6, 1),
+        (1.4, 3),
+        (0.8, 1),
+        (0.7, 0),
+        (0.0, 0),
+        (-4.0, 0),
+    ):
+        bank = TimeBank(share=0.0, balance_s=balance_s)
+        assert bank.longest(9, round_s, plain_s=1.0) == longest
+        assert not longest or bank.can_pay(round_s(longest), plain_s=1.0)
+    assert TimeBank(share=0.0, balance_s=8.0).longest(0, round_s, plain_s=1.0) == 0
+
+
+def test_how_many_rounds_must_be_saved_up() -> None:
+    bank = TimeBank(share=0.02, balance_s=-1.0)
+    rounds = bank.rounds_until(2.0, plain_s=0.5)
+    for _ in range(rounds):
+        assert not bank.can_pay(2.0, plain_s=0.5)
+        bank.decoded(0.5, 0.0)
+    bank.decoded(0.5, 1e-9)
+    bank.decoded(0.5, 0.0)
+    assert bank.can_pay(2.0, plain_s=0.5)
+    assert TimeBank(share=0.0, balance_s=0.0).rounds_until(2.0, plain_s=0.5) >= 1000
+
+
+def test_what_rounds_do_to_the_balance() -> None:
+    bank = TimeBank(share=0.1, balance_s=0.0)
+    bank.speculated(num_tokens=3, round_s=2.0, plain_s=1.0)
+    assert bank.balance_s == pytest.approx(1.3)
+    bank.decoded(plain_s=1.0, extra_s=0.2)
+    assert bank.balance_s == pytest.approx(1.2)
+    bank.waited(3.0)
+    assert bank.balance_s == pytest.approx(1.5)
+
+
+def test_what_one_generation_gains_beyond_the_most_serves_those_that_begin_with_little() -> None:
+    bank = TimeBank(share=0.0, balance_s=5.0)
+    bank.open(least_s=1.0, most_s=2.0, kept_s=2.5)
+    assert (bank.balance_s, bank.aside_s) == (2.0, 2.5)
+    bank.open(least_s=1.0, most_s=2.0, kept_s=2.5)
+    assert (bank.balance_s, bank.aside_s) == (2.0, 2.5)
+    bank.balance_s = -0.5
+    bank.open(least_s=1.0, most_s=2.0, kept_s=2.5)
+    assert (bank.balance_s, bank.aside_s) == (1.0, 1.0)
+    bank.balance_s = -0.5
+    bank.open(least_s=1.0, most_s=2.0, kept_s=2.5)
+    assert (bank.balance_s, bank.aside_s) == (0.5, 0.0)
+
+
+def test_the_bound_holds_for_any_policy_that_asks_the_bank() -> None:
+    """10^4 random games: whoever asks before each round never falls behind, whatever then comes of it."""
+    rng = random.Random(0)
+    for _ in range(TRACES):
+        share, plain_s = rng.choice((0.0, 0.02, 0.1)), rng.uniform(0.01, 0.1)
+        start_s = rng.uniform(0.0, 5.0) * plain_s
+        bank = TimeBank(share, start_s)
+        elapsed_s, tokens = 0.0, 0
+        for _ in range(rng.randrange(1, 60)):
+            round_s = plain_s * rng.uniform(1.0, 6.0)
+            if rng.random() < 0.1:
+                bank.open(2 * plain_s, 3 * plain_s, 6 * plain_s)
+            if bank.can_pay(round_s, plain_s):
+                gained = 1 if rng.random() < 0.8 else rng.randrange(1, 6)
+                bank.speculated(gained, round_s, plain_s)
+            else:
+                gained, round_s = 1, plain_s
+                bank.decoded(plain_s, 0.0)
+            elapsed_s, tokens = elapsed_s + round_s, tokens + gained
+            assert elapsed_s <= (1.0 + share) * tokens * plain_s + start_s + TOLERANCE_S
+
+
+def test_a_stall_is_charged_as_a_fine_that_doubles() -> None:
+    bank = TimeBank(share=0.02, balance_s=0.0)
+    usual_s = 1.5 * 2.0 + 0.5  # of work that is known to take 2 s, where a plain pass takes 1 s
+    assert bank.own_work(usual_s, 2.0, plain_s=1.0) == usual_s
+    for fine_s in (0.25, 0.5, 1.0, 2.0):
+        assert bank.own_work(1000.0, 2.0, plain_s=1.0) == pytest.approx(usual_s + fine_s)
+    assert bank.own_work(usual_s + 3.0, 2.0, plain_s=1.0) == usual_s + 3.0  # a fine is never more than what was lost
+    assert bank.own_work(1000.0, math.inf, plain_s=1.0) == 1000.0  # nothing is known of it: it is believed
+
+
+def test_fines_are_halved_when_stalls_stay_away() -> None:
+    bank = TimeBank(share=0.02, balance_s=0.0)
+    for _ in range(5):
+        bank.own_work(1000.0, 0.0, plain_s=1.0)
+    for _ in range(3 * 1024):
+        assert bank.own_work(0.1, 0.0, plain_s=1.0) == 0.1
+    assert bank.own_work(1000.0, 0.0, plain_s=1.0) == pytest.approx(0.5 + 0.25 * 2**2)
+
+
+def random_machine(rng: random.Random) -> Machine:
+    """A curve of random steps that does not fall."""
+    ratios, ratio = {}, 1.0
+    for width in (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 32):
+        ratios[width] = ratio
+        ratio += rng.choice((0.0, 0.05, rng.uniform(0.0, 1.5)))
+    return Machine(ratios)
+
+
+def random_texts(count: int) -> list[Text]:
+    """Drafts that are right seldom or often, whatever they claim; some are good at first and bad then."""
+    rng = random.Random(1)
+    claims = (honest, opposite, always(0.9), always(0.99))
+    texts = []
+    for seed in range(count):
+        size, good, bad = rng.randrange(3, 14), rng.choice((0.1, 0.5, 0.95)), rng.choice((0.0, 0.1, 0.9))
+        turn = rng.randrange(size)
+        chances = [good] * turn + [bad] * (size - turn)
+        texts.append(made_up(size, chances, rng.choice(claims), seed, prompt_tokens=rng.randrange(1, 40), chain=12))
+    return texts
+
+
+def worst_excess_s(records: list[RoundRecord], share: float, start_s: float) -> float:
+    """By how much the bound is passed at the worst moment; negative: never. The prompts were in the cache."""
+    taken = np.cumsum([record.draft_s + record.verify_s for record in records])
+    tokens = np.cumsum([record.accepted_tokens + 1 for record in records])
+    return float((taken - (1.0 + share) * tokens * PLAIN_S - start_s).max())
+
+
+def test_the_bound_holds_for_the_controller_on_random_adversaries() -> None:
+    """10^4 traces through the production controller, with a paid and a free drafter that lie as they like."""
+    rng = random.Random(2)
+    texts = random_texts(100)
+    worst, speculated = -1.0, 0
+    traces = 0
+    while traces < TRACES:
+        world = World(random_machine(rng), draft_share=rng.choice((0.01, 0.04, 0.3, 1.5)), lookup=CopyingLiar)
+        share = rng.choice((0.0, 0.02, 0.1))
+        controller = world.auto(share)
+        assert isinstance(controller, AutoController)
+        records: list[RoundRecord] = []
+        for text in rng.sample(texts, 5):
+            records += simulate(controller, text, world.machine, world.clock, reads_prompts=False)
+            traces += 1
+        worst = max(worst, worst_excess_s(records, share, START_PASSES * PLAIN_S))
+        speculated += sum(record.drafter is not None for record in records)
+    assert worst <= TOLERANCE_S
+    assert speculated > TRACES  # the controller did take risks
+
+
+class CopyingLiar(CopyingDrafter):
+    """Free, and as right as the other one, with nothing to tell its good proposals from its bad ones."""
+
+    def draft(self, request):
+        draft = super().draft(request)
+        return type(draft).chain(draft.token_ids, evidence=[(3.0,)] * draft.num_tokens)
+
+
+class Stalling(TracedDrafter):
+    """Right as its text says, and held up for `stall_s` in every draft that `stalls(number)` picks."""
+
+    name = "model"
+
+    def __init__(self, world: World, stall_s: float, stalls: Callable[[int], bool], in_judging: bool = False) -> None:
+        plain_s = world.machine.plain_s
+        super().__init__(world.clock, 0.04 * plain_s, 0.004 * plain_s)
+        self._world, self._stall_s, self._stalls, self._in_judging = world, stall_s, stalls, in_judging
+        self.drafts = 0
+        self.stalled_at: list[int] = []  # positions in the text
+
+    def draft(self, request: DraftRequest) -> Draft:
+        self.drafts += 1
+        lost_s = self._stall_s if self._stalls(self.drafts) else 0.0
+        if lost_s:
+            self.stalled_at.append(request.token_ids.size)
+        if self._in_judging:
+            self._world.machine.judge_s = lost_s
+        else:
+            self._clock.now_s += lost_s
+        return super().draft(request)
+
+
+def stalled(
+    stall_s: float, stalls: Callable[[int], bool], chance: float, num_tokens: int, in_judging: bool = False
+) -> tuple[Stalling, list[RoundRecord]]:
+    world = World(Machine(LLAMA_Q8_0), lookup=None)
+    drafter = Stalling(world, stall_s, stalls, in_judging)
+    costs = {"model": DraftCost(0.04 * PLAIN_S, 0.004 * PLAIN_S)}
+    controller = AutoController({"model": drafter}, world.machine.curve(), costs, 0.02, world.clock)
+    text = made_up(num_tokens, [chance] * num_tokens, honest, seed=3, chain=12)
+    return drafter, simulate(controller, text, world.machine, world.clock, reads_prompts=False)
+
+
+@pytest.mark.parametrize("in_judging", [False, True])
+@pytest.mark.parametrize("chance", [0.75, 0.9])
+@pytest.mark.parametrize("stall_s", [0.1, 5.0, 60.0])
+@pytest.mark.parametrize("number", [2, 60])
+def test_after_a_stall_it_speculates_again_soon(stall_s: float, chance: float, number: int, in_judging: bool) -> None:
+    drafter, records = stalled(stall_s, lambda count: count == number, chance, 1200, in_judging)
+    (position,) = drafter.stalled_at
+    again = next(record.position for record in records if record.position > position and record.drafter)
+    assert again - position < 100
+    tail = [record for record in records if record.position > position + 400]
+    assert np.mean([record.accepted_tokens + 1 for record in tail]) > 1.5  # and not for one round only
+
+
+@pytest.mark.parametrize("every", [1, 2, 7, 40])
+@pytest.mark.parametrize("stall_s", [0.3, 5.0])
+def test_a_drafter_that_is_late_again_and_again_pays_for_it(stall_s: float, every: int) -> None:
+    drafter, records = stalled(stall_s, lambda count: count % every == 0, 0.9, 6000)
+    excused = math.log2(4 * stall_s / PLAIN_S) + 2 + len(records) / 1024
+    assert drafter.stalled_at  # it was tried
+    assert worst_excess_s(records, 0.02, START_PASSES * PLAIN_S) <= excused * stall_s
+
+
+@pytest.mark.parametrize("stall_s", [0.3, 5.0])
+def test_a_drafter_that_is_always_late_is_given_up(stall_s: float) -> None:
+    drafter, records = stalled(stall_s, lambda count: True, 0.9, 20_000)
+    late = np.array(drafter.stalled_at)
+    assert len(late) <= math.log2(4 * stall_s / PLAIN_S) + 2 + len(records) / 1024
+    assert not (late > 10_000).any() or stall_s < 1.0

@@ -1,0 +1,99 @@
+"""The automatic controller and drafts with branches: what they are worth, what they teach, and where they are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import edgespec
+from edgespec import Sampling
+from edgespec.acceptance import RULES
+from edgespec.control.branches import best_nodes, outcomes, path_products
+from edgespec.control.cost import CostCurve
+from edgespec.control.length import best_length, least_ahead
+from edgespec.control.pool import FREE_DRAFTERS, MANY_ROWS
+from edgespec.decode import Run, autoregressive, speculative
+from edgespec.drafters.lookahead import LookaheadDrafter
+from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.ngram import NgramDrafter
+from edgespec.drafters.tree import TreeDrafter
+from edgespec.engines.sequence import CachedSequence
+from edgespec.sampling import Sampler
+from edgespec.stopping import StopRules
+from edgespec.types import Draft, Verdict
+from lossless import VOCABULARY
+from simulation import Timed, Watched
+
+#     0 - 1 - 2
+#   / 3 - 4
+#   \ 5
+FORKED = Draft(
+    np.arange(6, dtype=np.int32),
+    np.array([-1, 0, 1, -1, 3, -1], np.int32),
+    np.ones(6, np.float32),
+    evidence=tuple((float(i),) for i in range(6)),
+)
+
+
+def test_a_node_is_worth_its_path() -> None:
+    assert path_products(FORKED, [0.5, 0.5, 0.5, 0.2, 0.5, 0.1]) == [0.5, 0.25, 0.125, 0.2, 0.1, 0.1]
+
+
+def test_outcomes_are_those_of_nodes_whose_parents_stood() -> None:
+    assert outcomes(FORKED, Verdict((), 9)) == [(0, 0, False), (3, 0, False), (5, 0, False)]
+    assert outcomes(FORKED, Verdict((3,), 9)) == [(0, 0, False), (3, 0, True), (5, 0, False), (4, 1, False)]
+    assert outcomes(FORKED, Verdict((0, 1, 2), 9))[-2:] == [(1, 1, True), (2, 2, True)]
+    assert outcomes(Draft.chain([4, 5, 6]), Verdict((0,), 9)) == [(0, 0, True), (1, 1, False)]
+
+
+@pytest.mark.parametrize("row_s, kept", [(0.0, 6), (0.04, 6), (0.2, 2), (0.4, 1), (2.0, 0)])
+def test_all_of_a_tree_is_kept_or_what_pays_of_its_main_chain(row_s: float, kept: int) -> None:
+    pass_s = [1.0 + row_s * (width - 1) for width in range(10)]
+    ahead_s, confidences = least_ahead(pass_s), [0.6, 0.5, 0.3, 0.3, 0.5, 0.1]
+    assert best_nodes(FORKED, confidences, pass_s, ahead_s, 1.0, 8)[0] == kept
+    chain = Draft.chain([1, 2, 3])
+    best = best_length(confidences[:3], pass_s, ahead_s, 1.0, 8)
+    assert best_nodes(chain, confidences[:3], pass_s, ahead_s, 1.0, 8) == best
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "typical", "block"])
+@pytest.mark.parametrize("row_s, temperature", [(0.0, 0.0), (0.01, 1.0), (0.6, 1.0)])
+def test_auto_takes_trees_where_rows_are_cheap_and_only_there(
+    monkeypatch: pytest.MonkeyPatch, rule: str, row_s: float, temperature: float
+) -> None:
+    engine = Timed.random(VOCABULARY, seed=1, context_length=900)
+    engine.row_s = row_s
+    monkeypatch.setattr("edgespec.decode.perf_counter", lambda: engine.now_s)
+    model = ModelDrafter(engine.related(sigma=0.8))
+    drafters = {each.name: each for each in (model, TreeDrafter(model), LookaheadDrafter(), NgramDrafter())}
+    controller = Watched(drafters, CostCurve({1: 1.0, 65: 1.0 + 64 * row_s}), {}, clock=lambda: engine.now_s)
+    cached = CachedSequence(engine)
+    sampler = Sampler(Sampling(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0), VOCABULARY)
+    runs = [Run(cached, np.array([0, 1], np.int32), sampler, StopRules(frozenset(), (), 800), False) for _ in range(2)]
+    found = [event.token_id for event in speculative(runs[0], controller, RULES[rule])]
+    assert len(found) == 800
+    if rule == "coupled":
+        assert found == [event.token_id for event in autoregressive(runs[1])]
+    if row_s == 0.6 or rule == "block":
+        assert controller.branched <= 5, "a few to find out, of hundreds of rounds"
+    elif rule == "coupled":
+        assert controller.branched > 2
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[edgespec.Model]:
+    with edgespec.load("demo", engine="llamacpp", threads=1) as model:
+        yield model
+
+
+def test_auto_joins_drafters_of_many_rows_where_a_row_costs_next_to_nothing(
+    demo: edgespec.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deciders = demo._deciders
+    deciders.drafter("tree")  # asked for by name before: that changes nothing
+    monkeypatch.setitem(deciders.__dict__, "cost_curve", CostCurve({1: 1.0, 2: 1.1, 9: 2.6}))
+    assert set(deciders._automatic_names()) == set(FREE_DRAFTERS) | {"model"}
+    monkeypatch.setitem(deciders.__dict__, "cost_curve", CostCurve({1: 1.0, 9: 1.2}))
+    assert set(deciders._automatic_names()) == set(FREE_DRAFTERS) | {"model", *MANY_ROWS}

@@ -1,0 +1,385 @@
+"""Tuning: bad settings go early, the baseline stays, and the best one is what later runs use."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from demo import DEMO, heed_interrupts
+from edgespec.cli.main import cli
+from edgespec.cli.tune_view import _labels, _short
+from edgespec.config import LoadOptions
+from edgespec.errors import CapabilityError
+from edgespec.sampling import Sampling
+from edgespec.tuning.profiles import load_profile, profile_path
+from edgespec.tuning.settings_grid import (
+    FEW_LENGTHS,
+    LENGTHS,
+    Asked,
+    Candidate,
+    Loaded,
+    exit_layers,
+    needed,
+    thread_counts,
+)
+from edgespec.tuning.sweep import Score, Sweep, prepare
+from edgespec.types import Stats
+
+HERE, PLAIN_MODE = Loaded("demo", "llamacpp", 1, None), Loaded("demo", "llamacpp", 1, False)
+PLAIN, UNPADDED = Candidate(HERE, "none", "auto"), Candidate(PLAIN_MODE, "none", "auto")
+AUTO = Candidate(HERE, "auto", "auto")
+TRIED = [Candidate(HERE, "ngram", length) for length in (1, 2, 3, 4, 5, 6)]
+OTHER_PLAIN = replace(PLAIN, loaded=replace(HERE, model="other"))
+OTHER_AUTO = replace(OTHER_PLAIN, drafter="auto")
+OTHER_TRIED = [replace(OTHER_PLAIN, drafter="ngram", draft_length=length) for length in (1, 2, 3, 4, 5, 6)]
+MEDIUM = DEMO / "demo-medium-q8_0.gguf"
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setenv("EDGESPEC_THREADS", "1")
+
+
+@pytest.fixture(autouse=True)
+def no_profiles_stay(private_home):
+    yield
+    shutil.rmtree(private_home / "profiles", ignore_errors=True)
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"text": "hello there"}\n{"text": "how are you"}\n')
+    return path
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, list(arguments))
+
+
+def sweep_of(rates: dict[Candidate, float], num_prompts: int = 4) -> Sweep:
+    """A sweep in which every candidate decoded 10 tokens of each prompt at its rate."""
+    asked = Asked(LoadOptions(), frozenset(), Sampling(), 11)
+    prompts = {(candidate.loaded.model, candidate.loaded.engine): [[1]] * num_prompts for candidate in rates}
+    found = Sweep(asked, prompts, {c: Score(c) for c in rates})
+    for candidate, rate in rates.items():
+        for prompt in range(num_prompts):
+            found.scores[candidate].add(prompt, Stats(new_tokens=11, wall_s=10 / rate))
+        found.scores[candidate].rounds = 1
+    return found
+
+
+def test_the_best_go_on_and_the_baselines_stay():
+    rates = {PLAIN: 1.0, UNPADDED: 2.0, AUTO: 3.0} | {c: 10.0 + i for i, c in enumerate(TRIED)}
+    found = sweep_of(rates)
+    assert found._survivors(list(rates), range(4)) == [PLAIN, UNPADDED, AUTO, *TRIED[-4:]]
+
+
+def test_speedup_is_over_the_best_plain_decoding_of_the_same_prompts():
+    found = sweep_of({PLAIN: 10.0, UNPADDED: 20.0, TRIED[0]: 30.0})
+    assert found.speedup(found.scores[TRIED[0]]) == pytest.approx(1.5)
+    found.scores[PLAIN].add(7, Stats(new_tokens=11, wall_s=0.001))  # a prompt that the others did not have
+    assert found.speedup(found.scores[TRIED[0]]) == pytest.approx(1.5)
+
+
+def test_repetitions_count_by_their_median():
+    score = Score(PLAIN)
+    for seconds in (1.0, 1.2, 50.0):
+        score.add(0, Stats(new_tokens=13, wall_s=seconds))
+    score.add(1, Stats(new_tokens=5, wall_s=0.8))
+    assert score.rate() == pytest.approx((12 + 4) / (1.2 + 0.8))
+
+
+def test_the_best_keeps_the_promise_and_prefers_what_adapts():
+    assert sweep_of({PLAIN: 10.0, UNPADDED: 20.0, TRIED[0]: 12.0}).best("demo").candidate == TRIED[0]
+    assert sweep_of({PLAIN: 10.0, AUTO: 11.9, TRIED[0]: 12.0}).best("demo").candidate == AUTO
+    assert sweep_of({PLAIN: 10.0, AUTO: 11.0, TRIED[0]: 12.0}).best("demo").candidate == TRIED[0]
+
+
+def test_each_weights_are_searched_by_themselves():
+    """What is slower than all of the faster weights may still be the best of its own."""
+    rates = {PLAIN: 100.0, AUTO: 90.0} | {c: 110.0 + i for i, c in enumerate(TRIED)}
+    others = {OTHER_PLAIN: 10.0, OTHER_AUTO: 9.0} | {c: 11.0 + i for i, c in enumerate(OTHER_TRIED)}
+    found = sweep_of(rates | others)
+    assert found._survivors(list(found.scores), range(4)) == [
+        *(PLAIN, AUTO, *TRIED[-4:]),
+        *(OTHER_PLAIN, OTHER_AUTO, *OTHER_TRIED[-4:]),
+    ]
+    assert found.models == ["demo", "other"]
+    assert found.best("demo").candidate == TRIED[-1] and found.best("other").candidate == OTHER_TRIED[-1]
+    assert found.speedup(found.scores[OTHER_TRIED[-1]]) == pytest.approx(1.6)
+    assert found.num_runs() == 2 * sweep_of(rates).num_runs()
+
+
+def test_models_to_draft_with_are_loaded_where_one_is_used():
+    unaided = [PLAIN, *TRIED, Candidate(HERE, "lookahead", 4)]
+    assert needed(HERE, unaided) == "none"
+    for drafter in ("auto", "model", "tree", "hybrid", "eagle3", "early-exit"):
+        assert needed(HERE, [*unaided, Candidate(HERE, drafter, 4)]) == "auto"
+    alone = replace(HERE, opens="medusa")
+    assert needed(alone, [Candidate(alone, "medusa", 4)]) == "medusa"
+
+
+@pytest.mark.parametrize(
+    ("own", "layers", "tried"), [(4, 9, [1, 2, 3, 5, 6]), (8, 32, [4, 12, 16, 20, 24]), (1, 2, []), (1, 3, [2])]
+)
+def test_exits_are_spread_over_the_layers(own, layers, tried):
+    assert exit_layers(own, layers) == tried
+
+
+def test_what_is_tried(target_path, draft_path):
+    options = LoadOptions(model=str(target_path), draft=draft_path, threads=1)
+    asked = Asked(options, frozenset({"threads"}), Sampling(), 4)
+    engines = {str(target_path): ["llamacpp"]}
+    tried = list(prepare(asked, engines, lambda model: [[1, 2]]).scores)
+    for drafter in ("ngram", "model"):
+        assert [c.draft_length for c in tried if c.drafter == drafter] == list(LENGTHS)
+    assert [c.draft_length for c in tried if c.drafter == "auto"] == ["auto"]
+    assert {c.loaded.threads for c in tried} == {1}
+    fixed = Asked(options, frozenset({"threads", "drafter", "draft_length"}), Sampling(), 4)
+    tried = list(prepare(fixed, engines, lambda model: [[1, 2]]).scores)
+    assert {(c.drafter, c.draft_length) for c in tried} == {("none", "auto"), ("auto", "auto")}
+
+
+@pytest.mark.parametrize("engine", ["llamacpp", "onnx"])
+def test_every_drafter_of_a_pair_is_tried(engine):
+    """The demo has heads and a medium, which are opened by name; rows are too dear here for what needs many."""
+    if engine == "onnx":
+        pytest.importorskip("onnxruntime")
+    if not (DEMO / "manifest.toml").is_file():
+        pytest.skip("the demo family is not here")
+    asked = Asked(LoadOptions(threads=1), frozenset({"threads"}), Sampling(), 4)
+    tried = list(prepare(asked, {"demo": [engine]}, lambda model: [[1, 2]]).scores)
+    lengths = {name: [c.draft_length for c in tried if c.drafter == name] for name in {c.drafter for c in tried}}
+    by_name = ("hierarchical", "medusa", "eagle")
+    assert {"ngram", "suffix", "cache", "model", "hybrid", "auto", *by_name} <= set(lengths)
+    assert all(lengths[name] == list(FEW_LENGTHS) for name in (*by_name, "hybrid"))
+    assert {c.loaded.opens for c in tried} == {"auto", *by_name}
+    assert all(c.loaded.opens == c.drafter for c in tried if c.drafter in by_name)
+    sweep = Sweep(asked, {("demo", engine): [[5, 6, 7]] * 2}, {})
+    for name in by_name:
+        chosen = [c for c in tried if c.drafter == name]
+        sweep.scores |= {c: Score(c) for c in chosen}
+        sweep._decode(chosen, 1, 1)
+        assert all(sweep.scores[c].totals.drafted_tokens for c in chosen if c.draft_length == 4)
+
+
+def test_other_exits_of_an_onnx_pair_are_tried(onnx_path, tmp_path):
+    pytest.importorskip("onnxruntime")
+    from edgespec.export.onnx import early_exit_onnx
+
+    folder = tmp_path / "target"
+    shutil.copytree(onnx_path.parent, folder)
+    target = str(folder / "model.onnx")
+    options = LoadOptions(model=target, draft=early_exit_onnx(folder, 4), threads=1)
+    for fixed, expected in (({"threads"}, {None, 1, 2, 3, 5, 6}), ({"threads", "exit_layer"}, {None})):
+        sweep = prepare(Asked(options, frozenset(fixed), Sampling(), 4), {target: ["onnx"]}, lambda model: [[1, 2]] * 2)
+        exits = [c for c in sweep.scores if c.drafter == "early-exit"]
+        assert {c.loaded.exit_layer for c in exits} == expected
+        assert all(c.loaded.opens == ("auto" if c.loaded.exit_layer is None else "early-exit") for c in exits)
+    cut = [c for c in exits if c.draft_length == 4]
+    model = sweep.asked.load(replace(cut[0].loaded, opens="early-exit", exit_layer=6), "early-exit")
+    with model:
+        assert model.target.early_exit().layers == 6
+
+
+@pytest.mark.parametrize(
+    ("usual", "counts"), [(1, [1]), (2, [1, 2]), (4, [1, 2, 3, 4]), (6, [1, 2, 4, 6]), (16, [1, 2, 4, 8, 16])]
+)
+def test_threads_go_up_to_the_cores_unless_they_are_fixed(usual, counts):
+    options = LoadOptions()
+    assert thread_counts(Asked(options, frozenset(), Sampling(), 4), usual) == counts
+    assert thread_counts(Asked(options, frozenset({"threads"}), Sampling(), 4), usual) == [usual]
+
+
+def test_a_drafter_that_nobody_named_and_that_cannot_be_had_is_left_out(target_path):
+    model = str(target_path)
+    asked = Asked(LoadOptions(model=model, threads=1), frozenset({"threads"}), Sampling(temperature=0.0), 3)
+    sweep = prepare(asked, {model: ["llamacpp"]}, lambda model: [[5, 6, 7], [6, 7, 8]])
+    before = set(sweep.scores)
+    here = next(iter(before)).loaded
+    lost = [Candidate(replace(here, opens="medusa"), "medusa", length) for length in FEW_LENGTHS]
+    sweep.scores |= {candidate: Score(candidate) for candidate in lost}
+    sweep.run()
+    assert set(sweep.scores) == before
+    assert sweep.finalists()
+    named = replace(asked, options=replace(asked.options, drafter="medusa"))
+    with pytest.raises(CapabilityError, match="medusa"):
+        Sweep(named, sweep.prompts, {lost[0]: Score(lost[0])}).run()
+
+
+def test_no_more_is_decoded_than_was_announced(target_path, draft_path, prompts):
+    options = LoadOptions(model=str(target_path), draft=draft_path, threads=1)
+    asked = Asked(options, frozenset({"threads"}), Sampling(temperature=0.0), 3)
+    texts = ("ab", "cd", "ef")
+    sweep = prepare(asked, {str(target_path): ["llamacpp"]}, lambda model: [model.encode(text) for text in texts])
+    done: list[int] = []
+    sweep.advance = done.append
+    sweep.run()
+    assert len(sweep.scores) < sum(done) <= sweep.num_runs()
+    finalists = sweep.finalists()
+    assert 0 < len(finalists) < len(sweep.scores)
+    assert all(set(score.seconds) == {0, 1, 2} for score in finalists)
+    assert any(score.candidate.is_plain for score in finalists)
+
+
+# the command
+
+
+def test_the_best_setting_is_what_later_runs_use(target_path, draft_path, prompts):
+    pair = ["-m", str(target_path), "-md", str(draft_path)]
+    result = run("tune", *pair, "--prompts", str(prompts), "-n", "6", "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    path = profile_path(str(target_path), draft_path)
+    assert path is not None
+    assert told["profile"] == str(path)
+    assert dict(load_profile(path).settings) == told["settings"]
+    best = [one for one in told["tried"] if one["tokens_per_second"] == told["tokens_per_second"]]
+    assert any(one["drafter"] == told["settings"]["drafter"] for one in best)
+    assert told["speedup"] > 0
+    every = {"none", "ngram", "suffix", "cache", "model", "hybrid", "auto"}
+    assert (
+        every <= {one["drafter"] for one in told["tried"]} <= every | {"tree", "lookahead"}
+    )  # these where rows are cheap
+    assert {one["model"] for one in told["tried"]} == {told["model"]} == {str(target_path)}
+    assert [one["profile"] for one in told["weights"]] == [told["profile"]]
+
+    after = run("generate", *pair, "-p", "hello", "-n", "2")
+    assert f"profile {path.stem}" in after.stderr
+    assert f"drafter {told['settings']['drafter']}" in after.stderr
+    assert "profile" not in run("generate", *pair, "-p", "hello", "-n", "2", "--no-profile").stderr
+    assert run("tune", *pair, "--forget").stdout == f"removed: profile {path.stem}\n"
+    assert "profile" not in run("generate", *pair, "-p", "hello", "-n", "2").stderr
+    assert "nothing to forget" in run("tune", *pair, "--forget").stderr
+
+
+def test_a_person_gets_a_table(target_path, prompts):
+    result = run("tune", str(target_path), "--prompts", str(prompts), "--drafter", "ngram", "-n", "4")
+    assert result.exit_code == 0, result.output
+    for said in ("tokens/s", "speedup", "accepted", "llamacpp", "none", "best: engine llamacpp", "kept: "):
+        assert said in result.stdout
+    assert "suffix" not in result.stdout
+    assert "weights" not in result.stdout
+
+
+def test_engines_of_a_pair_are_compared_and_may_differ_in_text(prompts):
+    pytest.importorskip("onnxruntime")
+    if not (DEMO / "manifest.toml").is_file():
+        pytest.skip("the demo family is not here")
+    arguments = ["tune", "demo", "--prompts", str(prompts), "--drafter", "ngram", "--draft-length", "2", "-n", "3"]
+    arguments += ["--reproducible"]
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    assert "reproducible per engine" in " ".join(result.stderr.split())
+    tried = json.loads(result.stdout)["tried"]
+    assert {one["engine"] for one in tried} == {"llamacpp", "onnx"}
+    assert any(one["reproducible"] is False and one["drafter"] == "none" for one in tried)  # padding is no baseline
+    one = run(*arguments, "--engine", "onnx", "--json")
+    assert {tried["engine"] for tried in json.loads(one.stdout)["tried"]} == {"onnx"}
+    assert "per engine" not in one.stderr
+
+
+def test_other_weights_take_turns_and_keep_their_own_profile(target_path, prompts):
+    if not MEDIUM.is_file():
+        pytest.skip("the demo family is not here")
+    arguments = ["tune", str(target_path), "--weights", str(MEDIUM), "--drafter", "ngram", "-n", "4"]
+    result = run(*arguments, "--prompts", str(prompts), "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told["model"] == str(target_path)
+    models = {str(target_path), str(MEDIUM)}
+    assert {one["model"] for one in told["tried"]} == {one["model"] for one in told["weights"]} == models
+    rates = [one["tokens_per_second"] for one in told["weights"]]
+    assert rates == sorted(rates, reverse=True)
+    for one in told["weights"]:
+        path = profile_path(one["model"])
+        assert one["profile"] == str(path)
+        assert dict(load_profile(path).settings) == one["settings"]
+        plain = [row for row in told["tried"] if row["model"] == one["model"] and row["drafter"] == "none"]
+        assert max(row["speedup"] for row in plain) == pytest.approx(1.0)
+    assert run("tune", str(target_path), "--weights", str(MEDIUM), "--forget").stdout.count("removed: ") == 2
+
+    shown = run(*arguments, "--prompts", str(prompts))
+    said = " ".join(shown.stdout.split())
+    first, second = (Path(one["model"]).name for one in told["weights"])
+    for wanted in ("weights engine", f"best for {first}: engine", f"best for {second}: engine"):
+        assert wanted in said
+    assert "write other texts" in said and "fastest weights: " in said
+
+
+@pytest.mark.parametrize(
+    ("models", "labels", "short"),
+    [
+        (["a/it-q4_0.gguf", "b/it-q8_0.gguf"], ["it-q4_0.gguf", "it-q8_0.gguf"], ["q4_0", "q8_0"]),
+        (["x/int4/model.onnx", "x/int8/model.onnx"], ["x/int4/model.onnx", "x/int8/model.onnx"], ["int4", "int8"]),
+        (["demo", "x/demo-q4.gguf"], ["demo", "demo-q4.gguf"], ["demo", "demo-q4.gguf"]),
+        (["it.gguf", "it-q4.gguf"], ["it.gguf", "it-q4.gguf"], ["it", "it-q4"]),
+        (["it-q4.gguf"], ["it-q4.gguf"], ["it-q4.gguf"]),
+    ],
+)
+def test_weights_are_told_apart_in_few_letters(models, labels, short):
+    assert list(_labels(models).values()) == labels
+    assert list(_short(_labels(models)).values()) == short
+
+
+def test_other_weights_are_of_the_same_model(target_path, tiny_path, tmp_path):
+    for weights, said in (
+        (tiny_path, f"{target_path} and {tiny_path} are not one model: token "),
+        (target_path, "were given before"),
+        (tmp_path / "none.gguf", "none.gguf"),
+    ):
+        result = run("tune", str(target_path), "--weights", str(weights), "--drafter", "none", "-n", "2")
+        assert result.exit_code == 2, result.output
+        line = result.stderr.splitlines()[-1]
+        assert line.startswith("error: ") and said in line
+        assert not profile_path(str(target_path)).is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--max-prompts", "1"], "--max-prompts must be at least 2"),
+        (["-n", "1"], "--max-tokens must be at least 2"),
+        (["--ctx-size", "16"], "give a larger --ctx-size"),
+        (["--engine", "onnx"], "which 'onnx' cannot run"),
+        (["--drafter", "model"], "needs a draft model"),
+        (["--temp", "-1"], "temperature"),
+    ],
+)
+def test_bad_input_is_one_line(target_path, arguments, said):
+    result = run("tune", str(target_path), *arguments)
+    assert result.exit_code == 2, result.output
+    line = result.stderr.splitlines()[-1]
+    assert line.startswith("error: ")
+    assert said in line
+    assert result.stdout == ""
+    assert profile_path(str(target_path)) is not None
+    assert not profile_path(str(target_path)).is_file()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+def test_an_interrupt_writes_no_profile(target_path):
+    arguments = [sys.executable, "-m", "edgespec", "tune", str(target_path), "-n", "1000", "--max-prompts", "8"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(arguments, preexec_fn=heed_interrupts, **pipes) as process:
+        assert process.stderr is not None
+        while "settings, at most" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        output, said = process.communicate(timeout=120)
+    assert process.returncode == 130, said
+    assert "no profile is written" in said
+    assert "Traceback" not in said
+    assert "tokens/s" in output
+    assert not profile_path(str(target_path)).is_file()

@@ -1,0 +1,227 @@
+"""Chat templates in the sandbox, and the state of a conversation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from edgespec.chat.conversation import Conversation, fit_context, write_atomically
+from edgespec.chat.template import MAX_PROMPT_CHARACTERS, render_chat
+from edgespec.errors import CapabilityError, PromptError, StateError
+
+HELLO = [{"role": "user", "content": "hello"}]
+CHATML = (
+    "{%- for message in messages -%}{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' -}}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
+)
+
+
+def test_a_template_sees_what_transformers_gives_it():
+    turns = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    source = "{{ bos_token }}" + turns + "{{ tools | tojson }}{{ eos_token }}"
+    tools = [{"name": "find", "tags": "<b>"}]
+    text = render_chat(source, HELLO, tools=tools, bos_token="<s>", eos_token="</s>")
+    assert text == '<s>[user] hello\n[{"name": "find", "tags": "<b>"}]</s>'
+
+
+def test_the_assistant_turn_is_opened_only_on_demand():
+    assert render_chat(CHATML, HELLO) == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert render_chat(CHATML, HELLO, add_generation_prompt=False) == "<|im_start|>user\nhello<|im_end|>\n"
+
+
+def test_a_conversation_is_a_prefix_of_its_continuation():
+    """Otherwise no cached prefix could be reused in the next turn."""
+    longer = [*HELLO, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "more"}]
+    assert render_chat(CHATML, longer).startswith(render_chat(CHATML, HELLO) + "hi")
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "said"),
+    [
+        ("{{ ''.__class__.__mro__ }}", CapabilityError, "forbidden"),
+        ("{{ cycler.__init__.__globals__ }}", CapabilityError, "forbidden"),
+        ("{{ messages.append(1) }}", CapabilityError, "forbidden"),
+        ("{% if %}", CapabilityError, "broken"),
+        ("{{ 'a' | center(10) }}", CapabilityError, "broken"),
+        ("{% include '/etc/passwd' %}", CapabilityError, "fails"),
+        ("{{ 1 / 0 }}", CapabilityError, "fails"),
+        ("{% for i in range(10 ** 8) %}{% endfor %}", CapabilityError, "fails"),
+        ("{{ 'x' * 10 ** 9 }}", PromptError, "too often"),
+        ("{{ 'x' * 100000 * 100000 }}", PromptError, "too often"),
+        ("{{ 9 ** 9 ** 9 }}", PromptError, "digits"),
+        ("{{ raise_exception('roles must alternate') }}", PromptError, "roles must alternate"),
+        ("{{ nothing.at.all }}", PromptError, "undefined"),
+    ],
+)
+def test_a_bad_template_is_a_typed_error(source, error, said):
+    with pytest.raises(error, match=said):
+        render_chat(source, HELLO)
+
+
+def test_a_template_cannot_flood_memory():
+    flood = "{% for i in range(99999) %}{% for j in range(99999) %}" + "x" * 100 + "{% endfor %}{% endfor %}"
+    with pytest.raises(PromptError, match=str(MAX_PROMPT_CHARACTERS)):
+        render_chat(flood, HELLO)
+
+
+def test_tool_arguments_arrive_as_an_object():
+    call = {"function": {"name": "find", "arguments": '{"city": "San Jose"}'}}
+    messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    text = render_chat("{{ messages[1].tool_calls[0].function.arguments.city }}|{{ messages[1].content }}", messages)
+    assert text == "San Jose|"
+    assert call["function"]["arguments"] == '{"city": "San Jose"}', "the caller's message is untouched"
+
+
+def test_text_parts_are_joined():
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    assert render_chat("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "one two"
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([], "empty"),
+        ([{"role": "robot", "content": "x"}], "robot"),
+        ([{"content": "x"}], "role"),
+        ([{"role": "user"}], "no text content"),
+        ([{"role": "user", "content": 3}], "int"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "image_url"),
+        ([{"role": "assistant", "content": "", "tool_calls": ["x"]}], "no object"),
+        ([{"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": "{"}}]}], "not JSON"),
+    ],
+)
+def test_a_message_that_cannot_be_used_is_named(messages, said):
+    with pytest.raises(PromptError, match=said):
+        render_chat(CHATML, messages)
+
+
+def exchanges(count: int, system: str | None = None) -> Conversation:
+    conversation = Conversation(system)
+    for index in range(count):
+        conversation.ask(f"question {index}")
+        conversation.answer(f"answer {index}")
+    return conversation
+
+
+def test_undo_drops_the_last_exchange_with_all_that_answered_it():
+    conversation = exchanges(2, "be brief")
+    conversation.turns.append({"role": "tool", "content": "result"})
+    assert conversation.undo() == "question 1"
+    assert conversation.undo() == "question 0"
+    assert conversation.undo() is None
+    assert conversation.messages == [{"role": "system", "content": "be brief"}]
+
+
+def test_regen_keeps_the_question():
+    conversation = exchanges(2)
+    assert conversation.regen()
+    assert conversation.messages[-1] == {"role": "user", "content": "question 1"}
+    assert not Conversation().regen()
+
+
+def test_clear_keeps_the_system_prompt():
+    conversation = exchanges(2, "be brief")
+    conversation.clear()
+    assert conversation.messages == [{"role": "system", "content": "be brief"}]
+
+
+@pytest.mark.parametrize("system", [None, "be brief"])
+def test_what_is_saved_comes_back(tmp_path, system):
+    conversation = exchanges(3, system)
+    conversation.ask("ünïcødé 日本 \u2028")
+    conversation.save(tmp_path / "new" / "saved.json")
+    assert Conversation.load(tmp_path / "new" / "saved.json") == conversation
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["saved.json"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        "\udcff",
+        '{"format": "edgespec-conversation", "version": 2, "messages": []}',
+        '{"format": "edgespec-conversation", "version": 1, "messages": 3}',
+        '{"format": "edgespec-conversation", "version": 1, "messages": [3]}',
+        '{"format": "edgespec-conversation", "version": 1, "messages": [{"role": "x", "content": ""}]}',
+        "[" * 100_000,
+    ],
+)
+def test_another_file_is_refused(tmp_path, content):
+    path = tmp_path / "other.json"
+    path.write_text(content, encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(StateError, match=r"other\.json"):
+        Conversation.load(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(StateError, match=r"nothing\.json cannot be read: No such file"):
+        Conversation.load(tmp_path / "nothing.json")
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "saved.json"
+    exchanges(1).save(path)
+    before = path.read_bytes()
+
+    def full(self: Path, target: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(StateError, match="No space left"):
+        exchanges(2).save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path], "no temporary file stays behind"
+
+
+def test_a_folder_that_cannot_be_made_is_a_state_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StateError, match="cannot be written"):
+        write_atomically(tmp_path / "file" / "below.json", "{}")
+
+
+def ten_per_message(messages: list[dict[str, object]]) -> int:
+    return 10 * len(messages)
+
+
+def test_a_conversation_that_fits_is_left_alone():
+    conversation = exchanges(4)
+    assert fit_context(conversation, ten_per_message, context_length=100, reserve=20) == 0
+    assert conversation == exchanges(4)
+
+
+def test_overflow_drops_the_oldest_and_leaves_room_to_reuse_the_cache():
+    conversation = exchanges(4, "be brief")
+    conversation.ask("question 4")
+    assert fit_context(conversation, ten_per_message, context_length=100, reserve=20) == 3
+    assert [message["content"] for message in conversation.messages] == [
+        "be brief",
+        "question 3",
+        "answer 3",
+        "question 4",
+    ]
+    assert ten_per_message(conversation.messages) + 20 <= 75
+
+
+def test_the_last_message_is_never_dropped():
+    conversation = exchanges(3)
+    conversation.ask("question 3")
+    assert fit_context(conversation, ten_per_message, context_length=15, reserve=10) == 3
+    assert conversation.messages == [{"role": "user", "content": "question 3"}]
+
+
+def test_a_message_that_alone_is_too_long_is_refused_and_nothing_is_lost():
+    conversation = exchanges(3)
+    conversation.ask("x")
+    with pytest.raises(PromptError, match="10 tokens and the context holds 10"):
+        fit_context(conversation, ten_per_message, context_length=10, reserve=2)
+    assert conversation.num_exchanges == 4
+
+
+def test_saved_json_is_plain(tmp_path):
+    exchanges(1).save(tmp_path / "saved.json")
+    saved = json.loads((tmp_path / "saved.json").read_text(encoding="utf-8"))
+    assert saved["messages"][0] == {"role": "user", "content": "question 0"}

@@ -1,0 +1,231 @@
+"""The loop: limits, counters, early ends, and caches that stay consistent whatever interrupts."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from edgespec.acceptance import coupled
+from edgespec.control.base import FixedLength, Proposal
+from edgespec.decode import Run, autoregressive, speculative
+from edgespec.drafters.base import Drafter, DraftRequest
+from edgespec.drafters.model import ModelDrafter
+from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.table import TableEngine
+from edgespec.errors import PromptError
+from edgespec.sampling import Sampler, Sampling
+from edgespec.stopping import StopRules
+from edgespec.types import Batch, Draft, Evidence, Logits, RoundRecord, TokenIds, Verdict
+
+PROMPT = np.array([0, 1, 2], np.int32)
+
+
+def make_run(target: CachedSequence, prompt: TokenIds = PROMPT, seed: int = 0, **stop: object) -> Run:
+    rules = StopRules(frozenset(), **{"max_tokens": 20, **stop})
+    return Run(target, prompt, Sampler(Sampling(temperature=1.0, seed=seed), target.engine.vocabulary.size), rules)
+
+
+@pytest.fixture
+def target() -> CachedSequence:
+    return CachedSequence(TableEngine.random(10, context_length=64, max_batch=16))
+
+
+@pytest.fixture
+def drafter(target: CachedSequence) -> ModelDrafter:
+    return ModelDrafter(target.engine.related(sigma=0.5))
+
+
+class Recorder(FixedLength):
+    """A fixed length that keeps the records."""
+
+    def __init__(self, drafter: Drafter, draft_length: int) -> None:
+        super().__init__(drafter, draft_length)
+        self.records: list[RoundRecord] = []
+
+    def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
+        super().observe(proposal, verdict, record)
+        self.records.append(record)
+
+
+def test_counters_add_up(target: CachedSequence, drafter: ModelDrafter) -> None:
+    run, recorder = make_run(target, max_tokens=40), Recorder(drafter, 3)
+    heard: list[RoundRecord] = []
+    run.on_round = heard.append
+    events = list(speculative(run, recorder, coupled))
+    stats = run.stats
+    assert heard == recorder.records
+    assert stats.new_tokens == len(events) == 40
+    assert stats.prompt_tokens == 3
+    assert stats.rounds == len(recorder.records) == stats.target_passes - 1
+    assert stats.drafted_tokens == sum(record.drafted_tokens for record in recorder.records)
+    assert stats.accepted_tokens == sum(event.drafter == drafter.name for event in events)
+    assert stats.new_tokens == 1 + stats.rounds + stats.accepted_tokens
+    assert stats.mean_accepted_length == pytest.approx(39 / stats.rounds)
+    assert 0 < stats.acceptance_rate < 1
+    assert stats.finish_reason == "length"
+    assert all(event.finish_reason is None for event in events[:-1])
+    assert stats.wall_s >= stats.prefill_s + stats.draft_s + stats.verify_s > 0
+
+
+def test_never_drafts_more_than_may_be_emitted_or_scored(target: CachedSequence, drafter: ModelDrafter) -> None:
+    run, recorder = make_run(target, max_tokens=6), Recorder(drafter, 50)
+    events = list(speculative(run, recorder, coupled))
+    assert len(events) == 6
+    assert max(record.width for record in recorder.records) <= 5
+    wide = Recorder(drafter, 50)
+    list(speculative(make_run(target, max_tokens=50), wide, coupled))
+    assert max(record.width for record in wide.records) <= 16
+
+
+@pytest.mark.parametrize("length", [0, 1, 7])
+def test_text_ends_where_the_context_ends(target: CachedSequence, drafter: ModelDrafter, length: int) -> None:
+    plain = list(autoregressive(make_run(target, max_tokens=None)))
+    run = make_run(target, max_tokens=None)
+    events = list(speculative(run, FixedLength(drafter, length), coupled))
+    assert [event.token_id for event in events] == [event.token_id for event in plain]
+    assert events[-1].position == 64
+    assert run.stats.finish_reason == "length"
+
+
+@pytest.mark.parametrize("prompt, message", [([], "empty"), ([1] * 64, "64 tokens and the context holds 64")])
+def test_impossible_prompts_are_refused_before_work(target: CachedSequence, prompt: list[int], message: str) -> None:
+    with pytest.raises(PromptError, match=message):
+        make_run(target, np.array(prompt, np.int32))
+
+
+@pytest.mark.parametrize("taken", range(1, 12))
+def test_closing_early_leaves_a_cache_that_goes_on_exactly(
+    target: CachedSequence, drafter: ModelDrafter, taken: int
+) -> None:
+    expected = [event.token_id for event in autoregressive(make_run(target))]
+    events = speculative(make_run(target), FixedLength(drafter, 4), coupled)
+    begun = [next(events).token_id for _ in range(taken)]
+    events.close()
+    assert begun == expected[:taken]
+    assert target.engine.length() == target.length
+    text = np.concatenate((PROMPT, np.array(begun, np.int32)))
+    rest = list(speculative(make_run(target, text, max_tokens=20 - taken), FixedLength(drafter, 4), coupled))
+    assert begun + [event.token_id for event in rest] == expected
+
+
+def test_the_cached_prefix_is_not_read_again(target: CachedSequence) -> None:
+    list(autoregressive(make_run(target, max_tokens=5)))
+    run = make_run(target, np.concatenate((target.token_ids, np.array([4, 4], np.int32))), max_tokens=1)
+    list(autoregressive(run))
+    assert run.stats.reused_tokens == 7
+    assert run.stats.prompt_tokens == 9
+
+
+def test_a_model_that_cannot_roll_back_reads_a_changed_prompt_anew() -> None:
+    target = CachedSequence(TableEngine.random(10, context_length=64, can_rollback=False))
+    first = [event.token_id for event in autoregressive(make_run(target))]
+    again = make_run(target)
+    assert [event.token_id for event in autoregressive(again)] == first
+    assert again.stats.reused_tokens == 0
+
+
+class Failing(TableEngine):
+    """Raises out of the pass number `fails_at`, after the rows are in the cache: the worst moment."""
+
+    fails_at = 0
+    error: type[BaseException] = KeyboardInterrupt
+    passes = 0
+
+    def forward(self, batch: Batch) -> Logits:
+        logits = super().forward(batch)
+        self.passes += 1
+        if self.passes == self.fails_at:
+            raise self.error("interrupted")
+        return logits
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3, 5])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_interrupted_pass_leaves_only_committed_tokens(fails_at: int, error: type[BaseException]) -> None:
+    engine = Failing.random(10, context_length=64)
+    target, drafter = CachedSequence(engine), ModelDrafter(TableEngine.random(10, context_length=64).related(0.5))
+    expected = [event.token_id for event in autoregressive(make_run(target))]
+    target.rollback(0)
+    engine.passes, engine.fails_at, engine.error = 0, fails_at, error
+    with pytest.raises(error):
+        list(speculative(make_run(target), FixedLength(drafter, 4), coupled))
+    assert engine.length() == target.length
+    assert [e.token_id for e in speculative(make_run(target), FixedLength(drafter, 4), coupled)] == expected
+
+
+@pytest.mark.parametrize("cancel_draft", [False, True])
+def test_cancel_ends_quietly_and_the_next_run_is_exact(target: CachedSequence, cancel_draft: bool) -> None:
+    draft_engine = target.engine.related(sigma=0.5)
+    drafter = ModelDrafter(draft_engine)
+    expected = [event.token_id for event in autoregressive(make_run(target))]
+    run = make_run(target)
+    events = speculative(run, FixedLength(drafter, 4), coupled)
+    begun = [next(events).token_id for _ in range(3)]
+    (draft_engine if cancel_draft else target.engine).cancel()
+    begun += [event.token_id for event in events]
+    assert run.stats.finish_reason == "cancelled"
+    assert begun == expected[: len(begun)]
+    assert len(begun) < len(expected)
+    again = speculative(make_run(target), FixedLength(drafter, 4), coupled)
+    assert [event.token_id for event in again] == expected
+
+
+def test_a_small_draft_window_slides_without_a_cliff() -> None:
+    """The draft sees 32 tokens of a text of 1000: same text, and acceptance as with a window that holds all."""
+    target = CachedSequence(TableEngine.random(10, context_length=1024))
+    expected = [event.token_id for event in autoregressive(make_run(target, max_tokens=1000))]
+    rates = []
+    for context_length in (32, 1024):
+        small = TableEngine(
+            target.engine.related(sigma=0.5)._table, order=2, context_length=context_length, max_sequences=1
+        )
+        run = make_run(target, max_tokens=1000)
+        found = list(speculative(run, FixedLength(ModelDrafter(small), 4), coupled))
+        assert [event.token_id for event in found] == expected
+        rates.append(run.stats.acceptance_rate)
+    assert rates[0] == pytest.approx(rates[1], abs=0.02)
+
+
+class Stubborn(Drafter):
+    """Proposes a tree: every token after the pending one, then a chain below the first."""
+
+    name = "stubborn"
+
+    def begin(self, prompt_ids: TokenIds) -> None:
+        pass
+
+    def draft(self, request: DraftRequest) -> Draft:
+        ids = np.array([0, 1, 2, 3], np.int32)[: request.max_tokens]
+        parents = np.array([-1, 0, -1, -1], np.int32)[: request.max_tokens]
+        return Draft(ids, parents, np.ones(ids.size, np.float32))
+
+
+def test_trees_are_verified_too(target: CachedSequence) -> None:
+    expected = [event.token_id for event in autoregressive(make_run(target, max_tokens=50))]
+    run = make_run(target, max_tokens=50)
+    found = list(speculative(run, FixedLength(Stubborn(), 4), coupled))
+    assert [event.token_id for event in found] == expected
+    assert run.stats.accepted_tokens > 0
+
+
+class Cautious(Recorder):
+    """Lets the drafter go on only behind a token whose own probability is above one half."""
+
+    def propose(self, request: DraftRequest) -> Proposal:
+        def worth_going_on(num_drafted: int, evidence: Evidence) -> bool:
+            assert len(evidence) > 0
+            return evidence[1] > math.log(0.5)
+
+        return super().propose(request._replace(worth_going_on=worth_going_on))
+
+
+def test_a_drafter_stops_where_it_is_not_worth_going_on(target: CachedSequence, drafter: ModelDrafter) -> None:
+    cautious, bold = Cautious(drafter, 8), Recorder(drafter, 8)
+    first = list(speculative(make_run(target, max_tokens=50), cautious, coupled))
+    second = list(speculative(make_run(target, max_tokens=50), bold, coupled))
+    assert [event.token_id for event in first] == [event.token_id for event in second]
+    lengths = [[record.drafted_tokens for record in recorder.records] for recorder in (cautious, bold)]
+    assert np.mean(lengths[0]) < np.mean(lengths[1])
+    assert max(lengths[0]) > 1

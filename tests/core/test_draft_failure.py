@@ -1,0 +1,224 @@
+"""A draft that fails: its cache holds what it knows of whatever struck it, and the answer goes on without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import edgespec
+from bench_table import table_model
+from edgespec import GenerateOptions, Model, Sampling
+from edgespec.drafters.base import Drafter, DraftRequest
+from edgespec.drafters.eagle import EagleDrafter
+from edgespec.drafters.eagle3 import Eagle3Drafter
+from edgespec.drafters.hierarchical import HierarchicalDrafter
+from edgespec.drafters.inner_length import InnerLength
+from edgespec.drafters.mapped import MappedSequence, VocabularyMap
+from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.tree import TreeDrafter
+from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.table import TableEngine
+from edgespec.errors import EngineError
+from edgespec.sampling import Sampler
+from edgespec.types import Batch, Logits, TokenIds
+from tiny_heads import LAYERS, OpenHead, random_heads
+
+VOCABULARY = 10
+OPTIONS = GenerateOptions(max_tokens=40, ignore_eos=True)
+
+
+class Struck(TableEngine):
+    """Its pass number `strikes_at` raises when its rows are in the cache already: the worst moment."""
+
+    strikes_at = 0
+    passes = 0
+    error: type[BaseException] = KeyboardInterrupt
+
+    def forward(self, batch: Batch) -> Logits:
+        logits = super().forward(batch)
+        self.passes += 1
+        if self.passes == self.strikes_at:
+            raise self.error("struck")
+        return logits
+
+
+def mapped(engine: Struck) -> Drafter:
+    return ModelDrafter(engine, MappedSequence(engine, VocabularyMap(engine.vocabulary, engine.vocabulary)))
+
+
+DRAFTERS: dict[str, Callable[[Struck], Drafter]] = {
+    "model": ModelDrafter,
+    "tree": lambda engine: TreeDrafter(ModelDrafter(engine)),
+    "mapped": mapped,
+    "hierarchical medium": lambda engine: HierarchicalDrafter(ModelDrafter(engine.related(0.3)), engine),
+    "hierarchical small": lambda engine: HierarchicalDrafter(ModelDrafter(engine), engine.related(0.3)),
+}
+
+
+def caches_of(drafter: Drafter) -> list[CachedSequence]:
+    if isinstance(drafter, TreeDrafter):
+        return [drafter._model.cache]
+    assert isinstance(drafter, ModelDrafter)
+    own = drafter.cache._inner if isinstance(drafter.cache, MappedSequence) else drafter.cache
+    return [own, *(caches_of(drafter._small) if isinstance(drafter, HierarchicalDrafter) else ())]
+
+
+@pytest.mark.parametrize("strikes_at", [1, 2, 3])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, EngineError])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_whatever_strikes_a_draft_its_cache_holds_what_it_knows(
+    name: str, error: type[BaseException], strikes_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(InnerLength, "best", lambda lengths, most: min(most, 3))  # else by the clock
+    engine = Struck.random(VOCABULARY, context_length=64)
+    drafter = DRAFTERS[name](engine)
+    sampler = Sampler(Sampling(seed=3), VOCABULARY)
+
+    def ask(length: int) -> list[int]:
+        text = np.arange(length, dtype=np.int32) % VOCABULARY
+        return drafter.draft(DraftRequest(text, 6, sampler, max_branches=4)).token_ids.tolist()
+
+    wanted = [ask(length) for length in (8, 30, 44)]
+    drafter.emptied()
+    ask(8)
+    engine.passes, engine.strikes_at, engine.error = 0, strikes_at, error
+    with pytest.raises(error):
+        ask(30)
+    engine.strikes_at = 0
+    for cache in caches_of(drafter):
+        assert cache.engine.length() == cache.length, "tokens that nobody knows of"
+    assert ask(30) == wanted[1]
+    assert ask(44) == wanted[2]
+
+
+def test_a_struck_eagle_reads_its_pairs_anew() -> None:
+    engine = TableEngine.random(VOCABULARY, context_length=64)
+    heads = random_heads("eagle", engine, VOCABULARY, draft_vocabulary=VOCABULARY)
+    struck, fresh = (EagleDrafter(heads, VOCABULARY, frozenset()) for _ in range(2))
+    rows = np.random.default_rng(0).normal(size=(30, VOCABULARY)).astype(np.float32)
+    sampler = Sampler(Sampling(temperature=0.0), VOCABULARY)
+
+    def ask(drafter: EagleDrafter, length: int, told: int) -> list[float]:
+        text = np.arange(length, dtype=np.int32) % VOCABULARY
+        draft = drafter.draft(DraftRequest(text, 4, sampler, features=rows[length - 1 - told : length - 1]))
+        return [*draft.token_ids.tolist(), *(value for each in draft.evidence or () for value in each)]
+
+    ask(struck, 10, 9)
+    behind, struck._behind = struck._behind, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign,assignment]
+    with pytest.raises(KeyboardInterrupt):
+        ask(struck, 12, 2)
+    struck._behind = behind  # type: ignore[method-assign]
+    assert ask(struck, 12, 2) == ask(fresh, 12, 2)
+    assert ask(struck, 14, 2) == ask(fresh, 14, 2)
+
+
+def test_a_struck_eagle3_head_is_read_anew() -> None:
+    head = OpenHead(64)
+    drafter = Eagle3Drafter(head, most_told=64)
+    sampler = Sampler(Sampling(temperature=0.0), VOCABULARY)
+    text, other = np.arange(20, dtype=np.int32) % VOCABULARY, np.arange(20, dtype=np.int32)[::-1] % VOCABULARY
+
+    def ask(text: TokenIds) -> int:
+        features = np.ones((text.size - 1, len(LAYERS) * VOCABULARY), np.float32)
+        return drafter.draft(DraftRequest(text, 4, sampler, layer_inputs=features)).num_tokens
+
+    ask(text[:14])
+    decode, calls = head.decode, iter(range(9))
+
+    def struck(*given: object) -> object:
+        found = decode(*given)  # type: ignore[arg-type]
+        if next(calls) == 0:
+            raise KeyboardInterrupt
+        return found
+
+    head.decode = struck  # type: ignore[method-assign,assignment]
+    with pytest.raises(KeyboardInterrupt):
+        ask(other[:16])  # its pairs stand where those of the first text stood
+    head.decode = decode  # type: ignore[method-assign]
+    assert ask(text[:16]) == 4
+    assert [token_id for token_id, _ in head.pairs[: 15 - head.start]] == text[head.start + 1 : 16].tolist()
+
+
+# -- the answer goes on
+
+
+@pytest.fixture(params=["fixed", "auto"])
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Model]:
+    """A table whose passes take a millisecond: speculation pays, so `auto` asks for its draft model."""
+    length = 4 if request.param == "fixed" else "auto"
+    drafter = "model" if request.param == "fixed" else "auto"
+    with table_model(tmp_path, 0.001, drafter=drafter, draft_length=length) as made:
+        made.prepare()
+        yield made
+
+
+def breaking(model: Model, action: Callable[[Logits], Logits], times: int = 10**9) -> None:
+    """Let the draft model's next passes, but the first four, go through `action`."""
+    engine = model.draft_engine
+    assert engine is not None
+    forward, calls = engine.forward, iter(range(10**9))
+
+    def broken(batch: Batch) -> Logits:
+        logits, call = forward(batch), next(calls)
+        return action(logits) if 4 <= call < 4 + times else logits
+
+    engine.forward = broken  # type: ignore[method-assign]
+
+
+def failing(logits: Logits) -> Logits:
+    raise EngineError("the draft's file is gone")
+
+
+@pytest.mark.parametrize("action", [failing, lambda logits: np.full_like(logits, np.nan)], ids=["fails", "nan"])
+def test_an_answer_outlives_its_draft(model: Model, action: Callable[[Logits], Logits]) -> None:
+    options = GenerateOptions(max_tokens=150, ignore_eos=True)
+    _ = model.cost_curve  # as long as its cost is a guess, a draft as large as its target is not asked
+    plain = model.generate("abc", Sampling(seed=1), GenerateOptions(max_tokens=150, ignore_eos=True, drafter="none"))
+    model.forget()
+    breaking(model, action)
+    found = model.generate("abc", Sampling(seed=1), options)
+    assert found.token_ids == plain.token_ids and found.logprobs == plain.logprobs
+    assert any("drafter model failed and was left out" in note for note in found.stats.notes)
+    assert len({note.split()[1] for note in found.stats.notes}) == len(found.stats.notes) <= 2, "each is told once"
+    assert plain.stats.notes == []
+
+
+def test_the_next_answer_asks_the_drafter_again(tmp_path: Path) -> None:
+    with table_model(tmp_path, drafter="model", draft_length=4) as model:
+        breaking(model, failing, times=1)
+        first, second = (model.generate("abc", Sampling(seed=seed), OPTIONS) for seed in (1, 2))
+    assert first.stats.notes and 0 < first.stats.drafted_tokens < 8
+    assert not second.stats.notes and second.stats.drafted_tokens > 30
+
+
+def test_an_interrupt_in_a_draft_still_ends_the_answer(tmp_path: Path) -> None:
+    def interrupted(logits: Logits) -> Logits:
+        raise KeyboardInterrupt
+
+    with table_model(tmp_path, drafter="model", draft_length=4) as model:
+        plain = model.generate("abc", Sampling(seed=1), GenerateOptions(max_tokens=40, drafter="none")).text
+        breaking(model, interrupted, times=1)
+        with pytest.raises(KeyboardInterrupt):
+            model.generate("abc", Sampling(seed=1), OPTIONS)
+        assert model.generate("abc", Sampling(seed=1), OPTIONS).text == plain
+
+
+def test_the_command_line_says_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from edgespec.cli.main import cli
+
+    load = edgespec.runtime.load
+
+    def loaded(*given: object, **options: object) -> Model:
+        model = load(*given, **options)  # type: ignore[arg-type]
+        breaking(model, failing)
+        return model
+
+    monkeypatch.setattr("edgespec.cli.session.load", loaded)
+    arguments = ["chat", "demo", "--drafter", "model", "--draft-length", "3", "-n", "12", "--seed", "1"]
+    done = CliRunner().invoke(cli, arguments, input="Hello there.\nAnd again.\n")
+    assert done.exit_code == 0, done.output
+    assert done.stderr.count("drafter model failed and was left out") == 1

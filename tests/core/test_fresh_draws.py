@@ -1,0 +1,104 @@
+"""No draw decides twice: what one round saw of the noise must not come back in a later one.
+
+A round that failed was seen to fail. If the next one judged the same position by the same draw, or drafted it with the
+same noise, its outcome would be known in part, and the text would no longer be the target's own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from edgespec.acceptance import RULES
+from edgespec.control.base import Controller, FixedLength, Proposal
+from edgespec.decode import Run, speculative
+from edgespec.drafters.base import Drafter, DraftRequest
+from edgespec.drafters.hierarchical import HierarchicalDrafter
+from edgespec.drafters.lookahead import LookaheadDrafter
+from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.tree import TreeDrafter
+from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.table import TableEngine
+from edgespec.noise import Noise, Stream
+from edgespec.sampling import Sampler
+from edgespec.stopping import StopRules
+from edgespec.types import Stats, TokenIds
+from lossless import PLAIN, VOCABULARY
+from tiny_heads import drafter_of as heads_drafter
+from tiny_heads import table_heads
+
+
+class CountedNoise(Noise):
+    """Notes the rounds in which each draw is looked at; `stats` count them."""
+
+    stats = Stats()
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.seen: defaultdict[tuple[Stream, int, int], set[int]] = defaultdict(set)
+
+    def uniform(self, stream: Stream, position: int, index: int = 0) -> float:
+        self.seen[stream, position, index].add(self.stats.rounds)
+        return super().uniform(stream, position, index)
+
+    def exponential(self, stream: Stream, position: int, token_ids: TokenIds, index: int = 0) -> NDArray[np.float64]:
+        self.seen[stream, position, index].add(self.stats.rounds)
+        return super().exponential(stream, position, token_ids, index)
+
+
+def drafter_of(name: str, target: TableEngine) -> Drafter:
+    if name in ("medusa", "eagle"):
+        known = TableEngine.random(VOCABULARY, order=1, seed=1)
+        return heads_drafter(table_heads(name, known), VOCABULARY)
+    model = ModelDrafter(target.related(sigma=1.0))
+    medium = HierarchicalDrafter(ModelDrafter(target.related(sigma=1.0)), target.related(sigma=0.5))
+    return {"model": model, "tree": TreeDrafter(model), "lookahead": LookaheadDrafter(), "hierarchical": medium}[name]
+
+
+class InTurn(FixedLength):
+    """Chains and trees of one draft model, as the automatic choice may mix them."""
+
+    def __init__(self, drafters: tuple[Drafter, ...]) -> None:
+        super().__init__(drafters[0], 8)
+        self._turn = itertools.cycle(drafters)
+
+    def propose(self, request: DraftRequest) -> Proposal:
+        self._drafter = next(self._turn)
+        return super().propose(request)
+
+
+def controller_of(name: str, target: TableEngine) -> Controller:
+    if name == "in turn":
+        return InTurn((drafter_of("model", target), drafter_of("tree", target)))
+    return FixedLength(drafter_of(name, target), 8)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("name", ["model", "tree", "medusa", "eagle", "lookahead", "hierarchical", "in turn"])
+def test_no_draw_decides_twice(name: str, rule: str) -> None:
+    target = TableEngine.random(VOCABULARY, seed=1, context_length=400)
+    sampler = Sampler(PLAIN, VOCABULARY)
+    sampler.noise = noise = CountedNoise(3)
+    cached = CachedSequence(target)
+    cached.keep_features(name in ("medusa", "eagle"))
+    run = Run(cached, np.array([0, 1], np.int32), sampler, StopRules(frozenset(), (), 300), False)
+    noise.stats = run.stats
+    list(speculative(run, controller_of(name, target), RULES[rule]))
+    own = {draw: rounds for draw, rounds in noise.seen.items() if draw[0] is not Stream.TARGET}
+    assert {draw[0] for draw in own} >= {Stream.ACCEPT, Stream.RESIDUAL}
+    assert max(map(len, own.values())) == 1
+
+
+def test_draws_of_one_position_are_different_numbers() -> None:
+    noise, ids = Noise(5), np.arange(4, dtype=np.int32)
+    drawn = [noise.uniform(Stream.ACCEPT, 7, index) for index in range(1000)]
+    assert len(set(drawn)) == 1000
+    assert np.mean(drawn) == pytest.approx(0.5, abs=0.04)
+    rows = np.array([noise.exponential(Stream.DRAFT, 7, ids, index) for index in range(4000)])
+    assert np.abs(np.corrcoef(rows.T) - np.eye(4)).max() < 0.08
+    assert abs(np.corrcoef(rows[:-1, 0], rows[1:, 0])[0, 1]) < 0.08
+    assert noise.uniform(Stream.ACCEPT, 7) == noise.uniform(Stream.ACCEPT, 7, 0)

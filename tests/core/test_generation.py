@@ -1,0 +1,478 @@
+"""The handle of one request: turns, cancelling, closing, several threads and tasks; on tables, which are quick."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgespec
+from bench_table import table_model
+from demo import heed_interrupts
+from edgespec import Busy, EdgespecError, GenerateOptions, Generation, Model, Sampling
+from edgespec.errors import EngineError, StateError
+from edgespec.generation import turn
+from edgespec.types import Batch, RoundRecord
+
+LONG = GenerateOptions(max_tokens=200, ignore_eos=True)
+SHORT = GenerateOptions(max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Iterator[Model]:
+    """Drafts four tokens a round, so that a request leaves two caches behind."""
+    with table_model(tmp_path, drafter="model", draft_length=4) as made:
+        yield made
+
+
+@pytest.fixture
+def expected(tmp_path: Path) -> Callable[..., str]:
+    """The text of a request by itself on a fresh model."""
+
+    def text(prompt: str, seed: int, options: GenerateOptions = SHORT) -> str:
+        with table_model(tmp_path, drafter="none") as fresh:
+            return fresh.generate(prompt, Sampling(seed=seed), options).text
+
+    return text
+
+
+def at_pass(model: Model, number: int, action: Callable[[], None]) -> None:
+    """Call `action` in the middle of the target's pass `number` from now on."""
+    forward, count = model.target.forward, iter(range(1, sys.maxsize))
+
+    def watched(batch: Batch) -> Any:
+        if next(count) == number:
+            action()
+        return forward(batch)
+
+    model.target.forward = watched  # type: ignore[method-assign]
+
+
+def test_nothing_is_touched_before_the_first_event(model: Model, expected: Callable[..., str]) -> None:
+    first = model.stream("abc", Sampling(seed=1), SHORT)
+    text = next(first).text
+    lengths = model.target.length(), model._sequence.length
+    others = [model.stream("cab", Sampling(seed=2), SHORT), model.chat([{"role": "user", "content": "abba"}])]
+    _ = model.drafter_bytes, model.notes, model.draft_engine, model.encode("abc"), repr(model), repr(others[0])
+    assert (model.target.length(), model._sequence.length) == lengths
+    assert text + "".join(event.text for event in first) == expected("abc", 1)
+    assert others[0].result().text == expected("cab", 2)
+
+
+def test_what_needs_an_engine_waits_for_its_turn(
+    model: Model, expected: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Costs are measured when they are asked for, which empties both caches."""
+    monkeypatch.setattr(turn, "GRACE_S", 0.1)
+    first = model.stream("abc", Sampling(seed=1), SHORT)
+    text = next(first).text
+    assert "model" in model.drafter_names, "known without a pass"
+    for ask in (lambda: model.cost_curve, model.forget, model.prepare):
+        with pytest.raises(Busy, match="read it to its end, close"):
+            ask()
+    assert text + "".join(event.text for event in first) == expected("abc", 1)
+    assert "model" in model.drafter_names
+    assert model.generate("abc", Sampling(seed=1), SHORT).text == expected("abc", 1)
+
+
+def test_a_bad_request_is_refused_before_its_turn(model: Model) -> None:
+    running = model.stream("abc", Sampling(seed=1), SHORT)
+    next(running)
+    with pytest.raises(EdgespecError, match="empty"):
+        model.stream("")
+    with pytest.raises(EdgespecError, match="heads"):
+        model.stream("abc", options=GenerateOptions(drafter="medusa"))
+    with pytest.raises(EdgespecError, match="logit_bias"):
+        model.stream("abc", Sampling(logit_bias={99: 1.0}))
+    assert running.result().finish_reason == "length"
+
+
+def test_a_pool_of_threads_gets_every_text_and_its_own_figures(model: Model, expected: Callable[..., str]) -> None:
+    def ask(seed: int) -> edgespec.Result:
+        return model.generate(
+            "abc"[seed % 3 :] + "ab" * seed, Sampling(seed=seed), GenerateOptions(max_tokens=8 + seed)
+        )
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(ask, range(12)))
+    for seed, result in enumerate(results):
+        options = GenerateOptions(max_tokens=8 + seed)
+        assert result.text == expected("abc"[seed % 3 :] + "ab" * seed, seed, options)
+        assert result.stats.new_tokens == len(result.token_ids) == 8 + seed
+        assert result.stats.prompt_tokens == len(result.prompt_token_ids)
+        assert (result.seed, result.finish_reason) == (seed, "length")
+
+
+def test_turns_come_in_the_order_in_which_they_were_asked_for(model: Model) -> None:
+    running, order, waiting = model.stream("abc", Sampling(seed=1), SHORT), [], []
+    next(running)
+    for number in range(5):
+        generation = model.stream("abc", options=SHORT)
+        waiting.append(threading.Thread(target=lambda g=generation, n=number: (next(g), order.append(n), g.close())))
+        waiting[-1].start()
+        until(lambda g=generation: g._claim in model._executor.turn._queue)
+    assert order == []
+    running.close()
+    for thread in waiting:
+        thread.join()
+    assert order == [0, 1, 2, 3, 4]
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_who_has_the_turn_itself_is_refused_and_loses_nothing(model: Model, expected: Callable[..., str]) -> None:
+    first, second = (model.stream("abc", Sampling(seed=seed), SHORT) for seed in (1, 2))
+    text = next(first).text
+    with pytest.raises(Busy, match="this thread has an unfinished generation"):
+        next(second)
+    assert text + "".join(event.text for event in first) == expected("abc", 1)
+    assert second.result().text == expected("abc", 2), "refused, not ended: it may be asked again"
+
+
+def test_waiting_may_be_limited(model: Model) -> None:
+    running = model.stream("abc", options=SHORT)
+    next(running)
+    found: list[object] = []
+
+    def ask(max_wait_s: float) -> None:
+        try:
+            model.generate("abc", options=GenerateOptions(max_tokens=2, max_wait_s=max_wait_s))
+        except Busy as exc:
+            found.append(str(exc))
+
+    for limit in (0, 0.05):
+        thread = threading.Thread(target=ask, args=(limit,))
+        thread.start()
+        thread.join(20)
+    assert len(found) == 2 and all("waiting longer" in str(each) for each in found)
+    assert running.result().finish_reason == "length"
+
+
+def test_a_step_may_move_from_thread_to_thread(model: Model, expected: Callable[..., str]) -> None:
+    """As a web server's pool does it: the thread that read last is asked for another request meanwhile."""
+    first, second = (model.stream("abc", Sampling(seed=seed), SHORT) for seed in (1, 2))
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        texts = [one.submit(next, first).result().text]
+        waiting = one.submit(lambda: second.result().text)
+        texts += [other.submit(lambda: "".join(event.text for event in first)).result()]
+        assert waiting.result(20) == expected("abc", 2)
+    assert "".join(texts) == expected("abc", 1)
+
+
+def test_an_abandoned_handle_gives_its_turn_back(model: Model, expected: Callable[..., str]) -> None:
+    for event in model.stream("abc", Sampling(seed=1), LONG):
+        if event.position > 8:
+            break
+    del event
+    gc.collect()
+    assert model.generate("abc", Sampling(seed=2), SHORT).text == expected("abc", 2)
+
+
+def test_cancelled_before_it_began_it_emits_nothing(model: Model) -> None:
+    generation = model.stream("abc", options=SHORT)
+    generation.cancel()
+    result = generation.result()
+    assert (result.token_ids, result.text, result.finish_reason) == ((), "", "cancelled")
+    assert generation.stats.new_tokens == 0 and generation.is_over
+
+
+def test_a_late_cancellation_never_reaches_the_next_one(model: Model) -> None:
+    first = model.stream("abc", options=SHORT)
+    list(first)
+    second = model.stream("abc", options=SHORT)
+    next(second)
+    first.cancel()
+    assert second.result().finish_reason == "length"
+
+
+def test_cancelled_in_a_pass_it_ends_with_it(model: Model, expected: Callable[..., str]) -> None:
+    generation = model.stream("abc", Sampling(seed=1), LONG)
+    at_pass(model, 5, generation.cancel)
+    result = generation.result()
+    assert result.finish_reason == "cancelled" and 0 < len(result.token_ids) < 200
+    assert expected("abc", 1, LONG).startswith(result.text)
+    assert model.generate("abc", Sampling(seed=2), SHORT).text == expected("abc", 2)
+
+
+def test_cancelled_just_when_it_begins_it_runs_no_pass(model: Model) -> None:
+    generation, clear, passes = model.stream("abc", options=SHORT), model.target.clear_cancel, list[int]()
+    at_pass(model, 1, lambda: passes.append(1))
+    model.target.clear_cancel = lambda: (generation.cancel(), clear())[1]  # type: ignore[method-assign]
+    assert generation.result().finish_reason == "cancelled" and not passes
+    model.target.clear_cancel = clear  # type: ignore[method-assign]
+    assert model.generate("abc", options=SHORT).finish_reason == "length"
+
+
+def test_cancelled_while_it_waits_it_stops_waiting(model: Model) -> None:
+    running, waiting = model.stream("abc", options=SHORT), model.stream("abc", options=SHORT)
+    next(running)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(waiting.result)
+        until(lambda: waiting._claim in model._executor.turn._queue)
+        waiting.cancel()
+        assert found.result(20).finish_reason == "cancelled"
+    assert running.result().finish_reason == "length"
+
+
+def test_the_model_cancels_what_runs_and_nothing_later(model: Model) -> None:
+    running = model.stream("abc", options=LONG)
+    next(running)
+    model.cancel()
+    assert list(running) == [] and running.finish_reason == "cancelled"
+    model.cancel()
+    assert model.generate("abc", options=SHORT).finish_reason == "length"
+
+
+def test_closing_ends_it_and_a_result_tells_what_there_is(model: Model) -> None:
+    with model.stream("abc", Sampling(seed=1), LONG) as generation:
+        events = [next(generation) for _ in range(3)]
+    assert list(generation) == []
+    result = generation.result()
+    assert result.text == generation.text == "".join(event.text for event in events)
+    assert result.finish_reason == "cancelled"
+    generation.close()
+    assert model.generate("abc", options=SHORT).finish_reason == "length"
+
+
+def test_a_result_includes_what_was_read_before(model: Model, expected: Callable[..., str]) -> None:
+    generation = model.stream("abc", Sampling(seed=1), SHORT)
+    next(generation)
+    assert generation.result().text == expected("abc", 1)
+    assert generation.result() == generation.result()
+
+
+def test_the_turn_ends_with_the_last_event(model: Model) -> None:
+    """A caller that reads just as many events as it asked for never asks for the end."""
+    generation = model.stream("abc", options=GenerateOptions(max_tokens=3, ignore_eos=True))
+    for _ in range(3):
+        next(generation)
+    assert generation.is_over
+    assert model.generate("abc", options=SHORT).finish_reason == "length"
+
+
+def test_a_callback_cannot_ask_for_more_and_may_end_it(model: Model) -> None:
+    failures: list[str] = []
+    generation: list[Generation] = []
+
+    def on_round(record: RoundRecord) -> None:
+        for ask in (lambda: model.generate("abc"), lambda: next(generation[0]), model.forget, model.close):
+            try:
+                ask()
+            except Busy as exc:
+                failures.append(str(exc))
+        generation[0].close()
+
+    generation.append(model.stream("abc", options=LONG, on_round=on_round))
+    result = generation[0].result()
+    assert len(failures) == 4
+    assert result.finish_reason == "cancelled" and len(result.token_ids) < 12
+    assert model.generate("abc", options=SHORT).finish_reason == "length"
+
+
+def test_a_failure_is_told_and_the_next_one_runs(model: Model, expected: Callable[..., str]) -> None:
+    generation = model.stream("abc", Sampling(seed=1), SHORT)
+    at_pass(model, 3, lambda: (_ for _ in ()).throw(EngineError("burnt")))
+    with pytest.raises(EngineError, match="burnt"):
+        list(generation)
+    with pytest.raises(EngineError, match="burnt"):
+        generation.result()
+    assert "failed: burnt" in repr(generation)
+    assert model.generate("abc", Sampling(seed=1), SHORT).text == expected("abc", 1)
+
+
+def test_its_repr_says_what_it_is_and_how_far(model: Model) -> None:
+    generation = model.stream("abc", Sampling(seed=7), SHORT)
+    assert "not begun" in repr(generation) and "seed 7" in repr(generation)
+    next(generation)
+    assert "1 tokens" in repr(generation) and "running" in repr(generation)
+    generation.result()
+    assert "finished: length" in repr(generation)
+    assert "'table'" in repr(model) and "drafter model" in repr(model)
+
+
+# -- closing the model
+
+
+def test_closing_waits_for_the_pass_of_another_thread(tmp_path: Path) -> None:
+    model = table_model(tmp_path, drafter="none")
+    inside, go_on, is_closed = threading.Event(), threading.Event(), threading.Event()
+    generation = model.stream("abc", options=LONG)
+    at_pass(model, 4, lambda: (inside.set(), go_on.wait(20)))
+    with ThreadPoolExecutor(3) as pool:
+        found = pool.submit(generation.result)
+        inside.wait(20)
+        waiting = pool.submit(model.generate, "abc")
+        closing = pool.submit(lambda: (model.close(), is_closed.set()))
+        until(lambda: model._executor.turn.is_shut)
+        assert not is_closed.wait(0.3), "the pass is not over"
+        assert model.target._cancelled, "but it is told to end"  # type: ignore[attr-defined]
+        go_on.set()
+        assert found.result(20).finish_reason == "cancelled"
+        closing.result(20)
+        with pytest.raises(StateError, match="closed"):
+            waiting.result(20)
+
+
+def test_whatever_is_called_after_closing_is_refused_by_name(tmp_path: Path) -> None:
+    model = table_model(tmp_path, drafter="model", draft_length=4)
+    paused, early = model.stream("abc", options=LONG), model.stream("abc", options=SHORT)
+    next(paused)
+    model.close()
+    model.close()
+    for ask in (
+        lambda: next(paused), early.result, lambda: model.stream("abc"), lambda: model.generate([1]), model.forget,
+        lambda: model.chat([{"role": "user", "content": "a"}]), lambda: model.encode("abc"), lambda: model.decode([1]),
+        lambda: model.drafter_names, lambda: model.cost_curve, model.prepare, lambda: model.measuring().__enter__(),
+    ):  # fmt: skip
+        with pytest.raises(StateError, match="closed: load it again"):
+            ask()
+    paused.close()
+    model.cancel()
+    assert "closed" in repr(model)
+
+
+@pytest.mark.parametrize("where", ["main", "daemon"])
+def test_a_stream_left_open_at_exit_ends_quietly(where: str, tmp_path: Path) -> None:
+    code = (
+        f"import sys, threading, time; sys.path[:0] = [{str(Path(__file__).parents[1] / 'support')!r}]\n"
+        "from pathlib import Path\nfrom bench_table import table_model\n"
+        f"model = table_model(Path({str(tmp_path)!r}), 0.001, drafter='model', draft_length=4)\n"
+        "stream = model.stream('abc')\nnext(stream)\n"
+        "keep = [stream]; keep.append(keep)\n"
+        f"if {where!r} == 'daemon':\n"
+        "    threading.Thread(target=lambda: [list(stream), model.generate('abc')], daemon=True).start()\n"
+        "    time.sleep(.05)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
+def test_a_signal_handler_may_cancel(tmp_path: Path) -> None:
+    code = (
+        f"import sys, signal; sys.path[:0] = [{str(Path(__file__).parents[1] / 'support')!r}]\n"
+        "from pathlib import Path\nfrom bench_table import table_model\n"
+        f"model = table_model(Path({str(tmp_path)!r}), 0.0005, drafter='model', draft_length=4)\n"
+        "for turn in range(30):\n"
+        "    stream = model.stream('abc')\n"
+        "    signal.signal(signal.SIGALRM, lambda *_: stream.cancel())\n"
+        "    signal.setitimer(signal.ITIMER_REAL, 0.0002 * (turn + 1))\n"
+        "    reason = stream.result().finish_reason\n"
+        "    assert reason in ('cancelled', 'length'), reason\n"
+        "    signal.setitimer(signal.ITIMER_REAL, 0)\n"
+        "print(model.generate('abc').finish_reason)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("length\n", "")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
+def test_an_interrupt_at_any_moment_leaves_a_model_that_goes_on(tmp_path: Path) -> None:
+    """KeyboardInterrupt wherever it strikes, in the queue and the loop too: the turn is free and the text right."""
+    code = (
+        f"import sys, signal; sys.path[:0] = [{str(Path(__file__).parents[1] / 'support')!r}]\n"
+        "from pathlib import Path\nfrom bench_table import table_model\nfrom edgespec import GenerateOptions\n"
+        f"model = table_model(Path({str(tmp_path)!r}), drafter='model', draft_length=4)\n"
+        "options = GenerateOptions(max_tokens=60)\nwanted = model.generate('abc', options=options).text\n"
+        "def strike(number, frame):\n    raise KeyboardInterrupt\n"
+        "signal.signal(signal.SIGALRM, strike)\nstruck = 0\n"
+        "for turn in range(120):\n"
+        "    try:\n        try:\n"
+        "            signal.setitimer(signal.ITIMER_REAL, 0.00002 * (turn % 40 * 2.5 + 1))\n"
+        "            model.generate('abc' + 'b' * (turn % 5), options=options)\n"
+        "        finally:\n            signal.setitimer(signal.ITIMER_REAL, 0)\n"
+        "    except KeyboardInterrupt:\n        struck += 1\n"
+        "    assert model.generate('abc', options=options).text == wanted, turn\n"
+        "print(struck > 20)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False,
+        preexec_fn=heed_interrupts,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("True\n", "")
+
+
+# -- tasks
+
+
+def test_tasks_take_turns_and_the_loop_goes_on(model: Model, expected: Callable[..., str]) -> None:
+    async def read(seed: int) -> str:
+        return "".join([event.text async for event in model.stream("abc", Sampling(seed=seed), SHORT)])
+
+    async def everything() -> list[str]:
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                ticks += 1
+                await asyncio.sleep(0)
+
+        ticking = asyncio.ensure_future(tick())
+        texts = await asyncio.gather(*(read(seed) for seed in range(40)))
+        ticking.cancel()
+        assert ticks > 40
+        return texts
+
+    assert asyncio.run(everything()) == [expected("abc", seed) for seed in range(40)]
+
+
+def test_a_task_that_has_the_turn_itself_is_refused(model: Model, expected: Callable[..., str]) -> None:
+    async def nested() -> str:
+        first, second = (model.stream("abc", Sampling(seed=seed), SHORT) for seed in (1, 2))
+        text = (await anext(first)).text
+        with pytest.raises(Busy, match="this task has an unfinished"):
+            await second.aresult()
+        with pytest.raises(Busy, match="this thread has an unfinished"):
+            model.generate("abc")
+        other = asyncio.ensure_future(model.stream("abc", Sampling(seed=3), SHORT).aresult())
+        text += "".join([event.text async for event in first])
+        assert (await other).text == expected("abc", 3)
+        return text
+
+    assert asyncio.run(nested()) == expected("abc", 1)
+
+
+def test_a_cancelled_task_ends_its_generation(tmp_path: Path) -> None:
+    async def stopped(model: Model) -> None:
+        generation = model.stream("abc", options=LONG)
+        reading = asyncio.ensure_future(generation.aresult())
+        await asyncio.sleep(0.02)
+        waiting = asyncio.ensure_future(model.stream("abc", options=LONG).aresult())
+        await asyncio.sleep(0.02)
+        for task in (waiting, reading):
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        result = await asyncio.wait_for(model.stream("abc", options=SHORT).aresult(), 20)
+        assert result.finish_reason == "length"
+        assert generation.finish_reason == "cancelled" and generation.stats.new_tokens < 200
+
+    with table_model(tmp_path, 0.005, drafter="none") as model:
+        asyncio.run(stopped(model))
+
+
+def test_a_handle_closes_in_its_async_block(model: Model) -> None:
+    async def partly() -> None:
+        async with model.stream("abc", options=LONG) as generation:
+            async for event in generation:
+                if event.position > 6:
+                    break
+        assert generation.is_over
+        assert (await model.stream("abc", options=SHORT).aresult()).finish_reason == "length"
+
+    asyncio.run(partly())

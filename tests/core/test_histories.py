@@ -1,0 +1,81 @@
+"""A round of drafting does the same work behind a short and a long history: counted in lines, not timed."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgespec.corpus.database import joined
+from edgespec.corpus.index import SuffixIndex
+from edgespec.drafters.base import Drafter, DraftRequest
+from edgespec.drafters.cache import CacheDrafter
+from edgespec.drafters.ngram import NgramDrafter
+from edgespec.drafters.suffix import SuffixDrafter
+from edgespec.sampling import Sampler, Sampling
+
+made_text = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "lab" / "measure_histories.py"))["made_text"]
+SAMPLER = Sampler(Sampling(temperature=0), 32_000)
+SHORT, LONG = 2_000, 40_000
+ROUNDS = 150
+
+
+def with_corpus(size: int) -> Drafter:
+    return SuffixDrafter(corpus=SuffixIndex.of(joined([made_text(size, 1)])))
+
+
+def with_earlier(size: int) -> Drafter:
+    return CacheDrafter(32_000, [made_text(size, 2)])
+
+
+MAKERS: dict[str, Callable[[int], Drafter]] = {
+    "ngram": lambda size: NgramDrafter(),
+    "suffix": lambda size: SuffixDrafter(),
+    "suffix, corpus": with_corpus,
+    "cache": lambda size: CacheDrafter(32_000),
+    "cache, earlier texts": with_earlier,
+}
+
+
+def lines_per_token(drafter: Drafter, history: int) -> float:
+    """Lines of Python run per arriving and drafted token in rounds behind `history` tokens."""
+    text = made_text(LONG + 4 * ROUNDS, 0)
+    drafter.begin(text[:history])
+    drafter.draft(DraftRequest(text[:history], 8, SAMPLER))  # which indexes the prompt
+    counted = tokens = 0
+
+    def count(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal counted
+        counted += event == "line"
+        return count
+
+    for end in range(history, history + 4 * ROUNDS, 4):
+        request = DraftRequest(text[:end], 8, SAMPLER)
+        sys.settrace(count)
+        try:
+            draft = drafter.draft(request)
+        finally:
+            sys.settrace(None)
+        tokens += 4 + draft.num_tokens
+    return counted / tokens
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_work_per_token_does_not_grow_with_the_history(name: str) -> None:
+    short, long = (lines_per_token(MAKERS[name](size), size) for size in (SHORT, LONG))
+    assert long < 1.6 * short, (short, long)
+
+
+def test_a_long_prompt_is_indexed_once_and_no_more_of_it_than_is_kept() -> None:
+    drafter = SuffixDrafter(max_indexed=1000)
+    ids = np.random.default_rng(0).integers(0, 50, 30_000).astype(np.int32)
+    drafter.begin(ids)
+    draft = drafter.draft(DraftRequest(np.append(ids, ids[-20:-10]), 4, SAMPLER))
+    assert drafter._automaton.num_tokens == 500
+    assert draft.token_ids.tolist() == ids[-10:-6].tolist()

@@ -1,0 +1,155 @@
+"""Imports go one way: cli, server, bench -> runtime -> decode -> control, verify, sampling, ... -> types, errors."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import edgespec
+
+PACKAGE = Path(edgespec.__file__).parent
+# A component (a module or a subpackage) imports only components of a lower rank, and itself. '' is the package root.
+RANKS = {
+    **dict.fromkeys(("errors",), 0),
+    **dict.fromkeys(("types", "vocabulary", "config", "formats"), 1),
+    **dict.fromkeys(("noise", "settings", "stopping", "chat", "engines"), 2),
+    **dict.fromkeys(("sampling", "acceptance", "corpus"), 3),
+    **dict.fromkeys(("drafters",), 4),
+    **dict.fromkeys(("control", "loading"), 5),
+    **dict.fromkeys(("decode",), 6),
+    **dict.fromkeys(("generation",), 7),
+    **dict.fromkeys(("runtime",), 8),
+    **dict.fromkeys(("",), 9),
+    **dict.fromkeys(("export",), 10),
+    **dict.fromkeys(("tuning",), 11),
+    **dict.fromkeys(("bench", "server"), 12),
+    **dict.fromkeys(("cli",), 13),
+    **dict.fromkeys(("__main__",), 14),
+}
+ENGINES_MAY_USE = {"errors", "formats", "types", "vocabulary", "engines"}
+DRAFTERS_MAY_USE = {"errors", "types", "vocabulary", "sampling", "noise", "formats", "drafters"}
+BASES = {
+    "engines.base",
+    "engines.sequence",
+    "engines.watch",
+    "engines.head",
+    "engines.parked",
+    "drafters.base",
+    "drafters.factory",
+}
+SHARED_BY_DRAFTERS = {"corpus.index"}  # the data structure that the corpus drafter looks up
+# what puts engines and drafters together, or reads their files
+ASSEMBLING = {"engines", "drafters", "runtime", "export", "loading", "control.pool"}
+MEASURED = {"engines.disk_cache", "engines.machine", "engines.memory"}  # of the machine; they know no engine
+HEAVY = {"torch", "tokenizers", "gguf", "safetensors", "transformers"}
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name below the package ('' for its root) of every module."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts).removesuffix("__init__").rstrip(".")] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full names of all that a file imports, inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            assert node.module is not None
+            yield node.module
+
+
+def own_imports(name: str) -> list[str]:
+    return [
+        full.removeprefix("edgespec").lstrip(".") for full in imports(MODULES[name]) if full.split(".")[0] == "edgespec"
+    ]
+
+
+def component(name: str) -> str:
+    return name.split(".")[0]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_go_down(name):
+    assert component(name) in RANKS, f"give the new component {component(name)!r} a rank in this file"
+    for imported in own_imports(name):
+        below = RANKS[component(imported)] < RANKS[component(name)]
+        assert below or component(imported) == component(name), f"{name} imports {imported}"
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if component(name) == "engines"])
+def test_engines_know_contracts_only(name):
+    assert {component(imported) for imported in own_imports(name)} <= ENGINES_MAY_USE
+
+
+@pytest.mark.parametrize("name", [n for n in MODULES if component(n) == "drafters" and n != "drafters.factory"])
+def test_drafters_know_contracts_only(name):
+    contracts = BASES | SHARED_BY_DRAFTERS
+    assert {imported for imported in own_imports(name) if component(imported) not in DRAFTERS_MAY_USE} <= contracts
+
+
+def test_only_the_runtime_knows_implementations():
+    """Everything else meets engines and drafters through their base classes; doctor asks a library for its version."""
+    for name in MODULES:
+        if {name, component(name)} & ASSEMBLING or name in (
+            "cli.library_facts",
+            "cli.doctor",
+        ):
+            continue
+        used = {imported for imported in own_imports(name) if component(imported) in ("engines", "drafters")}
+        allowed = BASES | MEASURED if component(name) in ("control", "bench", "tuning", "generation", "cli") else BASES
+        assert used <= allowed, f"{name} imports {used - allowed}"
+
+
+def test_llama_cpp_is_imported_in_one_file():
+    users = [name for name, path in MODULES.items() if any(full.split(".")[0] == "llama_cpp" for full in imports(path))]
+    assert users == ["engines.llamacpp.library"]
+
+
+def test_onnxruntime_is_imported_in_one_file():
+    users = [
+        name for name, path in MODULES.items() if any(full.split(".")[0] == "onnxruntime" for full in imports(path))
+    ]
+    assert users == ["engines.onnx.library"]
+
+
+def test_training_libraries_stay_in_training_and_export():
+    for name, path in MODULES.items():
+        if component(name) != "export" and name != "engines.onnx.tokenizer":
+            assert not HEAVY & {full.split(".")[0] for full in imports(path)}, name
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["nonsense"]])
+def test_the_command_line_starts_light(arguments):
+    """Help and errors must not wait for numpy, jinja2, prompt_toolkit or an engine."""
+    heavy = ("numpy", "jinja2", "prompt_toolkit", "rich", "asyncio", "llama_cpp", "onnxruntime", "onnx")
+    code = (
+        "import sys\nfrom edgespec.cli.main import cli\n"
+        f"try: cli.main({arguments!r})\nexcept SystemExit: pass\n"
+        f"sys.exit(','.join(m for m in {heavy!r} if m in sys.modules) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"loaded: {done.stderr}"
+
+
+def test_the_package_itself_imports_next_to_nothing():
+    heavy = (
+        *("numpy", "jinja2", "rich", "click", "asyncio", "llama_cpp", "onnxruntime", "sqlite3", "tomllib"),
+        *("edgespec.runtime", "edgespec.settings", "edgespec.config"),
+    )
+    code = f"import sys, edgespec\nsys.exit(','.join(m for m in {heavy!r} if m in sys.modules) or 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"loaded: {done.stderr}"

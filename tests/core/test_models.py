@@ -1,0 +1,144 @@
+"""The registry: names, paths, manifests, and every way in which each can be wrong."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from edgespec.errors import ModelFileError, ModelNotFound
+from edgespec.formats.manifest import read_pair
+from edgespec.loading import registry as models
+from edgespec.loading.registry import list_models, resolve
+
+TARGET, DRAFT = b"target weights", b"draft weights"
+
+
+def file_table(role: str, path: str, content: bytes) -> str:
+    return f'[files.{role}]\npath = "{path}"\nbytes = {len(content)}\nsha256 = "{hashlib.sha256(content).hexdigest()}"'
+
+
+def manifest_text(**changes: str) -> str:
+    parts = {
+        "head": 'format = 1\nname = "pair"\ndescription = "two files"\nbanner = "hello"\ncontext_length = 64',
+        "target": file_table("target", "t.gguf", TARGET),
+        "draft": file_table("draft", "d.gguf", DRAFT),
+        "sampling": "[sampling]\ntemperature = 0.7\ntop_k = 40",
+    }
+    return "\n".join((parts | changes).values()) + "\n"
+
+
+def write_pair(folder: Path, **changes: str) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "t.gguf").write_bytes(TARGET)
+    (folder / "d.gguf").write_bytes(DRAFT)
+    (folder / "manifest.toml").write_text(manifest_text(**changes), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EDGESPEC_MODELS", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def test_a_name_resolves_to_all_its_files(home: Path):
+    write_pair(home / "pair")
+    pair = resolve("pair")
+    assert (pair.name, pair.banner, pair.context_length) == ("pair", "hello", 64)
+    assert (pair.target.read_bytes(), pair.draft.read_bytes(), pair.medium) == (TARGET, DRAFT, None)
+    assert dict(pair.recommended) == {"temperature": 0.7, "top_k": 40}
+    assert pair.sha256s["target"] == hashlib.sha256(TARGET).hexdigest()
+
+
+def test_the_users_folder_comes_before_the_checkout(home: Path):
+    assert "demo" in models.registered_folders()
+    write_pair(home / "demo")
+    assert resolve("demo").name == "pair"
+    assert models.registered_folders()["demo"] == home / "demo"
+
+
+def test_listing_names_every_pair_once(home: Path):
+    write_pair(home / "pair")
+    names = [pair.name for pair in list_models()]
+    assert names.count("pair") == 1 and names.count("demo") == 1
+
+
+def test_an_unknown_name_suggests_the_nearest(home: Path):
+    write_pair(home / "pair")
+    with pytest.raises(ModelNotFound, match=r"'pare'.*did you mean 'pair'.*known names: demo, pair"):
+        resolve("pare")
+
+
+def test_paths(home: Path, tmp_path: Path):
+    folder = write_pair(tmp_path / "elsewhere")
+    assert resolve(str(folder)).draft == folder / "d.gguf"
+    alone = resolve(str(folder / "t.gguf"))
+    assert (alone.name, alone.target, alone.draft, alone.banner) == ("t", folder / "t.gguf", None, "")
+    assert alone.sha256s == {"target": None}
+
+
+def test_a_given_draft_replaces_the_pairs_own(home: Path, tmp_path: Path):
+    write_pair(home / "pair")
+    other = tmp_path / "other.gguf"
+    other.write_bytes(b"x")
+    assert resolve("pair", other).draft == other
+    assert resolve("pair").draft == home / "pair" / "d.gguf"
+    with pytest.raises(ModelNotFound, match=r"no draft file .*absent\.gguf"):
+        resolve("pair", tmp_path / "absent.gguf")
+
+
+@pytest.mark.parametrize("text", ["absent.gguf", "no/such/folder", "./demo2"])
+def test_a_missing_path_is_not_taken_for_a_name(home: Path, text: str):
+    with pytest.raises(ModelNotFound, match="no file"):
+        resolve(text)
+
+
+def test_other_files_are_refused(home: Path, tmp_path: Path):
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(ModelFileError, match=r"no \.gguf or \.onnx file.*export"):
+        resolve(str(tmp_path / "model.safetensors"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelFileError, match=r"has no manifest\.toml"):
+        resolve(str(tmp_path / "empty"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head": "format = 1\nname = "}, r"cannot be read: .*line 2"),
+        ({"head": "format = 2"}, "format is 2; this edgespec reads 1"),
+        ({"head": 'name = "pair"'}, "format is missing"),
+        ({"head": 'format = 1\ndescripton = "x"'}, "descripton is not a known key; did you mean 'description'"),
+        ({"head": "format = 1\nbanner = 3"}, "banner must be str, got 3"),
+        ({"head": "format = true"}, "format must be int, got True"),
+        ({"target": ""}, r"files\.target is missing"),
+        ({"target": "[files]\ntarget = 3"}, r"files\.target must be a table"),
+        ({"draft": "[files.drafft]"}, r"files\.drafft is not a known key; did you mean 'draft'"),
+        ({"draft": '[files.draft]\npath = "d.gguf"\nbytes = 13'}, r"files\.draft\.sha256 is missing"),
+        ({"draft": '[files.draft]\npath = "d.gguf"\nsha256 = "00"'}, r"files\.draft\.sha256 must be 64 hexadecimal"),
+        ({"draft": '[files.draft]\npath = "../d.gguf"'}, r"files\.draft\.path must stay inside the folder"),
+        ({"sampling": "[sampling]\ntemprature = 1"}, r"sampling\.temprature is not a known key; did you mean"),
+        ({"sampling": '[sampling]\ntop_k = "40"'}, r"sampling\.top_k must be int or float"),
+    ],
+)
+def test_a_bad_manifest_names_file_and_key(home: Path, changes: dict[str, str], message: str):
+    folder = write_pair(home / "pair", **changes)
+    with pytest.raises(ModelFileError, match=message) as caught:
+        resolve("pair")
+    assert str(folder) in str(caught.value)
+
+
+def test_missing_truncated_and_damaged_files(home: Path):
+    folder = write_pair(home / "pair")
+    (folder / "d.gguf").write_bytes(DRAFT[:-1])
+    with pytest.raises(ModelFileError, match=r"d\.gguf has 12 bytes, the manifest says 13"):
+        resolve("pair")
+    (folder / "d.gguf").write_bytes(DRAFT[:-1] + b"!")
+    with pytest.raises(ModelFileError, match=r"d\.gguf has SHA-256 .* the manifest says"):
+        resolve("pair")
+    assert read_pair(folder, check_hashes=False).name == "pair"
+    (folder / "d.gguf").unlink()
+    with pytest.raises(ModelFileError, match=r"d\.gguf is missing"):
+        resolve("pair")

@@ -1,0 +1,188 @@
+"""Texts that lose the engine and come back: the same bits as on a fresh model, and not read again."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+import edgespec
+from edgespec import GenerateOptions, Model, Result, Sampling
+from edgespec.engines.parked import ParkedStates
+from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.table import TableEngine
+from edgespec.errors import StateError
+from edgespec.types import TokenIds
+
+
+def text_of(seed: int, length: int = 80) -> TokenIds:
+    return np.random.default_rng(seed).integers(0, 10, length).astype(np.int32)
+
+
+def read(live: CachedSequence, parked: ParkedStates, wanted: TokenIds) -> int:
+    """Read a text as a generation does; the tokens that were reused."""
+    parked.make_way(live, wanted)
+    reused = live.reuse(wanted)
+    live.feed(wanted[live.length :])
+    assert live.engine.length() == live.length == wanted.size
+    return reused
+
+
+@pytest.fixture
+def live() -> CachedSequence:
+    return CachedSequence(TableEngine.random(10, context_length=256))
+
+
+def test_texts_in_turn_are_not_read_again(live: CachedSequence) -> None:
+    parked = ParkedStates()
+    for length in (80, 120, 160):
+        for seed in (1, 2, 3):
+            reused = read(live, parked, text_of(seed, 200)[:length])
+            assert reused == length - 40 or (length == 80 and reused < 3)  # the first letters may be the same
+    assert len(parked._states) == 2, "a state that is live again, and the beginnings of a longer one, are not kept"
+
+
+def test_the_one_used_longest_ago_goes_first(live: CachedSequence) -> None:
+    parked = ParkedStates(most_states=2)
+    for seed in (1, 2, 3, 4):
+        read(live, parked, text_of(seed))
+    assert read(live, parked, text_of(1)) == 0
+    assert read(live, parked, text_of(4)) == 79
+
+
+def test_they_keep_to_their_bytes(live: CachedSequence) -> None:
+    size = len(live.engine.save_state()) + 4 * 80
+    parked = ParkedStates(most_bytes=2 * size)
+    for seed in range(5):
+        read(live, parked, text_of(seed))
+        assert parked.num_bytes <= 2 * size
+    assert len(parked._states) == 2
+    assert read(live, ParkedStates(most_bytes=100), text_of(9)) == 0
+    parked.clear()
+    assert parked.num_bytes == 0
+
+
+def test_little_is_not_worth_a_copy(live: CachedSequence) -> None:
+    parked = ParkedStates()
+    read(live, parked, text_of(1, 20))
+    read(live, parked, text_of(2, 20))
+    shared = text_of(3, 200)
+    read(live, parked, shared)
+    before = len(parked._states)
+    changed = shared.copy()
+    changed[190:] = (changed[190:] + 1) % 10
+    assert read(live, parked, changed) == 190
+    assert len(parked._states) == before == 0
+
+
+def test_a_model_that_cannot_roll_back_takes_up_whole_texts_only() -> None:
+    live = CachedSequence(TableEngine.random(10, context_length=256, can_rollback=False))
+    parked = ParkedStates()
+    first, second = text_of(1, 200), text_of(2, 200)
+    read(live, parked, first[:80])
+    read(live, parked, second[:80])
+    assert read(live, parked, first[:120]) == 80
+    assert read(live, parked, np.concatenate((second[:70], first[:50]))) == 0
+
+
+@pytest.mark.parametrize("broken", ["save_state", "load_state"])
+@pytest.mark.parametrize("error", [StateError, MemoryError])
+def test_what_fails_is_read_again(live: CachedSequence, broken: str, error: type[Exception]) -> None:
+    def failing(*_: Any) -> Any:
+        raise error("no")
+
+    parked = ParkedStates()
+    read(live, parked, text_of(1))
+    setattr(live.engine, broken, failing)
+    for seed in (2, 1, 2):
+        assert read(live, parked, text_of(seed)) == 0
+
+
+def test_an_interrupted_load_leaves_an_empty_cache(live: CachedSequence) -> None:
+    parked, load = ParkedStates(), live.engine.load_state
+    read(live, parked, text_of(1))
+    read(live, parked, text_of(2))
+
+    def interrupted(*given: Any) -> None:
+        load(*given)
+        raise KeyboardInterrupt
+
+    live.engine.load_state = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        read(live, parked, text_of(1))
+    assert live.engine.length() == live.length == 0
+    live.engine.load_state = load  # type: ignore[method-assign]
+    assert read(live, parked, text_of(2)) == 79
+
+
+# -- on real weights
+
+QUESTIONS = (
+    "Find me a cheap Italian restaurant in San Jose for tonight, with a table for four people near the river.",
+    "Tom has 12 apples and gives away a third of them to his sister, then buys 5 more. How many are left?",
+)
+FURTHER = ("Is there another one that is open on Sundays?", "And if he then loses half of what he has?")
+SAMPLING = Sampling(temperature=0.8, seed=4)
+OPTIONS = GenerateOptions(max_tokens=48)
+CASES = [("llamacpp", "model"), ("llamacpp", "eagle"), ("llamacpp", "none"), ("onnx", "model"), ("onnx", "none")]
+
+
+def converse(model: Model, *, forgets: bool) -> list[Result]:
+    """Two conversations of three turns each, in turn."""
+    talks: list[list[dict[str, str]]] = [[], []]
+    found = []
+    for turn in range(3):
+        for talk, first, further in zip(talks, QUESTIONS, FURTHER, strict=True):
+            talk.append({"role": "user", "content": first if turn == 0 else further})
+            if forgets:
+                model.forget()
+            found.append(model.chat(talk, SAMPLING, OPTIONS).result())
+            talk.append({"role": "assistant", "content": found[-1].text})
+    return found
+
+
+@pytest.mark.parametrize("engine, drafter", CASES)
+def test_two_conversations_in_turn_are_those_of_fresh_models(engine: Any, drafter: Any) -> None:
+    if engine == "onnx":
+        pytest.importorskip("onnxruntime", reason="the ONNX engine needs onnxruntime")
+    length: Any = "auto" if drafter == "none" else 4
+    with edgespec.load(
+        "demo", engine=engine, drafter=drafter, draft_length=length, threads=1, reproducible=True
+    ) as model:
+        found = converse(model, forgets=False)
+        assert 0 < model._executor.parked.num_bytes < 256 << 20
+        fresh = converse(model, forgets=True)
+        model.forget()
+        assert model._executor.parked.num_bytes == 0
+    assert [each.token_ids for each in found] == [each.token_ids for each in fresh]
+    assert [each.logprobs for each in found] == [each.logprobs for each in fresh]
+    for result, before in zip(found[2:], found, strict=False):
+        assert result.stats.reused_tokens >= len(before.prompt_token_ids) - 1
+    assert all(result.stats.reused_tokens == 0 for result in fresh)
+
+
+def test_a_shared_early_exit_does_not_take_another_texts_states() -> None:
+    pytest.importorskip("onnxruntime", reason="the ONNX engine needs onnxruntime")
+    options: dict[str, Any] = {"engine": "onnx", "threads": 1, "exit_layer": 1, "reproducible": True}
+    with edgespec.load("demo", drafter="early-exit", draft_length=4, **options) as model:
+        found, fresh = converse(model, forgets=False), converse(model, forgets=True)
+        assert found[2].stats.accepted_tokens == fresh[2].stats.accepted_tokens > 0
+    assert [each.token_ids for each in found] == [each.token_ids for each in fresh]
+    assert [each.logprobs for each in found] == [each.logprobs for each in fresh]
+    assert found[2].stats.reused_tokens > 30
+
+
+@pytest.mark.skipif("EDGESPEC_TEST_MODEL" not in os.environ, reason="EDGESPEC_TEST_MODEL names no real model")
+def test_two_conversations_on_a_real_model() -> None:
+    path = os.environ["EDGESPEC_TEST_MODEL"]
+    with edgespec.load(path, drafter="ngram", draft_length=3, reproducible=True, context_length=1024) as model:
+        found, fresh = converse(model, forgets=False), converse(model, forgets=True)
+    assert [each.token_ids for each in found] == [each.token_ids for each in fresh]
+    assert [each.logprobs for each in found] == [each.logprobs for each in fresh]
+    assert all(result.stats.reused_tokens > 40 for result in found[2:])
+    print("prompt tokens, reused, seconds of reading, afresh")
+    for one, other in zip(found, fresh, strict=True):
+        stats = one.stats
+        print(stats.prompt_tokens, stats.reused_tokens, f"{stats.prefill_s:.3f} {other.stats.prefill_s:.3f}")

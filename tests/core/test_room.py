@@ -1,0 +1,65 @@
+"""Too little memory is one sentence that says what is needed and what is there, never a signal or a traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgespec.engines import memory_estimate as room
+from edgespec.engines.memory_estimate import Need, check_room
+from edgespec.errors import CapabilityError
+
+MIB = 1 << 20
+CHILD = """
+import resource, sys
+import edgespec
+edgespec.load
+from edgespec.engines.llamacpp.library import library
+library()
+field = "VmSize" if sys.argv[2] == "RLIMIT_AS" else "VmData"
+used = int(next(l for l in open("/proc/self/status") if l.startswith(field)).split()[1]) << 10
+limit = used + (int(sys.argv[3]) << 20)
+resource.setrlimit(getattr(resource, sys.argv[2]), (limit, limit))
+try:
+    with edgespec.load(sys.argv[1], reproducible=False, threads=2) as model:
+        model.generate("Once upon a time", options=edgespec.GenerateOptions(max_tokens=4))
+    print("works")
+except edgespec.EdgespecError as exc:
+    print("refused:", exc)
+"""
+
+
+def run_with(path: Path, limit: str, mib_left: int) -> str:
+    command = [sys.executable, "-c", CHILD, str(path), limit, str(mib_left)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, (done.returncode, done.stderr[-500:])
+    assert "Traceback" not in done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of addresses are kept by Linux only")
+@pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_DATA"])
+def test_under_any_limit_a_model_works_or_says_what_it_needs(target_path: Path, limit: str) -> None:
+    found = {mib: run_with(target_path, limit, mib) for mib in (4, 16, 40, 80, 120, 1000)}
+    for said in found.values():
+        assert said == "works" or (said.startswith("refused:") and "MiB" in said and "\n" not in said)
+    assert "are left under the limit of" in found[4]
+    assert found[1000] == "works"
+
+
+def test_what_fits_exactly_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    need = Need(mapped=100 * MIB, own=20 * MIB)
+    for kind, bytes_needed in (("addresses", need.addresses), ("memory", need.own), ("data", need.own)):
+        monkeypatch.setattr(room, "_free", lambda kind=kind, free=bytes_needed: {kind: (free, "a limit")})
+        check_room("model", need, "")
+        monkeypatch.setattr(room, "_free", lambda kind=kind, free=bytes_needed - 1: {kind: (free, "a limit")})
+        with pytest.raises(CapabilityError, match=r"model needs about \d+ MiB more memory, \d+ MiB are left under a"):
+            check_room("model", need, "")
+
+
+def test_a_machine_that_tells_nothing_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "_free", dict)
+    check_room("model", Need(mapped=1 << 60, own=1 << 60), "")

@@ -1,0 +1,224 @@
+"""Streams that are closed or full, pipes without a writer, paths that lead nowhere: no traceback and no waiting."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import edgespec
+from demo import heed_interrupts
+from edgespec.chat.conversation import Conversation
+from edgespec.errors import ConfigError, EdgespecError, ModelNotFound, StateError
+from edgespec.formats.files import (
+    MAX_TEXT_BYTES,
+    exists,
+    expanded,
+    home_folder,
+    is_file,
+    is_folder,
+    read_text,
+    resolved,
+)
+from edgespec.loading.registry import registered_folders, resolve
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="shells, pipes and links of POSIX")
+FULL = Path("/dev/full")
+PYTHON = f"'{sys.executable}' -m edgespec"
+NO_ONE = "~nosuchuser/x.gguf"
+
+
+@pytest.fixture(autouse=True)
+def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGESPEC_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", str(Path(edgespec.__file__).parent.parent))
+    monkeypatch.chdir(tmp_path)
+
+
+def shell(command: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    """What a shell makes of `command`, in which E stands for ours."""
+    script = command.replace("E ", f"{PYTHON} ", 1)
+    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def assert_one_line(done: subprocess.CompletedProcess[str], code: int, said: str = "") -> None:
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+    assert [line.startswith("error: ") for line in done.stderr.splitlines()] in ([True], [])
+    assert said in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [
+        ("E --help >&-", 1, "standard output is closed"),
+        ("E nonsense 2>&-", 2, ""),
+        ("E generate <&-", 2, "the prompt is empty"),
+        ("E nonsense <&- 2>&- ", 2, ""),
+        ("E --help 2>&-", 0, ""),
+        ("E --help <&-", 0, ""),
+        ("set -o pipefail; E --help | true", 141, ""),
+        ("set -o pipefail; E chat --help | true", 141, ""),
+    ],
+)
+def test_closed_streams(command: str, code: int, said: str) -> None:
+    done = shell(command)
+    if code == 141 and done.returncode == 0:
+        pytest.skip("the reader took all before it left")
+    assert_one_line(done, code, said)
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("arguments", ["--help", "--version", "chat --help", "doctor"])
+def test_a_full_disk_under_the_output(arguments: str) -> None:
+    assert_one_line(shell(f"E {arguments} >/dev/full"), 1, "No space left on device")
+    assert shell("E nonsense 2>/dev/full").returncode == 2
+
+
+@pytest.mark.parametrize("arguments", ["tune --prompts pipe", "bench --prompts pipe", "generate -p x --config pipe"])
+def test_a_pipe_that_nobody_writes_to_is_not_waited_for(tmp_path: Path, arguments: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert_one_line(shell(f"E {arguments}"), 2, "pipe")
+
+
+def test_a_pipe_that_somebody_writes_to_is_read(tmp_path: Path) -> None:
+    done = shell("E tune --prompts <(sleep 0.5; echo)")
+    assert_one_line(done, 2, "holds no prompt")
+    os.mkfifo(tmp_path / "pipe")
+    with subprocess.Popen(["bash", "-c", "exec >pipe; sleep 0.3; echo hello"]) as writer:
+        while not (text := read_text("pipe")):
+            time.sleep(0.01)
+        assert text == "hello\n"
+    assert writer.returncode == 0
+    with pytest.raises(StateError, match="not a saved conversation"):
+        Conversation.load(tmp_path / "pipe")
+
+
+def test_what_never_ends_is_not_read() -> None:
+    with pytest.raises(OSError, match=f"more than {MAX_TEXT_BYTES >> 20} MiB"):
+        read_text("/dev/zero")
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.05, 0.08, 0.12, 0.2])
+def test_an_interrupt_at_the_very_beginning(after_s: float) -> None:
+    # What Python does before our first line is not ours: the interrupt comes when that has begun.
+    started = "import edgespec.__main__ as ours, sys; print(flush=True); ours.main()"
+    command = [sys.executable, "-c", started, "calibrate", "--passes", "1000000"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, preexec_fn=heed_interrupts, **pipes) as process:  # type: ignore[call-overload]
+        try:
+            process.stdout.readline()
+            time.sleep(0.05 + after_s)
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+
+
+def test_next_to_nothing_is_imported_before_ctrl_c_is_answered() -> None:
+    seen = "import sys, edgespec.__main__; print(sorted({'click', 'numpy', 'dataclasses'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# -- paths
+
+
+@pytest.fixture
+def odd(tmp_path: Path) -> list[str]:
+    """Paths that cannot be followed, each in its own way."""
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "file").write_text("x")
+    long = "x" * 5000
+    return [str(tmp_path / "loop"), str(tmp_path / "file" / "below"), long, f"a/{long}", "nul\0", NO_ONE, "\udcff"]
+
+
+def test_questions_have_answers(odd: list[str]) -> None:
+    for path in odd:
+        assert not (is_file(path) or is_folder(path) or exists(path))
+        assert isinstance(expanded(path), Path) and isinstance(resolved(path), Path)
+    assert expanded("~") == Path.home()
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with pytest.raises(ConfigError, match="EDGESPEC_HOME"):
+        home_folder()
+
+
+@pytest.mark.parametrize("suffix", ["", ".gguf", ".onnx", "/model.onnx"])
+def test_a_model_at_such_a_path_is_not_found(odd: list[str], suffix: str) -> None:
+    for path in odd:
+        with pytest.raises(ModelNotFound):
+            resolve(path + suffix)
+        with pytest.raises(ModelNotFound, match="draft"):
+            resolve("demo", draft=Path(path + suffix))
+        for given in ({"model": path + suffix}, {"heads": path, "drafter": "eagle"}, {"medium": path}):
+            with pytest.raises(EdgespecError):
+                edgespec.load(**given)  # type: ignore[arg-type]
+
+
+def test_folders_that_cannot_be_read_hide_no_other_models(
+    odd: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = tmp_path / "models"
+    models.mkdir()
+    (models / "loop").symlink_to(models / "loop")
+    (models / "dangling").symlink_to(models / "nothing")
+    (models / "file").write_text("x")
+    (models / "folder").mkdir()
+    (models / "folder" / "manifest.toml").symlink_to(models / "folder" / "manifest.toml")
+    for place in (str(models), *(path for path in odd if "\0" not in path)):
+        monkeypatch.setenv("EDGESPEC_MODELS", place)
+        assert "demo" in registered_folders()
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root, to become nobody")
+def test_a_folder_that_may_not_be_entered_hides_no_other_models(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    (closed / "inner").mkdir(parents=True)
+    program = (
+        "import os, sys; sys.path.insert(0, sys.argv[2]); from edgespec.loading.registry import registered_folders\n"
+        "os.environ['EDGESPEC_MODELS'] = sys.argv[1]; os.setuid(65534); print(sorted(registered_folders()))"
+    )
+    root = str(Path(edgespec.__file__).parent.parent)
+    for mode, place in ((0, closed), (0o711, closed), (0, closed / "inner")):
+        closed.chmod(mode)
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(place), root], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0 and "demo" in done.stdout, done.stderr
+    closed.chmod(0o755)
+
+
+@pytest.mark.parametrize("path", ["a\\u0000b", "loop", "x" * 5000, "../up", "/abs"])
+def test_a_manifest_that_leads_nowhere(tmp_path: Path, path: str) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    text = f'format = 1\n[files.target]\npath = "{path}"\nbytes = 5\nsha256 = "{"0" * 64}"\n'
+    (tmp_path / "manifest.toml").write_text(text)
+    with pytest.raises(EdgespecError):
+        resolve(str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["a = " + "[" * 100_000, "context-length = " + "9" * 5000, "\udcff", "a"])
+def test_files_of_settings_that_overtax_their_reader(tmp_path: Path, text: str) -> None:
+    from edgespec.settings import resolve as settings_of
+    from edgespec.tuning.profiles import load_profile
+
+    (tmp_path / "config.toml").write_text(text, errors="surrogateescape")
+    (tmp_path / "manifest.toml").write_text(text, errors="surrogateescape")
+    with pytest.raises(ConfigError, match=r"config\.toml"):
+        settings_of({}, {}, tmp_path / "config.toml")
+    with pytest.raises(ConfigError, match="damaged"):
+        load_profile(tmp_path / "config.toml")
+    with pytest.raises(EdgespecError, match=r"manifest\.toml"):
+        resolve(str(tmp_path))
+    with pytest.raises(StateError):
+        Conversation.load(tmp_path / "config.toml")

@@ -1,0 +1,218 @@
+"""A draft temperature other than the target's: the same text, better drafts, and a factor that is learnt."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import edgespec
+from edgespec import GenerateOptions, Sampling
+from edgespec.cli.main import cli
+from edgespec.drafters.base import DraftRequest
+from edgespec.drafters.hierarchical import HierarchicalDrafter
+from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.temperature import FACTORS, DraftTemperature, picks
+from edgespec.drafters.tree import TreeDrafter
+from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.table import TableEngine
+from edgespec.errors import ConfigError
+from edgespec.noise import Stream
+from edgespec.sampling import Sampler
+from laws import ALPHA_1E6, chi_square_score
+from lossless import PLAIN, run_once
+
+
+def scaled(target: TableEngine, factor: float) -> TableEngine:
+    """The target's own logits, flatter or steeper: a draft for which `factor` is the right temperature."""
+    return TableEngine(target._table * np.float32(factor), order=target._order, context_length=4100)
+
+
+def test_a_factor_of_one_and_a_greedy_target_leave_the_sampler_alone() -> None:
+    warm, greedy = Sampler(Sampling(temperature=0.8), 10), Sampler(Sampling(temperature=0.0), 10)
+    assert DraftTemperature(1.0).sampler(warm) is warm and DraftTemperature("auto").sampler(warm) is warm
+    assert DraftTemperature(0.5).sampler(greedy) is greedy
+    half = DraftTemperature(0.5)
+    made = half.sampler(warm)
+    assert made.sampling == dataclasses.replace(warm.sampling, temperature=0.4)
+    assert half.sampler(warm) is made
+    other = Sampler(Sampling(temperature=0.8, seed=5), 10)
+    assert half.sampler(other).sampling.seed == 5
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.5])
+def test_a_draft_carries_the_distributions_that_it_was_sampled_from(factor: float) -> None:
+    draft = TableEngine.random(10, seed=2)
+    sampling = Sampling(temperature=0.8, top_k=6, top_p=0.9, min_p=0.02, seed=3)
+    drafter = ModelDrafter(draft, temperature=factor)
+    context = np.array([1, 2, 3], np.int32)
+    found = drafter.draft(DraftRequest(context, 5, Sampler(sampling, 10), needs_distributions=True))
+    tempered = Sampler(dataclasses.replace(sampling, temperature=0.8 * factor), 10)
+    text = context.tolist()
+    assert found.distributions is not None
+    for token_id, distribution in zip(found.token_ids.tolist(), found.distributions, strict=True):
+        expected = tempered.distribution(draft.row(text), np.array(text, np.int32))
+        assert np.array_equal(distribution.token_ids, expected.token_ids)
+        assert np.array_equal(distribution.probs, expected.probs)
+        text.append(token_id)
+
+
+@pytest.mark.parametrize("factor", [0.6, 1.4, "auto"])
+def test_coupled_text_is_plain_text_at_any_draft_temperature(factor: float) -> None:
+    target = TableEngine.random(10, seed=1, context_length=4100)
+    cached, drafter = CachedSequence(target), ModelDrafter(scaled(target, 0.5), temperature=factor)
+    for settings in (PLAIN, Sampling(temperature=0.8, top_k=5, seed=9), Sampling(temperature=0.0)):
+        plain = run_once(cached, None, "coupled", 0, settings, 600)
+        found = run_once(cached, drafter, "coupled", 4, settings, 600)
+        assert [(e.token_id, e.logprob) for e in found] == [(e.token_id, e.logprob) for e in plain]
+
+
+@pytest.mark.parametrize("factor", [0.5, "auto"])
+def test_joint_law_under_rejection_is_the_targets_at_any_draft_temperature(factor: float) -> None:
+    target = TableEngine.random(10, order=1, seed=3, spread=1.0, context_length=4100)
+    cached, drafter = CachedSequence(target), ModelDrafter(scaled(target, 0.5), temperature=factor)
+    counts = np.zeros((10, 10))
+    for seed in range(6):
+        settings = dataclasses.replace(PLAIN, seed=seed)
+        ids = [1, *(e.token_id for e in run_once(cached, drafter, "rejection", 3, settings, 4000, logprobs=False))]
+        np.add.at(counts, (ids[:-1], ids[1:]), 1)
+    expected = np.zeros_like(counts)
+    for before in range(10):
+        weights = np.exp(target.row([before]).astype(np.float64))
+        expected[before] = counts[before].sum() * weights / weights.sum()
+    assert chi_square_score(counts, expected, 90) < ALPHA_1E6
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.5])
+def test_a_tree_is_drawn_at_the_drafts_temperature(factor: float) -> None:
+    """Its main chain is that of the model alone, and its nodes carry what they were drawn from."""
+    engine = TableEngine.random(10, seed=2)
+    sampling = Sampling(temperature=0.8, top_k=6, top_p=0.9, min_p=0.02, seed=3)
+    request = DraftRequest(np.array([1, 2, 3], np.int32), 12, Sampler(sampling, 10), max_branches=4)
+    tree = TreeDrafter(ModelDrafter(engine, temperature=factor)).draft(request).main_chain
+    alone = ModelDrafter(engine, temperature=factor).draft(request.at_most(tree.num_tokens))
+    assert tree.token_ids.tolist() == alone.token_ids.tolist()
+    compared = request._replace(needs_distributions=True)
+    drawn = TreeDrafter(ModelDrafter(engine, temperature=factor)).draft(compared)
+    tempered = Sampler(dataclasses.replace(sampling, temperature=0.8 * factor), 10)
+    expected = tempered.distribution(engine.row([1, 2, 3]), np.array([1, 2, 3], np.int32))
+    assert drawn.distributions is not None
+    for token_id, prob in zip(expected.token_ids.tolist(), expected.probs.tolist(), strict=True):
+        assert drawn.distributions[0].prob_of(token_id) == pytest.approx(prob)
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize("factor", [0.6, 1.5, "auto"])
+def test_a_tree_keeps_the_text_at_any_draft_temperature(factor: float, rule: str) -> None:
+    """Coupled to the token, under rejection in law."""
+    target = TableEngine.random(10, order=1, seed=3, spread=1.0, context_length=4100)
+    cached, drafter = CachedSequence(target), TreeDrafter(ModelDrafter(scaled(target, 0.5), temperature=factor))
+    if rule == "coupled":
+        plain = run_once(cached, None, "coupled", 0, PLAIN, 1000)
+        found = run_once(cached, drafter, "coupled", 8, PLAIN, 1000)
+        assert [(e.token_id, e.logprob) for e in found] == [(e.token_id, e.logprob) for e in plain]
+        return
+    counts = np.zeros((10, 10))
+    for seed in range(4):
+        settings = dataclasses.replace(PLAIN, seed=seed)
+        ids = [1, *(e.token_id for e in run_once(cached, drafter, "rejection", 6, settings, 4000, logprobs=False))]
+        np.add.at(counts, (ids[:-1], ids[1:]), 1)
+    weights = np.exp(np.stack([target.row([before]) for before in range(10)]).astype(np.float64))
+    expected = counts.sum(axis=1, keepdims=True) * weights / weights.sum(axis=1, keepdims=True)
+    assert chi_square_score(counts, expected, 90) < ALPHA_1E6
+
+
+def test_a_tree_learns_the_factor_that_is_right() -> None:
+    target = TableEngine.random(10, seed=1, context_length=4100)
+    accepted = {}
+    for setting in (1.0, "auto"):
+        model = ModelDrafter(scaled(target, 0.6), temperature=setting)
+        cached, drafter = CachedSequence(target), TreeDrafter(model)
+        run_once(cached, drafter, "coupled", 4, dataclasses.replace(PLAIN, seed=4), 4000, logprobs=False)  # learns
+        events = run_once(cached, drafter, "coupled", 4, dataclasses.replace(PLAIN, seed=5), 2000, logprobs=False)
+        accepted[setting] = sum(event.from_draft for event in events)
+    assert 0.6 <= model.temperature.factor_at(1.0) <= 0.7
+    assert accepted["auto"] > accepted[1.0] + 50
+
+
+def test_a_medium_learns_the_factor_that_is_right_and_the_small_model_nothing_of_it() -> None:
+    target = TableEngine.random(10, seed=1, context_length=4100)
+    accepted = {}
+    for setting in (1.0, "auto"):
+        small = ModelDrafter(scaled(target, 0.8), temperature=setting)
+        cached, drafter = CachedSequence(target), HierarchicalDrafter(small, scaled(target, 0.6), setting)
+        run_once(cached, drafter, "coupled", 4, dataclasses.replace(PLAIN, seed=4), 4000, logprobs=False)  # learns
+        events = run_once(cached, drafter, "coupled", 4, dataclasses.replace(PLAIN, seed=5), 2000, logprobs=False)
+        accepted[setting] = sum(event.from_draft for event in events)
+    assert 0.6 <= drafter.temperature.factor_at(1.0) <= 0.7
+    assert accepted["auto"] > accepted[1.0] + 50
+    assert small.temperature._scores == {}
+
+
+@pytest.mark.parametrize("flatter", [0.6, 1.0])
+def test_the_factor_that_is_right_is_learnt(flatter: float) -> None:
+    target = TableEngine.random(10, seed=1, context_length=4100)
+    cached, sampling = CachedSequence(target), dataclasses.replace(PLAIN, seed=4)
+    accepted = {}
+    for setting in (1.0, "auto"):
+        drafter = ModelDrafter(scaled(target, flatter), temperature=setting)
+        run_once(cached, drafter, "coupled", 4, sampling, 4000, logprobs=False)  # learns
+        events = run_once(cached, drafter, "coupled", 4, dataclasses.replace(sampling, seed=5), 2000, logprobs=False)
+        accepted[setting] = sum(event.from_draft for event in events)
+    learnt = drafter.temperature.factor_at(1.0)
+    assert drafter.temperature.factor_at(0.8) == 1.0  # nothing was seen at another temperature
+    if flatter == 1.0:
+        assert learnt == 1.0 and accepted["auto"] == accepted[1.0]
+    else:
+        assert 0.6 <= learnt <= 0.7 and accepted["auto"] > accepted[1.0] + 50
+
+
+def test_rules_without_the_targets_noise_teach_nothing() -> None:
+    target = TableEngine.random(10, seed=1, context_length=4100)
+    drafter = ModelDrafter(scaled(target, 0.5), temperature="auto")
+    run_once(CachedSequence(target), drafter, "rejection", 4, PLAIN, 2000, logprobs=False)
+    assert drafter.temperature._scores == {}
+
+
+@pytest.mark.parametrize("used", [0.6, 1.0, 1.2])
+def test_picks_are_what_a_draft_at_each_factor_would_have_drafted(used: float) -> None:
+    rng = np.random.default_rng(0)
+    for position in range(50):
+        logits = 2 * rng.standard_normal(12).astype(np.float32)
+        made = {f: Sampler(dataclasses.replace(PLAIN, temperature=f, seed=3), 12) for f in (used, *FACTORS)}
+        nothing = np.empty(0, np.int32)
+        drafted = made[used].distribution(logits, nothing)
+        noise = made[used].noise.exponential(Stream.TARGET, position, drafted.token_ids)
+        expected = [made[f].pick(made[f].distribution(logits, nothing), position) for f in FACTORS]
+        assert picks(drafted, noise, used).tolist() == expected
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf"), 21, "hot", None])
+def test_a_factor_that_is_none_is_refused(factor: object) -> None:
+    with pytest.raises(ConfigError, match=r"draft-temp must be auto or a factor from 0.05 to 20"):
+        edgespec.load("demo", draft_temperature=factor)
+
+
+def test_the_command_line_takes_a_factor_or_auto() -> None:
+    found = CliRunner().invoke(cli, ["generate", "demo", "-p", "x", "--draft-temp", "hot"])
+    assert found.exit_code == 2 and "neither a number nor auto" in found.output
+
+
+@pytest.mark.parametrize("engine", ["llamacpp", "onnx"])
+def test_demo_text_does_not_depend_on_the_draft_temperature(engine: str) -> None:
+    ids, plain = None, {}
+    temperatures, lengths = (0.0, 0.8, 1.2), (("model", 1), ("model", 4), ("model", "auto"), ("tree", 8))
+    for factor in (0.7, "auto"):
+        wanted = {"engine": engine, "drafter": "hierarchical", "draft_temperature": factor}
+        with edgespec.load("demo", reproducible=True, **wanted) as model:
+            ids = ids or model.encode_chat([{"role": "user", "content": "Find me a cheap restaurant in San Jose."}])
+            for temperature in temperatures:
+                sampling = Sampling(temperature=temperature, seed=8)
+                if temperature not in plain:
+                    options = GenerateOptions(max_tokens=64, drafter="none", ignore_eos=True)
+                    plain[temperature] = model.generate(ids, sampling, options).token_ids
+                for drafter, length in (*lengths, ("hierarchical", 5)):
+                    options = GenerateOptions(max_tokens=64, drafter=drafter, draft_length=length, ignore_eos=True)
+                    assert model.generate(ids, sampling, options).token_ids == plain[temperature]

@@ -1,0 +1,399 @@
+"""Trees grown by heads on the target's states: what they propose, and that the text stays the target's own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import edgespec
+from demo import TEST_THREADS
+from edgespec import GenerateOptions, Sampling
+from edgespec.acceptance import RULES
+from edgespec.control.base import FixedLength, Proposal
+from edgespec.control.branches import path_products
+from edgespec.control.cost import CostCurve
+from edgespec.decode import Run, autoregressive, speculative
+from edgespec.drafters.base import DraftRequest
+from edgespec.drafters.chain import evidence_of
+from edgespec.drafters.medusa import MedusaDrafter
+from edgespec.drafters.states import DEAR_ROW, StateDrafter
+from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.sequence import CachedSequence
+from edgespec.sampling import Sampler
+from edgespec.stopping import StopRules
+from edgespec.types import Draft, Logits, RoundRecord, Verdict
+from head_tables import KINDS, VOCABULARY, request, table, with_features
+from laws import ALPHA_1E6, law_score
+from lossless import DEMO, PLAIN, PROMPTS, run_once, side_branches
+from simulation import Timed, Watched
+from tiny_heads import drafter_of, random_heads, table_heads
+
+GREEDY = Sampling(temperature=0.0)
+HIDDEN, TOKENS = 64, 299  # of the tiny model
+
+
+@pytest.fixture(scope="module")
+def tiny_engine(tiny_path: Any) -> Iterator[LlamaCppEngine]:
+    with LlamaCppEngine.load(tiny_path, threads=TEST_THREADS, context_length=128, reproducible=False) as engine:
+        yield engine
+
+
+def texts(length: int = 40) -> tuple[np.ndarray, np.ndarray]:
+    """Random states [n, hidden] and tokens [n + 1]."""
+    rng = np.random.default_rng(5)
+    states = rng.standard_normal((length, HIDDEN)).astype(np.float32)
+    return rng.integers(0, TOKENS, length + 1).astype(np.int32), states
+
+
+def tree_request(most: int = 16, temperature: float = 0.0, branches: int = 8, **more: Any) -> DraftRequest:
+    return request(*texts(), most, temperature)._replace(max_branches=branches, **more)
+
+
+# -- losslessness
+
+
+@pytest.mark.parametrize("settings", [
+    GREEDY,
+    Sampling(temperature=0.0, repeat_penalty=1.5, presence_penalty=0.5, logit_bias={3: -2}),
+    PLAIN,
+    Sampling(temperature=0.8, top_k=5, top_p=0.9, min_p=0.05, seed=9),
+    Sampling(temperature=1.2, repeat_penalty=1.3, frequency_penalty=0.2, penalty_window=8, logit_bias={3: -2}, seed=4),
+])  # fmt: skip
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("order", [1, 2])
+def test_coupled_text_is_plain_text_token_by_token(settings: Sampling, kind: str, order: int) -> None:
+    """With heads that know the table (order 1), and with heads that know another one (order 2)."""
+    target = table(order=order)
+    plain = run_once(CachedSequence(target), None, "coupled", 0, settings, 100)
+    cached, drafter = with_features(target), drafter_of(table_heads(kind, table()), VOCABULARY)
+    for most in (2, 9, 24):
+        found = run_once(cached, drafter, "coupled", most, settings, 100)
+        assert [event.token_id for event in found] == [event.token_id for event in plain]
+        assert [event.logprob for event in found] == [event.logprob for event in plain]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_joint_law_of_sampled_text_is_the_targets(kind: str) -> None:
+    """laws.py runs the same over 2e5 tokens and more, and for the other rules."""
+    assert law_score("rejection", kind, num_tokens=16_000) < ALPHA_1E6
+
+
+def test_greedy_rejection_is_plain_greedy() -> None:
+    target = table(order=2)
+    plain = [event.token_id for event in run_once(CachedSequence(target), None, "coupled", 0, GREEDY, 100)]
+    for kind in KINDS:
+        drafter = drafter_of(table_heads(kind, table()), VOCABULARY)
+        found = run_once(with_features(target), drafter, "rejection", 12, GREEDY, 100)
+        assert [event.token_id for event in found] == plain
+
+
+# -- what they propose
+
+
+@pytest.mark.parametrize("needs_distributions", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tree_keeps_to_its_limits(
+    tiny_engine: LlamaCppEngine, kind: str, temperature: float, needs_distributions: bool
+) -> None:
+    drafter = drafter_of(random_heads(kind, tiny_engine, HIDDEN), TOKENS)
+    known = set(random_heads(kind, tiny_engine, HIDDEN).token_ids.tolist())
+    seen = set()
+    for most, branches in itertools.product((1, 2, 7, 16, 33), (1, 2, 8)):
+        draft = drafter.draft(tree_request(most, temperature, branches, needs_distributions=needs_distributions))
+        assert min(most, 3 + branches) <= draft.num_tokens <= most
+        assert draft.num_tokens == most or kind == "medusa"
+        assert side_branches(draft) <= branches
+        assert set(draft.token_ids.tolist()) <= known
+        assert kind == "eagle" or max(draft.depths()) < 3
+        assert (draft.distributions is not None) == (needs_distributions and temperature > 0)
+        for node in range(-1, draft.num_tokens):
+            children = draft.token_ids[draft.children_of(node)].tolist()
+            assert len(set(children)) == len(children)
+        seen.add(side_branches(draft))
+    assert max(seen) > 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_the_main_chain_is_what_the_heads_would_draft_without_branches(
+    tiny_engine: LlamaCppEngine, kind: str, temperature: float
+) -> None:
+    """The same tokens with the same evidence: what a controller learns of chains holds for trees."""
+    drafter = drafter_of(random_heads(kind, tiny_engine, HIDDEN), TOKENS)
+    draft = drafter.draft(tree_request(24, temperature))
+    main = draft.main_chain
+    alone = drafter.draft(tree_request(main.num_tokens, temperature, branches=0))
+    assert alone.is_chain and not draft.is_chain
+    assert main.token_ids.tolist() == alone.token_ids.tolist()
+    assert main.evidence is not None and draft.evidence is not None
+    np.testing.assert_allclose(main.evidence, alone.evidence, atol=1e-4)
+    firsts = {draft.children_of(node)[0] for node in range(-1, draft.num_tokens) if draft.children_of(node)}
+    assert {len(draft.evidence[node]) for node in firsts} == {3}
+    later = [draft.evidence[node] for node in range(draft.num_tokens) if node not in firsts]
+    assert later and all(found[:4] == (0.0, 0.0, 0.0, 1.0) for found in later)
+
+
+def paths(draft: Draft) -> Iterator[tuple[list[int], list[int]]]:
+    """(tokens of the path to a node, tokens of its children in order) of all nodes with children."""
+    for node in range(-1, draft.num_tokens):
+        path, at = [], node
+        while at >= 0:
+            path, at = [int(draft.token_ids[at]), *path], int(draft.parents[at])
+        children = draft.token_ids[draft.children_of(node)].tolist()
+        if children:
+            yield path, children
+
+
+def arrivals(sampler: Sampler, row: Logits, text: np.ndarray) -> list[int]:
+    """The tokens in the order in which they win the race behind `text` that the target runs with `row`."""
+    if sampler.sampling.temperature == 0:
+        found: list[int] = sampler.likeliest(row, text, 24).token_ids.tolist()
+    else:
+        found = sampler.ranked(sampler.distribution(row, text), text.size)[0].token_ids.tolist()
+    return found
+
+
+@pytest.mark.parametrize("presence_penalty", [0.0, 2.0])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_medusas_children_depend_on_depth_and_on_penalties_alone(
+    tiny_engine: LlamaCppEngine, temperature: float, presence_penalty: float
+) -> None:
+    """A head knows no path: at one depth all races are one, and the target runs the same."""
+    drafter = drafter_of(random_heads("medusa", tiny_engine, HIDDEN), TOKENS)
+    assert isinstance(drafter, MedusaDrafter)
+    sampling = Sampling(temperature=temperature, presence_penalty=presence_penalty, seed=1)
+    asked = tree_request(33, branches=16, sampler=Sampler(sampling, TOKENS))
+    text, states = texts()
+    scores = drafter.scores(drafter._predicted(states[-1], text[-1:], drafter.depth))
+    rankings: dict[int, set[tuple[int, ...]]] = {}
+    for path, children in paths(drafter.draft(asked)):
+        told = np.append(text, np.array(path, np.int32))
+        arrived = arrivals(asked.sampler, drafter.row(scores[len(path)]), told)
+        assert children == arrived[: len(children)]
+        rankings.setdefault(len(path), set()).add(tuple(arrived[:8]))
+    assert sorted(rankings) == [0, 1, 2]
+    assert (max(map(len, rankings.values())) > 1) == (presence_penalty > 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drawn_siblings_carry_what_was_left_and_every_node_draws_for_itself(
+    tiny_engine: LlamaCppEngine, kind: str
+) -> None:
+    drafter = drafter_of(random_heads(kind, tiny_engine, HIDDEN), TOKENS)
+    draft = drafter.draft(tree_request(40, 1.0, 16, needs_distributions=True))
+    assert draft.distributions is not None
+    firsts: dict[int, list[int]] = {}
+    for node in range(-1, draft.num_tokens):
+        gone: list[int] = []
+        for child in draft.children_of(node):
+            distribution = draft.distributions[child]
+            assert distribution.probs.sum() == pytest.approx(1)
+            assert not set(gone) & set(distribution.token_ids.tolist())
+            gone.append(int(draft.token_ids[child]))
+        if gone:
+            firsts.setdefault(draft.depths()[node] + 1 if node >= 0 else 0, []).append(gone[0])
+    assert side_branches(draft) > 2
+    assert len(firsts[1]) > 2 and len(set(firsts[1])) > 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_eagle_looks_at_the_text_and_a_nodes_own_path(tiny_engine: LlamaCppEngine, temperature: float) -> None:
+    """The slow twin reads each path by itself, as if it were text whose states are those that it predicted."""
+    heads = random_heads("eagle", tiny_engine, HIDDEN)
+    sharp = {name: heads.arrays[name] * 10 for name in ("q_proj", "k_proj", "v_proj", "o_proj")}  # looks at few pairs
+    heads = replace(heads, arrays={**heads.arrays, **sharp})
+    text, states = texts()
+    asked = tree_request(33, temperature)
+    drafter = drafter_of(heads, TOKENS)
+    drafter.draft(request(text[:21], states[:20])._replace(max_branches=8))  # and forgets what it predicted then
+    draft = drafter.draft(asked)
+    compared = 0
+    for path, children in paths(draft):
+        twin, told, known = drafter_of(heads, TOKENS), text, states
+        twin._make_room(len(text) + len(path))
+        predicted = twin._catch_up(told, known)
+        for token_id in path:
+            told, known = np.append(told, np.int32(token_id)), np.vstack((known, predicted))
+            predicted = twin._catch_up(told, known)
+        row = twin.row(twin.scores(predicted))
+        assert children == arrivals(asked.sampler, row, told)[: len(children)]
+        law = asked.sampler.distribution(row, told)
+        evidence = evidence_of(row, law.prob_of(children[0]), asked.sampler.race(law, told.size)[1])
+        nodes = [node for node in range(draft.num_tokens) if draft.token_ids[node] == children[0]]
+        assert draft.evidence is not None
+        assert min(np.abs(np.subtract(draft.evidence[node][:3], evidence)).max() for node in nodes) < 1e-4
+        compared += len(path) > 1
+    assert compared > 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_chain_is_drafted_where_trees_are_not_possible_or_rows_are_dear(kind: str) -> None:
+    target = table()
+    drafter = drafter_of(table_heads(kind, target.related(sigma=1.0)), VOCABULARY)
+    asked = DraftRequest(
+        np.array([0, 1, 2, 3], np.int32), 24, Sampler(PLAIN, VOCABULARY), max_branches=8, features=target._table[:3]
+    )
+    drafts = [drafter.draft(asked._replace(row_cost=cost)) for cost in (0.0, 0.02, 0.05, 0.09)]
+    sizes = [draft.num_tokens for draft in drafts]
+    assert sizes == sorted(sizes, reverse=True) and sizes[-1] > 0
+    assert side_branches(drafts[1]) > 1
+    for draft, cost in zip(drafts, (0.0, 0.02, 0.05, 0.09), strict=True):
+        assert min(path_products(draft, draft.confidences.tolist())) > cost
+    for dear in (asked._replace(row_cost=DEAR_ROW), asked._replace(max_branches=0)):
+        assert drafter.draft(dear).is_chain
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_follows_an_end_token_and_nothing_comes_of_no_state(tiny_engine: LlamaCppEngine, kind: str) -> None:
+    heads = random_heads(kind, tiny_engine, HIDDEN)
+    asked = tree_request(24, 0.9)
+    whole = drafter_of(heads, TOKENS).draft(asked)
+    inner = int(whole.token_ids[0])
+    draft = type(drafter_of(heads, TOKENS))(heads, TOKENS, frozenset({inner})).draft(asked)
+    ends = np.flatnonzero(draft.token_ids == inner)
+    assert ends.size and draft.num_tokens > 1
+    assert not set(ends.tolist()) & set(draft.parents.tolist())
+    drafter = drafter_of(heads, TOKENS)
+    assert drafter.draft(asked._replace(features=None)).num_tokens == 0
+    assert drafter.draft(asked._replace(max_tokens=0)).num_tokens == 0
+
+
+def test_an_error_inside_a_tree_leaves_no_trace(tiny_engine: LlamaCppEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = random_heads("eagle", tiny_engine, HIDDEN)
+    drafter, asked = drafter_of(heads, TOKENS), tree_request(16, 0.9)
+    expected = drafter.draft(asked)
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter, "scores", lambda states: 1 / 0 if states.ndim > 1 else heads.vocabulary @ states)
+        with pytest.raises(ZeroDivisionError):
+            drafter.draft(asked)
+    again = drafter.draft(asked)
+    assert again.token_ids.tolist() == expected.token_ids.tolist()
+    assert again.parents.tolist() == expected.parents.tolist()
+
+
+# -- the automatic choice
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "typical", "block"])
+@pytest.mark.parametrize("row_s, temperature", [(0.0, 0.0), (0.005, 1.0), (0.2, 1.0)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_auto_takes_trees_where_rows_are_cheap_and_only_there(
+    monkeypatch: pytest.MonkeyPatch, kind: str, rule: str, row_s: float, temperature: float
+) -> None:
+    engine = Timed.random(VOCABULARY, order=1, seed=1, context_length=500)
+    engine.row_s = row_s
+    monkeypatch.setattr("edgespec.decode.perf_counter", lambda: engine.now_s)
+    drafter = drafter_of(table_heads(kind, engine.related(sigma=0.8)), VOCABULARY)
+    curve = CostCurve({1: 1.0, 65: 1.0 + 64 * row_s})
+    controller = Watched({kind: drafter}, curve, {}, clock=lambda: engine.now_s)
+    cached = with_features(engine)
+    sampler = Sampler(Sampling(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0), VOCABULARY)
+    runs = [Run(cached, np.array([0, 1], np.int32), sampler, StopRules(frozenset(), (), 400), False) for _ in range(2)]
+    found = [event.token_id for event in speculative(runs[0], controller, RULES[rule])]
+    assert len(found) == 400
+    if rule == "coupled":
+        assert found == [event.token_id for event in autoregressive(runs[1])]
+    if row_s == 0.2 or rule == "block":
+        assert not controller.branched
+    elif rule == "coupled":
+        assert controller.branched > 5
+
+
+# -- the demo pair
+
+
+@pytest.fixture(scope="module", params=["llamacpp", "onnx"])
+def demo(request: pytest.FixtureRequest) -> Iterator[edgespec.Model]:
+    if request.param == "onnx":
+        pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
+    heads = DEMO.parent / "heads"
+    options: dict[str, Any] = {"engine": request.param, "threads": TEST_THREADS, "reproducible": True}
+    with (
+        edgespec.load("demo", heads=heads / "medusa.npz", **options) as model,
+        edgespec.load("demo", heads=heads / "eagle.npz", **options) as other,
+    ):
+        yield model, other
+
+
+@pytest.mark.parametrize("temperature, seeds", [(0.0, (0,)), (0.8, (11, 12)), (1.2, (13, 14))])
+def test_demo_text_does_not_depend_on_the_trees(demo: Any, temperature: float, seeds: tuple[int, ...]) -> None:
+    """Bit for bit, with trees on llama.cpp and chains on ONNX, which scores no trees that are reproducible."""
+    records: list[RoundRecord] = []
+    for kind, model in zip(KINDS, demo, strict=True):
+        for seed, (prompt, most) in itertools.product(seeds, zip(PROMPTS, (6, 12, 16), strict=True)):
+            ids = model.encode_chat([{"role": "user", "content": prompt}])
+            sampling = Sampling(temperature=temperature, seed=seed)
+            plain = model.generate(ids, sampling, GenerateOptions(max_tokens=40, drafter="none", ignore_eos=True))
+            options = GenerateOptions(max_tokens=40, drafter=kind, draft_length=most, ignore_eos=True)
+            found = model.generate(ids, sampling, options, records.append)
+            assert found.token_ids == plain.token_ids
+            assert found.logprobs == plain.logprobs
+            assert found.reproducible
+    assert max(record.accepted_tokens for record in records) > 2
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "typical"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_onnx_scores_trees_where_reproducibility_was_given_up(kind: str, rule: str) -> None:
+    pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
+    records: list[RoundRecord] = []
+    with edgespec.load("demo", engine="onnx", drafter=kind, reproducible=False, threads=TEST_THREADS) as model:
+        ids = model.encode_chat([{"role": "user", "content": PROMPTS[0]}])
+        options = GenerateOptions(max_tokens=40, drafter=kind, draft_length=9, verify=rule, ignore_eos=True)
+        result = model.generate(ids, Sampling(temperature=0.8, seed=1), options, records.append)
+    assert len(result.token_ids) == 40
+    assert max(record.accepted_tokens for record in records) > 1
+    assert any(record.drafted_tokens == 9 for record in records)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_first_choices_stand_about_as_often_as_they_claim(kind: str) -> None:
+    """Of the children of nodes that stand: trees of a head that claims too much are deep where they should be wide."""
+    claimed, stood = [], []
+
+    class Noted(FixedLength):
+        def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
+            super().observe(proposal, verdict, record)
+            draft = proposal.draft
+            for parent in (-1, *verdict.accepted_nodes):
+                if len(children := draft.children_of(parent)):
+                    claimed.append(draft.confidences[children[0]])
+                    stood.append(children[0] in verdict.accepted_nodes)
+
+    with edgespec.load("demo", engine="llamacpp", drafter=kind, reproducible=True, threads=TEST_THREADS) as model:
+        controller = Noted(model._deciders.drafter(kind), 16)
+        cached = CachedSequence(model.target)
+        cached.keep_features(True)
+        for seed, prompt in enumerate(PROMPTS * 2):
+            ids = np.array(model.encode_chat([{"role": "user", "content": prompt}]), np.int32)
+            sampler = Sampler(Sampling(temperature=0.8, seed=seed), model.target.vocabulary.size)
+            list(
+                speculative(
+                    Run(cached, ids, sampler, StopRules(frozenset(), (), 64), False), controller, RULES["coupled"]
+                )
+            )
+    assert len(stood) > 150
+    assert abs(np.mean(claimed) - np.mean(stood)) < 0.15, (np.mean(claimed), np.mean(stood))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tree_takes_fewer_passes_than_a_chain_of_as_many_rows(
+    kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = []
+    with edgespec.load("demo", engine="llamacpp", drafter=kind, reproducible=True, threads=TEST_THREADS) as model:
+        options = GenerateOptions(max_tokens=48, drafter=kind, draft_length=16, ignore_eos=True, logprobs=False)
+        for wants_trees in (True, False):
+            if not wants_trees:
+                monkeypatch.setattr(StateDrafter, "grows", lambda self, request: False)
+            asked = [model.encode_chat([{"role": "user", "content": prompt}]) for prompt in PROMPTS]
+            sampling = Sampling(temperature=temperature, seed=3)
+            passes.append(sum(model.generate(ids, sampling, options).stats.rounds for ids in asked))
+    assert passes[0] < 0.97 * passes[1]

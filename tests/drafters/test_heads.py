@@ -1,0 +1,498 @@
+"""Drafting from hidden states: losslessness on every engine, files that are wrong or damaged, costs of nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+import shutil
+import struct
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import edgespec
+from demo import DEMO, TEST_THREADS
+from edgespec import GenerateOptions, Sampling
+from edgespec.drafters.base import DraftRequest
+from edgespec.drafters.eagle import WINDOW, EagleDrafter
+from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.table import TableEngine
+from edgespec.errors import CapabilityError, ConfigError, EdgespecError, ModelFileError, ModelNotFound
+from edgespec.export.training.heads_request import HeadsRequest
+from edgespec.formats.head_file import read_head_file, write_head_file
+from edgespec.formats.manifest import read_pair
+from edgespec.sampling import Sampler
+from head_tables import KINDS, VOCABULARY, request, table, with_features
+from laws import ALPHA_1E6, chi_square_score
+from lossless import PLAIN, PROMPTS, run_once
+from tiny_gguf import Shape, write_model
+from tiny_heads import drafter_of, random_heads, table_heads, write
+
+GREEDY = Sampling(temperature=0.0)
+
+
+class Chains(TableEngine):
+    """Scores no trees."""
+
+    most_branches = 0
+
+
+# -- losslessness
+
+
+@pytest.mark.parametrize("settings", [
+    GREEDY,
+    PLAIN,
+    Sampling(temperature=0.8, top_k=5, top_p=0.9, min_p=0.05, seed=9),
+    Sampling(temperature=1.2, repeat_penalty=1.3, frequency_penalty=0.2, penalty_window=8, logit_bias={3: -2}, seed=4),
+])  # fmt: skip
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("order", [1, 2])
+def test_coupled_text_is_plain_text_token_by_token(settings: Sampling, kind: str, order: int) -> None:
+    """With heads that know the table (order 1), and with heads that know another one (order 2)."""
+    target, known = table(order=order), table()
+    plain = run_once(CachedSequence(target), None, "coupled", 0, settings, 200)
+    cached = with_features(target)
+    drafter = drafter_of(table_heads(kind, known), VOCABULARY)
+    for length in (1, 3, 6):
+        found = run_once(cached, drafter, "coupled", length, settings, 200)
+        assert [event.token_id for event in found] == [event.token_id for event in plain]
+        assert [event.logprob for event in found] == [event.logprob for event in plain]
+    if order == 1:
+        assert sum(event.from_draft for event in found) > 40
+
+
+def test_heads_that_know_the_target_are_accepted() -> None:
+    target = table(engine=Chains)
+    for kind, length, least in (("medusa", 1, 0.99), ("eagle", 6, 0.99)):
+        cached = with_features(target)
+        drafter = drafter_of(table_heads(kind, target), VOCABULARY)
+        found = run_once(cached, drafter, "coupled", length, GREEDY, 200)
+        share = sum(event.from_draft for event in found) / 200
+        assert share >= least * length / (length + 1) - 0.02, kind
+    # with noise shared, a head that has the target's own probabilities draws the target's own tokens
+    drafter = drafter_of(table_heads("medusa", target), VOCABULARY)
+    found = run_once(with_features(target), drafter, "coupled", 1, PLAIN, 200)
+    assert sum(event.from_draft for event in found) >= 90
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_joint_law_of_sampled_text_is_the_targets(rule: str, kind: str) -> None:
+    """Counts of (token before, token) against the table, with heads of a related table, whose drafts often fail."""
+    target = TableEngine.random(VOCABULARY, order=1, seed=3, spread=1.0, context_length=2100)
+    cached, drafter = with_features(target), drafter_of(table_heads(kind, target.related(sigma=1.0)), VOCABULARY)
+    counts = np.zeros((VOCABULARY, VOCABULARY))
+    for seed in range(4):
+        events = run_once(cached, drafter, rule, 3, replace(PLAIN, seed=seed), 2000, logprobs=False)
+        ids = [0, 1, *(event.token_id for event in events)]
+        np.add.at(counts, (ids[1:-1], ids[2:]), 1)
+    probs = np.stack([np.exp(target.row([before]).astype(np.float64)) for before in range(VOCABULARY)])
+    expected = counts.sum(axis=1, keepdims=True) * probs / probs.sum(axis=1, keepdims=True)
+    tested = expected.min(axis=1) >= 5
+    assert tested.sum() > 3
+    freedom = int(tested.sum()) * (VOCABULARY - 1)
+    assert chi_square_score(counts[tested], expected[tested], freedom) < ALPHA_1E6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("engine", ["llamacpp", "onnx"])
+def test_demo_text_does_not_depend_on_the_heads(engine: str, kind: str, tmp_path: Path) -> None:
+    """The shipped heads where there are some, otherwise random ones, whose drafts fail."""
+    if engine == "onnx":
+        pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
+    own = read_pair(DEMO).heads
+    path = own[kind].path if kind in own else demo_heads(kind, tmp_path)
+    with edgespec.load(
+        "demo", engine=engine, drafter=kind, heads=path, reproducible=True, threads=TEST_THREADS
+    ) as model:
+        accepted = 0
+        for number, (prompt, temperature) in enumerate(zip(PROMPTS, (0.0, 0.8, 1.2), strict=True)):
+            ids = model.encode_chat([{"role": "user", "content": prompt}])
+            for seed in (number, number + 11):
+                sampling = Sampling(temperature=temperature, seed=seed)
+                plain = model.generate(ids, sampling, GenerateOptions(max_tokens=48, drafter="none", ignore_eos=True))
+                for length in (1, 4, "auto"):
+                    options = GenerateOptions(max_tokens=48, drafter=kind, draft_length=length, ignore_eos=True)
+                    found = model.generate(ids, sampling, options)
+                    assert found.token_ids == plain.token_ids, (prompt, length)
+                    assert found.logprobs == plain.logprobs, (prompt, length)
+                    accepted += found.stats.accepted_tokens
+        assert accepted > 0 or kind not in own
+
+
+def demo_heads(kind: str, folder: Path) -> Path:
+    with LlamaCppEngine.load(DEMO / "demo-target-q8_0.gguf", threads=TEST_THREADS, context_length=64) as engine:
+        return write(random_heads(kind, engine, 256, draft_vocabulary=300), folder / "heads.npz")
+
+
+# -- the drafters
+
+
+@pytest.fixture(scope="module")
+def tiny_engine(tiny_path: Path) -> Any:
+    with LlamaCppEngine.load(tiny_path, threads=TEST_THREADS, context_length=128, reproducible=False) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("steps", [(1, 1, 1), (3, 1, 5), (2, 40, 1)])
+def test_eagle_reads_a_text_in_parts_as_at_once(tiny_engine: Any, steps: tuple[int, ...]) -> None:
+    heads = random_heads("eagle", tiny_engine, 64)
+    rng = np.random.default_rng(3)
+    states = rng.standard_normal((600, 64)).astype(np.float32)
+    text = rng.integers(0, 299, 601).astype(np.int32)
+    drafter = drafter_of(heads, 299)
+    drafter.begin(text[:1])
+    length = 20
+    for step in steps:
+        length += step
+        found = drafter.draft(request(text[: length + 1], states[:length], temperature=0.9))
+    afresh = drafter_of(heads, 299).draft(request(text[: length + 1], states[:length], temperature=0.9))
+    assert found.token_ids.tolist() == afresh.token_ids.tolist()
+    np.testing.assert_allclose(found.evidence, afresh.evidence, atol=1e-4)
+
+
+def test_eagle_forgets_what_is_far_and_what_it_predicted(tiny_engine: Any) -> None:
+    heads = random_heads("eagle", tiny_engine, 64)
+    drafter = drafter_of(heads, 299)
+    assert isinstance(drafter, EagleDrafter)
+    rng = np.random.default_rng(3)
+    states, text = rng.standard_normal((256, 64)).astype(np.float32), rng.integers(0, 299, 4000).astype(np.int32)
+    drafter.begin(text[:1])
+    sizes = []
+    for length in range(300, 3900, 50):
+        drafter.draft(request(text[: length + 1], states))
+        sizes.append(drafter.bytes_used)
+        assert drafter.lag(text[: length + 1]) == 0
+        assert drafter.lag(text[: length + 4]) == 3
+    assert len(set(sizes[30:])) == 1  # bounded, whatever the length of the text
+    assert drafter.lag(text) <= WINDOW
+
+
+def test_a_draft_ends_with_the_text_and_where_no_state_is_known(tiny_engine: Any) -> None:
+    states, text = np.ones((3, 64), np.float32), np.arange(4, dtype=np.int32)
+    for kind in KINDS:
+        heads = random_heads(kind, tiny_engine, 64)
+        drafter = drafter_of(heads, 299)
+        assert drafter.draft(request(text, states[:0])).num_tokens == 0
+        assert drafter.draft(request(text, states)._replace(features=None)).num_tokens == 0
+        assert drafter.draft(request(text, states, most=0)).num_tokens == 0
+        first = int(drafter.draft(request(text, states)).token_ids[0])
+        ended = type(drafter)(heads, 299, frozenset({first})).draft(request(text, states))
+        assert ended.token_ids.tolist() == [first]
+        short = drafter.draft(request(text, states)._replace(worth_going_on=lambda count, _: count < 2))
+        assert short.num_tokens == 2
+        known = set(heads.token_ids.tolist())
+        assert set(drafter.draft(request(text, states, temperature=50.0)).token_ids.tolist()) <= known
+
+
+def test_medusa_drafts_no_more_than_it_has_heads(tiny_engine: Any) -> None:
+    drafter = drafter_of(random_heads("medusa", tiny_engine, 64), 299)
+    assert drafter.draft(request(np.arange(4, dtype=np.int32), np.ones((3, 64), np.float32), most=9)).num_tokens == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_narrower_than_the_states_draft_from_their_projection(kind: str, tiny_engine: Any) -> None:
+    heads = random_heads(kind, tiny_engine, 64)
+    project = np.random.default_rng(1).normal(0, 0.1, (64, 160)).astype(np.float32)
+    wide = replace(
+        heads, manifest=replace(heads.manifest, feature_size=160), arrays={**heads.arrays, "project": project}
+    )
+    rng = np.random.default_rng(3)
+    states, text = rng.standard_normal((40, 160)).astype(np.float32), rng.integers(0, 299, 41).astype(np.int32)
+    drafters = drafter_of(heads, 299), drafter_of(wide, 299)
+    assert drafters[1].bytes_used == drafters[0].bytes_used + project.nbytes
+    for length in (4, 5, 21, 40):
+        given = text[: length + 1]
+        ours = drafters[0].draft(request(given, states[:length] @ project.T, most=3, temperature=0.9))
+        theirs = drafters[1].draft(request(given, states[:length], most=3, temperature=0.9))
+        assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+        np.testing.assert_allclose(ours.evidence, theirs.evidence, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_target_of_more_tokens_than_the_heads_know(kind: str, tiny_engine: Any) -> None:
+    """What pads a vocabulary is never drafted, and is no harm in a text or in the settings."""
+    states, text = np.ones((6, 64), np.float32), np.array([0, 1, 2, 999, 3, 700, 4], np.int32)
+    drafter = drafter_of(random_heads(kind, tiny_engine, 64), 1000)
+    for settings in (GREEDY, Sampling(temperature=1.0, repeat_penalty=1.2, logit_bias={998: 3.0, 5: 1.0})):
+        asked = DraftRequest(text, 3, Sampler(settings, 1000), features=states)
+        found = drafter.draft(asked).token_ids
+        assert found.size == 3 and found.max() < 299
+
+
+# -- files
+
+
+def test_a_file_keeps_a_projection_and_an_older_one_needs_none(tiny_engine: Any, tmp_path: Path) -> None:
+    path, heads = tmp_path / "heads.npz", random_heads("medusa", tiny_engine, 64)
+    write_head_file(path, heads)
+    rewritten(path, lambda manifest, _: manifest.pop("feature_size"))
+    assert read_head_file(path).manifest == heads.manifest
+    assert heads.manifest.feature_size == 64 and "project" not in heads.manifest.shapes()
+    manifest = replace(heads.manifest, feature_size=96)
+    project, probe = np.eye(64, 96, dtype=np.float32), np.ones((8, 96), np.float32)
+    wide = replace(heads, manifest=manifest, arrays={**heads.arrays, "project": project}, probe_states=probe)
+    write_head_file(path, wide)
+    found = read_head_file(path)
+    assert found.manifest == manifest and found.probe_states.shape == (8, 96)
+    np.testing.assert_array_equal(found.arrays["project"], project)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("storage", "tolerance"), [("int8", 0.01), ("f16", 0.001)])
+def test_a_file_keeps_the_heads(kind: str, storage: str, tolerance: float, tiny_engine: Any, tmp_path: Path) -> None:
+    heads = random_heads(kind, tiny_engine, 64)
+    write_head_file(tmp_path / "heads.npz", heads, storage)
+    found = read_head_file(tmp_path / "heads.npz")
+    assert found.manifest == heads.manifest
+    assert found.arrays.keys() == heads.arrays.keys()
+    for name, array in heads.arrays.items():
+        np.testing.assert_allclose(found.arrays[name], array, atol=tolerance * np.abs(array).max())
+    np.testing.assert_array_equal(found.token_ids, heads.token_ids)
+    assert list(tmp_path.iterdir()) == [tmp_path / "heads.npz"]
+
+
+def test_no_damage_passes_for_heads_and_none_ends_in_a_traceback(tiny_engine: Any, tmp_path: Path) -> None:
+    path = tmp_path / "heads.npz"
+    write_head_file(path, random_heads("eagle", tiny_engine, 64, draft_vocabulary=16))
+    whole, rng = path.read_bytes(), np.random.default_rng(0)
+    intact = read_head_file(path)
+    refused = 0
+    for trial in range(150):
+        damaged = bytearray(whole)
+        if trial % 3:
+            damaged[int(rng.integers(len(whole)))] ^= 1 << int(rng.integers(8))
+        else:
+            del damaged[int(rng.integers(len(whole))) :]
+        path.write_bytes(damaged)
+        try:
+            found = read_head_file(path)
+        except ModelFileError as exc:
+            refused += 1
+            assert "\n" not in str(exc)
+        else:  # a bit that means nothing, as in a time stamp
+            assert found.manifest == intact.manifest
+            assert all(np.array_equal(found.arrays[name], array) for name, array in intact.arrays.items())
+    assert refused > 120
+
+
+def rewritten(path: Path, change: Any) -> None:
+    with np.load(path) as stored:
+        arrays = {name: stored[name] for name in stored.files}
+    manifest = json.loads(arrays["manifest"].tobytes())
+    change(manifest, arrays)
+    if "manifest" in arrays:
+        arrays["manifest"] = np.frombuffer(json.dumps(manifest).encode(), np.uint8)
+    buffer = io.BytesIO()
+    np.savez(buffer, allow_pickle=False, **arrays)
+    path.write_bytes(buffer.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    {
+        "no manifest": (lambda m, a: a.pop("manifest"), "no file of heads"),
+        "another format": (lambda m, a: m.update(format=9), "another format"),
+        "unknown key": (lambda m, a: m.update(colour="red"), "unknown way"),
+        "unknown kind": (lambda m, a: m.update(kind="hydra"), "kind 'hydra'"),
+        "text for a size": (lambda m, a: m.update(depth="3"), "depth must be int"),
+        "size out of range": (lambda m, a: m.update(hidden_size=0), "hidden_size 0 is out of range"),
+        "states of no size": (lambda m, a: m.update(feature_size=-1), "feature_size -1 is out of range"),
+        "text for their size": (lambda m, a: m.update(feature_size="64"), "feature_size must be int"),
+        "no projection": (lambda m, a: m.update(feature_size=96), r"project must be \[64, 96\], there is nothing"),
+        "other sizes": (lambda m, a: m.update(hidden_size=32), "fc must be"),
+        "uneven heads": (lambda m, a: m.update(kv_heads=3), "do not fit together"),
+        "matrix gone": (lambda m, a: a.pop("q_proj"), "there is nothing"),
+        "matrix turned": (lambda m, a: a.update(fc=a["fc"].T.copy()), "fc must be"),
+        "not a number": (lambda m, a: a["norm"].fill(np.nan), "no numbers"),
+        "ids out of range": (lambda m, a: a["token_ids"].fill(299), "outside the vocabulary"),
+        "ids out of order": (lambda m, a: a.update(token_ids=a["token_ids"][::-1].copy()), "out of order"),
+        "ids are floats": (lambda m, a: a.update(token_ids=a["token_ids"].astype(np.float32)), "list of token ids"),
+        "objects": (lambda m, a: a.update(norm=np.array(["x"] * 64)), "norm must be"),
+    }.values(),
+)  # fmt: skip
+def test_a_file_that_does_not_fit_itself_is_refused(change: Any, said: str, tiny_engine: Any, tmp_path: Path) -> None:
+    path = tmp_path / "heads.npz"
+    write_head_file(path, random_heads("eagle", tiny_engine, 64, draft_vocabulary=16))
+    rewritten(path, change)
+    with pytest.raises(ModelFileError, match=said):
+        read_head_file(path)
+
+
+def test_heads_of_another_target_are_refused(tiny_path: Path, other_tiny_path: Path, tmp_path: Path) -> None:
+    """Another one of the same sizes is told by its states; one of other sizes by these."""
+    with LlamaCppEngine.load(tiny_path, threads=TEST_THREADS, context_length=64) as engine:
+        path = write(random_heads("eagle", engine, 64), tmp_path / "heads.npz")
+    options = {"drafter": "eagle", "heads": path, "threads": TEST_THREADS, "context_length": 64}
+    edgespec.load(str(tiny_path), **options).close()
+    wider = write_model(tmp_path / "wider.gguf", Shape(width=128))
+    for wrong in (other_tiny_path, wider, DEMO / "demo-target-q8_0.gguf"):
+        with pytest.raises(ModelFileError, match="heads for another target"):
+            edgespec.load(str(wrong), **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_that_are_not_there_are_missed_by_name(kind: str, tiny_path: Path, tmp_path: Path) -> None:
+    options = {"threads": TEST_THREADS, "context_length": 64}
+    with pytest.raises(CapabilityError, match=f"drafter '{kind}' needs a file of such heads"):
+        edgespec.load(str(tiny_path), drafter=kind, **options)
+    with pytest.raises(ModelNotFound, match="edgespec train-heads"):
+        edgespec.load(str(tiny_path), drafter=kind, heads=tmp_path / "none.npz", **options)
+    model = edgespec.load(str(tiny_path), drafter="ngram", **options)
+    with model, pytest.raises(CapabilityError, match="--heads"):
+        model.generate("ab", GREEDY, GenerateOptions(max_tokens=2, drafter=kind))
+    with LlamaCppEngine.load(tiny_path, threads=TEST_THREADS, context_length=64) as engine:
+        other = KINDS[1 - KINDS.index(kind)]
+        path = write(random_heads(other, engine, 64), tmp_path / "heads.npz")
+    with pytest.raises(CapabilityError, match=f"holds {other} heads"):
+        edgespec.load(str(tiny_path), drafter=kind, heads=path, **options)
+
+
+def test_auto_knows_the_heads_and_stays_exact(tiny_path: Path, tmp_path: Path) -> None:
+    with LlamaCppEngine.load(tiny_path, threads=TEST_THREADS, context_length=64) as engine:
+        path = write(random_heads("medusa", engine, 64), tmp_path / "heads.npz")
+    with edgespec.load(str(tiny_path), heads=path, threads=TEST_THREADS, context_length=128) as model:
+        assert model.drafter_bytes > 0
+        texts = {
+            model.generate("hello there", PLAIN, GenerateOptions(max_tokens=80, drafter=name)).token_ids
+            for name in ("none", "auto", "medusa", "ngram")
+        }
+        assert len(texts) == 1
+
+
+@pytest.fixture(scope="module")
+def with_little_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo with small random heads."""
+    folder = tmp_path_factory.mktemp("pairs") / "demo"
+    shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("hf", "heads"))
+    manifest = folder / "manifest.toml"
+    text = re.sub(r"\[heads\.\w+\]\n(?:.+\n)+", "", manifest.read_text(encoding="utf-8"))
+    with LlamaCppEngine.load(DEMO / "demo-target-q8_0.gguf", threads=TEST_THREADS, context_length=64) as engine:
+        for kind in KINDS:
+            write_head_file(folder / f"{kind}.npz", random_heads(kind, engine, 256, draft_vocabulary=32), "int8")
+            contents = (folder / f"{kind}.npz").read_bytes()
+            text += f'\n[heads.{kind}]\npath = "{kind}.npz"\nbytes = {len(contents)}\n'
+            text += f'sha256 = "{hashlib.sha256(contents).hexdigest()}"\n'
+    manifest.write_text(text, encoding="utf-8")
+    return folder
+
+
+def test_auto_leaves_a_pairs_own_heads_alone_beside_its_draft_model(with_little_heads: Path) -> None:
+    options = {"engine": "llamacpp", "reproducible": True, "threads": TEST_THREADS}
+    with edgespec.load(str(with_little_heads), **options) as model:
+        assert "model" in model.drafter_names
+        assert not {"eagle", "medusa"} & set(model.drafter_names)
+    with edgespec.load(str(with_little_heads), drafter="eagle", **options) as model:
+        assert_same_text(model, ("eagle", "auto", "none"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("engine", ["llamacpp", "onnx"])
+def test_demo_text_does_not_depend_on_heads_beside_the_draft_model(engine: str, kind: str) -> None:
+    own = read_pair(DEMO).heads
+    if kind not in own:
+        pytest.skip("this checkout has no heads of the demo")
+    if engine == "onnx":
+        pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
+    with edgespec.load("demo", engine=engine, heads=own[kind].path, reproducible=True, threads=TEST_THREADS) as model:
+        assert {"model", kind} <= set(model.drafter_names)
+        assert_same_text(model, ("auto", kind, "model", "auto"))
+
+
+def assert_same_text(model: edgespec.Model, drafters: tuple[Any, ...]) -> None:
+    """Whoever drafts, of texts whose beginnings are reused, so that states of the target are known of their ends."""
+    for number, (prompt, temperature) in enumerate(zip(PROMPTS, (0.0, 0.8, 1.2), strict=True)):
+        ids = model.encode_chat([{"role": "user", "content": prompt}])
+        sampling = Sampling(temperature=temperature, seed=number)
+        plain = model.generate(ids, sampling, GenerateOptions(max_tokens=64, drafter="none", ignore_eos=True))
+        for turn, name in enumerate(drafters):
+            told = 6 * turn  # of the answer, in the prompt
+            options = GenerateOptions(max_tokens=64 - told, drafter=name, ignore_eos=True)
+            found = model.generate([*ids, *plain.token_ids[:told]], sampling, options)
+            assert found.token_ids == plain.token_ids[told:], (name, turn)
+            assert found.logprobs == plain.logprobs[told:], (name, turn)
+            assert found.reproducible
+
+
+def test_a_target_that_ends_early_on_onnx_runtime_has_no_heads(with_little_heads: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
+    options = {"engine": "onnx", "exit_layer": 3, "threads": TEST_THREADS, "reproducible": False}
+    with edgespec.load(str(with_little_heads), **options) as model:
+        assert "early-exit" in model.drafter_names
+        assert not {"eagle", "medusa"} & set(model.drafter_names)
+    with pytest.raises(CapabilityError, match=r"leave out --heads .* or --exit-layer"):
+        edgespec.load("demo", heads=with_little_heads / "eagle.npz", **options)
+
+
+def test_every_failure_is_one_of_ours(tmp_path: Path) -> None:
+    for content in (b"", b"PK\x03\x04", b"\x93NUMPY\x01\x00", b"hello" * 100):
+        (tmp_path / "heads.npz").write_bytes(content)
+        with pytest.raises(EdgespecError):
+            read_head_file(tmp_path / "heads.npz")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"kind": "hydra"}, "--kind 'hydra' is not known; allowed: medusa, eagle"),
+        ({"storage": "f8"}, "--storage 'f8'"),
+        ({"depth": 0}, "--depth must be from 1 to 16"),
+        ({"draft_vocabulary": 3}, "--draft-vocabulary must be from 16"),
+        ({"kind": "eagle", "layers": 2}, "--layers means nothing for --kind eagle"),
+        ({"kind": "medusa", "ffn": 64}, "--ffn means nothing for --kind medusa"),
+        ({"depth": 12, "window": 15, "reply_tokens": 4}, "longer than --depth 12"),
+        ({"rounds": 0}, "--rounds"),
+    ],
+)
+def test_a_bad_request_for_heads_is_refused_before_any_work(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        HeadsRequest(tmp_path, tmp_path / "heads.npz", **changes).check()
+
+
+def archive(*entries: tuple[str, bytes], flags: int = 0, method: int = 0) -> bytes:
+    """A zip file whose directory and entries claim these flags and this compression."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as out:
+        for name, content in entries:
+            out.writestr(name, content)
+    found = bytearray(made.getvalue())
+    for mark, at in ((b"PK\3\4", 6), (b"PK\1\2", 8)):
+        place = found.find(mark) + at
+        found[place : place + 4] = struct.pack("<HH", flags, method)
+    return bytes(found)
+
+
+def array_bytes(shape: tuple[int, ...] = (3,)) -> bytes:
+    made = io.BytesIO()
+    np.lib.format.write_array_header_1_0(made, {"descr": "<f4", "fortran_order": False, "shape": shape})
+    return made.getvalue() + bytes(12)
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b"no archive", id="text"),
+        pytest.param(array_bytes(), id="a bare array"),
+        pytest.param(archive(("manifest.npy", array_bytes()))[:-30], id="cut off"),
+        pytest.param(archive(("other.npy", array_bytes())), id="no manifest"),
+        pytest.param(archive(("manifest", b"{}")), id="no array"),
+        pytest.param(archive(("manifest.npy", array_bytes())), id="no description"),
+        pytest.param(archive(("manifest.npy", array_bytes((2**50,)))), id="huge"),
+        pytest.param(archive(("manifest.npy", array_bytes()), flags=1), id="encrypted"),
+        *(pytest.param(archive(("manifest.npy", array_bytes()), method=n), id=f"method {n}") for n in (8, 12, 14, 97)),
+    ],
+)
+def test_a_damaged_file_of_heads_is_refused_by_name(tmp_path: Path, damaged: bytes) -> None:
+    path = tmp_path / "heads.npz"
+    path.write_bytes(damaged)
+    with pytest.raises(ModelFileError, match=r"heads\.npz is no file of heads, or it is damaged"):
+        read_head_file(path)

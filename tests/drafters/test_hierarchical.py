@@ -1,0 +1,320 @@
+"""The hierarchical drafter: what it drafts is the medium's own text, whatever the small model says."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import edgespec
+from edgespec import GenerateOptions, Sampling
+from edgespec.drafters.base import DraftRequest
+from edgespec.drafters.hierarchical import HierarchicalDrafter
+from edgespec.drafters.inner_length import MAX_INNER, InnerLength
+from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.temperature import Factor
+from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.table import TableEngine
+from edgespec.errors import Cancelled, CapabilityError, ModelNotFound, VocabularyMismatch
+from edgespec.sampling import Sampler
+from edgespec.types import Batch, Draft, Logits, Verdict
+from laws import ALPHA_1E6, chi_square_score
+from lossless import DEMO, PLAIN, PROMPTS, VOCABULARY, run_once
+
+SAMPLED = Sampling(temperature=0.8, top_k=5, top_p=0.9, min_p=0.05, seed=9)
+
+
+class Always(InnerLength):
+    """Lets the small model draft the same number of tokens every time."""
+
+    count = 0
+
+    def best(self, most: int) -> int:
+        return min(self.count, most)
+
+
+def always(count: int) -> Always:
+    lengths = Always()
+    lengths.count = count
+    return lengths
+
+
+class Watched(TableEngine):
+    """Counts its passes and remembers how wide they were."""
+
+    widths: list[int]
+
+    def forward(self, batch: Batch) -> Logits:
+        self.widths.append(batch.width)
+        return super().forward(batch)
+
+
+def pair_of(
+    target: TableEngine, inner: int | None = 3, context_length: int = 400, temperature: Factor = 1.0
+) -> HierarchicalDrafter:
+    """A small and a medium model related to `target`; the small one drafts `inner` tokens, None: as many as pay."""
+    engines = [target.related(sigma, seed) for sigma, seed in ((1.5, 1), (0.7, 2))]
+    for engine in engines:
+        engine.facts = replace(engine.facts, context_length=context_length)
+    drafter = HierarchicalDrafter(ModelDrafter(engines[0]), engines[1], temperature)
+    if inner is not None:
+        drafter._lengths = {False: always(inner), True: always(inner)}
+    return drafter
+
+
+@pytest.fixture
+def target() -> TableEngine:
+    return TableEngine.random(VOCABULARY, seed=1, context_length=400)
+
+
+def assert_same(found: Draft, wanted: Draft) -> None:
+    assert found.token_ids.tolist() == wanted.token_ids.tolist()
+    assert found.evidence == wanted.evidence
+    assert (found.distributions is None) == (wanted.distributions is None)
+    for ours, theirs in zip(found.distributions or (), wanted.distributions or (), strict=True):
+        assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+        assert ours.probs.tolist() == theirs.probs.tolist()
+
+
+@pytest.mark.parametrize("compares, factor", [(False, 1.0), (True, 1.0), (False, 0.6), (True, 1.5), (False, "auto")])
+@pytest.mark.parametrize("inner", [0, 1, 2, 5, 8, None])
+@pytest.mark.parametrize("settings", [
+    Sampling(temperature=0.0),
+    SAMPLED,
+    Sampling(temperature=1.2, repeat_penalty=1.3, frequency_penalty=0.2, penalty_window=8, seed=4),
+])  # fmt: skip
+def test_it_drafts_what_the_medium_alone_would(
+    target: TableEngine, settings: Sampling, inner: int | None, compares: bool, factor: Factor
+) -> None:
+    """Tokens, evidence and distributions, so whatever holds of a draft model's drafts holds of these."""
+    drafter = pair_of(target, inner, temperature=factor)
+    alone = ModelDrafter(target.related(0.7, 2), temperature=factor)
+    rng = np.random.default_rng(0)
+    text = rng.integers(0, VOCABULARY, 20).astype(np.int32)
+    sampler = Sampler(settings, VOCABULARY)
+    for most in (1, 2, 3, 7, 20, 20, 1, 20):
+        request = DraftRequest(text, most, sampler, needs_distributions=compares)
+        wanted = alone.draft(request)
+        assert wanted.num_tokens == most
+        assert_same(drafter.draft(request), wanted)
+        kept = int(rng.integers(0, most + 1))  # some of the draft stands, then another token, and a few more
+        drafter.observe(wanted, Verdict(tuple(range(kept)), 0))
+        text = np.concatenate((text, wanted.token_ids[:kept], rng.integers(0, VOCABULARY, 1 + most % 6))).astype(
+            np.int32
+        )
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.3, 3.0])
+def test_the_medium_is_asked_once_for_several_tokens(target: TableEngine, factor: float) -> None:
+    """With a small model that is the medium itself every token agrees, so each pass brings all it scored.
+
+    At any temperature of the medium's, whatever the small model's own would be.
+    """
+    medium = target.related(0.7, 2)
+    medium.__class__ = Watched
+    medium.widths = []
+    small = ModelDrafter(target.related(0.7, 2), temperature=factor)
+    drafter = HierarchicalDrafter(small, medium, factor)
+    drafter._lengths = {True: always(5)}
+    text = np.array([0, 1, 2], np.int32)
+    sampler = Sampler(SAMPLED, VOCABULARY)
+    draft = drafter.draft(DraftRequest(text, 12, sampler))
+    assert draft.num_tokens == 12
+    assert medium.widths == [3 + 5, 1 + 5]
+    # all stood and one more came: the medium lacks its own last token and that one
+    text = np.concatenate((text, draft.token_ids, [7])).astype(np.int32)
+    assert drafter.lag(text) == 2
+    medium.widths.clear()
+    drafter.draft(DraftRequest(text, 4, sampler))
+    assert medium.widths == [2 + 3]  # of 4 tokens the medium draws the last one itself
+
+
+def test_it_stops_where_the_next_token_does_not_pay(target: TableEngine) -> None:
+    """Asked after every token in order; what a pass has scored already is drafted all the same."""
+    drafter = HierarchicalDrafter(ModelDrafter(target.related(0.7, 2)), target.related(0.7, 2))
+    drafter._lengths = {True: always(3)}
+    asked: list[int] = []
+
+    def worth_going_on(count: int, evidence: tuple[float, ...]) -> bool:
+        assert len(evidence) == 3
+        asked.append(count)
+        return count < 2 or count == 4
+
+    text = np.array([0, 1, 2], np.int32)
+    request = DraftRequest(text, 30, Sampler(SAMPLED, VOCABULARY), worth_going_on=worth_going_on)
+    assert drafter.draft(request).num_tokens == 8  # 4 in the first pass, its last one paid; 4 in the second
+    assert asked == list(range(1, 9))
+
+
+@pytest.mark.parametrize("context_length", [400, 48])
+def test_coupled_text_is_plain_text(target: TableEngine, context_length: int) -> None:
+    """Also where small and medium see a window of the text only, which slides."""
+    cached = CachedSequence(target)
+    for settings in (Sampling(temperature=0.0), PLAIN, SAMPLED):
+        plain = run_once(cached, None, "coupled", 0, settings, 300)
+        for length, inner in itertools.product((1, 3, 8, 40), (0, 2, 7, None)):
+            drafter = pair_of(target, inner, context_length)
+            found = run_once(cached, drafter, "coupled", length, settings, 300)
+            assert [(e.token_id, e.logprob) for e in found] == [(e.token_id, e.logprob) for e in plain]
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_the_law_of_sampled_text_is_the_targets(rule: str) -> None:
+    """Counts of (two tokens before, token) against the table's own probabilities.
+
+    What is drafted is the medium's own text to the last bit, which is tested above, so a small sample is enough here.
+    """
+    size = 4
+    target = TableEngine.random(size, order=2, seed=3, spread=1.0, context_length=4100)
+    drafter, cached = pair_of(target, None, 4100), CachedSequence(target)
+    counts = np.zeros((size, size, size))
+    for seed in range(2):
+        events = run_once(cached, drafter, rule, 4, replace(PLAIN, seed=seed), 4000, logprobs=False)
+        ids = [0, 1, *(event.token_id for event in events)]
+        np.add.at(counts, (ids[:-2], ids[1:-1], ids[2:]), 1)
+    expected = np.zeros_like(counts)
+    for before in itertools.product(range(size), repeat=2):
+        row = np.exp(target.row(before).astype(np.float64))
+        expected[before] = counts[before].sum() * row / row.sum()
+    tested = expected.min(axis=2) >= 5
+    assert tested.sum() > 10
+    freedom = int(tested.sum()) * (size - 1)
+    assert chi_square_score(counts[tested], expected[tested], freedom) < ALPHA_1E6
+
+
+@pytest.mark.parametrize("whose", ["small", "medium"])
+def test_a_cancelled_draft_leaves_both_caches_whole(target: TableEngine, whose: str) -> None:
+    drafter, untouched = pair_of(target), pair_of(target)
+    request = DraftRequest(np.array([0, 1, 2, 3], np.int32), 9, Sampler(SAMPLED, VOCABULARY))
+    untouched.draft(request)
+    drafter.draft(request)
+    (drafter._small if whose == "small" else drafter)._engine.cancel()
+    longer = request._replace(token_ids=np.array([0, 1, 2, 3, 4, 5], np.int32))
+    with pytest.raises(Cancelled):
+        drafter.draft(longer)
+    drafter.clear_cancel()
+    assert_same(drafter.draft(longer), untouched.draft(longer))
+    drafter.cancel()
+    with pytest.raises(Cancelled):
+        drafter.draft(longer)
+    drafter.clear_cancel()
+    assert_same(drafter.draft(longer), untouched.draft(longer))
+
+
+def test_its_bytes_are_the_mediums(target: TableEngine) -> None:
+    drafter = pair_of(target)
+    assert drafter.bytes_used == ModelDrafter(target.related(0.7, 2)).bytes_used
+    engine = drafter.emptied()
+    assert engine.length() == drafter._small._engine.length() == 0
+
+
+def learnt(chance: float, token_s: float, row_s: float, pass_s: float = 1.0) -> InnerLength:
+    found = InnerLength(chance=chance, token_s=token_s)
+    for width in range(1, MAX_INNER + 2):
+        found.passed(width, pass_s + row_s * (width - 1))
+    return found
+
+
+def test_the_inner_length_is_what_the_costs_say() -> None:
+    assert learnt(0.9, 0.01, 0.0).best(20) == MAX_INNER
+    assert learnt(0.9, 0.01, 0.0).best(3) == 3
+    assert learnt(0.9, 1.0, 0.0).best(20) == 0
+    assert learnt(0.05, 0.1, 0.1).best(20) == 0
+    # (1 + .6 + .36 ...) / (1 + .2 k): 1, 1.333, 1.4, 1.36
+    assert learnt(0.6, 0.1, 0.1).best(20) == 2
+    assert learnt(0.6, 0.1, 0.1).best(0) == 0
+
+
+def test_a_refused_small_model_is_tried_again() -> None:
+    """A time that a busy machine showed must not last."""
+    slow = learnt(0.9, 5.0, 0.1)
+    tried = 0
+    for _ in range(600):
+        if slow.best(8):
+            tried += 1
+            slow.drafted(1, 0.1)
+    assert tried > 300
+
+
+def test_an_inner_chance_follows_the_outcomes() -> None:
+    lengths = InnerLength()
+    for _ in range(200):
+        lengths.outcome(0, 1)
+    assert lengths.chance < 0.01
+    for _ in range(200):
+        lengths.outcome(3, 3)
+    assert lengths.chance > 0.99
+    before = lengths.chance
+    lengths.outcome(0, 0)
+    assert lengths.chance == before
+
+
+# -- on the demo family
+
+
+@pytest.fixture(scope="module", params=["llamacpp", "onnx"])
+def demo(request: pytest.FixtureRequest) -> Iterator[edgespec.Model]:
+    with edgespec.load("demo", engine=request.param, drafter="hierarchical", reproducible=True) as model:
+        yield model
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
+def test_demo_text_does_not_depend_on_the_draft(demo: edgespec.Model, temperature: float) -> None:
+    for seed, prompt in enumerate(PROMPTS):
+        ids = demo.encode_chat([{"role": "user", "content": prompt}])
+        sampling = Sampling(temperature=temperature, seed=seed)
+        plain = demo.generate(ids, sampling, GenerateOptions(max_tokens=64, drafter="none", ignore_eos=True))
+        for drafter, length in (("hierarchical", 1), ("hierarchical", 5), ("hierarchical", "auto"), ("model", 3)):
+            options = GenerateOptions(max_tokens=64, drafter=drafter, draft_length=length, ignore_eos=True)
+            found = demo.generate(ids, sampling, options)
+            assert (found.token_ids, found.logprobs) == (plain.token_ids, plain.logprobs), (drafter, length)
+            assert found.reproducible
+            assert length == "auto" or found.stats.accepted_tokens > 0
+
+
+def test_the_medium_agrees_more_often_than_the_draft(demo: edgespec.Model) -> None:
+    accepted = {}
+    for drafter in ("model", "hierarchical"):
+        options = GenerateOptions(max_tokens=120, drafter=drafter, draft_length=4, ignore_eos=True)
+        found = [demo.generate(demo.encode(prompt), Sampling(temperature=0.0), options).stats for prompt in PROMPTS]
+        accepted[drafter] = sum(s.accepted_tokens for s in found) / sum(s.drafted_tokens for s in found)
+    assert accepted["hierarchical"] > accepted["model"] + 0.02
+
+
+def test_the_mediums_memory_is_told(demo: edgespec.Model) -> None:
+    parts = {name: drafter.bytes_used for name, drafter in demo._deciders.drafters.items()}
+    assert parts["hierarchical"] > parts["model"] > 0
+    assert demo.drafter_bytes == sum(parts.values())
+    assert set(demo.draft_costs) == {"model", "hierarchical"}
+
+
+def test_nobody_pays_for_a_medium_unasked() -> None:
+    with edgespec.load("demo") as model:
+        assert set(model._deciders.drafters) & {"model", "hierarchical"} == {"model"}
+        with pytest.raises(CapabilityError, match="load it with --drafter hierarchical"):
+            model.generate("abc", options=GenerateOptions(drafter="hierarchical"))
+
+
+def test_auto_takes_a_medium_that_was_named() -> None:
+    medium = DEMO.parent / "demo-medium-q8_0.gguf"
+    with edgespec.load("demo", medium=medium) as model:
+        assert {"model", "hierarchical"} <= set(model._deciders.drafters)
+        plain = model.generate("def f(", Sampling(seed=1), GenerateOptions(max_tokens=64, drafter="none"))
+        assert model.generate("def f(", Sampling(seed=1), GenerateOptions(max_tokens=64)).token_ids == plain.token_ids
+
+
+def test_what_is_missing_is_named(tiny_path: Path, tmp_path: Path) -> None:
+    target = DEMO.parent / "demo-target-q8_0.gguf"
+    draft = DEMO.parent / "demo-draft-q8_0.gguf"
+    with pytest.raises(CapabilityError, match=r"needs a draft model .* give -md"):
+        edgespec.load(str(target), drafter="hierarchical")
+    with pytest.raises(CapabilityError, match=r"needs a medium model .* give --medium"):
+        edgespec.load(str(target), draft=draft, drafter="hierarchical")
+    with pytest.raises(ModelNotFound, match="no medium file"):
+        edgespec.load(str(target), draft=draft, medium=tmp_path / "none.gguf", drafter="hierarchical")
+    with pytest.raises(VocabularyMismatch):
+        edgespec.load(str(target), draft=draft, medium=tiny_path, drafter="hierarchical")

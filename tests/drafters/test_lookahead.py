@@ -1,0 +1,203 @@
+"""Lookahead: its window, its pool, and that the text stays the target's own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import edgespec
+from edgespec import GenerateOptions, Sampling
+from edgespec.acceptance import coupled
+from edgespec.control.base import FixedLength
+from edgespec.decode import Run, speculative
+from edgespec.drafters.base import DraftRequest
+from edgespec.drafters.lookahead import LookaheadDrafter, NgramPool
+from edgespec.drafters.ngram import NgramDrafter
+from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.table import TableEngine
+from edgespec.sampling import Sampler
+from edgespec.stopping import StopRules
+from edgespec.types import Draft, TokenIds, Verdict
+from laws import ALPHA_1E6, law_score
+from lossless import PLAIN, PROMPTS, VOCABULARY, run_once
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def request(token_ids: TokenIds, most: int = 32, branches: int = 15) -> DraftRequest:
+    return DraftRequest(token_ids, most, Sampler(GREEDY, VOCABULARY), max_branches=branches)
+
+
+@pytest.mark.parametrize("settings", [
+    GREEDY,
+    PLAIN,
+    Sampling(temperature=0.8, top_k=5, top_p=0.9, min_p=0.05, seed=9),
+    Sampling(temperature=1.2, repeat_penalty=1.3, frequency_penalty=0.2, penalty_window=8, logit_bias={3: -2}, seed=4),
+])  # fmt: skip
+def test_coupled_text_is_plain_text_token_by_token(settings: Sampling) -> None:
+    target = TableEngine.random(VOCABULARY, seed=1, context_length=400)
+    cached = CachedSequence(target)
+    plain = run_once(cached, None, "coupled", 0, settings, 150)
+    drafter = LookaheadDrafter()
+    for most in (1, 3, 8, 16, 40):
+        found = run_once(cached, drafter, "coupled", most, settings, 150)
+        assert [event.token_id for event in found] == [event.token_id for event in plain]
+        assert [event.logprob for event in found] == [event.logprob for event in plain]
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_joint_law_of_sampled_text_is_the_targets(rule: str) -> None:
+    """laws.py runs the same over 2e5 tokens and more."""
+    assert law_score(rule, "lookahead", num_tokens=16_000) < ALPHA_1E6
+
+
+def test_it_drafts_within_its_limits() -> None:
+    text = np.random.default_rng(0).integers(0, VOCABULARY, 60).astype(np.int32)
+    for most, branches in itertools.product((1, 2, 3, 5, 8, 13, 32, 64), (0, 1, 2, 5, 15)):
+        drafter = LookaheadDrafter()
+        drafter.begin(text)
+        draft = drafter.draft(request(text, most, branches))
+        assert 0 < draft.num_tokens <= most
+        leaves = sum(node not in draft.parents for node in range(draft.num_tokens))
+        assert leaves <= branches + 1
+        assert draft.wants_rows == (branches > 0 and most >= 6)
+        assert len(set(zip(draft.parents.tolist(), draft.token_ids.tolist(), strict=True))) == draft.num_tokens
+
+
+def test_a_window_is_a_chain_of_guesses_with_older_guesses_below_each() -> None:
+    """Rows (level, column): (0, j) follows (0, j - 1), (l, j) follows (l - 1, j)."""
+    drafter = LookaheadDrafter(ngram=4, window=3)
+    draft = drafter.draft(request(np.array([0, 1, 2, 3, 4], np.int32), 9))
+    assert draft.parents.tolist() == [-1, 0, 1]  # one column of three rows: the other half is for n-grams
+    draft = drafter.draft(request(np.array([0, 5, 2, 7, 4, 9, 1], np.int32), 24))
+    columns = [nodes for _, nodes in drafter._columns]
+    for before, nodes in zip([None, *columns], columns, strict=False):
+        assert draft.parents[nodes[0]] == (-1 if before is None else before[0])
+        assert draft.parents[nodes[1:]].tolist() == nodes[:-1]
+
+
+def test_what_the_target_chose_behind_the_window_makes_ngrams() -> None:
+    drafter = LookaheadDrafter(ngram=3, window=2)
+    text = np.array([0, 1, 2, 3, 4], np.int32)
+    draft = drafter.draft(request(text, 8))
+    choices = tuple(range(5, 5 + draft.num_tokens + 1))
+    columns = [nodes for _, nodes in drafter._columns]
+    drafter.observe(draft, Verdict((), 9, choices))
+    for nodes in columns:
+        first, *rest = draft.token_ids[nodes].tolist()
+        assert (*rest, choices[nodes[-1] + 1]) in drafter._pool.tails(first)
+    # the new guesses stand one position further: the next window holds them where the text has moved on by one token
+    again = drafter.draft(request(np.append(text, np.int32(9)), 8))
+    last = [again.token_ids[nodes[-1]] for _, nodes in drafter._columns]
+    assert last == [choices[nodes[-1] + 1] for nodes in columns]
+
+
+def test_without_its_rows_the_window_waits() -> None:
+    """A controller may cut the window off; the drafter then learns from the text alone."""
+    drafter = LookaheadDrafter()
+    text = np.array([0, 1, 2, 3, 4], np.int32)
+    draft = drafter.draft(request(text))
+    size = drafter._pool.size
+    drafter.observe(draft, Verdict((), 9))
+    assert drafter._pool.size == size
+    drafter.draft(request(text))
+    drafter.observe(draft.first(1), Verdict((), 9, (1, 2)))
+    assert drafter._pool.size == size
+
+
+def passes_for_new_text(branches: int) -> int:
+    """Passes for the first 20 tokens of texts in which every token depends on the one before it alone."""
+
+    class Limited(LookaheadDrafter):
+        def draft(self, request: DraftRequest) -> Draft:
+            return super().draft(request._replace(max_branches=branches))
+
+    passes = 0
+    for seed in range(5):
+        target = TableEngine.random(300, order=1, seed=seed, context_length=100)
+        prompt = np.random.default_rng(seed).integers(0, 300, 20).astype(np.int32)
+        run = Run(CachedSequence(target), prompt, Sampler(GREEDY, 300), StopRules(frozenset(), (), 75))
+        events = speculative(run, FixedLength(Limited(), 48), coupled)
+        assert len(list(itertools.islice(events, 20))) == 20
+        passes += run.stats.rounds
+    return passes
+
+
+def test_the_window_finds_what_the_text_has_not_shown_yet() -> None:
+    """Its columns meet the paths that the text takes later."""
+    assert passes_for_new_text(31) < 0.9 * passes_for_new_text(0)
+
+
+def test_row_choices_are_the_likeliest_tokens_after_every_row() -> None:
+    target = TableEngine.random(VOCABULARY, seed=5, context_length=200)
+    seen: list[int] = []
+
+    class Watching(LookaheadDrafter):
+        def draft(self, request: DraftRequest) -> Draft:
+            self.text = request.token_ids.tolist()
+            return super().draft(request)
+
+        def observe(self, draft: Draft, verdict: Verdict) -> None:
+            super().observe(draft, verdict)
+            if not draft.wants_rows:
+                assert verdict.row_choices is None
+                return
+            assert verdict.row_choices is not None
+            paths = [self.text]
+            for parent, token_id in zip(draft.parents.tolist(), draft.token_ids.tolist(), strict=True):
+                paths.append([*paths[parent + 1], token_id])
+            assert list(verdict.row_choices) == [int(target.row(path).argmax()) for path in paths]
+            seen.append(draft.num_tokens)
+
+    run_once(CachedSequence(target), Watching(), "coupled", 16, PLAIN, 60)
+    assert len(seen) > 10
+    plain: list[Verdict] = []
+
+    class Unasked(NgramDrafter):
+        def observe(self, draft: Draft, verdict: Verdict) -> None:
+            plain.append(verdict)
+
+    run_once(CachedSequence(target), Unasked(), "coupled", 4, PLAIN, 20)
+    assert plain and all(verdict.row_choices is None for verdict in plain)
+
+
+def test_the_pool_keeps_the_latest_and_no_more() -> None:
+    pool = NgramPool(most_kept=50)
+    rng = np.random.default_rng(0)
+    added: list[tuple[int, tuple[int, ...]]] = []
+    for _ in range(2000):
+        entry = int(rng.integers(9)), tuple(rng.integers(0, 3, 3).tolist())
+        pool.add(*entry)
+        added = [*(each for each in added if each != entry), entry][-50:]
+        assert pool.size == len(added)
+    for token_id in range(9):
+        assert pool.tails(token_id) == [tail for first, tail in reversed(added) if first == token_id]
+
+
+def test_memory_is_bounded_over_a_long_prompt() -> None:
+    drafter = LookaheadDrafter(most_kept=1000)
+    text = np.random.default_rng(0).integers(0, 10**5, 10**5).astype(np.int32)
+    drafter.begin(text)
+    drafter.draft(request(text))
+    assert 0 < drafter.bytes_used <= 1000 * 150
+
+
+@pytest.fixture(scope="module", params=["llamacpp", "onnx"])
+def demo(request: pytest.FixtureRequest) -> Iterator[edgespec.Model]:
+    with edgespec.load("demo", engine=request.param, drafter="lookahead", reproducible=True, threads=1) as model:
+        yield model
+
+
+@pytest.mark.parametrize("temperature, seed", [(0.0, 0), (0.8, 11), (0.8, 12), (1.2, 13)])
+def test_demo_text_does_not_depend_on_the_window(demo: edgespec.Model, temperature: float, seed: int) -> None:
+    for prompt, most in zip(PROMPTS, (8, 16, 32), strict=True):
+        ids = demo.encode_chat([{"role": "user", "content": prompt}])
+        sampling = Sampling(temperature=temperature, seed=seed)
+        plain = demo.generate(ids, sampling, GenerateOptions(max_tokens=48, drafter="none", ignore_eos=True))
+        found = demo.generate(ids, sampling, GenerateOptions(max_tokens=48, draft_length=most, ignore_eos=True))
+        assert found.token_ids == plain.token_ids
+        assert found.logprobs == plain.logprobs
+        assert found.drafter == "lookahead"

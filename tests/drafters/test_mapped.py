@@ -1,0 +1,301 @@
+"""Drafts with another vocabulary: the same text as without, and drafts as good as what both vocabularies share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import edgespec
+from edgespec import GenerateOptions, Sampling
+from edgespec.drafters.base import DraftRequest
+from edgespec.drafters.mapped import LACKS, MappedSequence, VocabularyMap, map_vocabulary
+from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.tree import TreeDrafter
+from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.table import TableEngine
+from edgespec.errors import Cancelled, PromptError, VocabularyMismatch
+from edgespec.loading.draft_vocabulary import LEAST_OVERLAP
+from edgespec.sampling import Sampler
+from edgespec.vocabulary import Vocabulary
+from laws import ALPHA_1E6, chi_square_score
+from lossless import PLAIN, run_once
+from reordered import write_reordered_gguf, write_reordered_onnx
+from tiny_gguf import write_sentencepiece_model
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
+DRAFT = DEMO / "demo-draft-q8_0.gguf"
+PROMPTS = ("Find me a cheap Italian restaurant in San Jose.", "Write a Python function `clamp(value, low, high)`.")
+ORDER = np.random.default_rng(7).permutation(4096).tolist()
+
+
+class Words(Vocabulary):
+    """Given tokens by their bytes; empty ones are control tokens called `<name>`. A text is cut at the longest."""
+
+    def __init__(
+        self, pieces: list[bytes], *, bos: int | None = None, ends: tuple[int, ...] = (), **names: int
+    ) -> None:
+        self.size, self.bos_id, self.adds_bos, self.end_ids = len(pieces), bos, bos is not None, frozenset(ends)
+        self.chat_template = None
+        self._given, self._names = pieces, {token_id: f"<{name}>" for name, token_id in names.items()}
+
+    def encode(self, text: str, *, parse_special: bool = False, add_bos: bool = False) -> list[int]:
+        ids, data = [], text.encode()
+        while data:
+            fitting = [i for i, piece in enumerate(self._given) if piece and data.startswith(piece)]
+            if not fitting:
+                raise PromptError("this cannot be written")
+            ids.append(max(fitting, key=lambda i: len(self._given[i])))
+            data = data[len(self._given[ids[-1]]) :]
+        return ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._given[token_id]
+
+    def token_name(self, token_id: int) -> str:
+        return self._names.get(token_id, repr(self._given[token_id]))
+
+
+# -- the map
+
+
+def read(mapping: VocabularyMap, *token_ids: int) -> list[int]:
+    ids = np.array(token_ids, np.int32)
+    found = mapping.read(ids)
+    assert mapping.sizes(ids).sum() == found.size
+    return found.tolist()
+
+
+def test_tokens_are_the_same_when_they_print_the_same() -> None:
+    target = Words([b"a", b"b", b"ab", b"", b""], stop=3, other=4)
+    draft = Words([b"", b"ab", b"b", b"\n"], stop=0)
+    mapping = VocabularyMap(target, draft)
+    assert mapping.draft_ids.tolist() == [-1, 2, 1, 0, -1]
+    assert mapping.share == pytest.approx(3 / 5)
+    assert mapping.share_of([0, 2, 2, 2]) == 0.75 and mapping.share_of([]) == 0
+    logits = mapping.gathered(np.array([10, 11, 12, 13], np.float32))
+    assert logits.tolist() == [LACKS, 12, 11, 10, LACKS]
+
+
+def test_what_the_draft_lacks_is_spelled_and_never_nothing() -> None:
+    target = Words([b"hello", "é".encode(), "é".encode()[:1], b"?", b"", b"hel"], talk=4)
+    draft = Words([b"hel", b"lo", b"\xc3", b"\xa9", b"\n", b"l", b"o"])
+    mapping = VocabularyMap(target, draft)
+    assert read(mapping, 0) == [0, 1]
+    assert read(mapping, 1) == [2, 3]
+    assert read(mapping, 2) == [2]  # no UTF-8 by itself
+    assert read(mapping, 3) == [4] and read(mapping, 4) == [4]  # neither letters nor a name: a line break in its place
+    assert read(mapping, 5, 0, 5) == [0, 0, 1, 0]
+    assert read(VocabularyMap(target, draft, most_per_token=1), 0) == [1]
+
+
+def test_byte_tokens_stand_for_bytes_that_nothing_else_prints() -> None:
+    target = Words([b"A", b"\n", b"B"])
+    draft = Words([b"A", b"\n", b"A", b"B", b"B"])
+    draft._names = {0: "<0x41>", 1: "<0x0A>", 3: "'B'", 4: "<0x42>"}
+    assert VocabularyMap(target, draft).draft_ids.tolist() == [2, 1, 3]
+    back = VocabularyMap(draft, target)
+    assert back.draft_ids.tolist() == [-1, 1, 0, 2, -1]  # one proposal for one text
+
+
+def test_begin_and_end_mean_the_same_whatever_they_are_called() -> None:
+    target = Words([b"a", b"", b""], bos=1, ends=(2,), begin=1, end=2)
+    draft = Words([b"", b"", b"a"], bos=0, ends=(1,), s=0, eot=1)
+    mapping = VocabularyMap(target, draft)
+    assert mapping.draft_ids.tolist() == [2, 0, 1]
+    assert mapping.end_ids == {2} and mapping.begins_with == []
+    without = VocabularyMap(Words([b"a"]), draft)
+    assert without.begins_with == [0] and without.end_ids == frozenset()
+
+
+def test_a_space_that_a_tokenizer_puts_in_front_is_not_read() -> None:
+    class Spaced(Words):
+        def encode(self, text: str, *, parse_special: bool = False, add_bos: bool = False) -> list[int]:
+            return super().encode(" " + text)
+
+    draft = Spaced([b" ", b"he", b"llo", b" he"])
+    assert read(VocabularyMap(Words([b"hello", b" hello"]), draft), 0, 1) == [1, 2, 3, 2]
+
+
+# -- the cache
+
+
+def table_pair(context_length: int = 64) -> tuple[TableEngine, MappedSequence]:
+    """A draft of the letters a..h, reversed, and a target that has i and j besides."""
+    draft = TableEngine.random(8, seed=5, context_length=context_length)
+    target = Words([bytes([letter]) for letter in b"jihgfedcba"])
+    return draft, MappedSequence(draft, map_vocabulary(target, draft))
+
+
+def test_a_mapped_cache_is_what_its_tokens_make_it() -> None:
+    draft, cache = table_pair()
+    rng = np.random.default_rng(0)
+    text = rng.integers(0, 10, 40).astype(np.int32)
+    for cut in (10, 3, 25, 25, 39, 1, 40):
+        wanted = text[:cut].copy()
+        if cut % 2:
+            wanted[-2:] = 9
+        shared = cache.shared_length(wanted)
+        assert cache.reuse(wanted) == shared == cache.length
+        found = cache.feed(wanted[shared:]).copy()
+        fresh = [9 - token if token >= 2 else None for token in wanted.tolist()]
+        known = cache._map.read(wanted).tolist()
+        assert [k for k, f in zip(known, fresh, strict=True) if f is not None] == [f for f in fresh if f is not None]
+        row = draft.row(known)
+        assert found.tolist() == [LACKS, LACKS, *row[::-1].tolist()]
+        assert cache.token_ids.tolist() == wanted.tolist()
+
+
+def test_spelled_tokens_are_taken_back_whole_and_the_window_slides() -> None:
+    draft = TableEngine.random(4, seed=2, context_length=32)
+    target = Words([b"a", b"b", b"abc", b"abcd", b"dd"])
+    drafter = ModelDrafter(draft, MappedSequence(draft, map_vocabulary(target, draft)))
+    sampler = Sampler(Sampling(temperature=1.0, seed=3), target.size)
+    rng = np.random.default_rng(1)
+    text = rng.integers(0, 5, 300).astype(np.int32)
+    for end in [*range(1, 60), 200, 90, 30, 300]:
+        found = drafter.draft(DraftRequest(text[:end], 6, sampler))
+        assert found.num_tokens == 6 and set(found.token_ids.tolist()) <= {0, 1}
+        assert draft.length() <= 32
+        cache = drafter._cache
+        assert draft.length() == cache._map.sizes(cache.token_ids).sum()
+        assert drafter.lag(text[:end]) in (0, 1)
+
+
+def test_a_cancelled_read_leaves_the_known_tokens() -> None:
+    draft = TableEngine.random(4, seed=2, context_length=64, max_batch=4)
+    target = Words([b"a", b"b", b"abc", b"abcd"])
+    cache = MappedSequence(draft, map_vocabulary(target, draft))
+    cache.feed(np.array([2, 0], np.int32))
+    passes = iter(range(2))
+    forward = draft.forward
+
+    def failing(batch):
+        if next(passes, None) == 1:
+            raise Cancelled("enough")
+        return forward(batch)
+
+    draft.forward = failing  # type: ignore[method-assign]
+    with pytest.raises(Cancelled):
+        cache.feed(np.array([3, 3, 3], np.int32))
+    assert draft.length() == 8
+    cache.restore()
+    assert draft.length() == 4 and cache.length == 2
+
+
+# -- what comes of it
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "block"])
+def test_joint_law_with_another_vocabulary_is_the_targets(rule: str) -> None:
+    target = TableEngine.random(10, order=1, seed=3, spread=1.0, context_length=4100)
+    draft = TableEngine.random(8, order=1, seed=4, spread=1.0, context_length=4100)  # lacks i and j
+    drafter = ModelDrafter(draft, MappedSequence(draft, map_vocabulary(target.vocabulary, draft)))
+    cached, counts, accepted = CachedSequence(target), np.zeros((10, 10)), 0
+    for seed in range(6):
+        events = run_once(cached, drafter, rule, 3, dataclasses.replace(PLAIN, seed=seed), 4000, logprobs=False)
+        ids = [1, *(event.token_id for event in events)]
+        accepted += sum(event.from_draft for event in events)
+        np.add.at(counts, (ids[:-1], ids[1:]), 1)
+    expected = np.zeros_like(counts)
+    for before in range(10):
+        weights = np.exp(target.row([before]).astype(np.float64))
+        expected[before] = counts[before].sum() * weights / weights.sum()
+    assert accepted > 2500
+    assert chi_square_score(counts, expected, 90) < ALPHA_1E6
+
+
+def test_trees_with_another_vocabulary_leave_the_text_alone() -> None:
+    target = TableEngine.random(10, seed=3, spread=2.0, context_length=400)
+    draft = TableEngine(target._table[:, :8], order=2, context_length=400)  # lacks i and j, for which it reads a
+    cached = CachedSequence(target)
+    for settings in (PLAIN, Sampling(temperature=0.0), Sampling(temperature=0.8, top_k=4, seed=2)):
+        plain = [event.token_id for event in run_once(cached, None, "coupled", 0, settings, 200)]
+        tree = TreeDrafter(ModelDrafter(draft, MappedSequence(draft, map_vocabulary(target.vocabulary, draft))))
+        found = run_once(cached, tree, "coupled", 8, settings, 200)
+        assert [event.token_id for event in found] == plain
+        assert sum(event.from_draft for event in found) > 20
+
+
+@pytest.fixture(scope="module")
+def reordered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_reordered_gguf(DRAFT, tmp_path_factory.mktemp("reordered") / "reordered.gguf", ORDER)
+
+
+@pytest.fixture(scope="module", params=["llamacpp", "onnx"])
+def pairs(
+    request: pytest.FixtureRequest, reordered: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[edgespec.Model, edgespec.Model]]:
+    """The demo pair, and the same with the draft's tokens in another order, on one engine."""
+    other = reordered
+    if request.param == "onnx":
+        folder = tmp_path_factory.mktemp("reordered") / "draft"
+        other = write_reordered_onnx(DEMO / "onnx" / "draft", folder, ORDER)
+    with (
+        edgespec.load("demo", engine=request.param, drafter="model", reproducible=True) as own,
+        edgespec.load("demo", engine=request.param, drafter="model", draft=other, reproducible=True) as mapped,
+    ):
+        yield own, mapped
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
+def test_the_same_draft_in_another_order_drafts_the_same(
+    pairs: tuple[edgespec.Model, edgespec.Model], temperature: float
+) -> None:
+    own, mapped = pairs
+    (note,) = (note for note in mapped.notes if "vocabular" in note)
+    assert "token 0 is" in note and "100.0%" in note and not any("vocabular" in note for note in own.notes)
+    for prompt, length in zip(PROMPTS, (3, 8), strict=True):
+        ids = own.encode_chat([{"role": "user", "content": prompt}])
+        sampling = Sampling(temperature=temperature, seed=5)
+        options = GenerateOptions(max_tokens=64, draft_length=length, ignore_eos=True)
+        plain = own.generate(ids, sampling, dataclasses.replace(options, drafter="none"))
+        one, other = own.generate(ids, sampling, options), mapped.generate(ids, sampling, options)
+        assert one.token_ids == other.token_ids == plain.token_ids
+        assert one.logprobs == other.logprobs == plain.logprobs
+        assert one.stats.accepted_tokens == other.stats.accepted_tokens > 20
+        assert one.stats.drafted_tokens == other.stats.drafted_tokens
+        tree = dataclasses.replace(options, drafter="tree")
+        assert mapped.generate(ids, sampling, tree).token_ids == plain.token_ids
+        auto = dataclasses.replace(options, drafter="auto", draft_length="auto")
+        assert mapped.generate(ids, sampling, auto).token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_rules_that_compare_distributions_see_the_same_ones(reordered: Path, rule: str) -> None:
+    ids = None
+    found = []
+    for draft in (DRAFT, reordered):
+        with edgespec.load("demo", draft=draft, drafter="model", verify=rule) as model:
+            ids = ids or model.encode_chat([{"role": "user", "content": PROMPTS[0]}])
+            options = GenerateOptions(max_tokens=64, draft_length=4, ignore_eos=True)
+            result = model.generate(ids, Sampling(temperature=0.8, seed=2), options)
+            found.append((result.token_ids, result.stats.accepted_tokens))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("order", [list(range(3396)), list(range(3396))[::-1]], ids=["shorter", "reversed"])
+def test_a_part_of_the_vocabulary_is_enough(tmp_path: Path, order: list[int]) -> None:
+    """Without the 700 tokens that were merged last, which it reads in smaller pieces."""
+    some = write_reordered_gguf(DRAFT, tmp_path / "some.gguf", order)
+    with edgespec.load("demo", draft=some, drafter="model", reproducible=True) as model:
+        assert any("82.9% of the target's tokens" in note for note in model.notes)
+        ids = model.encode_chat([{"role": "user", "content": PROMPTS[0]}])
+        for temperature in (0.0, 0.8, 1.2):
+            sampling = Sampling(temperature=temperature, seed=9)
+            plain = model.generate(ids, sampling, GenerateOptions(max_tokens=96, drafter="none", ignore_eos=True))
+            options = GenerateOptions(max_tokens=96, draft_length=4, ignore_eos=True)
+            found = model.generate(ids, sampling, options)
+            assert found.token_ids == plain.token_ids and found.logprobs == plain.logprobs
+            assert found.stats.accepted_tokens > 15
+
+
+def test_too_small_an_overlap_is_refused_with_the_first_difference(tiny_path: Path, tmp_path: Path) -> None:
+    spaced = write_sentencepiece_model(tmp_path / "spm.gguf")
+    few = write_reordered_gguf(DRAFT, tmp_path / "few.gguf", list(range(330))[::-1])
+    for draft, first in ((tiny_path, "token 0 is"), (spaced, "token 0 is"), (few, "token")):
+        with pytest.raises(VocabularyMismatch, match=f"{first}.*of those in a text; at least {LEAST_OVERLAP:.0%}"):
+            edgespec.load("demo", draft=draft, drafter="model")

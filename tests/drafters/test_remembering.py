@@ -1,0 +1,357 @@
+"""Drafts from the corpus and from earlier answers change no token; and nothing is learnt where that would be a lie."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import edgespec
+from edgespec import GenerateOptions, Sampling
+from edgespec.cli.main import cli
+from edgespec.cli.session import open_session
+from edgespec.corpus.database import joined
+from edgespec.corpus.index import SuffixIndex
+from edgespec.drafters.base import Drafter
+from edgespec.drafters.cache import CacheDrafter
+from edgespec.drafters.factory import learnt_texts
+from edgespec.drafters.suffix import SuffixDrafter
+from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.table import TableEngine
+from edgespec.settings import resolve
+from laws import ALPHA_1E6, chi_square_score
+from lossless import PROMPTS, VOCABULARY, run_once
+
+NUM_TEXTS = 12  # with 51, which take a minute, the laws were tested on 2e5 tokens
+QUESTION = "Find me a cheap Italian restaurant in San Jose for tonight."
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home folder of this test's own, with what was measured of the demo elsewhere."""
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+# -- on the table engine: exact laws
+
+
+def earlier_texts(cached: CachedSequence) -> list[np.ndarray]:
+    """What the target itself wrote with other seeds, and as much that it never would."""
+    texts = [
+        np.array([event.token_id for event in run_once(cached, None, "coupled", 0, Sampling(seed=seed), 200)], np.int32)
+        for seed in range(3)
+    ]
+    return [*texts, np.random.default_rng(0).integers(0, VOCABULARY, 600).astype(np.int32)]
+
+
+def make_drafter(name: str, texts: list[np.ndarray]) -> Drafter:
+    if name == "cache":
+        drafter = CacheDrafter(VOCABULARY, texts[:2])
+        drafter.learn(texts[2])
+        return drafter
+    return SuffixDrafter(corpus=SuffixIndex.of(joined(texts)))
+
+
+@pytest.mark.parametrize("settings", [
+    Sampling(temperature=0.0),
+    Sampling(temperature=0.8, top_k=5, top_p=0.9, min_p=0.05, seed=9),
+    Sampling(temperature=1.2, repeat_penalty=1.3, frequency_penalty=0.2, penalty_window=8, logit_bias={3: -2}, seed=4),
+])  # fmt: skip
+@pytest.mark.parametrize("name", ["suffix", "cache"])
+def test_coupled_text_is_plain_text_token_by_token(settings: Sampling, name: str) -> None:
+    target = TableEngine.random(VOCABULARY, seed=1, context_length=400)
+    cached = CachedSequence(target)
+    texts = earlier_texts(cached)
+    plain = run_once(cached, None, "coupled", 0, settings, 300)
+    for length in (1, 2, 3, 5, 8, 12, 40):
+        found = run_once(cached, make_drafter(name, texts), "coupled", length, settings, 300)
+        assert [event.token_id for event in found] == [event.token_id for event in plain]
+        assert [event.logprob for event in found] == [event.logprob for event in plain]
+        assert any(event.from_draft for event in found)
+
+
+@pytest.mark.parametrize(("name", "rule"), [("suffix", "rejection"), ("cache", "block")])
+def test_joint_law_of_sampled_text_is_the_targets(rule: str, name: str) -> None:
+    """The counts of (two tokens before, token) against the table's own probabilities, over NUM_TEXTS * 4000 tokens."""
+    target = TableEngine.random(VOCABULARY, order=2, seed=3, spread=1.0, context_length=4100)
+    cached = CachedSequence(target)
+    drafter = make_drafter(name, earlier_texts(cached))
+    counts = np.zeros((VOCABULARY, VOCABULARY, VOCABULARY))
+    for seed in range(NUM_TEXTS):
+        settings = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=seed)
+        ids = [0, 1, *(event.token_id for event in run_once(cached, drafter, rule, 3, settings, 4000, logprobs=False))]
+        np.add.at(counts, (ids[:-2], ids[1:-1], ids[2:]), 1)
+    rows = np.array([[target.row((a, b)) for b in range(VOCABULARY)] for a in range(VOCABULARY)], np.float64)
+    probs = np.exp(rows - rows.max(axis=2, keepdims=True))
+    expected = counts.sum(axis=2, keepdims=True) * probs / probs.sum(axis=2, keepdims=True)
+    tested = expected.min(axis=2) >= 5
+    assert tested.sum() > 50
+    freedom = int(tested.sum()) * (VOCABULARY - 1)
+    assert chi_square_score(counts[tested], expected[tested], freedom) < ALPHA_1E6
+
+
+# -- on the demo pair
+
+
+@pytest.fixture(scope="module", params=["llamacpp", "onnx"])
+def remembering(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[edgespec.Model]:
+    """The demo target with a corpus that holds one of the answers, and with earlier answers, told and on disk."""
+    if request.param == "onnx":
+        pytest.importorskip("onnxruntime")
+    folder = tmp_path_factory.mktemp("remembering")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EDGESPEC_HOME", str(folder / "home"))
+        with edgespec.load("demo", engine=request.param, drafter="none", learn=True) as model:
+            for prompt in PROMPTS:
+                _answer(model, prompt, Sampling(temperature=0.0), "none")
+            (folder / "answer.txt").write_text(
+                _answer(model, PROMPTS[0], Sampling(temperature=0.8, seed=3), "none").text
+            )
+        done = CliRunner().invoke(cli, ["corpus", "add", str(folder / "answer.txt")])
+        assert done.exit_code == 0, done.output
+        with edgespec.load("demo", engine=request.param, reproducible=True, learn=True, recall=True) as model:
+            yield model
+
+
+def _answer(
+    model: edgespec.Model, prompt: str, sampling: Sampling, drafter: str, length: int | str = "auto"
+) -> edgespec.Result:
+    ids = model.encode_chat([{"role": "user", "content": prompt}])
+    options = GenerateOptions(max_tokens=64, drafter=drafter, draft_length=length, ignore_eos=True)  # type: ignore[arg-type]
+    return model.generate(ids, sampling, options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
+def test_demo_text_does_not_depend_on_what_is_remembered(remembering: edgespec.Model, temperature: float) -> None:
+    for seed, prompt in enumerate(PROMPTS, 3):
+        sampling = Sampling(temperature=temperature, seed=seed)
+        plain = _answer(remembering, prompt, sampling, "none")
+        for drafter in ("suffix", "cache", "auto"):
+            for length in (1, 4, 12, "auto") if drafter != "auto" else ("auto",):
+                found = _answer(remembering, prompt, sampling, drafter, length)
+                assert found.token_ids == plain.token_ids, (drafter, length)
+                assert found.logprobs == plain.logprobs, (drafter, length)
+
+
+def test_what_is_remembered_is_really_drafted_from(remembering: edgespec.Model) -> None:
+    remembering.forget()
+    again = _answer(remembering, PROMPTS[0], Sampling(temperature=0.0), "cache", 8)
+    assert again.stats.mean_accepted_length > 3, "an earlier run gave this answer"
+    written = _answer(remembering, PROMPTS[0], Sampling(temperature=0.8, seed=3), "suffix", 8)
+    assert written.stats.mean_accepted_length > 3, "the corpus holds this answer"
+
+
+def load_demo(**options: object) -> edgespec.Model:
+    return edgespec.load("demo", drafter="cache", draft_length=8, **options)
+
+
+def rate_of(model: edgespec.Model) -> float:
+    return _answer(model, QUESTION, Sampling(temperature=0.0), "cache", 8).stats.mean_accepted_length
+
+
+def test_without_being_asked_nothing_is_learnt_nor_recalled(home: Path) -> None:
+    with load_demo() as model:
+        first = rate_of(model)
+        model.forget()
+        assert rate_of(model) == first, "a prompt that is decoded again does not meet its own answer"
+    assert not (home / "texts").exists()
+    with load_demo(learn=True) as model:
+        rate_of(model)
+    with load_demo() as model:
+        assert rate_of(model) == first
+
+
+def test_forgetting_is_as_if_the_model_had_just_been_loaded(home: Path) -> None:
+    with load_demo(learn=True, recall=True) as model:
+        first = rate_of(model)
+        assert rate_of(model) > first + 1, "its own answer of a moment ago"
+        model.forget()
+        assert rate_of(model) == first
+    with load_demo(recall=True) as model:
+        assert rate_of(model) > first + 1, "the answer of an earlier run"
+        model.forget()
+        assert rate_of(model) > first + 1
+
+
+def test_an_answer_that_was_stopped_is_learnt_as_far_as_it_came(home: Path) -> None:
+    with load_demo(learn=True) as model:
+        ids = model.encode_chat([{"role": "user", "content": QUESTION}])
+        events = model.stream(ids, Sampling(temperature=0.0), GenerateOptions(max_tokens=64, ignore_eos=True))
+        emitted = [next(events).token_id for _ in range(20)]
+        events.close()  # type: ignore[attr-defined]
+        (kept,) = learnt_texts(model.target.vocabulary).read()
+        assert 16 <= kept.size <= 20 and kept.tolist() == emitted[: kept.size]
+
+
+def test_an_answer_that_ends_inside_a_draft_is_learnt_to_its_end_alone(home: Path) -> None:
+    with load_demo(learn=True) as model:
+        ids = model.encode_chat([{"role": "user", "content": QUESTION}])
+        greedy = Sampling(temperature=0.0)
+        whole = model.generate(ids, greedy, GenerateOptions(max_tokens=48, ignore_eos=True))
+        num_beyond = 0
+        stops = [whole.text[begin : begin + 8] for begin in range(40, len(whole.text) - 8, 12)]
+        for stop in [stop for stop in stops if whole.text.index(stop) >= 40][:8]:
+            found = model.generate(ids, greedy, GenerateOptions(max_tokens=48, stop=(stop,), ignore_eos=True))
+            num_beyond += model._sequence.length > len(ids) + len(found.token_ids)
+            newest = learnt_texts(model.target.vocabulary).read()[-1]
+            assert tuple(newest.tolist()) == found.token_ids[: newest.size]
+        assert num_beyond, "the cache held accepted tokens behind the stop string"
+
+
+def test_an_answer_whose_model_was_closed_meanwhile_is_learnt_too(home: Path) -> None:
+    with load_demo(learn=True) as model:
+        events = model.stream(QUESTION, Sampling(temperature=0.0), GenerateOptions(max_tokens=64, ignore_eos=True))
+        emitted = [next(events).token_id for _ in range(20)]
+    events.close()  # type: ignore[attr-defined]
+    with load_demo() as model:
+        (kept,) = learnt_texts(model.target.vocabulary).read()
+    assert kept.tolist() == emitted[: kept.size]
+
+
+# -- on the command line
+
+
+def run(*arguments: str, stdin: str | None = None) -> click.testing.Result:
+    return CliRunner().invoke(cli, list(arguments), input=stdin)
+
+
+def test_a_corpus_is_added_listed_and_removed(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "a.py").write_text("def clamp(value, low, high):\n    return value\n" * 20)
+    (tmp_path / "code" / "b.bin").write_bytes(b"\0\1")
+    done = run("corpus", "add", str(tmp_path / "code"))
+    assert done.exit_code == 0, done.output
+    assert "added: code, " in done.output and "tokens of 1 files" in done.output
+    assert "left out: 1 file: binary" in done.output
+    listed = run("corpus", "ls").output
+    assert "code" in listed and "of 64 MiB" in listed and "learnt: 0 tokens of 0 answers" in listed
+    assert run("corpus", "rm", "cod").output.strip() == "error: the corpus has no 'cod'; it has: code"
+    assert "removed: code" in run("corpus", "rm", "code").output
+    assert "removed: " in run("corpus", "rm", "--all").output
+    assert "there was nothing" in run("corpus", "rm", "--all").output
+
+
+def test_what_is_told_of_an_answer_stands_on_a_line_of_its_own(home: Path) -> None:
+    done = run("generate", "-p", QUESTION, "-n", "24", "--temp", "0", "--ignore-eos", "--learn")
+    assert "\nnote: learning from answers: on" in done.output, "as a terminal shows both streams"
+    assert done.stdout.endswith("\n") and not done.stdout.endswith("\n\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["add", "nothing.txt"], "no file or folder 'nothing.txt': give the path of a text file"),
+        (["add", "empty.txt"], "empty.txt is empty: give a file of text"),
+        (["add", "image.png"], "image.png is binary: give a file of text"),
+        (["add", "folder"], "holds no text (1 file: empty): give a folder that does"),
+        (["add", "a.txt", "b.txt", "--name", "x"], "--name names one text and 2 paths are given"),
+        (["add", "a.txt", "--name", ""], "is no name for a text"),
+        (["add", "large.txt", "--budget", "1"], "raise the budget with --budget"),
+        (["add", "a.txt", "-m", "nonsense"], "no model 'nonsense'"),
+        (["rm"], "say what to remove"),
+        (["rm", "a", "--learnt"], "say what to remove"),
+    ],
+)
+def test_what_is_refused_says_why_in_one_line(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    for name, contents in {
+        "a.txt": b"hello",
+        "b.txt": b"world",
+        "empty.txt": b"",
+        "folder/empty.txt": b"",
+        "image.png": b"\x89PNG\0",
+        "large.txt": "".join(f"{i:x} " for i in range(60_000)).encode(),
+    }.items():
+        (tmp_path / name).write_bytes(contents)
+    monkeypatch.chdir(tmp_path)
+    done = run("corpus", *arguments)
+    assert done.exit_code == 2 and said in done.output, done.output
+    assert len(done.output.strip().splitlines()) == 1
+    assert "Traceback" not in done.output
+
+
+def test_odd_rows_are_listed(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello, world. " * 50)
+    assert run("corpus", "add", str(tmp_path / "a.txt")).exit_code == 0
+    (file,) = (home / "texts").glob("corpus-*")
+    with sqlite3.connect(file) as connection:
+        for name, added in (("odd\x1b[2J", 1e300), (b"blob", "soon"), (None, None)):
+            connection.execute("INSERT INTO texts VALUES (?, 5, ?, 'x', 'y', 'z')", (name, added))
+    done = run("corpus", "ls")
+    assert done.exit_code == 0 and "\x1b" not in done.output, done.output
+    assert "unknown" in done.output and "a.txt" in done.output
+    assert run("corpus", "rm", "blob").exit_code == 0
+    assert run("corpus", "rm", "--all").exit_code == 0
+
+
+def test_a_damaged_corpus_is_said_and_does_not_stop_an_answer(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello, world. " * 50)
+    assert run("corpus", "add", str(tmp_path / "a.txt")).exit_code == 0
+    (file,) = (home / "texts").glob("corpus-*")
+    file.write_bytes(b"garbage" * 1000)
+    done = run("generate", "-p", "hello", "-n", "8")
+    assert done.exit_code == 0 and "the corpus is not used" in done.output
+    assert "is damaged" in run("corpus", "ls").output
+    assert run("corpus", "rm", "--all").exit_code == 0
+    assert "the corpus is not used" not in run("generate", "-p", "hello", "-n", "8").output
+
+
+def test_answers_are_kept_only_when_asked_and_can_be_cleared(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["generate", "-p", QUESTION, "-n", "24", "--temp", "0", "--ignore-eos"]
+    plain = run(*arguments)
+    assert plain.exit_code == 0 and "learning" not in plain.output
+    assert run("chat", "--temp", "0", "-n", "24", stdin=QUESTION).exit_code == 0
+    assert run(*arguments, "--recall").exit_code == 0
+    assert not (home / "texts").exists(), "nothing is kept unless it was asked for"
+    done = run(*arguments, "--learn")
+    assert "learning from answers: on" in done.output and "corpus rm --learnt deletes them" in done.output
+    assert "learning" not in run(*arguments, "--learn").output, "it is said once"
+    assert "tokens of 1 answers" in run("corpus", "ls").output
+    assert run("corpus", "rm", "--learnt").exit_code == 0
+    assert "learnt: 0 tokens of 0 answers" in run("corpus", "ls").output
+    monkeypatch.setenv("EDGESPEC_LEARN", "on")
+    assert "learning from answers: on" in run(*arguments).output, "a setting asks for it too"
+    assert "tokens of 1 answers" in run("corpus", "ls").output
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (False, False)),
+        ({"learn": True}, (True, True)),
+        ({"learn": True, "recall": False}, (True, False)),
+        ({"recall": True}, (False, True)),
+        ({"learn": False}, (False, False)),
+    ],
+)
+def test_what_is_remembered_by_what_was_asked(home: Path, given: dict[str, bool], expected: tuple[bool, bool]) -> None:
+    with open_session(resolve(given), remembers=True).model as model:
+        assert (model.options.learn, model.options.recall) == expected
+
+
+def test_commands_that_measure_remember_nothing_whatever_the_settings_say(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGESPEC_LEARN", "1")
+    monkeypatch.setenv("EDGESPEC_RECALL", "1")
+    with open_session(resolve({})).model as model:
+        assert not model.options.learn and not model.options.recall
+    with open_session(resolve({}), remembers=True).model as model:
+        assert model.options.learn and model.options.recall, "the settings ask for it"
+    for command in ("bench", "race", "tune", "calibrate", "verify", "plan-speedup"):
+        assert "--learn" not in run(command, "--help").output
+        assert "no such option" in run(command, "--learn").output
+    done = run("verify", "-n", "8", "--drafter", "cache", "--json")
+    assert json.loads(done.stdout)["identical"]
+    done = run("tune", "-n", "4", "--max-prompts", "2", "--drafter", "cache", "--threads", "1")
+    assert done.exit_code == 0, done.output
+    assert not (home / "texts").exists()

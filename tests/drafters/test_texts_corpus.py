@@ -1,0 +1,379 @@
+"""The corpus on disk: what is added comes back, within its budget; what is damaged is refused and never misread."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import sqlite3
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgespec.corpus import database as module
+from edgespec.corpus.database import Corpus, CorpusText, joined
+from edgespec.corpus.documents import Documents
+from edgespec.corpus.index import sorted_places
+from edgespec.corpus.store import texts_folder, vocabulary_key
+from edgespec.engines.table import LetterVocabulary
+from edgespec.errors import ConfigError, StateError
+
+SIZE = 1000
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def make(folder: Path, size: int = SIZE) -> Corpus:
+    return Corpus("key", size, folder)
+
+
+def documents(seed: int, count: int = 3) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, SIZE, 200).astype(np.int32) for _ in range(count)]
+
+
+def test_what_was_added_is_indexed_and_listed(tmp_path: Path) -> None:
+    corpus = make(tmp_path)
+    assert corpus.texts() == [] and corpus.index() is None
+    first, second = documents(0), documents(1)
+    added = corpus.add("b", "/b", first)
+    corpus.add("a", "/a", second)
+    assert added.num_tokens == 603 and added.num_documents == 3
+    assert [text.name for text in make(tmp_path).texts()] == ["a", "b"]
+    index = make(tmp_path).index()
+    assert index is not None and index.num_tokens == 1206
+    for part in (*first, *second):
+        span = index.find(part[50:54].tolist())
+        assert span is not None and index.copied(span, 6) == part[54:60].tolist()
+    assert corpus.path.stat().st_mode & 0o077 == 0, "others may not read it"
+
+
+def test_the_same_source_replaces_and_another_may_not_take_its_name(tmp_path: Path) -> None:
+    corpus = make(tmp_path)
+    corpus.add("a", "/a", documents(0))
+    corpus.add("a", "/a", documents(1, count=1))
+    assert [text.num_tokens for text in corpus.texts()] == [201]
+    index = corpus.index()
+    assert index is not None and index.num_tokens == 201
+    with pytest.raises(ConfigError, match="has a text 'a' already, from /a: give this one another name with --name"):
+        corpus.add("a", "/elsewhere/a", documents(2))
+
+
+def test_what_is_removed_is_not_drafted_from(tmp_path: Path) -> None:
+    corpus = make(tmp_path)
+    corpus.add("a", "/a", documents(0))
+    corpus.add("b", "/b", documents(1))
+    assert corpus.remove("a").name == "a"
+    index = corpus.index()
+    assert index is not None and index.find(documents(0)[0][:4].tolist()) is None
+    with pytest.raises(ConfigError, match="the corpus has no 'a'; it has: b"):
+        corpus.remove("a")
+    corpus.remove("b")
+    assert corpus.index() is None
+    assert corpus.clear() and not corpus.clear()
+
+
+def test_the_budget_is_kept_and_can_be_raised(tmp_path: Path) -> None:
+    corpus = make(tmp_path)
+    corpus.add("a", "/a", documents(0), budget_bytes=8 * 700)
+    with pytest.raises(ConfigError, match=r"/b takes .* MiB .* budget of .* raise the budget with --budget 1"):
+        corpus.add("b", "/b", documents(1))
+    assert [text.name for text in corpus.texts()] == ["a"]
+    corpus.add("b", "/b", documents(1), budget_bytes=8 * 1300)
+    assert corpus.budget_bytes() == 8 * 1300
+    with pytest.raises(ConfigError):
+        corpus.add("a", "/a", documents(0, count=9))
+    index = corpus.index()
+    assert index is not None and index.num_tokens == 1206, "a refused replacement leaves what was there"
+
+
+def test_a_file_that_grew_beyond_its_budget_is_not_loaded(tmp_path: Path) -> None:
+    corpus = make(tmp_path)
+    corpus.add("a", "/a", documents(0))
+    with sqlite3.connect(corpus.path) as connection:
+        connection.execute("INSERT INTO budget VALUES (100)")
+    connection.close()
+    with pytest.raises(StateError, match=r"it takes 0.0 MiB and its budget is 0.0 MiB; edgespec corpus ls"):
+        corpus.index()
+
+
+@pytest.mark.parametrize("name", ["", " a", "a\n", "x" * 101, "-a", "a\x1b[2J", "\u202egpj"])
+def test_bad_names(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="--name"):
+        make(tmp_path).add(name, "/a", documents(0))
+    assert not make(tmp_path).path.exists()
+
+
+def test_a_corpus_of_more_ids_than_the_vocabulary_has_is_refused(tmp_path: Path) -> None:
+    make(tmp_path).add("a", "/a", documents(0))
+    with pytest.raises(StateError, match=r"a token id lies outside -1..49"):
+        make(tmp_path, size=50).index()
+
+
+def test_vocabularies_have_files_of_their_own() -> None:
+    assert vocabulary_key(LetterVocabulary(10)) == vocabulary_key(LetterVocabulary(10))
+    assert len({vocabulary_key(LetterVocabulary(size, end)) for size in (10, 11) for end in (None, 3)}) == 4
+
+
+def test_an_index_that_is_missing_or_damaged_is_made_anew(tmp_path: Path) -> None:
+    corpus = make(tmp_path)
+    corpus.add("a", "/a", documents(0))
+    for statement in (
+        "DELETE FROM places",
+        "UPDATE places SET places = zeroblob(length(places))",
+        "UPDATE places SET digest = x'00'",
+        "UPDATE places SET places = 'text'",
+    ):
+        with sqlite3.connect(corpus.path) as connection:
+            connection.execute(statement)
+        connection.close()
+        index = corpus.index()
+        part = documents(0)[0].tolist()
+        assert index is not None
+        span = index.find(part[:4])
+        assert span is not None and index.copied(span, 5) == part[4:9]
+    with sqlite3.connect(corpus.path) as connection:
+        (kept,) = connection.execute("SELECT length(places) FROM places").fetchone()
+    connection.close()
+    assert kept == 4 * 603, "and kept"
+
+
+def test_any_damage_is_refused_or_harmless(tmp_path: Path) -> None:
+    """Bytes of the file are changed, or its end is cut off: what is loaded is what was added, or nothing."""
+    corpus = make(tmp_path)
+    corpus.add("a", "/a", documents(0))
+    whole = corpus.path.read_bytes()
+    ids = joined(documents(0))
+    rng = random.Random(0)
+    refused = 0
+    for trial in range(150):
+        damaged = bytearray(whole)
+        for _ in range(rng.choice((1, 8, 64))):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        if trial % 3 == 0:
+            damaged = damaged[: rng.randrange(len(damaged))]
+        corpus.path.write_bytes(damaged)
+        try:
+            index = corpus.index()
+        except StateError:
+            refused += 1
+            continue
+        if index is not None:
+            assert index.num_tokens == ids.size
+            assert index._ids[: ids.size].tolist() == ids.tolist()
+            assert index._order.tolist() == sorted_places(ids).tolist()
+    assert refused > 50
+
+
+@pytest.mark.parametrize("contents", [b"", b"no database at all", b"SQLite format 3\0" + b"\0" * 200])
+def test_files_that_are_no_corpus(tmp_path: Path, contents: bytes) -> None:
+    corpus = make(tmp_path)
+    corpus.path.write_bytes(contents)
+    if contents:
+        with pytest.raises(StateError, match="is damaged"):
+            corpus.index()
+        with pytest.raises(StateError, match="is damaged"):
+            corpus.add("a", "/a", documents(0))
+    else:
+        assert corpus.index() is None
+        corpus.add("a", "/a", documents(0))
+    assert corpus.clear()
+
+
+def test_a_file_of_a_later_format_is_left_alone(tmp_path: Path) -> None:
+    corpus = make(tmp_path)
+    corpus.add("a", "/a", documents(0))
+    with sqlite3.connect(corpus.path) as connection:
+        connection.execute("PRAGMA user_version=2")
+    connection.close()
+    before = corpus.path.read_bytes()
+    for act in (corpus.index, corpus.texts, lambda: corpus.add("b", "/b", documents(1))):
+        with pytest.raises(StateError, match="has format 2 and this edgespec reads 1"):
+            act()
+    assert corpus.path.read_bytes() == before
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    corpus = make(tmp_path / "file" / "texts")
+    with pytest.raises(StateError, match=r"cannot be used: Not a directory"):
+        corpus.add("a", "/a", documents(0))
+    assert corpus.index() is None
+
+
+def add_many(folder: Path, first: int) -> None:
+    for number in range(first, first + 5):
+        make(folder).add(f"text{number}", f"/{number}", documents(number))
+
+
+def test_several_processes_add_at_once(tmp_path: Path) -> None:
+    workers = [SPAWN.Process(target=add_many, args=(tmp_path, first)) for first in (0, 100, 200)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(300)
+    assert [worker.exitcode for worker in workers] == [0, 0, 0]
+    assert len(make(tmp_path).texts()) == 15
+    index = make(tmp_path).index()
+    assert index is not None and index.num_tokens == 15 * 603
+    for number in (0, 4, 102, 204):
+        assert index.find(documents(number)[2][10:15].tolist()) is not None
+
+
+def add_for_ever(folder: Path) -> None:
+    number = 0
+    while True:
+        make(folder).add("growing", "/growing", documents(number % 7, count=200), budget_bytes=1 << 30)
+        number += 1
+
+
+def test_killed_while_writing(tmp_path: Path) -> None:
+    make(tmp_path).add("a", "/a", documents(0))
+    for delay_s in (0.1, 0.17, 0.31):
+        worker = SPAWN.Process(target=add_for_ever, args=(tmp_path,))
+        worker.start()
+        while not any(text.name == "growing" for text in make(tmp_path).texts()):
+            time.sleep(0.01)
+        time.sleep(delay_s)
+        worker.kill()
+        worker.join(60)
+        index = make(tmp_path).index()
+        assert index is not None and index.find(documents(0)[0][:4].tolist()) is not None
+        assert {text.name for text in make(tmp_path).texts()} == {"a", "growing"}
+        make(tmp_path).remove("growing")
+
+
+def die_half_way(path: Path) -> None:
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute("PRAGMA cache_size=2")  # pages that changed go to disk before the transaction ends
+    connection.execute("BEGIN IMMEDIATE")
+    connection.execute("UPDATE texts SET ids = randomblob(length(ids))")
+    connection.execute("INSERT INTO texts VALUES ('half', '/half', 0, 1, x'00', randomblob(300000))")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_a_killed_process_left_half_done_is_taken_back(tmp_path: Path) -> None:
+    corpus = make(tmp_path)
+    corpus.add("a", "/a", documents(0))
+    worker = SPAWN.Process(target=die_half_way, args=(corpus.path,))
+    worker.start()
+    worker.join(120)
+    assert worker.exitcode == -signal.SIGKILL
+    assert corpus.path.with_name(corpus.path.name + "-journal").stat().st_size > 0
+    index = corpus.index()
+    assert index is not None and index._ids[:603].tolist() == joined(documents(0)).tolist()
+    assert [text.name for text in corpus.texts()] == ["a"]
+
+
+def add_on_a_full_disk(folder: Path) -> None:
+    """The kernel refuses to let any file of this process grow beyond 40 kB, as a full disk would."""
+    make(folder).add("a", "/a", documents(0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+    try:
+        make(folder).add("large", "/large", documents(1, count=100))
+    except StateError as exc:
+        assert "disk" in str(exc), exc
+    else:
+        raise AssertionError("it was written all the same")
+    assert [text.name for text in make(folder).texts()] == ["a"]
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
+    worker = SPAWN.Process(target=add_on_a_full_disk, args=(tmp_path,))
+    worker.start()
+    worker.join(120)
+    assert worker.exitcode == 0
+    index = make(tmp_path).index()
+    assert index is not None and index.num_tokens == 603
+
+
+def test_files_that_are_no_text_are_left_out_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / ".git").mkdir()
+    for name, contents in {
+        "a.py": b"x = 1\n",
+        "sub/b.md": "Grüße".encode(),
+        "sub/bom.txt": b"\xef\xbb\xbfhello",
+        ".hidden": b"secret",
+        ".git/config": b"secret",
+        "image.png": b"\x89PNG\0\0",
+        "latin.txt": b"gr\xfc\xdfe",
+        "empty.txt": b"",
+        "blank.txt": b" \n",
+    }.items():
+        (tmp_path / name).write_bytes(contents)
+    (tmp_path / "link.txt").symlink_to("a.py")
+    found = Documents(tmp_path)
+    texts = {str(path.relative_to(tmp_path)): text for path, text in found}
+    assert texts == {"a.py": "x = 1\n", "sub/b.md": "Grüße", "sub/bom.txt": "hello"}
+    assert found.left_out == {"binary": 1, "not UTF-8": 1, "empty": 2, "a link": 1}
+
+
+def test_a_named_file_that_is_no_text_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
+    with pytest.raises(ConfigError, match=r"image.png is binary: give a file of text"):
+        list(Documents(tmp_path / "image.png"))
+    with pytest.raises(ConfigError, match="no file or folder"):
+        Documents(tmp_path / "nothing")
+
+
+def test_a_file_that_is_too_large_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgespec.corpus.documents.MAX_FILE_BYTES", 1 << 20)
+    (tmp_path / "large.txt").write_bytes(b"a" * ((1 << 20) + 1))
+    found = Documents(tmp_path)
+    assert list(found) == [] and found.left_out == {"larger than 1 MiB": 1}
+
+
+def test_texts_lie_in_the_users_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
+    assert texts_folder() == tmp_path / "texts"
+    monkeypatch.delenv("EDGESPEC_HOME")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    assert texts_folder() == tmp_path / "data" / "edgespec" / "texts"
+
+
+def test_a_text_counts_its_index_against_the_budget() -> None:
+    assert CorpusText("a", "/a", 0.0, 1, 100).num_bytes == 800
+    assert module.DEFAULT_BUDGET_BYTES == 64 << 20
+
+
+ODD_ROWS = (
+    (b"blob", "/x", 1.0, 1, b"", b""),
+    (b"\xff\xfe", None, None, None, None, None),
+    (7, 8, "yesterday", "many", 9, 10),
+    ("\x1b[2J", "/\x1b", 9e999, -1, b"", b"\0\0\0"),
+    ("later", "/later", 1e300, 2**62, b"", "text"),
+)
+
+
+@pytest.mark.parametrize("row", ODD_ROWS)
+def test_a_row_that_another_program_wrote_is_listed_and_can_be_removed(tmp_path: Path, row: tuple[object, ...]) -> None:
+    corpus = make(tmp_path)
+    corpus.add("a", "/a", documents(0))
+    with sqlite3.connect(corpus.path) as connection:
+        connection.execute("INSERT INTO texts VALUES (?, ?, ?, ?, ?, ?)", row)
+    found = corpus.texts()
+    assert len(found) == 2 and found[0].num_tokens + found[1].num_tokens >= 603
+    for text in found:
+        assert [type(part) for part in text] == [str, str, float, int, int]
+    with pytest.raises(StateError, match="checksum"):
+        corpus.index()
+    if row[0] != b"\xff\xfe":  # no name can be typed for it
+        (odd,) = [text.name for text in found if text.name != "a"]
+        corpus.remove(odd)
+        assert [text.name for text in corpus.texts()] == ["a"]
+        assert corpus.index() is not None
+    assert corpus.clear() and corpus.texts() == []
+
+
+def test_a_budget_of_another_type_is_a_budget(tmp_path: Path) -> None:
+    corpus = make(tmp_path)
+    corpus.add("a", "/a", documents(0))
+    for value in ("x", None, b"1", 9e999, -5):
+        with sqlite3.connect(corpus.path) as connection:
+            connection.execute("UPDATE budget SET bytes = ?", (value,))
+            connection.execute("INSERT INTO budget SELECT ? WHERE NOT EXISTS (SELECT 1 FROM budget)", (value,))
+        assert isinstance(corpus.budget_bytes(), int)

@@ -1,0 +1,165 @@
+"""Hidden states from the engines to the drafters: aligned with the tokens, cut with them, no bit of logits moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from demo import TEST_THREADS
+from edgespec.engines.base import Engine
+from edgespec.engines.features import PROMPT_FEATURES, WINDOW, FeatureRows
+from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.table import TableEngine
+from edgespec.errors import CapabilityError
+from edgespec.types import Batch, Draft
+
+Load = Callable[..., Engine]
+IDS = (np.arange(300) * 7 % 250).astype(np.int32)
+
+
+def load_onnx(path: Path, **options: bool) -> Engine:
+    pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
+    from edgespec.engines.onnx import OnnxEngine
+
+    return OnnxEngine.load(path, threads=TEST_THREADS, context_length=512, hidden_states=True, **options)
+
+
+@pytest.fixture(params=("llamacpp", "onnx", "onnx-concatenated", "llamacpp-tiny"))
+def load(
+    request: pytest.FixtureRequest, target_path: Path, tiny_path: Path, onnx_path: Path, concatenated_path: Path
+) -> Load:
+    gguf = {"llamacpp": target_path, "llamacpp-tiny": tiny_path}
+    graphs = {"onnx": onnx_path, "onnx-concatenated": concatenated_path}
+    if request.param in gguf:
+        path = gguf[request.param]
+        length = 512 if request.param == "llamacpp" else 128
+        return lambda **options: LlamaCppEngine.load(path, threads=TEST_THREADS, context_length=length, **options)
+    return lambda **options: load_onnx(graphs[request.param], **options)
+
+
+def test_no_bit_of_the_logits_depends_on_them(load: Load) -> None:
+    found = []
+    for wanted in (False, True):
+        with load(reproducible=True) as engine:
+            engine.give_hidden_states(wanted)
+            rows = [engine.forward(Batch.chain(IDS[a:b])).copy() for a, b in ((0, 20), (20, 21), (21, 24))]
+            rows.append(engine.forward(Batch.chain(IDS[24:60], last_only=True)).copy())
+            found.append(np.concatenate(rows))
+            if wanted:
+                assert engine.hidden_states().shape[0] == 36
+                assert np.isfinite(engine.hidden_states()).all()
+    np.testing.assert_array_equal(*found)
+
+
+def test_a_row_is_that_of_its_token(load: Load) -> None:
+    """However the tokens came, the states are those of one pass over all of them."""
+    with load(reproducible=False) as engine:
+        engine.give_hidden_states(True)
+        engine.forward(Batch.chain(IDS[:40]))
+        whole = engine.hidden_states().copy()
+        engine.rollback(0)
+        cached = CachedSequence(engine)
+        cached.keep_features(True)
+        cached.feed(IDS[:30])
+        cached.score(int(IDS[30]), Draft.chain([int(IDS[31]), int(IDS[32]), 5]))
+        cached.keep(int(IDS[30]), Draft.chain([int(IDS[31]), int(IDS[32]), 5]), (0, 1))
+        cached.rollback(25)
+        cached.feed(IDS[25:40])
+        assert cached.features is not None
+        np.testing.assert_allclose(cached.features, whole, atol=0.05 * whole.std())
+
+
+def test_states_of_a_branch_follow_the_branch(target_path: Path) -> None:
+    tree = Draft(
+        np.array([9, IDS[11], 9, IDS[12]], np.int32), np.array([-1, -1, 0, 1], np.int32), np.ones(4, np.float32)
+    )
+    with LlamaCppEngine.load(target_path, threads=TEST_THREADS, context_length=512, reproducible=True) as engine:
+        straight = CachedSequence(engine)
+        straight.keep_features(True)
+        straight.feed(IDS[:13])
+        assert straight.features is not None
+        wanted = straight.features.copy()
+        branched = CachedSequence(engine)
+        branched.keep_features(True)
+        branched.feed(IDS[:10])
+        branched.score(int(IDS[10]), tree)
+        branched.keep(int(IDS[10]), tree, (1, 3))
+        assert branched.features is not None
+        np.testing.assert_allclose(branched.features, wanted, atol=0.05 * wanted.std())
+
+
+def test_of_a_long_prompt_only_the_end_is_computed() -> None:
+    engine = TableEngine.random(250, order=2, context_length=400, max_batch=50)
+    cached = CachedSequence(engine)
+    cached.keep_features(True)
+    cached.feed(IDS)
+    assert cached.features is not None
+    assert PROMPT_FEATURES <= len(cached.features) < PROMPT_FEATURES + 50
+    assert cached.passes_for(IDS.size) == 6
+    np.testing.assert_array_equal(cached.features[-1], engine.row(IDS.tolist()))
+
+
+def test_a_wide_pass_is_split_so_that_its_states_fit() -> None:
+    engine = TableEngine.random(250, order=2, context_length=400, max_batch=IDS.size)
+    cached = CachedSequence(engine)
+    assert cached.passes_for(IDS.size) == 1
+    cached.keep_features(True)
+    assert cached.passes_for(IDS.size) == 2
+    cached.feed(IDS)
+    assert cached.features is not None and len(cached.features) == PROMPT_FEATURES
+
+
+def test_tokens_fed_while_nobody_wanted_states_have_none() -> None:
+    engine = TableEngine.random(250, order=2, context_length=400, max_batch=50)
+    cached = CachedSequence(engine)
+    cached.feed(IDS[:20])
+    assert cached.features is None
+    cached.keep_features(True)
+    cached.feed(IDS[20:23])
+    assert cached.features is not None
+    np.testing.assert_array_equal(cached.features, [engine.row(IDS[:n].tolist()) for n in (21, 22, 23)])
+    cached.keep_features(False)
+    cached.feed(IDS[23:25])
+    cached.keep_features(True)
+    cached.feed(IDS[25:26])
+    assert cached.features is not None and len(cached.features) == 1
+
+
+def test_rows_are_aligned_whatever_is_appended_and_cut() -> None:
+    """Against a plain dictionary of position to row, over random appends and cuts."""
+    rng = np.random.default_rng(0)
+    rows, known, length = FeatureRows(), {}, 0
+    for _ in range(2000):
+        if rng.random() < 0.3:
+            length = int(rng.integers(max(0, length - 40), length + 1))
+            rows.truncate(length)
+        if rng.random() < 0.02:
+            length += 5  # tokens without states
+            known.clear()
+        count = int(rng.integers(1, 30))
+        states = rng.standard_normal((count, 3), np.float32)
+        rows.append(length, states)
+        known = {p: row for p, row in known.items() if p < length} | {length + i: s for i, s in enumerate(states)}
+        length += count
+        known = {p: row for p, row in known.items() if p >= length - WINDOW}
+        assert rows.end == length and len(rows.states) == len(known)
+        np.testing.assert_array_equal(rows.states, [known[p] for p in range(rows.start, length)])
+        if length > 2000:
+            rows.truncate(length := 100)
+
+
+def test_an_engine_says_when_it_has_none(target_path: Path, onnx_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
+    from edgespec.engines.onnx import OnnxEngine
+
+    without = OnnxEngine.load(onnx_path, threads=TEST_THREADS, context_length=64, reproducible=False)
+    with without as engine, pytest.raises(CapabilityError, match="load it with hidden_states=True"):
+        CachedSequence(engine).keep_features(True)
+    with LlamaCppEngine.load(target_path, threads=TEST_THREADS, context_length=64, reproducible=False) as engine:
+        engine.forward(Batch.chain([1, 2]))
+        with pytest.raises(CapabilityError, match="give_hidden_states"):
+            engine.hidden_states()

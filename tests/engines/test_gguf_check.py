@@ -1,0 +1,296 @@
+"""Files that llama.cpp would end the process on are refused, and 200 mutations of a sound file crash nobody."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgespec.config import LoadOptions
+from edgespec.engines import trial as probe
+from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile
+from edgespec.errors import EdgespecError, ModelFileError, ModelNotFound
+from edgespec.formats.gguf import check as gguf_check
+from edgespec.formats.gguf import header as gguf_header
+from edgespec.formats.gguf.check import check_gguf
+from edgespec.formats.gguf.header import read_header
+from edgespec.loading.opening import open_models
+from edgespec.types import Batch
+from tiny_gguf import Shape, matrices, vocabulary, write_model
+
+SHAPE = Shape(layers=1, width=32, heads=2, kv_heads=1, hidden=32, merges=5)
+TOKENS, _ = vocabulary(SHAPE.merges)
+VECTOR = matrices(SHAPE, len(TOKENS))["output_norm.weight"]
+MATRIX = matrices(SHAPE, len(TOKENS))["blk.0.attn_q.weight"]
+
+METADATA_FAULTS = {
+    "block_count is 0": {"llama.block_count": 0},
+    "block_count is 600": {"llama.block_count": 600},
+    "block_count is 'two'": {"llama.block_count": "two"},
+    "block_count is missing": {"llama.block_count": None},
+    "context_length is 0": {"llama.context_length": 0},
+    "embedding_length is 0": {"llama.embedding_length": 0},
+    "embedding of 33 cannot be shared": {"llama.embedding_length": 33},
+    "attention.head_count is 2147483648": {"llama.attention.head_count": 1 << 31},
+    "cannot share 0 key heads": {"llama.attention.head_count_kv": 0},
+    "expert_count is 1000": {"llama.expert_count": 1000, "llama.expert_used_count": 2},
+    "4 experts and uses 0": {"llama.expert_count": 4},
+    "4 experts and uses 8": {"llama.expert_count": 4, "llama.expert_used_count": 8},
+    "layer_norm_rms_epsilon is -1.0": {"llama.attention.layer_norm_rms_epsilon": -1.0},
+    "layer_norm_rms_epsilon is nan": {"llama.attention.layer_norm_rms_epsilon": math.nan},
+    "freq_base is nan": {"llama.rope.freq_base": math.nan},
+    "rope scaling 'weird'": {"llama.rope.scaling.type": "weird"},
+    "stands in its vocabulary twice": {"tokenizer.ggml.tokens": [*TOKENS[:-1], TOKENS[0]]},
+    "token_type list does not fit": {"tokenizer.ggml.token_type": [1] * 5},
+    "scores list does not fit": {"tokenizer.ggml.scores": [0.0] * 3},
+    "lacks a token for some byte": {"tokenizer.ggml.model": "llama"},
+    "has no tokenizer": {"tokenizer.ggml.model": None},
+    "has no vocabulary": {"tokenizer.ggml.model": "none"},
+    "vocabulary is empty": {"tokenizer.ggml.tokens": None},
+    "alignment is 3": {"general.alignment": 3},
+    "does not name its architecture": {"general.architecture": None},
+}
+TENSOR_FAULTS = {
+    "norm weights must be F32": {"blk.0.attn_norm.weight": VECTOR.astype(np.float16)},
+    "vectors and norm weights": {"blk.0.attn_q.bias": VECTOR.astype(np.float16)},
+    "'rope_freqs.weight' is F16": {"rope_freqs.weight": VECTOR[:8].astype(np.float16)},
+    "is F64, weights cannot be": {"blk.0.attn_q.weight": MATRIX.astype(np.float64)},
+    "is I32, weights cannot be": {"blk.0.attn_q.weight": MATRIX.astype(np.int32)},
+    "is I8, weights cannot be": {"token_embd.weight": MATRIX.astype(np.int8)},
+}
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("sound") / "sound.gguf", SHAPE)
+
+
+def test_a_sound_file_passes_and_its_header_is_read(sound):
+    header = check_gguf(sound)
+    assert header.architecture == "llama"
+    assert header.context_length == SHAPE.context
+    assert len(header.tensors) == 12
+    assert header.metadata["tokenizer.ggml.tokens"][0] == TOKENS[0].encode()
+    assert sum(tensor.num_bytes for tensor in header.tensors) <= header.data_bytes
+
+
+def test_texts_of_a_header_are_made_only_for_whoever_asks(sound):
+    merges = check_gguf(sound).metadata["tokenizer.ggml.merges"]
+    assert merges._items is None
+    assert len(merges) == len(list(merges)) == SHAPE.merges
+    assert merges[0] == merges.items[0] != b""
+
+
+def test_a_header_is_read_and_checked_once_per_load(sound, monkeypatch):
+    read, checked = [], []
+    read_file, check = gguf_header._read_file, gguf_check._checked
+    monkeypatch.setattr(gguf_header, "_read_file", lambda path: read.append(path) or read_file(path))
+    monkeypatch.setattr(gguf_check, "_checked", lambda path: checked.append(path) or check(path))
+    monkeypatch.setattr(probe, "faults", lambda paths, timeout_s: [None] * len(paths))
+    open_models(LoadOptions(model=str(sound), reproducible=False, context_length=16))[1].close()
+    assert len(read) == len(checked) == 1
+    check_gguf(sound)
+    assert len(read) == 2  # a later load looks again
+
+
+@pytest.mark.parametrize("reason", METADATA_FAULTS)
+def test_bad_metadata_is_refused(tmp_path, reason):
+    with pytest.raises(ModelFileError, match=reason):
+        LlamaCppEngine.load(write_model(tmp_path / "bad.gguf", SHAPE, metadata=METADATA_FAULTS[reason]))
+
+
+@pytest.mark.parametrize("reason", TENSOR_FAULTS)
+def test_bad_tensors_are_refused(tmp_path, reason):
+    with pytest.raises(ModelFileError, match=reason):
+        LlamaCppEngine.load(write_model(tmp_path / "bad.gguf", SHAPE, tensors=TENSOR_FAULTS[reason]))
+
+
+def test_what_is_no_model_file_is_refused(tmp_path):
+    with pytest.raises(ModelNotFound, match=r"nowhere\.gguf"):
+        check_gguf(tmp_path / "nowhere.gguf")
+    with pytest.raises(ModelFileError, match="cannot be read"):
+        check_gguf(tmp_path)
+    contents = {
+        "empty": b"",
+        "text": b"hello, this is not a model at all, not even nearly",
+        "version 1": b"GGUF" + struct.pack("<IQQ", 1, 0, 0) + bytes(64),
+        "many tensors": b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0) + bytes(64),
+        "many entries": b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 60) + bytes(64),
+        "long key": b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1 << 60) + bytes(64),
+    }
+    for name, content in contents.items():
+        path = tmp_path / f"{name}.gguf"
+        path.write_bytes(content)
+        with pytest.raises(ModelFileError, match="not a usable model"):
+            check_gguf(path)
+
+
+def test_every_truncation_is_refused(sound, tmp_path):
+    whole = sound.read_bytes()
+    cut = tmp_path / "cut.gguf"
+    for length in {*range(0, 600, 7), *range(600, len(whole), 997), len(whole) - 32}:
+        cut.write_bytes(whole[:length])
+        with pytest.raises(ModelFileError):
+            check_gguf(cut)
+
+
+def mutate(whole: bytes, data_start: int, rng: random.Random) -> bytes:
+    """One of: cut short; a few bits flipped in the header; noise in the header; noise in the tensor infos."""
+    data = bytearray(whole)
+    kind = rng.randrange(4)
+    if kind == 0:
+        return bytes(data[: rng.randrange(len(data))])
+    if kind == 1:
+        for _ in range(rng.randrange(1, 4)):
+            data[rng.randrange(data_start)] ^= 1 << rng.randrange(8)
+    if kind == 2:
+        start = rng.randrange(data_start)
+        length = min(rng.randrange(1, 16), data_start - start)
+        data[start : start + length] = rng.randbytes(length)
+    if kind == 3:
+        tensor_infos = whole.index(b"output_norm.weight") - 100
+        data[rng.randrange(tensor_infos, data_start)] = rng.randrange(256)
+    return bytes(data)
+
+
+def test_mutated_files_fail_cleanly_or_work(sound, tmp_path):
+    whole, data_start = sound.read_bytes(), read_header(sound).data_start
+    rng = random.Random(0)
+    passed, refused = [], 0
+    for index in range(200):
+        path = tmp_path / f"{index}.gguf"
+        path.write_bytes(mutate(whole, data_start, rng))
+        try:
+            check_gguf(path)
+            passed.append(path)
+        except ModelFileError:
+            refused += 1
+    faults = list(probe.faults(passed, timeout_s=60))
+    assert len(faults) == len(passed)
+    assert refused > 50
+    working = [path for path, fault in zip(passed, faults, strict=True) if fault is None]
+    assert len(working) > 10
+    for path in working[:10]:
+        with LlamaCppEngine.load(path, context_length=16, threads=1, reproducible=False) as engine:
+            assert np.isfinite(engine.forward(Batch.chain([1, 2, 3]))).all()
+
+
+def test_a_probe_survives_what_ends_its_child(sound, tmp_path, monkeypatch):
+    deadly, last = tmp_path / "deadly.gguf", tmp_path / "last.gguf"
+    for path in (deadly, last):
+        path.write_bytes(sound.read_bytes())
+    # An interpreter that ends itself on one file stands in for a library that aborts on it.
+    stand_in = tmp_path / "python"
+    stand_in.write_text(
+        '#!/bin/sh\nshift 2\nfor file in "$@"; do\n'
+        "case $file in *deadly*) kill -6 $$ ;; esac\n"
+        'echo "{\\"path\\": \\"$file\\", \\"fault\\": null}"\ndone\n'
+    )
+    stand_in.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(stand_in))
+    monkeypatch.setattr(probe, "may_fork", lambda: False)
+    found = list(probe.faults([sound, deadly, last], timeout_s=30))
+    assert found[0] is found[2] is None
+    assert "ended a trial process (status -6)" in str(found[1])
+
+
+def test_a_probe_reports_nan_weights_and_logits(tmp_path):
+    weights = write_model(tmp_path / "nan.gguf", SHAPE, tensors={"blk.0.attn_q.weight": MATRIX * np.float32(math.nan)})
+    logits = write_model(tmp_path / "rope.gguf", SHAPE, tensors={"rope_freqs.weight": np.zeros(8, np.float32)})
+    with pytest.raises(ModelFileError, match="invalid data"):
+        probe.probe(weights)
+    with pytest.raises(ModelFileError, match="not numbers"):
+        probe.probe(logits)
+
+
+def test_a_probe_that_hangs_is_ended(tmp_path):
+    path = write_model(tmp_path / "rwkv.gguf", SHAPE, metadata={"tokenizer.ggml.model": "rwkv"})
+    with pytest.raises(ModelFileError, match="took more than 5 s"):
+        probe.probe(path, timeout_s=5)
+
+
+IN_A_FORK = """
+import json, sys
+from pathlib import Path
+from edgespec.engines import probe
+probe._run_program = None
+assert probe.may_fork()
+found = list(probe.faults([Path(name) for name in sys.argv[2:]], timeout_s=float(sys.argv[1])))
+print(json.dumps(found))
+"""
+
+
+def in_a_fork(*paths: Path, timeout_s: float = 60, before: str = "") -> list[str | None]:
+    """What forks find of `paths`, in a process that llama.cpp is not yet loaded in."""
+    command = [sys.executable, "-c", before + IN_A_FORK, str(timeout_s), *map(str, paths)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert not done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_fork_finds_what_a_process_of_its_own_finds(sound, tmp_path):
+    weights = write_model(tmp_path / "nan.gguf", SHAPE, tensors={"blk.0.attn_q.weight": MATRIX * np.float32(math.nan)})
+    assert in_a_fork(sound) == [None]
+    assert "invalid data" in str(in_a_fork(weights)[0])
+
+
+@pytest.mark.parametrize(("ending", "says"), [("os.abort()", "status -6"), ("os.kill(os.getpid(), 9)", "status -9")])
+def test_a_fork_that_a_file_ends_is_told_from_one_that_passes(sound, ending, says):
+    deadly = f"import os\nfrom edgespec.engines import probe\nprobe.try_model = lambda path: {ending}\n"
+    assert says in str(in_a_fork(sound, before=deadly)[0])
+
+
+def test_a_fork_that_hangs_is_ended(tmp_path):
+    path = write_model(tmp_path / "rwkv.gguf", SHAPE, metadata={"tokenizer.ggml.model": "rwkv"})
+    assert "took more than 3 s" in str(in_a_fork(path, timeout_s=3)[0])
+
+
+def test_nothing_is_forked_beside_threads_or_an_engine_that_has_worked(sound):
+    LlamaCppEngine.load(sound, context_length=16, threads=1, reproducible=False).close()
+    assert not probe.may_fork()
+    before = "import threading, time\nthreading.Thread(target=time.sleep, args=(9,), daemon=True).start()\n"
+    with pytest.raises(subprocess.CalledProcessError):
+        in_a_fork(sound, before=before)
+
+
+def test_the_models_of_a_pair_share_one_child(tmp_path, monkeypatch):
+    one, other = (write_model(tmp_path / f"{name}.gguf", SHAPE) for name in ("one", "other"))
+    calls = []
+    monkeypatch.setattr(probe, "faults", lambda paths, timeout_s: calls.append(paths) or [None] * len(paths))
+    options = LoadOptions(model=str(one), draft=str(other), reproducible=False, context_length=16)
+    _, target, drafters = open_models(options)
+    for each in (*drafters.values(), target):
+        each.close()
+    assert calls == [[one, other]]
+
+
+def test_a_file_is_probed_once_until_it_changes(sound, tmp_path, monkeypatch):
+    probed = []
+    monkeypatch.setattr(probe, "faults", lambda paths, timeout_s: probed.extend(paths) or [None] * len(paths))
+    path = tmp_path / "model.gguf"
+    path.write_bytes(sound.read_bytes())
+    probe.check_model_file(path)
+    probe.check_model_file(path)
+    assert probed == [path]
+    write_model(path, Shape(layers=2, width=32, heads=2, kv_heads=1, hidden=32, merges=6))
+    probe.check_model_file(path)
+    assert probed == [path, path]
+
+
+def test_a_trusted_file_is_not_probed(sound, monkeypatch):
+    monkeypatch.setattr(probe, "faults", lambda paths, timeout_s: pytest.fail("probed") if paths else [])
+    probe.check_model_file(sound, is_trusted=True)
+
+
+def test_a_vocabulary_comes_without_the_weights(sound):
+    with VocabularyFile(sound) as vocabulary:
+        assert vocabulary.encode("ab") == [TOKENS.index("a"), TOKENS.index("b")]
+    with pytest.raises(EdgespecError):
+        vocabulary.encode("ab")

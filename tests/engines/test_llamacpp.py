@@ -1,0 +1,448 @@
+"""The llama.cpp engine beyond the contract: settings, facts, padding, interruption, vocabularies."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import edgespec
+from demo import TEST_THREADS
+from edgespec.engines import proof, widths
+from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile, settings
+from edgespec.engines.llamacpp.library import library
+from edgespec.engines.llamacpp.stretches import bounded_parts
+from edgespec.errors import (
+    BatchError,
+    Cancelled,
+    CapabilityError,
+    ConfigError,
+    EngineError,
+    ModelNotFound,
+    PromptError,
+    StateError,
+    UsageError,
+)
+from edgespec.types import Batch, Draft
+from tiny_gguf import SPECIALS, TEMPLATE, Shape, write_model, write_recurrent_model, write_sentencepiece_model
+
+
+def load(path: Path, **options) -> LlamaCppEngine:
+    given = {"threads": TEST_THREADS, "context_length": 256, "max_batch": 64, "reproducible": False}
+    return LlamaCppEngine.load(path, **{**given, **options})
+
+
+def chain(engine: LlamaCppEngine, ids, sequence: int = 0) -> np.ndarray:
+    return engine.forward(Batch.chain(ids, sequence=sequence)).copy()
+
+
+# Settings and facts
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"context_length": 0},
+        {"context_length": -5},
+        {"context_length": 513},
+        {"context_length": 12.5},
+        {"threads": 0},
+        {"threads": 10_000},
+        {"gpu_layers": -2},
+        {"max_sequences": 0},
+        {"max_sequences": 250},
+        {"max_batch": 0},
+        {"max_batch": 1 << 20},
+        {"max_branches": -1},
+        {"max_branches": 256},
+        {"widest": 0},
+        {"widest": 1000},
+        {"cache_type_k": "q3_k"},
+        {"cache_type_v": "nonsense"},
+        {"cache_type_v": "q8_0", "flash_attention": False},
+    ],
+    ids=str,
+)
+def test_an_option_out_of_range_is_refused(tiny_path, option):
+    with pytest.raises(ConfigError):
+        load(tiny_path, **option)
+
+
+def test_gpu_layers_need_a_build_that_has_a_gpu(tiny_path):
+    if library().llama_supports_gpu_offload():
+        pytest.skip("this build can use a GPU")
+    with pytest.raises(CapabilityError, match="-ngl 0"):
+        load(tiny_path, gpu_layers=-1)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ModelNotFound, match="nowhere"):
+        load(tmp_path / "nowhere.gguf")
+
+
+def test_facts_are_what_the_file_holds(tiny_path):
+    with load(tiny_path, context_length=None, max_sequences=2) as engine:
+        shape = Shape()
+        values = 2 * shape.layers * shape.width // shape.heads * shape.kv_heads
+        assert engine.facts.architecture == "llama"
+        assert engine.facts.context_length == shape.context
+        assert engine.facts.can_rollback
+        assert engine.facts.can_tree
+        assert engine.facts.threads == TEST_THREADS
+        assert 0.9 * tiny_path.stat().st_size < engine.facts.weight_bytes < tiny_path.stat().st_size
+        assert 2 * values <= engine.facts.kv_bytes_per_token <= 2 * values + 64
+        assert engine.length(0) == engine.length(1) == 0
+
+
+@pytest.mark.parametrize("kind", ["f32", "bf16", "q8_0", "q4_0"])
+def test_every_cache_type_works(tmp_path, kind):
+    ids = list(range(40))
+    path = write_model(tmp_path / "wide-heads.gguf", Shape(heads=2, kv_heads=1))
+    with load(path) as plain, load(path, cache_type_k=kind, cache_type_v=kind) as other:
+        expected, found = chain(plain, ids), chain(other, ids)
+        tolerance = {"f32": 0.02, "bf16": 0.1, "q8_0": 0.1, "q4_0": 1.0}[kind]
+        np.testing.assert_allclose(found, expected, atol=tolerance * expected.std() * 3, rtol=0)
+        with pytest.raises(StateError, match="another model"):
+            other.load_state(plain.save_state())
+
+
+def test_a_cache_type_that_does_not_fit_the_heads_is_refused(tiny_path):
+    with pytest.raises(CapabilityError, match="block size 32"):
+        load(tiny_path, cache_type_k="q8_0")
+
+
+def test_a_state_of_another_model_is_refused(tiny_path, other_tiny_path):
+    with load(tiny_path) as one, load(other_tiny_path) as other:
+        chain(one, [1, 2, 3])
+        with pytest.raises(StateError, match="another model"):
+            other.load_state(one.save_state())
+        assert other.length() == 0
+
+
+def test_the_smallest_context_holds_one_token(tiny_path):
+    with load(tiny_path, context_length=1, max_batch=1) as engine:
+        assert chain(engine, [5]).shape == (1, engine.vocabulary.size)
+
+
+def test_more_rows_of_logits_than_there_is_room_for_are_refused(tiny_path, monkeypatch):
+    monkeypatch.setattr(settings, "LOGITS_BYTES", 1)
+    with load(tiny_path, max_batch=128) as engine:
+        with pytest.raises(BatchError, match="at most 64 rows"):
+            chain(engine, range(65))
+        assert chain(engine, range(64)).shape == (64, engine.vocabulary.size)
+        assert engine.forward(Batch.chain(range(128), last_only=True)).shape == (1, engine.vocabulary.size)
+
+
+def test_a_tree_of_too_many_branches_is_refused(tiny_path):
+    star = Draft(np.arange(10, dtype=np.int32), np.full(10, -1, np.int32), np.ones(10, np.float32))
+    with load(tiny_path, max_branches=4) as engine:
+        with pytest.raises(BatchError, match="9 side branches"):
+            engine.forward(Batch.tree(1, star))
+        assert chain(engine, [1, 2]).shape == (2, engine.vocabulary.size)
+
+
+def test_loading_is_quiet_and_lazy(tiny_path, capfd):
+    load(tiny_path).close()
+    assert capfd.readouterr() == ("", "")
+    program = "import sys, edgespec.engines.llamacpp; sys.exit('llama_cpp' in sys.modules)"
+    root = Path(__file__).parents[2]
+    assert subprocess.run([sys.executable, "-c", program], check=False, cwd=root).returncode == 0
+
+
+# Width classes and padding
+
+
+def test_classes_are_runs_of_widths_whose_rows_agree():
+    a, b, c = b"a", b"b", b"c"
+    digests = {1: {6: c}, 2: {5: a, 6: b}, 3: {4: c, 5: a, 6: b}, 4: {5: c, 6: a}, 9: {4: c, 5: c, 6: a}}
+    assert proof.classes({width: proof.Bits(rows) for width, rows in digests.items()}) == ((1, 1), (2, 3), (4, 9))
+    assert proof.classes({2: proof.Bits({5: a}, b"x"), 3: proof.Bits({5: a}, b"y")}) == ((2, 2), (3, 3))
+
+
+@pytest.mark.parametrize(
+    ("found", "chosen"),
+    [
+        (((1, 16),), (1, 16)),
+        (((1, 63),), (1, 63)),
+        (((1, 1), (2, 16)), (2, 16)),
+        (((1, 7), (8, 16)), (1, 7)),
+        (((1, 1), (2, 7), (8, 16)), (2, 7)),
+        (((1, 1), (2, 3), (4, 7), (8, 16)), (2, 3)),
+        (((1, 1), (2, 2), (3, 3), (4, 4), (5, 6)), None),
+        (((1, 1),), None),
+        ((), None),
+    ],
+)
+def test_the_class_that_yields_most_tokens_per_cost_is_chosen(found, chosen):
+    assert widths.choose_class(found) == chosen
+
+
+def test_classes_are_measured_once_per_file_and_settings(target_path, monkeypatch):
+    options = {"reproducible": True, "widest": 9, "context_length": 320}
+    with load(target_path, **options) as engine:
+        measured = engine.facts
+    monkeypatch.setattr(proof, "survey", lambda *_: pytest.fail("measured again"))
+    with load(target_path, **options) as engine:
+        assert engine.facts == measured
+
+
+def test_reproducible_is_refused_where_it_cannot_be(tiny_path, monkeypatch):
+    monkeypatch.setattr(proof, "survey", lambda *_: (tuple((width, width) for width in range(1, 8)), {}))
+    with pytest.raises(CapabilityError, match="--no-reproducible"):
+        load(tiny_path, reproducible=True, widest=7)
+    with load(tiny_path, reproducible=None, widest=7) as engine:
+        assert engine.facts.pinned_class is None
+        assert engine.widest_pass == engine.facts.max_batch
+
+
+def test_padding_leaves_no_trace_in_the_cache(target_path, monkeypatch):
+    ids = [5, 6, 7, 8, 9, 10, 11, 12]
+    monkeypatch.setattr(proof, "survey", lambda *_: (((1, 1), (2, 2), (3, 8)), {1: 1.0, 3: 1.5}))
+    monkeypatch.setattr(proof, "confirm", lambda *_: True)
+    with load(target_path, reproducible=True, widest=8) as engine:
+        assert engine.facts.pinned_class == (3, 8)
+        whole = chain(engine, ids)
+        state = engine.save_state()
+        engine.rollback(0)
+        single = np.concatenate([chain(engine, [token_id]) for token_id in ids])
+        np.testing.assert_array_equal(single, whole)
+        assert engine.save_state() == state
+        engine.rollback(0)
+        engine.forward(Batch.chain(ids, last_only=True))
+        assert engine.save_state() == state
+
+
+def test_long_runs_of_any_widths_give_the_same_bits(target_path):
+    """On two threads, across the steps of 256 cells in which the cache grows, with rejected tokens in between."""
+    rng = np.random.default_rng(0)
+    with load(target_path, context_length=None, reproducible=True, threads=2) as engine:
+        assert engine.facts.pinned_class is not None
+        _, high = engine.facts.pinned_class
+        ids = rng.integers(0, engine.vocabulary.size, 320).astype(np.int32)
+        expected = np.concatenate([chain(engine, ids[i : i + high]) for i in range(0, ids.size, high)])
+        engine.rollback(0)
+        at = 0
+        while at < ids.size:
+            width = min(int(rng.integers(1, high + 1)), ids.size - at)
+            wrong = rng.integers(0, 200, int(rng.integers(0, high - width + 1)))
+            rows = chain(engine, [*ids[at : at + width], *wrong])
+            at += width
+            engine.rollback(at)
+            np.testing.assert_array_equal(rows[:width], expected[at - width : at])
+
+
+# Interruption
+
+
+@pytest.fixture(scope="module")
+def slow_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose passes are long enough to be interrupted."""
+    shape = Shape(layers=8, width=512, heads=8, kv_heads=8, hidden=1024)
+    return write_model(tmp_path_factory.mktemp("slow") / "slow.gguf", shape)
+
+
+def test_cancel_ends_a_pass_in_the_middle(slow_path):
+    with load(slow_path, context_length=512, max_batch=512) as engine:
+        batch = Batch.chain(np.arange(500) % 290, last_only=True)
+        started_s = time.perf_counter()
+        expected = engine.forward(batch).copy()
+        whole_s = time.perf_counter() - started_s
+        engine.rollback(0)
+        timer = threading.Timer(whole_s / 10, engine.cancel)
+        timer.start()
+        with pytest.raises(Cancelled, match=r"^the pass was cancelled; "):
+            engine.forward(batch)
+        assert engine.length() == 0
+        np.testing.assert_array_equal(engine.forward(batch), expected)
+
+
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_an_interrupt_right_after_a_pass_leaves_a_usable_cache(tiny_path, monkeypatch, is_tree):
+    draft = Draft(np.array([1, 2, 3], np.int32), np.array([-1, 0, -1], np.int32), np.ones(3, np.float32))
+    batch = Batch.tree(9, draft) if is_tree else Batch.chain([9])
+    with load(tiny_path, reproducible=True) as engine:
+        prompt = list(range(20))
+        chain(engine, prompt)
+        expected = engine.forward(batch).copy()
+        engine.rollback(20)
+        decode = engine._decode
+
+        def struck(*given) -> int:
+            decode(*given)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(engine, "_decode", struck)
+        with pytest.raises(KeyboardInterrupt):
+            engine.forward(batch)
+        monkeypatch.undo()
+        assert engine.length() == 20
+        np.testing.assert_array_equal(engine.forward(batch), expected)
+
+
+@pytest.mark.parametrize("reader", ["save", "fork"])
+def test_what_an_interrupted_pass_left_is_not_passed_on(tiny_path, monkeypatch, reader):
+    with load(tiny_path, max_sequences=2) as engine:
+        chain(engine, range(20))
+        expected = chain(engine, [7, 8])
+        engine.rollback(20)
+        decode = engine._decode
+
+        def struck(*given) -> int:
+            decode(*given)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(engine, "_decode", struck)
+        with pytest.raises(KeyboardInterrupt):
+            chain(engine, [1, 2, 3])
+        monkeypatch.undo()
+        if reader == "save":
+            engine.load_state(engine.save_state(0), 1)
+        else:
+            engine.fork(0, 1)
+        np.testing.assert_allclose(chain(engine, [7, 8], 1), expected, atol=0.05 * expected.std())
+
+
+def test_a_failure_of_the_library_keeps_its_reason(tiny_path):
+    with load(tiny_path) as engine:
+        chain(engine, [1, 2, 3])
+        engine._rows.positions[:] = 0
+        engine._rows.fill = lambda *_: None  # rows that contradict the cache, as a bug of ours would send
+        with pytest.raises(EngineError, match=r"result -1.*position"):
+            engine.forward(Batch.chain([1]))
+
+
+def test_a_recurrent_model_says_what_it_cannot_do(tmp_path):
+    with load(write_recurrent_model(tmp_path / "mamba.gguf"), reproducible=None) as engine:
+        assert not engine.facts.can_rollback
+        assert not engine.facts.can_tree
+        assert engine.facts.pinned_class is None
+        expected = chain(engine, [1, 2, 3])
+        with pytest.raises(CapabilityError, match="--drafter none"):
+            engine.rollback(1)
+        assert engine.length() == 3
+        engine.cancel()
+        with pytest.raises(Cancelled):
+            chain(engine, [4])
+        engine.rollback(0)
+        np.testing.assert_array_equal(chain(engine, [1, 2, 3]), expected)
+
+
+# Vocabularies
+
+
+def test_byte_level_text_survives(tiny_path):
+    rng = random.Random(0)
+    with VocabularyFile(tiny_path) as vocabulary:
+        assert vocabulary.bos_id == vocabulary.size - len(SPECIALS)
+        assert vocabulary.end_ids == {vocabulary.bos_id}
+        assert not vocabulary.adds_bos
+        assert vocabulary.chat_template == TEMPLATE
+        for _ in range(200):
+            text = "".join(chr(rng.choice((rng.randrange(1, 128), rng.randrange(0x2F00), 0x1F600))) for _ in range(30))
+            assert vocabulary.decode(vocabulary.encode(text)) == text
+        assert vocabulary.decode(vocabulary.encode("a\0b")) == "a\0b"
+        assert vocabulary.encode("") == []
+
+
+def test_control_tokens_are_parsed_only_when_asked(tiny_path):
+    with VocabularyFile(tiny_path) as vocabulary:
+        end = vocabulary.bos_id
+        assert vocabulary.encode("<|end|>", parse_special=True) == [end]
+        assert end not in vocabulary.encode("<|end|>")
+        assert vocabulary.decode(vocabulary.encode("<|end|>")) == "<|end|>"
+        assert vocabulary.token_name(end) == "<|end|>"
+        assert vocabulary.token_bytes(end) == b""
+        assert vocabulary.encode("b", add_bos=True) == [end, *vocabulary.encode("b")]
+
+
+@pytest.mark.parametrize("token_id", [-1, 299, 1 << 40])
+def test_an_id_out_of_range_never_reaches_the_library(tiny_path, token_id):
+    with VocabularyFile(tiny_path) as vocabulary:
+        assert vocabulary.size == 299
+        with pytest.raises(UsageError, match="outside the vocabulary"):
+            vocabulary.token_bytes(token_id)
+        with pytest.raises(UsageError, match="outside the vocabulary"):
+            vocabulary.token_name(token_id)
+
+
+def test_text_that_is_no_unicode_is_refused(tiny_path):
+    with VocabularyFile(tiny_path) as vocabulary, pytest.raises(PromptError, match="surrogate"):
+        vocabulary.encode("a\ud800b")
+
+
+@pytest.mark.parametrize("splitter", ["gpt-2", "gpt-4o", "default", "falcon"])
+def test_a_long_text_does_not_end_the_process(tmp_path, splitter):
+    """On a small stack, as threads have on macOS, with splitters that overflow it on some text."""
+    path = write_model(tmp_path / "model.gguf", metadata={"tokenizer.ggml.pre": splitter})
+    texts = ["a" * 100_000, " " * 100_000, "\n" * 100_000, "1" * 100_000, "." * 100_000, "._" * 50_000]
+    texts += ["ab1 .\n" * 20_000, "a\u0301" * 20_000, "\u4e2d" * 30_000, ("." * 499 + "\n" * 499) * 20]
+    found = []
+    with VocabularyFile(path) as vocabulary:
+        default_bytes = threading.stack_size(512 * 1024)
+        try:
+            reader = threading.Thread(target=lambda: found.extend(map(vocabulary.encode, texts)))
+            reader.start()
+        finally:
+            threading.stack_size(default_bytes)
+        reader.join()
+        assert [vocabulary.decode(ids) for ids in found] == texts
+
+
+def test_parts_are_bounded_and_cut_before_punctuation():
+    clause = "\u4e2d" * 99 + "\uff0c"
+    assert list(bounded_parts("plain words, nothing long")) == ["plain words, nothing long"]
+    assert [len(part) for part in bounded_parts("x " + "a" * 1200 + " y")] == [502, 500, 202]
+    parts = list(bounded_parts(clause * 12))
+    assert "".join(parts) == clause * 12
+    assert all(part.startswith("\uff0c") for part in parts[1:])
+    assert max(map(len, parts)) <= 500
+    assert next(bounded_parts("e\u0301" * 400)).endswith("\u0301")
+
+
+def test_whole_vocabularies_read_fast_are_what_single_calls_give(target_path, tmp_path):
+    for path in (target_path, write_sentencepiece_model(tmp_path / "spm.gguf")):
+        with load(path) as engine:
+            vocabulary, ids = engine.vocabulary, range(engine.vocabulary.size)
+            assert vocabulary.pieces == [vocabulary.token_bytes(i) for i in ids] == [vocabulary.piece(i) for i in ids]
+            assert vocabulary.token_names() == [vocabulary.token_name(i) for i in ids]
+            assert vocabulary.control_names == tuple(
+                vocabulary.token_name(i) for i in ids if not vocabulary.token_bytes(i)
+            )
+            assert vocabulary.control_names
+
+
+def test_an_answer_does_not_read_the_whole_vocabulary(target_path):
+    with edgespec.load(str(target_path), drafter="none", reproducible=False) as model:
+        result = model.generate("Hello there", options=edgespec.GenerateOptions(max_tokens=4))
+        assert result.text == model.target.vocabulary.decode(list(result.token_ids))
+        assert "pieces" not in vars(model.target.vocabulary)
+
+
+def test_a_closed_vocabulary_refuses_but_keeps_what_was_read(tiny_path):
+    engine = load(tiny_path)
+    vocabulary = engine.vocabulary
+    pieces = vocabulary.pieces
+    engine.close()
+    assert vocabulary.pieces is pieces
+    for call in (lambda: vocabulary.encode("a"), lambda: vocabulary.token_bytes(1), lambda: vocabulary.token_name(1)):
+        with pytest.raises(EngineError, match="closed"):
+            call()
+
+
+def test_a_sentencepiece_vocabulary_reads_and_writes(tmp_path):
+    path = write_sentencepiece_model(tmp_path / "spm.gguf")
+    with load(path) as engine:
+        vocabulary = engine.vocabulary
+        assert vocabulary.adds_bos
+        assert vocabulary.bos_id == 1
+        assert vocabulary.end_ids == {2}
+        ids = vocabulary.encode("hello \u00e9!", add_bos=True)
+        assert ids[0] == 1
+        assert vocabulary.decode(ids) == " hello \u00e9!"
+        assert chain(engine, ids).shape == (len(ids), vocabulary.size)

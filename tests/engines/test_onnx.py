@@ -1,0 +1,286 @@
+"""The ONNX Runtime engine beyond the contract: the rewritten graph, vocabulary, bad files, engines side by side."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from demo import DEMO, TEST_THREADS
+from edgespec.config import GenerateOptions
+from edgespec.engines.llamacpp import VocabularyFile
+from edgespec.engines.onnx import OnnxEngine
+from edgespec.engines.onnx.library import library
+from edgespec.engines.onnx.passes import SharedPasses
+from edgespec.errors import CapabilityError, ConfigError, ModelFileError, ModelNotFound, PromptError
+from edgespec.runtime import load
+from edgespec.sampling import Sampling
+from edgespec.types import Batch, Draft
+
+TEXTS = (
+    "Find me a restaurant in San Jose.",
+    "def f(x):\n\treturn x ** 2  # square",
+    "na\u00efve \u6771\u4eac \U0001f600 \u00a0\r\n",
+    "<|im_end|>x",
+    " ",
+)
+ALL_SETTINGS = (Sampling(temperature=0.0), Sampling(temperature=0.8, seed=5), Sampling(temperature=1.3, seed=9))
+
+
+def open_engine(path: Path, **options) -> OnnxEngine:
+    return OnnxEngine.load(path, threads=TEST_THREADS, **{"context_length": 400, **options})
+
+
+@pytest.fixture(scope="module")
+def engine(onnx_path):
+    with open_engine(onnx_path) as engine:
+        yield engine
+
+
+@pytest.fixture
+def copied(onnx_path, tmp_path) -> Path:
+    """A copy of the demo export that a test may damage."""
+    shutil.copytree(onnx_path.parent, tmp_path / "model")
+    return tmp_path / "model" / "model.onnx"
+
+
+def plain_logits(path: Path, ids: np.ndarray) -> np.ndarray:
+    """The graph as it was exported, run by itself over a whole text."""
+    session = library().InferenceSession(str(path))
+    feeds = {"input_ids": ids[None].astype(np.int64), "attention_mask": np.ones((1, ids.size), np.int64)}
+    for value in session.get_inputs():
+        if value.name.startswith("past"):
+            feeds[value.name] = np.zeros((1, value.shape[1], 0, 64), np.float32)
+    return session.run(["logits"], feeds)[0][0]
+
+
+def test_the_rewritten_graph_computes_what_the_exported_one_does(engine, onnx_path):
+    ids = np.random.default_rng(3).integers(0, engine.vocabulary.size, 40).astype(np.int32)
+    engine.rollback(0)
+    found = np.concatenate([engine.forward(Batch.chain(part)).copy() for part in (ids[:20], ids[20:27], ids[27:])])
+    np.testing.assert_array_equal(found, plain_logits(onnx_path, ids))
+
+
+def test_the_vocabulary_is_that_of_the_gguf(engine):
+    with VocabularyFile(DEMO / "demo-target-q8_0.gguf") as gguf:
+        ours = engine.vocabulary
+        assert (ours.size, ours.bos_id, ours.adds_bos, ours.end_ids) == (
+            gguf.size,
+            gguf.bos_id,
+            gguf.adds_bos,
+            gguf.end_ids,
+        )
+        assert ours.pieces == gguf.pieces
+        assert [ours.token_name(i) for i in range(ours.size)] == [gguf.token_name(i) for i in range(gguf.size)]
+        assert ours.chat_template.strip() == gguf.chat_template.strip()
+        for text in TEXTS:
+            for special in (False, True):
+                assert ours.encode(text, parse_special=special) == gguf.encode(text, parse_special=special)
+            assert ours.decode(ours.encode(text)) == text
+
+
+def test_a_shared_cache_closes_the_holes_of_what_was_rolled_back(engine, onnx_path, monkeypatch):
+    """Two texts grow in turns, and one is written anew again and again, behind the other."""
+    moves = []
+    monkeypatch.setattr(
+        SharedPasses, "move", lambda self, *cells, move=SharedPasses.move: moves.append(move(self, *cells))
+    )
+    ids = np.random.default_rng(7).integers(0, engine.vocabulary.size, (2, 40)).astype(np.int32)
+    expected = []
+    for own in ids:
+        engine.rollback(0)
+        expected.append(engine.forward(Batch.chain(own)).copy())
+    draft = Draft(np.array([5, 6, 7], np.int32), np.array([-1, 0, -1], np.int32), np.ones(3, np.float32))
+    with open_engine(onnx_path, context_length=48, max_sequences=2, reproducible=False) as packed:
+        for start in range(0, 40, 2):
+            found = packed.forward(Batch.chain(ids[0, start : start + 2], sequence=0))
+            np.testing.assert_allclose(found, expected[0][start : start + 2], atol=0.08 * expected[0].std())
+            packed.rollback(0, 1)
+            packed.forward(Batch.chain(ids[1, : start + 1], sequence=1))
+            packed.forward(Batch.tree(int(ids[1, start + 1]), draft, sequence=1))
+            packed.keep_path((0,), 1)
+        packed.rollback(38, 1)
+        found = packed.forward(Batch.chain(ids[1, 38:], sequence=1))
+        np.testing.assert_allclose(found, expected[1][38:], atol=0.08 * expected[1].std())
+    assert moves
+
+
+def test_text_that_is_no_unicode_is_refused(engine):
+    with pytest.raises(PromptError, match="surrogate"):
+        engine.vocabulary.encode("\ud800")
+
+
+def test_the_context_can_be_filled_to_its_last_token(onnx_path):
+    """The rotary table ends with the context, so padding must not reach behind it."""
+    with open_engine(onnx_path, context_length=2048, reproducible=True) as engine:
+        ids = np.random.default_rng(1).integers(0, engine.vocabulary.size, 2048).astype(np.int32)
+        for start in range(0, 2040, 60):
+            engine.forward(Batch.chain(ids[start : start + 60], last_only=True))
+        whole = engine.forward(Batch.chain(ids[2040:])).copy()
+        engine.rollback(2040)
+        single = [engine.forward(Batch.chain(ids[i : i + 1])).copy() for i in range(2040, 2048)]
+        np.testing.assert_array_equal(np.concatenate(single), whole)
+
+
+def test_an_int8_cache_is_a_quarter_and_changes_little(engine, onnx_path):
+    ids = np.array(engine.vocabulary.encode("I am looking for a hotel in London with free wifi. " * 6), np.int32)[:60]
+    engine.rollback(0)
+    expected = engine.forward(Batch.chain(ids)).copy()
+    with open_engine(onnx_path, cache_type="int8") as small:
+        assert 4 * small.facts.kv_bytes_per_token == engine.facts.kv_bytes_per_token
+        found = small.forward(Batch.chain(ids))
+    assert (found.argmax(axis=1) == expected.argmax(axis=1)).mean() > 0.9
+    assert 0 < np.abs(found - expected).std() < 0.05 * expected.std()
+
+
+def test_every_pair_of_engines_writes_the_same_text(onnx_path):
+    draft = DEMO / "demo-draft-q8_0.gguf"
+    with load(str(onnx_path.parent), draft=draft, threads=TEST_THREADS, context_length=512, reproducible=True) as mixed:
+        assert (mixed.target.facts.name, mixed.reproducible) == ("onnx", True)
+        for sampling in ALL_SETTINGS:
+            answers = [
+                mixed.generate(
+                    "I need a restaurant in San Jose",
+                    sampling,
+                    GenerateOptions(drafter=drafter, draft_length=length, max_tokens=50),
+                )
+                for drafter, length in (("none", 0), ("model", 1), ("model", 4), ("model", 7), ("ngram", 5))
+            ]
+            assert answers[1].stats.accepted_tokens > 0
+            assert len({answer.token_ids for answer in answers}) == 1
+
+
+def test_an_onnx_draft_serves_a_target_on_llamacpp(onnx_path):
+    draft = onnx_path.parent.parent / "draft"
+    with load("demo", draft=draft, threads=TEST_THREADS, context_length=512) as model:
+        plain, drafted = (
+            model.generate(
+                "Book a table",
+                Sampling(temperature=0),
+                GenerateOptions(drafter=name, draft_length=4, max_tokens=40),
+            )
+            for name in ("none", "model")
+        )
+        assert plain.token_ids == drafted.token_ids
+        assert drafted.stats.accepted_tokens > 0
+
+
+def test_hidden_states_need_an_export_that_gives_them(engine):
+    with pytest.raises(CapabilityError, match="hidden_states"):
+        engine.hidden_states()
+
+
+def damage(path: Path, kind: str) -> None:
+    folder = path.parent
+    data = folder / "model.onnx.data"
+    actions = {
+        "graph cut": lambda: path.write_bytes(path.read_bytes()[:5000]),
+        "graph empty": lambda: path.write_bytes(b""),
+        "graph is text": lambda: path.write_text("not a graph"),
+        "weights cut": lambda: data.write_bytes(data.read_bytes()[:-4096]),
+        "weights gone": data.unlink,
+        "tokenizer gone": (folder / "tokenizer.json").unlink,
+        "tokenizer cut": lambda: (folder / "tokenizer.json").write_text('{"model": '),
+        "config gone": lambda: [
+            (folder / name).unlink(missing_ok=True) for name in ("config.json", "genai_config.json")
+        ],
+        "config cut": lambda: (folder / "config.json").write_text("{"),
+        "tokenizer settings are a list": lambda: (folder / "tokenizer_config.json").write_text("[]"),
+    }
+    actions[kind]()
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    {
+        "graph cut": "Export it again",
+        "graph empty": "Export it again",
+        "graph is text": "Export it again",
+        "weights cut": "truncated",
+        "weights gone": "missing",
+        "tokenizer gone": "tokenizer.json",
+        "tokenizer cut": "tokenizer.json",
+        "config gone": "config.json",
+        "config cut": "config.json",
+        "tokenizer settings are a list": "tokenizer_config.json",
+    }.items(),
+)
+def test_a_damaged_export_is_refused(copied, kind, said):
+    damage(copied, kind)
+    with pytest.raises(ModelFileError, match=said):
+        open_engine(copied)
+
+
+def test_bad_options_are_refused(onnx_path, tmp_path):
+    with pytest.raises(ModelNotFound):
+        open_engine(tmp_path / "model.onnx")
+    with pytest.raises(ConfigError, match="2048"):
+        open_engine(onnx_path, context_length=4000)
+    with pytest.raises(ConfigError, match="allowed: auto"):
+        open_engine(onnx_path, provider="tpu")
+    if "cuda" not in library().get_available_providers():
+        with pytest.raises(CapabilityError, match="onnx-gpu"):
+            open_engine(onnx_path, provider="cuda")
+    with pytest.raises(ConfigError, match="f32 or int8"):
+        open_engine(onnx_path, cache_type="q4_0")
+    with pytest.raises(ConfigError, match="--provider"):
+        load(str(onnx_path.parent), gpu_layers=3)
+    with pytest.raises(ConfigError, match="alike"):
+        load(str(onnx_path.parent), cache_type_k="int8")
+
+
+def test_a_graph_without_a_cache_is_refused(copied):
+    import onnx
+
+    model = onnx.load(str(copied), load_external_data=False)
+    keep = [value for value in model.graph.input if not value.name.startswith("past")]
+    del model.graph.input[:]
+    model.graph.input.extend(keep)
+    onnx.save(model, str(copied))
+    with pytest.raises(ModelFileError, match="KV cache"):
+        open_engine(copied)
+
+
+def test_weights_outside_the_folder_are_refused(copied):
+    """A downloaded graph must not read files that its folder does not hold."""
+    import onnx
+
+    model = onnx.load(str(copied), load_external_data=False)
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = "../secret"
+    onnx.save(model, str(copied))
+    with pytest.raises(ModelFileError, match="outside"):
+        open_engine(copied)
+
+
+def test_zeroed_weights_are_found_by_their_checksum(tmp_path):
+    """They load and run without complaint."""
+    shutil.copytree(DEMO, tmp_path / "demo", ignore=shutil.ignore_patterns("hf", "*.png"))
+    data = next((tmp_path / "demo" / "onnx").glob("target/*.data"))
+    size = data.stat().st_size
+    data.write_bytes(bytes(size))
+    with pytest.raises(ModelFileError, match="SHA-256"):
+        load(str(tmp_path / "demo"), engine="onnx")
+
+
+def test_the_demo_pair_has_both_engines():
+    with load("demo", engine="onnx", threads=TEST_THREADS) as model:
+        assert model.pair.engines == ("llamacpp", "onnx")
+        assert model.target.facts.name == "onnx"
+        assert model.generate("hello", Sampling(temperature=0), GenerateOptions(max_tokens=5)).stats.new_tokens > 0
+
+
+def test_a_config_of_the_other_builder_serves_too(copied):
+    folder = copied.parent
+    if not (folder / "genai_config.json").is_file():
+        decoder = {"head_size": 64}
+        genai = {"model": {"type": "llama", "context_length": 1024, "decoder": decoder}}
+        (folder / "genai_config.json").write_text(json.dumps(genai))
+    (folder / "config.json").unlink(missing_ok=True)
+    with open_engine(copied) as engine:
+        assert engine.facts.architecture == "llama"

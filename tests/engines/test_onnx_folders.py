@@ -1,0 +1,158 @@
+"""Folders of ONNX models as caches and package managers make them work; damaged ones are refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from demo import TEST_THREADS
+from edgespec.chat.template import render_chat
+from edgespec.config import LoadOptions
+from edgespec.engines import trial as probe
+from edgespec.engines.onnx import OnnxEngine
+from edgespec.errors import EdgespecError, ModelFileError, PromptError
+from edgespec.loading.opening import open_models
+from edgespec.types import Batch, Logits
+
+onnx = pytest.importorskip("onnx")
+
+
+@pytest.fixture
+def folder(onnx_path: Path, tmp_path: Path) -> Path:
+    """A copy of the demo's export."""
+    if not onnx_path.is_file():
+        pytest.skip("the demo's ONNX export is not in this checkout")
+    return Path(shutil.copytree(onnx_path.parent, tmp_path / "model"))
+
+
+def logits_of(path: Path, context_length: int = 64) -> Logits:
+    with OnnxEngine.load(path, context_length=context_length, threads=TEST_THREADS, reproducible=False) as engine:
+        return engine.forward(Batch.chain([5, 6, 7])).copy()
+
+
+def linked_hard(folder: Path) -> None:
+    os.link(folder / "model.onnx.data", folder.parent / "another-name")
+
+
+def linked_symbolically(folder: Path) -> None:
+    blobs = folder.parent / "blobs"
+    blobs.mkdir()
+    for number, file in enumerate(sorted(folder.iterdir())):
+        file.rename(blobs / f"{number}")
+        file.symlink_to(Path("..") / "blobs" / f"{number}")
+
+
+@pytest.mark.parametrize("link", [linked_hard, linked_symbolically])
+def test_weights_that_have_several_names_load(folder: Path, link: Callable[[Path], None]) -> None:
+    expected = logits_of(folder / "model.onnx")
+    link(folder)
+    np.testing.assert_array_equal(logits_of(folder / "model.onnx"), expected)
+    probe.probe(folder / "model.onnx")
+
+
+def test_longer_rotary_tables_are_made_of_weights_with_several_names(folder: Path) -> None:
+    linked_hard(folder)
+    with OnnxEngine.load(folder / "model.onnx", threads=TEST_THREADS, max_sequences=3, reproducible=False) as engine:
+        assert np.isfinite(engine.forward(Batch.chain([5, 6, 7]))).all()
+
+
+def changed_json(folder: Path, name: str, change: Callable[[Any], Any]) -> None:
+    file = folder / name
+    file.write_text(json.dumps(change(json.loads(file.read_text()))))
+
+
+def changed_graph(folder: Path, change: Callable[[Any], None]) -> None:
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    change(model.graph)
+    (folder / "model.onnx").write_bytes(model.SerializeToString())
+
+
+def set_entry(key: str, value: str) -> Callable[[Path], None]:
+    def change(graph: Any) -> None:
+        tensor = next(t for t in graph.initializer if t.data_location == 1)
+        next(item for item in tensor.external_data if item.key == key).value = value
+
+    return lambda folder: changed_graph(folder, change)
+
+
+def without_logits(graph: Any) -> None:
+    kept = [value for value in graph.output if value.name != "logits"]
+    del graph.output[:]
+    graph.output.extend(kept)
+
+
+def without_past_shape(graph: Any) -> None:
+    next(v for v in graph.input if v.name.startswith("past_key_values")).type.tensor_type.ClearField("shape")
+
+
+def with_flat_tables(graph: Any) -> None:
+    node = next(node for node in graph.node if node.op_type == "GroupQueryAttention")
+    table = next(tensor for tensor in graph.initializer if tensor.name == node.input[7])
+    table.dims[:] = [int(np.prod(table.dims))]
+
+
+FAULTS: dict[str, Callable[[Path], Any]] = {
+    "holds no JSON object": lambda folder: (folder / "config.json").write_text("[]"),
+    "cannot be read": lambda folder: (folder / "config.json").write_text("[" * 100_000),
+    "num_attention_heads 'four'": lambda f: changed_json(
+        f, "config.json", lambda c: c | {"num_attention_heads": "four"}
+    ),
+    "offset of .* is '1e3'": set_entry("offset", "1e3"),
+    "length of .* is '-1'": set_entry("length", "-1"),
+    "no output 'logits'": lambda folder: changed_graph(folder, without_logits),
+    "the shape of 'past_key_values": lambda folder: changed_graph(folder, without_past_shape),
+    "rotary table": lambda folder: changed_graph(folder, with_flat_tables),
+    "chat_template.jinja cannot be read": lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xff\xfe"),
+    "lists its added tokens wrongly": lambda f: changed_json(f, "tokenizer.json", lambda t: t | {"added_tokens": [{}]}),
+}
+
+
+@pytest.mark.parametrize("says", FAULTS)
+def test_a_damaged_folder_is_refused_in_one_sentence(folder: Path, says: str) -> None:
+    FAULTS[says](folder)
+    with pytest.raises(ModelFileError, match=says if "tokens" not in says else "added tokens|not a usable tokenizer"):
+        logits_of(folder / "model.onnx")
+
+
+def test_a_tokenizer_that_ends_the_process_is_found_in_a_trial(folder: Path) -> None:
+    changed_json(folder, "tokenizer.json", lambda t: t | {"model": t["model"] | {"continuing_subword_prefix": "##"}})
+    options = LoadOptions(model=str(folder), reproducible=False, threads=TEST_THREADS)
+    with pytest.raises(ModelFileError, match=r"not a usable (model|tokenizer)"):
+        open_models(options)
+
+
+def test_a_sound_folder_is_tried_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = LoadOptions(model=str(folder), reproducible=False, threads=TEST_THREADS)
+    open_models(options)[1].close()
+    monkeypatch.setattr(probe, "faults", lambda paths, timeout_s: pytest.fail("tried again") if paths else [])
+    open_models(options)[1].close()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="names of bytes are a matter of POSIX")
+def test_a_folder_whose_name_is_no_text_is_refused(folder: Path) -> None:
+    odd = Path(os.fsdecode(os.fsencode(folder) + b"-\xff"))
+    folder.rename(odd)
+    with pytest.raises(EdgespecError, match="UTF-8"):
+        logits_of(odd / "model.onnx")
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data", "config.json", "tokenizer.json"])
+def test_a_file_that_may_not_be_read_is_named(folder: Path, name: str) -> None:
+    (folder / name).chmod(0)
+    if os.access(folder / name, os.R_OK):
+        pytest.skip("this user may read everything")
+    with pytest.raises(ModelFileError):
+        logits_of(folder / "model.onnx")
+
+
+def test_a_template_of_many_brackets_is_a_prompt_error() -> None:
+    for source in ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{{ " + "[" * 5000 + "]" * 5000 + " }}"):
+        with pytest.raises(PromptError, match="nests too deep"):
+            render_chat(source, [{"role": "user", "content": "hi"}])

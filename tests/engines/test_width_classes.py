@@ -1,0 +1,257 @@
+"""Classes of pass widths: proved on real text and KV bits, chosen without cost to a lone token, watched in use."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import edgespec
+from edgespec import GenerateOptions, Sampling
+from edgespec.acceptance import RULES
+from edgespec.control.base import FixedLength
+from edgespec.decode import Run, autoregressive, speculative
+from edgespec.drafters.ngram import NgramDrafter
+from edgespec.engines import proof, watch, widths
+from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.onnx import OnnxEngine
+from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.table import TableEngine
+from edgespec.errors import CapabilityError
+from edgespec.sampling import Sampler
+from edgespec.stopping import StopRules
+from edgespec.types import Batch, Logits
+
+GREEDY = Sampling(temperature=0.0)
+
+
+class LyingTable(TableEngine):
+    """A table whose lone rows round otherwise, for tokens below `trained` only: the rest of a vocabulary is padding.
+
+    `lies`: which widths; `in_cache`: the difference shows in the saved state alone and in no row of logits.
+    """
+
+    lies: tuple[int, ...] = (1,)
+    trained = 26
+    in_cache = False
+    is_honest = False
+
+    def __init__(self, *given: object, **named: object) -> None:
+        super().__init__(*given, **named)  # type: ignore[arg-type]
+        self.marks: dict[int, int] = {}  # by position in the cache, what the kernel that wrote it left there
+
+    def forward(self, batch: Batch) -> Logits:
+        base = self.length()
+        logits = super().forward(batch).copy()
+        lies = batch.width in self.lies and not self.is_honest
+        trained = batch.token_ids < self.trained
+        self.marks.update((base + row, int(lies and self.in_cache and trained[row])) for row in range(batch.width))
+        if lies and not self.in_cache:
+            logits[trained[batch.outputs]] = np.nextafter(logits[trained[batch.outputs]], np.float32(np.inf))
+        return logits
+
+    def save_state(self, sequence: int = 0) -> bytes:
+        return super().save_state(sequence) + bytes(self.marks[place] for place in range(self.length()))
+
+
+def table(**settings: object) -> LyingTable:
+    engine = LyingTable.random(512, order=1, seed=3, context_length=512)
+    for name, value in settings.items():
+        setattr(engine, name, value)
+    engine.facts = dataclasses.replace(engine.facts, pinned_class=None, width_classes=())
+    return engine
+
+
+def test_a_lone_row_that_differs_on_real_tokens_only_is_kept_apart() -> None:
+    """Random ids of a padded vocabulary seldom meet a trained token: such a probe joined these widths."""
+    found, _ = proof.survey(table(), 63)
+    assert found == ((1, 1), (2, 63))
+
+
+def test_a_difference_that_shows_only_in_the_cache_is_seen() -> None:
+    found, _ = proof.survey(table(in_cache=True), 63)
+    assert found[0] == (1, 1)
+
+
+def test_equal_widths_are_one_class() -> None:
+    found, seconds = proof.survey(table(is_honest=True), 63)
+    assert found == ((1, 63),)
+    assert min(seconds.values()) > 0
+
+
+def test_every_pass_of_a_width_is_exactly_that_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, seen = table(is_honest=True), []
+    inner = TableEngine.forward
+    monkeypatch.setattr(TableEngine, "forward", lambda self, batch: seen.append(batch.width) or inner(self, batch))
+    ids = proof.sample_text(engine, 64)
+    for start in (0, 31):
+        engine.rollback(min(start, engine.length()))
+        for width in (1, 5, 33):
+            seen.clear()
+            bits = proof.passes_of(engine, ids, start, width)
+            assert set(seen) == {width}
+            assert set(range(start, 64)) <= bits.rows.keys()
+    assert engine.length() == 64
+
+
+def test_a_class_that_only_more_rows_refute_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The survey looks at a few rows of each width; before a lone row joins a class many more are compared."""
+    engine = table(is_honest=True)
+    monkeypatch.setattr(proof, "confirm", lambda _engine, width, _pair: width != 1)
+    facts = widths.pinned_facts(engine, "split", widest=63, reproducible=True, advice="")
+    assert facts.pinned_class == (2, 63)
+    assert facts.width_classes == ((1, 1), (2, 63))
+
+
+def test_confirming_finds_a_rare_difference() -> None:
+    engine = table(trained=proof.PREFIX + 8)  # 8 of the rows tell the widths apart
+    assert not proof.confirm(engine, 1, (1, 63))
+    assert proof.confirm(engine, 2, (1, 63))
+    assert engine.length() == 0
+
+
+def test_on_a_processor_the_default_is_the_fastest_mode_and_is_said_once() -> None:
+    first = widths.pinned_facts(table(), "default", widest=63, reproducible=None, advice="")
+    assert first.pinned_class is None and "fastest" in first.notes[0]
+    again = widths.pinned_facts(table(), "default", widest=63, reproducible=None, advice="")
+    assert again.pinned_class is None and not again.notes
+
+
+def test_the_default_is_reproducible_where_a_proof_showed_that_it_costs_nothing() -> None:
+    demanded = widths.pinned_facts(table(is_honest=True), "free", widest=63, reproducible=True, advice="")
+    assert demanded.pinned_class == (1, 63)
+    assert widths.pinned_facts(table(is_honest=True), "free", widest=63, reproducible=None, advice="").pinned_class
+
+
+def test_the_default_stays_fastest_where_lone_rows_would_be_padded() -> None:
+    assert widths.pinned_facts(table(), "dear", widest=63, reproducible=True, advice="").pinned_class == (2, 63)
+    assert widths.pinned_facts(table(), "dear", widest=63, reproducible=None, advice="").pinned_class is None
+
+
+# -- in use
+
+
+def run_on(engine: TableEngine, watching: watch.ClassWatch, drafts: bool) -> list[int]:
+    run = Run(
+        target=CachedSequence(engine),
+        prompt_ids=np.arange(8, dtype=np.int32),
+        sampler=Sampler(GREEDY, engine.vocabulary.size),
+        stop=StopRules(frozenset(), (), 200),
+        watch=watching,
+    )
+    events = speculative(run, FixedLength(NgramDrafter(), 3), RULES["coupled"]) if drafts else autoregressive(run)
+    return [event.token_id for event in events]
+
+
+@pytest.fixture
+def pinned() -> Iterator[LyingTable]:
+    engine = table(is_honest=True)
+    engine.facts = dataclasses.replace(engine.facts, pinned_class=(1, 63), width_classes=((1, 63),))
+    engine.class_key = "watched"
+    yield engine
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_watching_changes_nothing(pinned: LyingTable, drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run_on(pinned, watch.ClassWatch(), drafts)
+    monkeypatch.setattr(watch, "SHARE", 100.0)
+    pinned.rollback(0)
+    watching = watch.ClassWatch()
+    assert run_on(pinned, watching, drafts) == expected
+    assert watching.rows_compared >= 50 and not watching.has_failed
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_class_that_lies_is_dropped_remembered_and_told(
+    pinned: LyingTable, drafts: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(watch, "SHARE", 100.0)
+    pinned.lies, pinned.is_honest, pinned.trained = (5, 6, 7), False, 512
+    watching = watch.ClassWatch()
+    with caplog.at_level(logging.WARNING, "edgespec"):
+        run_on(pinned, watching, drafts)
+    assert watching.has_failed and pinned.facts.pinned_class is None
+    assert len([line for line in caplog.messages if "reproducible mode ended" in line]) == 1
+    with pytest.raises(CapabilityError, match="caught"):
+        widths.pinned_facts(table(is_honest=True), "watched", widest=63, reproducible=True, advice="")
+
+
+def test_watching_takes_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of passes of one second and looks of two, one look in 500 passes."""
+    clock = iter(np.arange(0.0, 1e6, 2.0))
+    monkeypatch.setattr(watch, "perf_counter", lambda: next(clock))
+    engine = table(is_honest=True)
+    engine.facts = dataclasses.replace(engine.facts, pinned_class=(1, 63))
+    sequence, watching, looks = CachedSequence(engine), watch.ClassWatch(), 0
+    logits = sequence.feed(np.arange(40, dtype=np.int32))[None].copy()
+    for _ in range(5000):
+        watching.spent(1.0)
+        if watching.is_due(sequence):
+            watching.look(sequence, logits)
+            looks += 1
+    assert looks == 10
+
+
+def test_a_look_that_is_interrupted_leaves_a_shorter_text(pinned: LyingTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    sequence = CachedSequence(pinned)
+    logits = sequence.feed(np.arange(40, dtype=np.int32))[None].copy()
+    monkeypatch.setattr(pinned, "forward", lambda _batch: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        watch.ClassWatch().look(sequence, logits)
+    assert sequence.length == pinned.length() < 40
+
+
+def test_prompts_are_read_in_passes_of_proved_widths() -> None:
+    engine = table(is_honest=True)
+    engine.facts = dataclasses.replace(engine.facts, pinned_class=(1, 63))
+    sequence, seen = CachedSequence(engine), []
+    inner = engine.forward
+    engine.forward = lambda batch: seen.append(batch.width) or inner(batch)  # type: ignore[method-assign]
+    sequence.feed(np.zeros(63 + 50, np.int32))
+    assert seen == [63, 33, 17]
+    assert sequence.passes_for(63 + 50) == 3
+
+
+# -- real kernels
+
+
+@pytest.mark.parametrize("kind", ["llamacpp", "onnx"])
+def test_the_demos_lone_rows_are_padded_or_proved(kind: str, target_path: Path, onnx_path: Path) -> None:
+    if kind == "onnx":
+        engine: LlamaCppEngine | OnnxEngine = OnnxEngine.load(onnx_path, reproducible=True, threads=1)
+    else:
+        engine = LlamaCppEngine.load(target_path, reproducible=True, threads=1)
+    with engine:
+        assert engine.facts.pinned_class is not None
+        assert engine.facts.pinned_class[0] <= 2 and engine.facts.pinned_class[1] == 63
+
+
+def test_a_q8_0_cache_spares_lone_rows_the_padding(target_path: Path) -> None:
+    """Over f16, two threads share the cells of a lone row, and add in another order than one thread does."""
+    with LlamaCppEngine.load(target_path, reproducible=True, threads=2) as engine:
+        assert engine.facts.pinned_class == (1, 63)
+        assert "q8_0" in " ".join(engine.facts.notes)
+    with LlamaCppEngine.load(
+        target_path, reproducible=True, threads=2, cache_type_k="f16", cache_type_v="f16"
+    ) as engine:
+        assert engine.facts.pinned_class == (2, 63)
+
+
+@pytest.mark.skipif("EDGESPEC_TEST_MODEL" not in os.environ, reason="EDGESPEC_TEST_MODEL names no real model's GGUF")
+def test_a_real_model_writes_the_same_with_and_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens and log probabilities, past 512 cells too, with the watch looking often."""
+    monkeypatch.setattr(watch, "SHARE", 0.1)
+    with edgespec.load(os.environ["EDGESPEC_TEST_MODEL"], reproducible=True, threads=2) as model:
+        ids = model.encode_chat([{"role": "user", "content": "Repeat and continue: " + proof.TEXT[:1200]}])
+        for sampling in (GREEDY, Sampling(seed=5)):
+            texts = [
+                model.generate(ids, sampling, GenerateOptions(max_tokens=64, drafter=drafter, draft_length=length))
+                for drafter, length in (("none", 0), ("ngram", 5), ("suffix", 2), ("auto", "auto"))
+            ]
+            assert len({(found.token_ids, found.logprobs) for found in texts}) == 1
+            assert all(found.reproducible for found in texts)

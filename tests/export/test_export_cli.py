@@ -1,0 +1,270 @@
+"""`edgespec export` from folder to pair, through click's runner and as a process that is interrupted and killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from demo import heed_interrupts
+
+pytest.importorskip("gguf", reason="export needs the package gguf: pip install edgespec[export]")
+
+from edgespec.cli.main import cli
+from edgespec.export import file_checks as checking
+from edgespec.export import reference, stages
+from edgespec.export.accuracy import open_engine
+from edgespec.export.reference import Reference
+from edgespec.formats.manifest import read_pair
+from edgespec.types import Batch
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGET, DRAFT = (str(ROOT / "models" / "demo" / "hf" / role) for role in ("target", "draft"))
+POSIX = pytest.mark.skipif(os.name == "nt", reason="signals and fork of POSIX")
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """More threads than free cores make a tiny model a hundred times slower."""
+    monkeypatch.setenv("EDGESPEC_THREADS", "1")
+
+
+def export(source: str | Path, output: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["export", str(source), "-o", str(output), *arguments])
+
+
+def assert_refused(result: Result, *said: str, code: int = 2) -> None:
+    """The last line says it, there is no traceback, nothing is on stdout."""
+    assert result.exit_code == code, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert result.stdout == ""
+    line = result.stderr.splitlines()[-1]
+    assert line.startswith("error: ")
+    for text in said:
+        assert text in line
+
+
+def copy_of(source: str, folder: Path, **config: object) -> Path:
+    shutil.copytree(source, folder)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | config))
+    return folder
+
+
+def test_a_pair_is_made_and_runs(tmp_path):
+    source = copy_of(TARGET, tmp_path / "Demo-8M")
+    (source / "README.md").write_text("---\nlicense: cc-by-sa-4.0\n---\n# Demo\n")
+    (source / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6, "top_k": 20}')
+    output = tmp_path / "made" / "pair"
+    result = export(source, output, "--draft", DRAFT, "--quant", "q4_0", "--draft-quant", "q8_0", "--no-check")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[0] == str(output)
+    assert f"edgespec generate {output}" in result.stdout
+    assert "not compared with transformers" in result.stdout
+    pair = read_pair(output)
+    assert (pair.name, pair.licence, pair.context_length) == ("Demo-8M", "cc-by-sa-4.0", 2048)
+    assert pair.recommended == {"temperature": 0.6, "top_k": 20}
+    assert [file.path.name for file in pair.files.values()] == ["target-q4_0.gguf", "draft-q8_0.gguf"]
+    assert pair.figures["check"] == {"performed": False, "tokenisation": "equal"}
+    assert str(tmp_path) not in (output / "manifest.toml").read_text()  # nothing of this machine travels along
+    assert [path.name for path in output.parent.iterdir()] == ["pair"]
+    ran = CliRunner().invoke(cli, ["generate", str(output), "-p", "Hello", "-n", "4", "--json"])
+    assert ran.exit_code == 0, ran.output
+    answer = json.loads(ran.stdout)
+    assert (answer["model"], answer["drafter"], len(answer["token_ids"])) == ("Demo-8M", "auto", 4)
+
+
+def test_drafts_derived_from_the_target(tmp_path):
+    early = export(TARGET, tmp_path / "early", "--derive", "early-exit:5", "--no-check")
+    assert early.exit_code == 0, early.output
+    files = read_pair(tmp_path / "early").files
+    shared = set(files["draft"].parts) & set(files["target"].parts)
+    assert len(shared) == 1  # the weights that both use lie there once
+    ran = CliRunner().invoke(cli, ["verify", str(tmp_path / "early"), "-n", "8", "--json"])
+    assert json.loads(ran.stdout)["acceptance_rate"] > 0.3, ran.output
+    pruned = export(TARGET, tmp_path / "pruned", "--derive", "prune:0-2,8", "--no-check")
+    assert pruned.exit_code == 0, pruned.output
+    target, draft = (read_pair(tmp_path / "pruned").files[role] for role in ("target", "draft"))
+    assert draft.bytes is not None
+    assert target.bytes is not None
+    assert 0.4 < draft.bytes / target.bytes < 0.65
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--quant", "q4_km"], "did you mean 'q4_k_m'"),
+        (["--to", "ggf"], "did you mean 'gguf'"),
+        (["--quant", "iq2_xxs"], "importance matrix"),
+        (["--derive", "prune:0-8"], "keeps all 9 layers"),
+        (["--derive", "early-exit:12"], "has 9 layers"),
+        (["--draft-quant", "f16"], "there is no draft"),
+        (["--revision", "main"], "is a folder"),
+        (["--draft", "/nonexistent/folder"], "no folder '/nonexistent/folder'"),
+        (["--qant", "f16"], "did you mean '--quant'"),
+    ],
+)
+def test_bad_options_are_one_line(tmp_path, arguments, said):
+    assert_refused(export(TARGET, tmp_path / "pair", "--no-check", *arguments), said)
+    assert not (tmp_path / "pair").exists()
+
+
+def test_bad_sources_are_one_line(tmp_path):
+    unknown = copy_of(DRAFT, tmp_path / "unknown", architectures=["MambaForCausalLM"])
+    assert_refused(export(unknown, tmp_path / "pair", "--no-check"), "MambaForCausalLM", "LlamaForCausalLM")
+    broken = copy_of(DRAFT, tmp_path / "broken")
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    assert_refused(export(broken, tmp_path / "pair", "--no-check"), "model.safetensors", "truncated")
+    (broken / "config.json").write_text("{")
+    assert_refused(export(broken, tmp_path / "pair", "--no-check"), "config.json")
+    assert_refused(export(DRAFT, Path(DRAFT) / "pair", "--no-check"), "inside the source")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "unknown"]
+
+
+def test_a_foreign_draft_is_refused_before_any_weight_is_converted(tmp_path):
+    foreign = copy_of(DRAFT, tmp_path / "foreign")
+    text = (foreign / "tokenizer.json").read_text()
+    (foreign / "tokenizer.json").write_text(text.replace('"<|im_end|>"', '"<|im_over|>"'))
+    result = export(TARGET, tmp_path / "pair", "--draft", str(foreign), "--no-check")
+    assert_refused(result, "token 2 is '<|im_end|>' in the target and '<|im_over|>' in the draft")
+    assert "to GGUF" not in result.stderr
+
+
+def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert_refused(export(DRAFT, tmp_path / "pair"), "torch", "pip install 'edgespec[export]'", "--no-check")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gguf_without_the_check_needs_nothing_but_gguf(tmp_path):
+    missing = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "onnx", "onnxruntime")
+    code = (
+        f"import sys\nsys.modules.update(dict.fromkeys({missing!r}))\nfrom edgespec.cli.main import cli\n"
+        f"cli.main(['export', {DRAFT!r}, '-o', {str(tmp_path / 'pair')!r}, '--no-check'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert read_pair(tmp_path / "pair").figures["check"]["tokenisation"] == "not compared"
+
+
+# the check
+
+
+def answers_of(folder: Path) -> Reference:
+    """A reference made by our own engine from the pair at `folder`, in place of transformers."""
+    with open_engine("gguf", read_pair(folder).target, 64, 1) as engine:
+        ids = np.array(engine.vocabulary.encode("Hello, I would like to book a table for two.")[:48], np.int32)
+        return Reference((ids,), (engine.forward(Batch.chain(ids)).copy(),), None, "edgespec")
+
+
+@pytest.fixture
+def without_torch(monkeypatch):
+    monkeypatch.setattr(reference, "find_spec", lambda name: True)
+
+
+def test_an_export_that_fails_the_check_gets_no_name(tmp_path, monkeypatch, without_torch):
+    assert export(DRAFT, tmp_path / "right", "--quant", "f32", "--no-check").exit_code == 0
+    assert export(TARGET, tmp_path / "other", "--quant", "f32", "--no-check").exit_code == 0
+    right, other = answers_of(tmp_path / "right"), answers_of(tmp_path / "other")
+    monkeypatch.setattr(checking, "reference_of", lambda folder, threads: other)
+    result = export(DRAFT, tmp_path / "pair")
+    assert_refused(result, "target gguf q8_0 is wrong and was removed", "mean KL", "top-1", code=1)
+    assert not (tmp_path / "pair").exists()
+    assert not list((tmp_path / ".pair.export").rglob("*.gguf"))
+    monkeypatch.setattr(checking, "reference_of", lambda folder, threads: right)
+    again = export(DRAFT, tmp_path / "pair")
+    assert again.exit_code == 0, again.output
+    assert "check target gguf: top-1 agreement" in again.stdout
+    found = read_pair(tmp_path / "pair").figures["check"]
+    assert found["performed"] is True
+    assert 0 < found["target"]["gguf"]["mean_kl"] < 0.005
+
+
+def test_the_check_against_transformers(tmp_path):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    result = export(DRAFT, tmp_path / "pair", "--quant", "f32", "-t", "1")
+    assert result.exit_code == 0, result.output
+    figures = read_pair(tmp_path / "pair").figures["check"]
+    assert figures["reference"].startswith("transformers ")
+    assert figures["target"]["gguf"]["max_difference"] < 1e-4
+    assert figures["target"]["gguf"]["num_tokens"] > 300
+
+
+# being interrupted
+
+
+def test_a_second_export_goes_on_where_the_first_stopped(tmp_path, monkeypatch):
+    arguments = (TARGET, tmp_path / "pair", "--draft", DRAFT, "--no-check")
+    with monkeypatch.context() as patch:
+        patch.setattr(stages.Maker, "model_of", _failing(stages.Maker.model_of, "draft"))
+        result = export(*arguments)
+    assert result.exit_code == 130, result.output
+    assert "run the same command again to go on" in result.stderr
+    made = tmp_path / ".pair.export" / "pair" / "target-q8_0.gguf"
+    before = made.stat()
+    result = export(*arguments)
+    assert result.exit_code == 0, result.output
+    assert "going on with an interrupted export: 1 files" in result.stderr
+    assert "target to GGUF" not in result.stderr
+    after = (tmp_path / "pair" / "target-q8_0.gguf").stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def _failing(method, role):
+    def model_of(self, wanted):
+        if wanted == role:
+            raise KeyboardInterrupt
+        return method(self, wanted)
+
+    return model_of
+
+
+def test_an_existing_pair_is_kept_unless_forced(tmp_path):
+    output = tmp_path / "pair"
+    assert export(DRAFT, output, "--no-check").exit_code == 0
+    assert_refused(export(DRAFT, output, "--no-check", "--quant", "f16"), "exists", "--force")
+    assert_refused(export(TARGET, output, "--no-check", "--force", "--derive", "prune:9"), "has 9 layers")
+    assert read_pair(output).target.name == "target-q8_0.gguf"
+    assert export(DRAFT, output, "--no-check", "--quant", "f16", "--force").exit_code == 0
+    assert read_pair(output).target.name == "target-f16.gguf"
+    assert [path.name for path in tmp_path.iterdir()] == ["pair"]
+
+
+@POSIX
+def test_an_interrupt_says_how_to_go_on(tmp_path):
+    script = [sys.executable, str(ROOT / "scripts" / "export_hf.py")]
+    arguments = [TARGET, "-o", str(tmp_path / "pair"), "--no-check", "--quant", "q4_k_m", "--draft", DRAFT]
+
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*script, *arguments], **pipes, preexec_fn=heed_interrupts) as process:
+        assert process.stderr is not None
+        while b"to GGUF" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        output, said = process.communicate(timeout=120)
+    assert process.returncode == 130, said.decode()
+    assert b"run the same command again" in said
+    assert b"Traceback" not in said
+    assert output == b""
+    assert not (tmp_path / "pair").exists()
+
+
+@POSIX
+def test_no_kill_leaves_a_folder_that_looks_finished(tmp_path):
+    """Ten kills at random moments; the next run always succeeds, going on with what was finished."""
+    command = [sys.executable, str(ROOT / "tests" / "support" / "export_killer.py"), DRAFT, str(tmp_path), "10"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["early"] >= 5  # the test kills exports, not what comes after them

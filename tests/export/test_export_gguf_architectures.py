@@ -1,0 +1,289 @@
+"""Architectures that can be exported: their logits in llama.cpp are those of transformers; others are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("gguf", reason="conversion needs the package gguf: pip install edgespec[export]")
+pytest.importorskip("tokenizers", reason="the test folders need the package tokenizers")
+
+import gguf
+from gguf.gguf_reader import GGUFReader
+
+from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.errors import ModelFileError
+from edgespec.export.checkpoint import INDEX, Checkpoint
+from edgespec.export.gguf import ARCHITECTURES, convert
+from edgespec.types import Batch
+from tiny_checkpoints import (
+    CASES,
+    COLUMNS,
+    LOGITS,
+    TOKEN_IDS,
+    logits_of_transformers,
+    random_weights,
+    write_checkpoint,
+    write_safetensors,
+)
+
+USES_GELU = {"gemma", "gemma2", "gemma3", "gpt2"}
+
+
+def logits_of(path: Path) -> np.ndarray:
+    exact: dict[str, Any] = {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attention": False}
+    with LlamaCppEngine.load(path, threads=1, reproducible=False, context_length=64, **exact) as engine:
+        return engine.forward(Batch.chain(TOKEN_IDS)).copy()
+
+
+def tolerance(case: str) -> float:
+    """llama.cpp reads GELU from a table in half precision."""
+    return 1e-3 if case in USES_GELU else 1e-4
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(tmp_path: Path, case: str):
+    convert(write_checkpoint(tmp_path / "hf", case), tmp_path / "out.gguf", "f32")
+    with np.load(LOGITS) as wanted:
+        assert wanted[case].std() > 1
+        assert np.abs(logits_of(tmp_path / "out.gguf")[:, COLUMNS] - wanted[case]).max() < tolerance(case)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_transformers_still_says_so(tmp_path: Path, case: str):
+    pytest.importorskip("torch", reason="this comparison needs torch: pip install edgespec[export]")
+    pytest.importorskip("transformers", reason="this comparison needs transformers")
+    found = logits_of_transformers(write_checkpoint(tmp_path / "hf", case))
+    with np.load(LOGITS) as kept:
+        assert np.abs(found[:, COLUMNS] - kept[case]).max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_tensor_names_are_those_of_the_gguf_package(name: str):
+    found = ARCHITECTURES[name]
+    number = next(arch for arch, text in gguf.MODEL_ARCH_NAMES.items() if text == found.name)
+    theirs = gguf.get_tensor_name_map(number, 2)
+    rows = dict(found.outer) | {f"{found.layer_prefix}1.{rest}": tensor for rest, tensor in found.layer.items()}
+    for source, tensor in rows.items():
+        prefix = "blk.1." if source.startswith(found.layer_prefix) else ""
+        expected = theirs.get_name(source, try_suffixes=(".weight", ".bias"))
+        # The package has no head for architectures whose head is always the embeddings.
+        assert expected == prefix + tensor.name or (source == "lm_head.weight" and expected is None), source
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("F64", 1e-4), ("F16", 0.02), ("BF16", 0.15)])
+def test_narrow_and_wide_sources(tmp_path: Path, dtype: str, limit: float):
+    convert(write_checkpoint(tmp_path / "hf", "qwen3", dtype=dtype), tmp_path / "out.gguf", "f32")
+    with np.load(LOGITS) as wanted:
+        assert np.abs(logits_of(tmp_path / "out.gguf")[:, COLUMNS] - wanted["qwen3"]).max() < limit
+
+
+def shard(folder: Path, parts: int = 3) -> dict[str, str]:
+    """Cut the weights of `folder` into files as large models come; returns tensor name -> file name."""
+    checkpoint = Checkpoint.open(folder)
+    names = list(checkpoint.names())
+    placed = {}
+    for part in range(parts):
+        file = f"model-{part + 1:05d}-of-{parts:05d}.safetensors"
+        mine = names[part::parts]
+        write_safetensors(folder / file, {name: checkpoint.weights(name) for name in mine})
+        placed |= dict.fromkeys(mine, file)
+    (folder / "model.safetensors").unlink()
+    (folder / INDEX).write_text(json.dumps({"weight_map": placed}))
+    return placed
+
+
+def test_a_sharded_checkpoint_gives_the_same_model(tmp_path: Path):
+    folder = write_checkpoint(tmp_path / "hf", "llama")
+    convert(folder, tmp_path / "whole.gguf", "f32", name="x")
+    shard(folder)
+    convert(folder, tmp_path / "sharded.gguf", "f32", name="x")
+    one, other = (
+        {tensor.name: tensor.data.tobytes() for tensor in GGUFReader(tmp_path / f"{name}.gguf").tensors}
+        for name in ("whole", "sharded")
+    )
+    assert one == other
+
+
+def test_faults_of_a_sharded_checkpoint(tmp_path: Path):
+    folder = write_checkpoint(tmp_path / "hf", "qwen2")
+    placed = shard(folder)
+    first, second = sorted(set(placed.values()))[:2]
+    moved = next(name for name, file in placed.items() if file == first)
+    (folder / INDEX).write_text(json.dumps({"weight_map": placed | {moved: second}}))
+    with pytest.raises(ModelFileError, match=rf"{second} lacks tensor {moved}"):
+        Checkpoint.open(folder)
+    (folder / INDEX).write_text(json.dumps({"weight_map": placed | {moved: "../x.safetensors"}}))
+    with pytest.raises(ModelFileError, match="names inside the folder"):
+        Checkpoint.open(folder)
+    (folder / INDEX).write_text(json.dumps({"weight_map": placed}))
+    (folder / second).unlink()
+    with pytest.raises(ModelFileError, match=f"{second} is missing, which {INDEX} names"):
+        Checkpoint.open(folder)
+    (folder / INDEX).unlink()
+    with pytest.raises(ModelFileError, match="has 2 of 3 safetensors shards"):
+        Checkpoint.open(folder)
+
+
+def test_names_without_their_first_part(tmp_path: Path):
+    """As GPT-2's first checkpoints have them, with masks among the weights."""
+    folder = write_checkpoint(tmp_path / "hf", "gpt2")
+    convert(folder, tmp_path / "full.gguf", "f32", name="x")
+    checkpoint = Checkpoint.open(folder)
+    bare = {name.removeprefix("transformer."): checkpoint.weights(name) for name in checkpoint.names()}
+    write_safetensors(folder / "model.safetensors", bare | {"h.0.attn.bias": np.ones((1, 1, 8, 8), np.float32)})
+    convert(folder, tmp_path / "bare.gguf", "f32", name="x")
+    assert np.array_equal(logits_of(tmp_path / "full.gguf"), logits_of(tmp_path / "bare.gguf"))
+
+
+def test_a_window_that_llama_cpp_lacks_bounds_the_context(tmp_path: Path):
+    folder = write_checkpoint(tmp_path / "hf", "mistral", sliding_window=96)
+    convert(folder, tmp_path / "out.gguf", "f32")
+    fields = GGUFReader(tmp_path / "out.gguf").fields
+    assert fields["llama.context_length"].contents() == fields["llama.attention.sliding_window"].contents() == 96
+
+
+def test_both_ways_to_say_which_layers_have_a_window(tmp_path: Path):
+    """Gemma 3: a list of layer types, or every n-th layer; one group of rotary settings for each kind, or two bases."""
+    ways: dict[str, dict[str, Any]] = {
+        "list": {},
+        "number": {"layer_types": None, "sliding_window_pattern": 2},
+        "five": {
+            "rope_local_base_freq": None,
+            "rope_scaling": None,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    }
+    for name, changes in ways.items():
+        convert(write_checkpoint(tmp_path / name, "gemma3", **changes), tmp_path / f"{name}.gguf", "f32", name="x")
+    assert len({(tmp_path / f"{name}.gguf").read_bytes() for name in ways}) == 1
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "MixtralForCausalLM; this converter knows: LlamaForCausalLM, Mistral": (
+        "llama",
+        {"architectures": ["MixtralForCausalLM"]},
+    ),
+    "is a none; this converter knows": ("llama", {"architectures": None}),
+    "hidden_act 'relu'; allowed: 'silu'": ("llama", {"hidden_act": "relu"}),
+    "quantization_config .*gptq.*; allowed: none": ("llama", {"quantization_config": {"quant_method": "gptq"}}),
+    "rotary scaling 'longrope' cannot be converted; allowed: default": (
+        "qwen2",
+        {"rope_scaling": {"rope_type": "longrope"}},
+    ),
+    "llama3 rotary scaling lacks low_freq_factor": ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}),
+    "no rotary positions in layers 3, 7, 11.* differs at .2, 3.": ("smollm3", {"no_rope_layers": [1, 1, 0, 1, 1]}),
+    "layer_types must hold 3 of": ("gemma3", {"layer_types": ["full_attention"]}),
+    "lacks attn_logit_softcapping": ("gemma2", {"attn_logit_softcapping": None}),
+    "takes the embeddings as its output head": ("gemma", {"tie_word_embeddings": False}),
+    "scale_attn_by_inverse_layer_idx True": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "lacks 'hidden_size'": ("llama", {"hidden_size": None}),
+    "num_hidden_layers 0, a positive number": ("llama", {"num_hidden_layers": 0}),
+    r"k_proj.bias has the shape \(32,\), config.json implies \(64,\)": ("llama", {"head_dim": 32}),
+    "layers.2.* has no place in a qwen2 GGUF of 2 layers": ("qwen2", {"num_hidden_layers": 2}),
+    "rotates only a part of each head": ("qwen3", {"partial_rotary_factor": 0.5}),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_llama_cpp_would_compute_differently_is_refused(tmp_path: Path, message: str):
+    case, changes = REFUSED[message]
+    folder = write_checkpoint(tmp_path / "hf", case)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    with pytest.raises(ModelFileError, match=message):
+        convert(folder, tmp_path / "out.gguf", "f32")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    """Replace tensors of a folder; None leaves one out."""
+    checkpoint = Checkpoint.open(folder)
+    weights = {name: checkpoint.weights(name) for name in checkpoint.names()}
+    found = {name: values for name, values in (weights | changes).items() if values is not None}
+    write_safetensors(folder / "model.safetensors", found)
+
+
+def test_faults_of_tensors_are_named(tmp_path: Path):
+    folder = write_checkpoint(tmp_path / "hf", "qwen2")
+    name = "model.layers.1.mlp.up_proj.weight"
+    sound = Checkpoint.open(folder).weights(name)
+    faults: list[tuple[Any, str]] = [
+        (None, f"lacks 1 tensors, the first is {name}"),
+        (sound[:, :-1], rf"model.safetensors: tensor {name} has the shape \(96, 63\), config.json implies \(96, 64\)"),
+        (np.where(sound == sound.max(), np.float32(np.nan), sound), f"tensor {name} holds infinite numbers or NaN"),
+        (np.where(sound == sound.max(), np.float32(np.inf), sound), f"tensor {name} holds infinite numbers or NaN"),
+    ]
+    for values, message in faults:
+        rewrite(folder, **{name: values})
+        with pytest.raises(ModelFileError, match=message):
+            convert(folder, tmp_path / "out.gguf", "f32")
+    rewrite(folder, **{name: np.where(sound == sound.max(), np.float32(1e6), sound)})
+    with pytest.raises(ModelFileError, match="beyond what f16 holds; export it as bf16"):
+        convert(folder, tmp_path / "out.gguf", "f16")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def with_header(folder: Path, change: Any) -> None:
+    """Rewrite the JSON header of the weights in place."""
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    text = json.dumps(change(header)).encode().ljust(length)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda h: h | {NORM: h[NORM] | {"dtype": "F8_E4M3", "shape": [256]}}, f"{NORM} is stored as F8_E4M3|implies"),
+        (lambda h: h | {NORM: h[NORM] | {"dtype": "X9"}}, f"damaged: tensor {NORM} has type 'X9'"),
+        (lambda h: h | {NORM: h[NORM] | {"dtype": [1]}}, f"damaged: tensor {NORM}"),
+        (lambda h: h | {NORM: h[NORM] | {"shape": [-64]}}, f"damaged: tensor {NORM}"),
+        (lambda h: h | {NORM: h[NORM] | {"shape": [65]}}, f"damaged: tensor {NORM} of F32"),
+        (lambda h: h | {NORM: h[NORM] | {"data_offsets": [1, 2, 3]}}, f"damaged: tensor {NORM} is described"),
+        (lambda h: h | {NORM: "x"}, f"damaged: tensor {NORM} is described"),
+        (lambda h: h | {NORM: h[NORM] | {"data_offsets": [1 << 40, (1 << 40) + 256]}}, f"truncated: tensor {NORM}"),
+        (lambda _: [1], "its header is no object"),
+    ],
+)
+def test_corrupt_safetensors_name_the_file_and_the_tensor(tmp_path: Path, change: Any, message: str):
+    folder = write_checkpoint(tmp_path / "hf", "qwen2")
+    with_header(folder, change)
+    with pytest.raises(ModelFileError, match=r"model\.safetensors") as caught:
+        convert(folder, tmp_path / "out.gguf", "f32")
+    assert caught.match(message)
+
+
+def test_every_truncation_of_safetensors_is_refused(tmp_path: Path):
+    folder = write_checkpoint(tmp_path / "hf", "gpt2")
+    whole = (folder / "model.safetensors").read_bytes()
+    for length in (0, 1, 7, 8, 9, 100, 2000, len(whole) // 2, len(whole) - 1):
+        (folder / "model.safetensors").write_bytes(whole[:length])
+        with pytest.raises(ModelFileError, match=r"model\.safetensors is (not a safetensors file|truncated)"):
+            Checkpoint.open(folder)
+
+
+def test_weights_in_another_format_are_named(tmp_path: Path):
+    folder = write_checkpoint(tmp_path / "hf", "qwen2")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelFileError, match=r"no model\*\.safetensors \(it has pytorch_model\.bin\): save"):
+        Checkpoint.open(folder)
+
+
+def test_the_random_weights_differ_by_seed():
+    config = {"architectures": ["GPT2LMHeadModel"], "n_embd": 8, "n_head": 2, "n_layer": 1, "n_positions": 4}
+    checkpoint = Checkpoint(Path("none"), config | {"vocab_size": 5, "tie_word_embeddings": True}, {})
+    one, other = random_weights(checkpoint, 0), random_weights(checkpoint, 1)
+    assert all(not np.array_equal(one[name], other[name]) for name in one)

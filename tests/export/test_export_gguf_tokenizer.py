@@ -1,0 +1,221 @@
+"""The tokenizer of an exported GGUF splits text as the `tokenizers` library does, or the export is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("gguf", reason="conversion needs the package gguf: pip install edgespec[export]")
+tokenizers = pytest.importorskip("tokenizers", reason="the comparison needs the package tokenizers")
+
+from gguf.gguf_reader import GGUFReader  # noqa: E402
+
+from edgespec.engines.llamacpp import VocabularyFile  # noqa: E402
+from edgespec.errors import ModelFileError  # noqa: E402
+from edgespec.export.gguf import check_tokenizer, convert  # noqa: E402
+from edgespec.export.gguf.tokenizer import UNREACHABLE, merge_scores  # noqa: E402
+from tiny_checkpoints import CASES, SPECIALS, VOCABULARY, write_checkpoint, write_tokenizer  # noqa: E402
+
+KINDS = ("llama-bpe", "qwen2", "gpt-2", "smollm", "tekken", "gpt-4o", "llama-spm", "gemma-spm")
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
+
+
+def folder_with(tmp_path: Path, kind: str) -> Path:
+    """A small model with a tokenizer of `kind`."""
+    folder = write_checkpoint(tmp_path / "hf", "qwen2", num_hidden_layers=1)
+    write_tokenizer(folder, kind)
+    return folder
+
+
+def change(folder: Path, name: str, **values: Any) -> None:
+    found = json.loads((folder / name).read_text(encoding="utf-8")) | values
+    (folder / name).write_text(json.dumps({key: value for key, value in found.items() if value is not None}))
+
+
+def fields_of(folder: Path) -> dict[str, Any]:
+    out = folder.parent / "out.gguf"
+    convert(folder, out, "f16")
+    return {key: field.contents() for key, field in GGUFReader(out).fields.items() if key.startswith("tokenizer.")}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_llama_cpp_splits_text_as_the_tokenizer_does(tmp_path: Path, kind: str):
+    folder = folder_with(tmp_path, kind)
+    fields = fields_of(folder)
+    assert fields["tokenizer.ggml.pre"] == ("default" if kind.endswith("-spm") else kind)
+    assert check_tokenizer(folder, tmp_path / "out.gguf") > 200
+    theirs = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text = "The foxes there: 1984 + 2026,\n\n  don't; žluťoučký 敏捷 🙂"
+    with VocabularyFile(tmp_path / "out.gguf") as ours:
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text, add_special_tokens=False).ids
+        assert b"".join(map(ours.token_bytes, ids)).decode().lstrip() == text
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_tokenizers_of_all_cases_pass(tmp_path: Path, case: str):
+    folder = write_checkpoint(tmp_path / "hf", case)
+    convert(folder, tmp_path / "out.gguf", "f16")
+    assert check_tokenizer(folder, tmp_path / "out.gguf") > 200
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_the_demo_models_pass(role: str):
+    assert check_tokenizer(DEMO / "hf" / role, DEMO / f"demo-{role}-q8_0.gguf") > 400
+
+
+def test_a_wrong_splitter_is_found_by_its_first_text(tmp_path: Path):
+    """As when a splitter's name is guessed: the file loads, and splits numbers otherwise."""
+    folder = folder_with(tmp_path, "qwen2")
+    convert(folder, tmp_path / "out.gguf", "f16")
+    data = (tmp_path / "out.gguf").read_bytes()
+    entry = b"tokenizer.ggml.pre\x08\0\0\0\x05\0\0\0\0\0\0\0"
+    assert data.count(entry + b"qwen2") == 1
+    (tmp_path / "out.gguf").write_bytes(data.replace(entry + b"qwen2", entry + b"gpt-2"))
+    with pytest.raises(ModelFileError, match=r"does not tokenise as .*hf: '.*' becomes \["):
+        check_tokenizer(folder, tmp_path / "out.gguf")
+
+
+def test_another_models_tokenizer_is_found(tmp_path: Path):
+    folder = folder_with(tmp_path, "qwen2")
+    convert(folder, tmp_path / "out.gguf", "f16")
+    write_tokenizer(folder, "gpt-2")
+    with pytest.raises(ModelFileError, match="does not tokenise as"):
+        check_tokenizer(folder, tmp_path / "out.gguf")
+
+
+def test_special_ids_are_written_in_words(tmp_path: Path):
+    folder = folder_with(tmp_path, "llama-bpe")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [398, 399]}))
+    fields = fields_of(folder)
+    assert fields["tokenizer.ggml.bos_token_id"] == 397
+    assert fields["tokenizer.ggml.eos_token_id"] == 398
+    assert fields["tokenizer.ggml.eot_token_id"] == 399
+    assert fields["tokenizer.ggml.add_bos_token"] is True
+    assert fields["tokenizer.ggml.add_eos_token"] is False
+    with VocabularyFile(tmp_path / "out.gguf") as vocabulary:
+        assert vocabulary.adds_bos
+        assert {398, 399} <= vocabulary.end_ids
+
+
+def test_the_configuration_outranks_the_template_on_bos(tmp_path: Path):
+    folder = folder_with(tmp_path, "llama-bpe")
+    change(folder, "tokenizer_config.json", add_bos_token=False)
+    assert fields_of(folder)["tokenizer.ggml.add_bos_token"] is False
+
+
+def test_a_tokenizer_without_named_ends(tmp_path: Path):
+    """Without entries llama.cpp would take id 11 for both."""
+    folder = folder_with(tmp_path, "qwen2")
+    change(folder, "tokenizer_config.json", bos_token=None, eos_token=None)
+    change(folder, "config.json", bos_token_id=None, eos_token_id=398)
+    fields = fields_of(folder)
+    assert fields["tokenizer.ggml.bos_token_id"] == fields["tokenizer.ggml.eos_token_id"] == 398
+    assert fields["tokenizer.ggml.add_bos_token"] is False
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": SPECIALS[2]}}))
+    assert fields_of(folder)["tokenizer.ggml.eos_token_id"] == 399
+    (folder / "special_tokens_map.json").unlink()
+    change(folder, "config.json", eos_token_id=None)
+    with pytest.raises(ModelFileError, match="name no eos token"):
+        fields_of(folder)
+
+
+@pytest.mark.parametrize("where", ["file", "text", "list", "none"])
+def test_where_a_chat_template_may_stand(tmp_path: Path, where: str):
+    folder = folder_with(tmp_path, "qwen2")
+    named = [{"name": "tool", "template": "T"}, {"name": "default", "template": "D"}]
+    change(folder, "tokenizer_config.json", chat_template={"text": "C", "list": named}.get(where))
+    if where == "file":
+        (folder / "chat_template.jinja").write_text("F")
+    wanted = {"file": "F", "text": "C", "list": "D", "none": None}[where]
+    assert fields_of(folder).get("tokenizer.chat_template") == wanted
+
+
+def test_added_tokens_and_scores_of_an_spm_tokenizer(tmp_path: Path):
+    folder = folder_with(tmp_path, "gemma-spm")
+    source = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    base = source["added_tokens"][0]
+    words = sorted(source["model"]["vocab"], key=source["model"]["vocab"].__getitem__)
+    spaced = next(text for text in words if text.startswith("\u2581") and len(text) > 2)
+    ids = {"spaced": source["model"]["vocab"][spaced], "beyond": VOCABULARY, "user": VOCABULARY - 1}
+    source["added_tokens"] = [
+        *[token for token in source["added_tokens"] if token["id"] != ids["user"]],
+        base | {"id": ids["spaced"], "content": spaced, "special": False},
+        base | {"id": ids["user"], "content": "<mine>", "special": False},
+        base | {"id": ids["beyond"], "content": "<image>"},
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(source), encoding="utf-8")
+    fields = fields_of(folder)
+    types, tokens = fields["tokenizer.ggml.token_type"], fields["tokenizer.ggml.tokens"]
+    assert [types[ids["spaced"]], types[ids["user"]], types[0], types[tokens.index("<0x41>")]] == [1, 4, 2, 6]
+    assert "<image>" not in tokens
+    assert fields["tokenizer.ggml.add_space_prefix"] is False
+    scores = dict(zip(tokens, fields["tokenizer.ggml.scores"], strict=True))
+    first = "".join(source["model"]["merges"][0])
+    assert scores[first] == -1 and scores["<0x41>"] < -1e5
+    assert all(score <= -1 for score in scores.values())
+
+
+def test_a_token_scores_by_its_first_merge():
+    merges = [("a", "b"), ("b", "c"), ("ab", "c"), ("a", "bc")]
+    assert merge_scores(["a", "ab", "bc", "abc"], merges) == [UNREACHABLE, -1.0, -2.0, -3.0]
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    r"splits text by \(\('Digits', False\)": (
+        "smollm",
+        {"pre_tokenizer": {"type": "Digits", "individual_digits": False}},
+    ),
+    "add_prefix_space": ("gpt-2", {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}}),
+    "changes text by .'Lowercase'.": ("gpt-2", {"normalizer": {"type": "Lowercase"}}),
+    "treats spaces by": ("llama-spm", {"pre_tokenizer": {"type": "Whitespace"}}),
+    "treats spaces by .*'Nmt'": ("gemma-spm", {"normalizer": {"type": "Nmt"}}),
+    "holds a WordPiece tokenizer; allowed": ("gpt-2", {"model": {"type": "WordPiece", "vocab": {}}}),
+    "is not built as tokenizers are: KeyError 'id'": ("gpt-2", {"added_tokens": [{"content": "x"}]}),
+    "no token for 256 of 256 bytes, such as <0x00>": (
+        "gemma-spm",
+        {"model": {"type": "BPE", "byte_fallback": True, "vocab": {"a": 0}, "merges": []}},
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_tokenizers_that_llama_cpp_would_not_follow_are_refused(tmp_path: Path, message: str):
+    kind, values = REFUSED[message]
+    folder = folder_with(tmp_path, kind)
+    change(folder, "tokenizer.json", **values)
+    with pytest.raises(ModelFileError, match=message):
+        convert(folder, tmp_path / "out.gguf", "f16")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_merges_ignored_where_llama_cpp_does_not(tmp_path: Path):
+    folder = folder_with(tmp_path, "qwen2")
+    model = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    change(folder, "tokenizer.json", model=model | {"ignore_merges": True})
+    with pytest.raises(ModelFileError, match=r"ignores merges, which llama\.cpp does for llama-bpe, tekken and not"):
+        convert(folder, tmp_path / "out.gguf", "f16")
+
+
+def test_metaspace_instead_of_a_normaliser(tmp_path: Path):
+    folder = folder_with(tmp_path, "llama-spm")
+    scheme = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False}
+    change(folder, "tokenizer.json", normalizer=None, pre_tokenizer=scheme)
+    assert fields_of(folder)["tokenizer.ggml.add_space_prefix"] is True
+    assert check_tokenizer(folder, tmp_path / "out.gguf") > 200
+    change(folder, "tokenizer.json", pre_tokenizer=scheme | {"split": True})
+    with pytest.raises(ModelFileError, match="treats spaces by"):
+        fields_of(folder)
+
+
+def test_padding_never_repeats_a_token(tmp_path: Path):
+    folder = write_checkpoint(tmp_path / "hf", "qwen2", vocab_size=VOCABULARY + 2)
+    source = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    source["added_tokens"][-1]["content"] = f"[PAD{VOCABULARY}]"
+    (folder / "tokenizer.json").write_text(json.dumps(source), encoding="utf-8")
+    tokens = fields_of(folder)["tokenizer.ggml.tokens"]
+    assert tokens[-3:] == [f"[PAD{VOCABULARY}]", f"[PAD{VOCABULARY}]_", f"[PAD{VOCABULARY + 1}]"]
+    assert SPECIALS[0] in tokens

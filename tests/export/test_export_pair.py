@@ -1,0 +1,542 @@
+"""The parts of an export without torch: requests, plans, workspaces, manifests, tokenizers, the comparison itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("gguf", reason="export needs the package gguf: pip install edgespec[export]")
+
+from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.errors import CapabilityError, ConfigError, ModelFileError, UsageError, VocabularyMismatch
+from edgespec.export import plan
+from edgespec.export import resources as room
+from edgespec.export.accuracy import Comparison, ExportRefused, Limits, compare, limits_of, open_engine
+from edgespec.export.gguf import GGUF_QUANTS, export_gguf
+from edgespec.export.hub import find_source, local_source
+from edgespec.export.manifest import card_licence, recommended_sampling, to_toml, write_manifest
+from edgespec.export.onnx import ONNX_QUANTS
+from edgespec.export.plan import read_facts
+from edgespec.export.reference import Reference
+from edgespec.export.request import Derivation, ExportRequest, parse_formats, parse_quants
+from edgespec.export.tokens import (
+    PROBE_TEXTS,
+    check_round_trip,
+    check_same_tokens,
+    token_names,
+)
+from edgespec.export.workspace import Workspace, opened
+from edgespec.types import Batch
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
+TARGET, DRAFT = DEMO / "hf" / "target", DEMO / "hf" / "draft"
+IDENTITY = {"source": "one", "quant": "q8_0"}
+
+
+def changed_copy(folder: Path, source: Path = DRAFT, **config: Any) -> Path:
+    shutil.copytree(source, folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return folder
+
+
+def change_tokenizer(folder: Path, **changes: Any) -> Path:
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
+# requests
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("early-exit:3", (0, 1, 2)),
+        ("prune:0-3,8", (0, 1, 2, 3, 8)),
+        ("prune:8,0-1", (0, 1, 8)),
+        ("prune:4", (4,)),
+        ("prune:2-2,2", (2,)),
+    ],
+)
+def test_a_derivation_lists_the_layers_that_stay(text, kept):
+    assert Derivation.parse(text).kept == kept
+    assert Derivation.parse(str(Derivation.parse(text))) == Derivation.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["early-exit:", "early-exit:0", "early-exit:1-2", "prune:", "prune:3-1", "prune:a", "prune:1,,2", "prune:-1"],
+)
+def test_a_malformed_derivation_says_how_to_write_one(text):
+    with pytest.raises(ConfigError, match="such as"):
+        Derivation.parse(text)
+
+
+def test_an_unknown_derivation_names_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean 'early-exit'"):
+        Derivation.parse("earlyexit:3")
+
+
+def test_a_derivation_must_fit_the_target():
+    with pytest.raises(ConfigError, match=r"9 layers, 0\.\.8; layer 9"):
+        Derivation.parse("prune:0,9").check(9)
+    with pytest.raises(ConfigError, match="keeps all 9 layers"):
+        Derivation.parse("early-exit:9").check(9)
+    Derivation.parse("early-exit:8").check(9)
+
+
+def test_quantisations_are_sorted_by_the_format_that_knows_them():
+    both = parse_formats("both")
+    assert parse_quants("--quant", ["int4", "Q4_K_M"], both) == {"onnx": "int4", "gguf": "q4_k_m"}
+    assert parse_quants("--quant", ["gguf=f16"], both) == {"gguf": "f16"}
+    assert parse_quants("--quant", [], both) == {}
+    assert not set(GGUF_QUANTS) & set(ONNX_QUANTS)  # else a bare name would be ambiguous
+
+
+def test_a_draft_takes_the_type_that_serves_it():
+    wanted = ExportRequest("a", Path("b"), {"onnx": "w8a8", "gguf": "q8_0"}, draft="c")
+    assert wanted.quant_of("target", "onnx") == "w8a8"
+    assert (wanted.quant_of("draft", "onnx"), wanted.quant_of("draft", "gguf")) == ("int8", "q8_0")
+    asked = ExportRequest("a", Path("b"), {"onnx": "w8a8"}, draft="c", draft_quants={"onnx": "w8a8"})
+    assert asked.quant_of("draft", "onnx") == "w8a8"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["q4_km"], "did you mean 'q4_k_m'"),
+        (["int8"], "not a type of gguf"),
+        (["onnx=int8"], "'onnx' is not exported"),
+        (["q8_0", "f16"], "twice"),
+        (["gguf=int8"], "not a type of gguf"),
+    ],
+)
+def test_a_quantisation_that_does_not_fit_is_refused(given, said):
+    with pytest.raises(ConfigError, match=said):
+        parse_quants("--quant", given, ("gguf",))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"draft": "a", "derivation": Derivation.parse("prune:0")}, "keep one"),
+        ({"draft_quants": {"gguf": "f16"}}, "there is no draft"),
+        ({"draft_quants": {"gguf": "f16"}, "derivation": Derivation.parse("early-exit:2")}, "shares the target"),
+        ({"group_size": 7}, "allowed: 16, 32"),
+        ({"group_size": 32}, "are for ONNX"),
+        ({"exporter": "magic"}, "allowed: auto"),
+        ({"exporter": "builder"}, "are for ONNX"),
+        ({"threads": 0}, "1 or more"),
+        ({"quants": {"onnx": "int8"}, "imatrix": Path("x")}, "for GGUF"),
+    ],
+)
+def test_contradictory_requests_are_refused(changes, said):
+    with pytest.raises(ConfigError, match=said):
+        ExportRequest(**{"source": "a", "output": Path("b"), "quants": {"gguf": "q8_0"}, **changes})
+
+
+@pytest.mark.parametrize("content", [None, b"", b"  \n", b"\xff\xfe"])
+def test_an_unusable_text_for_importance_is_refused(tmp_path, content):
+    path = tmp_path / "text.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UsageError, match="--imatrix"):
+        ExportRequest("a", Path("b"), {"gguf": "q8_0"}, imatrix=path)
+
+
+# plans
+
+
+def test_facts_come_from_headers():
+    facts = read_facts(local_source(TARGET))
+    assert facts.architecture == "LlamaForCausalLM"
+    assert facts.num_parameters == 8_131_328
+    assert (facts.num_layers, facts.vocabulary_size, facts.context_length) == (9, 4096, 2048)
+    assert facts.table_parameters == facts.largest_parameters == 4096 * 256
+
+
+@pytest.mark.parametrize("quant", ["f32", "f16", "q8_0", "q4_k_m"])
+def test_planned_sizes_are_close_and_on_the_safe_side(tmp_path, quant):
+    export_gguf(TARGET, tmp_path / "x.gguf", quant)
+    planned = read_facts(local_source(TARGET)).output_bytes("gguf", quant)
+    size = (tmp_path / "x.gguf").stat().st_size - 300_000  # the vocabulary, small beside any real model
+    assert size <= planned <= 1.15 * size
+
+
+def needs(**request: Any) -> plan.Needs:
+    source = local_source(TARGET)
+    wanted = ExportRequest("a", Path("b"), **{"quants": {"gguf": "q8_0"}, **request})
+    return plan.needs_of(wanted, {"target": (source, read_facts(source))})
+
+
+def test_every_output_and_temporary_file_is_planned():
+    straight, rounded = needs(), needs(quants={"gguf": "q4_k_m"})
+    assert straight.temporary_bytes == 0
+    assert rounded.temporary_bytes == 2 * 8_131_328  # a 16-bit file stands between
+    both = needs(quants={"gguf": "q8_0", "onnx": "int8"})
+    assert both.output_bytes > 2 * straight.output_bytes
+    whole = needs(quants={"onnx": "w8a8"})
+    assert whole.temporary_bytes > 4 * 8_131_328 > 3 * whole.output_bytes  # a float32 graph stands between
+    assert needs(check=True).memory_bytes > needs(check=False).memory_bytes + 4 * 8_131_328
+    assert needs(derivation=Derivation.parse("early-exit:5")).temporary_bytes > straight.output_bytes
+
+
+def test_too_little_disk_is_refused_with_both_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(room, "free_bytes", lambda place: 5_000_000)
+    with pytest.raises(CapabilityError, match=r"not enough disk: the export needs 9\.0\d MB in .*, 5 MB are free"):
+        room.check_room(needs(check=False), tmp_path / "new" / "pair", None)
+    room.check_room(needs(check=False), tmp_path / "new", None, finished_bytes=8_000_000)
+
+
+def test_a_download_to_the_same_disk_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(room, "free_bytes", lambda place: 10_000_000)
+    wanted = plan.Needs(output_bytes=6_000_000, temporary_bytes=0, download_bytes=6_000_000, memory_bytes=0)
+    room.check_room(wanted, tmp_path / "pair", None)
+    with pytest.raises(CapabilityError, match="12 MB"):
+        room.check_room(wanted, tmp_path / "pair", tmp_path)
+
+
+def test_too_little_memory_is_refused_with_both_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(room, "available_memory", lambda: 300_000_000)
+    with pytest.raises(CapabilityError, match=r"not enough memory: .* needs \d{3} MB, 300 MB are available"):
+        room.check_room(needs(check=False), tmp_path / "pair", None)
+
+
+def test_available_memory_is_plausible():
+    found = room.available_memory()
+    assert found is None or 2**24 < found < 2**50
+
+
+@pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (999, "999 B"), (2500, "2.5 kB"), (7.25e9, "7.25 GB")])
+def test_bytes_as_people_read_them(size, text):
+    assert room.human(size) == text
+
+
+# sources
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (["pytorch_model.bin"], "pickled"),
+        (["adapter_config.json", "adapter_model.safetensors"], "adapter"),
+        (["model-00001-of-00003.safetensors"], "1 of 3"),
+        (["x.gguf"], "GGUF files already"),
+        ([], r"no model\.safetensors"),
+    ],
+)
+def test_a_folder_without_usable_weights_says_what_it_has(tmp_path, files, said):
+    for name in ("config.json", *files):
+        (tmp_path / name).write_bytes(b"{}")
+    with pytest.raises(ModelFileError, match=said):
+        find_source(str(tmp_path))
+
+
+def test_a_quantised_checkpoint_is_refused(tmp_path):
+    folder = changed_copy(tmp_path / "hf", quantization_config={"quant_method": "gptq"})
+    with pytest.raises(ModelFileError, match=r"already quantised \(gptq\)"):
+        read_facts(local_source(folder))
+
+
+def test_the_identity_of_a_folder_follows_its_contents(tmp_path):
+    folder = changed_copy(tmp_path / "hf")
+    before = local_source(folder).identity
+    assert local_source(folder).identity == before
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+    touched = local_source(folder).identity
+    assert touched != before
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n")
+    assert local_source(folder).identity != touched
+
+
+# manifests
+
+
+def test_toml_round_trips():
+    values = {
+        "text": 'quo"te \\ tab\t new\nline \x7f emoji 🙂 ' + "".join(map(chr, range(32))),
+        "numbers": [1, -2, 0.5, 1e-9, 1e22, 3.0],
+        "flag": True,
+        "table": {"inner": {"a": 1, "odd key.": "x"}, "empty": {}, "b": False},
+        "parts": {"target": {"path": "a", "parts": [{"path": "b", "bytes": 1}, {"path": "c", "bytes": 2}]}},
+    }
+    found = tomllib.loads(to_toml(values))
+    assert found["table"].pop("empty", {}) == {}
+    values["table"].pop("empty")
+    assert found == values
+
+
+@pytest.mark.parametrize(
+    ("card", "licence"),
+    [
+        ("---\nlanguage: en\nlicense: apache-2.0\n---\n# X", "apache-2.0"),
+        ("---\nlicense: other\nlicense_name: tongyi\n---\n", "tongyi"),
+        ("---\nlicense:\n- mit\ntags: [a]\n---\n", "mit"),
+        ('---\nlicense: "gpl-3.0"\n---\n', "gpl-3.0"),
+        ("---\r\nlicense: mit\r\n---\r\n", "mit"),
+        ("# no front matter\nlicense: mit\n", ""),
+        ("---\nlicense_link: x\n---\n", ""),
+        (None, ""),
+    ],
+)
+def test_the_licence_is_the_model_cards(tmp_path, card, licence):
+    if card is not None:
+        (tmp_path / "README.md").write_bytes(card.encode())
+    assert card_licence(tmp_path) == licence
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ('{"do_sample": true, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}', (0.6, 20, 1.1)),
+        ('{"do_sample": true, "temperature": -1, "top_k": 20}', (None, 20, None)),
+        ('{"temperature": 0.6}', (None, None, None)),
+        ("[]", (None, None, None)),
+        ("not json", (None, None, None)),
+    ],
+)
+def test_sampling_comes_from_the_generation_settings(tmp_path, settings, wanted):
+    (tmp_path / "generation_config.json").write_text(settings)
+    found = recommended_sampling(tmp_path)
+    assert tuple(found.get(key) for key in ("temperature", "top_k", "repeat_penalty")) == wanted
+
+
+# workspaces
+
+
+def finish(workspace: Workspace, stage: str, name: str, content: str = "weights") -> None:
+    (workspace.pair / name).write_text(content)
+    workspace.finish(stage, [name], {"made": name})
+
+
+def test_a_finished_stage_survives_and_a_damaged_one_does_not(tmp_path):
+    with opened(tmp_path / "out", replace=False) as workspace:
+        assert not workspace.begin(IDENTITY)
+        finish(workspace, "a", "a.gguf")
+        finish(workspace, "b", "b.gguf")
+    (tmp_path / ".out.export" / "pair" / "b.gguf").write_text("WEIGHTS")  # the same size
+    (tmp_path / ".out.export" / "pair" / "half.gguf.tmp").write_text("half")
+    with opened(tmp_path / "out", replace=False) as workspace:
+        assert workspace.begin(IDENTITY)
+        assert workspace.finished("a") == {"made": "a.gguf"}
+        assert workspace.finished("b") is None
+        assert workspace.finished("never") is None
+        workspace.drop_strays(set(workspace.file_facts()))
+        assert [path.name for path in workspace.pair.iterdir()] == ["a.gguf"]
+
+
+@pytest.mark.parametrize("spoil", ["identity", "journal"])
+def test_another_request_starts_over(tmp_path, spoil):
+    with opened(tmp_path / "out", replace=False) as workspace:
+        workspace.begin(IDENTITY)
+        finish(workspace, "a", "a.gguf")
+    if spoil == "journal":
+        (workspace.folder / "journal.json").write_text('{"format": 1, "key"')
+    with opened(tmp_path / "out", replace=False) as workspace:
+        assert not workspace.begin(IDENTITY | ({"quant": "f16"} if spoil == "identity" else {}))
+        assert workspace.finished("a") is None
+        assert list(workspace.pair.iterdir()) == []
+
+
+def test_publishing_leaves_nothing_but_the_pair(tmp_path):
+    with opened(tmp_path / "out", replace=False) as workspace:
+        workspace.begin(IDENTITY)
+        finish(workspace, "a", "a.gguf")
+        assert not (tmp_path / "out").exists()
+        workspace.publish()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out" / "a.gguf").read_text() == "weights"
+
+
+def old_pair(output: Path) -> Path:
+    output.mkdir()
+    (output / "old.gguf").write_text("old")
+    write_manifest(output, {"name": "old"})
+    return output
+
+
+def test_an_old_pair_is_replaced_only_when_asked_and_only_at_the_end(tmp_path):
+    output = old_pair(tmp_path / "out")
+    with pytest.raises(UsageError, match="--force"), opened(output, replace=False):
+        pass
+    with opened(output, replace=True) as workspace:
+        workspace.begin(IDENTITY)
+        finish(workspace, "a", "a.gguf")
+        assert (output / "old.gguf").exists()
+        workspace.publish()
+    assert [path.name for path in output.iterdir()] == ["a.gguf"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_exchange_that_was_cut_off_is_undone(tmp_path):
+    old_pair(tmp_path / ".out.replaced")
+    with pytest.raises(UsageError, match="--force"), opened(tmp_path / "out", replace=False):
+        pass
+    assert (tmp_path / "out" / "old.gguf").exists()
+
+
+def test_a_folder_of_other_things_is_never_replaced(tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letters.txt").write_text("dear")
+    with pytest.raises(UsageError, match="other files"), opened(tmp_path / "home", replace=True):
+        pass
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UsageError, match="no folder"), opened(tmp_path / "file", replace=True):
+        pass
+
+
+def test_a_second_export_is_refused_and_a_dead_ones_lock_is_taken_over(tmp_path):
+    holder = (
+        "import sys; from pathlib import Path; from edgespec.export.workspace import opened\n"
+        f"with opened(Path({str(tmp_path / 'out')!r}), replace=False): print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == b"held"
+        with (
+            pytest.raises(UsageError, match=rf"another export \(process {process.pid}\)"),
+            opened(tmp_path / "out", replace=False),
+        ):
+            pass
+        process.kill()
+        process.wait()
+    assert (tmp_path / ".out.export.lock").exists()
+    with opened(tmp_path / "out", replace=False) as workspace:
+        workspace.begin(IDENTITY)
+    assert not (tmp_path / ".out.export.lock").exists()
+
+
+# tokenizers
+
+
+def test_a_draft_of_another_family_is_refused_by_id(tmp_path):
+    check_same_tokens(TARGET, DRAFT)
+    folder = changed_copy(tmp_path / "hf")
+    source = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = source["model"]["vocab"]
+    by_id = {index: text for text, index in vocabulary.items()}
+    vocabulary[by_id[300]], vocabulary[by_id[301]] = 301, 300
+    change_tokenizer(folder, model=source["model"])
+    with pytest.raises(VocabularyMismatch, match=r"token 300 is .* in the target and .* in the draft"):
+        check_same_tokens(TARGET, folder)
+
+
+def test_token_names_cover_added_tokens():
+    names = token_names(TARGET)
+    assert len(names) <= 4096
+    assert names[2] == "<|im_end|>"
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"model": {}}', '{"model": {"vocab": 7}}'])
+def test_a_broken_tokenizer_is_named(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ModelFileError, match=r"tokenizer\.json"):
+        token_names(tmp_path)
+
+
+def test_a_tokenizer_that_loses_text_is_refused(tmp_path):
+    pytest.importorskip("tokenizers")
+    check_round_trip(TARGET)
+    folder = change_tokenizer(changed_copy(tmp_path / "hf"), normalizer={"type": "Lowercase"})
+    with pytest.raises(ModelFileError, match=r"'The quick br.*' became 'the quick"):
+        check_round_trip(folder)
+
+
+# the comparison
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """The draft in float32 through our own engine: what transformers says, to seven digits (see test_export_cli)."""
+    path = tmp_path_factory.mktemp("reference") / "f32.gguf"
+    export_gguf(DRAFT, path, "f32")
+    with open_engine("gguf", path, 320, 1) as engine:
+        texts = [engine.vocabulary.encode(text)[:64] for text in PROBE_TEXTS.values()]
+        texts.append([token_id for text in texts for token_id in text][:256])
+        logits = []
+        for ids in texts:
+            engine.rollback(0)
+            logits.append(engine.forward(Batch.chain(ids)).copy())
+    return Reference(tuple(np.array(ids, np.int32) for ids in texts), tuple(logits), None, "edgespec")
+
+
+def exported(folder: Path, path: Path, quant: str, reference: Reference) -> Comparison:
+    export_gguf(folder, path, quant)
+    with open_engine("gguf", path, 320, 1) as engine:
+        return compare(reference, engine)
+
+
+@pytest.mark.parametrize("quant", ["f32", "bf16", "q8_0", "q6_k", "q4_k_m"])
+def test_an_honest_export_passes(tmp_path, reference, quant):
+    found = exported(DRAFT, tmp_path / "x.gguf", quant, reference)
+    assert found.complaint(limits_of(quant)) == ""
+    assert found.num_tokens == sum(ids.size for ids in reference.token_ids)
+    assert (found.max_difference == 0) == (quant == "f32")
+
+
+@pytest.mark.parametrize("quant", ["f32", "bf16", "q8_0"])
+def test_a_wrong_rotary_base_is_found(tmp_path, reference, quant):
+    folder = changed_copy(tmp_path / "hf", rope_theta=20000.0)
+    found = exported(folder, tmp_path / "x.gguf", quant, reference)
+    assert "mean KL" in found.complaint(limits_of(quant))
+
+
+def test_another_models_weights_are_found_at_any_quantisation(tmp_path, reference):
+    found = exported(TARGET, tmp_path / "x.gguf", "f16", reference)
+    for quant in (*GGUF_QUANTS, *ONNX_QUANTS):
+        assert "mean KL" in found.complaint(limits_of(quant)), quant
+
+
+def test_another_begin_of_text_is_refused(tmp_path, reference):
+    export_gguf(DRAFT, tmp_path / "x.gguf", "q8_0")
+    expecting = Reference(reference.token_ids, reference.logits, 0, "")
+    with (
+        LlamaCppEngine.load(tmp_path / "x.gguf", context_length=320, threads=1, reproducible=False) as engine,
+        pytest.raises(ExportRefused, match="begins texts with token None, transformers with 0"),
+    ):
+        compare(expecting, engine)
+
+
+def test_a_comparison_adds_up(tmp_path):
+    """Against logits that differ by known amounts: spread 1, one decided row of four flips, KL of two-token rows."""
+    path = tmp_path / "x.gguf"
+    export_gguf(DRAFT, path, "f32")
+    ids = np.array([5, 6, 7, 8], np.int32)
+    with open_engine("gguf", path, 64, 1) as engine:
+        real = engine.forward(Batch.chain(ids)).copy()
+        moved = real.copy()
+        top, lowest = int(real[2].argmax()), int(real[2].argmin())
+        moved[2, [top, lowest]] = real[2, [lowest, top]]
+        found = compare(Reference((ids,), (moved,), None, ""), engine)
+    softmax = np.exp(real[2].astype(np.float64) - real[2].max())
+    softmax /= softmax.sum()
+    wanted_kl = (softmax[top] - softmax[lowest]) * float(real[2, top] - real[2, lowest]) / 4
+    decided = np.diff(np.sort(moved, axis=1)[:, -2:], axis=1)[:, 0] >= 0.1 * moved.std()
+    assert found.mean_kl == pytest.approx(wanted_kl, rel=1e-5)
+    assert found.max_difference == pytest.approx((real[2, top] - real[2, lowest]) / moved.std(), rel=1e-5)
+    assert found.top1_agreement == pytest.approx(1 - 1 / decided.sum())
+
+
+def test_numbers_that_are_none_never_pass():
+    nan = float("nan")
+    assert Comparison(1, nan, nan, nan).complaint(Limits(1.0, 0.0, 1e9)).count("limit") == 3
+
+
+def test_every_quantisation_has_limits_that_widen_with_rounding():
+    order = ["f32", "f16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q2_k"]
+    limits = [limits_of(quant) for quant in order]
+    assert [one.max_kl for one in limits] == sorted(one.max_kl for one in limits)
+    assert [one.min_agreement for one in limits] == sorted((one.min_agreement for one in limits), reverse=True)
+    assert limits_of("int8") == limits_of("q8_0")
+    assert limits_of("w8a8") == limits_of("q6_k")
+    assert limits_of("int4") == limits_of("q4_0") == limits_of("iq4_nl")

@@ -1,0 +1,247 @@
+"""Quantisation through llama.cpp: final types, importance matrices, failures that leave nothing behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("gguf", reason="quantising needs the package gguf: pip install edgespec[export]")
+pytest.importorskip("tokenizers", reason="the test folders need the package tokenizers")
+
+from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.errors import ConfigError, ModelFileError, UsageError
+from edgespec.export.gguf import GGUF_QUANTS, NEEDS_IMPORTANCE, convert, export_gguf, quantise
+from edgespec.export.importance import measure_importance, read_importance
+from edgespec.formats.gguf.check import check_gguf
+from edgespec.types import Batch
+from tiny_checkpoints import CASES, TEXTS, TOKEN_IDS, write_checkpoint
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo" / "hf"
+LEAST_CORRELATION = {"q2": 0.5, "q3": 0.8, "q4": 0.93, "q5": 0.98, "q6": 0.99}  # of random weights' logits
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose rows llama.cpp's blocks of 256 divide, as a folder."""
+    shape: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    return write_checkpoint(tmp_path_factory.mktemp("wide") / "hf", "smollm2", dtype="F16", **shape)
+
+
+@pytest.fixture(scope="module")
+def wide_gguf(wide: Path) -> Path:
+    convert(wide, wide.parent / "source.gguf", "f16")
+    return wide.parent / "source.gguf"
+
+
+@pytest.fixture(scope="module")
+def importance(wide_gguf: Path) -> Path:
+    """A matrix with a random importance for each channel of each matrix."""
+    rng = np.random.default_rng(0)
+    header = check_gguf(wide_gguf)
+    found = {tensor.name: rng.random(tensor.shape[0], np.float32) for tensor in header.tensors if len(tensor.shape) > 1}
+    np.savez(wide_gguf.parent / "importance.npz", **found)
+    return wide_gguf.parent / "importance.npz"
+
+
+def logits_of(path: Path) -> np.ndarray:
+    with LlamaCppEngine.load(path, threads=1, reproducible=False, context_length=64) as engine:
+        return engine.forward(Batch.chain(TOKEN_IDS)).copy()
+
+
+@pytest.mark.parametrize("quant", [quant for quant in GGUF_QUANTS if not quant.startswith(("iq1", "iq2", "iq3"))])
+def test_every_usual_type_stays_close(wide: Path, wide_gguf: Path, importance: Path, tmp_path: Path, quant: str):
+    done = export_gguf(wide, tmp_path / "out.gguf", quant, importance=importance, threads=1)
+    wanted, found = logits_of(wide_gguf), logits_of(tmp_path / "out.gguf")
+    correlation = np.corrcoef(wanted.ravel(), found.ravel())[0, 1]
+    assert correlation > LEAST_CORRELATION.get(quant.removeprefix("i")[:2], 0.999), correlation
+    assert sum(done.types.values()) == len(check_gguf(tmp_path / "out.gguf").tensors)
+    assert done.types["F32"] >= 5
+    assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
+
+
+@pytest.mark.parametrize("quant", sorted(NEEDS_IMPORTANCE))
+def test_types_that_need_an_importance_matrix(
+    wide: Path, wide_gguf: Path, tmp_path: Path, quant: str, monkeypatch: pytest.MonkeyPatch
+):
+    with pytest.raises(ConfigError, match=f"{quant} needs an importance matrix"):
+        export_gguf(wide, tmp_path / "out.gguf", quant)
+    # That the list is right: llama.cpp itself refuses these without a matrix.
+    monkeypatch.setattr(sys.modules[quantise.__module__], "NEEDS_IMPORTANCE", frozenset())
+    with pytest.raises(ModelFileError, match=r"cannot be quantised by llama\.cpp: .*importance matrix"):
+        quantise(wide_gguf, tmp_path / "out.gguf", quant, threads=1)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("quant", "kind"), [("q2_k_s", "Q2_K"), ("iq2_xxs", "IQ2_XXS")])
+def test_with_a_matrix_they_are_written(wide_gguf: Path, importance: Path, tmp_path: Path, quant: str, kind: str):
+    types = quantise(wide_gguf, tmp_path / "out.gguf", quant, importance=importance, threads=1)
+    assert types[kind] > 3
+    assert np.isfinite(logits_of(tmp_path / "out.gguf")).all()
+
+
+def test_rows_that_blocks_do_not_divide_are_reported_as_what_they_became(tmp_path: Path):
+    folder = write_checkpoint(tmp_path / "hf", "qwen2")
+    done = export_gguf(folder, tmp_path / "out.gguf", "q4_k_m", threads=1)
+    assert "Q4_K" not in done.types
+    assert sum(done.types.get(kind, 0) for kind in ("Q5_0", "Q5_1", "Q8_0")) > 15
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_architecture_can_be_quantised(tmp_path: Path, case: str):
+    folder = write_checkpoint(tmp_path / "hf", case)
+    export_gguf(folder, tmp_path / "out.gguf", "q5_0", threads=1)
+    convert(folder, tmp_path / "exact.gguf", "f32")
+    wanted, found = logits_of(tmp_path / "exact.gguf"), logits_of(tmp_path / "out.gguf")
+    assert np.corrcoef(wanted.ravel(), found.ravel())[0, 1] > 0.95
+
+
+def test_the_importance_matrix_is_heeded(wide_gguf: Path, importance: Path, tmp_path: Path):
+    """Channels without any importance may be rounded as they come, so other numbers are stored."""
+    plain, weighted = tmp_path / "plain.gguf", tmp_path / "weighted.gguf"
+    quantise(wide_gguf, plain, "q4_k_m", threads=1)
+    quantise(wide_gguf, weighted, "q4_k_m", importance=importance, threads=1)
+    assert plain.stat().st_size == pytest.approx(weighted.stat().st_size, rel=0.01)
+    assert np.abs(logits_of(plain) - logits_of(weighted)).max() > 1e-3
+
+
+def test_progress_counts_the_tensors(wide: Path, tmp_path: Path):
+    calls: list[tuple[int, int, str]] = []
+    export_gguf(wide, tmp_path / "out.gguf", "q4_0", threads=1, progress=lambda *call: calls.append(call))
+    totals = [call[1] for call in calls]
+    assert set(totals) == {20}
+    assert (20, 20, "done") in calls  # the conversion
+    assert [call[0] for call in calls[-20:]] == list(range(1, 21))  # the quantisation
+    assert any(name == "blk.1.ffn_down.weight" for _, _, name in calls[-20:])
+
+
+def test_what_a_progress_callback_raises_comes_out(wide: Path, tmp_path: Path):
+    def stop(done: int, _total: int, _what: str) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    for quant in ("f16", "q4_0"):
+        with pytest.raises(KeyboardInterrupt):
+            export_gguf(wide, tmp_path / "out.gguf", quant, threads=1, progress=stop)
+    with pytest.raises(KeyboardInterrupt):
+        quantise(_source(wide, tmp_path), tmp_path / "out.gguf", "q4_0", threads=1, progress=stop)
+    assert [path.name for path in tmp_path.iterdir()] == ["source.gguf"]
+
+
+def _source(folder: Path, tmp_path: Path) -> Path:
+    convert(folder, tmp_path / "source.gguf", "f16")
+    return tmp_path / "source.gguf"
+
+
+def test_bad_requests(wide: Path, wide_gguf: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match="'q9_z' is not known; allowed: f32, f16, bf16, q8_0"):
+        export_gguf(wide, tmp_path / "out.gguf", "q9_z")
+    quantise(wide_gguf, tmp_path / "q4.gguf", "q4_0", threads=1)
+    with pytest.raises(ModelFileError, match=r"cannot be quantised by llama\.cpp: .*requantizing from type q4_0"):
+        quantise(tmp_path / "q4.gguf", tmp_path / "out.gguf", "q5_0", threads=1)
+    with pytest.raises(UsageError, match=r"out\.gguf cannot be written"):
+        quantise(wide_gguf, tmp_path / "no" / "out.gguf", "q4_0", threads=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["q4.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({}, "is an empty importance matrix"),
+        ({"blk.0.attn_q.weight": np.full(256, np.nan, "f4")}, "no usable importance for blk.0.attn_q.weight"),
+        ({"blk.0.attn_q.weight": -np.ones(256, "f4")}, "no usable importance for blk.0.attn_q.weight"),
+        ({"blk.0.attn_q.weight": np.ones(64, "f4")}, "has 64 numbers for blk.0.attn_q.weight, the model 256"),
+        ({"other": np.ones(64, "f4")}, "measures none of the model's tensors"),
+    ],
+)
+def test_importance_matrices_of_other_models(wide_gguf: Path, tmp_path: Path, arrays: Any, message: str):
+    np.savez(tmp_path / "bad.npz", **arrays)
+    with pytest.raises(ModelFileError, match=message):
+        quantise(wide_gguf, tmp_path / "out.gguf", "q4_0", importance=tmp_path / "bad.npz")
+
+
+def test_files_that_are_no_importance_matrix(tmp_path: Path):
+    for content in (b"", b"hello", b"PK\x03\x04 nothing", b"\x93NUMPY"):
+        (tmp_path / "bad.npz").write_bytes(content)
+        with pytest.raises(ModelFileError, match=r"bad\.npz is not an importance matrix"):
+            read_importance(tmp_path / "bad.npz")
+    np.save(tmp_path / "one.npy", np.ones(3))
+    with pytest.raises(ModelFileError, match="is not an importance matrix"):
+        read_importance(tmp_path / "one.npy")
+    with pytest.raises(ModelFileError, match="does not exist; measure"):
+        read_importance(tmp_path / "none.npz")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_importance_is_measured_for_every_matrix(tmp_path: Path, case: str):
+    pytest.importorskip("torch", reason="measuring importance needs torch: pip install edgespec[export]")
+    pytest.importorskip("transformers", reason="measuring importance needs transformers")
+    folder = write_checkpoint(tmp_path / "hf", case)
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(TEXTS) * 2)
+    found = measure_importance(folder, text, tmp_path / "out.npz", chunk_tokens=64)
+    convert(folder, tmp_path / "out.gguf", "f16")
+    matrices = {tensor.name: tensor.shape[0] for tensor in check_gguf(tmp_path / "out.gguf").tensors}
+    wanted = {name: size for name, size in matrices.items() if name.split(".")[2:3] and name.endswith("weight")}
+    measured = {name for name in wanted if not name.endswith("norm.weight")}
+    head = "output.weight" if "output.weight" in matrices else "token_embd.weight"
+    assert set(found) == measured | {head}
+    assert {name: values.size for name, values in found.items()} == {name: matrices[name] for name in found}
+    stored = read_importance(tmp_path / "out.npz")
+    assert all(np.array_equal(stored[name], found[name]) and found[name].min() >= 0 for name in found)
+    quantise(tmp_path / "out.gguf", tmp_path / "small.gguf", "q4_0", importance=tmp_path / "out.npz", threads=1)
+
+
+def test_importance_is_the_mean_of_squared_inputs(tmp_path: Path):
+    torch = pytest.importorskip("torch", reason="measuring importance needs torch: pip install edgespec[export]")
+    transformers = pytest.importorskip("transformers", reason="measuring importance needs transformers")
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(TEXTS))
+    found = measure_importance(DEMO / "draft", text, tmp_path / "out.npz", max_chunks=1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO / "draft", dtype=torch.float32)
+    ids = transformers.AutoTokenizer.from_pretrained(DEMO / "draft")(text.read_text())["input_ids"]
+    with torch.no_grad():
+        states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+    first = model.model.layers[0].input_layernorm(states[0])[0].detach().numpy()
+    assert np.allclose(found["blk.0.attn_q.weight"], (first**2).mean(0), rtol=1e-4)
+    last = states[-1][0].numpy()
+    assert np.allclose(found["token_embd.weight"], (last**2).mean(0), rtol=1e-4)
+
+
+def test_importance_of_a_text_that_cannot_be_read(tmp_path: Path):
+    pytest.importorskip("torch", reason="measuring importance needs torch: pip install edgespec[export]")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    for name, message in {"empty": "0 tokens long", "binary": "cannot be read as UTF-8", "none": "cannot be"}.items():
+        with pytest.raises(UsageError, match=message):
+            measure_importance(DEMO / "draft", tmp_path / f"{name}.txt", tmp_path / "out.npz")
+    assert not list(tmp_path.glob("*.npz*"))
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from edgespec.errors import UsageError
+from edgespec.export.gguf import export_gguf, quantise
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[4]), int(sys.argv[4])))
+source, output, quant = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+try:
+    (export_gguf if source.is_dir() else quantise)(source, output, quant, threads=1)
+except UsageError as error:
+    sys.exit(f"UsageError: {error}")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="file size limits are a POSIX matter")
+@pytest.mark.parametrize("quant", ["f16", "q4_0", "from a gguf"])
+def test_a_full_disk_leaves_nothing(wide: Path, wide_gguf: Path, tmp_path: Path, quant: str):
+    source = wide_gguf if quant == "from a gguf" else wide
+    kind = "q4_0" if quant == "from a gguf" else quant
+    command = [sys.executable, "-c", LIMITED, str(source), str(tmp_path / "out.gguf"), kind, "300000"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "UsageError" in done.stderr and "cannot be written" in done.stderr, done.stderr
+    assert not any(tmp_path.iterdir())

@@ -1,0 +1,157 @@
+"""Joint laws of sampled text by chi-square, short in the suite and long by hand.
+
+    PYTHONPATH=. python tests/laws.py [NUM_TOKENS [RULE [DRAFTER]]]
+
+Counts (two tokens before, token) of texts of the table engine against the table's own probabilities, for every drafter
+under every lossless rule. Prints standard normal scores; exit code 1 when one is above 4.75.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from edgespec import Sampling
+from edgespec.acceptance import RULES
+from edgespec.control.base import FixedLength
+from edgespec.decode import Run, speculative
+from edgespec.drafters.base import Drafter
+from edgespec.drafters.cache import CacheDrafter
+from edgespec.drafters.eagle3 import Eagle3Drafter
+from edgespec.drafters.early_exit import EarlyExitDrafter, SharedStateDrafter
+from edgespec.drafters.hierarchical import HierarchicalDrafter
+from edgespec.drafters.hybrid import HybridDrafter
+from edgespec.drafters.lookahead import LookaheadDrafter
+from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.ngram import NgramDrafter
+from edgespec.drafters.suffix import SuffixDrafter
+from edgespec.drafters.tree import TreeDrafter
+from edgespec.engines.base import EarlyExit
+from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.table import TableEngine
+from edgespec.sampling import Sampler
+from edgespec.stopping import StopRules
+from edgespec.types import Logits, TokenIds
+from tiny_heads import OpenHead, drafter_of, table_heads
+
+VOCABULARY = 5
+ALPHA_1E6 = 4.75  # standard normal score
+PLAIN = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+TEXT_LENGTH = 4000
+
+
+class TableExit(EarlyExit):
+    """The exit of a table that drafts as another one would; like a real one it goes on where the target stands."""
+
+    bytes_used, layers, num_layers = 0, 1, 2
+
+    def __init__(self, target: TableEngine, exit_table: TableEngine) -> None:
+        self._target, self._table, self._ids = target, exit_table, [0]
+
+    def follow(self, token_ids: TokenIds) -> int | None:
+        read = self._target.length()
+        self._ids = token_ids[:read].tolist()
+        return read if read < token_ids.size else None
+
+    def feed(self, token_ids: TokenIds) -> Logits:
+        self._ids += token_ids.tolist()
+        return self._table.row(self._ids)
+
+
+class TableWithExit(TableEngine):
+    """A table engine that gives an early exit."""
+
+    def early_exit(self) -> EarlyExit:
+        return TableExit(self, self.related(sigma=1.0))
+
+
+def model(target: TableEngine, sigma: float = 1.0, temperature: float = 1.0) -> ModelDrafter:
+    return ModelDrafter(target.related(sigma), temperature=temperature)
+
+
+def hierarchical(target: TableEngine, temperature: float) -> HierarchicalDrafter:
+    return HierarchicalDrafter(model(target, sigma=1.5), target.related(0.7, seed=2), temperature)
+
+
+def heads(kind: str, target: TableEngine) -> Drafter:
+    """Heads that know the target as far as a head of one token can."""
+    return drafter_of(table_heads(kind, averaged(target)), VOCABULARY)
+
+
+MAKERS: dict[str, Callable[[TableEngine], Drafter]] = {
+    "model": model,
+    "warm model": lambda target: model(target, temperature=1.5),
+    "tree": lambda target: TreeDrafter(model(target)),
+    "warm tree": lambda target: TreeDrafter(model(target, temperature=1.5)),
+    "close tree": lambda target: TreeDrafter(model(target, sigma=0.3)),
+    "hybrid": lambda target: HybridDrafter([SuffixDrafter(), NgramDrafter(min_ngram=1)], model(target), 0.3),
+    "hierarchical": lambda target: hierarchical(target, 1.0),
+    "warm hierarchical": lambda target: hierarchical(target, 1.5),
+    "early-exit": lambda target: EarlyExitDrafter(target.related(sigma=1.0)),
+    "shared exit": SharedStateDrafter,
+    "medusa": lambda target: heads("medusa", target),
+    "eagle": lambda target: heads("eagle", target),
+    "eagle3": lambda target: Eagle3Drafter(OpenHead(200, vocabulary=VOCABULARY), most_told=512),
+    "ngram": lambda target: NgramDrafter(min_ngram=1),
+    "suffix": lambda target: SuffixDrafter(),
+    "cache": lambda target: CacheDrafter(VOCABULARY),
+    "lookahead": lambda target: LookaheadDrafter(ngram=3),
+}
+CELLS = list(itertools.product(("rejection", "block", "coupled"), MAKERS))
+
+
+def averaged(target: TableEngine) -> TableEngine:
+    """A table of order 1 that knows what the target, of order 2, does on average of the token further back."""
+    rows = np.stack([[target.row((first, last)) for first in range(VOCABULARY)] for last in range(VOCABULARY)])
+    return TableEngine(rows.mean(axis=1), order=1)
+
+
+def law_score(rule: str, drafter_name: str, num_tokens: int, draft_length: int = 6) -> float:
+    """How far the counts are from the law, as a standard normal score (Wilson-Hilferty)."""
+    target = TableWithExit.random(VOCABULARY, order=2, seed=3, spread=1.0, context_length=TEXT_LENGTH + 2)
+    drafter, cached = MAKERS[drafter_name](target), CachedSequence(target)
+    cached.keep_features(drafter.wants_features)
+    cached.keep_layer_inputs(drafter.wants_layers)
+    counts = np.zeros((VOCABULARY,) * 3)
+    num_accepted = 0
+    for seed in range(math.ceil(num_tokens / TEXT_LENGTH)):
+        sampler, stop = Sampler(replace(PLAIN, seed=seed), VOCABULARY), StopRules(frozenset(), (), TEXT_LENGTH)
+        run = Run(cached, np.array([0, 1], np.int32), sampler, stop, logprobs=False)
+        events = speculative(run, FixedLength(drafter, draft_length), RULES[rule])
+        ids = [0, 1, *(event.token_id for event in events)]
+        num_accepted += run.stats.accepted_tokens
+        np.add.at(counts, (ids[:-2], ids[1:-1], ids[2:]), 1)
+    assert num_accepted > num_tokens / 20, "so few drafts stood that nothing was tested"
+    expected = np.zeros_like(counts)
+    for before in itertools.product(range(VOCABULARY), repeat=2):
+        row = target.row(before).astype(np.float64)
+        expected[before] = counts[before].sum() * np.exp(row - row.max()) / np.exp(row - row.max()).sum()
+    tested = expected.min(axis=2) >= 5  # contexts too rare for the chi-square law are left out
+    assert tested.sum() > VOCABULARY
+    return chi_square_score(counts[tested], expected[tested], int(tested.sum()) * (VOCABULARY - 1))
+
+
+def chi_square_score(counts: np.ndarray, expected: np.ndarray, freedom: int) -> float:
+    """Wilson-Hilferty: the statistic as a standard normal score."""
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    return ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+
+
+def main() -> int:
+    num_tokens = int(sys.argv[1]) if len(sys.argv) > 1 else 200_000
+    worst = 0.0
+    for rule, drafter_name in CELLS:
+        if (rule, drafter_name)[: len(sys.argv[2:])] == tuple(sys.argv[2:]):
+            score = law_score(rule, drafter_name, num_tokens)
+            worst = max(worst, score)
+            print(f"{rule:9} {drafter_name:17} {score:6.2f} of {num_tokens} tokens", flush=True)
+    return int(worst > ALPHA_1E6)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,244 @@
+"""The shipped demo family: its files, its tokenizer in both libraries, its template, and that its draft drafts."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import tomllib
+import unicodedata
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from demo_training import corpus
+from edgespec.chat.template import render_chat
+from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.formats.manifest import ModelPair, sha256_of
+from edgespec.loading.registry import resolve
+from edgespec.types import Batch
+from edgespec.vocabulary import check_same_vocabulary
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "models" / "demo"
+MAX_BYTES = 60_000_000
+PROMPT = "<|endoftext|><|im_start|>user\nFind me a restaurant in San Jose.<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+def pair() -> ModelPair:
+    return resolve(str(DEMO))
+
+
+@pytest.fixture(scope="module")
+def target(pair: ModelPair) -> Iterator[LlamaCppEngine]:
+    with LlamaCppEngine.load(pair.target, threads=2, context_length=512, reproducible=False) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def draft(pair: ModelPair) -> Iterator[LlamaCppEngine]:
+    with LlamaCppEngine.load(pair.draft, threads=2, context_length=512, reproducible=False) as engine:
+        yield engine
+
+
+def test_the_manifest_describes_the_files(pair: ModelPair):
+    assert (pair.name, pair.licence, pair.context_length) == ("demo", "CC-BY-SA-4.0", 2048)
+    assert sorted(pair.files) == ["draft", "medium", "target"]
+    for file in pair.files.values():
+        assert file.path.stat().st_size == file.bytes
+        assert sha256_of(file.path) == file.sha256
+    assert "demonstration" in pair.banner and "invents" in pair.banner
+
+
+def test_the_figures_are_whole_and_credible(pair: ModelPair):
+    figures = pair.figures
+    for name in ("target", "draft", "medium"):
+        assert 0.5 < figures["held_out_loss"][name]["dialogue"] < 4.0
+    for domain in ("dialogue", "code"):
+        for name in ("draft", "medium"):
+            shares = figures[f"acceptance_{domain}"][name]
+            assert shares["num_tokens"] >= 5000
+            # Shared noise loses at most what its bound allows: (1 - TV) / (1 + TV), with 1 - TV the rejection rate.
+            assert shares["coupled"] > shares["rejection"] / (2 - shares["rejection"]) - 0.02
+            assert shares["coupled"] < shares["rejection"] + 0.02
+        layers = figures[f"early_exit_{domain}"]["greedy_agreement_by_layer"]
+        assert len(layers) == 8 and layers[-1] > layers[0]
+
+
+def test_everything_together_is_small():
+    assert sum(path.stat().st_size for path in DEMO.rglob("*") if path.is_file()) < MAX_BYTES
+
+
+def test_the_notice_names_every_source():
+    notice = (DEMO / "NOTICE").read_text(encoding="utf-8")
+    for needed in ("CC BY-SA 4.0", "Schema-Guided Dialogue", "GSM8K", "MIT", "Python Software Foundation"):
+        assert needed in notice
+
+
+@pytest.mark.parametrize("name", ["training_target.csv", "training_distill.csv"])
+def test_training_logs_are_numbers_in_order(name: str):
+    with (DEMO / name).open(newline="") as handle:
+        rows = list(csv.DictReader(handle))
+    tokens = [int(row["tokens"]) for row in rows]
+    assert len(tokens) > 2 and tokens == sorted(tokens)
+    assert all(np.isfinite(float(value)) for row in rows for value in row.values())
+
+
+def probe_texts(count: int) -> list[str]:
+    """Text of every awkward kind: scripts, marks, emoji, code, blanks, digits, contractions, special tokens."""
+    rng = random.Random(20)
+    letters = [chr(c) for c in range(32, 0x3100) if unicodedata.category(chr(c))[0] in "LMNPSZ"]
+    wide = [chr(c) for c in (*range(0x1F300, 0x1F650), *range(0x4E00, 0x4E80), *range(0xAC00, 0xAC40), 0x200D, 0xFE0F)]
+    pieces = [
+        "it's", "I'LL", "they'Ve", "don't", "O'Reilly", "'s", "x_1", "__init__", "def f(a, *b, **c):\n    return a\n",
+        '{"a": [1, 2.5, null]}', "1234567", "3.14", "1,000", "٣٤", "½", " ", "  ", "   ", "\t", "\n", "\r\n", "\n\n\n",
+        " \n ", "\u00a0", "\u3000", "\u200b", "café", "cafe\u0301", "ﬁ", "🙂", "👩‍👩‍👧", "🇩🇪", "¿qué?",
+        "...", "!!!\n", "->", "//", "\u017f", "\u212a",
+        "San Jose", "restaurant", " the", "https://x.y/z?q=1&r=2", "a" * 40, "\x00", "\x7f", "\ufeff", "<|im_start|>",
+        "<|im_end|>", "<|endoftext|>", "<tool_call>", "</tool_response>", "<|im_start", "|>", "<tool_cal",
+    ]  # fmt: skip
+    texts = [*pieces]
+    while len(texts) < count:
+        kinds = [rng.choices(pieces, k=rng.randint(1, 6)), rng.choices(letters, k=rng.randint(1, 12))]
+        kinds.append(rng.choices(wide, k=rng.randint(1, 5)))
+        texts.append(rng.choice(["", " ", "\n"]).join(rng.choice(kinds)) + rng.choice(["", " ", *pieces]))
+    return texts[:count]
+
+
+@pytest.mark.parametrize("parse_special", [True, False])
+def test_llama_cpp_and_tokenizers_give_the_same_ids(target: LlamaCppEngine, parse_special: bool):
+    tokenizers = pytest.importorskip("tokenizers", reason="the comparison needs the package tokenizers")
+    theirs = tokenizers.Tokenizer.from_file(str(DEMO / "hf" / "target" / "tokenizer.json"))
+    theirs.encode_special_tokens = not parse_special
+    different = [
+        text
+        for text in probe_texts(1000)
+        if target.vocabulary.encode(text, parse_special=parse_special)
+        != theirs.encode(text, add_special_tokens=False).ids
+    ]
+    assert different == []
+
+
+def test_every_text_survives_a_round_trip(target: LlamaCppEngine):
+    texts = [text for text in probe_texts(1000) if "<|" not in text or "|>" not in text]
+    assert len(texts) > 700
+    assert [t for t in texts if target.vocabulary.decode(target.vocabulary.encode(t)) != t] == []
+
+
+def test_the_family_shares_one_vocabulary(pair: ModelPair, target: LlamaCppEngine, draft: LlamaCppEngine):
+    check_same_vocabulary(target.vocabulary, draft.vocabulary)
+    with LlamaCppEngine.load(pair.medium, threads=2, context_length=64, reproducible=False) as medium:
+        check_same_vocabulary(target.vocabulary, medium.vocabulary)
+    assert target.vocabulary.bos_id == 0 and not target.vocabulary.adds_bos
+    assert target.vocabulary.encode("<|im_end|>", parse_special=True)[0] in target.vocabulary.end_ids
+
+
+def example_record(rng: random.Random) -> dict[str, Any]:
+    """A dialogue as the training data stores one, with quotes and non-ASCII text in every field."""
+    messages: list[dict[str, Any]] = []
+    for index in range(rng.randint(1, 4)):
+        messages.append({"role": "user", "content": f'Café "{index}" <b>&</b> please'})
+        reply: dict[str, Any] = {"role": "assistant", "content": f"Here's naïve reply {index}.\nSecond line"}
+        if rng.random() < 0.6:
+            name = rng.choice(["FindRestaurants", "ReserveHotel"])
+            reply["call"] = {"name": name, "arguments": {"city": 'Zür"ich', "n": 2, "ok": True}}
+            reply["result"] = rng.choice([{}, {"address": "1 <Main> St", "rating": 4.5}])
+        messages.append(reply)
+    return {"messages": messages}
+
+
+def as_openai_messages(record: dict[str, Any]) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    for message in record["messages"]:
+        if call := message.get("call"):
+            function = {"name": call["name"], "arguments": call["arguments"]}
+            messages.append({"role": "assistant", "tool_calls": [{"type": "function", "function": function}]})
+            messages.append({"role": "tool", "content": corpus.compact_json(message["result"])})
+        messages.append({"role": message["role"], "content": message["content"]})
+    return messages
+
+
+def test_the_template_renders_what_was_trained_on(target: LlamaCppEngine):
+    template = target.vocabulary.chat_template
+    assert template == (DEMO / "chat_template.jinja").read_text(encoding="utf-8")
+    signatures = {"FindRestaurants": ["city", "n", "ok"], "ReserveHotel": ["city", "n", "ok"]}
+    with_tools = 0
+    for seed in range(60):
+        record = example_record(random.Random(seed))
+        wanted = corpus.dialogue(record, signatures, random.Random(seed))
+        messages, tools = as_openai_messages(record), None
+        called = sorted({m["call"]["name"] for m in record["messages"] if m.get("call")})
+        if "<|im_start|>system" in wanted and called:
+            properties = {name: {"type": "string"} for name in signatures["ReserveHotel"]}
+            functions = [{"name": name, "parameters": {"type": "object", "properties": properties}} for name in called]
+            tools = [{"type": "function", "function": function} for function in functions]
+            with_tools += 1
+        elif "<|im_start|>system" in wanted:
+            messages.insert(0, {"role": "system", "content": corpus.SYSTEM_PROMPT})
+        assert render_chat(template, messages, tools=tools, add_generation_prompt=False) == wanted
+    assert with_tools > 10
+
+
+def test_the_generation_prompt_opens_the_turn_that_is_not_open(target: LlamaCppEngine):
+    template = target.vocabulary.chat_template
+    user = {"role": "user", "content": "Find me a restaurant in San Jose."}
+    assert render_chat(template, [user]) == PROMPT
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}]}
+    result = {"role": "tool", "content": "{}"}
+    wanted = PROMPT + '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>\n<tool_response>{}</tool_response>\n'
+    assert render_chat(template, [user, call, result]) == wanted
+    closed = render_chat(template, [user, call, result, {"role": "assistant", "content": "Done."}, user])
+    assert closed == wanted + "Done.<|im_end|>\n" + PROMPT.removeprefix("<|endoftext|>")
+    unanswered = render_chat(template, [user, call, user])
+    assert "</tool_call>\n<|im_end|>\n<|im_start|>user" in unanswered
+
+
+def greedy(engine: LlamaCppEngine, prompt_ids: list[int], count: int) -> list[int]:
+    engine.rollback(0)
+    emitted: list[int] = []
+    row = engine.forward(Batch.chain(prompt_ids, last_only=True))[0]
+    for _ in range(count):
+        emitted.append(int(row.argmax()))
+        row = engine.forward(Batch.chain(emitted[-1:]))[0]
+    return emitted
+
+
+def test_the_answer_is_task_dialogue_and_the_draft_agrees_with_it(target: LlamaCppEngine, draft: LlamaCppEngine):
+    prompt = target.vocabulary.encode(PROMPT, parse_special=True)
+    answer = greedy(target, prompt, 60)
+    text = target.vocabulary.decode(answer).lower()
+    assert any(word in text for word in ("restaurant", "food", "cuisine", "city")), text
+    draft.rollback(0)
+    guesses = draft.forward(Batch.chain(prompt + answer)).argmax(axis=1)[len(prompt) - 1 : -1]
+    assert float((guesses == np.array(answer)).mean()) > 0.5
+
+
+def test_hugging_face_folders_are_complete():
+    for role in ("target", "draft"):
+        folder = DEMO / "hf" / role
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        assert config["max_position_embeddings"] == 2048 and config["tie_word_embeddings"] is True
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        assert settings["chat_template"] == (DEMO / "chat_template.jinja").read_text(encoding="utf-8")
+        assert settings["add_bos_token"] is False
+        assert (folder / "model.safetensors").stat().st_size > 1_000_000
+
+
+def test_the_wheel_carries_the_pair(tmp_path: Path):
+    builders = pytest.importorskip("hatchling.builders.wheel", reason="building a wheel needs hatchling")
+    wheel = next(builders.WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"]))
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        inside = "edgespec/data/models/demo/"
+        manifest = tomllib.loads(archive.read(inside + "manifest.toml").decode())
+        for entry in (*manifest["files"].values(), *manifest["heads"].values()):
+            assert archive.getinfo(inside + entry["path"]).file_size == entry["bytes"]
+        archive.extractall(tmp_path / "site")
+    assert {inside + "NOTICE", "edgespec/py.typed"} <= set(names)
+    assert not any("safetensors" in name or name.startswith("tests/") for name in names)
+    assert resolve(str(tmp_path / "site" / inside)).name == "demo"
