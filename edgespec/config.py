@@ -133,7 +133,7 @@ def _check_draft_temperature(value: object) -> None:
 
 def _check_share(value: object) -> None:
     if not (_is_number(value) and 0 <= value <= 1):
-        raise ConfigError(f"never-slower must be a share of time from 0 to 1, got {shown(value)}")
+        raise ConfigError(f"max-slowdown must be a share of time from 0 to 1, got {shown(value)}")
 
 
 Location = str | os.PathLike[str]
@@ -150,7 +150,7 @@ class LoadKeywords(TypedDict, total=False):
     drafter: DrafterName
     draft_length: DraftLength
     draft_temperature: DraftTemperature
-    never_slower: float
+    max_slowdown: float
     verify: RuleName
     reproducible: bool | None
     context_length: int | None
@@ -179,7 +179,7 @@ class LoadOptions:
     `draft_length` auto: as many tokens as pay; a number with drafter auto means the pair's own draft where there is
     one, else ngram; of drafters tree, medusa and eagle it is the nodes of a tree where the target scores trees.
     `draft_temperature`: what the draft model samples at over the target's temperature; auto learns
-    it from the text under the coupled rule. `never_slower`: share of plain decoding's time that speculation may
+    it from the text under the coupled rule. `max_slowdown`: share of plain decoding's time that speculation may
     lose at most. `engine`: which of a pair's files are taken; `provider`: the device of ONNX Runtime, `gpu_layers`
     that of llama.cpp; `reproducible`: None means yes where the model and the rule allow it, True demands it, False
     gives it up for speed.
@@ -197,7 +197,7 @@ class LoadOptions:
     drafter: DrafterName = "auto"
     draft_length: DraftLength = "auto"
     draft_temperature: DraftTemperature = 1.0
-    never_slower: float = 0.02
+    max_slowdown: float = 0.02
     verify: RuleName = "coupled"
     reproducible: bool | None = None
     context_length: int | None = None
@@ -235,7 +235,7 @@ class LoadOptions:
         _at_least("draft ctx-size", self.draft_context_length, 16)
         _check_draft_length(self.draft_length)
         _check_draft_temperature(self.draft_temperature)
-        _check_share(self.never_slower)
+        _check_share(self.max_slowdown)
         if self.reproducible and self.verify != "coupled":
             raise ConfigError(
                 f"--reproducible and --verify {self.verify} contradict each other: under it the text depends on the "

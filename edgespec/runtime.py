@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar, Unpack
 from edgespec.acceptance import LOSSY
 from edgespec.config import DrafterName, GenerateOptions, LoadKeywords, LoadOptions, RuleName
 from edgespec.control.cost import CostCurve, DraftCost
-from edgespec.control.pool import Deciders
+from edgespec.control.pool import DrafterPool
 from edgespec.decode import check_prompt
 from edgespec.drafters.base import Drafter
 from edgespec.engines.base import Engine
@@ -45,7 +45,7 @@ class Model:
         self.pair = pair
         self.target = target
         self._executor = Executor(options, pair, target, drafters)
-        self._deciders, self._sequence = self._executor.deciders, self._executor.sequence
+        self._pool, self._sequence = self._executor.pool, self._executor.sequence
 
     def __repr__(self) -> str:
         facts = self.target.facts
@@ -86,7 +86,7 @@ class Model:
                 f"reproducible: a token without a draft takes {self.target.facts.padding_cost:.2f} times as long here, "
                 "since it is padded to a pass whose bits do not depend on its width; --no-reproducible avoids that"
             )
-        notes += [note for drafter in self._deciders.drafters.values() for note in drafter.notes]
+        notes += [note for drafter in self._pool.drafters.values() for note in drafter.notes]
         if not self.target.facts.can_rollback:
             notes.append("this model cannot roll back its state, so nothing is drafted: decoding is plain")
         return tuple(notes)
@@ -172,7 +172,7 @@ class Model:
         sampling = of_kind("sampling", sampling or self.recommended_sampling, Sampling, SamplingError)
         prompt_ids = self._prompt_ids(prompt)
         check_prompt(prompt_ids, self.context_length)
-        self._deciders.check(chosen)
+        self._pool.check(chosen)
         return Request(
             prompt_ids,
             Sampler(sampling, self.target.vocabulary.size, chosen.noise_offset),
@@ -192,17 +192,17 @@ class Model:
 
     def prepare(self) -> None:
         """Make the drafters that the first generation would otherwise have to; no pass is run."""
-        with self._executor.exclusive() as deciders:
-            deciders.controller(GenerateOptions())
+        with self._executor.exclusive() as pool:
+            pool.controller(GenerateOptions())
 
-    def _measured(self, read: Callable[[Deciders], Found]) -> Found:
+    def _measured(self, read: Callable[[DrafterPool], Found]) -> Found:
         """What reports costs or plans with them: at once where they were measured, else when nothing runs."""
-        if self._deciders.is_measured:
-            return read(self._deciders)
-        with self._executor.exclusive() as deciders:
+        if self._pool.is_measured:
+            return read(self._pool)
+        with self._executor.exclusive() as pool:
             self._executor.forget()
-            deciders.measure()
-            return read(deciders)
+            pool.measure()
+            return read(pool)
 
     @property
     def cost_curve(self) -> CostCurve:
@@ -210,18 +210,18 @@ class Model:
 
         Measured where it was not before, which takes a second or two and empties the caches: a run does without.
         """
-        return self._measured(lambda deciders: deciders.cost_curve)
+        return self._measured(lambda pool: pool.cost_curve)
 
     @property
     def draft_costs(self) -> dict[str, DraftCost]:
         """What the tokens of each drafter that owns a model cost on this machine; measured as `cost_curve` is."""
-        return self._measured(lambda deciders: deciders.draft_costs)
+        return self._measured(lambda pool: pool.draft_costs)
 
     @property
     def drafter_names(self) -> list[DrafterName]:
         """Every drafter that can be asked for here and may pay; those that need many rows only where rows are cheap."""
         self._executor.turn.require_open()
-        return self._deciders.names
+        return self._pool.names
 
     @contextmanager
     def measuring(self) -> Iterator[tuple[Engine, Engine | None]]:
@@ -229,27 +229,27 @@ class Model:
 
         No generation runs meanwhile. Raises Busy, StateError.
         """
-        with self._executor.exclusive() as deciders:
+        with self._executor.exclusive() as pool:
             self._executor.forget()
             try:
-                yield self.target, deciders.draft_engine
+                yield self.target, pool.draft_engine
             finally:
                 self._executor.forget()
 
     @property
     def draft_engine(self) -> Engine | None:
         """The draft model's engine, for its facts; None without a draft model. To run it: `measuring`."""
-        return self._deciders.draft_engine
+        return self._pool.draft_engine
 
     @property
     def draft_name(self) -> DrafterName | None:
         """The drafter that the pair's draft became: model or early-exit; None without one."""
-        return self._deciders.draft_name
+        return self._pool.draft_name
 
     @property
     def drafter_bytes(self) -> int:
         """Memory that the drafters hold now: a draft model's weights and cache, the tables of the others."""
-        return sum(drafter.bytes_used for drafter in list(self._deciders.drafters.values()))
+        return sum(drafter.bytes_used for drafter in list(self._pool.drafters.values()))
 
     def forget(self) -> None:
         """Empty the caches: the next generation reads its whole prompt, as if it were the first. Waits for its turn.

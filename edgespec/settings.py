@@ -137,10 +137,10 @@ SETTINGS: tuple[Setting, ...] = (
         metavar="F|auto",
     ),
     Setting(
-        "never_slower",
+        "max_slowdown",
         "load",
         "number",
-        ("--never-slower",),
+        ("--max-slowdown",),
         "Share of plain decoding's time that automatic speculation may lose at most.",
         metavar="SHARE",
     ),

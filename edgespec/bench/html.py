@@ -23,7 +23,7 @@ _CAPTIONS = {
     "cost_curve": "Time of a target pass by width (left), and the speedup that it leaves room for (right).",
 }
 _SETTINGS = (
-    *("model", "engine", "device", "threads", "context_length", "drafter", "draft_length", "never_slower", "verify"),
+    *("model", "engine", "device", "threads", "context_length", "drafter", "draft_length", "max_slowdown", "verify"),
     *("reproducible", "temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "ignore_eos"),
 )
 # What a text may not do to the page: characters that neither print nor break a line.

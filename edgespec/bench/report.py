@@ -44,7 +44,7 @@ class Setup:
             "context_length": facts.context_length,
             "drafter": model.drafter_name,
             "draft_length": model.options.draft_length,
-            "never_slower": model.options.never_slower,
+            "max_slowdown": model.options.max_slowdown,
             "verify": model.options.verify,
             "reproducible": model.reproducible,
             "baseline": _baseline(model),

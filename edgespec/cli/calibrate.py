@@ -16,7 +16,7 @@ from edgespec.cli.bar import bar
 from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.session import Session, open_session, tell_configuration
 from edgespec.cli.terminal import note
-from edgespec.control.measure import cost_key, remember_curve, remember_draft_cost
+from edgespec.control.measure import cost_key, store_curve, store_draft_cost
 from edgespec.engines.base import Engine
 from edgespec.engines.machine import machine_name
 from edgespec.errors import ConfigError
@@ -105,9 +105,9 @@ def _calibrate(settings: Settings, wanted: tuple[int, ...] | None, turns: int) -
     if pinned is not None and pinned[0] > 1:
         padding = _padding(model, pinned[0], target.contexts[0], turns)
     # Only now: a model keeps what it believes of its costs when it is closed.
-    remember_curve(target_key, target.curve)
+    store_curve(target_key, target.curve)
     if draft is not None:
-        remember_draft_cost(draft_key, draft.cost)
+        store_draft_cost(draft_key, draft.cost)
     return Found(facts, target, draft, padding)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from edgespec.control.bank import LATE, TimeBank
 from edgespec.control.base import NOTHING, Controller, Proposal
-from edgespec.control.choice import favour_hopeful
+from edgespec.control.choice import add_ucb_bonus
 from edgespec.control.cost import WIDEST, CostCurve, DraftCost, RoundCost
 from edgespec.control.kinds import Kinds, kind_of
 from edgespec.control.length import FORESIGHT, best_length, ceiling, forecast, least_ahead
@@ -145,7 +145,7 @@ class AutoController(Controller):
         drafts: dict[str, Draft] = {}
         lengths: dict[str, int] = {}
         gains: dict[str, float] = {}
-        lags: dict[str, int] = {}
+        uncached: dict[str, int] = {}
         for name, drafter in self.drafters.items():
             if name in self._left_out:
                 continue
@@ -154,12 +154,12 @@ class AutoController(Controller):
                 drafts[name] = draft = drafter.draft(request)
                 lengths[name], gains[name] = self._worth(name, draft, pass_s, rate)
             else:
-                lags[name] = lag = drafter.lag(request.token_ids)
-                gains[name] = self._forecast(name, lag, pass_s, rate, most)
-        if len(lags) > 1:
-            favour_hopeful(gains, {name: self._states[name].hope for name in lags})
+                uncached[name] = num_uncached = drafter.num_uncached(request.token_ids)
+                gains[name] = self._forecast(name, num_uncached, pass_s, rate, most)
+        if len(uncached) > 1:
+            add_ucb_bonus(gains, {name: self._states[name].ucb_bonus for name in uncached})
         is_refresh = self._since_plain >= self._refresh_after
-        chosen = None if is_refresh else self._chosen(gains, lags, pass_s, most)
+        chosen = None if is_refresh else self._chosen(gains, uncached, pass_s, most)
         self._round = Round(drafts, lengths, gains, chosen, is_refresh)
         if is_refresh:
             self._refresh_after = min(2 * self._refresh_after, _REFRESH_EVERY)
@@ -167,7 +167,7 @@ class AutoController(Controller):
             return NOTHING
         if chosen in drafts:
             return self._affordable(chosen, pass_s)
-        return self._paid_proposal(chosen, lags[chosen], request, pass_s, rate)
+        return self._paid_proposal(chosen, uncached[chosen], request, pass_s, rate)
 
     def leave_out(self) -> str:
         self._left_out.add(self._asked)
@@ -255,30 +255,30 @@ class AutoController(Controller):
         confidences = self._states[name].confidences(draft)
         return best_length(confidences, pass_s, self._ahead_s, rate, draft.num_tokens)
 
-    def _forecast(self, name: str, lag: int, pass_s: list[float], rate: float, most: int) -> float:
+    def _forecast(self, name: str, num_uncached: int, pass_s: list[float], rate: float, most: int) -> float:
         """Tokens to gain from asking a paid drafter, as far as is known before; what it must read first is spread.
 
         Not the gain of the confidences to be expected: whether to verify is decided when they are known, and an option
         is worth more than what it is on average.
         """
         cost, state = self.costs[name], self._states[name]
-        if not self.bank.can_pay(pass_s[2] + cost.of(1, lag), pass_s[1]):
+        if not self.bank.can_pay(pass_s[2] + cost.of(1, num_uncached), pass_s[1]):
             return 0.0
-        if state.promise is None:
+        if state.expected_gain is None:
             ahead = state.upcoming.chain(None, min(most, FORESIGHT))
-            state.promise = forecast(0, 1.0, ahead, pass_s, self._ahead_s, cost.token_s, rate, most)[1]
-        return state.worth - rate * lag * cost.read_s / min(_READING_ROUNDS, most)
+            state.expected_gain = forecast(0, 1.0, ahead, pass_s, self._ahead_s, cost.token_s, rate, most)[1]
+        return state.score - rate * num_uncached * cost.read_s / min(_READING_ROUNDS, most)
 
     def _chosen(
-        self, gains: Mapping[str, float], lags: Mapping[str, int], pass_s: list[float], most: int
+        self, gains: Mapping[str, float], uncached: Mapping[str, int], pass_s: list[float], most: int
     ) -> str | None:
         """The round's drafter: what Hedge takes, or a probe that is due."""
         chosen = self._hedge.pick(gains)
         if chosen is not None:
             return chosen
         for name, state in self._states.items():
-            if name in lags and state.probe_in <= 0 and self._can_gain(name, pass_s, most):
-                reading_s = lags[name] * self.costs[name].read_s
+            if name in uncached and state.probe_in <= 0 and self._can_gain(name, pass_s, most):
+                reading_s = uncached[name] * self.costs[name].read_s
                 return name if reading_s <= _PROBE_READING * self.bank.balance_s else None
         return None
 
@@ -293,11 +293,15 @@ class AutoController(Controller):
         confidences = list(islice(self._states[name].confidences(draft), length))
         return Proposal(draft.first(length, confidences), name) if length else NOTHING
 
-    def _paid_proposal(self, name: str, lag: int, request: DraftRequest, pass_s: list[float], rate: float) -> Proposal:
+    def _paid_proposal(
+        self, name: str, num_uncached: int, request: DraftRequest, pass_s: list[float], rate: float
+    ) -> Proposal:
         """What a paid drafter drafts, as far as it is worth verifying, or a free one's draft that is worth more."""
         assert self._round is not None
         drafter, state, self._asked = self.drafters[name], self._states[name], name
-        asked = PaidRound(drafter, state, self.costs[name], self.bank, self._clock, lag, pass_s, self._ahead_s, rate)
+        asked = PaidRound(
+            drafter, state, self.costs[name], self.bank, self._clock, num_uncached, pass_s, self._ahead_s, rate
+        )
         if not (most := asked.affordable(request.max_tokens)):
             return NOTHING
         self._round.paid = asked

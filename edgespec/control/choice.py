@@ -62,7 +62,7 @@ def choice_of(policy: str, gains: Mapping[str, float]) -> str | None:
     return drafter if gains.get(drafter, 0.0) > 0 else None
 
 
-def favour_hopeful(gains: dict[str, float], hopes: Mapping[str, float]) -> None:
+def add_ucb_bonus(gains: dict[str, float], hopes: Mapping[str, float]) -> None:
     """Of the drafters with `hopes` that expect to gain, the most hopeful one changes places with the most promising.
 
     `hopes`: tokens by which a drafter whose drafts cost time may be better than it expects. Of what is not asked

@@ -234,21 +234,23 @@ class DraftCost:
         if self.is_relative:
             self.token_s, self.read_s, self.is_relative = self.token_s * plain_s, self.read_s * plain_s, False
 
-    def of(self, num_tokens: int, lag: int) -> float:
-        return num_tokens * self.token_s + lag * self.read_s
+    def of(self, num_tokens: int, num_uncached: int) -> float:
+        return num_tokens * self.token_s + num_uncached * self.read_s
 
-    def observe(self, num_tokens: int, lag: int, seconds: float) -> None:
+    def observe(self, num_tokens: int, num_uncached: int, seconds: float) -> None:
         """Learn from one draft; what reading took shows only where it was most of the work."""
         if num_tokens < 1:
             return
         drafting_s = num_tokens * self.token_s
-        if lag > 4 * num_tokens and self.token_s:
-            self.read_s = _moved(self.read_s, max(seconds - drafting_s, 0.0) / lag, _COST_RATE)
-        elif lag <= 2 * num_tokens + 2:
+        if num_uncached > 4 * num_tokens and self.token_s:
+            self.read_s = _moved(self.read_s, max(seconds - drafting_s, 0.0) / num_uncached, _COST_RATE)
+        elif num_uncached <= 2 * num_tokens + 2:
             # The first drafts count for more: what was measured before is a bare pass, without choosing a token.
             self._seen += 1
             rate = max(1.0 / (self._seen + 1), _COST_RATE)
-            self.token_s = _moved(self.token_s, max(seconds - lag * self.read_s, 0.1 * seconds) / num_tokens, rate)
+            self.token_s = _moved(
+                self.token_s, max(seconds - num_uncached * self.read_s, 0.1 * seconds) / num_tokens, rate
+            )
 
 
 @dataclass(slots=True)

@@ -13,21 +13,21 @@ from edgespec.drafters.base import Drafter
 from edgespec.types import Draft, Verdict
 
 _PROBE_EVERY, _PROBE_AT_MOST = 8, 32  # rounds between two probes of a paid drafter, doubling
-_PROMISE_RATE = 0.05  # per draft, of what asking for one promises
-_LUCK_MEMORY, _LUCK_DOUBT = 0.98, 4.0  # per round, of drafts' outcomes; how many of them chance may explain
-_HOPE = 2.5  # tokens: the standard deviation of what stands of a draft beyond its promise
+_GAIN_RATE = 0.05  # per draft, of the expected gain of asking for one
+_BIAS_DECAY, _BIAS_PRIOR = 0.98, 4.0  # per round; outcomes of drafts that chance may explain
+_UCB_SCALE = 2.5  # tokens: standard deviation of accepted less expected tokens of a draft
 
 
 @dataclass(slots=True)
 class DrafterState:
-    """How far its evidence is to be trusted, what to expect of its next token, and when to try it again."""
+    """Calibration of its evidence, the forecast for its next token, and when to probe it again."""
 
     calibrator: Calibrator
     upcoming: NextConfidence = field(default_factory=NextConfidence)
-    promise: float | None = None  # tokens to gain from asking a paid drafter, drafting paid, reading not
+    expected_gain: float | None = None  # tokens per draft of a paid drafter, net of drafting, not of reading
     times_asked: int = 0
-    luck: float = 0.0  # tokens that stood beyond those that were promised, fading with every round
-    times_tried: float = 0.0  # drafts that these are of, likewise
+    acceptance_bias: float = 0.0  # accepted less expected tokens, decaying with every round
+    times_tried: float = 0.0  # drafts behind `acceptance_bias`, decaying likewise
     probe_in: int = _PROBE_EVERY
     probe_interval: int = _PROBE_EVERY
 
@@ -44,44 +44,44 @@ class DrafterState:
         return map(self.calibrator.judge(), places, draft.evidence)
 
     def learn(self, draft: Draft, accepted: int) -> None:
-        """Of a chain, the first `accepted` tokens stood and the next one, if there is one, did not."""
+        """The first `accepted` tokens of a chain were accepted and the next one, if there is one, was rejected."""
         for index, evidence in enumerate((draft.evidence or ())[: accepted + 1]):
             self.calibrator.observe(index, evidence, accepted=index < accepted)
 
     def learn_verdict(self, draft: Draft, verdict: Verdict) -> None:
-        """Of any draft, what became of the nodes whose parents stood, and of what its confidences promised."""
-        promised = sum(path_products(draft, draft.confidences.tolist()))
-        self.luck += len(verdict.accepted_nodes) - promised
+        """Update from the nodes whose parents were accepted, and from accepted less expected tokens."""
+        expected = sum(path_products(draft, draft.confidences.tolist()))
+        self.acceptance_bias += len(verdict.accepted_nodes) - expected
         self.times_tried += 1.0
         if draft.evidence is None or draft.is_chain:
             self.learn(draft, len(verdict.accepted_nodes))
             return
-        for node, depth, stood in outcomes(draft, verdict):
-            self.calibrator.observe(depth, draft.evidence[node], accepted=stood)
+        for node, depth, accepted in outcomes(draft, verdict):
+            self.calibrator.observe(depth, draft.evidence[node], accepted=accepted)
 
     def asked(self, gain: float) -> None:
-        """A paid drafter was asked, and what it drafted promises `gain` tokens, net of the drafting."""
+        """A paid drafter was asked and its draft is expected to gain `gain` tokens, net of the drafting."""
         self.times_asked += 1
-        before = gain if self.promise is None else self.promise
-        self.promise = before + max(_PROMISE_RATE, 1.0 / (2.0 + self.times_asked)) * (gain - before)
+        before = gain if self.expected_gain is None else self.expected_gain
+        self.expected_gain = before + max(_GAIN_RATE, 1.0 / (2.0 + self.times_asked)) * (gain - before)
 
     @property
-    def worth(self) -> float:
-        """Tokens to gain from asking a paid drafter: the promise, less what promises turned out to be too much.
+    def score(self) -> float:
+        """Expected tokens gained by asking a paid drafter, corrected by how its drafts fared against expectation.
 
-        A few drafts that promised a lot would otherwise be believed until the drafter is asked again.
+        Without the correction a few overconfident drafts would be believed until the drafter is asked again.
         """
-        return (self.promise or 0.0) + self.luck / (self.times_tried + _LUCK_DOUBT)
+        return (self.expected_gain or 0.0) + self.acceptance_bias / (self.times_tried + _BIAS_PRIOR)
 
     @property
-    def hope(self) -> float:
-        """Tokens by which it may be better than that, more where it was tried seldom or long ago (Auer et al. 2002)."""
-        return _HOPE / math.sqrt(self.times_tried + _LUCK_DOUBT)
+    def ucb_bonus(self) -> float:
+        """Upper confidence bonus on `score`, in tokens (Auer et al. 2002): large where it was tried rarely or long ago."""
+        return _UCB_SCALE / math.sqrt(self.times_tried + _BIAS_PRIOR)
 
     def count_probe(self, *, asked: bool, expected: bool, promising: bool) -> None:
         """One round is over; if left alone it is tried again: at once if it promised something, else more seldom."""
-        self.luck *= _LUCK_MEMORY
-        self.times_tried *= _LUCK_MEMORY
+        self.acceptance_bias *= _BIAS_DECAY
+        self.times_tried *= _BIAS_DECAY
         if not asked:
             self.probe_in -= 1
         elif promising:

@@ -1,4 +1,4 @@
-"""What passes cost on this machine: recalled, guessed and then learnt from the passes of answers, or measured.
+"""What passes cost on this machine: cached, guessed and then learnt from the passes of answers, or measured.
 
 A run measures nothing before its first token (`known_curve`, `known_draft_cost`). Whoever reports costs or plans with
 them measures (`target_curve`, `draft_cost`), in a second or two. Either is kept between runs.
@@ -17,19 +17,9 @@ import numpy as np
 
 from edgespec.control.cost import WIDEST, ContextCost, CostCurve, DraftCost
 from edgespec.control.prior import PriorCurve, guessed_draft_cost, guessed_plain_s
+from edgespec.engines import disk_cache
 from edgespec.engines.base import Engine
-from edgespec.engines.disk_cache import (
-    a_list,
-    a_record,
-    a_row,
-    a_table,
-    file_key,
-    key_of,
-    number,
-    recall,
-    remember,
-    seconds,
-)
+from edgespec.engines.disk_cache import a_list, a_record, a_row, a_table, file_key, key_of, number, seconds
 from edgespec.engines.machine import processor
 from edgespec.types import Batch
 
@@ -63,7 +53,7 @@ def known_curve(engine: Engine, files: Sequence[Path]) -> CostCurve:
     """The cost curve as it was measured or learnt before, or a guess for the first passes to correct; runs none."""
     key = cost_key(engine, files)
     low = engine.facts.pinned_class[0] if engine.facts.pinned_class else 1
-    known = _kept_curve(key) or PriorCurve.of(recall("learnt costs", key, _LEARNT), low)
+    known = _kept_curve(key) or PriorCurve.of(disk_cache.get("learnt costs", key, _LEARNT), low)
     return known or PriorCurve(guessed_plain_s(engine.facts.weight_bytes), low)
 
 
@@ -74,7 +64,7 @@ def known_draft_cost(engine: Engine, files: Iterable[Path], target: Engine) -> D
 
 
 def target_curve(engine: Engine, files: Sequence[Path]) -> CostCurve:
-    """The cost curve of an empty engine, measured at first and recalled later; the engine is left empty."""
+    """The cost curve of an empty engine, measured once, then cached; the engine is left empty."""
     key = cost_key(engine, files)
     kept = _kept_curve(key)
     if kept is not None and _still_holds(kept, engine):
@@ -85,7 +75,7 @@ def target_curve(engine: Engine, files: Sequence[Path]) -> CostCurve:
     if _LEAST_TURNS * sum(costs.values()) < 0.75 * QUICK_S:
         costs |= quick_costs(engine, FINE, passes=_LEAST_TURNS * len(FINE))
     curve = CostCurve(_padded(smoothed(dict(sorted(costs.items()))), engine))
-    remember_curve(key, curve)
+    store_curve(key, curve)
     return curve
 
 
@@ -126,14 +116,14 @@ def _padded(costs: dict[int, float], engine: Engine) -> dict[int, float]:
 
 
 def draft_cost(engine: Engine, files: Iterable[Path]) -> DraftCost:
-    """Seconds per drafted and per read token of an empty draft model, measured at first and recalled later."""
+    """Seconds per drafted and per read token of an empty draft model, measured once, then cached."""
     key = cost_key(engine, files)
     kept = _kept_draft_cost(key)
     if kept is None:
         read_width = min(_READ_WIDTH, engine.widest_pass)
         costs = quick_costs(engine, (1, read_width), passes=8)
         kept = DraftCost(costs[1], costs[read_width] / read_width)
-        remember_draft_cost(key, kept)
+        store_draft_cost(key, kept)
     return kept
 
 
@@ -209,29 +199,29 @@ def cost_key(engine: Engine, files: Iterable[Path]) -> str:
     )
 
 
-def remember_curve(key: str, curve: CostCurve) -> None:
+def store_curve(key: str, curve: CostCurve) -> None:
     """Keep what a curve came to. One that began with a guess is kept apart: it goes on learning as it did."""
     if isinstance(curve, PriorCurve):
         if kept := curve.kept():
-            remember("learnt costs", key, kept)
+            disk_cache.put("learnt costs", key, kept)
         return
     widths = {str(width): seconds for width, seconds in curve.refined().items()}
-    remember("costs", key, {"widths": widths, "context": [curve.context.fixed_s, curve.context.row_s]})
+    disk_cache.put("costs", key, {"widths": widths, "context": [curve.context.fixed_s, curve.context.row_s]})
 
 
-def remember_draft_cost(key: str, cost: DraftCost) -> None:
-    remember("draft costs", key, [cost.token_s, cost.read_s])
+def store_draft_cost(key: str, cost: DraftCost) -> None:
+    disk_cache.put("draft costs", key, [cost.token_s, cost.read_s])
 
 
 def _kept_draft_cost(key: str) -> DraftCost | None:
-    """What `remember_draft_cost` kept under `key`."""
-    kept = recall("draft costs", key, a_row(seconds, seconds))
+    """What `store_draft_cost` stored under `key`."""
+    kept = disk_cache.get("draft costs", key, a_row(seconds, seconds))
     return None if kept is None else DraftCost(kept[0], kept[1])
 
 
 def _kept_curve(key: str) -> CostCurve | None:
     """What `remember_curve` kept under `key`."""
-    kept = recall("costs", key, _CURVE)
+    kept = disk_cache.get("costs", key, _CURVE)
     if kept is None:
         return None
     return CostCurve({int(width): s for width, s in kept["widths"].items()}, ContextCost(*kept["context"]))

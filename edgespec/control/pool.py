@@ -21,8 +21,8 @@ from edgespec.control.measure import (
     exit_cost,
     known_curve,
     known_draft_cost,
-    remember_curve,
-    remember_draft_cost,
+    store_curve,
+    store_draft_cost,
     target_curve,
 )
 from edgespec.control.prior import PriorCurve, guessed_draft_cost
@@ -30,8 +30,9 @@ from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.cache import CacheDrafter
 from edgespec.drafters.factory import BY_NAME_ONLY, FREE_DRAFTERS, MANY_ROWS, check_makeable, learnt_texts, made
+from edgespec.engines import disk_cache
 from edgespec.engines.base import Engine
-from edgespec.engines.disk_cache import key_of, numbers, recall, remember
+from edgespec.engines.disk_cache import key_of, numbers
 from edgespec.engines.sequence import CachedSequence
 from edgespec.formats.manifest import ModelPair
 from edgespec.types import TokenIds
@@ -43,7 +44,7 @@ _EXIT_SHARE = 0.5  # of a target's weights, that an exit without files of its ow
 _ROLES: dict[str, str] = {"hierarchical": "medium"}  # whose file a drafter's engine runs, if not the draft's
 
 
-class Deciders:
+class DrafterPool:
     """The drafters of a model, which it owns, and a controller for every choice of them that was asked for."""
 
     def __init__(
@@ -118,10 +119,10 @@ class Deciders:
             names = self._automatic_names() if name == "auto" else [name]
             drafters: dict[str, Drafter] = {each: self.drafter(each) for each in names}
             curve, costs, threads = self.cost_curve, self.draft_costs, self._target.engine.facts.threads
-            found = AutoController(drafters, curve, costs, self._options.never_slower, threads=threads)
+            found = AutoController(drafters, curve, costs, self._options.max_slowdown, threads=threads)
             if self.threads is not None:
                 found.use_threads(self.threads.threads)
-            found.restore(recall("learnt", self._learnt_key(name), numbers))
+            found.restore(disk_cache.get("learnt", self._learnt_key(name), numbers))
             self._automatic[name] = found
         return found
 
@@ -162,7 +163,7 @@ class Deciders:
         costs: dict[str, DraftCost] = {
             name: known_draft_cost(engine, self._draft_files(name), target)
             for name, drafter in self.drafters.items()
-            if (engine := drafter.emptied()) is not None
+            if (engine := drafter.reset_engine()) is not None
         }
         if "early-exit" in self.drafters and "early-exit" not in costs:
             costs["early-exit"] = guessed_draft_cost(_EXIT_SHARE)
@@ -185,7 +186,7 @@ class Deciders:
         self.draft_costs = {
             name: draft_cost(engine, self._draft_files(name))
             for name, drafter in self.drafters.items()
-            if (engine := drafter.emptied()) is not None
+            if (engine := drafter.reset_engine()) is not None
         }
         if "early-exit" in self.drafters and "early-exit" not in self.draft_costs:
             self._target.rollback(0)
@@ -209,7 +210,7 @@ class Deciders:
         """Forget all texts; what was learnt of costs and confidences stays."""
         for drafter in self.drafters.values():
             drafter.begin(np.empty(0, np.int32))
-            drafter.emptied()
+            drafter.reset_engine()
 
     def learn(self, answer_ids: TokenIds) -> None:
         """An answer [n] is over: keep it for later ones where the options say so."""
@@ -223,13 +224,13 @@ class Deciders:
         """Costs and confidences for the next run; a crash loses no more than they are worth. Raises OSError."""
         controllers, self._automatic = self._automatic, {}
         if controllers:
-            remember_curve(cost_key(self._target.engine, self._pair.paths("target")), self.cost_curve)
+            store_curve(cost_key(self._target.engine, self._pair.paths("target")), self.cost_curve)
             if self.draft_name and self.draft_engine is not None:
                 cost = self.draft_costs[self.draft_name]
                 if cost.is_observed and not cost.is_relative:
-                    remember_draft_cost(cost_key(self.draft_engine, self._pair.paths("draft")), cost)
+                    store_draft_cost(cost_key(self.draft_engine, self._pair.paths("draft")), cost)
         for name, controller in controllers.items():
-            remember("learnt", self._learnt_key(name), controller.state())
+            disk_cache.put("learnt", self._learnt_key(name), controller.state())
 
     def _learnt_key(self, name: DrafterName) -> str:
         return key_of(name, [cost_key(self._target.engine, self._pair.paths(role)) for role in self._pair.files])

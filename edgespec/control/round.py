@@ -28,7 +28,7 @@ class PaidRound:
     cost: DraftCost
     bank: TimeBank
     clock: Callable[[], float]
-    lag: int
+    num_uncached: int
     pass_s: list[float]
     ahead_s: list[float]
     rate: float
@@ -52,13 +52,13 @@ class PaidRound:
         """What was known before of the time that this draft takes; infinite where nothing was."""
         if self.draft is None:
             return 0.0
-        is_known = self.cost.token_s > 0 and (self.cost.read_s > 0 or self.lag <= 4 * self.draft.num_tokens)
-        return self.cost.of(self.draft.num_tokens, self.lag) if is_known else math.inf
+        is_known = self.cost.token_s > 0 and (self.cost.read_s > 0 or self.num_uncached <= 4 * self.draft.num_tokens)
+        return self.cost.of(self.draft.num_tokens, self.num_uncached) if is_known else math.inf
 
     def affordable(self, most: int) -> int:
         """How many tokens, at most, the bank risks: it pays if all of them fail."""
-        pass_s, cost, lag = self.pass_s, self.cost, self.lag
-        return self.bank.longest(most, lambda count: pass_s[count + 1] + cost.of(count, lag), pass_s[1])
+        pass_s, cost, num_uncached = self.pass_s, self.cost, self.num_uncached
+        return self.bank.longest(most, lambda count: pass_s[count + 1] + cost.of(count, num_uncached), pass_s[1])
 
     def drafted(self, request: DraftRequest, most: int) -> tuple[Draft, list[float], int]:
         """(all that was drafted of at most `most` tokens, their confidences, how many of them are worth verifying)."""
@@ -67,7 +67,7 @@ class PaidRound:
         found: list[float] = []
         reach = 1.0
 
-        def worth_going_on(count: int, evidence: Evidence) -> bool:
+        def should_continue(count: int, evidence: Evidence) -> bool:
             nonlocal reach
             confidence = judge(count - 1, evidence)
             found.append(confidence)
@@ -81,7 +81,9 @@ class PaidRound:
 
         row_cost = rate * ((pass_s[most + 1] - pass_s[1]) / most + token_s)
         started_s = self.clock()
-        draft = self.drafter.draft(request._replace(max_tokens=most, worth_going_on=worth_going_on, row_cost=row_cost))
+        draft = self.drafter.draft(
+            request._replace(max_tokens=most, should_continue=should_continue, row_cost=row_cost)
+        )
         self.seconds = self.clock() - started_s
         asked_each = draft.is_chain and len(found) == draft.num_tokens
         confidences = found if asked_each else list(self.state.confidences(draft))
@@ -93,8 +95,8 @@ class PaidRound:
         """From the draft, what its drafter costs and what its next tokens are to be expected to be worth."""
         if self.draft is not None:
             if not is_disturbed:
-                self.cost.observe(self.draft.num_tokens, self.lag, self.seconds)
-            self.reading_s = self.lag * self.cost.read_s
+                self.cost.observe(self.draft.num_tokens, self.num_uncached, self.seconds)
+            self.reading_s = self.num_uncached * self.cost.read_s
             self.state.asked(self.net_gain)
             self.state.upcoming.observe_chain(self.confidences[: self.draft.main_chain.num_tokens])
 

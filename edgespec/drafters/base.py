@@ -34,7 +34,7 @@ class DraftRequest(NamedTuple):
     max_tokens: int
     sampler: Sampler
     needs_distributions: bool = False
-    worth_going_on: Callable[[int, Evidence], bool] | None = None
+    should_continue: Callable[[int, Evidence], bool] | None = None
     max_branches: int = 0
     num_drafted: int = 0
     row_cost: float = 0.0
@@ -74,7 +74,7 @@ class Drafter(ABC):
     def observe(self, draft: Draft, verdict: Verdict) -> None:
         """Learn what became of the last draft; the committed tokens arrive with the next request."""
 
-    def lag(self, token_ids: TokenIds) -> int:
+    def num_uncached(self, token_ids: TokenIds) -> int:
         """Tokens that it would first have to read to draft behind the committed `token_ids` [n]."""
         return 0
 
@@ -83,7 +83,7 @@ class Drafter(ABC):
         """Its own engine; None without one."""
         return None
 
-    def emptied(self) -> Engine | None:
+    def reset_engine(self) -> Engine | None:
         """Its own engine with an empty cache, for measuring; None without one. Only within a turn."""
         return None
 

@@ -55,7 +55,7 @@ class DrawnChain:
         self.distributions.append(distribution)
         self.evidence.append(evidence_of(logits, distribution.prob_of(token_id), lead))
         has_room = count + 1 < self.most and token_id not in self.end_ids
-        asked = request.worth_going_on
+        asked = request.should_continue
         self.is_open = has_room and (asked is None or asked(count + 1, self.evidence[-1]))
         return has_room
 

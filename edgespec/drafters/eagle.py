@@ -46,7 +46,7 @@ class EagleDrafter(StateDrafter):
     def begin(self, prompt_ids: TokenIds) -> None:
         self._length = self._end = 0
 
-    def lag(self, token_ids: TokenIds) -> int:
+    def num_uncached(self, token_ids: TokenIds) -> int:
         return min(token_ids.size - 1 - self._end, WINDOW)
 
     def drafted(self, request: DraftRequest, features: Array) -> Draft:

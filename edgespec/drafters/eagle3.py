@@ -86,7 +86,7 @@ class Eagle3Drafter(Drafter):
             chain.add(logits)
         return chain.as_draft()
 
-    def lag(self, token_ids: TokenIds) -> int:
+    def num_uncached(self, token_ids: TokenIds) -> int:
         return min(token_ids.size - max(self._shared_pairs(token_ids), 0), self._most_told)
 
     @property

@@ -57,14 +57,14 @@ class SharedStateDrafter(EarlyExitDrafter):
     def _end_ids(self) -> frozenset[int]:
         return self._engine.vocabulary.end_ids
 
-    def lag(self, token_ids: TokenIds) -> int:
+    def num_uncached(self, token_ids: TokenIds) -> int:
         return 1
 
     @property
     def engine(self) -> Engine | None:
         return None
 
-    def emptied(self) -> Engine | None:
+    def reset_engine(self) -> Engine | None:
         return None
 
     @property

@@ -108,9 +108,9 @@ class HierarchicalDrafter(ModelDrafter):
             chain.request.needs_distributions,
             num_drafted=len(chain.token_ids),
         )
-        lag, started_s = self._small.lag(request.token_ids), perf_counter()
+        num_uncached, started_s = self._small.num_uncached(request.token_ids), perf_counter()
         ahead = self._small.look_ahead(request)
-        if ahead.num_tokens and lag <= _READ_ALONG:
+        if ahead.num_tokens and num_uncached <= _READ_ALONG:
             lengths.drafted(ahead.num_tokens, perf_counter() - started_s)
         return ahead
 
@@ -120,9 +120,9 @@ class HierarchicalDrafter(ModelDrafter):
             lengths.outcome(min(agreed, known), min(tried, known))
         self._unlearnt = []
 
-    def emptied(self) -> Engine | None:
-        self._small.emptied()
-        return super().emptied()
+    def reset_engine(self) -> Engine | None:
+        self._small.reset_engine()
+        return super().reset_engine()
 
     def set_threads(self, threads: int) -> None:
         self._small.set_threads(threads)

@@ -87,7 +87,7 @@ class HybridDrafter(Drafter):
         evidence: list[Evidence] = []
         for count, confidence in enumerate(confidences, 1):
             evidence.append((1.0, _log_odds(confidence), *[0.0] * _SCORES))
-            if request.worth_going_on is not None and not request.worth_going_on(count, evidence[-1]):
+            if request.should_continue is not None and not request.should_continue(count, evidence[-1]):
                 return self._chain(request, copied[:count], evidence, EMPTY_DRAFT)
         if copied.size == request.max_tokens:
             return self._chain(request, copied, evidence, EMPTY_DRAFT)
@@ -107,13 +107,13 @@ class HybridDrafter(Drafter):
 
     def _continued(self, request: DraftRequest, copied: TokenIds) -> Draft:
         """What the draft model adds behind the `copied` tokens [n]."""
-        ask = request.worth_going_on
+        ask = request.should_continue
         count = int(copied.size)
         behind = request._replace(
             token_ids=np.concatenate((request.token_ids, copied)) if count else request.token_ids,
             max_tokens=request.max_tokens - count,
             num_drafted=count,
-            worth_going_on=None if ask is None else lambda done, scores: ask(count + done, (0.0, 0.0, *scores)),
+            should_continue=None if ask is None else lambda done, scores: ask(count + done, (0.0, 0.0, *scores)),
         )
         return self._model.draft(behind)
 
@@ -129,8 +129,8 @@ class HybridDrafter(Drafter):
         if self._source is not None:
             self._source.drafter.observe(draft.first(self._num_free), verdict)
 
-    def lag(self, token_ids: TokenIds) -> int:
-        return self._model.lag(token_ids)
+    def num_uncached(self, token_ids: TokenIds) -> int:
+        return self._model.num_uncached(token_ids)
 
     @property
     def bytes_used(self) -> int:

@@ -102,7 +102,7 @@ class ModelDrafter(Drafter):
     def _feed(self, token_ids: TokenIds) -> Logits:
         return self._cache.feed(token_ids)
 
-    def lag(self, token_ids: TokenIds) -> int:
+    def num_uncached(self, token_ids: TokenIds) -> int:
         room = self._engine.facts.context_length
         if self._window_start > 1 or self._cache.latest_fitting(token_ids, room) < token_ids.size:
             return 1  # the window slides seldom; what that costs shows in the time of a draft
@@ -112,7 +112,7 @@ class ModelDrafter(Drafter):
     def engine(self) -> Engine | None:
         return self._engine
 
-    def emptied(self) -> Engine | None:
+    def reset_engine(self) -> Engine | None:
         self._cache.rollback(0)
         return self._engine
 

@@ -70,11 +70,11 @@ class TreeDrafter(Drafter):
     def observe(self, draft: Draft, verdict: Verdict) -> None:
         self._model.observe(draft, verdict)
 
-    def lag(self, token_ids: TokenIds) -> int:
-        return self._model.lag(token_ids)
+    def num_uncached(self, token_ids: TokenIds) -> int:
+        return self._model.num_uncached(token_ids)
 
-    def emptied(self) -> Engine | None:
-        return self._model.emptied()
+    def reset_engine(self) -> Engine | None:
+        return self._model.reset_engine()
 
     def cancel(self) -> None:
         self._model.cancel()

@@ -52,8 +52,8 @@ def file_key(path: Path) -> tuple[str, int, int]:
     return str(resolved(path)), found.st_size, found.st_mtime_ns
 
 
-def recall(kind: str, key: str, schema: Schema) -> Any:
-    """What `remember` kept under `kind` and `key`; None where that is nothing, damaged, or not as `schema` has it."""
+def get(kind: str, key: str, schema: Schema) -> Any:
+    """What `put` stored under `kind` and `key`; None where that is nothing, damaged, or not as `schema` has it."""
     try:
         kept = json.loads((cache_folder() / kind / f"{key}.json").read_bytes())
         if not isinstance(kept, dict) or kept.keys() != {"format", "sum", "value"} or kept["format"] != _FORMAT:
@@ -63,12 +63,12 @@ def recall(kind: str, key: str, schema: Schema) -> Any:
         return None
 
 
-def remember(kind: str, key: str, value: Any) -> None:
+def put(kind: str, key: str, value: Any) -> None:
     """Keep a JSON value; written whole or not at all."""
     folder = cache_folder() / kind
     temporary = None
     try:
-        value = json.loads(json.dumps(value, allow_nan=False))  # as it is recalled: names are text, tuples lists
+        value = json.loads(json.dumps(value, allow_nan=False))  # as `get` returns it: names are text, tuples lists
         folder.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
         with os.fdopen(handle, "w") as file:

@@ -24,7 +24,8 @@ from typing import NoReturn
 
 import numpy as np
 
-from edgespec.engines.disk_cache import CHECKED_FILE, file_key, key_of, recall, remember
+from edgespec.engines import disk_cache
+from edgespec.engines.disk_cache import CHECKED_FILE, file_key, key_of
 from edgespec.engines.memory_estimate import is_limited
 from edgespec.errors import CapabilityError, EdgespecError, ModelFileError, ModelNotFound
 from edgespec.formats.gguf.check import check_gguf
@@ -56,11 +57,11 @@ def check_model_files(is_trusted: Mapping[Path, bool]) -> None:
         if not _is_graph(path):
             check_gguf(path)
     keys = {path: _trial_key(path) for path, trusted in is_trusted.items() if not trusted}
-    unknown = [path for path, key in keys.items() if recall("probed", key, CHECKED_FILE) is None]
+    unknown = [path for path, key in keys.items() if disk_cache.get("probed", key, CHECKED_FILE) is None]
     for path, fault in zip(unknown, faults(unknown, timeout_s=_allowed_s(unknown)), strict=True):
         if fault is not None:
             raise ModelFileError(fault)
-        remember("probed", keys[path], {"path": str(path)})
+        disk_cache.put("probed", keys[path], {"path": str(path)})
 
 
 def _trial_key(path: Path) -> str:

@@ -10,9 +10,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from edgespec.engines import proof
+from edgespec.engines import disk_cache, proof
 from edgespec.engines.base import Engine, EngineFacts
-from edgespec.engines.disk_cache import Schema, a_list, a_record, a_row, flag, recall, remember, text, whole
+from edgespec.engines.disk_cache import Schema, a_list, a_record, a_row, flag, text, whole
 from edgespec.engines.disk_cache import seconds as of_time
 from edgespec.engines.proof import PREFIX, WidthClass
 from edgespec.errors import CapabilityError
@@ -58,7 +58,7 @@ def pinned_facts(engine: Engine, key: str, *, widest: int, reproducible: bool | 
     class was proved before, on request: proving takes longer than a user should wait for a first token.
     """
     engine.class_key = key
-    if reproducible is None and engine.facts.device == "cpu" and recall("widths", key, _kept(widest)) is None:
+    if reproducible is None and engine.facts.device == "cpu" and disk_cache.get("widths", key, _kept(widest)) is None:
         return _as_fastest(engine.facts, key)
     found = _proved(engine, key, widest) if engine.facts.can_rollback else Proved((), {})
     pinned = found.pinned
@@ -83,15 +83,15 @@ def refute(engine: Engine) -> None:
     """A pass gave other bits than its class promised: the class is dropped, now and in later runs."""
     facts = engine.facts
     found = Proved(facts.width_classes, {}, refuted=True)
-    remember("widths", engine.class_key, found.kept())
+    disk_cache.put("widths", engine.class_key, found.kept())
     engine.drop_class()
 
 
 def _as_fastest(facts: EngineFacts, key: str) -> EngineFacts:
     """The facts as they are, and a note of the choice where it is made for the first time."""
-    if recall("modes", key, a_record({"mode": text})) is not None:
+    if disk_cache.get("modes", key, a_record({"mode": text})) is not None:
         return facts
-    remember("modes", key, {"mode": "fastest"})
+    disk_cache.put("modes", key, {"mode": "fastest"})
     note = (
         "mode: fastest; texts with and without drafting may differ where two tokens are about equally likely "
         "(--reproducible excludes that, often at a cost in speed)"
@@ -101,7 +101,7 @@ def _as_fastest(facts: EngineFacts, key: str) -> EngineFacts:
 
 def _proved(engine: Engine, key: str, widest: int) -> Proved:
     """As kept under `key`, or proved now."""
-    kept = recall("widths", key, _kept(widest))
+    kept = disk_cache.get("widths", key, _kept(widest))
     if kept is not None:
         classes = tuple((low, high) for low, high in kept["classes"])
         seconds = {int(width): float(taken) for width, taken in kept["seconds"]}
@@ -110,7 +110,7 @@ def _proved(engine: Engine, key: str, widest: int) -> Proved:
     found = Proved(*proof.survey(engine, widest))
     while (pinned := found.pinned) is not None and not proof.confirm(engine, pinned[0], pinned):
         found = replace(found, classes=proof.without(found.classes, pinned[0]))
-    remember("widths", key, found.kept())
+    disk_cache.put("widths", key, found.kept())
     return found
 
 

@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 from edgespec.acceptance import RULES
 from edgespec.config import DrafterName, GenerateOptions, LoadOptions, RuleName
-from edgespec.control.pool import Deciders
+from edgespec.control.pool import DrafterPool
 from edgespec.decode import Run, autoregressive, speculative
 from edgespec.drafters.base import Drafter
 from edgespec.engines.base import Engine
@@ -66,7 +66,7 @@ class Executor:
         self.turn = Turn()
         self.target = target
         self.sequence = CachedSequence(target)
-        self.deciders = Deciders(options, pair, self.sequence, drafters)
+        self.pool = DrafterPool(options, pair, self.sequence, drafters)
         self.class_watch = ClassWatch()
         self.parked = ParkedStates()
         self.last_stats = Stats()
@@ -88,13 +88,13 @@ class Executor:
         self.turn.require_open()
 
     @contextmanager
-    def exclusive(self) -> Iterator[Deciders]:
+    def exclusive(self) -> Iterator[DrafterPool]:
         """A turn for something that is no generation. Raises Busy, StateError."""
         claim = Claim()
         try:
             with self.turn.inside(claim):
                 self._take_over(None)
-                yield self.deciders
+                yield self.pool
         finally:
             self.turn.give_back(claim)
 
@@ -102,7 +102,7 @@ class Executor:
         """The events of a generation whose claim has the turn; `stats` fill while they are read."""
         self._take_over(claim)
         self.last_stats = stats
-        controller = self.deciders.controller(request.options)
+        controller = self.pool.controller(request.options)
         options, vocabulary = request.options, self.target.vocabulary
         run = Run(
             target=self.sequence,
@@ -115,7 +115,7 @@ class Executor:
             top_logprobs=options.top_logprobs,
             parked=self.parked,
             watch=self.class_watch,
-            threads=self.deciders.threads,
+            threads=self.pool.threads,
             on_round=request.on_round,
             stats=stats,
         )
@@ -149,7 +149,7 @@ class Executor:
                 running.events.close()
                 running.run.stats.peak_rss_bytes = peak_rss_bytes()
                 begin = running.run.prompt_ids.size
-                self.deciders.learn(self.sequence.token_ids[begin : begin + running.run.stats.new_tokens])
+                self.pool.learn(self.sequence.token_ids[begin : begin + running.run.stats.new_tokens])
         finally:
             with self._interrupting:
                 self._current = claim
@@ -177,13 +177,13 @@ class Executor:
                 drafter.cancel()
 
     def _drafters(self) -> list[Drafter]:
-        return list(self.deciders.drafters.values())
+        return list(self.pool.drafters.values())
 
     def forget(self) -> None:
         """Empty all caches. Within a turn."""
         self.parked.clear()
         self.sequence.rollback(0)
-        self.deciders.empty()
+        self.pool.empty()
 
     def close(self, *, at_exit: bool = False) -> None:
         """End what runs, wait for it, save what was learnt and free everything. Closing twice is allowed.
@@ -207,7 +207,7 @@ class Executor:
             try:
                 self._take_over(None)
                 if not at_exit:
-                    self.deciders.keep()
+                    self.pool.keep()
             except OSError as exc:  # a file of the model was deleted meanwhile: nothing can be kept under its name
                 logger.debug("what was learnt is not kept: %s", exc)
             finally:

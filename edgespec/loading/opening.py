@@ -10,8 +10,9 @@ from edgespec.drafters.base import Drafter
 from edgespec.drafters.early_exit import EarlyExitDrafter, SharedStateDrafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.model import ModelDrafter
+from edgespec.engines import disk_cache
 from edgespec.engines.base import Engine
-from edgespec.engines.disk_cache import CHECKED_FILE, file_key, key_of, recall, remember
+from edgespec.engines.disk_cache import CHECKED_FILE, file_key, key_of
 from edgespec.engines.trial import check_model_files
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.formats.gguf.header import keeping_headers
@@ -139,9 +140,9 @@ def _check_contents(models: Sequence[ModelFile]) -> None:
         for file in model.all_files:
             if file.sha256 is not None and not file.is_verified:
                 key = key_of("hashed", file_key(file.path), file.sha256)
-                if recall("hashed", key, CHECKED_FILE) is None:
+                if disk_cache.get("hashed", key, CHECKED_FILE) is None:
                     check_file(file, is_large_too=True)
-                    remember("hashed", key, {"path": str(file.path)})
+                    disk_cache.put("hashed", key, {"path": str(file.path)})
     check_model_files({model.path: all(file.sha256 for file in model.all_files) for model in models})
 
 

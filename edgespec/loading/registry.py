@@ -40,7 +40,7 @@ def user_folder() -> Path:
 
 
 def _registry_folders() -> tuple[Path, ...]:
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     checkout = package.parent
     # Installed, the parent is site-packages, where a folder `models` would be somebody else's.
     own = (checkout / "models",) if is_file(checkout / "pyproject.toml") else ()

@@ -147,7 +147,7 @@ def main() -> int:
             if opens == "early-exit":
                 loaded = with_exit(chosen, Path(folder))
             loaded |= {"engine": chosen.engine, "drafter": opens}
-            with edgespec.load(**loaded, reproducible=True, never_slower=1.0) as model:
+            with edgespec.load(**loaded, reproducible=True, max_slowdown=1.0) as model:
                 check.run(model, drafters, runs_per_cell)
     print(f"{len(prompts)} prompts, {check.compared.total()} tokens compared, {check.different.total()} differ")
     return int(check.different.total() > 0)

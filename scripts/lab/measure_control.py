@@ -182,7 +182,7 @@ def near_the_best(chosen: argparse.Namespace, prompts: list[dict[str, str]]) -> 
                 tell(f"T={temperature:g} {name}", bench.compare(settings, texts))
 
 
-def never_slower(chosen: argparse.Namespace, prompts: list[dict[str, str]]) -> None:
+def max_slowdown(chosen: argparse.Namespace, prompts: list[dict[str, str]]) -> None:
     found: dict[str, list[float]] = defaultdict(list)
     tried = {name: adversary for name, adversary in ADVERSARIES.items() if chosen.slow_draft or adversary is not slow}
     for repeat in range(chosen.repeats):
@@ -280,7 +280,7 @@ def main() -> None:
     chosen = parser.parse_args()
     prompts = [json.loads(line) for line in chosen.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
     print(f"{chosen.model}: {len(prompts)} prompts, {chosen.tokens} tokens")
-    for half, measure in (("best", near_the_best), ("never", never_slower)):
+    for half, measure in (("best", near_the_best), ("never", max_slowdown)):
         if chosen.only in (None, half):
             measure(chosen, prompts)
 

@@ -21,7 +21,7 @@ from edgespec.engines.disk_cache import cache_folder
 
 KEYS = {
     *("format", "edgespec", "model", "engine", "device", "threads", "context_length", "drafter", "draft_length"),
-    *("never_slower", "verify", "reproducible", "baseline", "temperature", "top_k", "top_p", "min_p", "seed"),
+    *("max_slowdown", "verify", "reproducible", "baseline", "temperature", "top_k", "top_p", "min_p", "seed"),
     *("max_tokens", "ignore_eos", "complete", "num_trials", "num_planned_trials", "num_prompts", "num_identical"),
     *("num_as_standard", "padded_plain_speedup", "total", "domains", "drafters", "reliability", "memory", "prompts"),
     *("acceptance_by_position", "accepted_lengths", "cost_curve", "observed_passes", "standard_pass_s"),

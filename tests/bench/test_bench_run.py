@@ -79,9 +79,9 @@ def test_a_forgotten_text_is_read_again_by_target_and_draft(model):
     first = model.generate(ids, SAMPLING, OPTIONS)
     assert model.generate(ids, SAMPLING, OPTIONS).stats.reused_tokens == len(ids) - 1
     drafter, text = model._deciders.drafters["model"], np.array(ids, np.int32)
-    assert drafter.lag(text) < len(ids)
+    assert drafter.num_uncached(text) < len(ids)
     model.forget()
-    assert drafter.lag(text) == len(ids)
+    assert drafter.num_uncached(text) == len(ids)
     again = model.generate(ids, SAMPLING, OPTIONS)
     assert again.stats.reused_tokens == 0
     assert again.token_ids == first.token_ids

@@ -239,7 +239,7 @@ def test_a_lookup_takes_over_where_the_draft_model_disappoints(kind: type[Traced
     request = DraftRequest(ids[:200], 8, sampler, needs_distributions=kind is Sampled)
     auto._kinds.of(kind_of(request))[0].update(auto._kinds.of("greedy")[0])
     for states, _ in auto._kinds._kinds.values():
-        states["model"].promise = 50.0
+        states["model"].expected_gain = 50.0
     started_s = world.clock()
     proposal = auto.propose(request)
     assert world.clock() > started_s  # the model was asked
@@ -291,32 +291,32 @@ def test_probes_become_seldom_and_come_back_with_a_promise() -> None:
 
 def test_what_asking_is_worth_is_learnt_fast_at_first_and_slowly_then() -> None:
     state = DrafterState.of(TracedDrafter(World(Machine(ORT_INT8)).clock, 0.001))
-    state.promise = 1.0
+    state.expected_gain = 1.0
     for _ in range(8):
         state.asked(-0.1)
-    assert state.promise < 0.3
+    assert state.expected_gain < 0.3
     for _ in range(200):
         state.asked(1.0)
-    before = state.promise
+    before = state.expected_gain
     state.asked(-0.1)
-    assert before - 0.1 < state.promise < before
+    assert before - 0.1 < state.expected_gain < before
 
 
 def test_promises_that_are_not_kept_are_believed_less() -> None:
     state = DrafterState.of(TracedDrafter(World(Machine(ORT_INT8)).clock, 0.001))
-    state.promise = 3.0
+    state.expected_gain = 3.0
     draft = Draft.chain([1, 2, 3, 4], [1.0, 1.0, 1.0, 1.0])
-    hope = state.hope
+    hope = state.ucb_bonus
     state.learn_verdict(draft, Verdict((), 9))
-    assert 2.0 < state.worth < 3.0, "once may be chance"
+    assert 2.0 < state.score < 3.0, "once may be chance"
     for _ in range(60):
         state.learn_verdict(draft, Verdict((0, 1), 9))
         state.count_probe(asked=True, expected=True, promising=True)
-    assert state.worth == pytest.approx(3.0 - 2.0, abs=0.4)
-    assert state.hope < 0.5 * hope
+    assert state.score == pytest.approx(3.0 - 2.0, abs=0.4)
+    assert state.ucb_bonus < 0.5 * hope
     for _ in range(200):
         state.count_probe(asked=False, expected=True, promising=False)
-    assert state.hope == pytest.approx(hope, rel=0.1), "long ago"
+    assert state.ucb_bonus == pytest.approx(hope, rel=0.1), "long ago"
 
 
 def test_what_one_domain_taught_does_not_keep_a_good_draft_away() -> None:

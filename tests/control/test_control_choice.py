@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgespec.control.choice import BEST, NEVER, Hedge, choice_of, favour_hopeful
+from edgespec.control.choice import BEST, NEVER, Hedge, add_ucb_bonus, choice_of
 from edgespec.control.shadow import Shadow, Shadows
 from edgespec.types import Draft
 
@@ -39,7 +39,7 @@ def test_the_best_expected_is_believed_at_first() -> None:
 def test_hope_changes_which_is_asked_and_not_whether(
     gains: dict[str, float], hopes: dict[str, float], wanted: dict[str, float]
 ) -> None:
-    favour_hopeful(gains, hopes)
+    add_ucb_bonus(gains, hopes)
     assert gains == {"ngram": 2.0, **wanted}
 
 

@@ -18,8 +18,8 @@ from edgespec.control.measure import (
     cost_key,
     draft_cost,
     quick_costs,
-    remember_curve,
     smoothed,
+    store_curve,
     target_curve,
 )
 from edgespec.engines.disk_cache import cache_folder
@@ -265,12 +265,12 @@ def test_what_a_run_learnt_is_recalled(engine: Counting, weights: Path) -> None:
     curve = target_curve(engine, [weights])
     for _ in range(100):
         curve.observe(8, 0, 3 * curve.at(8))
-    remember_curve(cost_key(engine, [weights]), curve)
+    store_curve(cost_key(engine, [weights]), curve)
     assert target_curve(engine, [weights]).measured == pytest.approx(curve.refined())
 
 
 def test_a_curve_that_a_busy_machine_showed_is_measured_again(engine: Counting, weights: Path) -> None:
-    remember_curve(cost_key(engine, [weights]), CostCurve({1: 1.0, 8: 1.1}))
+    store_curve(cost_key(engine, [weights]), CostCurve({1: 1.0, 8: 1.1}))
     assert target_curve(engine, [weights]).at(1) < 0.5
     assert target_curve(engine, [weights]).at(8) < 0.5
 

@@ -13,7 +13,7 @@ import edgespec
 from edgespec.control.auto import START_PASSES, AutoController
 from edgespec.control.base import NOTHING
 from edgespec.control.cost import CostCurve
-from edgespec.control.measure import cost_key, known_curve, known_draft_cost, remember_curve
+from edgespec.control.measure import cost_key, known_curve, known_draft_cost, store_curve
 from edgespec.control.prior import ROW, PriorCurve, guessed_draft_cost
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engines.table import TableEngine
@@ -114,11 +114,11 @@ def test_a_first_run_knows_costs_without_a_pass_and_a_later_one_what_was_learnt(
     curve = known_curve(engine, [weights])
     assert isinstance(curve, PriorCurve) and known_draft_cost(engine, [weights], engine).is_relative
     assert engine.passes == 0
-    remember_curve(cost_key(engine, [weights]), curve)
+    store_curve(cost_key(engine, [weights]), curve)
     assert not known_curve(engine, [weights]).is_scaled
-    remember_curve(cost_key(engine, [weights]), fed(0.1))
+    store_curve(cost_key(engine, [weights]), fed(0.1))
     assert known_curve(engine, [weights]).table(0) == pytest.approx(fed(0.1).table(0), rel=1e-6)
-    remember_curve(cost_key(engine, [weights]), CostCurve({1: 1.0, 8: 2.0}))
+    store_curve(cost_key(engine, [weights]), CostCurve({1: 1.0, 8: 2.0}))
     assert known_curve(engine, [weights]).at(8) == pytest.approx(2.0)  # measured at somebody's wish: that counts
 
 

@@ -214,11 +214,11 @@ class Cautious(Recorder):
     """Lets the drafter go on only behind a token whose own probability is above one half."""
 
     def propose(self, request: DraftRequest) -> Proposal:
-        def worth_going_on(num_drafted: int, evidence: Evidence) -> bool:
+        def should_continue(num_drafted: int, evidence: Evidence) -> bool:
             assert len(evidence) > 0
             return evidence[1] > math.log(0.5)
 
-        return super().propose(request._replace(worth_going_on=worth_going_on))
+        return super().propose(request._replace(should_continue=should_continue))
 
 
 def test_a_drafter_stops_where_it_is_not_worth_going_on(target: CachedSequence, drafter: ModelDrafter) -> None:

@@ -83,7 +83,7 @@ def test_whatever_strikes_a_draft_its_cache_holds_what_it_knows(
         return drafter.draft(DraftRequest(text, 6, sampler, max_branches=4)).token_ids.tolist()
 
     wanted = [ask(length) for length in (8, 30, 44)]
-    drafter.emptied()
+    drafter.reset_engine()
     ask(8)
     engine.passes, engine.strikes_at, engine.error = 0, strikes_at, error
     with pytest.raises(error):

@@ -107,7 +107,7 @@ def test_a_prompt_of_token_ids(ids: Any) -> None:
 
 
 COUNTS = ("threads", "context_length", "draft_context_length", "gpu_layers", "draft_gpu_layers", "exit_layer")
-FACTORS = ("draft_length", "draft_temperature", "never_slower")
+FACTORS = ("draft_length", "draft_temperature", "max_slowdown")
 
 
 @pytest.mark.parametrize(

@@ -64,14 +64,14 @@ def test_the_head_reads_the_pairs_of_the_text_and_no_others(seed: int) -> None:
             drafter.cancel()
             with pytest.raises(Cancelled):
                 ask(drafter, text, told, most)
-        assert drafter.lag(text) <= 64
+        assert drafter.num_uncached(text) <= 64
         assert ask(drafter, text, told, most) == min(most, context // 4)
         end = text.size - 1
         assert head.start < end <= head.end and len(head.pairs) == head.end - head.start <= context
         numbers = features_of(text[:-1])[:, 0]
         wanted = [(int(text[pair + 1]), float(numbers[pair])) for pair in range(head.start, end)]
         assert head.pairs[: end - head.start] == wanted
-        assert drafter.lag(text) == 1
+        assert drafter.num_uncached(text) == 1
 
 
 def test_the_window_is_as_wide_as_what_is_told_and_as_the_head() -> None:
@@ -110,7 +110,7 @@ def test_a_draft_ends_behind_an_end_token_and_where_it_is_told_to() -> None:
         assert len(evidence) == 3
         return num_drafted < 2
 
-    told = drafter.draft(DraftRequest(text, 9, sampler, worth_going_on=two, layer_inputs=request.layer_inputs))
+    told = drafter.draft(DraftRequest(text, 9, sampler, should_continue=two, layer_inputs=request.layer_inputs))
     assert heard == [1, 2] and told.token_ids.tolist() == whole.token_ids[:2].tolist()
     third = int(whole.token_ids[2])
     ending = Eagle3Drafter(OpenHead(64, frozenset({third})), most_told=8)

@@ -170,10 +170,10 @@ def test_eagle_forgets_what_is_far_and_what_it_predicted(tiny_engine: Any) -> No
     for length in range(300, 3900, 50):
         drafter.draft(request(text[: length + 1], states))
         sizes.append(drafter.bytes_used)
-        assert drafter.lag(text[: length + 1]) == 0
-        assert drafter.lag(text[: length + 4]) == 3
+        assert drafter.num_uncached(text[: length + 1]) == 0
+        assert drafter.num_uncached(text[: length + 4]) == 3
     assert len(set(sizes[30:])) == 1  # bounded, whatever the length of the text
-    assert drafter.lag(text) <= WINDOW
+    assert drafter.num_uncached(text) <= WINDOW
 
 
 def test_a_draft_ends_with_the_text_and_where_no_state_is_known(tiny_engine: Any) -> None:
@@ -187,7 +187,7 @@ def test_a_draft_ends_with_the_text_and_where_no_state_is_known(tiny_engine: Any
         first = int(drafter.draft(request(text, states)).token_ids[0])
         ended = type(drafter)(heads, 299, frozenset({first})).draft(request(text, states))
         assert ended.token_ids.tolist() == [first]
-        short = drafter.draft(request(text, states)._replace(worth_going_on=lambda count, _: count < 2))
+        short = drafter.draft(request(text, states)._replace(should_continue=lambda count, _: count < 2))
         assert short.num_tokens == 2
         known = set(heads.token_ids.tolist())
         assert set(drafter.draft(request(text, states, temperature=50.0)).token_ids.tolist()) <= known

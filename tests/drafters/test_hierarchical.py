@@ -127,7 +127,7 @@ def test_the_medium_is_asked_once_for_several_tokens(target: TableEngine, factor
     assert medium.widths == [3 + 5, 1 + 5]
     # all stood and one more came: the medium lacks its own last token and that one
     text = np.concatenate((text, draft.token_ids, [7])).astype(np.int32)
-    assert drafter.lag(text) == 2
+    assert drafter.num_uncached(text) == 2
     medium.widths.clear()
     drafter.draft(DraftRequest(text, 4, sampler))
     assert medium.widths == [2 + 3]  # of 4 tokens the medium draws the last one itself
@@ -139,13 +139,13 @@ def test_it_stops_where_the_next_token_does_not_pay(target: TableEngine) -> None
     drafter._lengths = {True: always(3)}
     asked: list[int] = []
 
-    def worth_going_on(count: int, evidence: tuple[float, ...]) -> bool:
+    def should_continue(count: int, evidence: tuple[float, ...]) -> bool:
         assert len(evidence) == 3
         asked.append(count)
         return count < 2 or count == 4
 
     text = np.array([0, 1, 2], np.int32)
-    request = DraftRequest(text, 30, Sampler(SAMPLED, VOCABULARY), worth_going_on=worth_going_on)
+    request = DraftRequest(text, 30, Sampler(SAMPLED, VOCABULARY), should_continue=should_continue)
     assert drafter.draft(request).num_tokens == 8  # 4 in the first pass, its last one paid; 4 in the second
     assert asked == list(range(1, 9))
 
@@ -208,7 +208,7 @@ def test_a_cancelled_draft_leaves_both_caches_whole(target: TableEngine, whose: 
 def test_its_bytes_are_the_mediums(target: TableEngine) -> None:
     drafter = pair_of(target)
     assert drafter.bytes_used == ModelDrafter(target.related(0.7, 2)).bytes_used
-    engine = drafter.emptied()
+    engine = drafter.reset_engine()
     assert engine.length() == drafter._small._engine.length() == 0
 
 

@@ -114,7 +114,7 @@ def test_every_token_is_asked_about_in_order_and_the_draft_ends_where_it_is_told
 
         model = ModelDrafter(TableEngine.random(VOCABULARY, seed=4))
         hybrid = HybridDrafter([Told(1, 2, 3)], model, least_confidence=0.5)
-        found = hybrid.draft(DraftRequest(np.array([5], np.int32), 8, SAMPLER, worth_going_on=worth))
+        found = hybrid.draft(DraftRequest(np.array([5], np.int32), 8, SAMPLER, should_continue=worth))
         assert found.num_tokens == stop
         assert [count for count, _ in asked] == list(range(1, stop + 1))
         assert [evidence for _, evidence in asked] == list(found.evidence or ())

@@ -162,7 +162,7 @@ def test_spelled_tokens_are_taken_back_whole_and_the_window_slides() -> None:
         assert draft.length() <= 32
         cache = drafter._cache
         assert draft.length() == cache._map.sizes(cache.token_ids).sum()
-        assert drafter.lag(text[:end]) in (0, 1)
+        assert drafter.num_uncached(text[:end]) in (0, 1)
 
 
 def test_a_cancelled_read_leaves_the_known_tokens() -> None:

@@ -13,6 +13,7 @@ import pytest
 import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
+from edgespec.engines import disk_cache
 from edgespec.engines import disk_cache as measurements
 from edgespec.engines.disk_cache import (
     CHECKED_FILE,
@@ -23,8 +24,6 @@ from edgespec.engines.disk_cache import (
     cache_folder,
     number,
     numbers,
-    recall,
-    remember,
     seconds,
     whole,
 )
@@ -46,43 +45,43 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("value", VALUES)
 def test_what_was_kept_comes_back(home: Path, value: Any) -> None:
-    remember("kind", "key", value)
-    assert recall("kind", "key", anything) == value
-    assert recall("kind", "key", lambda value: False) is None
-    assert recall("kind", "other", anything) is None
+    disk_cache.put("kind", "key", value)
+    assert disk_cache.get("kind", "key", anything) == value
+    assert disk_cache.get("kind", "key", lambda value: False) is None
+    assert disk_cache.get("kind", "other", anything) is None
 
 
 def test_numbers_as_names_come_back_as_text(home: Path) -> None:
-    remember("kind", "key", {2: (1, 2), 10: (3,)})
-    assert recall("kind", "key", anything) == {"2": [1, 2], "10": [3]}
+    disk_cache.put("kind", "key", {2: (1, 2), 10: (3,)})
+    assert disk_cache.get("kind", "key", anything) == {"2": [1, 2], "10": [3]}
 
 
 def test_what_json_cannot_say_is_not_kept_and_leaves_nothing(home: Path) -> None:
-    remember("kind", "key", [math.nan])
-    remember("kind", "key", math.inf)
-    assert recall("kind", "key", anything) is None
+    disk_cache.put("kind", "key", [math.nan])
+    disk_cache.put("kind", "key", math.inf)
+    assert disk_cache.get("kind", "key", anything) is None
     assert not list(home.rglob("*.tmp"))
 
 
 def test_every_changed_byte_is_noticed(home: Path) -> None:
-    remember("kind", "key", {"classes": [[1, 16]], "seconds": [[1, 0.25]]})
+    disk_cache.put("kind", "key", {"classes": [[1, 16]], "seconds": [[1, 0.25]]})
     file = home / "cache" / "kind" / "key.json"
     whole_file = file.read_bytes()
-    before = recall("kind", "key", anything)
+    before = disk_cache.get("kind", "key", anything)
     for place in range(len(whole_file)):
         for changed in (whole_file[:place] + b"7" + whole_file[place + 1 :], whole_file[:place]):
             file.write_bytes(changed)
-            assert recall("kind", "key", anything) in (None, before), changed
+            assert disk_cache.get("kind", "key", anything) in (None, before), changed
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", "5", "Infinity", "[" * 100_000, "9" * 5000, '{"value": 1}'])
 def test_an_entry_of_another_shape_counts_as_missing(home: Path, text: str) -> None:
-    remember("kind", "key", 5)
+    disk_cache.put("kind", "key", 5)
     (home / "cache" / "kind" / "key.json").write_text(text)
-    assert recall("kind", "key", anything) is None
+    assert disk_cache.get("kind", "key", anything) is None
     (home / "cache" / "kind" / "key.json").unlink()
     (home / "cache" / "kind" / "key.json").mkdir()
-    assert recall("kind", "key", anything) is None
+    assert disk_cache.get("kind", "key", anything) is None
 
 
 NOT_NUMBERS: tuple[Any, ...] = (math.inf, math.nan, True, None, "1", [1], {})
@@ -139,8 +138,8 @@ def test_no_entry_can_fail_a_run(home: Path, kind: str, onnx_path: Path, target_
     for number_of in range(len(_spoilt(None))):
         for path, entry in kept.items():
             value = _spoilt(entry["value"])[number_of]
-            remember(path.parent.name, path.stem, value)
-            assert recall(path.parent.name, path.stem, anything) == value
+            disk_cache.put(path.parent.name, path.stem, value)
+            assert disk_cache.get(path.parent.name, path.stem, anything) == value
         assert text() == expected
         assert _entries() == entries, "all was measured anew"
 
@@ -157,7 +156,7 @@ def test_scales_that_cannot_be_are_measured_anew(home: Path, onnx_path: Path, sc
     (file,) = (cache_folder() / "cache-scales").glob("*.json")
     value = json.loads(file.read_bytes())["value"]
     spoilt = {name: [[scale] * len(head) for head in heads] for name, heads in value.items()}
-    remember("cache-scales", file.stem, spoilt)
+    disk_cache.put("cache-scales", file.stem, spoilt)
     assert text() == expected
 
 

@@ -45,7 +45,7 @@ class Timed(AutoController):
         draft = drafter.draft
 
         def timed(request: DraftRequest) -> Draft:
-            ask, started_s, asking_s = request.worth_going_on, perf_counter(), 0.0
+            ask, started_s, asking_s = request.should_continue, perf_counter(), 0.0
 
             def timed_ask(count: int, evidence: Evidence) -> bool:
                 nonlocal asking_s
@@ -54,7 +54,7 @@ class Timed(AutoController):
                 asking_s += perf_counter() - asked_s
                 return answer
 
-            found = draft(request if ask is None else request._replace(worth_going_on=timed_ask))
+            found = draft(request if ask is None else request._replace(should_continue=timed_ask))
             self.drafting_s += perf_counter() - started_s - asking_s
             return found
 

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from edgespec.export.onnx.datafile import save
+from edgespec.export.onnx.quantise import save
 
 
 def plain_demo(shipped: Path, folder: Path) -> Path:

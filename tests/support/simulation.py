@@ -141,18 +141,18 @@ class TracedDrafter(Drafter):
         most = min(request.max_tokens, len(evidence))
         if most < 1:
             return EMPTY_DRAFT
-        self._clock.now_s += self.lag(request.token_ids) * self._read_s * self._slowdown()
+        self._clock.now_s += self.num_uncached(request.token_ids) * self._read_s * self._slowdown()
         self._known = position
         count = 0
         while count < most:
             self._clock.now_s += self._token_s * self._slowdown()
             count += 1
-            if request.worth_going_on is not None and not request.worth_going_on(count, evidence[count - 1]):
+            if request.should_continue is not None and not request.should_continue(count, evidence[count - 1]):
                 break
         ids = drafted_ids(text.token_ids, position, count, text.agreed[position])
         return Draft.chain(ids, evidence=list(evidence[:count]))
 
-    def lag(self, token_ids: TokenIds) -> int:
+    def num_uncached(self, token_ids: TokenIds) -> int:
         return int(token_ids.size) - self._known
 
 

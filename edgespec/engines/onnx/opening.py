@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.engines.disk_cache import file_key, key_of, recall, remember
+from edgespec.engines import disk_cache
+from edgespec.engines.disk_cache import file_key, key_of
 from edgespec.engines.onnx.calibration import TEXT, as_scales, measure_scales, scales_schema
 from edgespec.engines.onnx.concatenated import ConcatenatedPasses
 from edgespec.engines.onnx.exits import ExitPasses
@@ -79,7 +80,7 @@ def cache_scales(path: Path, graph: Graph, settings: OnnxSettings) -> CacheScale
         raise CapabilityError("an int8 cache needs GroupQueryAttention; this export concatenates its cache, use f32")
     key = key_of("cache scales", TEXT, *map(file_key, weight_files(path)), version())
     schema = scales_schema(graph, settings.head_size)
-    measured = recall("cache-scales", key, schema)
+    measured = disk_cache.get("cache-scales", key, schema)
     if measured is None:
         passes, _ = open_passes(path, graph, replace(settings, exit_layer=None), library().RunOptions())
         assert isinstance(passes, SharedPasses)
@@ -87,5 +88,5 @@ def cache_scales(path: Path, graph: Graph, settings: OnnxSettings) -> CacheScale
         measured = measure_scales(passes, graph, np.array(ids, np.int32))
         if not schema(measured):
             raise ModelFileError(f"the keys and values of {path} are no plausible numbers: export the model again")
-        remember("cache-scales", key, measured)
+        disk_cache.put("cache-scales", key, measured)
     return as_scales(measured)
