@@ -75,7 +75,7 @@ class DrafterState:
 
     @property
     def ucb_bonus(self) -> float:
-        """Upper confidence bonus on `score`, in tokens (Auer et al. 2002): large where it was tried rarely or long ago."""
+        """Upper confidence bonus on `score`, in tokens (Auer et al. 2002): large where rarely tried or long ago."""
         return _UCB_SCALE / math.sqrt(self.times_tried + _BIAS_PRIOR)
 
     def count_probe(self, *, asked: bool, expected: bool, promising: bool) -> None:

@@ -65,7 +65,7 @@ def main() -> None:
                 options = dataclasses.replace(base, verify=rule)
                 accepted, tried = acceptance(model, prompts, temperature, options, chosen.seeds)
                 print(f"T={temperature} {rule:13} {accepted / tried:.4f} of {tried} drafted tokens")
-        model._deciders.drafters["model"].__class__ = GreedyDrafter
+        model._pool.drafters["model"].__class__ = GreedyDrafter
         accepted, tried = acceptance(model, prompts, 0.8, base, chosen.seeds)
         print(f"T=0.8 greedy match  {accepted / tried:.4f} of {tried} drafted tokens")
         sizes = []

@@ -74,7 +74,7 @@ class Bench:
             exit_layer=chosen.exit_layer,
             threads=chosen.threads,
         )
-        self.drafters: dict[str, Drafter] = self.model._deciders.drafters  # type: ignore[assignment]
+        self.drafters: dict[str, Drafter] = self.model._pool.drafters  # type: ignore[assignment]
         for path in heads[1:]:
             file = read_head_file(path)
             self.drafters[file.manifest.kind] = open_heads(file, path, self.model.target)

@@ -98,7 +98,7 @@ def generate(
         StopRules(frozenset(), (), tokens),
         logprobs=False,
     )
-    for _ in speculative(run, FixedLength(model._deciders.drafter("model"), length), watched):
+    for _ in speculative(run, FixedLength(model._pool.drafter("model"), length), watched):
         pass
     by_rule = np.array(watched.expected).sum(axis=0) + run.stats.rounds
     return run.stats.new_tokens - 1, run.stats.rounds, float(by_rule[0]), float(by_rule[1])

@@ -78,7 +78,7 @@ def test_a_forgotten_text_is_read_again_by_target_and_draft(model):
     ids = model.encode("abcabcabcabc")
     first = model.generate(ids, SAMPLING, OPTIONS)
     assert model.generate(ids, SAMPLING, OPTIONS).stats.reused_tokens == len(ids) - 1
-    drafter, text = model._deciders.drafters["model"], np.array(ids, np.int32)
+    drafter, text = model._pool.drafters["model"], np.array(ids, np.int32)
     assert drafter.num_uncached(text) < len(ids)
     model.forget()
     assert drafter.num_uncached(text) == len(ids)

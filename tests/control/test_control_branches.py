@@ -91,7 +91,7 @@ def demo() -> Iterator[edgespec.Model]:
 def test_auto_joins_drafters_of_many_rows_where_a_row_costs_next_to_nothing(
     demo: edgespec.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = demo._deciders
+    pool = demo._pool
     pool.drafter("tree")  # asked for by name before: that changes nothing
     monkeypatch.setitem(pool.__dict__, "cost_curve", CostCurve({1: 1.0, 2: 1.1, 9: 2.6}))
     assert set(pool._automatic_names()) == set(FREE_DRAFTERS) | {"model"}

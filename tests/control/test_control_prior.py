@@ -129,6 +129,6 @@ def test_loading_runs_no_pass_for_costs_and_an_answer_leaves_what_it_learnt(
     monkeypatch.setattr("edgespec.control.measure.timed_costs", lambda *_: pytest.fail("costs were measured"))
     for is_first in (True, False):
         with edgespec.load(str(target_path), reproducible=False, threads=1) as model:
-            assert model._deciders.cost_curve.is_scaled is not is_first
+            assert model._pool.cost_curve.is_scaled is not is_first
             model.generate("one two one two one two", options=edgespec.GenerateOptions(max_tokens=8, ignore_eos=True))
-            assert model._deciders.cost_curve.is_scaled
+            assert model._pool.cost_curve.is_scaled

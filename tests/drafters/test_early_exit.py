@@ -284,13 +284,13 @@ def test_text_is_that_of_the_target_alone(
 
 
 def test_it_costs_no_second_model(model: edgespec.Model) -> None:
-    drafter = model._deciders.drafters["early-exit"]
+    drafter = model._pool.drafters["early-exit"]
     assert isinstance(drafter, EarlyExitDrafter)
     assert 0 < drafter.bytes_used < model.target.facts.weight_bytes
     assert model.drafter_name == "auto" or model.drafter_bytes == drafter.bytes_used
     assert 0 < model.draft_costs["early-exit"].token_s < 2 * model.cost_curve.at(1)
     assert model.draft_name == ("model" if model.drafter_name == "auto" else "early-exit")
-    assert ("model" in model._deciders.drafters) == (model.drafter_name == "auto")
+    assert ("model" in model._pool.drafters) == (model.drafter_name == "auto")
 
 
 def test_forgetting_and_cancelling(model: edgespec.Model) -> None:
@@ -312,11 +312,11 @@ def test_a_pair_whose_draft_is_an_exit_is_known_as_one(split: EarlyExit, onnx_pa
     draft = early_exit_onnx(folder, LAYERS)
     for target, exit_file in ((split.target, split.draft), (folder / "model.onnx", draft)):
         with edgespec.load(str(target), draft=exit_file, threads=TEST_THREADS) as opened:
-            assert set(opened._deciders.drafters) - {"ngram", "suffix", "cache"} == {"early-exit"}
+            assert set(opened._pool.drafters) - {"ngram", "suffix", "cache"} == {"early-exit"}
             found = opened.generate("def f(", options=GenerateOptions(max_tokens=12, draft_length=3, drafter="auto"))
             assert found.stats.drafted_tokens > 0
         with edgespec.load(str(target), draft=exit_file, drafter="model", threads=TEST_THREADS) as opened:
-            assert set(opened._deciders.drafters) == {"model"}
+            assert set(opened._pool.drafters) == {"model"}
             with pytest.raises(CapabilityError, match="load it with --drafter early-exit"):
                 opened.generate("def f(", options=GenerateOptions(drafter="early-exit"))
 
@@ -327,7 +327,7 @@ def test_an_exit_is_the_small_model_of_a_hierarchy(split: EarlyExit, drafter: st
     medium = DEMO / "demo-medium-q8_0.gguf"
     options = {"draft": split.draft, "medium": medium, "threads": TEST_THREADS, "reproducible": True}
     with edgespec.load(str(split.target), drafter=drafter, **options) as opened:
-        drafters = opened._deciders.drafters
+        drafters = opened._pool.drafters
         assert {"early-exit", "hierarchical"} == set(drafters) - {"ngram", "suffix", "cache"}
         assert drafters["hierarchical"]._small is drafters["early-exit"]
         assert set(opened.draft_costs) == {"early-exit", "hierarchical"}
@@ -346,8 +346,8 @@ def test_an_onnx_exit_is_the_small_model_of_a_hierarchy(onnx_path: Path) -> None
     medium = onnx_path.parent.parent / "medium" / "model.onnx"
     options = {"engine": "onnx", "threads": TEST_THREADS, "reproducible": True, "exit_layer": LAYERS}
     with edgespec.load(str(onnx_path), medium=medium, **options) as opened:
-        small = opened._deciders.drafters["hierarchical"]._small
-        assert small is opened._deciders.drafters["early-exit"]
+        small = opened._pool.drafters["hierarchical"]._small
+        assert small is opened._pool.drafters["early-exit"]
         generate = GenerateOptions(max_tokens=48, drafter="none", ignore_eos=True)
         for temperature in (0.0, 0.8, 1.2):
             sampling = Sampling(temperature=temperature, seed=3)
@@ -361,7 +361,7 @@ def test_a_draft_temperature_reaches_an_exit(split: EarlyExit) -> None:
     for options in ({"model": str(split.target), "draft": split.draft}, {"model": "demo", "engine": "onnx"}):
         exits = {"exit_layer": LAYERS} if "engine" in options else {}
         with edgespec.load(**options, **exits, drafter="early-exit", draft_temperature=0.7, threads=1) as opened:
-            assert opened._deciders.drafters["early-exit"].temperature.factor_at(0.8) == 0.7
+            assert opened._pool.drafters["early-exit"].temperature.factor_at(0.8) == 0.7
 
 
 def test_an_exit_that_is_not_there_is_refused(split: EarlyExit) -> None:

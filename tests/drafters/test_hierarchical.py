@@ -286,7 +286,7 @@ def test_the_medium_agrees_more_often_than_the_draft(demo: edgespec.Model) -> No
 
 
 def test_the_mediums_memory_is_told(demo: edgespec.Model) -> None:
-    parts = {name: drafter.bytes_used for name, drafter in demo._deciders.drafters.items()}
+    parts = {name: drafter.bytes_used for name, drafter in demo._pool.drafters.items()}
     assert parts["hierarchical"] > parts["model"] > 0
     assert demo.drafter_bytes == sum(parts.values())
     assert set(demo.draft_costs) == {"model", "hierarchical"}
@@ -294,7 +294,7 @@ def test_the_mediums_memory_is_told(demo: edgespec.Model) -> None:
 
 def test_nobody_pays_for_a_medium_unasked() -> None:
     with edgespec.load("demo") as model:
-        assert set(model._deciders.drafters) & {"model", "hierarchical"} == {"model"}
+        assert set(model._pool.drafters) & {"model", "hierarchical"} == {"model"}
         with pytest.raises(CapabilityError, match="load it with --drafter hierarchical"):
             model.generate("abc", options=GenerateOptions(drafter="hierarchical"))
 
@@ -302,7 +302,7 @@ def test_nobody_pays_for_a_medium_unasked() -> None:
 def test_auto_takes_a_medium_that_was_named() -> None:
     medium = DEMO.parent / "demo-medium-q8_0.gguf"
     with edgespec.load("demo", medium=medium) as model:
-        assert {"model", "hierarchical"} <= set(model._deciders.drafters)
+        assert {"model", "hierarchical"} <= set(model._pool.drafters)
         plain = model.generate("def f(", Sampling(seed=1), GenerateOptions(max_tokens=64, drafter="none"))
         assert model.generate("def f(", Sampling(seed=1), GenerateOptions(max_tokens=64)).token_ids == plain.token_ids
 

@@ -209,7 +209,7 @@ def test_auto_has_the_parts_and_not_the_hybrid(demo: edgespec.Model) -> None:
     for name in ("hybrid", "auto"):
         options = GenerateOptions(max_tokens=48, drafter=name, draft_length="auto", ignore_eos=True)
         demo.generate(ids, Sampling(temperature=0.0), options)
-    automatic = demo._deciders.controller(GenerateOptions(drafter="auto", draft_length="auto"))
+    automatic = demo._pool.controller(GenerateOptions(drafter="auto", draft_length="auto"))
     assert {"model", "suffix", "ngram"} <= set(automatic.drafters)  # type: ignore[union-attr]
     assert "hybrid" not in automatic.drafters  # type: ignore[union-attr]
 

@@ -1,4 +1,4 @@
-"""How long deciding a round takes, with a draft model and three lookups: `PYTHONPATH=. python tests/deciding.py`.
+"""How long deciding a round takes (draft model, three lookups): `PYTHONPATH=. python tests/support/deciding.py`.
 
 The production controller on recorded texts in the simulated world, so that nothing else runs meanwhile. What drafters
 themselves take is left out; how far a draft goes on, which the controller is asked after each token, is counted. So

@@ -1,6 +1,6 @@
 """Joint laws of sampled text by chi-square, short in the suite and long by hand.
 
-    PYTHONPATH=. python tests/laws.py [NUM_TOKENS [RULE [DRAFTER]]]
+    PYTHONPATH=. python tests/support/laws.py [NUM_TOKENS [RULE [DRAFTER]]]
 
 Counts (two tokens before, token) of texts of the table engine against the table's own probabilities, for every drafter
 under every lossless rule. Prints standard normal scores; exit code 1 when one is above 4.75.
