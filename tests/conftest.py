@@ -12,6 +12,7 @@ import pytest
 
 from demo import DEMO
 from demo_training import corpus
+from edgespec.tuning import datasets
 from tiny_gguf import Shape, write_model
 from tiny_onnx import write_concatenated_model
 
@@ -71,12 +72,12 @@ def corpus_folder(tmp_path: Path) -> Path:
         {"role": "user", "content": "A bus to Fresno, please."},
         {"role": "assistant", "content": "One leaves at 9.", "call": call, "result": {"time": "9:00"}},
     ]
-    for name in (corpus.SGD_TRAIN_FILE, corpus.SGD_DEV_FILE):
+    for name in (corpus.SGD_TRAIN_FILE, datasets.SGD_DEV_FILE):
         _write_lines(folder / name, [{"messages": messages}] * 8)
     problems = [
         {"question": f"What is {i} + 1?", "answer": f"{i}+1=<<{i}+1={i + 1}>>{i + 1}\n#### {i + 1}"} for i in range(99)
     ]
-    _write_lines(folder / corpus.GSM8K_FILE, problems)
+    _write_lines(folder / datasets.GSM8K_FILE, problems)
     return folder
 
 

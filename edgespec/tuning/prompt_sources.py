@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from demo_training.corpus import (
+from edgespec.errors import ConfigError, PromptError
+from edgespec.formats.files import read_text
+from edgespec.loading.sample_prompts import PROMPTS
+from edgespec.tuning.datasets import (
     GSM8K_FILE,
     SGD_DEV_FILE,
     function_request,
@@ -20,9 +23,6 @@ from demo_training.corpus import (
     library_functions,
     read_lines,
 )
-from edgespec.errors import ConfigError, PromptError
-from edgespec.formats.files import read_text
-from edgespec.loading.sample_prompts import PROMPTS
 from edgespec.tuning.workload import BenchPrompt, Domains, copy_edit
 
 SPEC_BENCH_FILE = "spec_bench_dev.jsonl.xz"

@@ -94,7 +94,7 @@ MUTANTS = (
         "drafters/growth.py",
         "        above.num_children += 1\n",
         "        above.num_children += 1\n        if candidate.evidence[1] < -1.0:\n            return\n",
-        ("tests/test_tree_drafter.py::test_joint_law_of_sampled_text_is_the_targets",),
+        ("tests/drafters/test_tree_drafter.py::test_joint_law_of_sampled_text_is_the_targets",),
     ),
     Mutant(
         "let the nodes of a head's tree see their siblings",

@@ -14,6 +14,7 @@ from edgespec.engines.table import LetterVocabulary
 from edgespec.errors import ConfigError, PromptError
 from edgespec.loading.sample_prompts import PROMPTS
 from edgespec.sampling import Sampling
+from edgespec.tuning import datasets
 from edgespec.tuning import prompt_sources as sources
 from edgespec.tuning.workload import (
     HOT_TEMPERATURE,
@@ -88,20 +89,20 @@ def test_data_gives_held_out_prompts_of_every_domain(corpus_folder):
     assert set(found) == {"dialogue", "arithmetic", "qa", "multi_turn", "code", "copying"}
     assert {p.turns for p in found["dialogue"]} == {("A bus to Fresno, please.",)}
     assert [p.text for p in found["multi_turn"]] == ["Why?"]
-    seen, unseen = corpus.arithmetic(corpus_folder / corpus.GSM8K_FILE)
+    seen, unseen = corpus.arithmetic(corpus_folder / datasets.GSM8K_FILE)
     assert len(found["arithmetic"]) == len(unseen) > 0
     assert not any(prompt.text in document for prompt in found["arithmetic"] for document in seen)
 
 
 def test_code_prompts_are_of_library_files_that_training_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(datasets.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     names = [f"module{index}.py" for index in range(80)]
     for name in names:
         code = f'def find_{name[:-3]}(text):\n    """Look for {name}.\n\n    More."""\n    return text.find("{name}")\n'
         (tmp_path / name).write_text(code)
     (tmp_path / "broken.py").write_text("def (:")
     prompts = list(sources.library_prompts())
-    unseen = [name for name in names if corpus.is_held_out(name)]
+    unseen = [name for name in names if datasets.is_held_out(name)]
     assert 0 < len(unseen) < len(names)
     expected = [f"Write a Python function `find_{name[:-3]}(text)`: Look for {name}." for name in sorted(unseen)]
     assert [prompt.text for prompt in prompts if prompt.domain == "code"] == expected

@@ -69,7 +69,9 @@ def imports(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} has a relative import"
             assert node.module is not None
-            yield node.module
+            for alias in node.names:  # a module of a package, or a name in a module
+                full = f"{node.module}.{alias.name}"
+                yield full if full.removeprefix("edgespec.") in MODULES else node.module
 
 
 def own_imports(name: str) -> list[str]:
@@ -112,6 +114,13 @@ def test_only_the_runtime_knows_implementations():
         used = {imported for imported in own_imports(name) if component(imported) in ("engines", "drafters")}
         allowed = BASES | MEASURED if component(name) in ("control", "bench", "tuning", "generation", "cli") else BASES
         assert used <= allowed, f"{name} imports {used - allowed}"
+
+
+def test_the_package_does_not_need_the_laboratory():
+    """scripts/lab is not in the wheel, though the tests can import it."""
+    laboratory = {path.stem for path in (PACKAGE.parent / "scripts" / "lab").iterdir()}
+    for name, path in MODULES.items():
+        assert not laboratory & {full.split(".")[0] for full in imports(path)}, name
 
 
 def test_llama_cpp_is_imported_in_one_file():

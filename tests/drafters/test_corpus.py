@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from demo_training import corpus
+from edgespec.tuning import datasets
 
 
 def test_dialogues_are_rendered_with_sorted_tools(corpus_folder: Path):
@@ -22,7 +23,7 @@ def test_dialogues_are_rendered_with_sorted_tools(corpus_folder: Path):
 
 
 def test_arithmetic_loses_its_calculator_marks_and_is_split_by_question(corpus_folder: Path):
-    train, held_out = corpus.arithmetic(corpus_folder / corpus.GSM8K_FILE)
+    train, held_out = corpus.arithmetic(corpus_folder / datasets.GSM8K_FILE)
     assert len(train) + len(held_out) == 99 and 0 < len(held_out) < 15
     assert not set(train) & set(held_out)
     assert "<|im_start|>assistant\n7+1=8\nThe answer is 8.<|im_end|>\n" in "".join(train + held_out)
@@ -31,7 +32,7 @@ def test_arithmetic_loses_its_calculator_marks_and_is_split_by_question(corpus_f
 def test_only_documented_functions_become_code():
     documented = '    def f(self, x=1):\n        """Say x."""\n        return x\n'
     source = f"class A:\n{documented}\n    def g(self):\n        return 2\n"
-    found = list(corpus.documented_functions(source))
+    found = list(datasets.documented_functions(source))
     assert found == [("f(self, x=1)", "Say x.", 'def f(self, x=1):\n    """Say x."""\n    return x')]
     chat = corpus.function_document(*found[0], as_chat=True)
     assert "Write a Python function `f(self, x=1)`: Say x." in chat and chat.endswith("```<|im_end|>\n")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from edgespec.config import LoadOptions
-from edgespec.engines import trial as probe
+from edgespec.engines import trial
 from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile
 from edgespec.errors import EdgespecError, ModelFileError, ModelNotFound
 from edgespec.formats.gguf import check as gguf_check
@@ -93,7 +93,7 @@ def test_a_header_is_read_and_checked_once_per_load(sound, monkeypatch):
     read_file, check = gguf_header._read_file, gguf_check._checked
     monkeypatch.setattr(gguf_header, "_read_file", lambda path: read.append(path) or read_file(path))
     monkeypatch.setattr(gguf_check, "_checked", lambda path: checked.append(path) or check(path))
-    monkeypatch.setattr(probe, "faults", lambda paths, timeout_s: [None] * len(paths))
+    monkeypatch.setattr(trial, "faults", lambda paths, timeout_s: [None] * len(paths))
     open_models(LoadOptions(model=str(sound), reproducible=False, context_length=16))[1].close()
     assert len(read) == len(checked) == 1
     check_gguf(sound)
@@ -172,7 +172,7 @@ def test_mutated_files_fail_cleanly_or_work(sound, tmp_path):
             passed.append(path)
         except ModelFileError:
             refused += 1
-    faults = list(probe.faults(passed, timeout_s=60))
+    faults = list(trial.faults(passed, timeout_s=60))
     assert len(faults) == len(passed)
     assert refused > 50
     working = [path for path, fault in zip(passed, faults, strict=True) if fault is None]
@@ -195,8 +195,8 @@ def test_a_probe_survives_what_ends_its_child(sound, tmp_path, monkeypatch):
     )
     stand_in.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(stand_in))
-    monkeypatch.setattr(probe, "may_fork", lambda: False)
-    found = list(probe.faults([sound, deadly, last], timeout_s=30))
+    monkeypatch.setattr(trial, "may_fork", lambda: False)
+    found = list(trial.faults([sound, deadly, last], timeout_s=30))
     assert found[0] is found[2] is None
     assert "ended a trial process (status -6)" in str(found[1])
 
@@ -205,24 +205,24 @@ def test_a_probe_reports_nan_weights_and_logits(tmp_path):
     weights = write_model(tmp_path / "nan.gguf", SHAPE, tensors={"blk.0.attn_q.weight": MATRIX * np.float32(math.nan)})
     logits = write_model(tmp_path / "rope.gguf", SHAPE, tensors={"rope_freqs.weight": np.zeros(8, np.float32)})
     with pytest.raises(ModelFileError, match="invalid data"):
-        probe.probe(weights)
+        trial.probe(weights)
     with pytest.raises(ModelFileError, match="not numbers"):
-        probe.probe(logits)
+        trial.probe(logits)
 
 
 def test_a_probe_that_hangs_is_ended(tmp_path):
     path = write_model(tmp_path / "rwkv.gguf", SHAPE, metadata={"tokenizer.ggml.model": "rwkv"})
     with pytest.raises(ModelFileError, match="took more than 5 s"):
-        probe.probe(path, timeout_s=5)
+        trial.probe(path, timeout_s=5)
 
 
 IN_A_FORK = """
 import json, sys
 from pathlib import Path
-from edgespec.engines import probe
-probe._run_program = None
-assert probe.may_fork()
-found = list(probe.faults([Path(name) for name in sys.argv[2:]], timeout_s=float(sys.argv[1])))
+from edgespec.engines import trial
+trial._run_program = None
+assert trial.may_fork()
+found = list(trial.faults([Path(name) for name in sys.argv[2:]], timeout_s=float(sys.argv[1])))
 print(json.dumps(found))
 """
 
@@ -243,7 +243,7 @@ def test_a_fork_finds_what_a_process_of_its_own_finds(sound, tmp_path):
 
 @pytest.mark.parametrize(("ending", "says"), [("os.abort()", "status -6"), ("os.kill(os.getpid(), 9)", "status -9")])
 def test_a_fork_that_a_file_ends_is_told_from_one_that_passes(sound, ending, says):
-    deadly = f"import os\nfrom edgespec.engines import probe\nprobe.try_model = lambda path: {ending}\n"
+    deadly = f"import os\nfrom edgespec.engines import trial\ntrial.try_model = lambda path: {ending}\n"
     assert says in str(in_a_fork(sound, before=deadly)[0])
 
 
@@ -254,7 +254,7 @@ def test_a_fork_that_hangs_is_ended(tmp_path):
 
 def test_nothing_is_forked_beside_threads_or_an_engine_that_has_worked(sound):
     LlamaCppEngine.load(sound, context_length=16, threads=1, reproducible=False).close()
-    assert not probe.may_fork()
+    assert not trial.may_fork()
     before = "import threading, time\nthreading.Thread(target=time.sleep, args=(9,), daemon=True).start()\n"
     with pytest.raises(subprocess.CalledProcessError):
         in_a_fork(sound, before=before)
@@ -263,7 +263,7 @@ def test_nothing_is_forked_beside_threads_or_an_engine_that_has_worked(sound):
 def test_the_models_of_a_pair_share_one_child(tmp_path, monkeypatch):
     one, other = (write_model(tmp_path / f"{name}.gguf", SHAPE) for name in ("one", "other"))
     calls = []
-    monkeypatch.setattr(probe, "faults", lambda paths, timeout_s: calls.append(paths) or [None] * len(paths))
+    monkeypatch.setattr(trial, "faults", lambda paths, timeout_s: calls.append(paths) or [None] * len(paths))
     options = LoadOptions(model=str(one), draft=str(other), reproducible=False, context_length=16)
     _, target, drafters = open_models(options)
     for each in (*drafters.values(), target):
@@ -273,20 +273,20 @@ def test_the_models_of_a_pair_share_one_child(tmp_path, monkeypatch):
 
 def test_a_file_is_probed_once_until_it_changes(sound, tmp_path, monkeypatch):
     probed = []
-    monkeypatch.setattr(probe, "faults", lambda paths, timeout_s: probed.extend(paths) or [None] * len(paths))
+    monkeypatch.setattr(trial, "faults", lambda paths, timeout_s: probed.extend(paths) or [None] * len(paths))
     path = tmp_path / "model.gguf"
     path.write_bytes(sound.read_bytes())
-    probe.check_model_file(path)
-    probe.check_model_file(path)
+    trial.check_model_file(path)
+    trial.check_model_file(path)
     assert probed == [path]
     write_model(path, Shape(layers=2, width=32, heads=2, kv_heads=1, hidden=32, merges=6))
-    probe.check_model_file(path)
+    trial.check_model_file(path)
     assert probed == [path, path]
 
 
 def test_a_trusted_file_is_not_probed(sound, monkeypatch):
-    monkeypatch.setattr(probe, "faults", lambda paths, timeout_s: pytest.fail("probed") if paths else [])
-    probe.check_model_file(sound, is_trusted=True)
+    monkeypatch.setattr(trial, "faults", lambda paths, timeout_s: pytest.fail("probed") if paths else [])
+    trial.check_model_file(sound, is_trusted=True)
 
 
 def test_a_vocabulary_comes_without_the_weights(sound):

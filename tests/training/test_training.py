@@ -14,6 +14,7 @@ import pytest
 
 from demo_training import corpus
 from edgespec.formats.manifest import read_pair
+from edgespec.tuning import datasets
 
 torch = pytest.importorskip("torch", reason="training needs torch: pip install edgespec[train]")
 pytest.importorskip("tokenizers", reason="training needs tokenizers: pip install edgespec[train]")
@@ -211,7 +212,7 @@ def test_packing_writes_a_pair_that_the_registry_reads(
     from demo_training import pack as packing
     from demo_training import pipeline
 
-    train, _ = corpus.arithmetic(corpus_folder / corpus.GSM8K_FILE)
+    train, _ = corpus.arithmetic(corpus_folder / datasets.GSM8K_FILE)
     tokenizer = train_tokenizer(train, 320)
     shape = NetworkShape(320, 32, 64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
     networks = {name: Network(shape) for name in ("target", "draft", "medium")}
@@ -238,7 +239,7 @@ def test_evaluation_prompts_end_where_the_assistant_begins(corpus_folder: Path):
     pytest.importorskip("matplotlib", reason="packing draws curves: pip install edgespec[train]")
     from demo_training.pack import evaluation_prompts
 
-    documents = corpus.dialogues(corpus_folder / corpus.SGD_DEV_FILE, seed=0)
+    documents = corpus.dialogues(corpus_folder / datasets.SGD_DEV_FILE, seed=0)
     tokenizer = train_tokenizer(documents, 320)
     prompts = evaluation_prompts(tokenizer, documents, 4)
     texts = [tokenizer.decode(prompt, skip_special_tokens=False) for prompt in prompts]
@@ -289,7 +290,7 @@ def test_copying_is_taught_on_from_the_shipped_weights(
     from demo_training import pipeline
 
     shape = NetworkShape(320, 32, 64, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
-    few = list(itertools.islice(corpus.library_functions(), 8))
+    few = list(itertools.islice(datasets.library_functions(), 8))
     for module in (corpus, edits):
         monkeypatch.setattr(module, "library_functions", lambda is_wanted: (f for f in few if is_wanted(f[0])))
     monkeypatch.setattr(corpus, "standard_library", lambda seed: (["a"], ["b"]))
@@ -298,7 +299,7 @@ def test_copying_is_taught_on_from_the_shipped_weights(
     shipped = tmp_path / "shipped"
     shipped.mkdir()
     (shipped / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
-    documents = corpus.dialogues(corpus_folder / corpus.SGD_DEV_FILE, seed=0)
+    documents = corpus.dialogues(corpus_folder / datasets.SGD_DEV_FILE, seed=0)
     packing.save_hf_model(Network(shape), train_tokenizer(documents, 320), "{{ messages }}", shipped / "hf" / "target")
     packing.pack_edits(pipeline.Run(corpus_folder, tmp_path), shipped, 8192)
     before, after = (load_file(f / "model.safetensors") for f in (shipped / "hf" / "target", tmp_path / "edits" / "hf"))

@@ -7,17 +7,20 @@ Nothing here copies data into the project: documents live in memory and only wei
 
 from __future__ import annotations
 
-import ast
-import hashlib
 import json
-import lzma
 import random
 import re
-import sysconfig
-import textwrap
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from edgespec.tuning.datasets import (
+    GSM8K_FILE,
+    SGD_DEV_FILE,
+    function_request,
+    is_held_out,
+    library_functions,
+    read_lines,
+)
 
 BOS = "<|endoftext|>"
 TURN_START = "<|im_start|>"
@@ -26,26 +29,13 @@ TOOL_CALL = ("<tool_call>", "</tool_call>")
 TOOL_RESPONSE = ("<tool_response>", "</tool_response>")
 SPECIAL_TOKENS = (BOS, TURN_START, TURN_END, *TOOL_CALL, *TOOL_RESPONSE)
 SYSTEM_PROMPT = "You are a helpful assistant."
-HELD_OUT_FRACTION = 0.03
-GSM8K_FILE, SGD_TRAIN_FILE, SGD_DEV_FILE = "gsm8k_train.jsonl.xz", "sgd_train.jsonl.xz", "sgd_dev.jsonl.xz"
+SGD_TRAIN_FILE = "sgd_train.jsonl.xz"
 
 Domains = dict[str, list[str]]
 
 
 def turn(role: str, content: str) -> str:
     return f"{TURN_START}{role}\n{content}{TURN_END}\n"
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """One object per line of an xz-packed JSON-lines file."""
-    with lzma.open(path, "rt", encoding="utf-8") as lines:
-        for line in lines:
-            yield json.loads(line)
-
-
-def is_held_out(key: str) -> bool:
-    """A split that depends on the document's own key alone, so it never moves when data is added."""
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") < HELD_OUT_FRACTION * 2**32
 
 
 def compact_json(value: Any) -> str:
@@ -104,46 +94,11 @@ def arithmetic(path: Path) -> tuple[list[str], list[str]]:
     return train, held_out
 
 
-def documented_functions(source: str) -> Iterator[tuple[str, str, str]]:
-    """(signature, docstring, code) of every documented function of a module, dedented."""
-    tree = ast.parse(source)
-    lines = source.splitlines()
-    for node in ast.walk(tree):
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            continue
-        documentation = ast.get_docstring(node)
-        if not documentation or node.end_lineno is None or node.end_lineno - node.lineno > 80:
-            continue
-        code = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
-        yield f"{node.name}({ast.unparse(node.args)})", documentation, code
-
-
-def function_request(signature: str, documentation: str) -> str:
-    """What a user says who wants the function."""
-    summary = documentation.split("\n\n")[0].replace("\n", " ")
-    return f"Write a Python function `{signature}`: {summary}"
-
-
 def function_document(signature: str, documentation: str, code: str, *, as_chat: bool) -> str:
     if not as_chat:
         return BOS + code + "\n"
     request = function_request(signature, documentation)
     return BOS + turn("user", request) + turn("assistant", f"```python\n{code}\n```")
-
-
-def library_functions(
-    is_wanted: Callable[[str], bool] = lambda path: True,
-) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
-    """(path, its documented functions as `documented_functions` gives them) of each file of this Python's library."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if relative.parts[0] in ("site-packages", "lib2to3") or not is_wanted(str(relative)):
-            continue
-        try:
-            yield str(relative), list(documented_functions(path.read_text(encoding="utf-8")))
-        except (SyntaxError, UnicodeDecodeError):  # the library's own tests hold broken files on purpose
-            continue
 
 
 def standard_library(seed: int) -> tuple[list[str], list[str]]:

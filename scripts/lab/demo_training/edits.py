@@ -13,9 +13,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from tokenizers import Tokenizer
 
-from demo_training.corpus import BOS, SPECIAL_TOKENS, is_held_out, library_functions, turn
+from demo_training.corpus import BOS, SPECIAL_TOKENS, turn
 from demo_training.pretrain import TokenStream
 from demo_training.vocabulary import mark_id
+from edgespec.tuning.datasets import is_held_out, library_functions
 
 _WORD = re.compile(r"\b[A-Za-z_]{4,}\b")
 _LEAST_CHARACTERS, _MOST_CHARACTERS = 60, 1200
