@@ -179,11 +179,11 @@ class LlamaCppEngine(Engine):
         if self._cancel.is_set:
             self._cancel.clear()
             raise Cancelled("the pass was cancelled before it began; the cache is as before")
-        self._held.check()
         placed = split_by_sequence(batch, self._book.lengths)
         for sequence in placed:
             self._book.check_settled(sequence)
-        kept = self._run(batch, placed)
+        with self._held:
+            kept = self._run(batch, placed)
         self._book.record(placed)
         return self._logits(kept)
 

@@ -155,8 +155,8 @@ class OnnxEngine(Engine):
         if self._options.terminate:
             self._options.terminate = False
             raise Cancelled("the pass was cancelled before it began; the cache is as before")
-        self._held.check()
-        logits = self._caches.run(batch, placed)
+        with self._held:
+            logits = self._caches.run(batch, placed)
         self._book.record(placed)
         self._last_width = batch.width
         return logits
