@@ -15,6 +15,7 @@ from edgespec.control.pool import DrafterPool
 from edgespec.decode import check_prompt
 from edgespec.drafters.base import Drafter
 from edgespec.engines.base import Engine
+from edgespec.engines.progress import OnProgress, reporting_to
 from edgespec.errors import ConfigError, PromptError, SamplingError
 from edgespec.formats.manifest import ModelPair
 from edgespec.generation.executor import Executor, Request
@@ -279,8 +280,16 @@ class Model:
         self.close()
 
 
-def load(model: str | os.PathLike[str] | LoadOptions = "demo", **options: Unpack[LoadKeywords]) -> Model:
+def load(
+    model: str | os.PathLike[str] | LoadOptions = "demo",
+    *,
+    on_progress: OnProgress | None = None,
+    **options: Unpack[LoadKeywords],
+) -> Model:
     """Load a pair by registry name or path, with the fields of `LoadOptions` as keywords; or as one LoadOptions says.
+
+    `on_progress`: called with (steps done, steps in all, what is being done) where loading takes long, as the first
+    load with `reproducible=True` does; what was measured before an exception it raises is kept.
 
     Raises ConfigError for an unknown or bad option, ModelNotFound, ModelFileError, VocabularyMismatch (naming the
     first token that differs) and CapabilityError when what was demanded is not possible.
@@ -294,7 +303,8 @@ def load(model: str | os.PathLike[str] | LoadOptions = "demo", **options: Unpack
     else:
         given: dict[str, Any] = dict(options)
         chosen = LoadOptions(model=model, **given)  # type: ignore[arg-type]  # turned into text there
-    pair, target, drafters = open_models(chosen)
+    with reporting_to(on_progress):
+        pair, target, drafters = open_models(chosen)
     opened = Model(chosen, pair, target, drafters)
     try:
         opened.prepare()

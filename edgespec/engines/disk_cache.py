@@ -83,6 +83,12 @@ def put(kind: str, key: str, value: Any) -> None:
                 Path(temporary).unlink()
 
 
+def delete(kind: str, key: str) -> None:
+    """Remove what `put` stored, if anything."""
+    with contextlib.suppress(OSError):
+        (cache_folder() / kind / f"{key}.json").unlink()
+
+
 def _sum_of(value: Any) -> str:
     text = json.dumps(value, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

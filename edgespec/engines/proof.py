@@ -15,10 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
+from typing import Any, Self
 
 import numpy as np
 
 from edgespec.engines.base import Engine
+from edgespec.engines.disk_cache import MOST_SECONDS, Schema, a_list, a_record, a_row, number, text, whole
+from edgespec.engines.progress import Work
 from edgespec.errors import CapabilityError, UsageError
 from edgespec.types import Batch, TokenIds
 
@@ -28,6 +31,8 @@ PREFIX = 272
 EVERY_WIDTH_TO = 33  # verifying passes are narrow: each of their widths is compared; prompts use these and the widest
 SURVEY_ROWS, CONFIRM_ROWS = 16, 128
 EMITTED = 12  # of the survey's rows, tokens that the model itself chose
+WHAT = "checking that passes of every width give the same bits (once per model)"
+MOST_POSITIONS = 1 << 20
 # Text of the kinds that people give a model. It is tokenised with the model's own vocabulary.
 TEXT = """The committee met on Tuesday, 14 March 1989, to discuss the bridge over the Severn; nobody had expected rain.
 "Why not wait until spring?" asked Dr. Alvarez. She had measured 3.75 m of water at the north pier, up 12% in a week.
@@ -60,20 +65,77 @@ class Bits:
             self.rows[position] == other.rows[position] for position in self.rows.keys() & other.rows.keys()
         )
 
+    def as_json(self) -> dict[str, object]:
+        rows = [[position, digest.hex()] for position, digest in self.rows.items()]
+        return {"rows": rows, "cache": self.cache.hex(), "seconds": self.seconds}
 
-def survey(engine: Engine, widest: int) -> tuple[tuple[WidthClass, ...], dict[int, float]]:
-    """The classes of widths 1..`widest` and the seconds of a pass by width, on sequence 0, empty before and after.
+    @classmethod
+    def from_json(cls, kept: Mapping[str, Any]) -> Self:
+        rows = {int(position): bytes.fromhex(digest) for position, digest in kept["rows"]}
+        return cls(rows, bytes.fromhex(kept["cache"]), float(kept["seconds"]))
+
+
+@dataclass(slots=True)
+class Survey:
+    """How far a survey came: the text it is made on and what each width gave so far. It can be kept and resumed."""
+
+    text: str = ""  # a digest
+    found: dict[int, Bits] = field(default_factory=dict)
+
+    @property
+    def classes(self) -> tuple[WidthClass, ...]:
+        return classes(self.found)
+
+    @property
+    def seconds(self) -> dict[int, float]:
+        """Of a pass, by width."""
+        return {width: bits.seconds for width, bits in self.found.items()}
+
+    def as_json(self) -> dict[str, object]:
+        return {"text": self.text, "found": [[width, bits.as_json()] for width, bits in self.found.items()]}
+
+    @classmethod
+    def from_json(cls, kept: Mapping[str, Any]) -> Self:
+        return cls(kept["text"], {int(width): Bits.from_json(bits) for width, bits in kept["found"]})
+
+    @staticmethod
+    def schema(widest: int) -> Schema:
+        """Of what `as_json` gives."""
+        rows = a_list(a_row(whole(0, MOST_POSITIONS), _is_digest))
+        bits = a_record({"rows": rows, "cache": _is_digest, "seconds": number(0.0, MOST_SECONDS)})
+        return a_record({"text": text, "found": a_list(a_row(whole(1, widest), bits))})
+
+
+def _is_digest(value: object) -> bool:
+    return isinstance(value, str) and len(value) % 2 == 0 and not value.strip("0123456789abcdef")
+
+
+def survey(engine: Engine, widest: int, so_far: Survey) -> None:
+    """Let `so_far` know what widths 1..`widest` give, on sequence 0, empty before and after.
 
     Widths up to EVERY_WIDTH_TO are each compared; the wider ones but the widest are taken to be like their neighbours.
+    Interrupted, `so_far` holds the widths that were finished.
     """
+    widths = (widest, *range(1, min(EVERY_WIDTH_TO, widest - 1) + 1), *_between(widest))
+    work = Work(EMITTED + sum(_num_passes(width) for width in widths), WHAT)
     try:
         ids = proving_text(engine, widest)
-        found: dict[int, Bits] = {}
-        for width in (widest, *range(1, min(EVERY_WIDTH_TO, widest - 1) + 1), *_between(widest)):
-            found[width] = passes_of(engine, ids, max(ids.size - max(width, SURVEY_ROWS), 0), width)
+        digest = hashlib.blake2b(ids.tobytes(), digest_size=16).hexdigest()
+        if so_far.text != digest:
+            so_far.text, so_far.found = digest, {}
+        work.step(EMITTED)
+        for width in widths:
+            if width in so_far.found:
+                work.step(_num_passes(width))
+            else:
+                start = max(ids.size - max(width, SURVEY_ROWS), 0)
+                so_far.found[width] = passes_of(engine, ids, start, width, work)
     finally:
         engine.rollback(0)
-    return classes(found), {width: bits.seconds for width, bits in found.items()}
+
+
+def _num_passes(width: int) -> int:
+    return -(-max(width, SURVEY_ROWS) // width)
 
 
 def confirm(engine: Engine, width: int, pair: WidthClass) -> bool:
@@ -86,15 +148,16 @@ def confirm(engine: Engine, width: int, pair: WidthClass) -> bool:
         return True
     ids = sample_text(engine, PREFIX + CONFIRM_ROWS)
     start = max(ids.size - CONFIRM_ROWS, 0)
+    work = Work(sum(-(-CONFIRM_ROWS // each) for each in (high, width)), WHAT)
     try:
         _read(engine, ids[:start])
-        wide = passes_of(engine, ids, start, high)
-        return wide.agrees(passes_of(engine, ids, start, width))
+        wide = passes_of(engine, ids, start, high, work)
+        return wide.agrees(passes_of(engine, ids, start, width, work))
     finally:
         engine.rollback(0)
 
 
-def passes_of(engine: Engine, ids: TokenIds, start: int, width: int) -> Bits:
+def passes_of(engine: Engine, ids: TokenIds, start: int, width: int, work: Work | None = None) -> Bits:
     """Score the tokens from `start` on in passes that are all exactly `width` wide, the last one over old rows too."""
     found = Bits()
     taken: list[float] = []
@@ -104,6 +167,8 @@ def passes_of(engine: Engine, ids: TokenIds, start: int, width: int) -> Bits:
         started_s = perf_counter()
         logits = engine.forward(Batch.chain(ids[end - width : end]))
         taken.append(perf_counter() - started_s)
+        if work is not None:
+            work.step()
         for position, row in enumerate(logits, start=end - width):
             found.rows[position] = hashlib.blake2b(row.tobytes(), digest_size=16).digest()
     found.cache, found.seconds = _cache_digest(engine), median(taken)

@@ -14,7 +14,7 @@ from edgespec.engines import disk_cache, proof
 from edgespec.engines.base import Engine, EngineFacts
 from edgespec.engines.disk_cache import Schema, a_list, a_record, a_row, flag, text, whole
 from edgespec.engines.disk_cache import seconds as of_time
-from edgespec.engines.proof import PREFIX, WidthClass
+from edgespec.engines.proof import PREFIX, Survey, WidthClass
 from edgespec.errors import CapabilityError
 
 __all__ = ["METHOD", "PREFIX", "WidthClass", "choose_class", "pinned_facts", "refute"]
@@ -107,10 +107,24 @@ def _proved(engine: Engine, key: str, widest: int) -> Proved:
         seconds = {int(width): float(taken) for width, taken in kept["seconds"]}
         return Proved(classes, seconds, kept["refuted"])
     logger.info("proving which widths of a pass give equal bits with this model, once")
-    found = Proved(*proof.survey(engine, widest))
+    surveyed = _surveyed(engine, key, widest)
+    found = Proved(surveyed.classes, surveyed.seconds)
     while (pinned := found.pinned) is not None and not proof.confirm(engine, pinned[0], pinned):
         found = replace(found, classes=proof.without(found.classes, pinned[0]))
     disk_cache.put("widths", key, found.kept())
+    disk_cache.delete("surveys", key)
+    return found
+
+
+def _surveyed(engine: Engine, key: str, widest: int) -> Survey:
+    """The survey, from where an interrupted one ended."""
+    kept = disk_cache.get("surveys", key, Survey.schema(widest))
+    found = Survey() if kept is None else Survey.from_json(kept)
+    try:
+        proof.survey(engine, widest, found)
+    except BaseException:
+        disk_cache.put("surveys", key, found.as_json())
+        raise
     return found
 
 
