@@ -33,7 +33,7 @@ from edgespec.formats.gguf.eagle3 import is_eagle3
 from edgespec.formats.gguf.split import model_files
 from edgespec.types import Logits
 
-PROBE_VERSION = 2  # raise it when the probe learns to find more, and files are probed again
+PROBE_VERSION = 3  # raise it when the probe learns to find more, and files are probed again
 START_S = 60.0
 READ_BYTES_PER_S = 50e6  # a slow disk
 # Libraries with threads or devices of their own, which a fork would lack.
@@ -225,30 +225,31 @@ def try_model(path: Path) -> str | None:
         if _is_graph(path):
             from edgespec.engines.onnx.opening import try_folder
 
-            try_folder(path)
+            logits = try_folder(path)
+        elif is_eagle3(path):
+            from edgespec.engines.llamacpp import Eagle3Head
+
+            Eagle3Head.try_alone(path)
             return None
-        return _try_gguf(path)
+        else:
+            logits = _try_gguf(path)
     except EdgespecError as exc:
         return str(exc)
+    fault = fault_of(logits)
+    return f"{path} is not a usable model: {fault}. Download or export it again" if fault else None
 
 
-def _try_gguf(path: Path) -> str | None:
-    from edgespec.engines.llamacpp import Eagle3Head, LlamaCppEngine
+def _try_gguf(path: Path) -> Logits:
+    from edgespec.engines.llamacpp import LlamaCppEngine
     from edgespec.types import Batch
 
-    if is_eagle3(path):
-        Eagle3Head.try_alone(path)
-        return None
     with LlamaCppEngine.load(
         path, context_length=16, max_batch=8, threads=1, reproducible=False, check_tensors=not is_limited()
     ) as engine:
         ids = engine.vocabulary.encode("".join(map(chr, range(256))), parse_special=True)
-        _ = engine.vocabulary.pieces
-        logits = engine.forward(Batch.chain(ids[:2] or [0]))
-        if fault := fault_of(logits):
-            return f"{path} is not a usable model: {fault}. Download or export it again"
+        logits = engine.forward(Batch.chain(ids[:2] or [0])).copy()
         engine.forward(Batch.chain([0], last_only=True))
-    return None
+    return logits
 
 
 def fault_of(logits: Logits) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 from edgespec.config import DrafterName, LoadOptions
@@ -44,7 +45,7 @@ def _open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterN
     exit_layer = exit_layer_of(options, pair)
     wanted = wanted_drafters(options, pair, exit_layer)
     roles = {role for name in wanted for role in ROLES[name] if exit_layer is None or name != "early-exit"}
-    _check_contents([pair.files[role] for role in ("target", *sorted(roles & pair.files.keys()))])
+    weight_checks = _check_contents([pair.files[role] for role in ("target", *sorted(roles & pair.files.keys()))])
     heads = read_heads(options, pair, is_cut=exit_layer is not None)
     target = _open_target(options, pair.files["target"], exit_layer, hidden_states=bool(heads))
     drafters: dict[DrafterName, Drafter] = {}
@@ -52,6 +53,8 @@ def _open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterN
         for name in wanted:
             drafters |= _opened(name, options, pair, target, drafters, is_cut=exit_layer is not None)
         drafters |= {each.manifest.kind: open_heads(each, path, target) for path, each in heads.items()}
+        for check in weight_checks:
+            check.result()
     except BaseException:
         for drafter in drafters.values():
             drafter.close()
@@ -131,19 +134,43 @@ def open_vocabulary(options: LoadOptions) -> Iterator[tuple[ModelPair, Vocabular
             yield pair, engine.vocabulary
 
 
-def _check_contents(models: Sequence[ModelFile]) -> None:
+def _check_contents(models: Sequence[ModelFile]) -> list[Future[None]]:
     """Hash what the manifest describes but is too large to hash at every start; try a file of unknown contents first.
 
-    A graph with damaged weights loads without complaint, so nothing but a checksum finds them.
+    A graph with damaged weights loads without complaint, so nothing but a checksum finds them. Weights of ONNX models,
+    which no content of theirs can make dangerous to load, are hashed while the models are loaded: what is returned
+    raises ModelFileError as `check_model_files`.
     """
+    later: list[ModelFile] = []
     for model in models:
         for file in model.all_files:
-            if file.sha256 is not None and not file.is_verified:
-                key = key_of("hashed", file_key(file.path), file.sha256)
-                if disk_cache.get("hashed", key, CHECKED_FILE) is None:
-                    check_file(file, is_large_too=True)
-                    disk_cache.put("hashed", key, {"path": str(file.path)})
+            if file.sha256 is not None and not file.is_verified and not _was_hashed(file):
+                check_file(file, hashed=False)
+                if file.path.suffix == ".data":
+                    later.append(file)
+                else:
+                    _check_hash(file)
     check_model_files({model.path: all(file.sha256 for file in model.all_files) for model in models})
+    if not later:
+        return []
+    thread = ThreadPoolExecutor(1, "edgespec-checksums")
+    checks = [thread.submit(_check_hash, file) for file in later]
+    thread.shutdown(wait=False)
+    return checks
+
+
+def _hash_key(file: ModelFile) -> str:
+    return key_of("hashed", file_key(file.path), file.sha256)
+
+
+def _was_hashed(file: ModelFile) -> bool:
+    return disk_cache.get("hashed", _hash_key(file), CHECKED_FILE) is not None
+
+
+def _check_hash(file: ModelFile) -> None:
+    key = _hash_key(file)
+    check_file(file, is_large_too=True)
+    disk_cache.put("hashed", key, {"path": str(file.path)})
 
 
 def _open_target(options: LoadOptions, file: ModelFile, exit_layer: int | None, *, hidden_states: bool) -> Engine:

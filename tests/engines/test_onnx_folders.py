@@ -98,6 +98,13 @@ def with_flat_tables(graph: Any) -> None:
     table.dims[:] = [int(np.prod(table.dims))]
 
 
+def without_inner_weights(graph: Any) -> None:
+    """Zero what is kept in the graph itself, too: norms are small."""
+    for tensor in graph.initializer:
+        if tensor.data_location == 0 and tensor.data_type == 1 and tensor.raw_data:
+            tensor.raw_data = bytes(len(tensor.raw_data))
+
+
 FAULTS: dict[str, Callable[[Path], Any]] = {
     "holds no JSON object": lambda folder: (folder / "config.json").write_text("[]"),
     "cannot be read": lambda folder: (folder / "config.json").write_text("[" * 100_000),
@@ -126,6 +133,18 @@ def test_a_tokenizer_that_ends_the_process_is_found_in_a_trial(folder: Path) -> 
     options = LoadOptions(model=str(folder), reproducible=False, threads=TEST_THREADS)
     with pytest.raises(ModelFileError, match=r"not a usable (model|tokenizer)"):
         open_models(options)
+
+
+def test_weights_that_are_all_zero_are_refused(folder: Path) -> None:
+    """As a download that was never written leaves them; it loads without complaint."""
+    weights = folder / "model.onnx.data"
+    weights.write_bytes(bytes(weights.stat().st_size))
+    graph = folder / "model.onnx"
+    changed_graph(folder, without_inner_weights)
+    logits = logits_of(graph)
+    assert (logits == logits[:, :1]).all()
+    with pytest.raises(ModelFileError, match="every token the same score"):
+        open_models(LoadOptions(model=str(folder), reproducible=False, threads=TEST_THREADS))
 
 
 def test_a_sound_folder_is_tried_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

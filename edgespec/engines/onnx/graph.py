@@ -164,7 +164,7 @@ def external_entry(tensor: Any) -> dict[str, str]:
 
 
 def read_tensor(tensor: Any, folder: Path) -> NDArray[Any]:
-    """The values of a weight, in the graph or in a file of `folder`. Raises ModelFileError.
+    """The values of a weight, in the graph or mapped from a file of `folder`, read-only. Raises ModelFileError.
 
     onnx's own reader refuses files with several names, which caches of downloads are full of.
     """
@@ -178,7 +178,7 @@ def read_tensor(tensor: Any, folder: Path) -> NDArray[Any]:
         kind = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type))
         shape = tuple(tensor.dims)
         file, offset = folder / entry["location"], int(entry.get("offset", 0))
-        return np.fromfile(file, kind, math.prod(shape), offset=offset).reshape(shape)
+        return np.memmap(file, kind, "r", offset, (math.prod(shape),)).reshape(shape)
     except (OSError, ValueError, KeyError, TypeError) as exc:
         raise ModelFileError(f"the weights {tensor.name!r} in {folder} cannot be read: {exc}. Export it again") from exc
 

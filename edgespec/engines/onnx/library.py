@@ -88,7 +88,8 @@ def _open(graph: bytes, folder: Path, threads: int, name: str) -> Any:
     options, graph, weights = _options(graph, folder, threads, name)
     try:
         session = ort.InferenceSession(graph, options, providers=[PROVIDERS[name][0]])
-        session.edgespec_weights = weights  # it reads them as long as it lives, and holds no reference to them
+        if weights and not reads_packed_weights():
+            session.edgespec_weights = weights  # it reads them as long as it lives, and holds no reference to them
         return session
     except _failures() as exc:
         reason = " ".join(str(exc).split())
@@ -97,18 +98,19 @@ def _open(graph: bytes, folder: Path, threads: int, name: str) -> Any:
         raise CapabilityError(f"this model cannot run on {name}: {reason}. Use --provider cpu") from exc
 
 
-def try_graph(graph: bytes, folder: Path) -> None:
-    """Open a session that neither improves the graph nor packs its weights, for what ends a process. Raises as it."""
+def open_trial_session(graph: bytes, folder: Path) -> tuple[Any, Device]:
+    """A session that neither optimises the graph nor packs its weights: quick to open, slow to run.
+
+    Raises ModelFileError for a bad model.
+    """
     ort = library()
-    options = ort.SessionOptions()
-    options.log_severity_level = ERRORS_ONLY + 1
-    options.intra_op_num_threads = 1
+    options = _plain_options(1)
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.disable_prepacking", "1")
     graph, place = with_real_files(graph, folder)
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(place))
     try:
-        ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+        return ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"]), Device("cpu", "cpu")
     except _failures() as exc:
         reason = " ".join(str(exc).split())
         raise ModelFileError(f"ONNX Runtime refused the model in {folder}: {reason}. Export it again") from exc
@@ -135,21 +137,55 @@ def with_real_files(graph: bytes, folder: Path) -> tuple[bytes, Path]:
     return model.SerializeToString(), place
 
 
-def _options(graph: bytes, folder: Path, threads: int, name: str) -> tuple[Any, bytes, Weights]:
-    """How a session is opened, the graph that it opens, and weights that have to live as long as the session."""
-    ort = library()
-    weights: Weights = {}
-    options = ort.SessionOptions()
+@cache
+def reads_packed_weights() -> bool:
+    """Whether products of whole numbers no longer read weights that were given to a session once it is made."""
+    from onnx import TensorProto, helper
+
+    weights = np.random.default_rng(0).integers(0, 256, (SATURATION_SIZE, SATURATION_SIZE), np.uint8)
+    given = TensorProto(name="weights", data_type=TensorProto.UINT8, dims=weights.shape)
+    given.data_location = TensorProto.EXTERNAL
+    given.external_data.add(key="location", value="weights")
+    sums = helper.make_tensor_value_info("sums", TensorProto.FLOAT, ["rows", SATURATION_SIZE])
+    codes = helper.make_tensor_value_info("codes", TensorProto.UINT8, ["rows", SATURATION_SIZE])
+    one = helper.make_tensor("one", TensorProto.FLOAT, [], [1.0])
+    middle = helper.make_tensor("middle", TensorProto.UINT8, [], [128])
+    product = helper.make_node(
+        WHOLE_PRODUCT, ["codes", "weights", "one", "one", "middle", "middle"], ["sums"], domain="com.microsoft"
+    )
+    graph = helper.make_graph([product], "packing", [codes], [sums], [given, one, middle])
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    options = _plain_options(1)
+    options.add_external_initializers(["weights"], [library().OrtValue.ortvalue_from_numpy(weights)])
+    session = library().InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    exact = weights.astype(np.int64) - 128
+    weights[:] = 0
+    rows = (np.arange(count * SATURATION_SIZE, dtype=np.uint8).reshape(count, -1) for count in (1, 2, 5, 16, 64))
+    return all((session.run(None, {"codes": x})[0] == (x.astype(np.int64) - 128) @ exact).all() for x in rows)
+
+
+def _plain_options(threads: int) -> Any:
+    """Of every session: quiet, and threads as they are wanted here."""
+    options = library().SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = ERRORS_ONLY + 1
     # Threads that spin on after a pass take the cores from the other model of the pair: a round took 57 ms, not 8.
     options.add_session_config_entry("session.force_spinning_stop", "1")
+    return options
+
+
+def _options(graph: bytes, folder: Path, threads: int, name: str) -> tuple[Any, bytes, Weights]:
+    """How a session is opened, the graph that it opens, and weights that must live at least until it is made."""
+    ort = library()
+    weights: Weights = {}
+    options = _plain_options(threads)
     if name != "cpu":
         # Without this an operator that the device lacks runs on the CPU unseen, with a copy each way.
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     if name == "cpu" and WHOLE_PRODUCT.encode() in graph and products_saturate():
-        # Signed weights become unsigned ones, for which every processor has an exact kernel; it takes a second copy.
+        # Signed weights become unsigned ones, for which every processor has an exact kernel.
         graph, weights, is_left = make_unsigned(graph, folder)
         values = [ort.OrtValue.ortvalue_from_numpy(array) for array in weights.values()]
         options.add_external_initializers(list(weights), values)

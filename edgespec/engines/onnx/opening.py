@@ -14,11 +14,14 @@ from edgespec.engines.onnx.calibration import TEXT, as_scales, measure_scales, s
 from edgespec.engines.onnx.concatenated import ConcatenatedPasses
 from edgespec.engines.onnx.exits import ExitPasses
 from edgespec.engines.onnx.graph import CacheScales, Graph, read_graph
-from edgespec.engines.onnx.library import Device, library, open_session, try_graph, version
-from edgespec.engines.onnx.passes import Passes, SharedPasses
+from edgespec.engines.onnx.library import Device, library, open_session, open_trial_session, version
+from edgespec.engines.onnx.passes import Passes, PassRows, SharedPasses
 from edgespec.engines.onnx.settings import CONFIGS, ModelConfig, OnnxSettings
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.types import Logits
+
+TRIAL_ROWS = 2
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -40,18 +43,24 @@ def all_files(path: Path) -> list[Path]:
     return [*weight_files(path), *(file for file in named if file.is_file())]
 
 
-def try_folder(path: Path) -> None:
-    """In a trial process: read what may end one. Raises EdgespecError for what merely does not work.
+def try_folder(path: Path) -> Logits:
+    """In a trial process: read what may end one; the logits [2, vocabulary] of a pass over two tokens.
 
-    Not tried is a pass: packing the weights of a large model for it would take as long as the load itself.
+    Raises EdgespecError for what merely does not work.
     """
     check_path(path)
     graph = read_graph(path)
-    ModelConfig.read(path.parent)
+    config = ModelConfig.read(path.parent)
     vocabulary = TokenizerFile(path.parent, graph.vocabulary_size)
-    vocabulary.encode("".join(map(chr, range(256))), parse_special=True)
+    ids = vocabulary.encode("".join(map(chr, range(256))), parse_special=True)
     _ = vocabulary.pieces
-    try_graph(graph.serialised, path.parent)
+    limits = {"max_sequences": 1, "max_batch": TRIAL_ROWS, "widest": TRIAL_ROWS}
+    mode = {"provider": "cpu", "cache_type": "f32", "reproducible": False}
+    settings = OnnxSettings.checked(graph, config, context_length=TRIAL_ROWS, threads=1, **limits, **mode)
+    session, device = open_trial_session(graph.serialised, path.parent)
+    passes = _passes(session, device, graph, settings, library().RunOptions())
+    rows = np.arange(TRIAL_ROWS)
+    return passes.run(0, PassRows(0, np.resize(np.array(ids or [0], np.int32), TRIAL_ROWS), rows))
 
 
 def open_passes(path: Path, graph: Graph, settings: OnnxSettings, run_options: Any) -> tuple[Passes, Device]:
@@ -60,8 +69,12 @@ def open_passes(path: Path, graph: Graph, settings: OnnxSettings, run_options: A
         parts = ExitPasses(path, graph, settings, run_options, settings.exit_layer)
         return parts, parts.device
     session, device = open_session(graph.serialised, path.parent, threads=settings.threads, provider=settings.provider)
+    return _passes(session, device, graph, settings, run_options), device
+
+
+def _passes(session: Any, device: Device, graph: Graph, settings: OnnxSettings, run_options: Any) -> Passes:
     kind = SharedPasses if graph.is_shared else ConcatenatedPasses
-    passes = kind(
+    return kind(
         session,
         graph,
         device,
@@ -71,7 +84,6 @@ def open_passes(path: Path, graph: Graph, settings: OnnxSettings, run_options: A
         max_rows=max(settings.max_batch, settings.widest),
         max_outputs=settings.max_outputs(graph.vocabulary_size),
     )
-    return passes, device
 
 
 def cache_scales(path: Path, graph: Graph, settings: OnnxSettings) -> CacheScales:
