@@ -45,7 +45,7 @@ BASES = {
 SHARED_BY_DRAFTERS = {"corpus.index"}  # the data structure that the corpus drafter looks up
 # what puts engines and drafters together, or reads their files
 ASSEMBLING = {"engines", "drafters", "runtime", "export", "loading", "control.pool"}
-MEASURED = {"engines.disk_cache", "engines.machine", "engines.memory"}  # of the machine; they know no engine
+MEASURED = {"engines.disk_cache", "engines.machine"}  # of the machine; they know no engine
 HEAVY = {"torch", "tokenizers", "gguf", "safetensors", "transformers"}
 
 

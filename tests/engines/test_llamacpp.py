@@ -17,7 +17,7 @@ from demo import TEST_THREADS
 from edgespec.engines import proof, widths
 from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile, settings
 from edgespec.engines.llamacpp.library import library
-from edgespec.engines.llamacpp.stretches import bounded_parts
+from edgespec.engines.llamacpp.tokenizer import bounded_parts
 from edgespec.errors import (
     BatchError,
     Cancelled,

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from edgespec.engines.cores import physical_cores
 from edgespec.engines.llamacpp.library import CancelFlag, complaints, forget_complaints, has_worked, library
+from edgespec.engines.machine import physical_cores
 from edgespec.engines.memory_estimate import Need
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.formats.gguf.header import GgufHeader, GgufNumbers

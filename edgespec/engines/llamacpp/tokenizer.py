@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import re
+import unicodedata
+from collections.abc import Iterator
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
 from edgespec.engines.llamacpp.library import library, open_model
-from edgespec.engines.llamacpp.stretches import bounded_parts
 from edgespec.errors import EngineError, PromptError, UsageError
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.vocabulary import Vocabulary
@@ -16,6 +18,11 @@ from edgespec.vocabulary import Vocabulary
 MAX_TEXT_BYTES = 1 << 28
 NORMAL = 4  # llama.cpp's attribute of an ordinary token
 _PIECE_BYTES = 256
+# Many vocabularies (of GPT-4o, Llama 4, Mistral and DeepSeek among others) make llama.cpp split text into words with
+# std::regex, which recurses for every character of a match: 343 bytes of stack each as measured. 24,400 equal letters
+# overflow a stack of 8 MiB and 1,500 one of 512 KiB, which is what a thread gets on macOS, and end the process.
+_LIMIT = 500  # characters; a match can join a stretch and the blanks behind it
+_LONG_STRETCH = re.compile(rf"\S{{{_LIMIT + 1},}}|\s{{{_LIMIT + 1},}}")
 
 
 class LlamaCppVocabulary(Vocabulary):
@@ -128,3 +135,26 @@ class VocabularyFile(LlamaCppVocabulary):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def bounded_parts(text: str) -> Iterator[str]:
+    """Parts of `text`, in order, without a stretch of over _LIMIT blanks or of over _LIMIT other characters.
+
+    A cut stands before a mark of punctuation where there is one, which word patterns do not join to the word before.
+    """
+    begin = 0
+    for stretch in _LONG_STRETCH.finditer(text):
+        at = stretch.start()
+        while stretch.end() - at > _LIMIT:
+            at = _last_boundary(text, at, at + _LIMIT)
+            yield text[begin:at]
+            begin = at
+    yield text[begin:]
+
+
+def _last_boundary(text: str, start: int, end: int) -> int:
+    """Where to cut in `text[start:end]`: in its second half between a word and punctuation, else at `end`."""
+    for at in range(end, start + (end - start) // 2, -1):
+        if text[at - 1].isalnum() and not text[at].isalnum() and unicodedata.category(text[at])[0] != "M":
+            return at
+    return end

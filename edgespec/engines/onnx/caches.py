@@ -1,4 +1,8 @@
-"""What an ONNX engine needs of its KV caches; there are two ways to lay them out, see `separate` and `packed`."""
+"""The KV caches of an ONNX engine: what it needs of them, and one cache per sequence. `packed` holds all in one.
+
+With a cache of its own the bits of a sequence depend on its own tokens alone, whatever the others do: so in
+reproducible mode, and for exports that cannot be told who sees whom.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,9 @@ from abc import ABC, abstractmethod
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.engines.onnx.passes import Passes, PassRows
 from edgespec.engines.rows import SequenceRows
-from edgespec.types import Batch, Logits
+from edgespec.types import Batch, Logits, TokenIds
 
 
 class Caches(ABC):
@@ -43,3 +48,77 @@ class Caches(ABC):
     @abstractmethod
     def hidden(self, width: int) -> NDArray[np.float32]:
         """Last hidden states [width, hidden size] of the last batch, if that was of one sequence."""
+
+
+class SeparateCaches(Caches):
+    """`least_rows`: narrower passes are padded to so many rows; the pinned width class begins there."""
+
+    can_tree = False
+
+    def __init__(self, passes: Passes, max_sequences: int) -> None:
+        self._passes = passes
+        self.least_rows = 1
+        self._ids = np.zeros((max_sequences, passes.capacity), np.int32)
+        self._gathered = np.zeros((0, passes.logits.shape[1]), np.float32)
+        self._shift = 0
+
+    def run(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
+        if len(placed) == 1:
+            ((sequence, part),) = placed.items()
+            return self._run(sequence, part, batch.outputs)
+        count = int(np.count_nonzero(batch.outputs))
+        if len(self._gathered) < count:
+            self._gathered = np.zeros((count, self._gathered.shape[1]), np.float32)
+        place = np.cumsum(batch.outputs) - 1
+        for sequence, part in placed.items():
+            wanted = batch.outputs[part.rows]
+            if not wanted.any():  # the rows are needed in the cache all the same
+                self._run(sequence, part, np.arange(wanted.size) == wanted.size - 1)
+            else:
+                self._gathered[place[np.array(part.rows)[wanted]]] = self._run(sequence, part, wanted)
+        return self._gathered[:count]
+
+    def _run(self, sequence: int, part: SequenceRows, wanted: NDArray[np.bool_]) -> Logits:
+        """One pass over a chain, with at least `least_rows` rows, with and without logits.
+
+        Tokens before the chain are scored again, to the same bits, so that no cell behind it is needed; at the start
+        of a text, where there are not enough of them, scratch rows follow instead.
+        """
+        missing = max(self.least_rows - len(part.rows), 0)
+        shift = self._shift = missing if missing <= part.base else 0
+        ids = part.token_ids
+        if missing:
+            before = self._ids[sequence, part.base - shift : part.base]
+            ids = np.concatenate((before, ids, np.zeros(missing - shift, np.int32)))
+        outputs = np.flatnonzero(wanted) + shift
+        count = outputs.size
+        if count < self.least_rows:
+            outputs = np.concatenate((outputs, np.repeat(outputs[-1:], self.least_rows - count)))
+        logits = self._passes.run(sequence, PassRows(part.base - shift, ids, outputs))
+        self._ids[sequence, part.base : part.base + len(part.rows)] = part.token_ids
+        return logits[:count]
+
+    def token_ids(self, sequence: int) -> TokenIds:
+        """What the cells of a sequence were last filled with [capacity], a view."""
+        found: TokenIds = self._ids[sequence]
+        return found
+
+    def keep(self, sequence: int, part: SequenceRows, path: list[int]) -> None:
+        """The path of a chain is its beginning, which stands where it should."""
+
+    def truncate(self, sequence: int, to_length: int) -> None:
+        """A shorter text reads fewer cells; what stands in the others is overwritten before it is read."""
+
+    def fork(self, source: int, destination: int, length: int) -> None:
+        self._passes.copy(source, destination, length)
+        self._ids[destination] = self._ids[source]
+
+    def save(self, sequence: int, length: int) -> bytes:
+        return self._ids[sequence, :length].tobytes() + self._passes.read(sequence, slice(0, length))
+
+    def load(self, sequence: int, payload: bytes, length: int) -> None:
+        self._ids[sequence, :length] = np.frombuffer(payload, np.int32, length)
+        self._passes.write(sequence, slice(0, length), payload[4 * length :])
+
+    def hidden(self, width: int) -> NDArray[np.float32]:
+        return self._passes.hidden()[self._shift : self._shift + width]

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgespec.engines.disk_cache import Schema, a_list, a_record, number
-from edgespec.engines.onnx.graph import CacheScales, Graph
+from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.onnx.passes import PassRows, SharedPasses
+from edgespec.engines.onnx.rewriting import CacheScales
 from edgespec.types import TokenIds
 
 MARGIN = 1.25  # a larger value than any seen is cut off at this many times the largest

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.onnx.graph import MASK, POSITIONS, Graph
+from edgespec.engines.onnx.graph import MASK, Graph
 from edgespec.engines.onnx.head import HIDDEN, LOGITS
 from edgespec.engines.onnx.library import Device, library, translated
 from edgespec.engines.onnx.passes import Cells, Passes, PassRows, element_of
+from edgespec.engines.onnx.rewriting import POSITIONS
 from edgespec.errors import CapabilityError
 from edgespec.types import Logits
 

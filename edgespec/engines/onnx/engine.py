@@ -16,14 +16,13 @@ from edgespec.engines.disk_cache import file_key, key_of
 from edgespec.engines.envelope import StateStamp
 from edgespec.engines.held import HeldFiles
 from edgespec.engines.machine import processor
-from edgespec.engines.onnx.caches import Caches
+from edgespec.engines.onnx.caches import Caches, SeparateCaches
 from edgespec.engines.onnx.exits import ExitPasses, OnnxExit
 from edgespec.engines.onnx.graph import Graph, read_graph
 from edgespec.engines.onnx.library import library, version
 from edgespec.engines.onnx.opening import cache_scales, check_path, open_passes, weight_files
 from edgespec.engines.onnx.packed import PackedCaches
 from edgespec.engines.onnx.passes import SharedPasses
-from edgespec.engines.onnx.separate import SeparateCaches
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.engines.rows import SequenceBook, split_by_sequence

@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import EarlyExit
+from edgespec.engines.onnx.caches import SeparateCaches
 from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.onnx.library import Device, open_session
 from edgespec.engines.onnx.partition import HIDDEN_IN, HIDDEN_OUT, partition
 from edgespec.engines.onnx.passes import ELEMENTS, Cells, Passes, PassRows, SharedPasses
-from edgespec.engines.onnx.separate import SeparateCaches
 from edgespec.engines.onnx.settings import OnnxSettings
 from edgespec.errors import ContextFull
 from edgespec.types import Logits, TokenIds

@@ -13,9 +13,10 @@ from edgespec.engines.disk_cache import file_key, key_of
 from edgespec.engines.onnx.calibration import TEXT, as_scales, measure_scales, scales_schema
 from edgespec.engines.onnx.concatenated import ConcatenatedPasses
 from edgespec.engines.onnx.exits import ExitPasses
-from edgespec.engines.onnx.graph import CacheScales, Graph, read_graph
+from edgespec.engines.onnx.graph import Graph, read_graph
 from edgespec.engines.onnx.library import Device, library, open_session, open_trial_session, version
 from edgespec.engines.onnx.passes import Passes, PassRows, SharedPasses
+from edgespec.engines.onnx.rewriting import CacheScales
 from edgespec.engines.onnx.settings import CONFIGS, ModelConfig, OnnxSettings
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.errors import CapabilityError, ModelFileError

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.onnx.graph import BIAS, LENGTHS, POSITIONS, TOTAL, CacheEntry, Graph
+from edgespec.engines.onnx.graph import CacheEntry, Graph
 from edgespec.engines.onnx.head import HIDDEN, LOGITS, OUTPUT_ROWS
 from edgespec.engines.onnx.library import Device, library, translated
+from edgespec.engines.onnx.rewriting import BIAS, LENGTHS, POSITIONS, TOTAL
 from edgespec.errors import CapabilityError
 from edgespec.types import NO_PARENT, Logits, TokenIds
 

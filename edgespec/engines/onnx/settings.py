@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from edgespec.engines.cores import physical_cores
+from edgespec.engines.machine import physical_cores
 from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.onnx.packed import cells_needed
 from edgespec.errors import ConfigError, ModelFileError

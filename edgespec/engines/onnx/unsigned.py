@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.machine import usable_processors
-from edgespec.engines.onnx.graph import read_tensor
 from edgespec.engines.onnx.head import WHOLE_PRODUCT
+from edgespec.engines.onnx.weights import read_tensor
 
 # Inputs of the product: codes, weights, scale of codes, scales of weights, zero point of codes, that of the weights.
 _WEIGHTS, _ZERO_POINT = 1, 5

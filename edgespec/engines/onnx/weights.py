@@ -1,0 +1,76 @@
+"""Weights of an exported graph, inside it or in a file beside it: where they lie, how large they are, their values."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.errors import ModelFileError
+
+
+def check_weight_files(graph: Any, path: Path) -> None:
+    """Every external weight must lie inside its file, which must lie beside the graph."""
+    sizes: dict[str, int] = {}
+    for tensor in graph.initializer:
+        entry = external_entry(tensor)
+        if "location" not in entry:
+            continue
+        name = entry["location"]
+        if Path(name).name != name:
+            raise ModelFileError(f"{path} names a weight file outside its own folder: {name!r}. Export it again")
+        if name not in sizes:
+            file = path.parent / name
+            if not file.is_file():
+                raise ModelFileError(f"{path} needs {name!r} beside it, which is missing. Copy it there")
+            sizes[name] = file.stat().st_size
+        offset, length = (
+            _whole(entry.get(key, "0"), f"{key} of {tensor.name!r}", path) for key in ("offset", "length")
+        )
+        end = offset + length
+        if end > sizes[name]:
+            raise ModelFileError(f"{path.parent / name} has {sizes[name]} bytes and needs {end}: it is truncated")
+
+
+def _whole(text: str, what: str, path: Path) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 20):
+        raise ModelFileError(
+            f"{path} is damaged: the {what} is {text[:40]!r}, a whole number is needed. Export it again"
+        )
+    return int(text)
+
+
+def external_entry(tensor: Any) -> dict[str, str]:
+    """Where a weight outside the graph lies: location, offset, length; empty for one inside."""
+    return {item.key: item.value for item in tensor.external_data} if tensor.data_location == 1 else {}
+
+
+def read_tensor(tensor: Any, folder: Path) -> NDArray[Any]:
+    """The values of a weight, in the graph or mapped from a file of `folder`, read-only. Raises ModelFileError.
+
+    onnx's own reader refuses files with several names, which caches of downloads are full of.
+    """
+    from onnx import helper, numpy_helper
+
+    entry = external_entry(tensor)
+    try:
+        if not entry:
+            found: NDArray[Any] = numpy_helper.to_array(tensor)
+            return found
+        kind = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type))
+        shape = tuple(tensor.dims)
+        file, offset = folder / entry["location"], int(entry.get("offset", 0))
+        return np.memmap(file, kind, "r", offset, (math.prod(shape),)).reshape(shape)
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise ModelFileError(f"the weights {tensor.name!r} in {folder} cannot be read: {exc}. Export it again") from exc
+
+
+def weight_bytes(graph: Any) -> int:
+    total = 0
+    for tensor in graph.initializer:
+        entry = {item.key: item.value for item in tensor.external_data}
+        total += int(entry.get("length", 0)) if tensor.data_location == 1 else tensor.ByteSize()
+    return total
