@@ -1,8 +1,7 @@
-"""Small results that are costly to measure, kept between runs in the user's cache folder as JSON.
+"""A cache of measurements between runs, as JSON files with checksums in the user's cache folder.
 
-Losing them costs time and nothing else, so what cannot be read, is damaged, or does not have the shape that its reader
-asks for counts as missing, and a folder that cannot be written as full. An entry is kept with its checksum: a number
-that a damaged disk changed would often still look like one.
+Losing an entry only costs time: one that cannot be read, is damaged or does not match its reader's schema counts as
+missing, and where the folder cannot be written nothing is kept.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from edgespec.formats.files import home_folder, resolved
 
 logger = logging.getLogger(__name__)
 Schema = Callable[[Any], bool]
-"""Whether a JSON value has the shape that its reader relies on."""
-MOST_SECONDS = 1e4  # that anything timed may have taken
+"""Whether a JSON value has the shape that its reader needs."""
+MOST_SECONDS = 1e4  # longest plausible measurement
 _DEEPEST = 8
 _FORMAT = 1
 
 
 def cache_folder() -> Path:
-    """`EDGESPEC_HOME`/cache, else the platform's place for files that may be deleted at any time."""
+    """`EDGESPEC_HOME`/cache, or the platform's folder for caches."""
     if home := os.environ.get("EDGESPEC_HOME"):
         return Path(home) / "cache"
     if chosen := os.environ.get("XDG_CACHE_HOME"):
@@ -42,18 +41,18 @@ def cache_folder() -> Path:
 
 
 def key_of(*parts: object) -> str:
-    """A file name for everything that a result depends on."""
+    """A file name made of everything that a result depends on."""
     return hashlib.sha256("\0".join(map(repr, parts)).encode()).hexdigest()[:32]
 
 
 def file_key(path: Path) -> tuple[str, int, int]:
-    """What tells a file from an older one of the same name: (path, size in bytes, time of change in ns)."""
+    """Identifies a version of a file: (path, size in bytes, time of change in ns)."""
     found = path.stat()
     return str(resolved(path)), found.st_size, found.st_mtime_ns
 
 
 def get(kind: str, key: str, schema: Schema) -> Any:
-    """What `put` stored under `kind` and `key`; None where that is nothing, damaged, or not as `schema` has it."""
+    """What `put` stored under `kind` and `key`; None when it is missing, damaged, or does not match `schema`."""
     try:
         kept = json.loads((cache_folder() / kind / f"{key}.json").read_bytes())
         if not isinstance(kept, dict) or kept.keys() != {"format", "sum", "value"} or kept["format"] != _FORMAT:
@@ -64,19 +63,19 @@ def get(kind: str, key: str, schema: Schema) -> Any:
 
 
 def put(kind: str, key: str, value: Any) -> None:
-    """Keep a JSON value; written whole or not at all."""
+    """Store a JSON value, completely or not at all."""
     folder = cache_folder() / kind
     temporary = None
     try:
-        value = json.loads(json.dumps(value, allow_nan=False))  # as `get` returns it: names are text, tuples lists
+        value = json.loads(json.dumps(value, allow_nan=False))  # as `get` returns it: keys become text, tuples lists
         folder.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
         with os.fdopen(handle, "w") as file:
             json.dump({"format": _FORMAT, "sum": _sum_of(value), "value": value}, file)
         Path(temporary).replace(folder / f"{key}.json")
         temporary = None
-    except (OSError, ValueError) as exc:  # the latter for a number that JSON has no word for
-        logger.debug("the measurement %s/%s is not kept: %s", kind, key, exc)
+    except (OSError, ValueError) as exc:  # ValueError: a number that JSON cannot hold
+        logger.debug("the measurement %s/%s cannot be saved: %s", kind, key, exc)
     finally:
         if temporary is not None:
             with contextlib.suppress(OSError):
@@ -98,7 +97,7 @@ def _sum_of(value: Any) -> str:
 
 
 def number(low: float, high: float) -> Schema:
-    """A finite number in `low`..`high`; a bool is none."""
+    """A finite number in `low`..`high`, not a bool."""
 
     def fits(value: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
@@ -107,7 +106,7 @@ def number(low: float, high: float) -> Schema:
 
 
 def whole(low: int, high: int) -> Schema:
-    """A whole number in `low`..`high`; a bool is none."""
+    """A whole number in `low`..`high`, not a bool."""
 
     def fits(value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
@@ -124,7 +123,7 @@ def flag(value: Any) -> bool:
 
 
 def a_list(element: Schema, *, least: int = 0, size: int | None = None) -> Schema:
-    """A list of at least `least` elements, or of just `size`."""
+    """A list of at least `least` elements, or of exactly `size`."""
 
     def fits(value: Any) -> bool:
         if not isinstance(value, list) or (len(value) < least if size is None else len(value) != size):
@@ -135,7 +134,7 @@ def a_list(element: Schema, *, least: int = 0, size: int | None = None) -> Schem
 
 
 def a_row(*elements: Schema) -> Schema:
-    """A list of just these elements."""
+    """A list of exactly these elements."""
 
     def fits(value: Any) -> bool:
         return (
@@ -148,7 +147,7 @@ def a_row(*elements: Schema) -> Schema:
 
 
 def a_record(fields: Mapping[str, Schema]) -> Schema:
-    """An object with just these fields."""
+    """An object with exactly these fields."""
 
     def fits(value: Any) -> bool:
         return (
@@ -161,7 +160,7 @@ def a_record(fields: Mapping[str, Schema]) -> Schema:
 
 
 def a_table(names: Collection[str], element: Schema) -> Schema:
-    """An object that is not empty, of fields that are among `names`."""
+    """An object with at least one field, all of them among `names`."""
 
     def fits(value: Any) -> bool:
         return (
@@ -172,7 +171,7 @@ def a_table(names: Collection[str], element: Schema) -> Schema:
 
 
 def numbers(value: Any, depth: int = 0) -> bool:
-    """Finite numbers in lists and objects of any shape, nested a few times at most."""
+    """Finite numbers in lists and objects of any shape, nested at most _DEEPEST levels."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):
@@ -181,9 +180,9 @@ def numbers(value: Any, depth: int = 0) -> bool:
 
 
 def seconds(value: Any) -> bool:
-    """What something took."""
+    """A duration in seconds."""
     return number(0.0, MOST_SECONDS)(value) and value > 0
 
 
 CHECKED_FILE = a_record({"path": text})
-"""Of the kinds that only say that a file was looked at."""
+"""Of entries that only record that a file was checked."""

@@ -1,4 +1,4 @@
-"""Holds the files of a loaded model open and notices when one is changed in place.
+"""Keeps the files of a loaded model open and notices when one is changed in place.
 
 Weights are mapped, not copied: where a file is truncated, touching what is gone ends the process with SIGBUS, and where
 it is written over, the model writes nonsense. Before each pass the files are compared with what they were, which costs
@@ -89,7 +89,7 @@ class HeldFiles:
                 )
 
     def close(self) -> None:
-        """Let go of the files; closing twice is allowed."""
+        """Close the files; closing twice is allowed."""
         self._files, self._leasable = [], []
         self._release()
 

@@ -32,7 +32,7 @@ def usable_processors() -> int:
 
 
 def machine_name() -> str:
-    """Processor and how much of it is ours: with another number of processors other settings are best."""
+    """The processor, and how many logical ones this process may use: both decide which settings are best."""
     return f"{processor()}, {usable_processors()} processors"
 
 
@@ -52,7 +52,7 @@ def physical_cores() -> int:
 
 
 def _siblings(cpu: int) -> str:
-    """The hardware threads of one core, as the kernel spells them; the cpu itself where it does not say."""
+    """The hardware threads of one core, as the kernel lists them; the cpu itself where it does not."""
     try:
         return (CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip()
     except OSError:
@@ -60,7 +60,7 @@ def _siblings(cpu: int) -> str:
 
 
 def _quota() -> int | None:
-    """Whole processors that the control group grants, or None without a limit."""
+    """Whole processors that the control group allows, or None without a limit."""
     try:
         granted, period = QUOTA.read_text().split()
         return None if granted == "max" else max(int(granted) // int(period), 1)
@@ -69,7 +69,7 @@ def _quota() -> int | None:
 
 
 def _performance_cores() -> int | None:
-    """Apple's performance cores: the efficient ones would hold every barrier up."""
+    """Apple's performance cores: all threads would wait for the efficiency cores at every barrier."""
     value, size = ctypes.c_int32(0), ctypes.c_size_t(4)
     failed = ctypes.CDLL(None).sysctlbyname(
         b"hw.perflevel0.physicalcpu", ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0)

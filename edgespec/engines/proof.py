@@ -1,11 +1,10 @@
-"""Proves which widths of a pass give the same bits, on real text and on tokens that the model itself emits.
+"""Tests which widths of a pass (its number of rows) give bitwise equal results, on real text and on emitted tokens.
 
-A matrix kernel is chosen by its number of rows, and another kernel adds in another order. Whether two kernels are in
-use shows only where numbers are far enough from a tie to differ after the last rounding, so what is compared is not
-the logits alone: it is every layer's new keys and values as well. Random token ids prove nothing: of a padded
-vocabulary most of them are never trained, and their rows agree whatever computes them.
+Libraries choose a matrix kernel by the number of rows, and another kernel adds in another order. The difference often
+disappears when logits are rounded, so the new keys and values of every layer are compared as well. Random token ids
+prove nothing: most of a padded vocabulary is untrained, and its rows agree whichever kernel computes them.
 
-`survey` compares every width; `confirm` compares one more carefully, before a lone row is believed to be like others.
+`survey` compares every width; `confirm` compares single-token passes over more rows before they join a class.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from edgespec.types import Batch, TokenIds
 WidthClass = tuple[int, int]
 # From 512 cells on llama.cpp's attention treats a lone row in its own way, and cells are counted in steps of 256.
 PREFIX = 272
-EVERY_WIDTH_TO = 33  # verifying passes are narrow: each of their widths is compared; prompts use these and the widest
+EVERY_WIDTH_TO = 33  # every width of a verifying pass is compared; prompts use these and the widest
 SURVEY_ROWS, CONFIRM_ROWS = 16, 128
-EMITTED = 12  # of the survey's rows, tokens that the model itself chose
+EMITTED = 12  # of the survey's rows: tokens that the model itself chose
 WHAT = "checking that passes of every width give the same bits (once per model)"
 MOST_POSITIONS = 1 << 20
-# Text of the kinds that people give a model. It is tokenised with the model's own vocabulary.
+# Typical input: prose, code, JSON, several languages. It is tokenised with the model's own vocabulary.
 TEXT = """The committee met on Tuesday, 14 March 1989, to discuss the bridge over the Severn; nobody had expected rain.
 "Why not wait until spring?" asked Dr. Alvarez. She had measured 3.75 m of water at the north pier, up 12% in a week.
 def moving_average(values: list[float], window: int = 5) -> list[float]:
@@ -53,14 +52,14 @@ Once upon a time a fox lived at the edge of a dark forest, and every evening it 
 
 @dataclass(slots=True)
 class Bits:
-    """What passes of one width gave: a digest of each row of logits by position, and one of the whole KV cache."""
+    """Results of passes of one width: a digest of each row of logits by position, and one of the whole KV cache."""
 
     rows: dict[int, bytes] = field(default_factory=dict)
     cache: bytes = b""
     seconds: float = 0.0  # median of a pass
 
     def agrees(self, other: Bits) -> bool:
-        """Whether both gave the same bits wherever both looked."""
+        """Whether the caches are equal, and the logits at all positions that both have."""
         return self.cache == other.cache and all(
             self.rows[position] == other.rows[position] for position in self.rows.keys() & other.rows.keys()
         )
@@ -77,9 +76,9 @@ class Bits:
 
 @dataclass(slots=True)
 class Survey:
-    """How far a survey came: the text it is made on and what each width gave so far. It can be kept and resumed."""
+    """Results of a survey so far, by width, and a digest of its text. It can be saved and resumed."""
 
-    text: str = ""  # a digest
+    text: str = ""
     found: dict[int, Bits] = field(default_factory=dict)
 
     @property
@@ -111,10 +110,10 @@ def _is_digest(value: object) -> bool:
 
 
 def survey(engine: Engine, widest: int, so_far: Survey) -> None:
-    """Let `so_far` know what widths 1..`widest` give, on sequence 0, empty before and after.
+    """Add the results of widths 1..`widest` to `so_far`, on sequence 0, which is empty before and after.
 
-    Widths up to EVERY_WIDTH_TO are each compared; the wider ones but the widest are taken to be like their neighbours.
-    Interrupted, `so_far` holds the widths that were finished.
+    Every width up to EVERY_WIDTH_TO is tested, of the wider ones only a few. After an interrupt `so_far` holds the
+    widths that were finished.
     """
     widths = (widest, *range(1, min(EVERY_WIDTH_TO, widest - 1) + 1), *_between(widest))
     work = Work(EMITTED + sum(_num_passes(width) for width in widths), WHAT)
@@ -139,9 +138,9 @@ def _num_passes(width: int) -> int:
 
 
 def confirm(engine: Engine, width: int, pair: WidthClass) -> bool:
-    """Whether `width` gives the bits of the widest pass of its class `pair` over CONFIRM_ROWS rows of text.
+    """Whether `width` gives the same bits as the widest pass of its class `pair` over CONFIRM_ROWS rows of text.
 
-    n rows without a difference bound the share of rows that differ by 3/n at 95% (rule of three).
+    If n rows do not differ, at most 3/n of all rows do, at 95% confidence (rule of three).
     """
     high = min(pair[1], EVERY_WIDTH_TO)
     if width == high:
@@ -158,7 +157,7 @@ def confirm(engine: Engine, width: int, pair: WidthClass) -> bool:
 
 
 def passes_of(engine: Engine, ids: TokenIds, start: int, width: int, work: Work | None = None) -> Bits:
-    """Score the tokens from `start` on in passes that are all exactly `width` wide, the last one over old rows too."""
+    """Score the tokens from `start` on in passes of exactly `width` rows; the last one may repeat rows."""
     found = Bits()
     taken: list[float] = []
     for end in _ends(start, ids.size, width):
@@ -184,7 +183,7 @@ def _ends(start: int, size: int, width: int) -> Iterator[int]:
 
 
 def _cache_digest(engine: Engine) -> bytes:
-    """Of the keys and values of every layer; of nothing where the engine cannot give them."""
+    """A digest of the keys and values of every layer; empty where the engine cannot give them."""
     try:
         return hashlib.blake2b(engine.save_state(), digest_size=16).digest()
     except CapabilityError:
@@ -196,16 +195,16 @@ def _between(widest: int) -> tuple[int, ...]:
 
 
 def sample_text(engine: Engine, wanted: int) -> TokenIds:
-    """Token ids [at most `wanted`, and what the context holds] of real text in the model's own vocabulary."""
+    """Token ids [at most `wanted` and the context length] of real text in the model's own vocabulary."""
     try:
         ids = np.array(engine.vocabulary.encode(TEXT), np.int32)
-    except UsageError:  # a vocabulary of a few letters: any of its tokens are its text
+    except UsageError:  # a vocabulary of a few letters, in which any tokens are text
         ids = np.arange(engine.vocabulary.size, dtype=np.int32)
     return np.resize(ids, min(wanted, engine.facts.context_length))
 
 
 def proving_text(engine: Engine, widest: int) -> TokenIds:
-    """Token ids of real text that ends in EMITTED tokens that the model itself puts there; they are left cached."""
+    """Token ids of real text, followed by EMITTED tokens that the model chose; all are in the cache afterwards."""
     ids = sample_text(engine, PREFIX + max(widest, SURVEY_ROWS))
     start = max(ids.size - EMITTED, 1)
     _read(engine, ids[: start - 1])
@@ -234,7 +233,7 @@ def classes(found: Mapping[int, Bits]) -> tuple[WidthClass, ...]:
 
 
 def without(found: Sequence[WidthClass], width: int) -> tuple[WidthClass, ...]:
-    """The classes with `width`, the least of its class, in one of its own."""
+    """The classes, with `width`, the lowest of its class, split off into one of its own."""
     return tuple(
         part
         for low, high in found

@@ -106,7 +106,7 @@ def without_inner_weights(graph: Any) -> None:
 
 
 FAULTS: dict[str, Callable[[Path], Any]] = {
-    "holds no JSON object": lambda folder: (folder / "config.json").write_text("[]"),
+    "does not hold a JSON object": lambda folder: (folder / "config.json").write_text("[]"),
     "cannot be read": lambda folder: (folder / "config.json").write_text("[" * 100_000),
     "num_attention_heads 'four'": lambda f: changed_json(
         f, "config.json", lambda c: c | {"num_attention_heads": "four"}

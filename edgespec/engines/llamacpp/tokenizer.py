@@ -1,4 +1,4 @@
-"""A model's vocabulary through llama.cpp. Ids are checked here: the library ends the process on one out of range."""
+"""A model's vocabulary in llama.cpp. Ids are checked here: the library ends the process on one out of range."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LONG_STRETCH = re.compile(rf"\S{{{_LIMIT + 1},}}|\s{{{_LIMIT + 1},}}")
 
 
 class LlamaCppVocabulary(Vocabulary):
-    """Borrows a loaded model; usable until that model is closed."""
+    """The vocabulary of a loaded model, usable until that model is closed."""
 
     def __init__(self, model: Any) -> None:
         llama = library()
@@ -45,7 +45,7 @@ class LlamaCppVocabulary(Vocabulary):
 
     def encode(self, text: str, *, parse_special: bool = False, add_bos: bool = False) -> list[int]:
         self._require_open()
-        # The library's own add_special may append an end token as well, so the bos is put in front here.
+        # The library's add_special may also append an end token, so the begin-of-text token is added here.
         ids = [self.bos_id] if add_bos and self.bos_id is not None else []
         for part in bounded_parts(text) if self._splits_by_regex else (text,):
             ids += self._encode_part(part, parse_special)
@@ -84,7 +84,7 @@ class LlamaCppVocabulary(Vocabulary):
 
     @cached_property
     def pieces(self) -> list[bytes]:
-        """`token_bytes` of every id, in a tenth of the time that so many calls take."""
+        """`token_bytes` of every id, in a tenth of the time of as many calls."""
         vocab, to_piece = self._require_open(), library().llama_token_to_piece
         piece = ctypes.create_string_buffer(_PIECE_BYTES)
         found: list[bytes] = []
@@ -95,7 +95,7 @@ class LlamaCppVocabulary(Vocabulary):
 
     @cached_property
     def control_names(self) -> tuple[str, ...]:
-        """As the base says. Ordinary tokens print something, so that only the others are asked what."""
+        """As in the base class. Ordinary tokens all print something, so only the others are checked."""
         vocab, kind_of = self._require_open(), library().llama_vocab_get_attr
         others = [token_id for token_id in range(self.size) if kind_of(vocab, token_id) != NORMAL]
         return tuple(self.token_name(token_id) for token_id in others if not self.token_bytes(token_id))
@@ -105,7 +105,7 @@ class LlamaCppVocabulary(Vocabulary):
         return [(name or b"").decode("utf-8", errors="backslashreplace") for name in map(name_of, range(self.size))]
 
     def close(self) -> None:
-        """The model is gone: any further call raises EngineError. Texts already read stay."""
+        """Called when the model is freed: any further call raises EngineError."""
         self._model = None
 
     def _check_id(self, token_id: int) -> None:
@@ -119,7 +119,7 @@ class LlamaCppVocabulary(Vocabulary):
 
 
 class VocabularyFile(LlamaCppVocabulary):
-    """The vocabulary of a GGUF without its weights: for tokenising and for comparing before a model is loaded."""
+    """The vocabulary of a GGUF without its weights, to tokenise or compare before a model is loaded."""
 
     def __init__(self, path: Path) -> None:
         check_gguf(path)
@@ -140,7 +140,7 @@ class VocabularyFile(LlamaCppVocabulary):
 def bounded_parts(text: str) -> Iterator[str]:
     """Parts of `text`, in order, without a stretch of over _LIMIT blanks or of over _LIMIT other characters.
 
-    A cut stands before a mark of punctuation where there is one, which word patterns do not join to the word before.
+    Cuts are made before punctuation where there is some, since word patterns do not join it to the word before.
     """
     begin = 0
     for stretch in _LONG_STRETCH.finditer(text):

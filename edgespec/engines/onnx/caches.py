@@ -1,7 +1,7 @@
 """The KV caches of an ONNX engine: what it needs of them, and one cache per sequence. `packed` holds all in one.
 
 With a cache of its own the bits of a sequence depend on its own tokens alone, whatever the others do: so in
-reproducible mode, and for exports that cannot be told who sees whom.
+reproducible mode, and for exports without an attention bias.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from edgespec.types import Batch, Logits, TokenIds
 
 
 class Caches(ABC):
-    """The caches of all sequences. Lengths are the engine's business: it says how long a sequence is."""
+    """The caches of all sequences; the engine keeps their lengths."""
 
     can_tree: bool
 
@@ -31,15 +31,15 @@ class Caches(ABC):
 
     @abstractmethod
     def truncate(self, sequence: int, to_length: int) -> None:
-        """Forget all tokens from position `to_length` on, and an unsettled tree."""
+        """Drop all tokens from position `to_length` on, and an unsettled tree."""
 
     @abstractmethod
     def fork(self, source: int, destination: int, length: int) -> None:
-        """Let `destination` hold the first `length` tokens of `source`."""
+        """Make `destination` the first `length` tokens of `source`."""
 
     @abstractmethod
     def save(self, sequence: int, length: int) -> bytes:
-        """Tokens and keys and values of a sequence."""
+        """Tokens, keys and values of a sequence."""
 
     @abstractmethod
     def load(self, sequence: int, payload: bytes, length: int) -> None:
@@ -51,7 +51,7 @@ class Caches(ABC):
 
 
 class SeparateCaches(Caches):
-    """`least_rows`: narrower passes are padded to so many rows; the pinned width class begins there."""
+    """One cache and one pass per sequence, chains only. Narrower passes are padded to `least_rows` rows."""
 
     can_tree = False
 
@@ -81,8 +81,8 @@ class SeparateCaches(Caches):
     def _run(self, sequence: int, part: SequenceRows, wanted: NDArray[np.bool_]) -> Logits:
         """One pass over a chain, with at least `least_rows` rows, with and without logits.
 
-        Tokens before the chain are scored again, to the same bits, so that no cell behind it is needed; at the start
-        of a text, where there are not enough of them, scratch rows follow instead.
+        Tokens before the chain are scored again, with the same bits, so that no cell after it is needed; at the start
+        of a text, where there are too few, scratch rows follow instead.
         """
         missing = max(self.least_rows - len(part.rows), 0)
         shift = self._shift = missing if missing <= part.base else 0
@@ -99,15 +99,15 @@ class SeparateCaches(Caches):
         return logits[:count]
 
     def token_ids(self, sequence: int) -> TokenIds:
-        """What the cells of a sequence were last filled with [capacity], a view."""
+        """The tokens that the cells of a sequence were last filled with [capacity], a view."""
         found: TokenIds = self._ids[sequence]
         return found
 
     def keep(self, sequence: int, part: SequenceRows, path: list[int]) -> None:
-        """The path of a chain is its beginning, which stands where it should."""
+        """Nothing to do: the path of a chain is its beginning, which is in place."""
 
     def truncate(self, sequence: int, to_length: int) -> None:
-        """A shorter text reads fewer cells; what stands in the others is overwritten before it is read."""
+        """Nothing to do: cells beyond a sequence's length are overwritten before they are read."""
 
     def fork(self, source: int, destination: int, length: int) -> None:
         self._passes.copy(source, destination, length)

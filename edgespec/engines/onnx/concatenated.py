@@ -1,6 +1,6 @@
 """Passes of exports whose cache grows by concatenation (Optimum): every pass copies all keys and values.
 
-1.6 to 1.9 times slower per token than the shared buffer; chains only, since such a graph makes its own causal mask.
+1.6 to 1.9 times slower per token than a shared buffer; chains only, because such a graph makes its own causal mask.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The ONNX Runtime engine: in reproducible mode a cache and a pass per sequence, otherwise one for all.
 
-The first keeps the bits of a sequence apart from the others', the second takes trees and several sequences in one pass.
+The first makes the bits of a sequence independent of the others, the second takes trees and several sequences in one
+pass.
 """
 
 from __future__ import annotations
@@ -89,10 +90,10 @@ class OnnxEngine(Engine):
         """Load `path` (model.onnx, its weights and tokenizer beside it) and measure what it can do.
 
         `context_length` in tokens per sequence, None for the trained one (at most 4096); `threads` None for the
-        physical cores; `provider`: auto, cpu, cuda, dml, webgpu; `cache_type`: f32 for what the export has, int8 for
-        a quarter of its bytes; `reproducible` True demands a width class, None takes one if the model has it, False
-        skips the measurement; `widest`, the widest pass measured; `exit_layer`: cut after so many layers, for
-        `early_exit`; `hidden_states`: make it able to give them.
+        physical cores; `provider`: auto, cpu, cuda, dml, webgpu; `cache_type`: f32 for the export's own, int8 for a
+        quarter of its bytes; `reproducible` True demands a width class, None uses one only if it costs nothing, False
+        skips the measurement; `widest`, the widest pass measured; `exit_layer`: cut the graph after this layer, for
+        `early_exit`; `hidden_states`: allow `give_hidden_states`.
 
         Raises ModelNotFound, ModelFileError, ConfigError for an option out of range, CapabilityError when this build
         or model cannot do what was asked.
@@ -161,9 +162,9 @@ class OnnxEngine(Engine):
         return logits
 
     def _chains_only(self) -> str:
-        if self._can_pack:  # a branch is added up among masked siblings, in another order than alone
-            return "loaded for reproducible text, ONNX Runtime scores chains only; trees need reproducible=False"
-        return "this export scores chains only: its attention cannot be told who sees whom"
+        if self._can_pack:  # attention adds over masked siblings too, in another order than without them
+            return "in reproducible mode ONNX Runtime scores chains only; trees need reproducible=False"
+        return "this export scores chains only: its attention takes no bias"
 
     def length(self, sequence: int = 0) -> int:
         self._require_open()
@@ -209,7 +210,7 @@ class OnnxEngine(Engine):
         self._book.settle(sequence, length)
 
     def give_hidden_states(self, wanted: bool) -> None:
-        """As the contract says; a graph that has them as an output gives them with every pass, at no cost."""
+        """As in the base class; a graph that has them as an output computes them in every pass, at no cost."""
         self._require_open()
         if wanted and not self._has_hidden:
             raise CapabilityError("this model was loaded without hidden states: load it with hidden_states=True")

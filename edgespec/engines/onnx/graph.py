@@ -1,4 +1,4 @@
-"""Reads an exported causal language model: its graph, rewritten for speculative decoding, and what it says of itself.
+"""Reads an exported causal language model: its graph, rewritten for speculative decoding, and its properties.
 
 Graphs of onnxruntime-genai's builder are rewritten (`rewriting`), and their head runs on the rows whose logits are
 wanted. Graphs with a concatenated cache (Optimum) are left as they are.
@@ -32,7 +32,7 @@ PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """One KV tensor: names of its input and output, [heads, head size], element type by onnx's number."""
+    """One KV tensor: names of its input and output, heads, head size, element type as onnx numbers it."""
 
     past: str
     present: str
@@ -66,14 +66,14 @@ def read_graph(
 ) -> Graph:
     """The graph of an exported causal language model.
 
-    `cache_scales` by input name, [heads, head size] each: keys and values are kept as int8 times these. `cells` of
-    the caches that it will get. `hidden_states`: give what the head reads as an output, too. Raises ModelNotFound,
-    ModelFileError for a file that is no such graph, CapabilityError without `onnx`.
+    `cache_scales` by input name, [heads, head size] each: keys and values are stored as int8 times these. `cells`: the
+    capacity of the caches. `hidden_states`: make the input of the head an output, too. Raises ModelNotFound,
+    ModelFileError for a file that is not such a graph, CapabilityError without `onnx`.
     """
     model = _load(path)
     graph = model.graph
     if LOGITS not in {value.name for value in graph.output} & {name for node in graph.node for name in node.output}:
-        raise ModelFileError(f"{path} is no causal language model: it has no output 'logits'. Export it again")
+        raise ModelFileError(f"{path} is not a causal language model: it has no output 'logits'. Export it again")
     attention = [node for node in graph.node if node.op_type == ATTENTION]
     is_half = any(value.type.tensor_type.elem_type == FLOAT16 for value in graph.input if PAST.fullmatch(value.name))
     if cache_scales is not None:
@@ -92,7 +92,7 @@ def read_graph(
     widths = {value.name: (shape_of(value) or [""])[-1] for value in graph.output}
     vocabulary_size, hidden_size = widths.get(LOGITS), widths.get(HIDDEN)
     if not isinstance(vocabulary_size, int):
-        raise ModelFileError(f"{path} is no causal language model: it has no output 'logits' of known width")
+        raise ModelFileError(f"{path} is not a causal language model: it has no output 'logits' of known width")
     return Graph(
         serialised=model.SerializeToString(),
         cache=cache,
@@ -148,7 +148,7 @@ def _cache_entries(graph: Any, path: Path) -> tuple[CacheEntry, ...]:
 
 
 def _rotary_rows(graph: Any, attention: list[Any], path: Path) -> int | None:
-    """Positions that the rotary tables have; beyond them the operator would read foreign memory."""
+    """Positions in the rotary tables; beyond them the operator would read out of bounds."""
     tables = {name for node in attention for name in node.input[7:9] if name}
     shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer if tensor.name in tables}
     for name, shape in shapes.items():

@@ -1,8 +1,8 @@
-"""Cuts a graph after some of its layers, so that a draft's states of the first ones are not computed again.
+"""Cuts a graph after some of its layers, so that a target can reuse what an early exit computed in them.
 
-first: embeddings and the first layers; rest: the other layers; head: final norm and logits. first, rest, head is the
-target, first, head the early exit. Between two layers the hidden state exists as two values, `residual` and `delta`,
-which the next layer's first norm adds; parts hand over both, so that they compute bit for bit what the whole computes.
+first: embeddings and the first layers; rest: the other layers; head: final norm and logits. first, rest, head make the
+target; first, head the early exit. Between two layers the hidden state exists as two values, `residual` and `delta`,
+which the next layer's first norm adds; parts pass on both, so that their results are bitwise those of the whole graph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HIDDEN_OUT = ("edgespec.out.residual", "edgespec.out.delta")
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """The three parts of one graph; `hidden_size` of a state, `element_type` by onnx's number."""
+    """The three parts of one graph; `hidden_size` of a state, `element_type` as onnx numbers it."""
 
     first: Graph
     rest: Graph
@@ -48,7 +48,7 @@ def partition(graph: Graph, path: Path, layers: int) -> Partition:
     entry = nodes.get(f"/model/layers.{layers}/input_layernorm/SkipLayerNorm")
     if entry is None or final is None or not graph.is_shared:
         raise CapabilityError(
-            f"{path} cannot be cut between layers: it was not written by onnxruntime-genai's model builder. Export it "
+            f"{path} cannot be cut between layers: it was not made by onnxruntime-genai's model builder. Export it "
             "again with --exporter builder, or use another drafter"
         )
     cut, end = list(entry.input[:2]), list(final.input[:2])

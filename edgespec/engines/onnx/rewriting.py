@@ -1,8 +1,8 @@
 """Rewrites an exported graph for speculative decoding, in place; weights stay in their file, untouched.
 
-A graph of onnxruntime-genai's builder tells GroupQueryAttention where its rows stand by counting ones in an attention
-mask. Here the operator gets these numbers from inputs of the graph, and with them explicit positions and an attention
-bias, so that the rows of a tree can see their own ancestors only.
+A graph of onnxruntime-genai's builder computes the lengths for GroupQueryAttention from an attention mask. After the
+rewrite the operator gets them from inputs of the graph, and also explicit positions and an attention bias, so that the
+rows of a tree can attend to their own ancestors only.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def rewrite_attention(graph: Any, attention: list[Any], is_half: bool) -> None:
 
 
 def quantise_cache(graph: Any, attention: list[Any], scales: CacheScales) -> None:
-    """Let every attention operator keep keys and values as int8, with a scale per channel."""
+    """Make every attention operator store keys and values as int8, with a scale per channel."""
     from onnx import TensorProto, helper, numpy_helper
 
     for node in attention:
@@ -93,7 +93,7 @@ def widen_logits(graph: Any) -> None:
 
 
 def drop_dead(graph: Any) -> None:
-    """Remove what nothing uses any more: the operators that counted the attention mask, and the mask."""
+    """Remove what is no longer used: the operators that counted the attention mask, and the mask."""
     while True:
         used = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
         dead = [node for node in graph.node if not any(name in used for name in node.output if name)]
@@ -107,7 +107,7 @@ def drop_dead(graph: Any) -> None:
 
 
 def lengthen_rotary(graph: Any, attention: list[Any], path: Path, cells: int) -> None:
-    """Repeat the last row of the rotary tables: the operator wants one per cell, though positions end before."""
+    """Repeat the last row of the rotary tables: the operator requires one per cell, although positions end earlier."""
     from onnx import numpy_helper
 
     tables = {name for node in attention for name in node.input[7:9] if name}

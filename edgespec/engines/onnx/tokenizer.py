@@ -9,7 +9,7 @@ from typing import Any
 from edgespec.errors import CapabilityError, ModelFileError, PromptError, UsageError
 from edgespec.vocabulary import Vocabulary
 
-# Tokens that end a turn by custom; configurations often name only the end of a text.
+# Tokens that usually end a turn; configurations often name only the end of a text.
 END_NAMES = (
     *(
         "<|im_end|>",
@@ -41,7 +41,7 @@ class TokenizerFile(Vocabulary):
         self.size = size
         path = folder / "tokenizer.json"
         self._plain, self._special = _open(path), _open(path)
-        self._plain.encode_special_tokens = True  # a control token written in a text stays text
+        self._plain.encode_special_tokens = True  # control tokens in a text are encoded as text
         source = _read_json(path)
         try:
             added = source.get("added_tokens") or []
@@ -83,7 +83,7 @@ class TokenizerFile(Vocabulary):
         return name.replace("▁", " ").encode()
 
     def token_name(self, token_id: int) -> str:
-        # Widths beyond the tokenizer are padding; the converters to GGUF name it so too.
+        # Ids beyond the tokenizer are padding, named as the converters to GGUF do.
         return self._text(token_id) or f"[PAD{token_id}]"
 
     def _text(self, token_id: int) -> str | None:
@@ -115,7 +115,7 @@ class TokenizerFile(Vocabulary):
 
 
 def _byte_letters() -> dict[str, int]:
-    """The letters by which byte-level BPE spells bytes: printable ones stand for themselves (GPT-2)."""
+    """The letters that byte-level BPE (GPT-2) uses for bytes: printable ones stand for themselves."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -145,7 +145,7 @@ def _read_json(path: Path, *, needed: bool = True) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as exc:
         raise ModelFileError(f"{path} cannot be read: {exc}. Export the model again") from exc
     if not isinstance(found, dict):
-        raise ModelFileError(f"{path} holds no JSON object. Export the model again")
+        raise ModelFileError(f"{path} does not hold a JSON object. Export the model again")
     return found
 
 

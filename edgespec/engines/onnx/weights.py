@@ -1,4 +1,4 @@
-"""Weights of an exported graph, inside it or in a file beside it: where they lie, how large they are, their values."""
+"""Weights of an exported graph, in the graph or in a file beside it: places, sizes, values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from edgespec.errors import ModelFileError
 
 
 def check_weight_files(graph: Any, path: Path) -> None:
-    """Every external weight must lie inside its file, which must lie beside the graph."""
+    """Raise ModelFileError unless every external weight is inside its file, and that beside the graph."""
     sizes: dict[str, int] = {}
     for tensor in graph.initializer:
         entry = external_entry(tensor)
@@ -44,14 +44,14 @@ def _whole(text: str, what: str, path: Path) -> int:
 
 
 def external_entry(tensor: Any) -> dict[str, str]:
-    """Where a weight outside the graph lies: location, offset, length; empty for one inside."""
+    """Location, offset and length of a weight outside the graph; empty for one inside."""
     return {item.key: item.value for item in tensor.external_data} if tensor.data_location == 1 else {}
 
 
 def read_tensor(tensor: Any, folder: Path) -> NDArray[Any]:
     """The values of a weight, in the graph or mapped from a file of `folder`, read-only. Raises ModelFileError.
 
-    onnx's own reader refuses files with several names, which caches of downloads are full of.
+    onnx's own reader refuses files with several hard links, which caches of downloads use.
     """
     from onnx import helper, numpy_helper
 
