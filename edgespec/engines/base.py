@@ -235,3 +235,15 @@ def check_batch(batch: Batch, facts: EngineFacts, vocabulary_size: int, lengths:
                 f"sequence {sequence} holds {lengths[sequence]} tokens; {rows} more do not fit the context of "
                 f"{facts.context_length}. Give a larger --ctx-size or a shorter prompt"
             )
+
+
+def fault_of(logits: Logits) -> str:
+    """What is wrong with the logits [rows, vocabulary] of a few different tokens; empty when nothing is.
+
+    Weights that are all zero load without an error and give every token the same score.
+    """
+    if not np.isfinite(logits).all():
+        return "its logits are not numbers"
+    if logits.shape[1] > 1 and (logits.max(axis=1) == logits.min(axis=1)).any():
+        return "it gives every token the same score, as weights that are all zero do"
+    return ""

@@ -22,18 +22,16 @@ from pathlib import Path
 from time import monotonic
 from typing import NoReturn
 
-import numpy as np
-
 from edgespec.engines import disk_cache
+from edgespec.engines.base import fault_of
 from edgespec.engines.disk_cache import CHECKED_FILE, file_key, key_of
 from edgespec.engines.memory_estimate import is_limited
 from edgespec.errors import CapabilityError, EdgespecError, ModelFileError, ModelNotFound
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.eagle3 import is_eagle3
 from edgespec.formats.gguf.split import model_files
-from edgespec.types import Logits
 
-PROBE_VERSION = 3  # increase it when the trial finds more faults, so that files are tried again
+PROBE_VERSION = 2  # increase it when the trial finds more faults, so that files are tried again
 START_S = 60.0
 READ_BYTES_PER_S = 50e6  # a slow disk
 # Libraries with threads or devices of their own, which do not survive a fork.
@@ -224,43 +222,29 @@ def try_model(path: Path) -> str | None:
         if _is_graph(path):
             from edgespec.engines.onnx.opening import try_folder
 
-            logits = try_folder(path)
-        elif is_eagle3(path):
-            from edgespec.engines.llamacpp import Eagle3Head
-
-            Eagle3Head.try_alone(path)
+            try_folder(path)
             return None
-        else:
-            logits = _try_gguf(path)
+        return _try_gguf(path)
     except EdgespecError as exc:
         return str(exc)
-    fault = fault_of(logits)
-    return f"{path} is not a usable model: {fault}. Download or export it again" if fault else None
 
 
-def _try_gguf(path: Path) -> Logits:
-    from edgespec.engines.llamacpp import LlamaCppEngine
+def _try_gguf(path: Path) -> str | None:
+    from edgespec.engines.llamacpp import Eagle3Head, LlamaCppEngine
     from edgespec.types import Batch
 
+    if is_eagle3(path):
+        Eagle3Head.try_alone(path)
+        return None
     with LlamaCppEngine.load(
         path, context_length=16, max_batch=8, threads=1, reproducible=False, check_tensors=not is_limited()
     ) as engine:
         ids = engine.vocabulary.encode("".join(map(chr, range(256))), parse_special=True)
-        logits = engine.forward(Batch.chain(ids[:2] or [0])).copy()
+        logits = engine.forward(Batch.chain(ids[:2] or [0]))
+        if fault := fault_of(logits):
+            return f"{path} is not a usable model: {fault}. Download or export it again"
         engine.forward(Batch.chain([0], last_only=True))
-    return logits
-
-
-def fault_of(logits: Logits) -> str:
-    """What is wrong with the logits [rows, vocabulary] of a few different tokens; empty when nothing is.
-
-    Weights that are all zero load without an error and give every token the same score.
-    """
-    if not np.isfinite(logits).all():
-        return "its logits are not numbers"
-    if logits.shape[1] > 1 and (logits.max(axis=1) == logits.min(axis=1)).any():
-        return "it gives every token the same score, as weights that are all zero do"
-    return ""
+    return None
 
 
 def _report_of(path: Path) -> str:

@@ -12,7 +12,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.base import EarlyExit, Engine, EngineFacts, check_batch
+from edgespec.engines.base import EarlyExit, Engine, EngineFacts, check_batch, fault_of
 from edgespec.engines.disk_cache import file_key, key_of
 from edgespec.engines.envelope import StateStamp
 from edgespec.engines.held import HeldFiles
@@ -122,6 +122,7 @@ class OnnxEngine(Engine):
         if scales is not None or (graph.max_positions is not None and graph.max_positions < cells):
             graph = read_graph(path, scales, cells, hidden_states=hidden_states)
         engine = cls(path, graph, settings, config)
+        engine._check_logits(path)
         if reproducible is not False:
             widest = settings.measured_widths
             kernels = (settings.threads, settings.provider, cache_type, exit_layer, hidden_states)
@@ -132,6 +133,14 @@ class OnnxEngine(Engine):
             if engine.facts.pinned_class:
                 engine._pad_to(engine.facts.pinned_class[0])
         return engine
+
+    def _check_logits(self, path: Path) -> None:
+        """Raises ModelFileError where a first pass shows that the weights are damaged; the engine stays empty."""
+        count = min(2, self.facts.max_batch, self.vocabulary.size)
+        if fault := fault_of(self.forward(Batch.chain(list(range(count))))):
+            self.close()
+            raise ModelFileError(f"{path} is not a usable model: {fault}. Download or export it again")
+        self.rollback(0)
 
     def drop_class(self) -> None:
         super().drop_class()

@@ -98,11 +98,8 @@ def _open(graph: bytes, folder: Path, threads: int, name: str) -> Any:
         raise CapabilityError(f"this model cannot run on {name}: {reason}. Use --provider cpu") from exc
 
 
-def open_trial_session(graph: bytes, folder: Path) -> tuple[Any, Device]:
-    """A session that neither optimises the graph nor packs its weights: quick to open, slow to run.
-
-    Raises ModelFileError for a bad model.
-    """
+def try_graph(graph: bytes, folder: Path) -> None:
+    """Open a session without optimising the graph or packing its weights. Raises ModelFileError for a bad model."""
     ort = library()
     options = _plain_options(1)
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -110,7 +107,7 @@ def open_trial_session(graph: bytes, folder: Path) -> tuple[Any, Device]:
     graph, place = with_real_files(graph, folder)
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(place))
     try:
-        return ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"]), Device("cpu", "cpu")
+        ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
     except _failures() as exc:
         reason = " ".join(str(exc).split())
         raise ModelFileError(f"ONNX Runtime refused the model in {folder}: {reason}. Export it again") from exc
