@@ -2,8 +2,9 @@
 
 Weights are mapped, not copied: where a file is truncated, touching what is gone ends the process with SIGBUS, and where
 it is written over, the model writes nonsense. Before each pass the files are compared with what they were, which costs
-microseconds. During a pass Linux holds back whoever wants to write or truncate them: the pass takes a read lease of
-each file (fcntl F_SETLEASE), and such an open waits until it is returned, or for /proc/sys/fs/lease-break-time (45 s).
+microseconds. During a pass Linux delays other programs that write or truncate them: the pass takes a read lease
+of each file (fcntl F_SETLEASE), and opening it for writing waits until the lease is returned, or for the time in
+/proc/sys/fs/lease-break-time (45 s).
 
 Not protected during a pass: files of another user, file systems without leases (network drives), a file that was open
 for writing before, and macOS. Windows refuses to truncate a mapped file.
@@ -60,8 +61,8 @@ class HeldFiles:
         import fcntl
 
         try:
-            # The kernel tells of whoever waits by a signal. SIGIO, its default, would end the process; SIGURG is
-            # ignored unless somebody handles it.
+            # The kernel sends a signal when another program waits. The default, SIGIO, would end the process; SIGURG is
+            # ignored unless it has a handler.
             fcntl.fcntl(handle, fcntl.F_SETSIG, signal.SIGURG)
             fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         except OSError as exc:

@@ -1,6 +1,6 @@
-"""Progress of work that a load may take minutes for, reported to whoever asked for it in this thread.
+"""Progress of long work during a load, reported to the listener of this thread.
 
-Work deep inside an engine reports without every call in between passing a listener on.
+Work deep inside an engine can report without every call in between passing a listener on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _listener: ContextVar[OnProgress | None] = ContextVar("edgespec_on_progress", de
 
 @contextmanager
 def reporting_to(on_progress: OnProgress | None) -> Iterator[None]:
-    """Inside the block, in this thread, work reports to `on_progress`; to nobody when it is None."""
+    """Inside the block, in this thread, work reports to `on_progress`, if it is not None."""
     before = _listener.set(on_progress)
     try:
         yield

@@ -25,7 +25,7 @@ from edgespec.errors import CapabilityError, UsageError
 from edgespec.types import Batch, TokenIds
 
 WidthClass = tuple[int, int]
-# From 512 cells on llama.cpp's attention treats a lone row in its own way, and cells are counted in steps of 256.
+# From 512 cells on llama.cpp's attention has a path of its own for one row; cells are counted in steps of 256.
 PREFIX = 272
 EVERY_WIDTH_TO = 33  # every width of a verifying pass is compared; prompts use these and the widest
 SURVEY_ROWS, CONFIRM_ROWS = 16, 128
