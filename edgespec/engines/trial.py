@@ -190,6 +190,7 @@ def _status(child: int) -> int:
 
 
 def _load_library() -> None:
+    import edgespec.engines.llamacpp.engine  # noqa: F401  # here, so that the child need not import it again
     from edgespec.engines.llamacpp.library import library
 
     with contextlib.suppress(CapabilityError):  # reported when a model is opened
