@@ -24,6 +24,10 @@ from types import TracebackType
 
 from edgespec.errors import EngineError
 
+if sys.platform == "linux":
+    import fcntl
+
+_SIGURG = int(getattr(signal, "SIGURG", 0))
 Seen = tuple[int, int]  # size in bytes, time of change in ns
 
 
@@ -40,11 +44,14 @@ class HeldFiles:
                 handle = os.open(path, os.O_RDONLY)
                 self._files.append((path, handle, _seen(handle)))
         self._release = weakref.finalize(self, _close, [handle for _, handle, _ in self._files])
-        self._leasable = [handle for _, handle, _ in self._files] if sys.platform == "linux" else []
+        # A graph is copied when it is loaded, not mapped.
+        mapped = [handle for path, handle, _ in self._files if path.suffix != ".onnx"]
+        self._leasable = mapped if sys.platform == "linux" else []
         self._leased: list[int] = []
 
     def __enter__(self) -> None:
-        self._leased = [handle for handle in tuple(self._leasable) if self._lease(handle)]
+        if self._leasable:
+            self._leased = [handle for handle in tuple(self._leasable) if self._lease(handle)]
         try:
             self.check()
         except BaseException:
@@ -58,12 +65,10 @@ class HeldFiles:
 
     def _lease(self, handle: int) -> bool:
         """Whether nobody can open this file for writing until the lease is returned."""
-        import fcntl
-
         try:
             # The kernel sends a signal when another program waits. The default, SIGIO, would end the process; SIGURG is
             # ignored unless it has a handler.
-            fcntl.fcntl(handle, fcntl.F_SETSIG, signal.SIGURG)
+            fcntl.fcntl(handle, fcntl.F_SETSIG, _SIGURG)
             fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         except OSError as exc:
             if exc.errno != errno.EAGAIN:  # which is a file that is open for writing now
@@ -73,8 +78,6 @@ class HeldFiles:
 
     def _return_leases(self) -> None:
         if self._leased:
-            import fcntl
-
             for handle in self._leased:
                 with suppress(OSError):
                     fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_UNLCK)
