@@ -8,7 +8,6 @@ Graphs with a concatenated cache (Optimum) are left as they are.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 
 from edgespec.engines.onnx.head import FLOAT, HIDDEN, LOGITS, give_hidden, keep_wanted_rows, shape_of
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound
+from edgespec.formats.onnx.tensors import external_entry, read_tensor
 
 ATTENTION = "GroupQueryAttention"
 NUM_ATTENTION_INPUTS = 11
@@ -156,31 +156,6 @@ def _whole(text: str, what: str, path: Path) -> int:
             f"{path} is damaged: the {what} is {text[:40]!r}, a whole number is needed. Export it again"
         )
     return int(text)
-
-
-def external_entry(tensor: Any) -> dict[str, str]:
-    """Where a weight outside the graph lies: location, offset, length; empty for one inside."""
-    return {item.key: item.value for item in tensor.external_data} if tensor.data_location == 1 else {}
-
-
-def read_tensor(tensor: Any, folder: Path) -> NDArray[Any]:
-    """The values of a weight, in the graph or in a file of `folder`. Raises ModelFileError.
-
-    onnx's own reader refuses files with several names, which caches of downloads are full of.
-    """
-    from onnx import helper, numpy_helper
-
-    entry = external_entry(tensor)
-    try:
-        if not entry:
-            found: NDArray[Any] = numpy_helper.to_array(tensor)
-            return found
-        kind = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type))
-        shape = tuple(tensor.dims)
-        file, offset = folder / entry["location"], int(entry.get("offset", 0))
-        return np.fromfile(file, kind, math.prod(shape), offset=offset).reshape(shape)
-    except (OSError, ValueError, KeyError, TypeError) as exc:
-        raise ModelFileError(f"the weights {tensor.name!r} in {folder} cannot be read: {exc}. Export it again") from exc
 
 
 def _attribute(node: Any, name: str, default: int) -> int:

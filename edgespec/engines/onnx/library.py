@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.engines.onnx.head import WHOLE_PRODUCT
 from edgespec.engines.onnx.unsigned import Weights, make_unsigned
 from edgespec.errors import Cancelled, CapabilityError, ConfigError, EngineError, ModelFileError
+from edgespec.formats.onnx import WHOLE_PRODUCT
 
 # By preference; the second name is what onnxruntime calls the memory of the device.
 PROVIDERS = {

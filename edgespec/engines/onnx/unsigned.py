@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.onnx.graph import read_tensor
-from edgespec.engines.onnx.head import WHOLE_PRODUCT
+from edgespec.formats.onnx import WHOLE_PRODUCT
+from edgespec.formats.onnx.tensors import read_tensor
 
 # Inputs of the product: codes, weights, scale of codes, scales of weights, zero point of codes, that of the weights.
 _WEIGHTS, _ZERO_POINT = 1, 5

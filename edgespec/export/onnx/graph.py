@@ -10,6 +10,7 @@ from pathlib import Path
 
 from edgespec.engines.onnx.extract import extract, producers
 from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.formats.onnx import DATA, MODEL
 
 try:
     import onnx
@@ -18,8 +19,6 @@ except ImportError as error:
     raise CapabilityError("ONNX graphs need onnx: pip install 'edgespec[export]'") from error
 
 __all__ = ["DATA", "MODEL", "attribute", "extract", "producers", "read_graph", "write_graph"]
-MODEL = "model.onnx"
-DATA = "model.onnx.data"
 
 
 def read_graph(path: Path) -> onnx.ModelProto:
