@@ -16,11 +16,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from edgespec.bench.pair import Builder
-from edgespec.bench.request import DRAFT_ROLES, FORMATS, BenchRequest
-from edgespec.bench.shapes import SHAPES
 from edgespec.engines.disk_cache import cache_folder
 from edgespec.errors import EdgespecError
+from expansion.pair import Builder
+from expansion.request import DRAFT_ROLES, FORMATS, BenchRequest
+from expansion.shapes import SHAPES
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 

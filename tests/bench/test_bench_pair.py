@@ -19,18 +19,18 @@ pytest.importorskip("gguf", reason="building a pair needs the package gguf: pip 
 import edgespec
 from demo import DEMO, TEST_THREADS
 from edgespec import GenerateOptions, Sampling
-from edgespec.bench import pair as pair_module
-from edgespec.bench import shapes
 from edgespec.bench.expansion import Expansion
 from edgespec.bench.heads import expand_heads
-from edgespec.bench.pair import Builder
-from edgespec.bench.request import BenchRequest, check_needs, needs_of
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError
 from edgespec.export import resources as room
 from edgespec.export.checkpoint import Checkpoint
 from edgespec.formats.head_file import read_head_file
 from edgespec.formats.manifest import read_pair
 from edgespec.types import Batch
+from expansion import pair as pair_module
+from expansion import shapes
+from expansion.pair import Builder
+from expansion.request import BenchRequest, check_needs, needs_of
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "lab" / "make_bench_pair.py"
 LITTLE = shapes.Shape(512, 1024, 10, 8, 2, vocab_size=4352)

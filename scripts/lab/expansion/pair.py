@@ -19,9 +19,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from edgespec.bench.expansion import Expansion, expand
 from edgespec.bench.heads import expand_heads
-from edgespec.bench.request import (
+from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.formats.manifest import HEADS, MANIFEST, ModelFile, ModelPair, read_pair, sha256_of
+from expansion.checkpoint import NoisyExpansion, expand
+from expansion.request import (
     DRAFT_FORMATS,
     DRAFT_ROLES,
     FORMATS,
@@ -31,8 +33,6 @@ from edgespec.bench.request import (
     check_needs,
     needs_of,
 )
-from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.formats.manifest import HEADS, MANIFEST, ModelFile, ModelPair, read_pair, sha256_of
 
 if TYPE_CHECKING:
     from edgespec.export.onnx.convert import Quant
@@ -108,10 +108,10 @@ class Builder:
     def _path(self, role: str, name: str) -> Path:
         return self.output / name / f"{role}{SUFFIXES[FORMATS[name][0]]}"
 
-    def _expansion(self, folder: Path, size: str, sigma: float = 0.0) -> Expansion:
+    def _expansion(self, folder: Path, size: str, sigma: float = 0.0) -> NoisyExpansion:
         from edgespec.export.checkpoint import Checkpoint
 
-        return Expansion(Checkpoint.open(folder), self.request.shape(size), self.request.seed, sigma)
+        return NoisyExpansion(Checkpoint.open(folder), self.request.shape(size), self.request.seed, sigma)
 
     def _pair(self, name: str) -> Path:
         folder = self.output / name
@@ -134,7 +134,7 @@ class Builder:
             write()
         self._records.add(result, key)
 
-    def _expand(self, expansion: Expansion, result: Path, name: str) -> None:
+    def _expand(self, expansion: NoisyExpansion, result: Path, name: str) -> None:
         role = result.stem
 
         def write() -> None:
