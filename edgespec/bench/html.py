@@ -63,7 +63,7 @@ def _summary(report: Report) -> Iterator[str]:
 
 def _figures(report: Report) -> Iterator[str]:
     if not has_matplotlib():
-        yield "<p class=small>Figures need matplotlib: pip install 'edgespec[bench]'.</p>"
+        yield "<p class=small>Figures need matplotlib, which was not installed: edgespec doctor says how to get it.</p>"
         return
     from edgespec.bench.plots import images
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import CapabilityError, ConfigError
+from edgespec.installation import install_command
 from edgespec.tuning.calibration import Calibration, DraftCalibration
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -30,7 +31,7 @@ def check_plot(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as exc:
-        raise CapabilityError("--plot needs matplotlib: pip install 'edgespec[bench]'") from exc
+        raise CapabilityError(f"--plot needs matplotlib: {install_command('bench')}") from exc
 
 
 def draw(calibration: Calibration, draft: DraftCalibration | None, title: str, path: Path) -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 from edgespec.bench.heads import expand_heads
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.manifest import HEADS, MANIFEST, ModelFile, ModelPair, read_pair, sha256_of
+from edgespec.installation import install_command
 from expansion.checkpoint import NoisyExpansion, expand
 from expansion.request import (
     DRAFT_FORMATS,
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from edgespec.export.onnx.convert import Quant
 
 Progress = Callable[[int, int, str], None]
-INSTALL = "pip install 'edgespec[export]'"
 SUFFIXES = {"llamacpp": ".gguf", "onnx": ""}
 
 
@@ -252,7 +252,7 @@ def check_packages(engines: tuple[Engine, ...]) -> None:
     for engine in engines:
         missing = [name for name in needed[engine] if find_spec(name) is None]
         if missing:
-            raise CapabilityError(f"building for {engine} needs {', '.join(missing)}: {INSTALL}")
+            raise CapabilityError(f"building for {engine} needs {', '.join(missing)}: {install_command('export')}")
 
 
 def _copy(files: Sequence[Path], result: Path) -> None:
