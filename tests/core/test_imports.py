@@ -15,7 +15,8 @@ import edgespec
 PACKAGE = Path(edgespec.__file__).parent
 # A component (a module or a subpackage) imports only components of a lower rank, and itself. '' is the package root.
 RANKS = {
-    **dict.fromkeys(("errors",), 0),
+    **dict.fromkeys(("errors",), -1),
+    **dict.fromkeys(("installation",), 0),
     **dict.fromkeys(("types", "vocabulary", "config", "formats"), 1),
     **dict.fromkeys(("noise", "settings", "stopping", "chat", "engines"), 2),
     **dict.fromkeys(("sampling", "acceptance", "corpus"), 3),
@@ -31,7 +32,7 @@ RANKS = {
     **dict.fromkeys(("cli",), 13),
     **dict.fromkeys(("__main__",), 14),
 }
-ENGINES_MAY_USE = {"errors", "formats", "types", "vocabulary", "engines"}
+ENGINES_MAY_USE = {"errors", "installation", "formats", "types", "vocabulary", "engines"}
 DRAFTERS_MAY_USE = {"errors", "types", "vocabulary", "sampling", "noise", "formats", "drafters"}
 BASES = {
     "engines.base",
