@@ -52,6 +52,7 @@ EXTRAS = {
     "train-heads": ["train"],
 }
 SECONDS_BETWEEN_LINES = 30
+MOST_SHOWN = 240  # characters of a line of somebody else's output
 LIKELY_FIXES = (
     (
         r"ensurepip is not available|No module named (ensurepip|venv)",
@@ -359,16 +360,16 @@ def pump(stream: "IO[str]", lines: "queue.Queue[str | None]") -> None:
 
 
 def tell_progress(name: str, elapsed_s: float, last_line: str, live: bool) -> None:
-    text = f"{name} {clock(elapsed_s)}  {last_line.strip()}"
+    text = f"{name} {clock(elapsed_s)}  {last_line.strip()}"[: shutil.get_terminal_size().columns - 1]
     if live:
-        print("\r\x1b[2K" + text[: shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
+        print("\r\x1b[2K" + text, end="", file=sys.stderr, flush=True)
     else:
         say(text)
 
 
 def fail(name: str, elapsed: str, lines: list[str], log: Path) -> None:
     output = "\n".join(lines)
-    print("\n".join(lines[-20:]), file=sys.stderr)
+    print("\n".join(line[:MOST_SHOWN] for line in lines[-20:]), file=sys.stderr)
     print(f"\nerror: {name} failed after {elapsed}; the whole output is in {log}", file=sys.stderr)
     fixes = [fix for pattern, fix in LIKELY_FIXES if re.search(pattern, output)]
     if fixes:

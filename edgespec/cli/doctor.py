@@ -18,6 +18,7 @@ from edgespec import __version__
 from edgespec.engines.cores import physical_cores
 from edgespec.engines.onnx import library as onnxruntime
 from edgespec.errors import CapabilityError, EdgespecError
+from edgespec.formats.manifest import ModelFile
 from edgespec.installation import has_engine, install_command, name_of, reinstall_command, requirements, swap_command
 from edgespec.loading.registry import list_models
 
@@ -71,7 +72,11 @@ def _llamacpp() -> dict[str, Any]:
     """What llama.cpp says of itself; "reason" when it is not `available`, and whether it is `installed` at all."""
     if has_engine("llamacpp"):
         return {"installed": True, **_probe_llamacpp()}
-    return {"installed": False, "available": False, "reason": f"not installed; for GGUF: {install_command('llamacpp')}"}
+    return {
+        "installed": False,
+        "available": False,
+        "reason": f"not installed; for GGUF files: {install_command('llamacpp')}",
+    }
 
 
 def _probe_llamacpp() -> dict[str, Any]:
@@ -111,14 +116,17 @@ def _models() -> tuple[list[dict[str, Any]], str]:
             "name": pair.name,
             "description": pair.description,
             "engines": pair.engines,
-            "files": {role: _file(file.path) for role, file in pair.files.items()},
+            "files": {role: _file(file) for role, file in pair.files.items()},
         }
         for pair in pairs
     ], ""
 
 
-def _file(path: Path) -> dict[str, Any]:
-    return {"path": str(path), "bytes": path.stat().st_size if path.exists() else None}
+def _file(model: ModelFile) -> dict[str, Any]:
+    """A model's file, and the size of all that belongs to it; None where a part is missing."""
+    paths = [file.path for file in model.all_files]
+    sizes = [path.stat().st_size if path.exists() else None for path in paths]
+    return {"path": str(model.path), "bytes": None if None in sizes else sum(filter(None, sizes))}
 
 
 def _cpu() -> dict[str, Any]:
