@@ -18,6 +18,7 @@ import edgespec
 from edgespec.bench.runner import needs_second_model
 from edgespec.cli.main import cli
 from edgespec.engines.disk_cache import cache_folder
+from edgespec.installation import install_command
 
 KEYS = {
     *("format", "edgespec", "model", "engine", "device", "threads", "context_length", "drafter", "draft_length"),
@@ -195,7 +196,7 @@ def test_a_bad_line_of_prompts_is_named(pair, tmp_path):
 
 def test_missing_matplotlib_names_the_extra(pair, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert_refused(run(*pair, "--plot", str(tmp_path / "plots")), "pip install 'edgespec[bench]'")
+    assert_refused(run(*pair, "--plot", str(tmp_path / "plots")), install_command("bench"))
     assert not (tmp_path / "plots").exists()
 
 

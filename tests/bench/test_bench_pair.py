@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("gguf", reason="building a pair needs the package gguf: pip install edgespec[export]")
+pytest.importorskip("gguf", reason="building a pair needs the package gguf: scripts/run.py install export")
 
 import edgespec
 from demo import DEMO, TEST_THREADS
@@ -26,6 +26,7 @@ from edgespec.export import resources as room
 from edgespec.export.checkpoint import Checkpoint
 from edgespec.formats.head_file import read_head_file
 from edgespec.formats.manifest import read_pair
+from edgespec.installation import install_command
 from edgespec.types import Batch
 from expansion import pair as pair_module
 from expansion import shapes
@@ -173,7 +174,7 @@ def test_an_interrupted_build_leaves_no_manifest_and_goes_on(tmp_path: Path):
 
 def test_graphs_of_onnx_runtime(tmp_path: Path):
     for name in ("torch", "transformers", "onnxruntime_genai", "onnx_ir", "onnxruntime"):
-        pytest.importorskip(name, reason="ONNX export needs pip install edgespec[export]")
+        pytest.importorskip(name, reason="ONNX export needs scripts/run.py install export")
     (folder,) = Builder(BenchRequest("little", ("int8",)), DEMO, tmp_path).build()
     found = read_pair(folder, "onnx")
     assert {file.engine for file in found.files.values()} == {"onnx"}
@@ -210,7 +211,7 @@ def test_needs_are_known_before_and_refused(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pair_module, "find_spec", lambda name: None if name == "torch" else object())
-    with pytest.raises(CapabilityError, match=r"building for onnx needs torch: pip install 'edgespec\[export\]'"):
+    with pytest.raises(CapabilityError, match=re.escape(f"building for onnx needs torch: {install_command('export')}")):
         Builder(BenchRequest("little", ("int8",)), DEMO, tmp_path / "out").build()
 
 

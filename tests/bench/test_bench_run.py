@@ -23,6 +23,7 @@ from edgespec.bench.runner import Runner, Task, load_standard, needs_second_mode
 from edgespec.bench.table import HEADER, cells, table_lines
 from edgespec.config import GenerateOptions
 from edgespec.errors import CapabilityError, ConfigError, StateError
+from edgespec.installation import install_command
 from edgespec.runtime import Model
 from edgespec.sampling import Sampling
 from edgespec.tuning.workload import BenchPrompt
@@ -326,12 +327,12 @@ def test_the_page_is_whole_and_needs_nothing_else(model):
 def test_a_page_without_matplotlib_names_the_extra(model, monkeypatch):
     monkeypatch.setattr("edgespec.bench.html.has_matplotlib", lambda: False)
     text = page(report(model, repeat=1))
-    assert "pip install &#x27;edgespec[bench]&#x27;" in text or "pip install 'edgespec[bench]'" in text
+    assert "Figures need matplotlib" in text and "edgespec doctor" in text
     assert "<img" not in text
 
 
 def test_figures_are_drawn_and_an_earlier_runs_are_not_left(model, tmp_path):
-    pytest.importorskip("matplotlib", reason="figures need pip install edgespec[bench]")
+    pytest.importorskip("matplotlib", reason="figures need scripts/run.py install bench")
     from edgespec.bench.plots import draw
 
     folder = tmp_path / "new" / "figures"
@@ -344,7 +345,7 @@ def test_figures_are_drawn_and_an_earlier_runs_are_not_left(model, tmp_path):
 
 
 def test_all_figures_when_the_length_is_automatic(tmp_path):
-    pytest.importorskip("matplotlib", reason="figures need pip install edgespec[bench]")
+    pytest.importorskip("matplotlib", reason="figures need scripts/run.py install bench")
     from edgespec.bench.plots import PLOTS, images
 
     with table_model(tmp_path, pass_s=0.002) as model:
@@ -362,7 +363,7 @@ def test_output_places_are_checked_first(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="is a file: give a folder"):
         check_outputs(tmp_path / "file", None)
     monkeypatch.setattr("edgespec.bench.output.has_matplotlib", lambda: False)
-    with pytest.raises(CapabilityError, match=r"pip install 'edgespec\[bench\]'"):
+    with pytest.raises(CapabilityError, match=re.escape(install_command("bench"))):
         check_outputs(tmp_path / "plots", None)
 
 

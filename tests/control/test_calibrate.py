@@ -19,6 +19,7 @@ from edgespec.cli.main import cli
 from edgespec.control.cost import ContextCost
 from edgespec.engines.table import TableEngine
 from edgespec.errors import CapabilityError, ConfigError
+from edgespec.installation import install_command
 from edgespec.tuning import calibration as measuring
 from edgespec.tuning.calibration import Sample
 from edgespec.tuning.chart import bar
@@ -199,7 +200,7 @@ def test_a_missing_matplotlib_names_the_extra(target_path, tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = run("calibrate", str(target_path), "--plot", str(tmp_path / "curve.png"))
     assert result.exit_code == 2
-    assert "pip install 'edgespec[bench]'" in result.stderr
+    assert install_command("bench") in result.stderr
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("gguf", reason="export needs the package gguf: pip install edgespec[export]")
+pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.py install export")
 
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError, UsageError, VocabularyMismatch

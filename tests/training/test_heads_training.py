@@ -11,9 +11,9 @@ from click.testing import CliRunner
 
 from tiny_heads import drafter_of
 
-pytest.importorskip("torch", reason="learning needs torch: pip install edgespec[train]")
-pytest.importorskip("transformers", reason="targets are read by transformers: pip install edgespec[train]")
-pytest.importorskip("tokenizers", reason="texts need tokenizers: pip install edgespec[train]")
+pytest.importorskip("torch", reason="learning needs torch: scripts/run.py install train")
+pytest.importorskip("transformers", reason="targets are read by transformers: scripts/run.py install train")
+pytest.importorskip("tokenizers", reason="texts need tokenizers: scripts/run.py install train")
 
 import torch
 import transformers
