@@ -255,6 +255,8 @@ def install(extras: list[str]) -> None:
     WHEELS.mkdir(exist_ok=True)
     # Python compiles a module when it is first imported: compiling all of them here takes longer than the rest.
     step("installing", pip("install", "--no-compile", f"--find-links={WHEELS}", "-e", target), log=LOG)
+    if "gpu" in extras:
+        swap_onnxruntime()
     temporary = MARKER.with_suffix(".tmp")
     temporary.write_text(json.dumps({"key": environment_key(), "extras": extras}), encoding="utf-8")
     temporary.replace(MARKER)
@@ -269,6 +271,13 @@ def build_llamacpp(why: str) -> None:
     WHEELS.mkdir(exist_ok=True)
     command = pip("wheel", "--verbose", "--no-deps", f"--wheel-dir={WHEELS}", *requirements()["llamacpp"])
     step("building llama.cpp", command, log=VENV / "llamacpp.log")
+
+
+def swap_onnxruntime() -> None:
+    """The GPU build of ONNX Runtime holds the same files as the other, which comes with edgespec: the last one wins."""
+    command = [str(PYTHON), "-m", "pip", "uninstall", "-y", "onnxruntime"]
+    step("removing the build for processors", command, log=LOG)
+    step("installing the GPU build", pip("install", "--force-reinstall", "--no-deps", *requirements()["gpu"]), log=LOG)
 
 
 def has_llamacpp() -> bool:

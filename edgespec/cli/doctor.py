@@ -193,6 +193,7 @@ def _print(report: dict[str, Any]) -> None:
         click.echo("packages: unknown, since edgespec runs from its source and is not installed")
     for extra, entry in report["extras"].items():
         missing = ", ".join(entry["missing"])
+        missing += " (instead of onnxruntime)" if extra == "gpu" and missing else ""
         click.echo(f"extra {extra}: " + (f"lacks {missing}: {entry['install']}" if missing else "complete"))
     for model in report["models"]:
         sizes = [f"{role} {_size(file)}" for role, file in model["files"].items()]

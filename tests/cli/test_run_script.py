@@ -17,6 +17,7 @@ PROJECT = """[project]
 llamacpp = ["llama-cpp-python>=0.3"]
 server = ["uvicorn"]
 test = ["pytest"]
+gpu = ["onnxruntime-gpu>=1"]
 """
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "run.py"
 
@@ -114,6 +115,14 @@ def test_an_interrupted_build_of_llama_cpp_leaves_a_ready_environment(script, in
     assert not script.is_ready(["llamacpp"])
 
 
+def test_the_gpu_build_takes_the_place_of_the_other_each_time(script, installed, tmp_path):
+    script.set_up(["gpu"])
+    assert [command[3] for command in installed] == ["install", "uninstall", "install"]
+    assert installed[1][-1] == "onnxruntime" and installed[2][-1] == "onnxruntime-gpu>=1"
+    script.set_up(["server"])
+    assert installed[3][-1] == f"{tmp_path}[gpu,server]" and installed[5][-1] == "onnxruntime-gpu>=1"
+
+
 def test_what_is_installed_of_llama_cpp_is_not_built_again(script, installed, monkeypatch):
     monkeypatch.setattr(script, "has_llamacpp", lambda: True)
     script.set_up(["llamacpp"])
@@ -193,7 +202,7 @@ def test_extras_are_installed_by_name(script, installed, tmp_path, capsys):
     assert script.main(["install", "server"]) == 0
     assert "already installed: server" in capsys.readouterr().err
     assert script.main(["install", "sever"]) == 2
-    assert "no extra 'sever'; known: llamacpp, server, test" in capsys.readouterr().err
+    assert "no extra 'sever'; known: llamacpp, server, test, gpu" in capsys.readouterr().err
     assert script.main(["install"]) == 2
 
 
