@@ -51,11 +51,11 @@ def install_command(extra: str = "") -> str:
     onnxruntime-gpu holds the same files as onnxruntime, so `gpu` is two commands: one goes before the other comes.
     """
     checkout = _checkout()
-    if extra == "gpu":
-        return swap_command("onnxruntime", "onnxruntime-gpu")
     if extra and checkout is not None and Path(sys.prefix).resolve() == (checkout / ".venv").resolve():
         script = checkout / "scripts" / "run.py"
         return f"{'python' if os.name == 'nt' else 'python3'} {_quoted(str(script))} install {extra}"
+    if extra == "gpu":
+        return swap_command("onnxruntime", "onnxruntime-gpu")
     folder = _folder_it_came_from()
     if folder is not None:
         editable = "-e " if folder == checkout else ""

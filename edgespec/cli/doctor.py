@@ -51,7 +51,8 @@ def examine() -> dict[str, Any]:
     if _version("onnxruntime") and _version("onnxruntime-gpu"):
         problems.append(
             "onnxruntime and onnxruntime-gpu overwrite each other's files: keep one. For the GPU: "
-            f"{install_command('gpu')}. For the processor: {swap_command('onnxruntime-gpu', 'onnxruntime')}"
+            f"{swap_command('onnxruntime', 'onnxruntime-gpu')}. For the processor: "
+            f"{swap_command('onnxruntime-gpu', 'onnxruntime')}"
         )
     return {
         "edgespec": __version__,

@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from edgespec.cli.main import COMMANDS, cli
+from edgespec.installation import swap_command
 from tiny_gguf import Shape, write_model
 
 KEYS = {
@@ -378,6 +379,15 @@ def test_doctor_reports_engine_and_versions():
     assert report["engines"]["llamacpp"]["devices"]
     assert report["threads"] >= 1
     assert report["python"] == ".".join(map(str, sys.version_info[:3]))
+
+
+def test_doctor_tells_of_two_builds_of_onnx_runtime(monkeypatch):
+    monkeypatch.setattr("edgespec.cli.doctor._version", lambda package: "1.0")
+    result = run("doctor")
+    assert result.exit_code == 1
+    (problem,) = [line for line in result.stdout.splitlines() if line.startswith("problem: ")]
+    assert "onnxruntime and onnxruntime-gpu overwrite each other's files" in problem
+    assert swap_command("onnxruntime", "onnxruntime-gpu") in problem
 
 
 def test_doctor_explains_an_engine_that_cannot_start(monkeypatch):
