@@ -533,7 +533,7 @@ def test_the_engine_decides_which_pair_is_offered(little: Path, monkeypatch: pyt
     have = offer_module.find_spec
     monkeypatch.setattr(offer_module, "find_spec", lambda name: None if name == "onnxruntime" else have(name))
     assert offer_module.find_offer("auto").engine == "llamacpp"
-    with pytest.raises(CapabilityError, match="for onnx: needs onnxruntime: .* install "):
+    with pytest.raises(CapabilityError, match=r"for onnx: needs onnxruntime: .* install "):
         offer_module.find_offer("onnx")
 
 
