@@ -182,7 +182,7 @@ def test_the_plot_is_a_png(target_path, tmp_path):
         (["--contexts", "64,x"], "no list of whole numbers"),
         (["--contexts", "99999999"], "is outside 1.."),
         (["--passes", "1"], "--passes must be at least 2"),
-        (["--plot", "curve.svg"], "ends in .png"),
+        (["--plot", "curve.svg"], "must end in .png"),
         (["--plot", "nowhere/curve.png"], "no folder nowhere"),
     ],
 )

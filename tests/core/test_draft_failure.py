@@ -182,7 +182,7 @@ def test_an_answer_outlives_its_draft(model: Model, action: Callable[[Logits], L
     breaking(model, action)
     found = model.generate("abc", Sampling(seed=1), options)
     assert found.token_ids == plain.token_ids and found.logprobs == plain.logprobs
-    assert any("drafter model failed and was left out" in note for note in found.stats.notes)
+    assert any("drafter model failed and is disabled" in note for note in found.stats.notes)
     assert len({note.split()[1] for note in found.stats.notes}) == len(found.stats.notes) <= 2, "each is told once"
     assert plain.stats.notes == []
 
@@ -221,4 +221,4 @@ def test_the_command_line_says_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["chat", "demo", "--drafter", "model", "--draft-length", "3", "-n", "12", "--seed", "1"]
     done = CliRunner().invoke(cli, arguments, input="Hello there.\nAnd again.\n")
     assert done.exit_code == 0, done.output
-    assert done.stderr.count("drafter model failed and was left out") == 1
+    assert done.stderr.count("drafter model failed and is disabled") == 1

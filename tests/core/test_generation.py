@@ -158,7 +158,7 @@ def test_waiting_may_be_limited(model: Model) -> None:
         thread = threading.Thread(target=ask, args=(limit,))
         thread.start()
         thread.join(20)
-    assert len(found) == 2 and all("waiting longer" in str(each) for each in found)
+    assert len(found) == 2 and all("wait limit of" in str(each) for each in found)
     assert running.result().finish_reason == "length"
 
 
@@ -296,7 +296,7 @@ def test_a_failure_is_told_and_the_next_one_runs(model: Model, expected: Callabl
 
 def test_its_repr_says_what_it_is_and_how_far(model: Model) -> None:
     generation = model.stream("abc", Sampling(seed=7), SHORT)
-    assert "not begun" in repr(generation) and "seed 7" in repr(generation)
+    assert "not started" in repr(generation) and "seed 7" in repr(generation)
     next(generation)
     assert "1 tokens" in repr(generation) and "running" in repr(generation)
     generation.result()

@@ -70,7 +70,7 @@ def test_a_bias_that_is_changed_afterwards_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "value, message", [(-math.inf, "no token can follow"), (math.inf, "infinite"), (math.nan, "NaN")]
+    "value, message", [(-math.inf, "no token can be sampled"), (math.inf, "infinite"), (math.nan, "NaN")]
 )
 @pytest.mark.parametrize("settings", [Sampling(temperature=0.0), Sampling(), Sampling(top_k=0, top_p=1.0)])
 def test_rows_that_hold_no_numbers(settings: Sampling, value: float, message: str) -> None:
