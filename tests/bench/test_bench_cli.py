@@ -157,7 +157,7 @@ def test_a_kept_journal_is_gone_on_with_and_more_repeats_add_to_it(pair, prompts
     more = report(*arguments, "--repeat", "2")
     assert more["total"]["num_trials"] == 4
     assert (tmp_path / "run.jsonl").read_bytes().startswith(lines)
-    assert_refused(run(*arguments, "-n", "11"), "of other settings (max_tokens)", "--restart")
+    assert_refused(run(*arguments, "-n", "11"), "has other settings (max_tokens)", "--restart")
     assert report(*arguments, "-n", "11", "--restart")["num_trials"] == 2
 
 

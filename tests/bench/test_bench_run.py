@@ -166,7 +166,7 @@ def test_a_line_cut_by_a_crash_is_done_again(model, tmp_path):
 def test_a_journal_of_other_settings_is_refused(tmp_path):
     path = tmp_path / "run.jsonl"
     Journal(path, SETTINGS).close()
-    with pytest.raises(ConfigError, match=r"is of other settings \(seed\)"):
+    with pytest.raises(ConfigError, match=r"has other settings \(seed\)"):
         Journal(path, {**SETTINGS, "seed": 2})
     Journal(path, {**SETTINGS, "seed": 2}, restart=True).close()
     with pytest.raises(ConfigError, match=r"\(seed\)"):
@@ -179,7 +179,7 @@ def test_a_journal_of_other_settings_is_refused(tmp_path):
 def test_another_file_is_no_journal_and_stays_as_it_is(tmp_path, contents):
     path = tmp_path / "notes.txt"
     path.write_bytes(contents)
-    with pytest.raises(ConfigError, match="line 1 is no line of a benchmark's journal"):
+    with pytest.raises(ConfigError, match="line 1 is not a line of a benchmark journal"):
         Journal(path, SETTINGS)
     assert path.read_bytes() == contents
 
@@ -246,7 +246,7 @@ def test_other_tokens_are_told(model):
     found = report_of(Setup(model, model, SAMPLING, OPTIONS), tasks(model, 1), done)
     assert found["num_identical"] == 2
     assert "texts: DIFFERENT from plain decoding, 2 of 3 prompts" in list(table_lines(found))
-    assert "not the text of plain decoding" in page(found)
+    assert "differs from plain decoding" in page(found)
 
 
 def test_flat_passes_pay_and_the_confidences_are_told(tmp_path):
@@ -258,7 +258,7 @@ def test_flat_passes_pay_and_the_confidences_are_told(tmp_path):
         _ = model.cost_curve  # measured, as the command does before it begins
         found = report_of(setup, due, {t.key: t for t in Runner(model, model, setup.options).run(due)})
     assert found["total"]["verdict"] == "gains"
-    assert any(line.startswith("speculation pays here") for line in table_lines(found))
+    assert any(line.startswith("speculation is faster") for line in table_lines(found))
     assert found["reliability"]["all"]["num_tokens"] > 50
     assert 0 <= found["reliability"]["all"]["expected_calibration_error"] < 0.5
     assert found["num_identical"] == len(prompts)

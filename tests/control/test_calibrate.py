@@ -183,7 +183,7 @@ def test_the_plot_is_a_png(target_path, tmp_path):
         (["--contexts", "99999999"], "is outside 1.."),
         (["--passes", "1"], "--passes must be at least 2"),
         (["--plot", "curve.svg"], "must end in .png"),
-        (["--plot", "nowhere/curve.png"], "no folder nowhere"),
+        (["--plot", "nowhere/curve.png"], "folder nowhere does not exist"),
     ],
 )
 def test_bad_input_is_one_line(target_path, arguments, said):
