@@ -108,6 +108,7 @@ class Run:
             self._tick()
 
     def count(self, record: RoundRecord) -> None:
+        """Add a round to `stats` and report it to `on_round`."""
         stats = self.stats
         stats.rounds += 1
         stats.target_passes += 1

@@ -78,6 +78,7 @@ class Sampling:
 
     @property
     def uses_history(self) -> bool:
+        """Whether a penalty is in effect, which depends on the previous tokens."""
         return self.penalty_window > 0 and (
             self.repeat_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
         )

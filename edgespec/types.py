@@ -32,6 +32,7 @@ class Distribution(NamedTuple):
 
 
 def one_hot(token_id: int) -> Distribution:
+    """All probability on one token."""
     return Distribution(np.array([token_id], np.int32), np.ones(1))
 
 
@@ -66,6 +67,7 @@ class Batch:
 
     @property
     def width(self) -> int:
+        """Number of rows."""
         return int(self.token_ids.size)
 
 
@@ -115,6 +117,7 @@ class Draft:
         distributions: Sequence[Distribution] | None = None,
         evidence: Sequence[Evidence] | None = None,
     ) -> Draft:
+        """A draft with a single branch; confidences are 1 if not given."""
         ids = np.asarray(token_ids, np.int32)
         known = np.ones(ids.size, np.float32) if confidences is None else np.asarray(confidences, np.float32)
         parents = np.arange(-1, ids.size - 1, dtype=np.int32)
@@ -203,6 +206,7 @@ class RoundRecord:
 
     @property
     def width(self) -> int:
+        """Rows of the target pass: the draft and the pending token."""
         return self.drafted_tokens + 1
 
 
@@ -227,6 +231,7 @@ class TokenEvent:
 
     @property
     def from_draft(self) -> bool:
+        """Whether the token was drafted and accepted."""
         return self.drafter is not None
 
 
@@ -264,6 +269,7 @@ class Stats:
 
     @property
     def decode_s(self) -> float:
+        """Time after prefill."""
         return self.wall_s - self.prefill_s
 
     @property

@@ -64,6 +64,7 @@ class Vocabulary(ABC):
         return tuple(name for name in names if name)
 
     def decode(self, token_ids: list[int]) -> str:
+        """Text of token ids; bytes that are not UTF-8 become replacement characters."""
         return b"".join(map(self.piece, token_ids)).decode("utf-8", errors="replace")
 
 

@@ -1,4 +1,4 @@
-"""Output files of a benchmark: paths are checked before the run, files are written atomically after it."""
+"""The files that a benchmark leaves where the user asked: checked before the work, replaced whole after it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def has_matplotlib() -> bool:
 
 
 def check_outputs(plot_folder: Path | None, html_file: Path | None) -> None:
-    """Raise CapabilityError if figures are requested and matplotlib is missing, ConfigError for a path not usable."""
+    """Raises CapabilityError when figures are wanted and matplotlib is missing, ConfigError for impossible places."""
     if plot_folder is not None:
         if not has_matplotlib():
             raise CapabilityError("--plot needs matplotlib, which is not installed: pip install 'edgespec[bench]'")
@@ -23,11 +23,11 @@ def check_outputs(plot_folder: Path | None, html_file: Path | None) -> None:
         if html_file.is_dir():
             raise ConfigError(f"--html {html_file} is a folder: give a file name")
         if not html_file.absolute().parent.is_dir():
-            raise ConfigError(f"--html {html_file}: its folder does not exist; create it first")
+            raise ConfigError(f"--html {html_file}: its folder does not exist")
 
 
 def write_whole(path: Path, contents: bytes) -> None:
-    """Write `path` atomically. Raises StateError if that fails."""
+    """Replace `path` in one step. Raises StateError when it cannot be written."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         temporary.write_bytes(contents)

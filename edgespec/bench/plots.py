@@ -17,7 +17,7 @@ _LEAST_DRAFTED, _LEAST_TESTED, _LEAST_PASSES = 8, 5, 4  # with fewer the values 
 
 
 def draw(report: Report, folder: Path) -> list[Path]:
-    """Write every figure to `folder`/NAME.png, replacing those of earlier runs. Raises StateError if that fails."""
+    """Write every figure into `folder` as NAME.png, in place of an earlier run's. Raises StateError when it cannot."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in PLOTS:

@@ -31,6 +31,7 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
+        """System prompt and turns, as `Model.chat` takes them."""
         return [{key: value for key, value in message.items() if key != _NOISE_END} for message in self._kept]
 
     @property
@@ -49,9 +50,11 @@ class Conversation:
 
     @property
     def num_exchanges(self) -> int:
+        """Number of user messages."""
         return sum(turn["role"] == "user" for turn in self.turns)
 
     def ask(self, text: str) -> None:
+        """Add a user message."""
         self.turns.append({"role": "user", "content": text})
 
     def answer(self, text: str, noise_end: int = 0) -> None:
@@ -156,7 +159,7 @@ def fit_context(
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` atomically. Raises StateError if that fails."""
+    """Replace `path` by a file with `text` in one step. Raises StateError when that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)

@@ -22,9 +22,7 @@ class Documents:
 
     def __init__(self, path: Path) -> None:
         if not exists(path):
-            raise ConfigError(
-                f"no file or folder {str(path)!r}: give a text file or a folder of text files"
-            )
+            raise ConfigError(f"no file or folder {str(path)!r}: give a text file or a folder of text files")
         self.path = path
         self.left_out: Counter[str] = Counter()
 

@@ -113,9 +113,7 @@ def _translated(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.OperationalError as exc:
-        raise StateError(
-            f"{path} cannot be used: {exc}. Check the disk space and the folder's permissions"
-        ) from exc
+        raise StateError(f"{path} cannot be used: {exc}. Check the disk space and the folder's permissions") from exc
     except (sqlite3.Error, UnicodeDecodeError) as exc:  # sqlite3 raises the latter for its message about damaged text
         raise DamagedError(f"{path} is damaged: {exc}") from exc
     except OSError as exc:

@@ -61,6 +61,7 @@ class Report:
 
     @property
     def identical(self) -> bool:
+        """Whether all pairs of answers have the same tokens."""
         return all(comparison.divergence is None for comparison in self.comparisons)
 
     @property
@@ -73,6 +74,7 @@ class Report:
 
     @property
     def speed_ratio(self) -> float:
+        """Median of the comparisons' speed ratios; 0 without comparisons."""
         return median(comparison.speed_ratio for comparison in self.comparisons) if self.comparisons else 0.0
 
 

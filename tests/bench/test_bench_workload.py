@@ -1,4 +1,4 @@
-"""The benchmark's prompts: where they come from, how they are drawn, and what is refused."""
+"""The benchmark's prompts: sources, selection by seed, refused input."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_broken_data_names_the_file(tmp_path, contents, said):
         sources.read_data(tmp_path)
 
 
-def test_fewer_prompts_are_the_first_of_more_and_a_seed_draws_others():
+def test_a_smaller_number_is_a_prefix_and_another_seed_differs():
     domains = {"a": prompts_of("a", 30), "b": prompts_of("b", 2)}
     few, more, other = (
         choose(domains, [], count, seed, lambda prompt: True) for count, seed in ((3, 5), (6, 5), (3, 6))
@@ -165,7 +165,7 @@ def test_prompts_that_do_not_fit_are_replaced_and_none_is_an_error():
         choose(domains, [], 5, 0, lambda prompt: False)
 
 
-def test_without_a_number_all_come_in_their_order():
+def test_without_a_number_all_prompts_are_used_in_order():
     domains = {"a": [*prompts_of("a", 7), BenchPrompt("a", ("a number 3",))]}
     assert choose(domains, [], None, 1, lambda prompt: True) == prompts_of("a", 7)
 
@@ -175,7 +175,7 @@ def test_an_unknown_domain_names_the_nearest():
         choose(sources.built_in(), ["arithmetik"], 1, 0, lambda prompt: True)
 
 
-def test_made_domains_come_from_the_others_and_depend_on_the_seed():
+def test_synthetic_domains_derive_from_the_others_and_the_seed():
     found = sources.built_in()
     domains = with_synthetic(found, VOCABULARY, seed=3)
     assert set(domains) == {prompt.domain for prompt in PROMPTS} | set(SYNTHETIC)
@@ -204,7 +204,7 @@ def test_random_text_is_made_of_tokens_that_print():
     assert set(text) <= set("abcdefghijk")
 
 
-def test_a_digest_tells_prompts_apart():
+def test_different_prompts_have_different_digests():
     prompts = [
         BenchPrompt("a", ("x",)),
         BenchPrompt("b", ("x",)),

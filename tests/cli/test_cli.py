@@ -1,4 +1,4 @@
-"""The command line, through click's runner and as a real process: what it prints, what it refuses, how it ends."""
+"""The command line, by click's runner and as a process: output, refused input, exit codes."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ def test_help_shows_defaults():
 # real processes
 
 
-def test_a_reader_that_leaves_is_no_error(pair):
+def test_a_closed_pipe_is_not_an_error(pair):
     with subprocess.Popen(
         command("generate", *pair, "-p", "hello", "--ignore-eos"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:

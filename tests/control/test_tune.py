@@ -1,4 +1,4 @@
-"""Tuning: bad settings go early, the baseline stays, and the best one is what later runs use."""
+"""`edgespec tune`: successive halving keeps the baselines, and later runs use the best setting."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def sweep_of(rates: dict[Candidate, float], num_prompts: int = 4) -> Sweep:
     return found
 
 
-def test_the_best_go_on_and_the_baselines_stay():
+def test_the_best_survive_and_the_baselines_stay():
     rates = {PLAIN: 1.0, UNPADDED: 2.0, AUTO: 3.0} | {c: 10.0 + i for i, c in enumerate(TRIED)}
     found = sweep_of(rates)
     assert found._survivors(list(rates), range(4)) == [PLAIN, UNPADDED, AUTO, *TRIED[-4:]]
@@ -99,7 +99,7 @@ def test_repetitions_count_by_their_median():
     assert score.rate() == pytest.approx((12 + 4) / (1.2 + 0.8))
 
 
-def test_the_best_keeps_the_promise_and_prefers_what_adapts():
+def test_the_best_has_the_requested_mode_and_prefers_auto():
     assert sweep_of({PLAIN: 10.0, UNPADDED: 20.0, TRIED[0]: 12.0}).best("demo").candidate == TRIED[0]
     assert sweep_of({PLAIN: 10.0, AUTO: 11.9, TRIED[0]: 12.0}).best("demo").candidate == AUTO
     assert sweep_of({PLAIN: 10.0, AUTO: 11.0, TRIED[0]: 12.0}).best("demo").candidate == TRIED[0]
@@ -136,7 +136,7 @@ def test_exits_are_spread_over_the_layers(own, layers, tried):
     assert exit_layers(own, layers) == tried
 
 
-def test_what_is_tried(target_path, draft_path):
+def test_the_settings_that_are_tried(target_path, draft_path):
     options = LoadOptions(model=str(target_path), draft=draft_path, threads=1)
     request = TuneRequest(options, frozenset({"threads"}), Sampling(), 4)
     engines = {str(target_path): ["llamacpp"]}
@@ -202,7 +202,7 @@ def test_threads_go_up_to_the_cores_unless_they_are_fixed(usual, counts):
     assert thread_counts(TuneRequest(options, frozenset({"threads"}), Sampling(), 4), usual) == [usual]
 
 
-def test_a_drafter_that_nobody_named_and_that_cannot_be_had_is_left_out(target_path):
+def test_an_unavailable_drafter_that_was_not_requested_is_skipped(target_path):
     model = str(target_path)
     request = TuneRequest(LoadOptions(model=model, threads=1), frozenset({"threads"}), Sampling(temperature=0.0), 3)
     sweep = prepare(request, {model: ["llamacpp"]}, lambda model: [[5, 6, 7], [6, 7, 8]])
@@ -218,7 +218,7 @@ def test_a_drafter_that_nobody_named_and_that_cannot_be_had_is_left_out(target_p
         Sweep(named, sweep.prompts, {lost[0]: Score(lost[0])}).run()
 
 
-def test_no_more_is_decoded_than_was_announced(target_path, draft_path, prompts):
+def test_no_more_runs_than_announced(target_path, draft_path, prompts):
     options = LoadOptions(model=str(target_path), draft=draft_path, threads=1)
     request = TuneRequest(options, frozenset({"threads"}), Sampling(temperature=0.0), 3)
     texts = ("ab", "cd", "ef")
@@ -328,7 +328,7 @@ def test_other_weights_take_turns_and_keep_their_own_profile(target_path, prompt
         (["it-q4.gguf"], ["it-q4.gguf"], ["it-q4.gguf"]),
     ],
 )
-def test_weights_are_told_apart_in_few_letters(models, labels, short):
+def test_weights_have_short_distinct_labels(models, labels, short):
     assert list(_labels(models).values()) == labels
     assert list(_short(_labels(models)).values()) == short
 

@@ -1,4 +1,4 @@
-"""Chat templates in the sandbox, and the state of a conversation."""
+"""Chat templates in the sandbox, and conversations."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_clear_keeps_the_system_prompt():
 
 
 @pytest.mark.parametrize("system", [None, "be brief"])
-def test_what_is_saved_comes_back(tmp_path, system):
+def test_a_saved_conversation_loads_unchanged(tmp_path, system):
     conversation = exchanges(3, system)
     conversation.ask("ünïcødé 日本 \u2028")
     conversation.save(tmp_path / "new" / "saved.json")

@@ -1,4 +1,4 @@
-"""Streams that are closed or full, pipes without a writer, paths that lead nowhere: no traceback and no waiting."""
+"""Closed or full streams, pipes without a writer, unusable paths: no traceback and no hanging."""
 
 from __future__ import annotations
 
