@@ -119,7 +119,7 @@ def test_another_target_is_expanded_without_the_heads_of_the_first(tmp_path: Pat
         Builder(replace(request, target=tmp_path / "no-such"), DEMO, tmp_path / "out")
 
 
-def test_what_is_there_is_kept_and_what_changed_is_made_again(tmp_path: Path):
+def test_existing_files_are_kept_and_changed_ones_rebuilt(tmp_path: Path):
     source, output = tmp_path / "demo", tmp_path / "out"
     shutil.copytree(DEMO, source)
     request = BenchRequest("little", ("q8_0",))
@@ -150,7 +150,7 @@ class Interrupted(Exception):
     pass
 
 
-def test_an_interrupted_build_leaves_no_manifest_and_goes_on(tmp_path: Path):
+def test_an_interrupted_build_leaves_no_manifest_and_resumes(tmp_path: Path):
     def stop(done: int, total: int, what: str) -> None:
         if what.startswith("f16/target"):
             raise Interrupted
@@ -194,7 +194,7 @@ def test_graphs_of_onnx_runtime(tmp_path: Path):
     assert (ours.argmax(axis=1) == theirs.argmax(axis=1)).mean() > 0.97
 
 
-def test_needs_are_known_before_and_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_missing_disk_or_memory_is_refused_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     small, large = needs_of(BenchRequest("60m", ("q8_0",))), needs_of(BenchRequest("3b", ("q8_0", "q4_k_m")))
     assert 150e6 < small.disk_bytes < 300e6 < 10e9 < large.disk_bytes < 25e9
     graph = needs_of(BenchRequest("1b", ("int8",)))
@@ -237,7 +237,7 @@ def test_a_vocabulary_below_the_models_own_is_refused(tmp_path: Path):
         Builder(BenchRequest("little", ("q8_0",), vocab_size=1000), DEMO, tmp_path)
 
 
-def test_names_tell_pairs_apart():
+def test_different_pairs_have_different_names():
     plain = BenchRequest("1b")
     others = [replace(plain, **change) for change in ({"sigma": 0.2}, {"draft_size": "60m"}, {"vocab_size": 5000})]
     assert plain.name == "bench-1b"

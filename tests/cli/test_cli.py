@@ -1,4 +1,4 @@
-"""The command line, through click's runner and as a real process: what it prints, what it refuses, how it ends."""
+"""The command line, by click's runner and as a process: output, refused input, exit codes."""
 
 from __future__ import annotations
 
@@ -229,13 +229,13 @@ def test_an_unknown_command_names_the_nearest():
         (["--min-p", "inf"], "min_p"),
         (["-n", "0"], "max-tokens must be at least 1"),
         (["-n"], "'-n' requires an argument"),
-        (["--stop", ""], "stop string is empty"),
+        (["--stop", ""], "stop contains an empty string"),
         (["--drafter", "modle"], "'modle' is not one of"),
         (["--draft-length", "65"], "0..64"),
         (["--draft-length", "-1"], "0..64"),
         (["-t", "0"], "threads must be at least 1"),
         (["-c", "3"], "ctx-size must be at least 16"),
-        (["--verify", "rejection", "--reproducible"], "contradict"),
+        (["--verify", "rejection", "--reproducible"], "does not work with"),
         (["-s", "x", "--no-chat-template"], "--system needs the chat template"),
         (["--json", "--show-draft"], "keep one"),
         (["other", "-m", "another"], "two models"),
@@ -290,7 +290,7 @@ def test_help_shows_defaults():
 # real processes
 
 
-def test_a_reader_that_leaves_is_no_error(pair):
+def test_a_closed_pipe_is_not_an_error(pair):
     with subprocess.Popen(
         command("generate", *pair, "-p", "hello", "--ignore-eos"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:

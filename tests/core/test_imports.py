@@ -94,7 +94,7 @@ def test_imports_go_down(name):
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if component(name) == "engines"])
-def test_engines_know_contracts_only(name):
+def test_engines_import_contracts_only(name):
     assert {component(imported) for imported in own_imports(name)} <= ENGINES_MAY_USE
 
 
@@ -104,7 +104,7 @@ def test_drafters_know_contracts_only(name):
     assert {imported for imported in own_imports(name) if component(imported) not in DRAFTERS_MAY_USE} <= contracts
 
 
-def test_only_the_runtime_knows_implementations():
+def test_only_the_runtime_imports_implementations():
     """Everything else meets engines and drafters through their base classes; doctor asks a library for its version."""
     for name in MODULES:
         if {name, component(name)} & ASSEMBLING or name in (
@@ -143,7 +143,7 @@ def test_training_libraries_stay_in_training_and_export():
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["nonsense"]])
-def test_the_command_line_starts_light(arguments):
+def test_the_command_line_imports_little(arguments):
     """Help and errors must not wait for numpy, jinja2, prompt_toolkit or an engine."""
     heavy = ("numpy", "jinja2", "prompt_toolkit", "rich", "asyncio", "llama_cpp", "onnxruntime", "onnx")
     code = (

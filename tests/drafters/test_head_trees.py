@@ -204,7 +204,7 @@ def test_drawn_siblings_carry_what_was_left_and_every_node_draws_for_itself(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_eagle_looks_at_the_text_and_a_nodes_own_path(tiny_engine: LlamaCppEngine, temperature: float) -> None:
-    """The slow twin reads each path by itself, as if it were text whose states are those that it predicted."""
+    """The reference reads each path by itself, as text with the states that it predicted."""
     heads = random_heads("eagle", tiny_engine, HIDDEN)
     sharp = {name: heads.arrays[name] * 10 for name in ("q_proj", "k_proj", "v_proj", "o_proj")}  # looks at few pairs
     heads = replace(heads, arrays={**heads.arrays, **sharp})

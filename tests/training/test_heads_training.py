@@ -1,4 +1,4 @@
-"""Training heads where torch is: the loss against a slow twin, resuming, and that numpy computes what torch learnt."""
+"""Training heads (needs torch): the loss against a reference, resuming, and numpy inference of the trained heads."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_numpy_drafts_what_torch_predicts(kind: str, changes: dict[str, int], ti
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_loss_is_that_of_a_slow_twin(kind: str, tiny: Path) -> None:  # noqa: F811
+def test_the_loss_equals_the_reference(kind: str, tiny: Path) -> None:  # noqa: F811
     """Root by root, token by token: the k-th token of root i against the target's choice of token i + 2 + k."""
     trainer = shaken(trainer_of(tiny, kind, draft_vocabulary=50))
     ids = torch.randint(0, 200, (2, 12), generator=torch.Generator().manual_seed(0))
