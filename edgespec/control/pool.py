@@ -29,7 +29,8 @@ from edgespec.control.prior import PriorCurve, guessed_draft_cost
 from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.cache import CacheDrafter
-from edgespec.drafters.factory import BY_NAME_ONLY, FREE_DRAFTERS, MANY_ROWS, check_makeable, learnt_texts, made
+from edgespec.drafters.factory import learnt_texts
+from edgespec.drafters.spec import FALLBACK, SPECS, check_makeable, made
 from edgespec.engines import disk_cache
 from edgespec.engines.base import Engine
 from edgespec.engines.disk_cache import key_of, numbers
@@ -41,7 +42,6 @@ from edgespec.types import TokenIds
 # cheapest rows seen on a processor cost .05 to .08 of a pass, and trees lost there; noise must not let them in.
 _ROWS, _CHEAP_ROW = 9, 0.03
 _EXIT_SHARE = 0.5  # of a target's weights, that an exit without files of its own is taken to read
-_ROLES: dict[str, str] = {"hierarchical": "medium"}  # whose file a drafter's engine runs, if not the draft's
 
 
 class DrafterPool:
@@ -109,7 +109,7 @@ class DrafterPool:
         if length == "auto":
             return self._automatic_one(name)
         if name == "auto":
-            name = self.draft_name or "ngram"
+            name = self.draft_name or FALLBACK
         return FixedLength(self.drafter(name), length)
 
     def _automatic_one(self, name: DrafterName) -> AutoController:
@@ -131,18 +131,24 @@ class DrafterPool:
 
         Where it does cost something they could never be chosen, and asking them now and then would cost time.
         """
-        known = dict.fromkeys((*FREE_DRAFTERS, *self.drafters))
-        names = [name for name in known if name not in (*MANY_ROWS, *BY_NAME_ONLY)]
         row_s = (self.cost_curve.at(_ROWS) - self.cost_curve.at(1)) / (_ROWS - 1)
-        if self._target.engine.most_branches and row_s < _CHEAP_ROW * self.cost_curve.at(1):
-            names += [name for name in MANY_ROWS if name != "tree" or "model" in self.drafters]
-        return names
+        has_cheap_rows = self._target.engine.most_branches > 0 and row_s < _CHEAP_ROW * self.cost_curve.at(1)
+        return [
+            name
+            for name, spec in SPECS.items()
+            if not spec.by_name_only and (has_cheap_rows or spec.cost != "rows") and self._can_have(name)
+        ]
+
+    def _can_have(self, name: DrafterName) -> bool:
+        """Whether the drafter was opened, or can be made of what was."""
+        spec = SPECS[name]
+        return name in self.drafters or (spec.make is not None and (not spec.needs or "model" in self.drafters))
 
     @property
     def names(self) -> list[DrafterName]:
         """Every drafter that this model has and that may pay: those of `auto`, and what that leaves to be asked for."""
         found = self._automatic_names()
-        return [*found, *(name for name in sorted(BY_NAME_ONLY) if name not in found and "model" in self.drafters)]
+        return [*found, *(name for name, spec in SPECS.items() if spec.by_name_only and self._can_have(name))]
 
     def drafter(self, name: DrafterName) -> Drafter:
         """Raises CapabilityError for one that this pair has not got."""
@@ -165,8 +171,7 @@ class DrafterPool:
             for name, drafter in self.drafters.items()
             if (engine := drafter.reset_engine()) is not None
         }
-        if "early-exit" in self.drafters and "early-exit" not in costs:
-            costs["early-exit"] = guessed_draft_cost(_EXIT_SHARE)
+        costs |= {name: guessed_draft_cost(_EXIT_SHARE) for name in self._parts_of_target() if name not in costs}
         if self.cost_curve.is_scaled:
             for cost in costs.values():
                 cost.scale(self.cost_curve.at(1))
@@ -188,12 +193,18 @@ class DrafterPool:
             for name, drafter in self.drafters.items()
             if (engine := drafter.reset_engine()) is not None
         }
-        if "early-exit" in self.drafters and "early-exit" not in self.draft_costs:
-            self._target.rollback(0)
-            self.draft_costs["early-exit"] = exit_cost(self._target.engine)
+        for name in self._parts_of_target():
+            if name not in self.draft_costs:
+                self._target.rollback(0)
+                self.draft_costs[name] = exit_cost(self._target.engine)
 
-    def _draft_files(self, name: str) -> tuple[Path, ...]:
-        return self._pair.paths(_ROLES.get(name, "draft"))
+    def _parts_of_target(self) -> list[DrafterName]:
+        """The opened drafters that run layers of the target."""
+        return [name for name in self.drafters if SPECS[name].owns == "layers of the target"]
+
+    def _draft_files(self, name: DrafterName) -> tuple[Path, ...]:
+        """The files of the model that a drafter runs."""
+        return self._pair.paths(SPECS[name].roles[-1])
 
     @property
     def draft_engine(self) -> Engine | None:
@@ -203,8 +214,7 @@ class DrafterPool:
     @property
     def draft_name(self) -> DrafterName | None:
         """The drafter that the pair's draft became."""
-        names: tuple[DrafterName, ...] = ("model", "early-exit", "eagle3")
-        return next((name for name in names if name in self.drafters), None)
+        return next((name for name, spec in SPECS.items() if spec.is_pairs_draft and name in self.drafters), None)
 
     def empty(self) -> None:
         """Forget all texts; what was learnt of costs and confidences stays."""

@@ -78,11 +78,7 @@ def open_eagle3(options: LoadOptions, file: ModelFile, target: Engine) -> Eagle3
     gpu_layers = options.gpu_layers if options.draft_gpu_layers is None else options.draft_gpu_layers
     from edgespec.engines.llamacpp import LlamaCppEngine
 
-    if not isinstance(target, LlamaCppEngine):
-        raise CapabilityError(
-            f"{file.path.name} is an EAGLE-3 head in GGUF, which reads the layers of a target in llama.cpp; this one "
-            f"runs on {target.facts.name}: use --engine llamacpp, or another drafter"
-        )
+    assert isinstance(target, LlamaCppEngine)  # the table of drafters says so
     head = target.load_head(file.path, context_length=options.draft_context_length, gpu_layers=gpu_layers)
     try:
         target.give_layer_inputs(head.facts.layers)  # a target that cannot is told of before a text is begun

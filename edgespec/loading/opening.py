@@ -10,6 +10,7 @@ from edgespec.drafters.base import Drafter
 from edgespec.drafters.early_exit import EarlyExitDrafter, SharedStateDrafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.spec import EXIT, SPECS
 from edgespec.engines import disk_cache
 from edgespec.engines.base import Engine
 from edgespec.engines.disk_cache import CHECKED_FILE, file_key, key_of
@@ -20,7 +21,7 @@ from edgespec.formats.manifest import ModelFile, ModelPair, check_file
 from edgespec.loading.draft_vocabulary import draft_cache
 from edgespec.loading.heads import open_eagle3, open_heads, read_heads
 from edgespec.loading.registry import resolve
-from edgespec.loading.requirements import ROLES, exit_layer_of, wanted_drafters
+from edgespec.loading.requirements import exit_layer_of, wanted_drafters
 from edgespec.vocabulary import Vocabulary, check_same_vocabulary
 
 
@@ -43,14 +44,15 @@ def _open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterN
     pair = resolve(options.model, options.draft, options.engine, options.medium)
     exit_layer = exit_layer_of(options, pair)
     wanted = wanted_drafters(options, pair, exit_layer)
-    roles = {role for name in wanted for role in ROLES[name] if exit_layer is None or name != "early-exit"}
+    is_cut = exit_layer is not None  # the target's own file holds its exit then
+    roles = {role for name in wanted for role in SPECS[name].roles if not (is_cut and EXIT in SPECS[name].needs)}
     _check_contents([pair.files[role] for role in ("target", *sorted(roles & pair.files.keys()))])
-    heads = read_heads(options, pair, is_cut=exit_layer is not None)
+    heads = read_heads(options, pair, is_cut=is_cut)
     target = _open_target(options, pair.files["target"], exit_layer, hidden_states=bool(heads))
     drafters: dict[DrafterName, Drafter] = {}
     try:
         for name in wanted:
-            drafters |= _opened(name, options, pair, target, drafters, is_cut=exit_layer is not None)
+            drafters |= _opened(name, options, pair, target, drafters, is_cut=is_cut)
         drafters |= {each.manifest.kind: open_heads(each, path, target) for path, each in heads.items()}
     except BaseException:
         for drafter in drafters.values():
@@ -77,16 +79,15 @@ def _opened(
         return {name: EarlyExitDrafter(engine, temperature=options.draft_temperature)}
     if name == "eagle3":
         return {name: open_eagle3(options, pair.files["draft"], target)}
-    known: tuple[DrafterName, ...] = ("model", "early-exit")  # an exit is a draft model already: no second one for it
-    small = next((opened[each] for each in known if each in opened), None)
-    made = small or _model_drafter(options, pair.files["draft"], target)
-    found: dict[DrafterName, Drafter] = {} if small else {"model": made}
+    # An exit is a draft model already: no second one is opened beside it.
+    known = next((each for each in opened.values() if isinstance(each, ModelDrafter)), None)
+    small = known or _model_drafter(options, pair.files["draft"], target)
+    found: dict[DrafterName, Drafter] = {} if known else {"model": small}
     if name != "hierarchical":
         return found
-    assert isinstance(made, ModelDrafter)
     try:
         medium = _open_medium(options, pair.files["medium"], target)
-        return found | {name: HierarchicalDrafter(made, medium, options.draft_temperature)}
+        return found | {name: HierarchicalDrafter(small, medium, options.draft_temperature)}
     except BaseException:
         for drafter in found.values():
             drafter.close()

@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgespec.config import DrafterName, DraftLength, EngineName, LoadOptions
-from edgespec.drafters.factory import FREE_DRAFTERS
+from edgespec.drafters.spec import HEADS, MEDIUM, SPECS
 from edgespec.errors import CapabilityError
 from edgespec.runtime import Model, load
 from edgespec.sampling import Sampling
 
 LENGTHS: tuple[DraftLength, ...] = ("auto", 2, 4, 8)
 FEW_LENGTHS: tuple[DraftLength, ...] = ("auto", 4)  # for what takes a load of its own, or is seldom the best
-_UNAIDED = frozenset({*FREE_DRAFTERS, "none", "lookahead"})  # drafters that need nothing loaded beside the target
-_HEADS: tuple[DrafterName, ...] = ("medusa", "eagle")
+_UNAIDED = frozenset({"none", *(name for name, spec in SPECS.items() if not spec.needs)})
 _FEW_CORES = 4  # up to here every number of threads is tried, above it powers of two
 _EXIT_PARTS, _LATEST_EXIT = 8, 6  # exits are tried after this many eighths of the layers: later ones save too little
 
@@ -129,10 +128,11 @@ def _speculating(asked: Asked, loaded: Loaded, model: Model) -> Iterator[Candida
 def _by_name(asked: Asked, model: Model) -> list[DrafterName]:
     """Drafters that the pair has files for and that automatic leaves closed: they take memory, or one more load."""
     found: list[DrafterName] = []
-    if "medium" in model.pair.files and model.draft_name in ("model", "early-exit"):
-        found.append("hierarchical")
-    if asked.options.heads is None:
-        found += [kind for kind in _HEADS if kind in model.pair.heads]
+    for name, spec in SPECS.items():
+        has_medium = "medium" in model.pair.files and model.draft_name in ("model", "early-exit")
+        has_heads = asked.options.heads is None and name in model.pair.heads
+        if (MEDIUM in spec.needs and has_medium) or (HEADS in spec.needs and has_heads):
+            found.append(name)
     return [name for name in found if name not in model.drafter_names]
 
 
@@ -150,4 +150,4 @@ def _lengths(asked: Asked, drafter: DrafterName, lengths: Sequence[DraftLength] 
         return (asked.options.draft_length,)
     if drafter == "auto":
         return ("auto",)
-    return FEW_LENGTHS if drafter == "hybrid" else lengths
+    return FEW_LENGTHS if SPECS[drafter].by_name_only else lengths

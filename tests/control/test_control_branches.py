@@ -13,11 +13,11 @@ from edgespec.acceptance import RULES
 from edgespec.control.branches import best_nodes, outcomes, path_products
 from edgespec.control.cost import CostCurve
 from edgespec.control.length import best_length, least_ahead
-from edgespec.control.pool import FREE_DRAFTERS, MANY_ROWS
 from edgespec.decode import Run, autoregressive, speculative
 from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
+from edgespec.drafters.spec import SPECS
 from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.sequence import CachedSequence
 from edgespec.sampling import Sampler
@@ -94,6 +94,7 @@ def test_auto_joins_drafters_of_many_rows_where_a_row_costs_next_to_nothing(
     pool = demo._pool
     pool.drafter("tree")  # asked for by name before: that changes nothing
     monkeypatch.setitem(pool.__dict__, "cost_curve", CostCurve({1: 1.0, 2: 1.1, 9: 2.6}))
-    assert set(pool._automatic_names()) == set(FREE_DRAFTERS) | {"model"}
+    free = {name for name, spec in SPECS.items() if spec.cost == "free"}
+    assert set(pool._automatic_names()) == free | {"model"}
     monkeypatch.setitem(pool.__dict__, "cost_curve", CostCurve({1: 1.0, 9: 1.2}))
-    assert set(pool._automatic_names()) == set(FREE_DRAFTERS) | {"model", *MANY_ROWS}
+    assert set(pool._automatic_names()) == free | {"model", "tree", "lookahead"}
