@@ -16,7 +16,6 @@ DrafterName = Literal[
     "none",
     "model",
     "tree",
-    "hybrid",
     "hierarchical",
     "early-exit",
     "medusa",
@@ -28,7 +27,6 @@ DrafterName = Literal[
     "lookahead",
 ]
 DraftLength = int | Literal["auto"]
-DraftTemperature = float | Literal["auto"]
 RuleName = Literal["coupled", "rejection", "block", "typical"]
 EngineName = Literal["auto", "llamacpp", "onnx"]
 ProviderName = Literal["auto", "cpu", "cuda", "dml", "webgpu"]
@@ -127,8 +125,8 @@ def _check_draft_length(value: object) -> None:
 
 
 def _check_draft_temperature(value: object) -> None:
-    if not (isinstance(value, str) and value == "auto") and not (_is_number(value) and 0.05 <= value <= 20):
-        raise ConfigError(f"draft-temp must be auto or a factor from 0.05 to 20, got {shown(value)}")
+    if not (_is_number(value) and 0.05 <= value <= 20):
+        raise ConfigError(f"draft-temp must be a number from 0.05 to 20, got {shown(value)}")
 
 
 def _check_share(value: object) -> None:
@@ -149,7 +147,7 @@ class LoadKeywords(TypedDict, total=False):
     engine: EngineName
     drafter: DrafterName
     draft_length: DraftLength
-    draft_temperature: DraftTemperature
+    draft_temperature: float
     max_slowdown: float
     verify: RuleName
     reproducible: bool | None
@@ -178,11 +176,10 @@ class LoadOptions:
     pair was exported with; lengths in tokens; `drafter` auto: whichever is expected to pay, by the round;
     `draft_length` auto: as many tokens as pay; a number with drafter auto means the pair's own draft where there is
     one, else ngram; of drafters tree, medusa and eagle it is the nodes of a tree where the target scores trees.
-    `draft_temperature`: what the draft model samples at over the target's temperature; auto learns
-    it from the text under the coupled rule. `max_slowdown`: share of plain decoding's time that speculation may
-    lose at most. `engine`: which of a pair's files are taken; `provider`: the device of ONNX Runtime, `gpu_layers`
-    that of llama.cpp; `reproducible`: None means yes where the model and the rule allow it, True demands it, False
-    gives it up for speed.
+    `draft_temperature`: the draft model's temperature as a multiple of the target's. `max_slowdown`: share of plain
+    decoding's time that speculation may lose at most. `engine`: which of a pair's files are taken; `provider`: the
+    device of ONNX Runtime, `gpu_layers` that of llama.cpp; `reproducible`: None means yes where the model and the rule
+    allow it, True demands it, False gives it up for speed.
     `corpus`: drafter suffix looks in the user's corpus too; `recall`: drafter cache knows what models wrote in earlier
     runs; `learn`: what this one writes is added to that, on disk. Neither unless asked for: prompts that are decoded
     again, as when measuring, would meet their own answers.
@@ -196,7 +193,7 @@ class LoadOptions:
     engine: EngineName = "auto"
     drafter: DrafterName = "auto"
     draft_length: DraftLength = "auto"
-    draft_temperature: DraftTemperature = 1.0
+    draft_temperature: float = 1.0
     max_slowdown: float = 0.02
     verify: RuleName = "coupled"
     reproducible: bool | None = None

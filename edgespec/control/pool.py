@@ -116,7 +116,7 @@ class DrafterPool:
         """The controller of one choice of drafters; what it learns serves all later generations."""
         found = self._automatic.get(name)
         if found is None:
-            names = self._automatic_names() if name == "auto" else [name]
+            names = self.names if name == "auto" else [name]
             drafters: dict[str, Drafter] = {each: self.drafter(each) for each in names}
             curve, costs, threads = self.cost_curve, self.draft_costs, self._target.engine.facts.threads
             found = AutoController(drafters, curve, costs, self._options.max_slowdown, threads=threads)
@@ -126,29 +126,22 @@ class DrafterPool:
             self._automatic[name] = found
         return found
 
-    def _automatic_names(self) -> list[DrafterName]:
-        """All drafters of this pair, those that need many rows only where a row costs next to nothing.
+    @property
+    def names(self) -> list[DrafterName]:
+        """The drafters that `auto` takes: all of this pair, those that need many rows only where a row is cheap.
 
-        Where it does cost something they could never be chosen, and asking them now and then would cost time.
+        Elsewhere they could never be chosen, and asking them now and then would cost time.
         """
         row_s = (self.cost_curve.at(_ROWS) - self.cost_curve.at(1)) / (_ROWS - 1)
         has_cheap_rows = self._target.engine.most_branches > 0 and row_s < _CHEAP_ROW * self.cost_curve.at(1)
         return [
-            name
-            for name, spec in SPECS.items()
-            if not spec.by_name_only and (has_cheap_rows or spec.cost != "rows") and self._can_have(name)
+            name for name, spec in SPECS.items() if (has_cheap_rows or spec.cost != "rows") and self._can_have(name)
         ]
 
     def _can_have(self, name: DrafterName) -> bool:
         """Whether the drafter was opened, or can be made of what was."""
         spec = SPECS[name]
         return name in self.drafters or (spec.make is not None and (not spec.needs or "model" in self.drafters))
-
-    @property
-    def names(self) -> list[DrafterName]:
-        """Every drafter that this model has and that may pay: those of `auto`, and what that leaves to be asked for."""
-        found = self._automatic_names()
-        return [*found, *(name for name, spec in SPECS.items() if spec.by_name_only and self._can_have(name))]
 
     def drafter(self, name: DrafterName) -> Drafter:
         """Raises CapabilityError for one that this pair has not got."""

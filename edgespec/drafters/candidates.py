@@ -59,17 +59,15 @@ class Raced(Candidates):
         self,
         token_ids: TokenIds,
         scores: NDArray[np.float64],
-        distribution: Distribution | None = None,
         chained: Evidence | None = None,
         disagreement: float = DISAGREEMENT,
     ) -> None:
         """`scores` [n], descending: perturbed logits, whose differences say how far the target must disagree.
 
-        `distribution`: the one that was raced over, None without noise; `chained`: evidence of a first child where
-        chains are drafted too; `disagreement`: how far the target's logits mostly differ from these.
+        `chained`: evidence of a first child where chains are drafted too; `disagreement`: how far the target's logits
+        mostly differ from these.
         """
         self._token_ids, self.count, self._chained = token_ids, token_ids.size, chained
-        self.distribution = distribution
         weights = np.exp((scores - scores[0]) / disagreement)
         self._probs = _AGREED * weights / weights.sum()
 
@@ -141,7 +139,7 @@ def candidates_for(
             known = sampler.likeliest(logits, history, _KNOWN)
             possible = known.probs > 0  # a draft with another vocabulary lacks some
             chained = evidence_of(logits, 1.0, math.inf) if like_chains else None
-            return Raced(known.token_ids[possible], np.log(known.probs[possible]), None, chained, disagreement)
+            return Raced(known.token_ids[possible], np.log(known.probs[possible]), chained, disagreement)
         distribution = sampler.distribution(logits, history)
         stream, index = Stream.TARGET, 0
         if request.needs_distributions:
@@ -153,6 +151,6 @@ def candidates_for(
         chained = evidence_of(logits, float(ranked.probs[0]), lead) if like_chains else None
         if request.needs_distributions:
             return Drawn(ranked, chained)
-        return Raced(ranked.token_ids, -temperature * np.log(times), distribution, chained, disagreement)
+        return Raced(ranked.token_ids, -temperature * np.log(times), chained, disagreement)
 
     return make

@@ -9,7 +9,6 @@ import numpy as np
 
 from edgespec.drafters.base import DraftRequest
 from edgespec.noise import Stream
-from edgespec.sampling import Sampler
 from edgespec.types import Distribution, Draft, Evidence, Logits, TokenIds
 
 # Log odds that a drawn token stands, by its evidence: half as steep as what fits the demo's draft and medium models on
@@ -22,13 +21,12 @@ _FOLD, _SHORT_ROW = 64, 8192  # logits of which the largest counts, in rows that
 class DrawnChain:
     """The tokens so far; `most` are wanted, and none behind one of `end_ids`.
 
-    They are sampled with the settings of `sampler` and, unless the rule compares distributions, the target's noise.
+    They are sampled with the request's settings and, unless the rule compares distributions, the target's noise.
     """
 
     request: DraftRequest
     most: int
     end_ids: frozenset[int]
-    sampler: Sampler
     token_ids: list[int] = field(default_factory=list)
     evidence: list[Evidence] = field(default_factory=list)
     distributions: list[Distribution] = field(default_factory=list)
@@ -44,7 +42,7 @@ class DrawnChain:
 
         `is_open` says whether one more is also worth its time: a row that is there already costs nothing.
         """
-        request, sampler, count = self.request, self.sampler, len(self.token_ids)
+        request, sampler, count = self.request, self.request.sampler, len(self.token_ids)
         history = self.text if sampler.sampling.uses_history else request.token_ids
         distribution = sampler.distribution(logits, history)
         stream = Stream.DRAFT if request.needs_distributions else Stream.TARGET

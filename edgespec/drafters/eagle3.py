@@ -79,7 +79,7 @@ class Eagle3Drafter(Drafter):
         return first if end + most - first <= room else end - room // 2
 
     def _chain(self, request: DraftRequest, logits: Logits, state: States, most: int) -> Draft:
-        chain = DrawnChain(request, most, self._head.facts.end_ids, request.sampler)
+        chain = DrawnChain(request, most, self._head.facts.end_ids)
         chain.add(logits)
         while chain.is_open:
             logits, state = self._head.decode(np.array(chain.token_ids[-1:], np.int32), state[np.newaxis].copy())

@@ -7,8 +7,7 @@ keeps what the first layers computed of a draft, so that the verifying pass begi
 from __future__ import annotations
 
 from edgespec.drafters.base import DraftRequest
-from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.temperature import DraftTemperature, Factor
+from edgespec.drafters.model import DraftTemperature, ModelDrafter
 from edgespec.engines.base import Engine
 from edgespec.types import EMPTY_DRAFT, Draft, Logits, TokenIds
 
@@ -31,7 +30,7 @@ class SharedStateDrafter(EarlyExitDrafter):
     `temperature`: as ModelDrafter's.
     """
 
-    def __init__(self, target: Engine, temperature: Factor = 1.0) -> None:
+    def __init__(self, target: Engine, temperature: float = 1.0) -> None:
         # No sequence of its own, as ModelDrafter has: what the target's cache holds is not for a drafter to change.
         self._engine = target
         self.temperature = DraftTemperature(temperature)
@@ -40,15 +39,14 @@ class SharedStateDrafter(EarlyExitDrafter):
     def begin(self, prompt_ids: TokenIds) -> None:
         """The target reads the prompt for both."""
 
-    def _drafted(self, request: DraftRequest, temperature: DraftTemperature) -> Draft:
+    def look_ahead(self, request: DraftRequest) -> Draft:
         """As ModelDrafter's; empty for a text that the target's cache is not the beginning of."""
         text = request.token_ids
         most = min(request.max_tokens, self._engine.facts.context_length - text.size)
         read = self._exit.follow(text)
         if read is None or most < 1:
             return EMPTY_DRAFT
-        temperature.learn(request.sampler, text)
-        return self._chain(request, self._feed(text[read:]), most, temperature)
+        return self._chain(request, self._feed(text[read:]), most)
 
     def _feed(self, token_ids: TokenIds) -> Logits:
         return self._exit.feed(token_ids)

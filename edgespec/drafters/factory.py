@@ -12,7 +12,6 @@ from edgespec.corpus.learnt import LearntTexts
 from edgespec.corpus.store import texts_folder, vocabulary_key
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.cache import CacheDrafter
-from edgespec.drafters.hybrid import HybridDrafter
 from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
@@ -43,18 +42,9 @@ def make_lookahead(options: LoadOptions, vocabulary: Vocabulary, opened: Opened)
 
 
 def make_tree(options: LoadOptions, vocabulary: Vocabulary, opened: Opened) -> Drafter:
-    return TreeDrafter(_draft_model(opened))
-
-
-def make_hybrid(options: LoadOptions, vocabulary: Vocabulary, opened: Opened) -> Drafter:
-    copying = [make_suffix(options, vocabulary, opened), make_ngram(options, vocabulary, opened)]
-    return HybridDrafter(copying, _draft_model(opened))
-
-
-def _draft_model(opened: Opened) -> ModelDrafter:
     model = opened["model"]
     assert isinstance(model, ModelDrafter)
-    return model
+    return TreeDrafter(model)
 
 
 def learnt_texts(vocabulary: Vocabulary) -> LearntTexts:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from edgespec.drafters.candidates import Candidate, Candidates, Raced
-from edgespec.types import NO_PARENT, Distribution, Draft, Logits, TokenIds
+from edgespec.drafters.candidates import Candidate, Candidates
+from edgespec.types import NO_PARENT, Draft, Logits, TokenIds
 
 ROOT = NO_PARENT
 
@@ -138,22 +138,6 @@ class Growth:
             tuple(sampled) if sampled else None,
             tuple(each.evidence for each in candidates),
         )
-
-    def first_choices(self) -> tuple[list[int], list[Distribution]]:
-        """(tokens, what they were raced over) of the likeliest path, as a chain would have drafted it.
-
-        With the token that was too unlikely to come in: to leave it out would hide where the draft is unsure.
-        """
-        token_ids: list[int] = []
-        distributions: list[Distribution] = []
-        node: int | None = ROOT
-        while node is not None and isinstance(known := self.at(node).candidates, Raced):
-            if known.distribution is None:
-                break
-            token_ids.append(known.take(0).token_id)
-            distributions.append(known.distribution)
-            node = self._first_child(node)
-        return token_ids, distributions
 
     def _first_child(self, parent: int) -> int | None:
         return next((node for node, each in enumerate(self.nodes) if each.parent == parent), None)

@@ -12,7 +12,7 @@ from typing import Literal
 
 from edgespec.config import DrafterName, EngineName, LoadOptions
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.factory import make_cache, make_hybrid, make_lookahead, make_ngram, make_suffix, make_tree
+from edgespec.drafters.factory import make_cache, make_lookahead, make_ngram, make_suffix, make_tree
 from edgespec.drafters.model import ModelDrafter
 from edgespec.errors import CapabilityError
 from edgespec.vocabulary import Vocabulary
@@ -54,15 +54,15 @@ class DrafterSpec:
     `needs`: beside the target; the last one is what it runs. `owns`: an engine of its own, some layers of the target,
     or nothing that runs on an engine (tables and heads, or the draft model borrowed from drafter `model`). `cost` of
     drafting: next to nothing ("free"), a pass of a model or a head for each token ("passes"), or further rows of the
-    target's pass, which pay only where a row costs next to nothing ("rows"). `engines`: of the target. `by_name_only`:
-    `auto` never takes it. `make`: from nothing, or from drafter `model`; None: opened when the pair is loaded.
+    target's pass, which pay only where a row costs next to nothing ("rows"). `engines`: of the target. `make`: from
+    nothing, or from drafter `model`; None: opened when the pair is loaded. `auto` takes whatever was opened or can be
+    made, that of cost "rows" only where rows are cheap.
     """
 
     needs: tuple[Need, ...] = ()
     owns: Literal["nothing", "engine", "layers of the target"] = "nothing"
     cost: Literal["free", "passes", "rows"] = "passes"
     engines: tuple[EngineName, ...] = ("llamacpp", "onnx")
-    by_name_only: bool = False
     make: Make | None = None
 
     @property
@@ -94,8 +94,6 @@ SPECS: dict[DrafterName, DrafterSpec] = {
     "eagle": DrafterSpec((HEADS,)),
     "tree": DrafterSpec((DRAFT,), cost="rows", make=make_tree),
     "lookahead": DrafterSpec(cost="rows", make=make_lookahead),
-    # Beside its parts a hybrid gains nothing in `auto`, which chooses between them by the round.
-    "hybrid": DrafterSpec((DRAFT,), by_name_only=True, make=make_hybrid),
 }
 FALLBACK: DrafterName = "ngram"  # a fixed draft length without a draft to use it; needs nothing and works on any text
 

@@ -107,7 +107,7 @@ class StateDrafter(Drafter):
 
         `scores_after(token_id)`: scores [m] of what follows the last drafted token, None at first.
         """
-        chain = DrawnChain(request, most, self._end_ids, request.sampler)
+        chain = DrawnChain(request, most, self._end_ids)
         while chain.is_open:
             chain.add(self.row(scores_after(chain.token_ids[-1] if chain.token_ids else None)))
         return chain.as_draft()

@@ -41,16 +41,12 @@ class TreeDrafter(Drafter):
         most = min(request.max_tokens, cache.engine.facts.context_length // 4)
         if most < 1:
             return EMPTY_DRAFT
-        temperature = self._model.temperature
-        temperature.learn(request.sampler, request.token_ids)
-        candidates = candidates_for(request, temperature.sampler(request.sampler))
+        candidates = candidates_for(request, self._model.temperature.sampler(request.sampler))
         with restored_on_failure(cache):
             growth = Growth(candidates, most, branches, self._most_children, request.row_cost)
             growth.open(ROOT, self._model.catch_up(request.token_ids, most))
             while growth.grow(cache.end_ids):
                 self._score(growth)
-            if temperature.is_learning:
-                temperature.drafted(request.token_ids.size, *growth.first_choices())
             return growth.draft()
 
     def _score(self, growth: Growth) -> None:

@@ -14,7 +14,7 @@ from edgespec.runtime import Model, load
 from edgespec.sampling import Sampling
 
 LENGTHS: tuple[DraftLength, ...] = ("auto", 2, 4, 8)
-FEW_LENGTHS: tuple[DraftLength, ...] = ("auto", 4)  # for what takes a load of its own, or is seldom the best
+FEW_LENGTHS: tuple[DraftLength, ...] = ("auto", 4)  # for what takes a load of its own
 _UNAIDED = frozenset({"none", *(name for name, spec in SPECS.items() if not spec.needs)})
 _FEW_CORES = 4  # up to here every number of threads is tried, above it powers of two
 _EXIT_PARTS, _LATEST_EXIT = 8, 6  # exits are tried after this many eighths of the layers: later ones save too little
@@ -148,6 +148,4 @@ def _other_exits(model: Model) -> list[int]:
 def _lengths(asked: Asked, drafter: DrafterName, lengths: Sequence[DraftLength] = LENGTHS) -> Sequence[DraftLength]:
     if "draft_length" in asked.fixed:
         return (asked.options.draft_length,)
-    if drafter == "auto":
-        return ("auto",)
-    return FEW_LENGTHS if SPECS[drafter].by_name_only else lengths
+    return ("auto",) if drafter == "auto" else lengths

@@ -95,6 +95,6 @@ def test_auto_joins_drafters_of_many_rows_where_a_row_costs_next_to_nothing(
     pool.drafter("tree")  # asked for by name before: that changes nothing
     monkeypatch.setitem(pool.__dict__, "cost_curve", CostCurve({1: 1.0, 2: 1.1, 9: 2.6}))
     free = {name for name, spec in SPECS.items() if spec.cost == "free"}
-    assert set(pool._automatic_names()) == free | {"model"}
+    assert set(pool.names) == free | {"model"}
     monkeypatch.setitem(pool.__dict__, "cost_curve", CostCurve({1: 1.0, 9: 1.2}))
-    assert set(pool._automatic_names()) == free | {"model", "tree", "lookahead"}
+    assert set(pool.names) == free | {"model", "tree", "lookahead"}

@@ -25,7 +25,6 @@ from edgespec.drafters.cache import CacheDrafter
 from edgespec.drafters.eagle3 import Eagle3Drafter
 from edgespec.drafters.early_exit import EarlyExitDrafter, SharedStateDrafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter
-from edgespec.drafters.hybrid import HybridDrafter
 from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
@@ -89,7 +88,6 @@ MAKERS: dict[str, Callable[[TableEngine], Drafter]] = {
     "tree": lambda target: TreeDrafter(model(target)),
     "warm tree": lambda target: TreeDrafter(model(target, temperature=1.5)),
     "close tree": lambda target: TreeDrafter(model(target, sigma=0.3)),
-    "hybrid": lambda target: HybridDrafter([SuffixDrafter(), NgramDrafter(min_ngram=1)], model(target), 0.3),
     "hierarchical": lambda target: hierarchical(target, 1.0),
     "warm hierarchical": lambda target: hierarchical(target, 1.5),
     "early-exit": lambda target: EarlyExitDrafter(target.related(sigma=1.0)),
