@@ -17,11 +17,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
-_RISKED = 0.5  # of what it holds, that a round may lose where a shorter draft can still be tried
-LATE = 1.5  # times what it is known to take, that work is charged to speculation without question
-_STALL = 0.5  # plain passes beyond that, from which on it is a stall
-_FIRST_FINE = 0.25  # plain passes that a first stall is charged
-_FORGIVEN_AFTER = 1024  # rounds without a stall, after which the fine for the next one is halved
+from edgespec.control import constants as c
 
 
 @dataclass(slots=True)
@@ -48,7 +44,7 @@ class TimeBank:
         `round_s(count)`, never falling: seconds of a round with a draft of `count` tokens. The half is for what comes
         after a failure: where wide passes are dear, an answer's first three drafts would otherwise spend everything.
         """
-        for held_s in (min(_RISKED * self.balance_s, self.balance_s), self.balance_s):
+        for held_s in (min(c.RISKED * self.balance_s, self.balance_s), self.balance_s):
             afforded_s = held_s + (1.0 + self.share) * plain_s
             if most and round_s(most) <= afforded_s:
                 return most
@@ -67,13 +63,13 @@ class TimeBank:
         All of it, unless it stalled: then what is not out of the ordinary, and a fine, which doubles with each stall
         and is at most the time that was lost.
         """
-        stall_s = seconds - LATE * expected_s - _STALL * plain_s
+        stall_s = seconds - c.LATE * expected_s - c.STALL * plain_s
         if stall_s <= 0:
             self.on_time += 1
-            if self.stalls and self.on_time >= _FORGIVEN_AFTER:
+            if self.stalls and self.on_time >= c.FORGIVEN_AFTER:
                 self.stalls, self.on_time = self.stalls - 1, 0
             return seconds
-        fine_s = _FIRST_FINE * plain_s * 2.0**self.stalls
+        fine_s = c.FIRST_FINE * plain_s * 2.0**self.stalls
         self.on_time = 0
         if fine_s >= stall_s:
             return seconds

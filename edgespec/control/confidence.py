@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from operator import mul
 from typing import Any
 
+from edgespec.control import constants as c
 from edgespec.types import Evidence
 
 _BUCKET_OF = (0, 1, 2, 3, 3, 4, 4, 4)  # position of a token in its draft -> bucket; later ones share the last
 NUM_BUCKETS = 6
 _LAST = len(_BUCKET_OF)  # the first position of the last bucket
 Judge = Callable[[int, Evidence], float]
-_LEAST, _MOST = 0.01, 0.995
-_LOWEST, _HIGHEST = (math.log(probability / (1.0 - probability)) for probability in (_LEAST, _MOST))
+_LOWEST, _HIGHEST = (math.log(limit / (1.0 - limit)) for limit in (c.LEAST_PROBABILITY, c.MOST_PROBABILITY))
 
 
 def bucket_of(index: int) -> int:
@@ -55,10 +55,8 @@ class Calibrator(ABC):
 class BetaTable(Calibrator):
     """A Beta posterior per (class of proposal, position bucket), for drafters that copy.
 
-    What a class has shown as a whole is the prior of each of its positions, worth `_PRIOR_WEIGHT` outcomes.
+    What a class has shown as a whole is the prior of each of its positions, worth BETA_PRIOR_WEIGHT outcomes.
     """
-
-    _PRIOR_WEIGHT, _MEMORY = 2.0, 0.98
 
     def __init__(self) -> None:
         self._counts: dict[tuple[float, int], list[float]] = {}  # [accepted, tried], old outcomes fading
@@ -68,7 +66,7 @@ class BetaTable(Calibrator):
         whole = self._counts.get((evidence[0], -1), (1.0, 2.0))
         pooled = (whole[0] + 1.0) / (whole[1] + 2.0)
         accepted, tried = self._counts.get((evidence[0], bucket_of(index)), (0.0, 0.0))
-        return (accepted + self._PRIOR_WEIGHT * pooled) / (tried + self._PRIOR_WEIGHT)
+        return (accepted + c.BETA_PRIOR_WEIGHT * pooled) / (tried + c.BETA_PRIOR_WEIGHT)
 
     def judge(self) -> Judge:
         if self._judge is None:
@@ -87,8 +85,8 @@ class BetaTable(Calibrator):
         self._judge = None
         for place in (-1, bucket_of(index)):
             counts = self._counts.setdefault((evidence[0], place), [0.0, 0.0])
-            counts[0] = counts[0] * self._MEMORY + accepted
-            counts[1] = counts[1] * self._MEMORY + 1.0
+            counts[0] = counts[0] * c.BETA_MEMORY + accepted
+            counts[1] = counts[1] * c.BETA_MEMORY + 1.0
 
     def state(self) -> Any:
         return [[*key, *counts] for key, counts in self._counts.items()]
@@ -109,16 +107,12 @@ class Logistic(Calibrator):
     is good or bad by stretches of text.
     """
 
-    _PRECISION, _PLACE_PRECISION, _SLOPE_PRECISION, _MEMORY = 1.0, 8.0, 4.0, 0.998  # of the priors; of what was seen
-    _SLOPE = 0.5
-    _MOOD_MEMORY, _MOOD_SCALE = 0.9, 4.0  # its standard deviation is about 0.1
-
     def __init__(self, prior: Sequence[float] = (-0.2,)) -> None:
         """`prior`: the bias, then the slopes of the evidence; those not given are modest ones."""
-        self._bias, self._precision = prior[0], self._PRECISION
-        self._prior = (self._SLOPE, *prior[1:])
+        self._bias, self._precision = prior[0], c.LOGISTIC_PRECISION
+        self._prior = (c.LOGISTIC_SLOPE, *prior[1:])
         self._places = [0.0] * NUM_BUCKETS
-        self._place_precision = [self._PLACE_PRECISION] * NUM_BUCKETS
+        self._place_precision = [c.PLACE_PRECISION] * NUM_BUCKETS
         self._slopes: list[float] = []  # of the mood, then of the evidence
         self._slope_precision: list[float] = []
         self._mood = 0.0
@@ -149,18 +143,18 @@ class Logistic(Calibrator):
         probability = self.probability(index, evidence)
         self._judge = None
         error, curvature = accepted - probability, max(probability * (1.0 - probability), 0.02)
-        self._precision = max(self._precision * self._MEMORY, self._PRECISION) + curvature
+        self._precision = max(self._precision * c.LOGISTIC_MEMORY, c.LOGISTIC_PRECISION) + curvature
         self._bias += error / self._precision
         place = bucket_of(index)
-        known = max(self._place_precision[place] * self._MEMORY, self._PLACE_PRECISION) + curvature
+        known = max(self._place_precision[place] * c.LOGISTIC_MEMORY, c.PLACE_PRECISION) + curvature
         self._place_precision[place] = known
         self._places[place] += error / known
         precisions, slopes = self._slope_precision, self._slopes
         for number, value in enumerate((self._mood, *evidence)):
-            known = max(precisions[number] * self._MEMORY, self._PRECISION) + curvature * value * value
+            known = max(precisions[number] * c.LOGISTIC_MEMORY, c.LOGISTIC_PRECISION) + curvature * value * value
             precisions[number] = known
             slopes[number] += error * value / known
-        self._mood += (1.0 - self._MOOD_MEMORY) * (self._MOOD_SCALE * error - self._mood)
+        self._mood += (1.0 - c.MOOD_MEMORY) * (c.MOOD_SCALE * error - self._mood)
 
     def state(self) -> Any:
         return [
@@ -186,15 +180,15 @@ class Logistic(Calibrator):
     def _grow(self, size: int) -> None:
         while len(self._slopes) < size:
             number = len(self._slopes)
-            self._slopes.append(self._prior[number] if number < len(self._prior) else self._SLOPE)
-            self._slope_precision.append(self._SLOPE_PRECISION)
+            self._slopes.append(self._prior[number] if number < len(self._prior) else c.LOGISTIC_SLOPE)
+            self._slope_precision.append(c.SLOPE_PRECISION)
 
 
 def _chance(score: float) -> float:
     """The probability of these log odds, never quite 0 or 1."""
     if score >= _HIGHEST:
-        return _MOST
-    return _LEAST if score <= _LOWEST else 1.0 / (1.0 + math.exp(-score))
+        return c.MOST_PROBABILITY
+    return c.LEAST_PROBABILITY if score <= _LOWEST else 1.0 / (1.0 + math.exp(-score))
 
 
 class NextConfidence:
@@ -203,13 +197,9 @@ class NextConfidence:
     Positions share what is learnt: a draft that always ended early would otherwise never be seen to deserve more.
     """
 
-    _RATE, _FIRST_COUNT = 0.05, 3.0
-    _ABOVE = (0.4, 0.6, 0.75, 0.85, 0.93, 0.97)  # limits of the confidence before
-    _FIRST = (0.85, 0.45, 0.55, 0.65, 0.75, 0.85, 0.9, 0.93)  # of a draft's first token, and by the confidence before
-
     def __init__(self) -> None:
-        self._means = list(self._FIRST)
-        self._counts = [self._FIRST_COUNT] * len(self._FIRST)
+        self._means = list(c.NEXT_FIRST)
+        self._counts = [c.NEXT_FIRST_COUNT] * len(c.NEXT_FIRST)
 
     def expected(self, before: float | None) -> float:
         """The expected probability of a token whose predecessor has the probability `before`; None: the first one."""
@@ -228,7 +218,7 @@ class NextConfidence:
     def observe(self, before: float | None, probability: float) -> None:
         level = self._level(before)
         self._counts[level] += 1.0
-        self._means[level] += max(self._RATE, 1.0 / self._counts[level]) * (probability - self._means[level])
+        self._means[level] += max(c.NEXT_RATE, 1.0 / self._counts[level]) * (probability - self._means[level])
 
     def observe_chain(self, probabilities: Sequence[float]) -> None:
         """Learn from the probabilities of all tokens of a draft."""
@@ -242,11 +232,11 @@ class NextConfidence:
 
     def restore(self, state: Any) -> None:
         means, counts = ([float(value) for value in part] for part in state)
-        if not len(means) == len(counts) == len(self._FIRST):
+        if not len(means) == len(counts) == len(c.NEXT_FIRST):
             raise ValueError("the state of expected confidences has another size")
         if not (all(0 <= mean <= 1 for mean in means) and all(count >= 1 for count in counts)):
             raise ValueError("the state of expected confidences is no probabilities and counts")
         self._means, self._counts = means, counts
 
     def _level(self, before: float | None) -> int:
-        return 0 if before is None else 1 + bisect_right(self._ABOVE, before)
+        return 0 if before is None else 1 + bisect_right(c.NEXT_ABOVE, before)

@@ -15,8 +15,9 @@ from time import perf_counter
 
 import numpy as np
 
-from edgespec.control.cost import WIDEST, ContextCost, CostCurve, DraftCost
-from edgespec.control.prior import PriorCurve, guessed_draft_cost, guessed_plain_s
+from edgespec.control import constants as c
+from edgespec.control.cost import WIDEST, ContextCost, CostCurve, PriorCurve, guessed_plain_s
+from edgespec.control.run_cost import DraftCost, guessed_draft_cost
 from edgespec.engines import disk_cache
 from edgespec.engines.base import Engine
 from edgespec.engines.disk_cache import a_list, a_record, a_row, a_table, file_key, key_of, number, seconds
@@ -30,13 +31,6 @@ METHOD = 3  # raise it when the measurement changes, and what is kept of older o
 # disturbed pass of two misleads the first answers.
 COARSE, FINE = (1, 2, 4, 5, 8, 16), (3, 6, 7, 9, 12)
 WIDTHS = (*COARSE, *FINE)
-QUICK_S, LEAST_PASSES, _MOST_TURNS = 1.0, 20, 24
-_LEAST_TURNS = 3
-_MEASURED_NOISE = 0.08  # of a width's time in so few passes, relative
-_PREFIX = 8  # tokens cached before: a pass onto nothing is read by another kernel in some engines
-_READ_WIDTH = 32
-_EXIT_PASSES = 6
-_CHECKED_WIDTH, _CHECKED_TURNS, _MOST_CHANGE, _WORTH_CHECKING_S = 8, 2, 1.5, 0.005
 _PER_TOKEN_S = number(0.0, 1.0)  # of context
 _ROW = number(0.0, 1e3)
 _LEARNT = a_record({"plain": seconds, "row": a_row(_ROW, _ROW), "widths": a_list(a_row(_ROW, _ROW, number(-20, 20)))})
@@ -72,8 +66,8 @@ def target_curve(engine: Engine, files: Sequence[Path]) -> CostCurve:
     why = "once" if kept is None else "again: they are not what they were"
     logger.info("measuring what passes of %s cost on this machine, %s", files[0].name, why)
     costs = quick_costs(engine, COARSE)
-    if _LEAST_TURNS * sum(costs.values()) < 0.75 * QUICK_S:
-        costs |= quick_costs(engine, FINE, passes=_LEAST_TURNS * len(FINE))
+    if c.LEAST_TURNS * sum(costs.values()) < 0.75 * c.QUICK_S:
+        costs |= quick_costs(engine, FINE, passes=c.LEAST_TURNS * len(FINE))
     curve = CostCurve(_padded(smoothed(dict(sorted(costs.items()))), engine))
     store_curve(key, curve)
     return curve
@@ -84,11 +78,11 @@ def _still_holds(curve: CostCurve, engine: Engine) -> bool:
 
     Short passes are not checked: there are enough of them in a moment's decoding to correct the curve.
     """
-    widths = [width for width in (1, _CHECKED_WIDTH) if width in curve.measured and width <= engine.widest_pass]
-    if curve.at(1) < _WORTH_CHECKING_S or not widths or _PREFIX + max(widths) > engine.facts.context_length:
+    widths = [width for width in (1, c.CHECKED_WIDTH) if width in curve.measured and width <= engine.widest_pass]
+    if curve.at(1) < c.LEAST_CHECKED_S or not widths or c.PREFIX + max(widths) > engine.facts.context_length:
         return True
-    now = timed_costs(engine, widths, _PREFIX, lambda done: done >= _CHECKED_TURNS)
-    return all(1 / _MOST_CHANGE <= now[width] / curve.at(width) <= _MOST_CHANGE for width in widths)
+    now = timed_costs(engine, widths, c.PREFIX, lambda done: done >= c.CHECKED_TURNS)
+    return all(1 / c.MOST_CHANGE <= now[width] / curve.at(width) <= c.MOST_CHANGE for width in widths)
 
 
 def smoothed(costs: dict[int, float]) -> dict[int, float]:
@@ -103,7 +97,7 @@ def smoothed(costs: dict[int, float]) -> dict[int, float]:
     widths, seconds = np.array(list(costs), np.float64), np.array(list(costs.values()))
     line = np.polynomial.Polynomial.fit(widths, seconds, 1, w=1.0 / seconds)(widths)
     off = seconds / line - 1.0
-    drawn = line * (1.0 + off * off * off / (off * off + _MEASURED_NOISE**2))
+    drawn = line * (1.0 + off * off * off / (off * off + c.MEASURED_NOISE**2))
     stays = (line <= 0) | (widths == widths[0])
     return dict(zip(costs, np.where(stays, seconds, drawn).tolist(), strict=True))
 
@@ -120,7 +114,7 @@ def draft_cost(engine: Engine, files: Iterable[Path]) -> DraftCost:
     key = cost_key(engine, files)
     kept = _kept_draft_cost(key)
     if kept is None:
-        read_width = min(_READ_WIDTH, engine.widest_pass)
+        read_width = min(c.READ_WIDTH, engine.widest_pass)
         costs = quick_costs(engine, (1, read_width), passes=8)
         kept = DraftCost(costs[1], costs[read_width] / read_width)
         store_draft_cost(key, kept)
@@ -129,14 +123,14 @@ def draft_cost(engine: Engine, files: Iterable[Path]) -> DraftCost:
 
 def exit_cost(engine: Engine) -> DraftCost:
     """Seconds per token of an empty target's own first layers as its draft: what the target read they need not read."""
-    ids = np.random.default_rng(0).integers(0, engine.vocabulary.size, _PREFIX + 1 + _EXIT_PASSES).astype(np.int32)
+    ids = np.random.default_rng(0).integers(0, engine.vocabulary.size, c.PREFIX + 1 + c.EXIT_PASSES).astype(np.int32)
     taken = []
     try:
-        for start in range(0, _PREFIX, engine.widest_pass):
-            engine.forward(Batch.chain(ids[start : min(start + engine.widest_pass, _PREFIX)], last_only=True))
+        for start in range(0, c.PREFIX, engine.widest_pass):
+            engine.forward(Batch.chain(ids[start : min(start + engine.widest_pass, c.PREFIX)], last_only=True))
         found = engine.early_exit()
-        found.follow(ids[: _PREFIX + 1])
-        for token in range(_PREFIX, ids.size):
+        found.follow(ids[: c.PREFIX + 1])
+        for token in range(c.PREFIX, ids.size):
             started_s = perf_counter()
             found.feed(ids[token : token + 1])
             taken.append(perf_counter() - started_s)
@@ -145,18 +139,18 @@ def exit_cost(engine: Engine) -> DraftCost:
     return DraftCost(sorted(taken[1:])[(len(taken) - 1) // 4])
 
 
-def quick_costs(engine: Engine, widths: Sequence[int], passes: int = LEAST_PASSES) -> dict[int, float]:
-    """Seconds by width, the widths taking turns: about `passes` passes, or more while QUICK_S is not over."""
-    fitting = [w for w in widths if w <= engine.widest_pass and _PREFIX + w <= engine.facts.context_length]
+def quick_costs(engine: Engine, widths: Sequence[int], passes: int = c.LEAST_PASSES) -> dict[int, float]:
+    """Seconds by width, the widths taking turns: about `passes` passes, or more while c.QUICK_S is not over."""
+    fitting = [w for w in widths if w <= engine.widest_pass and c.PREFIX + w <= engine.facts.context_length]
     if not fitting:
         return {}
-    deadline_s = perf_counter() + QUICK_S
+    deadline_s = perf_counter() + c.QUICK_S
     turns = max(passes // len(fitting), 1)
 
     def is_enough(done: int) -> bool:
-        return (done >= turns and perf_counter() > deadline_s) or done >= _MOST_TURNS
+        return (done >= turns and perf_counter() > deadline_s) or done >= c.MOST_TURNS
 
-    return timed_costs(engine, fitting, _PREFIX, is_enough)
+    return timed_costs(engine, fitting, c.PREFIX, is_enough)
 
 
 def timed_costs(

@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from edgespec.config import DrafterName, DraftLength, GenerateOptions, LoadOptions
+from edgespec.control import constants as c
 from edgespec.control.auto import AutoController
 from edgespec.control.base import Controller, FixedLength
-from edgespec.control.cost import CostCurve, DraftCost
+from edgespec.control.cost import CostCurve, PriorCurve
 from edgespec.control.measure import (
     cost_key,
     draft_cost,
@@ -25,7 +26,7 @@ from edgespec.control.measure import (
     store_draft_cost,
     target_curve,
 )
-from edgespec.control.prior import PriorCurve, guessed_draft_cost
+from edgespec.control.run_cost import DraftCost, guessed_draft_cost
 from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.cache import CacheDrafter
@@ -40,8 +41,6 @@ from edgespec.types import TokenIds
 
 # A second choice seldom stands with more than a tenth, and trying it out costs time: a row has to be much cheaper. The
 # cheapest rows seen on a processor cost .05 to .08 of a pass, and trees lost there; noise must not let them in.
-_ROWS, _CHEAP_ROW = 9, 0.03
-_EXIT_SHARE = 0.5  # of a target's weights, that an exit without files of its own is taken to read
 
 
 class DrafterPool:
@@ -132,8 +131,8 @@ class DrafterPool:
 
         Elsewhere they could never be chosen, and asking them now and then would cost time.
         """
-        row_s = (self.cost_curve.at(_ROWS) - self.cost_curve.at(1)) / (_ROWS - 1)
-        has_cheap_rows = self._target.engine.most_branches > 0 and row_s < _CHEAP_ROW * self.cost_curve.at(1)
+        row_s = (self.cost_curve.at(c.CHEAP_ROWS) - self.cost_curve.at(1)) / (c.CHEAP_ROWS - 1)
+        has_cheap_rows = self._target.engine.most_branches > 0 and row_s < c.CHEAP_ROW * self.cost_curve.at(1)
         return [
             name for name, spec in SPECS.items() if (has_cheap_rows or spec.cost != "rows") and self._can_have(name)
         ]
@@ -164,7 +163,7 @@ class DrafterPool:
             for name, drafter in self.drafters.items()
             if (engine := drafter.reset_engine()) is not None
         }
-        costs |= {name: guessed_draft_cost(_EXIT_SHARE) for name in self._parts_of_target() if name not in costs}
+        costs |= {name: guessed_draft_cost(c.EXIT_SHARE) for name in self._parts_of_target() if name not in costs}
         if self.cost_curve.is_scaled:
             for cost in costs.values():
                 cost.scale(self.cost_curve.at(1))

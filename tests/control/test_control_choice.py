@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from edgespec.control.choice import BEST, NEVER, Hedge, add_ucb_bonus, choice_of
-from edgespec.control.shadow import Shadow, Shadows
+from edgespec.control.round import Shadow, Shadows
 from edgespec.types import Draft
 
 GAINS = {"ngram": 0.5, "model": 0.3}

@@ -15,8 +15,8 @@ from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.acceptance import RULES
 from edgespec.control.base import FixedLength, Proposal
-from edgespec.control.branches import path_products
 from edgespec.control.cost import CostCurve
+from edgespec.control.length import path_products
 from edgespec.decode import Run, autoregressive, speculative
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.chain import evidence_of
