@@ -1,9 +1,9 @@
 """The automatic controller: measured costs, calibrated confidence, the rate rule, a choice among drafters, a time bank.
 
 One round: free drafters draft on trial, paid ones are forecast; each has a best length and an expected gain over plain
-decoding (`length`); Hedge takes one or none (`choice`); what a paid one has drafted gives way to a free draft that is
-expected to gain more; the bank has the last word (`bank`). Afterwards costs, confidences and weights learn from what
-happened, and unused drafts from the text itself (`round`).
+decoding (`length`); Hedge chooses one or none (`choice`); a free draft replaces a paid one that turns out to be
+expected to gain less; the bank limits the length (`bank`). After the round costs, confidences and weights are updated
+from its outcome, and from unused drafts as soon as the text shows whether they were right (`round`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from edgespec.control.base import NOTHING, Controller, Proposal
 from edgespec.control.choice import Kinds, add_ucb_bonus, kind_of
 from edgespec.control.cost import WIDEST, CostCurve
 from edgespec.control.length import Prices, best_length, ceiling, forecast
-from edgespec.control.round import PaidRound, Round, Shadow, Shadows
+from edgespec.control.round import PaidRound, Round, UnusedDraft, UnusedDrafts
 from edgespec.control.run_cost import DraftCost, RoundCost, RunCosts
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.types import RoundRecord, TokenIds, Verdict
@@ -46,15 +46,15 @@ class AutoController(Controller):
     ) -> None:
         self.drafters = dict(drafters)
         self.costs = RunCosts(curve, {name: costs.get(name) or DraftCost() for name in drafters}, threads)
-        self.bank = TimeBank(c.COUNTED * share, c.START_PASSES * curve.at(1))
+        self.bank = TimeBank(c.DRAFTING_SHARE * share, c.START_PASSES * curve.at(1))
         self._clock = clock
         self._kinds = Kinds(self.drafters)
         self._states, self._hedge = self._kinds.of("greedy")
-        self._shadows = Shadows()
+        self._unused = UnusedDrafts()
         self._round: Round | None = None
         self._asked, self._left_out = "", set[str]()  # who drafts; who failed and is left out until `begin`
         self._since_plain, self._refresh_after = 0, c.REFRESH_FIRST
-        self._rest = 0  # rounds before it is decided again: where a pass takes a millisecond, deciding is not free
+        self._rest = 0  # rounds before the next decision: where a pass takes a millisecond, deciding is not free
         self._rested = 0  # plain rounds since the last one that was decided
         self._prefill_s = 0.0
         self._context_ids: TokenIds = np.empty(0, np.int32)  # of the round in progress
@@ -63,7 +63,7 @@ class AutoController(Controller):
     def begin(self, prompt_ids: TokenIds, prefill_s: float = 0.0) -> None:
         for drafter in self.drafters.values():
             drafter.begin(prompt_ids)
-        self._shadows.clear()
+        self._unused.clear()
         self._left_out.clear()
         self._round, self._rest, self._rested = None, 0, 0
         self._prefill_s = prefill_s
@@ -71,7 +71,7 @@ class AutoController(Controller):
 
     def _open_bank(self, plain_s: float) -> None:
         self.bank.open(c.START_PASSES * plain_s, c.MOST_PASSES * plain_s, c.KEPT_PASSES * plain_s)
-        self.bank.waited(self._prefill_s)  # what lets a draft model read a long prompt
+        self.bank.waited(self._prefill_s)  # so that a draft model can read a long prompt
 
     def use_threads(self, threads: int) -> None:
         self.costs.use_threads(threads)
@@ -91,10 +91,10 @@ class AutoController(Controller):
         prices = self.costs.prices(context)
         most = min(request.max_tokens, c.MAX_AUTO_LENGTH, WIDEST - 1)
         if not self.costs.curve.is_sure_of_plain():
-            return NOTHING  # what plain decoding takes is the measure of all: it is looked at before anything is risked
+            return NOTHING  # all costs are relative to plain decoding's, so that is timed first
         least_s, plain_s = prices.pass_s[2], prices.pass_s[1]
         if most < 1 or not self.bank.can_pay(least_s, plain_s):
-            # Nothing could be afforded, so nothing is spent on deciding either, until something can be.
+            # The bank cannot pay for any draft, so no time is spent on deciding until it can.
             self._rest = min(self.bank.rounds_until(least_s, plain_s), c.LONGEST_REST)
             return NOTHING
         request = request.at_most(most)
@@ -118,8 +118,8 @@ class AutoController(Controller):
     def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
         started_s = self._clock()
         self._learn(proposal, verdict, record)
-        self._judge_shadows(proposal.draft.token_ids[list(verdict.accepted_nodes)], verdict.next_token_id)
-        self.costs.prices(record.position + record.accepted_tokens + 1)  # for the next decision, which has to be quick
+        self._judge_unused(proposal.draft.token_ids[list(verdict.accepted_nodes)], verdict.next_token_id)
+        self.costs.prices(record.position + record.accepted_tokens + 1)  # made now, so that the next decision is quick
         self._learning_s = self._clock() - started_s
 
     # -- deciding
@@ -143,7 +143,7 @@ class AutoController(Controller):
         return found
 
     def _forecast(self, name: str, num_uncached: int, prices: Prices, most: int) -> float:
-        """Tokens to gain from asking a paid drafter, as far as is known before; what it must read first is spread.
+        """Tokens expected to be gained by asking a paid drafter; what it must read first is spread over rounds.
 
         Not the gain at the expected confidences: whether to verify is decided when they are known, so that the gain of
         asking is larger on average.
@@ -171,14 +171,14 @@ class AutoController(Controller):
         return None
 
     def _affordable(self, decided: Round, name: str, spent_s: float = 0.0) -> Proposal:
-        """As much of a free drafter's draft as pays and the bank can pay, `spent_s` of the round being gone."""
+        """As much of a free drafter's draft as pays and the bank can afford, after `spent_s` of the round."""
         draft, length, pass_s = decided.trials[name], decided.lengths[name], decided.prices.pass_s
         length = self.bank.longest(length, lambda count: pass_s[count + 1] + spent_s, pass_s[1])
         confidences = list(islice(self._states[name].confidences(draft), length))
         return Proposal(draft.first(length, confidences), name) if length else NOTHING
 
     def _paid_proposal(self, decided: Round, name: str, request: DraftRequest) -> Proposal:
-        """What a paid drafter drafts, as far as that pays, or a free one's draft that is expected to gain more."""
+        """A paid drafter's draft, as far as it pays, or a free one's that is expected to gain more."""
         self._asked = name
         asked = PaidRound(
             self.drafters[name], self._states[name], self.costs.drafts[name], decided.prices, decided.uncached[name]
@@ -227,8 +227,8 @@ class AutoController(Controller):
     def _account(
         self, proposal: Proposal, record: RoundRecord, decided: Round | None, plain_s: float
     ) -> tuple[float, float]:
-        """Credit and charge the bank; seconds of (our own work, the pass), without what the machine is to blame for."""
-        # What is not known is infinite: it is believed then.
+        """Credit and charge the bank; seconds of (our own work, the pass), without stalls of the machine."""
+        # Infinite where no cost is known: then all time is charged.
         expected_s = decided.paid.expected_s if decided is not None and decided.paid is not None else 0.0
         on_time_s = c.LATE * self.costs.curve.at(record.width, record.position)
         pass_s = min(record.verify_s, on_time_s)
@@ -238,7 +238,7 @@ class AutoController(Controller):
             work_s = self.bank.own_work(record.draft_s + self._learning_s, expected_s, plain_s)
             self.bank.decoded(plain_s, work_s)
             if decided is not None and decided.paid is None and not decided.is_refresh:
-                affordable_s = c.DECIDING * self.bank.share * plain_s
+                affordable_s = c.DECIDING_SHARE * self.bank.share * plain_s
                 self._rest = min(int(work_s / affordable_s), c.LONGEST_REST) if affordable_s else 0
             return work_s, pass_s
         self._since_plain += 1
@@ -249,25 +249,26 @@ class AutoController(Controller):
         return work_s, pass_s
 
     def _learn_drafts(self, decided: Round, used: str | None, record: RoundRecord, rate: float) -> None:
-        """What was drafted says what to expect of a drafter; what was not verified is left for the text to judge."""
+        """Learn each drafter's costs and confidences; drafts that were not verified wait for the text."""
         pass_s, context = decided.prices.pass_s, record.position
         for name, draft in decided.trials.items():
             if name != used:
                 length = decided.lengths[name]
                 extra = rate * (pass_s[length + 1] - pass_s[1])
-                self._shadows.add(Shadow(name, context, draft, length, decided.gains, extra))
+                self._unused.add(UnusedDraft(name, context, draft, length, decided.gains, extra))
         if decided.chosen is not None and decided.paid is not None and decided.paid.draft is not None:
             decided.paid.learn(is_disturbed=record.is_disturbed)
             if used != decided.chosen and decided.paid.draft.distributions is None:
-                self._shadows.add(Shadow(decided.chosen, context, decided.paid.draft.main_chain, 0, decided.gains, 0.0))
+                chain = decided.paid.draft.main_chain
+                self._unused.add(UnusedDraft(decided.chosen, context, chain, 0, decided.gains, 0.0))
 
-    def _judge_shadows(self, accepted_ids: TokenIds, next_id: int) -> None:
+    def _judge_unused(self, accepted_ids: TokenIds, next_id: int) -> None:
         text_ids = np.concatenate((self._context_ids, accepted_ids, np.array([next_id], np.int32)))
-        for shadow, agreed in self._shadows.resolved(text_ids):
-            self._states[shadow.drafter].learn(shadow.draft, agreed)
-            if shadow.kept:
-                net = min(agreed, shadow.kept) - shadow.cost_tokens
-                self._hedge.update(shadow.gains, {shadow.drafter: net})
+        for unused, agreed in self._unused.resolved(text_ids):
+            self._states[unused.drafter].learn(unused.draft, agreed)
+            if unused.kept:
+                net = min(agreed, unused.kept) - unused.cost_tokens
+                self._hedge.update(unused.gains, {unused.drafter: net})
 
     def _count_probes(self, decided: Round) -> None:
         for name, state in self._states.items():
@@ -276,14 +277,14 @@ class AutoController(Controller):
                 is_promising = decided.paid is not None and decided.paid.is_promising
                 state.count_probe(asked=name == decided.chosen, expected=expected, promising=is_promising)
 
-    # -- what is kept
+    # -- kept between runs
 
     def state(self) -> dict[str, Any]:
         """What was learnt of the drafters and of a round's own work, as JSON."""
         return {"kinds": self._kinds.kept(), "round": self.costs.round.kept()}
 
     def restore(self, kept: Any) -> None:
-        """Go on from what `state` gave; what does not fit is left out."""
+        """Continue from what `state` returned; what does not fit is ignored."""
         if isinstance(kept, dict):
             self._kinds.restore(kept.get("kinds"))
             self.costs.round = RoundCost.of(kept.get("round"))

@@ -1,9 +1,9 @@
-"""Who drafts: what is learnt of each drafter, and the weights of the choice among them, by kind of sampling.
+"""The choice of a drafter: what is learnt of each, and the weights among them, by kind of sampling.
 
-Hedge over policies (Freund & Schapire 1997; fixed share of Herbster & Warmuth 1998). Policies, not drafters, are
-weighed: "never draft", "this drafter wherever it expects a gain", "whichever expects most". A drafter that copies is
-right in bursts, so the last one is usually best; but it believes expectations, and the weights do not: they are moved
-by the tokens really gained, net of what they cost at the running rate.
+Hedge over policies (Freund & Schapire 1997; fixed share of Herbster & Warmuth 1998). The policies are "never draft",
+"this drafter whenever it expects a gain" and "the drafter that expects most". Drafters that copy are right in bursts,
+so the last one is usually best, but it relies on expectations. The weights do not: they follow the tokens gained, net
+of their cost at the running rate.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BEST, NEVER = "best", "never"
 
 @dataclass(slots=True)
 class DrafterState:
-    """Calibration of its evidence, the forecast for its next token, and when to probe it again."""
+    """Of one drafter: the calibration of its evidence, the forecast for its next token, and when to probe it again."""
 
     calibrator: Calibrator
     upcoming: NextConfidence = field(default_factory=NextConfidence)
@@ -37,11 +37,11 @@ class DrafterState:
 
     @classmethod
     def of(cls, drafter: Drafter) -> Self:
-        """Of a drafter of which nothing is known yet."""
+        """The initial state."""
         return cls(BetaTable() if drafter.evidence_kind == "bucket" else Logistic(drafter.prior))
 
     def confidences(self, draft: Draft) -> Iterator[float]:
-        """Of its tokens in turn: calibrated, or the drafter's own where it gives no evidence."""
+        """Of each token of a draft: calibrated, or the drafter's own where it gives no evidence."""
         if not draft.evidence:
             return iter(draft.confidences.tolist())
         places = range(draft.num_tokens) if draft.is_chain else draft.depths()
@@ -73,7 +73,7 @@ class DrafterState:
     def score(self) -> float:
         """Expected tokens gained by asking a paid drafter, corrected by how its drafts fared against expectation.
 
-        Without the correction a few overconfident drafts would be believed until the drafter is asked again.
+        Without the correction a few overconfident drafts would count in full until the drafter is asked again.
         """
         return (self.expected_gain or 0.0) + self.acceptance_bias / (self.times_tried + c.BIAS_PRIOR)
 
@@ -83,7 +83,7 @@ class DrafterState:
         return c.UCB_SCALE / math.sqrt(self.times_tried + c.BIAS_PRIOR)
 
     def count_probe(self, *, asked: bool, expected: bool, promising: bool) -> None:
-        """One round is over; if left alone it is tried again: at once if it promised something, else more seldom."""
+        """A round is over: a probe is due again at once after a promising draft, else after a longer interval."""
         self.acceptance_bias *= c.BIAS_DECAY
         self.times_tried *= c.BIAS_DECAY
         if not asked:
@@ -96,17 +96,17 @@ class DrafterState:
                 self.probe_interval = min(2 * self.probe_interval, c.PROBE_AT_MOST)
 
     def kept(self) -> list[Any]:
-        """What the next run may begin with, as JSON."""
+        """For the next run, as JSON."""
         return [self.calibrator.state(), self.upcoming.state()]
 
     def restore(self, kept: Any) -> None:
-        """Go on from what `kept` gave; raises ValueError, TypeError, KeyError or IndexError for anything else."""
+        """Continue from what `kept` returned; raises ValueError, TypeError, KeyError or IndexError otherwise."""
         self.calibrator.restore(kept[0])
         self.upcoming.restore(kept[1])
 
 
 def outcomes(draft: Draft, verdict: Verdict) -> list[tuple[int, int, bool]]:
-    """(node, its depth, whether it stood) of every node whose parent stood; a chain's end with its first refusal."""
+    """(node, its depth, whether it was accepted) of every node whose parent was accepted."""
     accepted = set(verdict.accepted_nodes)
     found = []
     for depth, parent in enumerate((-1, *verdict.accepted_nodes)):
@@ -133,12 +133,12 @@ class Hedge:
         return choice_of(leader, gains)
 
     def second(self, gains: Mapping[str, float]) -> str | None:
-        """Who takes over from a drafter that promised more than it has drafted: the best of the others' `gains`."""
+        """The best of the others by their `gains`, for a draft that turned out to be expected to gain less."""
         leader = max(self._weights, key=self._weights.__getitem__)
         return None if leader == NEVER else choice_of(BEST, gains)
 
     def update(self, gains: Mapping[str, float], net_tokens: Mapping[str, float]) -> None:
-        """Of one round: `gains` as they were expected, and the `net_tokens` of the drafters of which they are known."""
+        """Of one round: the `gains` expected, and the `net_tokens` gained by the drafters of which that is known."""
         for policy in self._weights:
             drafter = choice_of(policy, gains)
             if drafter is not None and drafter in net_tokens:
@@ -146,43 +146,46 @@ class Hedge:
                 self._weights[policy] *= math.exp(c.HEDGE_RATE * net)
 
     def share(self) -> None:
-        """Once a round: spread a little of all weight evenly, so that no policy is ever beyond recall."""
+        """Once a round: spread a little of all weight evenly, so that every policy can recover."""
         total = sum(self._weights.values())
         spread = c.HEDGE_SHARE / len(self._weights)
         self._weights = {name: (1 - c.HEDGE_SHARE) * weight / total + spread for name, weight in self._weights.items()}
 
 
 def choice_of(policy: str, gains: Mapping[str, float]) -> str | None:
-    """What a policy does when the drafters expect `gains` over plain decoding."""
+    """The drafter of a policy when the drafters expect `gains` over plain decoding; None: do not draft."""
     if policy == NEVER or not gains:
         return None
     drafter = max(gains, key=gains.__getitem__) if policy == BEST else policy
     return drafter if gains.get(drafter, 0.0) > 0 else None
 
 
-def add_ucb_bonus(gains: dict[str, float], hopes: Mapping[str, float]) -> None:
-    """Of the drafters with `hopes` that expect to gain, the most hopeful one changes places with the most promising.
+def add_ucb_bonus(gains: dict[str, float], bonuses: Mapping[str, float]) -> None:
+    """Swap the largest gain with that of the drafter whose gain plus bonus is largest, among those that expect a gain.
 
-    `hopes`: tokens by which a drafter whose drafts cost time may be better than it expects. Of what is not asked
-    nothing is learnt, so that some bad luck at first would leave the field to a worse one for long. Whether any is
-    asked is no matter of hope: the largest gain stays what it is.
+    `bonuses`: tokens by which a paid drafter may be better than it expects. Nothing is learnt of a drafter that is not
+    asked, so that a few early failures would leave it out for long. The swap explores without changing the largest
+    gain, so the bonus never makes a round draft that would not.
     """
-    able = [name for name in hopes if gains[name] > 0]
+    able = [name for name in bonuses if gains[name] > 0]
     if len(able) > 1:
-        promising = max(able, key=gains.__getitem__)
-        hopeful = max(able, key=lambda name: gains[name] + hopes[name])
-        gains[promising], gains[hopeful] = gains[hopeful], gains[promising]
+        best = max(able, key=gains.__getitem__)
+        explored = max(able, key=lambda name: gains[name] + bonuses[name])
+        gains[best], gains[explored] = gains[explored], gains[best]
 
 
 class Kinds:
-    """By kind of sampling: the state of every drafter and the weights of the choice among them."""
+    """By kind of sampling: the state of every drafter and the weights of the choice.
+
+    Kinds are those under which a draft's acceptance differs.
+    """
 
     def __init__(self, drafters: Mapping[str, Drafter]) -> None:
         self._drafters = drafters
         self._kinds: dict[str, tuple[dict[str, DrafterState], Hedge]] = {}
 
     def of(self, kind: str) -> tuple[dict[str, DrafterState], Hedge]:
-        """Those of one kind, with nothing known at first."""
+        """Those of one kind; new ones at first."""
         if kind not in self._kinds:
             states = {name: DrafterState.of(drafter) for name, drafter in self._drafters.items()}
             self._kinds[kind] = states, Hedge(self._drafters)
@@ -195,7 +198,7 @@ class Kinds:
         }
 
     def restore(self, kept: object) -> None:
-        """Go on from what `kept` gave; what does not fit is left out."""
+        """Continue from what `kept` returned; what does not fit is ignored."""
         for kind, drafters in kept.items() if isinstance(kept, dict) else ():
             states, _ = self.of(kind)
             for name, parts in drafters.items() if isinstance(drafters, dict) else ():

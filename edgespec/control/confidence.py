@@ -1,7 +1,7 @@
-"""From a drafter's evidence to the probability that the target accepts a token, learnt from outcomes as they come.
+"""Calibration: from a drafter's evidence to the probability that the target accepts a token, learnt from outcomes.
 
-A drafter's own opinion is not to be trusted, a greedy draft's probability says 1 for everything, and a domain that the
-draft knows badly shows in outcomes only. Old outcomes fade, since texts change.
+A drafter's own probabilities are unreliable: greedy ones are always 1, and a domain that the draft knows badly shows
+only in outcomes. Old outcomes fade, since texts change.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Calibrator(ABC):
 
     @abstractmethod
     def judge(self) -> Judge:
-        """`probability` as of now, quick for many tokens: it knows nothing of what is observed later."""
+        """`probability` as of now, fast for many tokens; it ignores what is observed later."""
 
     @abstractmethod
     def observe(self, index: int, evidence: Evidence, *, accepted: bool) -> None:
-        """Learn the fate of a token whose predecessors were all accepted."""
+        """Learn the outcome of a token whose predecessors were all accepted."""
 
     @abstractmethod
     def state(self) -> Any:
@@ -49,13 +49,13 @@ class Calibrator(ABC):
 
     @abstractmethod
     def restore(self, state: Any) -> None:
-        """Go on from what `state` gave; raises ValueError, TypeError or KeyError when it is something else."""
+        """Continue from what `state` returned; raises ValueError, TypeError or KeyError when it is something else."""
 
 
 class BetaTable(Calibrator):
     """A Beta posterior per (class of proposal, position bucket), for drafters that copy.
 
-    What a class has shown as a whole is the prior of each of its positions, worth BETA_PRIOR_WEIGHT outcomes.
+    The outcomes of a class as a whole are the prior of each position, with the weight of BETA_PRIOR_WEIGHT outcomes.
     """
 
     def __init__(self) -> None:
@@ -96,37 +96,37 @@ class BetaTable(Calibrator):
         if not all(0 <= accepted <= tried < math.inf for accepted, tried in counts.values()) or not all(
             -1 <= bucket < NUM_BUCKETS for _, bucket in counts
         ):
-            raise ValueError("a table of outcomes has counts that cannot be")
+            raise ValueError("a table of outcomes has impossible counts")
         self._counts, self._judge = counts, None
 
 
 class Logistic(Calibrator):
     """Logistic regression by online Newton steps of diagonal curvature.
 
-    Score: a bias, what a position differs by, the evidence, and how much better than predicted it went lately: a draft
-    is good or bad by stretches of text.
+    Score: a bias, an offset per position, the evidence, and the recent error, since drafts are good or bad over
+    stretches of text.
     """
 
     def __init__(self, prior: Sequence[float] = (-0.2,)) -> None:
-        """`prior`: the bias, then the slopes of the evidence; those not given are modest ones."""
+        """`prior`: the bias, then the slopes of the evidence; LOGISTIC_SLOPE for those not given."""
         self._bias, self._precision = prior[0], c.LOGISTIC_PRECISION
         self._prior = (c.LOGISTIC_SLOPE, *prior[1:])
         self._places = [0.0] * NUM_BUCKETS
         self._place_precision = [c.PLACE_PRECISION] * NUM_BUCKETS
-        self._slopes: list[float] = []  # of the mood, then of the evidence
+        self._slopes: list[float] = []  # of the recent error, then of the evidence
         self._slope_precision: list[float] = []
-        self._mood = 0.0
+        self._recent_error = 0.0
         self._judge: Judge | None = None
 
     def probability(self, index: int, evidence: Evidence) -> float:
         self._grow(1 + len(evidence))
         score = self._bias + self._places[bucket_of(index)]
-        return _chance(sum(map(mul, self._slopes, (self._mood, *evidence)), score))
+        return _chance(sum(map(mul, self._slopes, (self._recent_error, *evidence)), score))
 
     def judge(self) -> Judge:
         if self._judge is None:
             self._grow(1)
-            common, places = self._bias + self._slopes[0] * self._mood, tuple(self._places)
+            common, places = self._bias + self._slopes[0] * self._recent_error, tuple(self._places)
             slopes = self._slopes[1:]
 
             def judged(index: int, evidence: Evidence) -> float:
@@ -150,11 +150,11 @@ class Logistic(Calibrator):
         self._place_precision[place] = known
         self._places[place] += error / known
         precisions, slopes = self._slope_precision, self._slopes
-        for number, value in enumerate((self._mood, *evidence)):
+        for number, value in enumerate((self._recent_error, *evidence)):
             known = max(precisions[number] * c.LOGISTIC_MEMORY, c.LOGISTIC_PRECISION) + curvature * value * value
             precisions[number] = known
             slopes[number] += error * value / known
-        self._mood += (1.0 - c.MOOD_MEMORY) * (c.MOOD_SCALE * error - self._mood)
+        self._recent_error += (1.0 - c.ERROR_MEMORY) * (c.ERROR_SCALE * error - self._recent_error)
 
     def state(self) -> Any:
         return [
@@ -170,7 +170,7 @@ class Logistic(Calibrator):
         if not (len(places) == len(place_precision) == NUM_BUCKETS and len(slopes) == len(slope_precision)):
             raise ValueError("a logistic's state has other sizes")
         if not all(math.isfinite(value) for part in state for value in part):
-            raise ValueError("a logistic's state has values that are no numbers")
+            raise ValueError("a logistic's state has values that are not finite")
         if min(*common[1:], *place_precision, *slope_precision, 1.0) <= 0:
             raise ValueError("a logistic's state has precisions that are not positive")
         self._bias, self._precision = common
@@ -185,16 +185,16 @@ class Logistic(Calibrator):
 
 
 def _chance(score: float) -> float:
-    """The probability of these log odds, never quite 0 or 1."""
+    """The probability of these log odds, within LEAST_PROBABILITY and MOST_PROBABILITY."""
     if score >= _HIGHEST:
         return c.MOST_PROBABILITY
     return c.LEAST_PROBABILITY if score <= _LOWEST else 1.0 / (1.0 + math.exp(-score))
 
 
 class NextConfidence:
-    """What the next token of a draft will be worth, before it is drafted: judged by the one before it.
+    """The expected confidence of a draft's next token before it is drafted, by the confidence of the one before it.
 
-    Positions share what is learnt: a draft that always ended early would otherwise never be seen to deserve more.
+    All positions share the estimates: later ones would otherwise never be learnt of drafts that always end early.
     """
 
     def __init__(self) -> None:
@@ -211,7 +211,7 @@ class NextConfidence:
         while len(found) < count:
             found.append(self._means[level])
             known, level = level, self._level(found[-1])
-            if level == known:  # and so it goes on
+            if level == known:  # the rest is the same
                 found += [found[-1]] * (count - len(found))
         return found
 
@@ -235,7 +235,7 @@ class NextConfidence:
         if not len(means) == len(counts) == len(c.NEXT_FIRST):
             raise ValueError("the state of expected confidences has another size")
         if not (all(0 <= mean <= 1 for mean in means) and all(count >= 1 for count in counts)):
-            raise ValueError("the state of expected confidences is no probabilities and counts")
+            raise ValueError("the state of expected confidences has impossible values")
         self._means, self._counts = means, counts
 
     def _level(self, before: float | None) -> int:

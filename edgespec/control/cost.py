@@ -5,8 +5,8 @@ kernel, so nothing is assumed of the curve but that it does not fall: a narrow p
 one. Machines are noisy and heat up, so each observation moves the curve a little, and an outlier no more than others.
 
 Nothing is measured before the first token. A first run begins with a straight line (`PriorCurve`): a pass of one row
-costs what the first plain passes show, and each further row a part of that which is dear for most kernels. What a wrong
-line can lose is what the time bank lends.
+costs what the first plain passes take, and each further row a share of that which is too high for most kernels. The
+time bank limits what a wrong line can lose.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class ContextCost:
 
 
 def _likenesses() -> NDArray[np.float64]:
-    """[WIDEST + 1, WIDEST + 1]: how much a pass of one width says of another one, none of itself.
+    """[WIDEST + 1, WIDEST + 1]: how much a pass of one width says about another one; 0 on the diagonal.
 
-    Nothing to and from plain passes (row and column 1): they are the measure of all others.
+    0 to and from plain passes (row and column 1): all others are measured against them.
     """
     octaves = np.log2(np.maximum(_WIDTHS, 1))
     found: NDArray[np.float64] = np.exp(-np.abs(octaves[:, None] - octaves[None, :]) / c.LIKENESS)
@@ -64,9 +64,9 @@ class CostCurve:
         self._base_s = np.array(self._base)
         self._passes = np.zeros(WIDEST + 1)  # of each width
         self._own = np.zeros(WIDEST + 1)  # mean logarithm over the base that they took, drift aside
-        self._local = np.zeros(WIDEST + 1)  # the same as it is believed, those of similar widths considered
+        self._local = np.zeros(WIDEST + 1)  # the same, smoothed over similar widths
         self._first: list[float] = []  # logarithms of the first plain passes over the base
-        self._odd: dict[int, list[float]] = {}  # what the latest passes of each width were off by, where that was a lot
+        self._odd: dict[int, list[float]] = {}  # recent large deviations of each width
         self._drift = 0.0
         self._stale = 0.0  # how much has been learnt since the table was made, in logarithms
         self._table: list[float] = []
@@ -94,7 +94,7 @@ class CostCurve:
             self._follow(width, ratio)
         else:
             self._first.append(ratio)
-            self._drift = median(self._first)  # what was measured before may be of a busier machine
+            self._drift = median(self._first)  # an earlier measurement may be from a busier machine
             if len(self._first) < c.FIRST_PASSES:
                 self._drift = min(self._drift, c.FIRST_LATENESS)
             self._table_step = -1
@@ -107,9 +107,9 @@ class CostCurve:
         return True
 
     def is_sure_of_plain(self) -> bool:
-        """Whether plain passes were timed in this run, and the last one was not much faster than believed before.
+        """Whether plain passes were timed in this run, and the last one was not much faster than expected.
 
-        Slower is no harm: a plain pass that is thought too cheap makes drafts look worse than they are.
+        A slower one does no harm: if plain passes are underestimated, drafts look worse than they are.
         """
         if len(self._first) < c.FIRST_PASSES:
             return bool(self._first) and self._first[-1] > -c.FIRST_LATENESS
@@ -117,7 +117,7 @@ class CostCurve:
         return not (odd and odd[0] < 0)
 
     def _follow(self, width: int, ratio: float) -> None:
-        """Move a little towards one pass; if three in a row were surprising in one direction, all the way to them."""
+        """Move a little towards one pass; after three large deviations in one direction, all the way."""
         surprise = ratio - self._drift - float(self._local[width])
         odd = self._odd.setdefault(width, [])
         if abs(surprise) <= c.MOST_SURPRISE or (odd and (odd[0] > 0) != (surprise > 0)):
@@ -127,11 +127,11 @@ class CostCurve:
         if len(odd) < c.FIRST_PASSES:
             self._move(width, max(-c.MOST_SURPRISE, min(c.MOST_SURPRISE, surprise)))
         else:
-            self._believe(width, median(odd))
+            self._jump(width, median(odd))
             odd.clear()
 
     def _move(self, width: int, surprise: float) -> None:
-        """A plain pass is what all others are compared with: what it shows is the machine's pace, and never its own."""
+        """All widths are relative to plain passes, so a plain pass changes only the machine's pace."""
         self._drift += (c.PLAIN_RATE if width == 1 else c.DRIFT_RATE) * surprise
         self._stale += abs(surprise) * c.PLAIN_RATE
         if width > 1:
@@ -140,7 +140,7 @@ class CostCurve:
             self._own[width] += (seen - self._own[width]) / passes
             self._judge()
 
-    def _believe(self, width: int, surprise: float) -> None:
+    def _jump(self, width: int, surprise: float) -> None:
         self._stale += abs(surprise)
         if width == 1:
             self._drift += surprise
@@ -149,37 +149,37 @@ class CostCurve:
             self._judge()
 
     def _judge(self) -> None:
-        """What each width costs beyond the base: its own passes say it, those of widths like it as long as it has few.
+        """What each width costs beyond the base, from its own passes and, while these are few, from similar widths.
 
-        Drafts are of many lengths, so that each width by itself is seen seldom. Of several noisy times the greatest
-        would make all wider passes look dear and, since a curve does not fall, alike: too long drafts would be made.
+        Drafts have many lengths, so each width is seen rarely. Without smoothing the largest of several noisy times
+        would make all wider passes look as expensive, since the curve never falls, and drafts would be too long.
         """
         others = _LIKENESSES @ self._passes
         of_others = _LIKENESSES @ (self._passes * self._own) / (others + c.FORMER_PASSES)
         self._local = (self._passes * self._own + c.FORMER_PASSES * of_others) / (self._passes + c.FORMER_PASSES)
 
     def refined(self) -> dict[int, float]:
-        """The times by measured width as they are believed now, to begin with next time; drift is not kept."""
+        """The current estimates by measured width, for the next run; drift is not kept."""
         return {width: self._base[width] * math.exp(self._local[width]) for width in self.measured}
 
     def _rebuilt(self, context_tokens: int) -> list[float]:
         context, scale = self.context, math.exp(self._drift)
         times = np.exp(self._local) * (self._base_s + context_tokens * (context.fixed_s + _WIDTHS * context.row_s))
         times[0] = 0.0
-        # A width that was never run costs no less than the narrower ones that were, whatever the base says of it.
+        # A width that was never run costs no less than the narrower ones that were.
         is_seen = self._passes > 0
         is_seen[1] = True
         np.maximum(times, np.maximum.accumulate(np.where(is_seen, times, 0.0)), out=times, where=~is_seen)
-        # It never falls: between the least such curve above the times and the greatest below them.
+        # Made non-decreasing: midway between the lowest such curve above the times and the highest one below.
         above, below = np.maximum.accumulate(times), np.minimum.accumulate(times[::-1])[::-1]
         found: list[float] = (0.5 * scale * (above + below)).tolist()
         return found
 
 
 def never_falling(measured: Mapping[int, float]) -> dict[int, float]:
-    """The nearest curve that does not fall, by pooling neighbours that do (Ayer et al. 1955), one width one vote.
+    """The nearest non-decreasing curve, by pooling adjacent violators (Ayer et al. 1955) with equal weights.
 
-    A lucky time of a wide pass would otherwise make every narrower one look as cheap.
+    One fast time of a wide pass would otherwise make every narrower one look as cheap.
     """
     pools: list[tuple[float, list[int]]] = []
     for width, seconds in sorted(measured.items()):
@@ -209,9 +209,9 @@ def _interpolated(measured: Mapping[int, float]) -> list[float]:
 
 
 class PriorCurve(CostCurve):
-    """A cost curve of which nothing was measured ahead.
+    """A cost curve without a measurement.
 
-    `guess_s`: seconds of a plain pass, believed until two were timed; `low`: rows that a lone token is padded to.
+    `guess_s`: seconds of a plain pass until two were timed; `low`: rows that a single token is padded to.
     """
 
     def __init__(self, guess_s: float, low: int = 1) -> None:
@@ -236,14 +236,14 @@ class PriorCurve(CostCurve):
             self._rebase(min(self._plain))
             self._is_scaled, width, seconds = True, 1, min(self._plain)
         if self._low < width <= WIDEST and seconds > 0:
-            self._learn_row(width, seconds)  # first: what all widths share is not this one's own
+            self._learn_row(width, seconds)  # first, so that only the rest counts as this width's own
         super().observe(width, context_tokens, seconds)
 
     def _line(self, width: int) -> float:
         return 1.0 + self._row * max(width - self._low, 0)
 
     def _learn_row(self, width: int, seconds: float) -> None:
-        """A pass says what a row costs; the line follows where that is news to it."""
+        """Learn the cost of a row from a pass; the line is redrawn when that has changed enough."""
         plain_s = self._base[1] * math.exp(self._drift)
         seen = min(max((seconds / plain_s - 1.0) / (width - self._low), 0.0), c.MOST_ROW)
         self._row_weight = min(self._row_weight + 1.0, c.MOST_ROW_PASSES)
@@ -253,7 +253,7 @@ class PriorCurve(CostCurve):
             self._rebase(self._base[1])
 
     def _rebase(self, plain_s: float) -> None:
-        """Draw the line anew; widths that were run keep what they showed."""
+        """Redraw the line; widths that were run keep their times."""
         before = self._base_s
         self._base = [0.0, *(plain_s * self._line(width) for width in range(1, WIDEST + 1))]
         self._base_s = np.array(self._base)
@@ -263,7 +263,7 @@ class PriorCurve(CostCurve):
         self._table_step = -1
 
     def kept(self) -> dict[str, Any]:
-        """What was learnt, for the next run, as JSON; empty while no plain pass was timed."""
+        """For the next run, as JSON; empty while no plain pass was timed."""
         if not self._is_scaled:
             return {}
         widths = np.flatnonzero(self._passes)
@@ -275,7 +275,7 @@ class PriorCurve(CostCurve):
 
     @classmethod
     def of(cls, kept: object, low: int = 1) -> Self | None:
-        """The curve that `kept` gave; None for anything else."""
+        """The curve that `kept` returned; None for anything else."""
         try:
             assert isinstance(kept, Mapping)
             plain_s, (row, weight) = float(kept["plain"]), map(float, kept["row"])
@@ -296,5 +296,5 @@ class PriorCurve(CostCurve):
 
 
 def guessed_plain_s(weight_bytes: int) -> float:
-    """Seconds of a plain pass over so many bytes, to count time in until one was timed."""
+    """Seconds of a plain pass over so many bytes, as a unit of time until one was timed."""
     return c.GUESSED_PASS_S + weight_bytes / c.GUESSED_BYTES_PER_S

@@ -43,7 +43,7 @@ def least_ahead(pass_s: Sequence[float]) -> list[float]:
 
 
 def best_length(confidences: Iterable[float], prices: Prices, most: int) -> tuple[int, float]:
-    """(tokens k to keep, gain in tokens over a plain round) of a draft whose drafting is paid for or free.
+    """(tokens k to keep, gain in tokens over a plain round) of a finished draft.
 
     `confidences` [n]: probability that token j is accepted if those before it are, asked for only as far as needed.
     """

@@ -1,7 +1,7 @@
-"""Who decides about drafts in a loaded model: its drafters, their controllers, and what these measured and learnt.
+"""The drafters of a loaded model, their controllers, and the costs and confidences that these measured and learnt.
 
-Costs are learnt from the passes of every generation, serve the later ones and are kept on disk. They are measured only
-for whoever reports them or plans with them.
+Costs are learnt from the passes of every generation, used by later ones and kept on disk. They are measured only for
+commands that report them or plan with them.
 """
 
 from __future__ import annotations
@@ -39,12 +39,9 @@ from edgespec.engines.sequence import CachedSequence
 from edgespec.formats.manifest import ModelPair
 from edgespec.types import TokenIds
 
-# A second choice seldom stands with more than a tenth, and trying it out costs time: a row has to be much cheaper. The
-# cheapest rows seen on a processor cost .05 to .08 of a pass, and trees lost there; noise must not let them in.
-
 
 class DrafterPool:
-    """The drafters of a model, which it owns, and a controller for every choice of them that was asked for."""
+    """Owns the drafters of a model, and a controller for each drafter (or `auto`) that was asked for."""
 
     def __init__(
         self, options: LoadOptions, pair: ModelPair, target: CachedSequence, drafters: dict[DrafterName, Drafter]
@@ -56,11 +53,11 @@ class DrafterPool:
         self._automatic: dict[DrafterName, AutoController] = {}
         self._is_measured = False
         self.threads = self._thread_control()
-        # Found now: a generation may be over only after its model, and with it the vocabulary, was closed.
+        # Opened now: a generation may end after its model, and with it the vocabulary, was closed.
         self._learnt = learnt_texts(target.engine.vocabulary) if options.learn else None
 
     def _thread_control(self) -> ThreadControl | None:
-        """Who chooses the number of threads; None where the user did, or where there is nothing to choose."""
+        """Chooses the number of threads; None where the user did, or where the engine cannot change it."""
         engine = self._target.engine
         if self._options.threads is not None or engine.facts.threads == 1:
             return None
@@ -68,7 +65,7 @@ class DrafterPool:
         return ThreadControl(engine.facts.threads, self.use_threads) if can_change else None
 
     def use_threads(self, threads: int) -> None:
-        """Let target and drafters use so many threads from their next passes on."""
+        """Set the threads of target and drafters from their next passes on."""
         self._target.engine.set_threads(threads)
         for drafter in self.drafters.values():
             drafter.set_threads(threads)
@@ -76,9 +73,9 @@ class DrafterPool:
             controller.use_threads(threads)
 
     def controller(self, options: GenerateOptions) -> Controller | None:
-        """Who decides about the drafts of one generation; None for plain decoding.
+        """The controller of one generation; None for plain decoding.
 
-        Raises CapabilityError for a drafter that this pair has not got.
+        Raises CapabilityError for a drafter that this pair does not have.
         """
         name = options.drafter or self._options.drafter
         length: DraftLength = self._options.draft_length if options.draft_length is None else options.draft_length
@@ -90,7 +87,7 @@ class DrafterPool:
         return controller
 
     def check(self, options: GenerateOptions) -> None:
-        """Raises CapabilityError where `controller` would for want of a drafter; touches nothing."""
+        """Raises CapabilityError where `controller` would for a missing drafter; changes nothing."""
         name = options.drafter or self._options.drafter
         length = self._options.draft_length if options.draft_length is None else options.draft_length
         drafts = name not in ("none", "auto") and length != 0 and self._target.engine.facts.can_rollback
@@ -99,7 +96,7 @@ class DrafterPool:
 
     @property
     def is_measured(self) -> bool:
-        """Whether `measure` was called, so that asking for costs touches no engine."""
+        """Whether `measure` was called, so that asking for costs runs no engine."""
         return self._is_measured
 
     def _chosen(self, name: DrafterName, length: DraftLength) -> Controller | None:
@@ -112,7 +109,7 @@ class DrafterPool:
         return FixedLength(self.drafter(name), length)
 
     def _automatic_one(self, name: DrafterName) -> AutoController:
-        """The controller of one choice of drafters; what it learns serves all later generations."""
+        """The automatic controller of a drafter or of `auto`; all generations share what it learns."""
         found = self._automatic.get(name)
         if found is None:
             names = self.names if name == "auto" else [name]
@@ -143,7 +140,7 @@ class DrafterPool:
         return name in self.drafters or (spec.make is not None and (not spec.needs or "model" in self.drafters))
 
     def drafter(self, name: DrafterName) -> Drafter:
-        """Raises CapabilityError for one that this pair has not got."""
+        """The drafter of that name. Raises CapabilityError for one that this pair does not have."""
         if name not in self.drafters:
             vocabulary = self._target.engine.vocabulary
             self.drafters[name] = made(name, self._options, vocabulary, self.drafters, self._pair.name)
@@ -151,12 +148,12 @@ class DrafterPool:
 
     @cached_property
     def cost_curve(self) -> CostCurve:
-        """What the target's passes cost on this machine, as far as it is known; refined by every pass."""
+        """What the target's passes cost on this machine, as far as known; refined by every pass."""
         return known_curve(self._target.engine, self._pair.paths("target"))
 
     @cached_property
     def draft_costs(self) -> dict[str, DraftCost]:
-        """What the tokens of each drafter that owns a model, or a part of the target, cost, as far as it is known."""
+        """What the tokens of each drafter with a model, or with layers of the target, cost, as far as known."""
         target = self._target.engine
         costs: dict[str, DraftCost] = {
             name: known_draft_cost(engine, self._draft_files(name), target)
@@ -170,7 +167,7 @@ class DrafterPool:
         return costs
 
     def measure(self) -> None:
-        """Measure what was not measured before; the caches are emptied, and what was learnt of drafts stays."""
+        """Measure what was not measured before. Empties the caches; what was learnt of drafts is kept."""
         if self._is_measured:
             return
         self._is_measured = True
@@ -209,13 +206,13 @@ class DrafterPool:
         return next((name for name, spec in SPECS.items() if spec.is_pairs_draft and name in self.drafters), None)
 
     def empty(self) -> None:
-        """Forget all texts; what was learnt of costs and confidences stays."""
+        """Clear all texts; learnt costs and confidences are kept."""
         for drafter in self.drafters.values():
             drafter.begin(np.empty(0, np.int32))
             drafter.reset_engine()
 
     def learn(self, answer_ids: TokenIds) -> None:
-        """An answer [n] is over: keep it for later ones where the options say so."""
+        """An answer [n] is complete: keep it for later ones where the options say so."""
         if self._learnt is not None and answer_ids.size:
             cache = self.drafters.get("cache")
             if isinstance(cache, CacheDrafter):
@@ -223,7 +220,7 @@ class DrafterPool:
             self._learnt.add(answer_ids)
 
     def keep(self) -> None:
-        """Costs and confidences for the next run; a crash loses no more than they are worth. Raises OSError."""
+        """Store costs and confidences for the next run. Raises OSError."""
         controllers, self._automatic = self._automatic, {}
         if controllers:
             store_curve(cost_key(self._target.engine, self._pair.paths("target")), self.cost_curve)

@@ -18,9 +18,9 @@ from edgespec.types import Draft, Evidence, TokenIds
 
 @dataclass(slots=True)
 class PaidRound:
-    """Asks a paid drafter, whose draft goes on while a token is expected to pay, and learns what to expect of it.
+    """Asks a paid drafter for a draft that continues while a further token is expected to pay, and learns from it.
 
-    `num_uncached`: committed tokens that it must read first.
+    `num_uncached`: committed tokens that the drafter must read first.
     """
 
     drafter: Drafter
@@ -30,7 +30,7 @@ class PaidRound:
     num_uncached: int
     draft: Draft | None = None
     confidences: Sequence[float] = ()  # of its tokens
-    gain: float = 0.0  # tokens expected of verifying the draft over a plain round, now that its tokens are known
+    gain: float = 0.0  # tokens that verifying the draft is expected to gain over a plain round
     seconds: float = 0.0  # that drafting took
     reading_s: float = 0.0  # of these, for text that the drafter lacked
 
@@ -45,14 +45,14 @@ class PaidRound:
 
     @property
     def expected_s(self) -> float:
-        """What was known before of the time that this draft takes; infinite where nothing was."""
+        """The expected time of this draft by its known costs; infinite where these are unknown."""
         if self.draft is None:
             return 0.0
         is_known = self.cost.token_s > 0 and (self.cost.read_s > 0 or self.num_uncached <= 4 * self.draft.num_tokens)
         return self.cost.of(self.draft.num_tokens, self.num_uncached) if is_known else math.inf
 
     def affordable(self, most: int, bank: TimeBank) -> int:
-        """How many tokens, at most, the bank risks: it pays if all of them fail."""
+        """The most tokens that the bank can pay if none is accepted."""
         pass_s, cost, num_uncached = self.prices.pass_s, self.cost, self.num_uncached
         return bank.longest(most, lambda count: pass_s[count + 1] + cost.of(count, num_uncached), pass_s[1])
 
@@ -71,7 +71,7 @@ class PaidRound:
             if count >= most or reach <= rate * (ahead_s[count + 1] + token_s):
                 return False  # tokens that were certain would not pay
             if reach * upcoming.expected(confidence) > rate * (pass_s[count + 2] - pass_s[count + 1] + token_s):
-                return True  # the next token pays by itself, as it mostly does; otherwise those behind it may
+                return True  # the next token pays by itself, the usual case; if not, later ones may
             ahead = upcoming.chain(confidence, min(most - count, c.FORESIGHT))
             return forecast(count, reach, ahead, prices, token_s, most)[0] > 0
 
@@ -88,7 +88,7 @@ class PaidRound:
         return draft, confidences, length
 
     def learn(self, *, is_disturbed: bool = False) -> None:
-        """From the draft, what its drafter costs and what to expect of its next tokens."""
+        """Learn the drafter's cost and the expected confidence of its next tokens from the draft."""
         if self.draft is not None:
             if not is_disturbed:
                 self.cost.observe(self.draft.num_tokens, self.num_uncached, self.seconds)
@@ -116,16 +116,16 @@ class Round:
         return 0.0 if self.paid is None else self.paid.reading_s
 
     def net_tokens(self, used: str | None, gained: float, rate: float) -> dict[str, float]:
-        """By drafter, as far as it is known: the tokens of the round beyond a plain one's, net of their cost.
+        """By drafter, as far as known: the tokens of the round beyond a plain one's, net of their cost.
 
         `used`: whose draft was verified; `gained`: what came of the round; `rate`: tokens per second that it earns.
         """
-        # A paid drafter that was not asked counts as half of what it expected: neither punished nor trusted for it.
+        # A paid drafter that was not asked counts with half of its expectation.
         net = {name: 0.5 * gain for name, gain in self.gains.items() if name not in self.trials}
         if self.paid is not None and self.chosen is not None:
-            net[self.chosen] = gained  # whoever's draft was verified: this is what came of asking
+            net[self.chosen] = gained  # the result of asking it, whichever draft was verified
         if used is not None and used != self.chosen and self.paid is not None:
-            # By itself a free drafter that took over would not have waited for the other one.
+            # Alone, the free drafter that took over would not have spent the paid one's time.
             net[used] = gained + rate * (self.paid.seconds - self.paid.reading_s)
         elif used is not None:
             net[used] = gained
@@ -133,10 +133,10 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Shadow:
-    """A draft that its drafter made for position `start`; `kept` of its tokens would have been verified.
+class UnusedDraft:
+    """An unused draft for position `start`, of which `kept` tokens would have been verified.
 
-    `gains`: what every drafter expected of that round; `cost_tokens`: what verifying would have cost, in tokens.
+    `gains`: what each drafter expected of that round; `cost_tokens`: the cost of verifying it, in tokens.
     """
 
     drafter: str
@@ -147,31 +147,32 @@ class Shadow:
     cost_tokens: float
 
 
-class Shadows:
-    """Drafts that wait for the text that decides about them."""
+class UnusedDrafts:
+    """Unused drafts until the text shows how many of their tokens were right: free drafters learn without a pass."""
 
     def __init__(self) -> None:
-        self._pending: deque[tuple[Shadow, list[int], int]] = deque(maxlen=c.MOST_PENDING)  # its tokens; how many agree
+        # each with its tokens and how many of them agree so far
+        self._pending: deque[tuple[UnusedDraft, list[int], int]] = deque(maxlen=c.MOST_PENDING)
 
     def clear(self) -> None:
         self._pending.clear()
 
-    def add(self, shadow: Shadow) -> None:
-        if shadow.draft.num_tokens:
-            self._pending.append((shadow, shadow.draft.token_ids.tolist(), 0))
+    def add(self, unused: UnusedDraft) -> None:
+        if unused.draft.num_tokens:
+            self._pending.append((unused, unused.draft.token_ids.tolist(), 0))
 
-    def resolved(self, token_ids: TokenIds) -> Iterator[tuple[Shadow, int]]:
-        """Each draft that the committed `token_ids` [n] decide, with how many of its tokens agree from the first on."""
+    def resolved(self, token_ids: TokenIds) -> Iterator[tuple[UnusedDraft, int]]:
+        """Each draft that the committed `token_ids` [n] decide, with the number of its first tokens that agree."""
         if not self._pending:
             return
-        begin = min(shadow.start + agreed for shadow, _, agreed in self._pending)
-        told = token_ids[begin:].tolist()
+        begin = min(unused.start + agreed for unused, _, agreed in self._pending)
+        text = token_ids[begin:].tolist()
         for _ in range(len(self._pending)):
-            shadow, drafted, agreed = self._pending.popleft()
-            place = shadow.start + agreed - begin
-            while agreed < len(drafted) and place < len(told) and drafted[agreed] == told[place]:
+            unused, drafted, agreed = self._pending.popleft()
+            place = unused.start + agreed - begin
+            while agreed < len(drafted) and place < len(text) and drafted[agreed] == text[place]:
                 agreed, place = agreed + 1, place + 1
-            if agreed < len(drafted) and place >= len(told):
-                self._pending.append((shadow, drafted, agreed))
+            if agreed < len(drafted) and place >= len(text):
+                self._pending.append((unused, drafted, agreed))
             else:
-                yield shadow, agreed
+                yield unused, agreed

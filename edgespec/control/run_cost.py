@@ -1,4 +1,4 @@
-"""What a run's work costs besides the target's passes: drafts and what a round adds; and what the run earns."""
+"""The costs of a run besides the target's passes: drafts and a round's own work; and the rate that the run earns."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from edgespec.types import RoundRecord
 
 @dataclass(slots=True)
 class DraftCost:
-    """Seconds that a drafter takes: `token_s` per drafted token, `read_s` per committed token that it lags behind.
+    """Seconds that a drafter takes: `token_s` per drafted token, `read_s` per committed token that it must read first.
 
-    `is_relative`: both are in plain passes of the target, as long as it is not known what these take.
+    `is_relative`: both are in plain passes of the target, until these were timed.
     """
 
     token_s: float = 0.0
@@ -30,7 +30,7 @@ class DraftCost:
         return self._seen > 0
 
     def scale(self, plain_s: float) -> None:
-        """A plain pass takes `plain_s`: from now on this is in seconds."""
+        """A plain pass takes `plain_s`: convert to seconds."""
         if self.is_relative:
             self.token_s, self.read_s, self.is_relative = self.token_s * plain_s, self.read_s * plain_s, False
 
@@ -38,14 +38,14 @@ class DraftCost:
         return num_tokens * self.token_s + num_uncached * self.read_s
 
     def observe(self, num_tokens: int, num_uncached: int, seconds: float) -> None:
-        """Learn from one draft; what reading took shows only where it was most of the work."""
+        """Learn from one draft; the cost of reading only where it was most of the work."""
         if num_tokens < 1:
             return
         drafting_s = num_tokens * self.token_s
         if num_uncached > 4 * num_tokens and self.token_s:
             self.read_s = _moved(self.read_s, max(seconds - drafting_s, 0.0) / num_uncached, c.COST_RATE)
         elif num_uncached <= 2 * num_tokens + 2:
-            # The first drafts count for more: what was measured before is a bare pass, without choosing a token.
+            # The first drafts count for more: the measurement is a pass alone, without choosing a token.
             self._seen += 1
             rate = max(1.0 / (self._seen + 1), c.COST_RATE)
             self.token_s = _moved(
@@ -57,8 +57,8 @@ class DraftCost:
 class RoundCost:
     """Seconds that a speculative round takes beyond its draft, its pass and what its tokens cost in any mode.
 
-    Judging a draft, taking back what does not stand and learning from it are nothing beside the pass of a large model
-    and more than that of a tiny one. `token_s`: what choosing a token takes when nothing is drafted.
+    Judging a draft, rolling back what was rejected and learning from it take no time compared with the pass of a large
+    model, and more than that of a tiny one. `token_s`: what choosing a token takes when nothing is drafted.
     """
 
     token_s: float = 0.0
@@ -66,7 +66,7 @@ class RoundCost:
 
     @classmethod
     def of(cls, kept: object) -> Self:
-        """As `kept` gave it; nothing known for anything else."""
+        """As `kept` returned it; the default for anything else."""
         is_kept = isinstance(kept, list) and len(kept) == 2 and all(isinstance(s, float) and 0 <= s < 1 for s in kept)
         return cls(*kept) if is_kept and isinstance(kept, list) else cls()
 
@@ -79,14 +79,14 @@ class RoundCost:
         self.token_s = _moved(self.token_s, judge_s, c.COST_RATE)
 
     def speculated(self, num_tokens: int, seconds: float) -> float:
-        """A round of `num_tokens` took `seconds` besides drafting and its pass; how many of them speculation caused."""
+        """A round of `num_tokens` took `seconds` besides drafting and its pass; returns the part due to speculation."""
         extra_s = max(seconds - num_tokens * self.token_s, 0.0)
         self.round_s = _moved(self.round_s, max(extra_s, 1e-7), c.COST_RATE)
         return extra_s
 
 
 def _moved(old: float, seen: float, rate: float) -> float:
-    """`old` moved towards what was seen, by no more than an outlier deserves."""
+    """`old` moved towards `seen`; the step of an outlier is limited."""
     if old <= 0:
         return seen
     surprise = math.log(max(seen, 1e-9) / old)
@@ -102,13 +102,13 @@ def guessed_draft_cost(share: float) -> DraftCost:
 class RunCosts:
     """What passes, drafts and rounds cost with the threads in use, and how many tokens per second the run earns.
 
-    `curve`: of the target's passes; `drafts`: of each drafter's tokens; `threads`: what these are of.
+    `curve`: of the target's passes; `drafts`: of each drafter's tokens; `threads`: the number that both belong to.
     """
 
     def __init__(self, curve: CostCurve, drafts: dict[str, DraftCost], threads: int) -> None:
         self.curve, self.drafts, self.round = curve, drafts, RoundCost()
         self._known: dict[int, tuple[CostCurve, dict[str, DraftCost]]] = {}  # by threads
-        self._threads = self._next_threads = threads  # that the costs in use are of; that the next round is of
+        self._threads = self._next_threads = threads  # of the costs in use; of the next round
         self._tokens, self._seconds = 0.0, 0.0  # of recent rounds, older ones fading
         self._table: list[float] = []  # of the curve, that the next three were made of
         self._pass_s: list[float] = []
@@ -116,17 +116,17 @@ class RunCosts:
         self._round_s = 0.0
 
     def use_threads(self, threads: int) -> None:
-        """From the next round on: the last one may still have to be learnt from."""
+        """From the next round on: the outcome of the last one belongs to the old number."""
         self._next_threads = threads
 
     def follow_threads(self) -> None:
-        """A round begins. What is not known of its threads is taken for what it cost before, until passes differ."""
+        """A round begins with its number of threads; costs that are new to it start with the ones before."""
         threads = self._next_threads
         if threads == self._threads:
             return
         self._known[self._threads] = self.curve, self.drafts
         if not self.curve.is_scaled:
-            self._known[threads] = self.curve, self.drafts  # a guess is as good for this number as for another
+            self._known[threads] = self.curve, self.drafts  # a guess serves any number of threads
         elif threads not in self._known:
             likewise = {name: DraftCost(cost.token_s, cost.read_s) for name, cost in self.drafts.items()}
             self._known[threads] = CostCurve(self.curve.refined(), self.curve.context), likewise
@@ -157,9 +157,9 @@ class RunCosts:
         self._seconds = c.RATE_MEMORY * self._seconds + seconds
 
     def observe_pass(self, record: RoundRecord) -> bool:
-        """Learn what a round's pass cost; True if it says for the first time what all that was guessed is in seconds.
+        """Learn what a round's pass cost; True when that turns guessed costs into seconds.
 
-        Once costs are known, a pass that the machine disturbed says nothing about them.
+        A pass that the machine disturbed counts only while costs are guessed.
         """
         was_guessed = not self.curve.is_scaled
         if was_guessed or not record.is_disturbed:

@@ -1,7 +1,7 @@
-"""The target's own first layers and head as its draft model: no weights of its own in memory.
+"""The target's first layers and head as its draft model, without weights of its own in memory.
 
-Two ways: an engine of its own over the target's weights, with a cache of its own; or the target's engine itself, which
-keeps what the first layers computed of a draft, so that the verifying pass begins behind them.
+Either with an engine over the target's weights and its own cache, or with the target's engine itself, which keeps the
+states of the first layers so that the verifying pass starts behind them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from edgespec.types import EMPTY_DRAFT, Draft, Logits, TokenIds
 
 
 class EarlyExitDrafter(ModelDrafter):
-    """Drafts with `engine`, which it owns and closes, over weights that the target has in memory anyway."""
+    """Drafts with `engine`, which it owns and closes, over the target's weights in memory."""
 
     name = "early-exit"
 
@@ -24,14 +24,14 @@ class EarlyExitDrafter(ModelDrafter):
 
 
 class SharedStateDrafter(EarlyExitDrafter):
-    """Drafts with the early exit of the engine `target`, which somebody else owns: same cache, states handed over.
+    """Drafts with the early exit of the engine `target`, which it does not own: same cache, shared states.
 
-    The target has read the text already, so there is nothing to catch up with, and no window: both end together.
+    The target has read the text already, so there is nothing to catch up with and no window.
     `temperature`: as ModelDrafter's.
     """
 
     def __init__(self, target: Engine, temperature: float = 1.0) -> None:
-        # No sequence of its own, as ModelDrafter has: what the target's cache holds is not for a drafter to change.
+        # No sequence of its own, unlike ModelDrafter: a drafter must not change the target's cache.
         self._engine = target
         self.temperature = DraftTemperature(temperature)
         self._exit = target.early_exit()
@@ -40,7 +40,7 @@ class SharedStateDrafter(EarlyExitDrafter):
         """The target reads the prompt for both."""
 
     def look_ahead(self, request: DraftRequest) -> Draft:
-        """As ModelDrafter's; empty for a text that the target's cache is not the beginning of."""
+        """As ModelDrafter's; empty where the target's cache holds no prefix of the text."""
         text = request.token_ids
         most = min(request.max_tokens, self._engine.facts.context_length - text.size)
         read = self._exit.follow(text)
@@ -70,4 +70,4 @@ class SharedStateDrafter(EarlyExitDrafter):
         return self._exit.bytes_used
 
     def close(self) -> None:
-        """The engine is the target's."""
+        """Nothing: the engine is the target's."""

@@ -1,10 +1,10 @@
-"""A draft model with a draft model of its own: the small one looks ahead, the medium filters, the target verifies.
+"""A draft model with a draft model of its own: the small one drafts for the medium, and the medium for the target.
 
-What is drafted is the medium's own text, as if the medium had drafted alone: under the coupled rule its picks with the
+The draft is the medium's own text, as if the medium had drafted alone: under the coupled rule its picks with the
 target's noise, under a rule that compares distributions its samples with the draft noise, each with the medium's
-distribution. The small model changes how many passes of the medium that takes, and nothing else (staged speculation,
-arXiv 2308.04623, with the coupled rule between the stages). So it is the medium whose temperature may differ from the
-target's, and the small model, which has to agree with the medium, samples at the medium's.
+distribution. The small model only changes how many passes of the medium that takes (staged speculation, arXiv
+2308.04623, with the coupled rule between the stages). The medium samples at the draft temperature, and so does the
+small model, which has to agree with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _READ_ALONG = 4  # committed tokens that share the medium's first pass with smal
 
 
 class HierarchicalDrafter(ModelDrafter):
-    """Drafts with the engine `medium`, which it owns and closes, ahead of which `small` looks: borrowed, as its bytes.
+    """Drafts with the engine `medium`, which it owns and closes; `small` drafts for it and is borrowed.
 
     A full window of the medium slides as a draft model's does. `temperature`: that of both as a multiple of the
     target's; `ahead`: tokens that `small` drafts for each pass of the medium.
@@ -52,7 +52,7 @@ class HierarchicalDrafter(ModelDrafter):
         return chain.as_draft()
 
     def _missing(self, token_ids: TokenIds, most: int) -> TokenIds:
-        """The few last tokens of the window that the medium still lacks; what it lacked before them is read."""
+        """The last few tokens that the medium has not read; earlier ones that it lacks are read here."""
         window = self._window(token_ids, most)
         self._cache.reuse(window)
         missing = window[self._cache.length :]
@@ -62,7 +62,7 @@ class HierarchicalDrafter(ModelDrafter):
         return missing
 
     def _inner_round(self, chain: DrawnChain, missing: TokenIds) -> TokenIds:
-        """The small model looks ahead, the medium reads `missing` and verifies in one pass; what it lacks then."""
+        """The small model drafts, the medium reads `missing` and verifies in one pass; what it has not read then."""
         ahead = self._small_draft(chain)
         fed = Draft.chain(np.concatenate((missing[1:], ahead.token_ids)))
         logits = self._cache.score(int(missing[0]), fed)[missing.size - 1 :]
@@ -77,7 +77,7 @@ class HierarchicalDrafter(ModelDrafter):
         return np.array(chain.token_ids[-1:], np.int32)
 
     def _small_draft(self, chain: DrawnChain) -> Draft:
-        """Tokens of the small model behind those of the chain, drawn with the noise that the medium's will be."""
+        """Tokens of the small model behind those of the chain, drawn with the noise that the medium will use."""
         count = min(self._ahead, chain.most - len(chain.token_ids) - 1)
         if count < 1:
             return EMPTY_DRAFT

@@ -1,7 +1,7 @@
 """The draft model: a small model on any engine drafts a chain token by token.
 
-Its context is its own: when the text outgrows it, the window keeps the first token (attention sinks there) and slides
-in half-window jumps, so that the cost of a slide is spread over many tokens and acceptance has no cliff.
+When the text outgrows the model's context, its window keeps the first token (an attention sink) and slides by half a
+window at a time, so that the cost of a slide is spread over many tokens and acceptance stays smooth.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from edgespec.types import EMPTY_DRAFT, Draft, Logits, TokenIds
 class DraftTemperature:
     """The draft's sampler: the target's settings and noise at `factor` times the target's temperature.
 
-    Whatever the factor, a draft carries the distributions that it was sampled from, so every acceptance rule is exact.
+    A draft carries the distributions that it was sampled from, so every acceptance rule is exact for any factor.
     """
 
     def __init__(self, factor: float = 1.0) -> None:
@@ -33,7 +33,7 @@ class DraftTemperature:
         settings = target.sampling
         if settings.temperature == 0.0 or self.factor == 1.0:
             return target
-        # At the highest temperature a distribution is as flat as it gets: what a factor asks for ends there.
+        # No sampler takes more than the highest temperature.
         temperature = min(settings.temperature * self.factor, MAX_TEMPERATURE)
         if self._made is None or self._made[0] is not target:
             made = Sampler(replace(settings, temperature=temperature), target.vocabulary_size, target.noise.offset)
@@ -65,7 +65,7 @@ class ModelDrafter(Drafter):
 
     @property
     def cache(self) -> CachedSequence:
-        """What the draft model holds, for a drafter that shares it."""
+        """The draft model's cache, for a drafter that shares the model."""
         return self._cache
 
     def begin(self, prompt_ids: TokenIds) -> None:
@@ -94,7 +94,7 @@ class ModelDrafter(Drafter):
     def _window(self, token_ids: TokenIds, most: int) -> TokenIds:
         """The text as the draft sees it: all of it, or its first token and the latest part that fits.
 
-        Once it has slid it stays so, though a shorter draft might let the whole text fit again.
+        A window that has slid does not grow back when a shorter draft would let the whole text fit again.
         """
         capacity = self._engine.facts.context_length - most
         if token_ids.size <= self._window_start:
@@ -123,7 +123,7 @@ class ModelDrafter(Drafter):
     def num_uncached(self, token_ids: TokenIds) -> int:
         room = self._engine.facts.context_length
         if self._window_start > 1 or self._cache.latest_fitting(token_ids, room) < token_ids.size:
-            return 1  # the window slides seldom; what that costs shows in the time of a draft
+            return 1  # a slide is rare, and its cost is part of the measured time of a draft
         return token_ids.size - self._cache.shared_length(token_ids)
 
     @property

@@ -55,8 +55,8 @@ class DrafterSpec:
     or nothing that runs on an engine (tables and heads, or the draft model borrowed from drafter `model`). `cost` of
     drafting: next to nothing ("free"), a pass of a model or a head for each token ("passes"), or further rows of the
     target's pass, which pay only where a row costs next to nothing ("rows"). `engines`: of the target. `make`: from
-    nothing, or from drafter `model`; None: opened when the pair is loaded. `auto` takes whatever was opened or can be
-    made, that of cost "rows" only where rows are cheap.
+    nothing, or from drafter `model`; None: opened when the pair is loaded. `auto` takes all that were opened or can be
+    made, those of cost "rows" only where rows are cheap.
     """
 
     needs: tuple[Need, ...] = ()
@@ -95,7 +95,7 @@ SPECS: dict[DrafterName, DrafterSpec] = {
     "tree": DrafterSpec((DRAFT,), cost="rows", make=make_tree),
     "lookahead": DrafterSpec(cost="rows", make=make_lookahead),
 }
-FALLBACK: DrafterName = "ngram"  # a fixed draft length without a draft to use it; needs nothing and works on any text
+FALLBACK: DrafterName = "ngram"  # with a fixed draft length and no draft; it needs nothing and works on any text
 
 
 def check_makeable(name: DrafterName, opened: Mapping[DrafterName, Drafter], pair: str) -> None:

@@ -1,7 +1,7 @@
 """The draft model with branches: a tree of its likeliest continuations, grown where a further token pays most.
 
-How a tree grows is `growth`, what a node's children are and what they are worth `candidates`. The draft model scores
-open nodes of several branches in one pass of its own.
+`growth` decides where the tree grows, `candidates` gives a node's children and their probabilities. The draft model
+scores open nodes of several branches in one pass.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TreeDrafter(Drafter):
             return growth.draft()
 
     def _score(self, growth: Growth) -> None:
-        """One pass of the draft model over the nodes that the growth waits for, their ancestors with them."""
+        """One pass of the draft model over the nodes that the growth waits for, with their ancestors."""
         wanted = growth.waiting
         rows = sorted({node for leaf in wanted for node in growth.path(leaf)})
         index = {node: row for row, node in enumerate(rows)}

@@ -1,4 +1,4 @@
-"""Opens what a run names: files are checked, then become engines, and draft models drafters."""
+"""Opens the models of a run: checks their files, loads the engines, and makes drafters of the draft models."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ def open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterNa
     """The pair that `options` name, its target loaded, and the drafters that own a model.
 
     Raises ModelNotFound, ModelFileError, VocabularyMismatch (naming the first token that differs), CapabilityError
-    when what was demanded is not possible or does not fit into memory, ConfigError for options that do not fit the
-    engine.
+    when something is not possible or does not fit into memory, ConfigError for options that do not fit the engine.
     """
     try:
         return _open_models(options)
@@ -71,7 +70,7 @@ def _opened(
     *,
     is_cut: bool,
 ) -> dict[DrafterName, Drafter]:
-    """The drafters that `name` needs models for, those already `opened` left out. `is_cut`: the target has an exit."""
+    """The drafters with models for `name` that are not `opened` yet. `is_cut`: the target is loaded with an exit."""
     if name == "early-exit":
         if is_cut:
             return {name: SharedStateDrafter(target, options.draft_temperature)}
@@ -116,7 +115,7 @@ def _model_drafter(options: LoadOptions, file: ModelFile, target: Engine) -> Mod
 
 @contextmanager
 def open_vocabulary(options: LoadOptions) -> Iterator[tuple[ModelPair, Vocabulary]]:
-    """The pair that `options` name and its target's vocabulary, without the weights where the engine can do without.
+    """The pair that `options` name and its target's vocabulary, without loading the weights where the engine can.
 
     Raises as `open_models`.
     """
@@ -133,9 +132,9 @@ def open_vocabulary(options: LoadOptions) -> Iterator[tuple[ModelPair, Vocabular
 
 
 def _check_contents(models: Sequence[ModelFile]) -> None:
-    """Hash what the manifest describes but is too large to hash at every start; try a file of unknown contents first.
+    """Hash large files that the manifest describes, once; try to load files of unknown contents in a child process.
 
-    A graph with damaged weights loads without complaint, so nothing but a checksum finds them.
+    A graph with damaged weights loads without an error, so only a checksum finds them.
     """
     for model in models:
         for file in model.all_files:
@@ -209,7 +208,7 @@ def _open(
 
 
 def _onnx_cache_type(options: LoadOptions) -> str:
-    """Raises ConfigError for what an ONNX target would silently not heed."""
+    """The cache type of an ONNX target. Raises ConfigError for options that ONNX Runtime ignores."""
     if options.gpu_layers:
         raise ConfigError(f"-ngl {options.gpu_layers} is for llama.cpp; the device of an ONNX model is --provider")
     if options.cache_type_k != options.cache_type_v:

@@ -1,4 +1,4 @@
-"""What a run needs of a pair: which drafters it opens with models of their own, and which models these are."""
+"""The drafters to open with a pair, and whether it has the models that they need."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from edgespec.formats.manifest import ModelPair
 def wanted_drafters(options: LoadOptions, pair: ModelPair, exit_layer: int | None) -> tuple[DrafterName, ...]:
     """Which drafters to open with models of their own.
 
-    With `auto` those are the one that the pair's draft file becomes, and what the options name files for: a pair's
-    medium costs memory and one more load. Raises CapabilityError when the pair lacks what a drafter needs.
+    `auto` opens the drafter of the pair's draft file and those that the options name files for: a pair's own medium
+    would cost memory and one more load. Raises CapabilityError when the pair lacks what a drafter needs.
     """
     own: tuple[DrafterName, ...] = () if pair.draft is None else (_kind_of_draft(pair),)
     if options.drafter == "auto":

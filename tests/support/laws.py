@@ -94,7 +94,7 @@ MAKERS: dict[str, Callable[[TableEngine], Drafter]] = {
     "shared exit": SharedStateDrafter,
     "medusa": lambda target: heads("medusa", target),
     "eagle": lambda target: heads("eagle", target),
-    "eagle3": lambda target: Eagle3Drafter(OpenHead(200, vocabulary=VOCABULARY), most_told=512),
+    "eagle3": lambda target: Eagle3Drafter(OpenHead(200, vocabulary=VOCABULARY), max_features=512),
     "ngram": lambda target: NgramDrafter(min_ngram=1),
     "suffix": lambda target: SuffixDrafter(),
     "cache": lambda target: CacheDrafter(VOCABULARY),
