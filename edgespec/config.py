@@ -16,7 +16,6 @@ DrafterName = Literal[
     "none",
     "model",
     "tree",
-    "hybrid",
     "hierarchical",
     "early-exit",
     "medusa",
@@ -28,7 +27,6 @@ DrafterName = Literal[
     "lookahead",
 ]
 DraftLength = int | Literal["auto"]
-DraftTemperature = float | Literal["auto"]
 RuleName = Literal["coupled", "rejection", "block", "typical"]
 EngineName = Literal["auto", "llamacpp", "onnx"]
 ProviderName = Literal["auto", "cpu", "cuda", "dml", "webgpu"]
@@ -127,8 +125,8 @@ def _check_draft_length(value: object) -> None:
 
 
 def _check_draft_temperature(value: object) -> None:
-    if not (isinstance(value, str) and value == "auto") and not (_is_number(value) and 0.05 <= value <= 20):
-        raise ConfigError(f"draft-temp must be auto or a factor from 0.05 to 20, got {shown(value)}")
+    if not (_is_number(value) and 0.05 <= value <= 20):
+        raise ConfigError(f"draft-temp must be a number from 0.05 to 20, got {shown(value)}")
 
 
 def _check_share(value: object) -> None:
@@ -149,7 +147,7 @@ class LoadKeywords(TypedDict, total=False):
     engine: EngineName
     drafter: DrafterName
     draft_length: DraftLength
-    draft_temperature: DraftTemperature
+    draft_temperature: float
     max_slowdown: float
     verify: RuleName
     reproducible: bool | None
@@ -180,8 +178,8 @@ class LoadOptions:
     Speculation. `drafter`: auto chooses the drafter with the best expected speed, every round. `draft_length`: tokens,
     or nodes for a drafter that drafts trees if the target can score trees; auto chooses every round; a number with
     drafter auto selects the pair's own draft, or ngram without one. `draft_temperature`: factor on the target's
-    temperature for sampling from the draft model; auto learns it while decoding under rule coupled. `verify`: the
-    acceptance rule. `max_slowdown`: the fraction of plain decoding time that speculation may lose at most.
+    temperature for sampling from the draft model. `verify`: the acceptance rule. `max_slowdown`: the fraction of plain
+    decoding time that speculation may lose at most.
     `reproducible`: same tokens with and without speculation; None: where model and rule allow it; True: required, else
     CapabilityError; False: off, for speed.
 
@@ -203,7 +201,7 @@ class LoadOptions:
     engine: EngineName = "auto"
     drafter: DrafterName = "auto"
     draft_length: DraftLength = "auto"
-    draft_temperature: DraftTemperature = 1.0
+    draft_temperature: float = 1.0
     max_slowdown: float = 0.02
     verify: RuleName = "coupled"
     reproducible: bool | None = None

@@ -10,8 +10,9 @@ from typing import Any, Self, TypeVar, Unpack
 
 from edgespec.acceptance import LOSSY
 from edgespec.config import DrafterName, GenerateOptions, LoadKeywords, LoadOptions, RuleName
-from edgespec.control.cost import CostCurve, DraftCost
+from edgespec.control.cost import CostCurve
 from edgespec.control.pool import DrafterPool
+from edgespec.control.run_cost import DraftCost
 from edgespec.decode import check_prompt
 from edgespec.drafters.base import Drafter
 from edgespec.engines.base import Engine

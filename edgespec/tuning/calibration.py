@@ -17,8 +17,9 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.control.cost import ContextCost, CostCurve, DraftCost
+from edgespec.control.cost import ContextCost, CostCurve
 from edgespec.control.length import ceiling
+from edgespec.control.run_cost import DraftCost
 from edgespec.engines.base import Engine
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.types import Batch, TokenIds

@@ -8,17 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgespec.config import DrafterName, DraftLength, EngineName, LoadOptions
-from edgespec.drafters.factory import FREE_DRAFTERS
+from edgespec.drafters.spec import HEADS, MEDIUM, SPECS
 from edgespec.errors import CapabilityError
 from edgespec.runtime import Model, load
 from edgespec.sampling import Sampling
 
 LENGTHS: tuple[DraftLength, ...] = ("auto", 2, 4, 8)
-FEW_LENGTHS: tuple[DraftLength, ...] = ("auto", 4)  # for drafters that need another load or rarely win
-_TARGET_ONLY = frozenset({*FREE_DRAFTERS, "none", "lookahead"})  # drafters that need nothing but the target
-_HEADS: tuple[DrafterName, ...] = ("medusa", "eagle")
-_FEW_CORES = 4  # up to this many cores every number of threads is tried, above it powers of two
-_EXIT_PARTS, _LATEST_EXIT = 8, 6  # early exits after 1/8 to 6/8 of the layers are tried: later ones save too little
+FEW_LENGTHS: tuple[DraftLength, ...] = ("auto", 4)  # for what takes a load of its own
+_TARGET_ONLY = frozenset({"none", *(name for name, spec in SPECS.items() if not spec.needs)})
+_FEW_CORES = 4  # up to here every number of threads is tried, above it powers of two
+_EXIT_PARTS, _LATEST_EXIT = 8, 6  # exits are tried after this many eighths of the layers: later ones save too little
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +128,11 @@ def _speculative(request: TuneRequest, loaded: Loaded, model: Model) -> Iterator
 def _opt_in_drafters(request: TuneRequest, model: Model) -> list[DrafterName]:
     """Drafters that the pair has files for but that `auto` does not load, because they take memory or another load."""
     found: list[DrafterName] = []
-    if "medium" in model.pair.files and model.draft_name in ("model", "early-exit"):
-        found.append("hierarchical")
-    if request.options.heads is None:
-        found += [kind for kind in _HEADS if kind in model.pair.heads]
+    for name, spec in SPECS.items():
+        has_medium = "medium" in model.pair.files and model.draft_name in ("model", "early-exit")
+        has_heads = request.options.heads is None and name in model.pair.heads
+        if (MEDIUM in spec.needs and has_medium) or (HEADS in spec.needs and has_heads):
+            found.append(name)
     return [name for name in found if name not in model.drafter_names]
 
 
@@ -150,6 +150,4 @@ def _lengths(
 ) -> Sequence[DraftLength]:
     if "draft_length" in request.fixed:
         return (request.options.draft_length,)
-    if drafter == "auto":
-        return ("auto",)
-    return FEW_LENGTHS if drafter == "hybrid" else lengths
+    return ("auto",) if drafter == "auto" else lengths

@@ -123,7 +123,7 @@ def test_each_weights_are_searched_by_themselves():
 def test_models_to_draft_with_are_loaded_where_one_is_used():
     unaided = [PLAIN, *TRIED, Candidate(HERE, "lookahead", 4)]
     assert needed(HERE, unaided) == "none"
-    for drafter in ("auto", "model", "tree", "hybrid", "eagle3", "early-exit"):
+    for drafter in ("auto", "model", "tree", "eagle3", "early-exit"):
         assert needed(HERE, [*unaided, Candidate(HERE, drafter, 4)]) == "auto"
     alone = replace(HERE, opens="medusa")
     assert needed(alone, [Candidate(alone, "medusa", 4)]) == "medusa"
@@ -161,8 +161,8 @@ def test_every_drafter_of_a_pair_is_tried(engine):
     tried = list(prepare(request, {"demo": [engine]}, lambda model: [[1, 2]]).scores)
     lengths = {name: [c.draft_length for c in tried if c.drafter == name] for name in {c.drafter for c in tried}}
     by_name = ("hierarchical", "medusa", "eagle")
-    assert {"ngram", "suffix", "cache", "model", "hybrid", "auto", *by_name} <= set(lengths)
-    assert all(lengths[name] == list(FEW_LENGTHS) for name in (*by_name, "hybrid"))
+    assert {"ngram", "suffix", "cache", "model", "auto", *by_name} <= set(lengths)
+    assert all(lengths[name] == list(FEW_LENGTHS) for name in by_name)
     assert {c.loaded.opens for c in tried} == {"auto", *by_name}
     assert all(c.loaded.opens == c.drafter for c in tried if c.drafter in by_name)
     sweep = Sweep(request, {("demo", engine): [[5, 6, 7]] * 2}, {})
@@ -248,7 +248,7 @@ def test_the_best_setting_is_what_later_runs_use(target_path, draft_path, prompt
     best = [one for one in told["tried"] if one["tokens_per_second"] == told["tokens_per_second"]]
     assert any(one["drafter"] == told["settings"]["drafter"] for one in best)
     assert told["speedup"] > 0
-    every = {"none", "ngram", "suffix", "cache", "model", "hybrid", "auto"}
+    every = {"none", "ngram", "suffix", "cache", "model", "auto"}
     assert (
         every <= {one["drafter"] for one in told["tried"]} <= every | {"tree", "lookahead"}
     )  # these where rows are cheap

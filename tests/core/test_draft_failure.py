@@ -16,7 +16,6 @@ from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.eagle import EagleDrafter
 from edgespec.drafters.eagle3 import Eagle3Drafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter
-from edgespec.drafters.inner_length import InnerLength
 from edgespec.drafters.mapped import MappedSequence, VocabularyMap
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree import TreeDrafter
@@ -71,9 +70,8 @@ def caches_of(drafter: Drafter) -> list[CachedSequence]:
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, EngineError])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_whatever_strikes_a_draft_its_cache_holds_what_it_knows(
-    name: str, error: type[BaseException], strikes_at: int, monkeypatch: pytest.MonkeyPatch
+    name: str, error: type[BaseException], strikes_at: int
 ) -> None:
-    monkeypatch.setattr(InnerLength, "best", lambda lengths, most: min(most, 3))  # else by the clock
     engine = Struck.random(VOCABULARY, context_length=64)
     drafter = DRAFTERS[name](engine)
     sampler = Sampler(Sampling(seed=3), VOCABULARY)

@@ -11,7 +11,7 @@ import pytest
 
 from edgespec.chat.template import checked_messages, encode_rendered, render_chat
 from edgespec.config import GenerateOptions, LoadOptions, SessionOptions
-from edgespec.drafters.temperature import DraftTemperature
+from edgespec.drafters.model import DraftTemperature
 from edgespec.engines.table import LetterVocabulary, TableEngine
 from edgespec.errors import ConfigError, EngineError, ModelFileError, PromptError, SamplingError
 from edgespec.generation.inputs import checked_ids

@@ -15,13 +15,13 @@ from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.acceptance import RULES
 from edgespec.control.base import FixedLength, Proposal
-from edgespec.control.branches import path_products
 from edgespec.control.cost import CostCurve
+from edgespec.control.length import path_products
 from edgespec.decode import Run, autoregressive, speculative
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.chain import evidence_of
 from edgespec.drafters.medusa import MedusaDrafter
-from edgespec.drafters.states import DEAR_ROW, StateDrafter
+from edgespec.drafters.states import MAX_ROW_COST, StateDrafter
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.sequence import CachedSequence
 from edgespec.sampling import Sampler
@@ -245,7 +245,7 @@ def test_a_chain_is_drafted_where_trees_are_not_possible_or_rows_are_dear(kind: 
     assert side_branches(drafts[1]) > 1
     for draft, cost in zip(drafts, (0.0, 0.02, 0.05, 0.09), strict=True):
         assert min(path_products(draft, draft.confidences.tolist())) > cost
-    for dear in (asked._replace(row_cost=DEAR_ROW), asked._replace(max_branches=0)):
+    for dear in (asked._replace(row_cost=MAX_ROW_COST), asked._replace(max_branches=0)):
         assert drafter.draft(dear).is_chain
 
 
