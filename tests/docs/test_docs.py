@@ -15,7 +15,7 @@ import pytest
 import edgespec
 from edgespec.cli.main import cli
 from edgespec.config import DRAFTERS
-from edgespec.settings import SETTINGS
+from edgespec.settings import SETTINGS, resolve
 
 ROOT = Path(edgespec.__file__).resolve().parents[1]
 PAGES = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}
@@ -132,6 +132,13 @@ def test_options_in_the_text_exist() -> None:
     known = all_flags()
     named = {(name, flag) for name, text in TEXTS.items() for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)}
     assert sorted((name, flag) for name, flag in named if flag not in known) == []
+
+
+def test_config_files_are_accepted(tmp_path: Path) -> None:
+    (printed,) = blocks("docs/cli.md", "toml")
+    path = tmp_path / "config.toml"
+    path.write_text(printed, encoding="utf-8")
+    assert resolve({}, {}, path).values == {"draft_length": 6, "learn": True}
 
 
 def test_every_setting_is_documented() -> None:
