@@ -82,7 +82,7 @@ def test_both_commands_stand_at_the_top_of_a_readme_of_one_screen() -> None:
 def test_commands_parse(name: str, line: str) -> None:
     """Every option of a printed command exists and takes what is given to it; files need not exist."""
     words = words_of(line)
-    if words[0] in ("test", "lint", "--help"):  # of scripts/run.py; of the group itself
+    if words[0] in ("test", "lint", "install", "--help"):  # of scripts/run.py; of the group itself
         return
     command, context, arguments = find_command(words)
     given, _, order = command.make_parser(context).parse_args(list(arguments))
