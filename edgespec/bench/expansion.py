@@ -14,53 +14,69 @@ back.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from edgespec.bench.shapes import Shape
-from edgespec.bench.tensors import (
-    CONSTANT,
-    GAIN,
-    Floats,
-    Indices,
-    TensorPlan,
-    cancelling_shares_of,
-    shares_of,
-    write_shard,
-)
+from edgespec.bench.tensors import CONSTANT, GAIN, Floats, Indices, TensorPlan, cancelling_shares_of, shares_of
 from edgespec.errors import ModelFileError
-from edgespec.formats.manifest import sha256_of
 
-if TYPE_CHECKING:
-    from edgespec.export.checkpoint import Checkpoint
-
-Progress = Callable[[int, int, str], None]
-
-FORMAT = 3  # part of the fingerprint: a change of what is written makes older files stale
 BLOCK = 256  # columns of a K-quant's block, the widest of all
-PLAN_FILE = "expansion.json"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a Llama. `head_dim` is that of the model which is expanded: rotary positions must stay the same."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    vocab_size: int
+    head_dim: int = 64
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that read one key-value head."""
+        return self.num_heads // self.num_kv_heads
+
+    def parameters(self, *, tied: bool = True) -> int:
+        """Weights, norms included; with `tied` the head is the embedding and counts once."""
+        attention = 2 * self.hidden_size * (self.num_heads + self.num_kv_heads) * self.head_dim
+        per_layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        heads = self.vocab_size * self.hidden_size * (1 if tied else 2)
+        return self.num_layers * per_layer + heads + self.hidden_size
+
+
+LLAMA_1B = Shape(2048, 8192, 16, 32, 8, vocab_size=128_256)  # that of Llama 3.2 1B
+
+
+class Source(Protocol):
+    """A small Llama: its config.json and its weights by their Hugging Face names, matrices as [outputs, inputs]."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    @property
+    def config(self) -> dict[str, Any]: ...
+
+    def require(self, key: str) -> Any:
+        """A value of `config` that must be there. Raises ModelFileError."""
+
+    def weights(self, name: str) -> Floats: ...
 
 
 @dataclass(frozen=True)
 class Expansion:
-    """From the checkpoint `small` to `shape`. `sigma` adds that many deviations of noise to the head's real weights.
+    """From the model `small` to `shape`. Raises ModelFileError for a model or a shape that does not allow it."""
 
-    With `is_random`, what should be zero is random as well: the outputs mean nothing, the cost is what is compared.
-    """
-
-    small: Checkpoint
+    small: Source
     shape: Shape
     seed: int = 0
-    sigma: float = 0.0
-    is_random: bool = False
 
     def __post_init__(self) -> None:
         self._check_kind()
@@ -113,8 +129,7 @@ class Expansion:
 
     @property
     def is_tied(self) -> bool:
-        """Noise in the head must not reach the embedding, so it unties them."""
-        return bool(self.small.config.get("tie_word_embeddings", False)) and not self.sigma
+        return bool(self.small.config.get("tie_word_embeddings", False))
 
     @property
     def num_copies(self) -> int:
@@ -163,22 +178,21 @@ class Expansion:
         small, big = self.small_shape.num_layers, self.shape.num_layers
         return [index * big // small for index in range(small)]
 
+    def tables(self) -> dict[str, Floats]:
+        """The small model's embedding, and its head where that is another table."""
+        tables = {"model.embed_tokens.weight": self.small.weights("model.embed_tokens.weight")}
+        return tables if self.is_tied else tables | {"lm_head.weight": self.small.weights("lm_head.weight")}
+
     def _outer(self) -> Iterator[TensorPlan]:
         small, big = self.small_shape, self.shape
         padded_from = small.vocab_size if self.is_padded else None
-        embedding = self.small.weights("model.embed_tokens.weight")
-        names = {"model.embed_tokens.weight": embedding}
-        if not self.is_tied:
-            head = embedding if self.small.config.get("tie_word_embeddings") else self.small.weights("lm_head.weight")
-            noise = np.random.default_rng([self.seed, 1]).standard_normal(head.shape, np.float32)
-            names["lm_head.weight"] = head + np.float32(self.sigma * head.std()) * noise
         tokens = np.full(big.vocab_size, -1, np.int64)
         tokens[: small.vocab_size] = np.arange(small.vocab_size)
-        for name, source in names.items():
+        for name, source in self.tables().items():
             yield TensorPlan(
                 name,
                 (big.vocab_size, big.hidden_size),
-                None if self.is_random else source,
+                source,
                 tokens,
                 self.dims,
                 np.ones(big.hidden_size, np.float32),
@@ -219,7 +233,7 @@ class Expansion:
         return TensorPlan(
             name,
             (rows.size, columns.size),
-            None if self.is_random else source,
+            source,
             rows,
             columns,
             shares,
@@ -241,52 +255,6 @@ class Expansion:
         found: Indices = heads[:, None] * self.shape.head_dim + np.arange(self.shape.head_dim)
         return found.reshape(-1)
 
-    def fingerprint(self) -> str:
-        """What the files depend on, as a hash."""
-        files = sorted((*self.small.folder.glob("model*.safetensors"), self.small.folder / "config.json"))
-        parts = [FORMAT, asdict(self.shape), self.seed, self.sigma, self.is_random, [sha256_of(file) for file in files]]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
 
 def _block_end(size: int) -> int:
     return -(-size // BLOCK) * BLOCK
-
-
-def _write_text(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
-
-
-def expand(expansion: Expansion, output: Path, progress: Progress | None = None) -> Path:
-    """Write the big model as a Hugging Face folder: matrices float16, norms float32; memory stays at a few row blocks.
-
-    Files that an interrupted run with the same settings finished are kept; config.json comes last, so a folder that has
-    it is whole. Raises ModelFileError when the small model does not fit the shape.
-    """
-    output.mkdir(parents=True, exist_ok=True)
-    wanted = expansion.fingerprint()
-    plan_file = output / PLAN_FILE
-    if not plan_file.is_file() or plan_file.read_text(encoding="utf-8") != wanted:
-        for stale in (*output.glob("model*.safetensors*"), output / "config.json"):
-            stale.unlink(missing_ok=True)
-        _write_text(plan_file, wanted)
-    total = expansion.shape.num_layers + 1
-    weight_map: dict[str, str] = {}
-    for number, plans in enumerate(expansion.shards(), 1):
-        path = output / f"model-{number:05}-of-{total:05}.safetensors"
-        if progress is not None:
-            progress(number - 1, total, path.name)
-        if not path.exists():
-            write_shard(path, plans, expansion.seed)
-        weight_map |= dict.fromkeys((plan.name for plan in plans), path.name)
-    for name in TOKENIZER_FILES:
-        if (expansion.small.folder / name).is_file():
-            shutil.copyfile(expansion.small.folder / name, output / name)
-    size = sum(path.stat().st_size for path in output.glob("model-*.safetensors"))
-    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-    _write_text(output / "model.safetensors.index.json", json.dumps(index, indent=1))
-    _write_text(output / "config.json", json.dumps(expansion.config(), indent=2) + "\n")
-    if progress is not None:
-        progress(total, total, "done")
-    return output

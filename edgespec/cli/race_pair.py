@@ -9,8 +9,9 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from edgespec.bench.offer import Offer, find_offer
-from edgespec.bench.pair import Progress as Tell
+from edgespec.bench.expanded_pair import WEIGHT_TYPES, ExpandedPair
+from edgespec.bench.expanded_pair import Progress as Tell
+from edgespec.bench.offer import find_offer
 from edgespec.cli.lines import is_interactive
 from edgespec.cli.terminal import note
 from edgespec.errors import CapabilityError, ConfigError
@@ -37,29 +38,22 @@ def choose_pair(settings: Settings, expands: bool | None) -> Settings:
             raise
         note(f"note: {_SMALL}. {exc}")
         return settings
-    if not offer.is_built:
-        if offer.needs is not None and not expands and not _agrees(offer):
+    if not offer.is_built():
+        if not expands and not _agrees(offer):
             return settings
-        try:
-            with _progress() as tell:
-                offer.build(tell)
-        except KeyboardInterrupt:
-            note("stopped; the same command goes on from here")
-            raise
+        with _progress() as tell:
+            offer.build(tell)
     return settings.below({"model": str(offer.folder)}, "the demo pair, expanded")
 
 
-def _agrees(offer: Offer) -> bool:
+def _agrees(offer: ExpandedPair) -> bool:
     """Say what building takes, and ask. Where nobody can answer, it is not built."""
-    needs = offer.needs
-    assert needs is not None
-    for reason in offer.missed:
-        note(f"note: not offered: {reason}")
+    needs, size = offer.needs(), offer.shape.parameters() / 1e9
     what = (
         "The demo target has 8 million parameters, too few for speculation to gain. Expanded once to the cost of a "
-        f"{offer.request.size.upper()} model ({offer.format}) it says the same words. That takes up to "
-        f"{needs.disk_bytes / 1e9:.1f} GB of disk in {offer.output}, {needs.memory_bytes / 1e9:.1f} GB of memory "
-        f"and about {max(1, round(needs.seconds / 60))} min."
+        f"model of {size:.2g} billion ({WEIGHT_TYPES[offer.engine]}) it says the same words. That takes "
+        f"{needs.disk_bytes / 1e9:.1f} GB of disk in {offer.folder}, {needs.memory_bytes / 1e9:.1f} GB of memory and "
+        f"about {max(5, round(needs.seconds, -1)):.0f} s."
     )
     if not is_interactive():
         note(f"note: {_SMALL}. {what} edgespec race --yes does so")

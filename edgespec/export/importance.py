@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from edgespec.errors import CapabilityError, ModelFileError, UsageError
 from edgespec.export.checkpoint import Checkpoint
+from edgespec.installation import install_command
 
 Progress = Callable[[int, int, str], None]
 Importance = dict[str, NDArray[np.float32]]
@@ -101,7 +102,7 @@ def _load(folder: Path) -> tuple[Any, Any, Any]:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as exc:
         raise CapabilityError(
-            f"measuring importance needs the package {exc.name}: pip install 'edgespec[export]'"
+            f"measuring importance needs the package {exc.name}: {install_command('export')}"
         ) from exc
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)

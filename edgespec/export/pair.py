@@ -20,12 +20,13 @@ from edgespec.export.manifest import card_licence, recommended_sampling, write_m
 from edgespec.export.plan import Facts, needs_of, read_facts
 from edgespec.export.reference import require_packages
 from edgespec.export.reporting import Reporter
-from edgespec.export.request import INSTALL, ExportRequest
+from edgespec.export.request import ExportRequest
 from edgespec.export.resources import check_room, human
 from edgespec.export.stages import Artefact, Model, Stage, stages_of
 from edgespec.export.tokens import check_round_trip, check_same_tokens, token_names
 from edgespec.export.workspace import Workspace, check_output, opened
 from edgespec.formats.manifest import read_pair, sha256_of
+from edgespec.installation import install_command
 
 ENGINES = {"gguf": "llamacpp", "onnx": "onnx"}
 
@@ -126,7 +127,9 @@ def check_architectures(request: ExportRequest, models: Mapping[str, Model]) -> 
                 exporter = "builder" if name in BUILDABLE else "transformers"
             package = {"builder": "onnxruntime_genai", "transformers": "onnxscript"}.get(exporter)
             if package is not None and find_spec(package) is None:
-                raise CapabilityError(f"the ONNX exporter {exporter!r} needs the package {package}: {INSTALL}")
+                raise CapabilityError(
+                    f"the ONNX exporter {exporter!r} needs the package {package}: {install_command('export')}"
+                )
 
 
 def _identity(request: ExportRequest, models: Mapping[str, Model]) -> dict[str, Any]:

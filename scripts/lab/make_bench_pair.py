@@ -3,7 +3,7 @@
     python scripts/lab/make_bench_pair.py --size 1b --formats q8_0,q4_k_m
     edgespec generate FOLDER -p "Hi, can you find me a restaurant?"
 
-GGUF needs `pip install edgespec[export]` for the package gguf alone; int8, w8a8 and int4 (ONNX) need all of it.
+Needs `python3 scripts/run.py install export`: GGUF for the package gguf alone, int8, w8a8 and int4 (ONNX) for all.
 Interrupted, the same command goes on where it stopped. Nothing is written into the repository.
 """
 
@@ -16,11 +16,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from edgespec.bench.pair import Builder
-from edgespec.bench.request import DRAFT_ROLES, FORMATS, BenchRequest
-from edgespec.bench.shapes import SHAPES
 from edgespec.engines.disk_cache import cache_folder
 from edgespec.errors import EdgespecError
+from expansion.pair import Builder
+from expansion.request import DRAFT_ROLES, FORMATS, BenchRequest
+from expansion.shapes import SHAPES
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 

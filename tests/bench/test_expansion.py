@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("gguf", reason="expansion needs the package gguf: pip install edgespec[export]")
+pytest.importorskip("gguf", reason="expansion needs the package gguf: scripts/run.py install export")
 
 import edgespec
 from demo import DEMO, TEST_THREADS
 from edgespec import GenerateOptions, Sampling
-from edgespec.bench.expansion import Expansion, expand
+from edgespec.bench.expansion import Shape
 from edgespec.bench.heads import copies_of
-from edgespec.bench.shapes import SHAPES, Shape, shape_of
 from edgespec.bench.tensors import cancelling_shares_of, shares_of
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.errors import ConfigError, ModelFileError
@@ -26,6 +25,8 @@ from edgespec.export.checkpoint import Checkpoint
 from edgespec.export.gguf import convert
 from edgespec.loading.sample_prompts import PROMPTS
 from edgespec.types import Batch
+from expansion.checkpoint import NoisyExpansion, expand
+from expansion.shapes import SHAPES, shape_of
 
 # Wider, deeper, more and larger groups of heads, a longer vocabulary: everything that is expanded, in little.
 SMALL = Shape(1024, 1792, 11, 16, 4, vocab_size=4352)
@@ -54,7 +55,7 @@ def all_logits(path: Path, texts: list[list[int]], **settings: Any) -> np.ndarra
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return expand(Expansion(source(), SMALL), tmp_path_factory.mktemp("expanded") / "hf")
+    return expand(NoisyExpansion(source(), SMALL), tmp_path_factory.mktemp("expanded") / "hf")
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +101,7 @@ def test_the_copies_of_the_last_state_add_up_to_the_small_models(files: Any, tex
     """Which is what heads trained on the small model read, whatever fills the row up."""
     ours, theirs = (all_states(path, texts[0][:24]) for path in files["f32"])
     assert theirs.shape == (24, SMALL.hidden_size)
-    copies = copies_of(Expansion(source(), SMALL))
+    copies = copies_of(NoisyExpansion(source(), SMALL))
     np.testing.assert_allclose(theirs @ copies.T, ours, atol=1e-4)
     np.testing.assert_allclose(ours @ copies / 3, np.where(copies.any(axis=0), theirs, 0), atol=1e-4)
 
@@ -139,7 +140,7 @@ def test_greedy_text_is_the_same(files: Any):
 
 def test_a_draft_is_expanded_too(tmp_path: Path, texts: list[list[int]]):
     """Its widths fill no block of 256, its heads are fewer than a group."""
-    expand(Expansion(source("draft"), SMALL), tmp_path / "hf")
+    expand(NoisyExpansion(source("draft"), SMALL), tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "big.gguf", "f32")
     convert(DEMO / "hf" / "draft", tmp_path / "small.gguf", "f32")
     ours, theirs = (all_logits(tmp_path / f"{name}.gguf", texts[:2], **EXACT) for name in ("small", "big"))
@@ -147,7 +148,7 @@ def test_a_draft_is_expanded_too(tmp_path: Path, texts: list[list[int]]):
 
 
 def test_an_equal_shape_is_the_same_model(tmp_path: Path):
-    expansion = Expansion(source(), Expansion(source(), SMALL).small_shape)
+    expansion = NoisyExpansion(source(), NoisyExpansion(source(), SMALL).small_shape)
     big, small = Checkpoint.open(expand(expansion, tmp_path / "hf")), source()
     assert sorted(big.names()) == sorted(small.names())
     assert all(np.array_equal(big.weights(name), small.weights(name)) for name in small.names())
@@ -156,7 +157,7 @@ def test_an_equal_shape_is_the_same_model(tmp_path: Path):
 
 def test_everything_is_there_several_times(folder: Path):
     big, small = Checkpoint.open(folder), source()
-    expansion = Expansion(small, SMALL)
+    expansion = NoisyExpansion(small, SMALL)
     assert expansion.places() == [0, 1, 2, 3, 4, 6, 7, 8, 9] and expansion.num_copies == 3
     first, q = (model.weights("model.layers.0.self_attn.q_proj.weight") for model in (small, big))
     # Query heads 0, 1 read key-value head 0 and 2, 3 read head 1: groups of four hold 0 1 0 1 and 2 3 2 3 by turns.
@@ -188,10 +189,10 @@ def test_shares_are_powers_of_two_and_sum_up(count: int):
 
 def test_noise_in_the_head_lowers_agreement_and_leaves_the_embedding(tmp_path: Path, texts: list[list[int]]):
     agreement = []
-    small = Expansion(source(), SMALL).small_shape
+    small = NoisyExpansion(source(), SMALL).small_shape
     reference = all_logits(DEMO / "demo-target-q8_0.gguf", texts[:4]).argmax(axis=1)
     for sigma in (0.1, 0.4):
-        checkpoint = Checkpoint.open(expand(Expansion(source(), small, sigma=sigma), tmp_path / f"{sigma}"))
+        checkpoint = Checkpoint.open(expand(NoisyExpansion(source(), small, sigma=sigma), tmp_path / f"{sigma}"))
         assert checkpoint.config["tie_word_embeddings"] is False
         assert np.array_equal(
             checkpoint.weights("model.embed_tokens.weight"), source().weights("model.embed_tokens.weight")
@@ -213,27 +214,27 @@ def test_an_interrupted_expansion_goes_on(tmp_path: Path, folder: Path):
 
     output = tmp_path / "hf"
     with pytest.raises(Interrupted):
-        expand(Expansion(source(), SMALL), output, stop)
+        expand(NoisyExpansion(source(), SMALL), output, stop)
     assert not (output / "config.json").exists()
     finished = sorted(output.glob("*.safetensors"))
     times = [path.stat().st_mtime_ns for path in finished]
     (output / "model-00009-of-00012.safetensors.tmp").write_bytes(b"half a file")  # what a kill leaves
-    expand(Expansion(source(), SMALL), output)
+    expand(NoisyExpansion(source(), SMALL), output)
     assert [path.stat().st_mtime_ns for path in finished] == times and len(finished) == 7
     for path in folder.glob("model*"):
         assert path.read_bytes() == (output / path.name).read_bytes()
 
 
 def test_other_settings_start_over(tmp_path: Path):
-    shape = replace(Expansion(source("draft"), SMALL).small_shape, hidden_size=512, intermediate_size=512)
-    folder = expand(Expansion(source("draft"), shape), tmp_path / "hf")
+    shape = replace(NoisyExpansion(source("draft"), SMALL).small_shape, hidden_size=512, intermediate_size=512)
+    folder = expand(NoisyExpansion(source("draft"), shape), tmp_path / "hf")
     before = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
-    expand(Expansion(source("draft"), shape), folder)
+    expand(NoisyExpansion(source("draft"), shape), folder)
     assert {path.name: path.read_bytes() for path in folder.glob("*.safetensors")} == before
-    expand(Expansion(source("draft"), shape, seed=1), folder)
+    expand(NoisyExpansion(source("draft"), shape, seed=1), folder)
     after = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
     assert all(after[name] == before[name] for name in before)  # nothing here is random
-    expand(Expansion(source("draft"), replace(shape, hidden_size=768)), folder)
+    expand(NoisyExpansion(source("draft"), replace(shape, hidden_size=768)), folder)
     assert {path.name: path.read_bytes() for path in folder.glob("*.safetensors")} != before
 
 
@@ -251,7 +252,7 @@ def test_other_settings_start_over(tmp_path: Path):
 )
 def test_a_shape_without_room_is_refused(changes: dict[str, int], message: str):
     with pytest.raises(ModelFileError, match=message):
-        Expansion(source(), replace(SMALL, **changes))
+        NoisyExpansion(source(), replace(SMALL, **changes))
 
 
 def test_other_models_are_refused(tmp_path: Path):
@@ -264,14 +265,14 @@ def test_other_models_are_refused(tmp_path: Path):
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | change), encoding="utf-8")
         with pytest.raises(ModelFileError, match=message):
-            Expansion(Checkpoint.open(tmp_path), SMALL)
+            NoisyExpansion(Checkpoint.open(tmp_path), SMALL)
 
 
 def test_the_named_shapes_are_what_they_are_called():
     for name, low, high in (("60m", 55e6, 65e6), ("300m", 280e6, 320e6), ("1b", 1.0e9, 1.3e9), ("3b", 2.9e9, 3.3e9)):
         shape = shape_of(name)
         assert low < shape.parameters() < high
-        assert Expansion(source(), shape).shape is shape
+        assert NoisyExpansion(source(), shape).shape is shape
     assert SHAPES["1b"].parameters() == 1_235_814_400  # Llama 3.2 1B
     with pytest.raises(ConfigError, match="no shape '7b'; allowed: 60m, 300m, 1b, 3b"):
         shape_of("7b")

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,16 +26,18 @@ import edgespec
 from edgespec import GenerateOptions, Sampling
 from edgespec.bench import offer as offer_module
 from edgespec.bench import race as race_module
-from edgespec.bench import shapes
+from edgespec.bench.expanded_pair import ExpandedPair
+from edgespec.bench.expansion import Shape
 from edgespec.bench.race import Lap, Mark, Outcome, Race
 from edgespec.bench.race_reasons import break_even, prices, proof, reasons, speed
 from edgespec.cli import race_pair, race_view
 from edgespec.cli.main import cli
 from edgespec.cli.race_view import Side, coloured, frame, legend, recorder, svg
-from edgespec.control.cost import CostCurve, DraftCost
+from edgespec.control.cost import CostCurve
 from edgespec.control.length import expected_speedup
+from edgespec.control.run_cost import DraftCost
 from edgespec.engines.disk_cache import cache_folder
-from edgespec.errors import ModelNotFound, PromptError
+from edgespec.errors import CapabilityError, ModelNotFound, PromptError
 from edgespec.tuning.profiles import new_profile, profile_path, save_profile
 from edgespec.tuning.verify import Divergence
 from edgespec.types import RoundRecord, Stats, TokenEvent
@@ -449,11 +452,10 @@ def test_an_interrupt_ends_it_with_130_and_no_result():
 @pytest.fixture
 def little(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A shape that takes a second to build stands for the 1B one; the folder of the pair that is built."""
-    pytest.importorskip("gguf", reason="building a pair needs the package gguf: pip install edgespec[export]")
-    monkeypatch.setitem(shapes.SHAPES, "little", shapes.Shape(512, 1024, 10, 8, 2, vocab_size=4352))
-    monkeypatch.setattr(offer_module, "CANDIDATES", (("little", "q8_0"),))
-    built = cache_folder() / "bench" / "bench-little"
-    yield built / "q8_0"
+    shape = Shape(512, 1024, 10, 8, 2, vocab_size=4352)
+    monkeypatch.setattr(offer_module, "ExpandedPair", partial(ExpandedPair, shape=shape))
+    built = cache_folder() / "race"
+    yield built / "demo-1b-w8a8"
     shutil.rmtree(built, ignore_errors=True)
 
 
@@ -467,13 +469,14 @@ def test_the_pair_is_built_once_and_used_again(little: Path):
     assert model_of(run("-n", "8", "--json")) == "demo"
     assert not little.exists()
     built = run("--yes", "-n", "8", "--json")
-    assert model_of(built) == "bench-little-q8_0"
-    assert "q8_0/target.gguf: done" in built.stderr
-    changed = (little / "target.gguf").stat().st_mtime_ns
+    assert model_of(built) == "demo-1b-w8a8"
+    assert json.loads(built.stdout)["engine"].startswith("onnx")
+    assert "expanding the demo target" in built.stderr
+    changed = (little / "manifest.toml").stat().st_mtime_ns
     again = run("-n", "8", "--json")
-    assert model_of(again) == "bench-little-q8_0"
-    assert "target.gguf" not in again.stderr
-    assert (little / "target.gguf").stat().st_mtime_ns == changed
+    assert model_of(again) == "demo-1b-w8a8"
+    assert "expanding" not in again.stderr
+    assert (little / "manifest.toml").stat().st_mtime_ns == changed
     assert model_of(run("--demo", "-n", "8", "--json")) == "demo"
 
 
@@ -481,69 +484,58 @@ def test_where_nobody_can_answer_the_small_pair_runs_and_it_is_said(little: Path
     result = run("-n", "8", "--json")
     assert model_of(result) == "demo"
     assert "the small demo pair runs" in result.stderr
-    assert re.search(r"LITTLE model \(q8_0\).* takes up to 0\.\d GB of disk in .*bench-little, ", result.stderr)
+    assert re.search(r"billion \(w8a8\).* takes 0\.\d GB of disk in .*demo-1b-w8a8, ", result.stderr)
     assert "edgespec race --yes" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("answer", "model"), [("\n", "bench-little-q8_0"), ("y\n", "bench-little-q8_0"), ("n\n", "demo")]
-)
+@pytest.mark.parametrize(("answer", "model"), [("\n", "demo-1b-w8a8"), ("y\n", "demo-1b-w8a8"), ("n\n", "demo")])
 def test_a_person_is_asked(little: Path, monkeypatch: pytest.MonkeyPatch, answer: str, model: str):
     monkeypatch.setattr(race_pair, "is_interactive", lambda: True)
     result = run("-n", "8", "--json", stdin=answer)
     assert model_of(result) == model
-    assert "of disk" in result.stderr and "of memory and about 1 min" in result.stderr
+    assert "of disk" in result.stderr and re.search(r"GB of memory and about \d+ s\.", result.stderr)
     assert "Expand it now? [Y/n]" in result.stderr
 
 
-def test_an_interrupted_build_is_not_taken_for_a_pair_and_goes_on(little: Path, monkeypatch: pytest.MonkeyPatch):
-    with monkeypatch.context() as patch:
+def test_an_interrupted_build_leaves_nothing(little: Path, monkeypatch: pytest.MonkeyPatch):
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
 
-        def stop(*_: object) -> None:
-            raise KeyboardInterrupt
-
-        patch.setattr("edgespec.bench.pair.Builder._make_draft", stop)
-        result = run("--yes")
+    monkeypatch.setattr("edgespec.bench.expanded_pair.expand_heads", stop)
+    result = run("--yes")
     assert result.exit_code == 130
-    assert "the same command goes on from here" in result.stderr
-    assert (little / "target.gguf").is_file() and not (little / "manifest.toml").exists()
-    changed = (little / "target.gguf").stat().st_mtime_ns
-    assert model_of(run("-n", "8", "--json")) == "bench-little-q8_0"  # what is left takes no time to ask about
-    assert (little / "target.gguf").stat().st_mtime_ns == changed
+    assert not list(little.parent.iterdir())
 
 
 def test_what_the_machine_lacks_is_said(little: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("edgespec.export.resources.available_memory", lambda: 10**6)
     result = run("-n", "8", "--json")
     assert model_of(result) == "demo"
-    assert re.search(r"little q8_0: needs .* of memory, 1 MB are available", result.stderr)
+    assert re.search(r"for onnx: needs .* of memory, 1 MB are available", result.stderr)
     demanded = run("--yes", "-n", "8")
     assert demanded.exit_code == 2
-    assert demanded.stderr.splitlines()[-1].startswith("error: the demo pair cannot be expanded here: little q8_0")
-    monkeypatch.setattr("edgespec.bench.pair.find_spec", lambda name: None)
-    assert "pip install 'edgespec[export]'" in run("--yes").stderr
+    assert demanded.stderr.splitlines()[-1].startswith("error: the demo pair cannot be expanded here: for onnx: ")
+    monkeypatch.setattr("edgespec.export.resources.free_bytes", lambda place: 10**6)
+    assert re.search(r"for onnx: needs .* of disk in .*, 1 MB are free", run("--yes").stderr)
+    monkeypatch.setattr(offer_module, "find_spec", lambda name: None)
+    assert re.search(r"for onnx: needs onnxruntime, .*; for llamacpp: needs llama_cpp, gguf", run("--yes").stderr)
 
 
-def test_an_installed_demo_without_its_checkpoint_says_so(
-    little: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    monkeypatch.setattr(offer_module, "registered_folders", lambda: {"demo": tmp_path})
-    result = run("-n", "8", "--json")
-    assert model_of(result) == "demo"
-    assert "a source checkout has it" in result.stderr
+def test_without_the_demo_a_model_is_asked_for(little: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(offer_module, "registered_folders", dict)
     with pytest.raises(ModelNotFound, match="give a MODEL"):
         offer_module.find_offer("auto")
 
 
 def test_the_engine_decides_which_pair_is_offered(little: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(offer_module, "CANDIDATES", (("little", "int8"), ("little", "q8_0")))
-    assert offer_module.find_offer("llamacpp").format == "q8_0"
-    monkeypatch.setattr(offer_module, "find_spec", lambda name: None)  # no ONNX Runtime
-    found = offer_module.find_offer("auto")
-    assert found.format == "q8_0"
-    assert found.missed == ("little int8: needs pip install 'edgespec[onnx]'",)
-    assert not found.is_built
+    pytest.importorskip("gguf", reason="the GGUF is offered where the package gguf is")
+    assert offer_module.find_offer("auto").engine == offer_module.find_offer("onnx").engine == "onnx"
+    assert offer_module.find_offer("llamacpp").folder.name == "demo-1b-q8_0"
+    have = offer_module.find_spec
+    monkeypatch.setattr(offer_module, "find_spec", lambda name: None if name == "onnxruntime" else have(name))
+    assert offer_module.find_offer("auto").engine == "llamacpp"
+    with pytest.raises(CapabilityError, match=r"for onnx: needs onnxruntime: .* install "):
+        offer_module.find_offer("onnx")
 
 
 # the terminal

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.formats.onnx import WHOLE_PRODUCT
 
 FLOAT = 1
 LOGITS, HIDDEN, OUTPUT_ROWS = "logits", "hidden_states", "edgespec.output_rows"
 UNARY_AFTER_HEAD = frozenset({"Cast", "Div", "Mul", "Tanh", "Where", "Add"})
-WHOLE_PRODUCT = "MatMulIntegerToFloat"
 TO_CODES = frozenset({"Cast", "Add", "Round", "Div"})  # from the rows to the inputs of an integer product
 READ_ROWS = frozenset({"Abs", "Div"})  # for the scale, for the codes
 

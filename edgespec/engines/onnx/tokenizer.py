@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import CapabilityError, ModelFileError, PromptError, UsageError
+from edgespec.installation import install_command
 from edgespec.vocabulary import Vocabulary
 
 # Tokens that usually end a turn; configurations often name only the end of a text.
@@ -128,7 +129,7 @@ def _open(path: Path) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError as exc:
-        raise CapabilityError("ONNX models need the package tokenizers: pip install 'edgespec[onnx]'") from exc
+        raise CapabilityError(f"ONNX models need the package tokenizers: {install_command()}") from exc
     if not path.is_file():
         raise ModelFileError(f"{path} is missing: an ONNX model needs its tokenizer beside it. Copy it there")
     try:

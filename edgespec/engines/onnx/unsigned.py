@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.machine import usable_processors
-from edgespec.engines.onnx.head import WHOLE_PRODUCT
-from edgespec.engines.onnx.weights import read_tensor
+from edgespec.formats.onnx import WHOLE_PRODUCT
+from edgespec.formats.onnx.tensors import read_tensor
 
 # Inputs of the product: codes, weights, scale of codes, scales of weights, zero point of codes, that of the weights.
 _WEIGHTS, _ZERO_POINT = 1, 5
@@ -72,7 +72,7 @@ def _read_otherwise(node: Any) -> list[str]:
 
 def _shifted(tensor: Any, folder: Path) -> NDArray[np.uint8]:
     """The unsigned weights, in memory pages of their own, which go back to the system as soon as they are freed."""
-    signed = read_tensor(tensor, folder).view(np.uint8)
+    signed = read_tensor(tensor, folder, mapped=True).view(np.uint8)
     private = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
     codes = np.frombuffer(mmap.mmap(-1, max(signed.nbytes, 1), **private), np.uint8, signed.size).reshape(signed.shape)
     np.bitwise_xor(signed, 128, out=codes)

@@ -1,15 +1,12 @@
-"""Weights of an exported graph, in the graph or in a file beside it: places, sizes, values."""
+"""Weights of an exported graph, in the graph or in a file beside it: checks of their places, and their size."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from edgespec.errors import ModelFileError
+from edgespec.formats.onnx.tensors import external_entry
 
 
 def check_weight_files(graph: Any, path: Path) -> None:
@@ -41,31 +38,6 @@ def _whole(text: str, what: str, path: Path) -> int:
             f"{path} is damaged: the {what} is {text[:40]!r}, a whole number is needed. Export it again"
         )
     return int(text)
-
-
-def external_entry(tensor: Any) -> dict[str, str]:
-    """Location, offset and length of a weight outside the graph; empty for one inside."""
-    return {item.key: item.value for item in tensor.external_data} if tensor.data_location == 1 else {}
-
-
-def read_tensor(tensor: Any, folder: Path) -> NDArray[Any]:
-    """The values of a weight, in the graph or mapped from a file of `folder`, read-only. Raises ModelFileError.
-
-    onnx's own reader refuses files with several hard links, which caches of downloads use.
-    """
-    from onnx import helper, numpy_helper
-
-    entry = external_entry(tensor)
-    try:
-        if not entry:
-            found: NDArray[Any] = numpy_helper.to_array(tensor)
-            return found
-        kind = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type))
-        shape = tuple(tensor.dims)
-        file, offset = folder / entry["location"], int(entry.get("offset", 0))
-        return np.memmap(file, kind, "r", offset, (math.prod(shape),)).reshape(shape)
-    except (OSError, ValueError, KeyError, TypeError) as exc:
-        raise ModelFileError(f"the weights {tensor.name!r} in {folder} cannot be read: {exc}. Export it again") from exc
 
 
 def weight_bytes(graph: Any) -> int:

@@ -57,7 +57,7 @@ class Planned:
 
 
 def convert(
-    folder: Path,
+    source: Path | Checkpoint,
     output: Path,
     output_type: OutputType = "q8_0",
     *,
@@ -65,12 +65,12 @@ def convert(
     licence: str | None = None,
     progress: Progress = no_progress,
 ) -> Conversion:
-    """Write the model of `folder` to `output` as GGUF; norms stay F32.
+    """Write a model, opened or the folder of one, to `output` as GGUF; norms stay F32.
 
     Raises ModelFileError when the folder is incomplete or holds something this converter does not know, UsageError
     when `output` cannot be written. The output appears only when it is whole.
     """
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
     found = architecture_of(checkpoint)
     sizes = found.sizes(checkpoint)
     plan = plan_tensors(checkpoint, found, sizes)
@@ -78,7 +78,7 @@ def convert(
     with whole_file(output) as temporary:
         writer = gguf.GGUFWriter(temporary, found.name)
         try:
-            writer.add_name(name or folder.name)
+            writer.add_name(name or checkpoint.folder.name)
             if licence is not None:
                 writer.add_license(licence)
             writer.add_file_type(file_type)

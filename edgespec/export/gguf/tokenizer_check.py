@@ -16,6 +16,7 @@ from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.export.checkpoint import read_json
 from edgespec.export.gguf.splitters import flatten
 from edgespec.export.gguf.tokenizer import adds_bos, read_settings
+from edgespec.installation import install_command
 
 PROBES = (
     "Hello, world! It's the 1st of 12345678 days; we'll see, I'VE said.",
@@ -61,9 +62,7 @@ def _open_tokenizer(folder: Path) -> tuple[Any, dict[str, Any]]:
     try:
         from tokenizers import Tokenizer
     except ImportError as exc:
-        raise CapabilityError(
-            "checking a tokenizer needs the package tokenizers: pip install 'edgespec[export]'"
-        ) from exc
+        raise CapabilityError(f"checking a tokenizer needs the package tokenizers: {install_command()}") from exc
     path = folder / "tokenizer.json"
     source = read_json(path)
     try:

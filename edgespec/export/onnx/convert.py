@@ -18,6 +18,7 @@ from typing import Literal
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError
 from edgespec.export.onnx import builder, staging
 from edgespec.export.onnx.source import Source, open_source
+from edgespec.installation import install_command
 
 Quant = Literal["int4", "int8", "w8a8", "fp16", "fp32"]
 Exporter = Literal["auto", "builder", "transformers", "optimum"]
@@ -113,7 +114,7 @@ def _choose(source: Source, exporter: Exporter, needs_builder: bool) -> Exporter
         )
     needed = {"builder": "onnxruntime_genai", "transformers": "onnxscript"}.get(exporter)
     if needed is not None and importlib.util.find_spec(needed) is None:
-        raise CapabilityError(f"the exporter {exporter!r} needs {needed}: pip install 'edgespec[export]'")
+        raise CapabilityError(f"the exporter {exporter!r} needs {needed}: {install_command('export')}")
     return exporter
 
 

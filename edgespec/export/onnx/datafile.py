@@ -1,10 +1,10 @@
-"""The weights of a graph in its data file: read one at a time, written one after another. Never all in memory."""
+"""The weights of a float32 graph in its data file: mapped, and moved to another one. Never all in memory."""
 
 from __future__ import annotations
 
 import mmap
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import onnx
@@ -12,37 +12,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from edgespec.errors import ModelFileError
-from edgespec.export.onnx.graph import DATA
-
-ALIGNMENT = 4096  # so that ONNX Runtime can map a tensor
-INLINE_BYTES = 1024  # what is smaller stays in the graph
-
-
-class DataWriter:
-    """Appends tensors to `file`, which the graph knows as `location`."""
-
-    def __init__(self, file: IO[bytes], location: str) -> None:
-        self._file, self._location = file, location
-
-    def add(self, name: str, values: NDArray[Any]) -> onnx.TensorProto:
-        """The description of `values` [any shape]; small ones are in it, the others in the file."""
-        if values.nbytes < INLINE_BYTES:
-            return numpy_helper.from_array(values, name)
-        kind = helper.np_dtype_to_tensor_dtype(values.dtype)
-        tensor = onnx.TensorProto(name=name, data_type=kind, dims=values.shape)
-        self.place(tensor, np.ascontiguousarray(values).data.cast("B"))
-        return tensor
-
-    def place(self, tensor: onnx.TensorProto, content: Any) -> None:
-        """Write bytes and let `tensor` point at them."""
-        self._file.write(b"\0" * (-self._file.tell() % ALIGNMENT))
-        del tensor.external_data[:]
-        tensor.data_location = TensorProto.EXTERNAL
-        length = len(content)
-        places = {"location": self._location, "offset": str(self._file.tell()), "length": str(length)}
-        for key, value in places.items():
-            tensor.external_data.add(key=key, value=value)
-        self._file.write(content)
+from edgespec.formats.onnx import DATA
+from edgespec.formats.onnx.tensors import DataWriter
 
 
 class Stored:

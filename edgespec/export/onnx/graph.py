@@ -10,16 +10,16 @@ from pathlib import Path
 
 from edgespec.engines.onnx.partition import extract, producers
 from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.formats.onnx import DATA, MODEL
+from edgespec.installation import install_command
 
 try:
     import onnx
     from google.protobuf.message import DecodeError
 except ImportError as error:
-    raise CapabilityError("ONNX graphs need onnx: pip install 'edgespec[export]'") from error
+    raise CapabilityError(f"ONNX graphs need onnx: {install_command()}") from error
 
 __all__ = ["DATA", "MODEL", "attribute", "extract", "producers", "read_graph", "write_graph"]
-MODEL = "model.onnx"
-DATA = "model.onnx.data"
 
 
 def read_graph(path: Path) -> onnx.ModelProto:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.installation import install_command
 
 CHAT_TEMPLATE = "chat_template.jinja"
 REQUIRED = ("tokenizer.json", "tokenizer_config.json")
@@ -72,7 +73,7 @@ def open_source(folder: Path) -> Source:
     try:
         from edgespec.export.checkpoint import Checkpoint, read_json
     except ImportError as error:
-        raise CapabilityError(f"reading checkpoints needs {error.name}: pip install 'edgespec[export]'") from error
+        raise CapabilityError(f"reading checkpoints needs {error.name}: {install_command('export')}") from error
     config = Checkpoint.open(folder).config
     for name in REQUIRED:
         read_json(folder / name)

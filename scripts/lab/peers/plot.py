@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from edgespec.installation import install_command
 from peers.base import Library
 from peers.report import Row
 
-LIBRARY = Library("matplotlib", "matplotlib", "pip install 'edgespec[bench]', or give --no-plot")
+LIBRARY = Library("matplotlib", "matplotlib", f"{install_command('bench')}, or give --no-plot")
 OWN, SPECULATIVE, PLAIN = "#1b6ca8", "#e08e45", "#b8bfc6"
 LEGEND = ((OWN, "edgespec, auto"), (SPECULATIVE, "speculative"), (PLAIN, "plain"))
 BAR_INCHES = 0.34

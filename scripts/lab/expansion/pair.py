@@ -19,9 +19,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from edgespec.bench.expansion import Expansion, expand
 from edgespec.bench.heads import expand_heads
-from edgespec.bench.request import (
+from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.formats.manifest import HEADS, MANIFEST, ModelFile, ModelPair, read_pair, sha256_of
+from edgespec.installation import install_command
+from expansion.checkpoint import NoisyExpansion, expand
+from expansion.request import (
     DRAFT_FORMATS,
     DRAFT_ROLES,
     FORMATS,
@@ -31,14 +34,11 @@ from edgespec.bench.request import (
     check_needs,
     needs_of,
 )
-from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.formats.manifest import HEADS, MANIFEST, ModelFile, ModelPair, read_pair, sha256_of
 
 if TYPE_CHECKING:
     from edgespec.export.onnx.convert import Quant
 
 Progress = Callable[[int, int, str], None]
-INSTALL = "pip install 'edgespec[export]'"
 SUFFIXES = {"llamacpp": ".gguf", "onnx": ""}
 
 
@@ -108,10 +108,10 @@ class Builder:
     def _path(self, role: str, name: str) -> Path:
         return self.output / name / f"{role}{SUFFIXES[FORMATS[name][0]]}"
 
-    def _expansion(self, folder: Path, size: str, sigma: float = 0.0) -> Expansion:
+    def _expansion(self, folder: Path, size: str, sigma: float = 0.0) -> NoisyExpansion:
         from edgespec.export.checkpoint import Checkpoint
 
-        return Expansion(Checkpoint.open(folder), self.request.shape(size), self.request.seed, sigma)
+        return NoisyExpansion(Checkpoint.open(folder), self.request.shape(size), self.request.seed, sigma)
 
     def _pair(self, name: str) -> Path:
         folder = self.output / name
@@ -134,7 +134,7 @@ class Builder:
             write()
         self._records.add(result, key)
 
-    def _expand(self, expansion: Expansion, result: Path, name: str) -> None:
+    def _expand(self, expansion: NoisyExpansion, result: Path, name: str) -> None:
         role = result.stem
 
         def write() -> None:
@@ -252,7 +252,7 @@ def check_packages(engines: tuple[Engine, ...]) -> None:
     for engine in engines:
         missing = [name for name in needed[engine] if find_spec(name) is None]
         if missing:
-            raise CapabilityError(f"building for {engine} needs {', '.join(missing)}: {INSTALL}")
+            raise CapabilityError(f"building for {engine} needs {', '.join(missing)}: {install_command('export')}")
 
 
 def _copy(files: Sequence[Path], result: Path) -> None:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from edgespec.bench.shapes import Shape, shape_of
+from edgespec.bench.expansion import Shape
 from edgespec.errors import CapabilityError, ConfigError
+from expansion.shapes import shape_of
 
 Engine = Literal["llamacpp", "onnx"]
 

@@ -1,0 +1,7 @@
+"""ONNX graphs of language models as files: the names that all of them share. `onnx` itself is imported where needed."""
+
+from __future__ import annotations
+
+MODEL, DATA = "model.onnx", "model.onnx.data"
+MICROSOFT = "com.microsoft"  # the domain of ONNX Runtime's own operators
+WHOLE_PRODUCT = "MatMulIntegerToFloat"  # of codes of 8 bits, scaled to float32

@@ -1,0 +1,122 @@
+"""An expanded model as a Hugging Face folder, for exporters, and one with noise in its head."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgespec.bench.expansion import Expansion
+from edgespec.bench.tensors import Floats, TensorPlan
+from edgespec.errors import ModelFileError
+from edgespec.formats.manifest import sha256_of
+
+Progress = Callable[[int, int, str], None]
+
+FORMAT = 4  # part of the fingerprint: a change of what is written makes older files stale
+PLAN_FILE = "expansion.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+
+
+@dataclass(frozen=True)
+class NoisyExpansion(Expansion):
+    """`sigma` adds that many deviations of noise to the head's real weights."""
+
+    sigma: float = 0.0
+
+    @property
+    def is_tied(self) -> bool:
+        """Noise in the head must not reach the embedding, so it unties them."""
+        return super().is_tied and not self.sigma
+
+    def tables(self) -> dict[str, Floats]:
+        if self.is_tied:
+            return super().tables()
+        embedding = self.small.weights("model.embed_tokens.weight")
+        is_shared = self.small.config.get("tie_word_embeddings")
+        head = embedding if is_shared else self.small.weights("lm_head.weight")
+        noise = np.random.default_rng([self.seed, 1]).standard_normal(head.shape, np.float32)
+        noisy: Floats = head + np.float32(self.sigma * head.std()) * noise
+        return {"model.embed_tokens.weight": embedding, "lm_head.weight": noisy}
+
+    def fingerprint(self) -> str:
+        """What the files depend on, as a hash."""
+        files = sorted((*self.small.folder.glob("model*.safetensors"), self.small.folder / "config.json"))
+        parts = [FORMAT, asdict(self.shape), self.seed, self.sigma, [sha256_of(file) for file in files]]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def expand(expansion: NoisyExpansion, output: Path, progress: Progress | None = None) -> Path:
+    """Write the big model as a Hugging Face folder: matrices float16, norms float32; memory stays at a few row blocks.
+
+    Files that an interrupted run with the same settings finished are kept; config.json comes last, so a folder that has
+    it is whole. Raises ModelFileError when the small model does not fit the shape.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    wanted = expansion.fingerprint()
+    plan_file = output / PLAN_FILE
+    if not plan_file.is_file() or plan_file.read_text(encoding="utf-8") != wanted:
+        for stale in (*output.glob("model*.safetensors*"), output / "config.json"):
+            stale.unlink(missing_ok=True)
+        _write_text(plan_file, wanted)
+    total = expansion.shape.num_layers + 1
+    weight_map: dict[str, str] = {}
+    for number, plans in enumerate(expansion.shards(), 1):
+        path = output / f"model-{number:05}-of-{total:05}.safetensors"
+        if progress is not None:
+            progress(number - 1, total, path.name)
+        if not path.exists():
+            write_shard(path, plans, expansion.seed)
+        weight_map |= dict.fromkeys((plan.name for plan in plans), path.name)
+    for name in TOKENIZER_FILES:
+        if (expansion.small.folder / name).is_file():
+            shutil.copyfile(expansion.small.folder / name, output / name)
+    size = sum(path.stat().st_size for path in output.glob("model-*.safetensors"))
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    _write_text(output / "model.safetensors.index.json", json.dumps(index, indent=1))
+    _write_text(output / "config.json", json.dumps(expansion.config(), indent=2) + "\n")
+    if progress is not None:
+        progress(total, total, "done")
+    return output
+
+
+def _write_text(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def _dtype(plan: TensorPlan) -> np.dtype[Any]:
+    return np.dtype("<f2") if len(plan.shape) == 2 else np.dtype("<f4")
+
+
+def write_shard(path: Path, plans: list[TensorPlan], seed: int) -> None:
+    """One safetensors file, row block by row block: eight bytes of header length, the header, the data."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for plan in plans:
+        end = offset + int(np.prod(plan.shape)) * _dtype(plan).itemsize
+        kind = "F16" if _dtype(plan).itemsize == 2 else "F32"
+        header[plan.name] = {"dtype": kind, "shape": list(plan.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for plan in plans:
+                for block in plan.blocks(seed):
+                    stored = block.astype(_dtype(plan))
+                    if not np.isfinite(stored).all():
+                        raise ModelFileError(f"a weight of {plan.name} is too large for float16")
+                    file.write(stored.tobytes())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

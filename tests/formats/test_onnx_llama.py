@@ -1,0 +1,211 @@
+"""Graphs written without an exporter: bit for bit what the exporter's graph computes, read back, refused when strange.
+
+The model is the demo target as it ships, read as float32.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper
+
+from demo import DEMO, TEST_THREADS
+from edgespec.engines.onnx import OnnxEngine
+from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.export.onnx.integer import to_integer
+from edgespec.formats.onnx import llama
+from edgespec.formats.onnx.llama import LlamaConfig, rotary_tables, write_llama
+from edgespec.formats.onnx.llama_reader import LlamaGraph
+from edgespec.formats.onnx.w8a8 import quantise_columns, quantise_rows
+from edgespec.types import Batch
+from plain_demo import plain_demo
+
+SHIPPED = DEMO / "onnx" / "target"
+LAYERS = 9
+
+
+class Quantised:
+    """Weights of `graph`, each matrix by itself as an export quantises it."""
+
+    def __init__(self, graph: LlamaGraph) -> None:
+        self._graph = graph
+
+    def vector(self, name: str) -> NDArray[np.float32]:
+        return self._graph.weights(name)
+
+    def product(self, name: str) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+        return quantise_columns(self._graph.weights(name).T)
+
+    def embedding(self) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+        return quantise_rows(self._graph.weights("model.embed_tokens.weight"), 64)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo target in w8a8 by way of the exporter's float32 graph."""
+    path = plain_demo(SHIPPED, tmp_path_factory.mktemp("exported") / "target")
+    to_integer(path.parent, 64)
+    return path
+
+
+def shipped_tables() -> tuple[Any, ...]:
+    """Rotary tables as the exporter computed them, in other last bits than numpy."""
+    graph = onnx.load(SHIPPED / "model.onnx").graph
+    found = {tensor.name: tensor for tensor in graph.initializer}
+    return tuple(numpy_helper.to_array(found[name]) for name in ("cos_cache", "sin_cache"))
+
+
+def written(folder: Path) -> Path:
+    """The demo target as this package's writer has it."""
+    shutil.copytree(SHIPPED, folder)
+    graph = LlamaGraph(SHIPPED)
+    write_llama(folder, LlamaConfig.from_hub(graph.config), Quantised(graph))
+    return folder / "model.onnx"
+
+
+def logits(path: Path, ids: NDArray[np.int32], **options: Any) -> NDArray[np.float32]:
+    wanted = {"context_length": 128, "threads": TEST_THREADS, "reproducible": False, **options}
+    with OnnxEngine.load(path, **wanted) as engine:
+        return engine.forward(Batch.chain(ids)).copy()
+
+
+IDS = np.random.default_rng(3).integers(3, 4000, 40).astype(np.int32)
+
+
+def test_a_written_graph_computes_the_bits_of_an_exported_one(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(llama, "rotary_tables", lambda config: shipped_tables())
+    path = written(tmp_path / "target")
+    for options in ({}, {"exit_layer": 4}):
+        np.testing.assert_array_equal(logits(path, IDS, **options), logits(exported, IDS, **options))
+    theirs, ours = (onnx.load(where, load_external_data=False).graph for where in (exported, path))
+    kinds = [sorted(node.op_type for node in graph.node if node.op_type != "Constant") for graph in (theirs, ours)]
+    assert kinds[0] == kinds[1]
+
+
+def test_rotary_tables_are_the_exporters_but_for_a_last_bit():
+    config = LlamaConfig.from_hub(json.loads((SHIPPED / "config.json").read_text(encoding="utf-8")))
+    for ours, theirs in zip(rotary_tables(config), shipped_tables(), strict=True):
+        assert ours.dtype == np.float32
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1.2e-7)
+    further = rotary_tables(replace(config, rope_theta=5e5, max_positions=3, head_dim=4))[0]
+    np.testing.assert_allclose(further[2], [np.cos(2), np.cos(2 / np.sqrt(5e5))], rtol=1e-6)
+
+
+def test_every_size_comes_from_the_configuration(tmp_path: Path):
+    """Other numbers of heads, of positions, another width: the graph opens and runs."""
+    config = LlamaConfig(96, 160, 2, 6, 2, 16, 4096, 64, 1e-6, 5e5)
+    random = np.random.default_rng(0)
+    sizes = {"q": (96, 96), "k": (96, 32), "v": (96, 32), "o": (96, 96), "gate": (96, 160), "up": (96, 160)}
+    sizes |= {"down": (160, 96), "lm_head": (96, 4096)}
+
+    class Random:
+        def vector(self, name: str) -> NDArray[np.float32]:
+            return np.ones(96, np.float32)
+
+        def product(self, name: str) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+            kind = name.removesuffix(".weight").removesuffix("_proj").rpartition(".")[2]
+            return quantise_columns(random.standard_normal(sizes[kind], np.float32))
+
+        def embedding(self) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+            return quantise_rows(random.standard_normal((4096, 96), np.float32), 32)
+
+    parts: list[tuple[int, int]] = []
+    write_llama(tmp_path, config, Random(), lambda done, total: parts.append((done, total)))
+    assert parts == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    hub = {"hidden_size": 96, "num_attention_heads": 6, "head_dim": 16, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(hub), encoding="utf-8")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(SHIPPED / name, tmp_path / name)
+    found = logits(tmp_path / "model.onnx", IDS, context_length=64)
+    assert found.shape == (len(IDS), 4096) and np.isfinite(found).all() and found.std() > 0.1
+    again = logits(tmp_path / "model.onnx", IDS[:20], context_length=64)
+    np.testing.assert_allclose(again, found[:20], atol=1e-2)  # what comes later changes nothing before
+
+
+def test_the_reader_gives_the_floats_of_the_shipped_graph(tmp_path: Path):
+    path = plain_demo(SHIPPED, tmp_path / "plain")
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer}
+    graph = LlamaGraph(SHIPPED)
+    joined = [graph.weights(f"model.layers.8.self_attn.{kind}_proj.weight") for kind in "qkv"]
+    assert [part.shape for part in joined] == [(256, 256), (128, 256), (128, 256)]
+    np.testing.assert_array_equal(np.concatenate(joined).T, stored["/model/layers.8/attn/qkv_proj/MatMul_Q8.weight"])
+    for name, theirs in (("o_proj", "attn/o_proj"), ("down_proj", "mlp/down_proj")):
+        part = theirs.partition("/")[0].replace("attn", "self_attn")
+        found = graph.weights(f"model.layers.3.{part}.{name}.weight")
+        np.testing.assert_array_equal(found.T, stored[f"/model/layers.3/{theirs}/MatMul_Q8.weight"])
+    head = stored["/lm_head/MatMul_Q8.weight"]
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        np.testing.assert_array_equal(graph.weights(name).T, head)
+    for ours, theirs in (
+        ("model.norm.weight", f"model.layers.{LAYERS}.final_norm_layernorm.weight"),
+        ("model.layers.2.input_layernorm.weight", "model.layers.2.input_layernorm.weight"),
+    ):
+        np.testing.assert_array_equal(graph.weights(ours), stored[theirs])
+
+
+def test_what_the_reader_does_not_know_is_refused(tmp_path: Path, exported: Path):
+    with pytest.raises(ModelFileError, match=r"has no /lm_head/MatMul in 8 bits .*: export it again as int8"):
+        LlamaGraph(exported.parent).weights("lm_head.weight")
+    with pytest.raises(ModelFileError, match=r"no tensor 'model\.layers\.0'"):
+        LlamaGraph(SHIPPED).weights("model.layers.0")
+    with pytest.raises(ModelFileError, match=r"has no model\.layers\.9\.input_layernorm"):
+        LlamaGraph(SHIPPED).weights("model.layers.9.input_layernorm.weight")
+    with pytest.raises(ModelFileError, match="is no export of a Llama that can be read"):
+        LlamaGraph(tmp_path)
+    folder = shutil.copytree(SHIPPED, tmp_path / "changed")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 4}), encoding="utf-8")
+    with pytest.raises(ModelFileError, match=r"its attention and config\.json do not agree"):
+        LlamaGraph(folder).weights("model.layers.0.self_attn.q_proj.weight")
+    (folder / "config.json").write_text("[]", encoding="utf-8")
+    with pytest.raises(ModelFileError, match="holds no JSON object"):
+        LlamaGraph(folder)
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    table = next(node for node in model.graph.node if node.op_type == "GatherBlockQuantized")
+    table.CopyFrom(helper.make_node("Gather", table.input[:2], table.output, table.name))
+    onnx.save(model, folder / "model.onnx")
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ModelFileError, match="has no embedding in 8 bits"):
+        LlamaGraph(folder).weights("model.embed_tokens.weight")
+
+
+def test_without_onnx_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(__import__("sys").modules, "onnx", None)
+    with pytest.raises(CapabilityError, match="reading ONNX files needs onnx: pip install"):
+        LlamaGraph(SHIPPED)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["Qwen2ForCausalLM"]}, "only a Llama with silu"),
+        ({"hidden_act": "gelu"}, "only a Llama with silu"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"sliding_window": 512}, "sliding_window"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rotary positions of the kind 'llama3'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rotary positions of the kind 'linear'"),
+        ({"hidden_size": None}, "incomplete or damaged"),
+        ({"num_attention_heads": 0, "head_dim": None}, "incomplete or damaged"),
+    ],
+)
+def test_other_llamas_are_refused(changes: dict[str, Any], message: str):
+    config = json.loads((SHIPPED / "config.json").read_text(encoding="utf-8"))
+    with pytest.raises(ModelFileError, match=message):
+        LlamaConfig.from_hub(config | changes)
+
+
+def test_configurations_of_both_transformers_are_read():
+    config = json.loads((SHIPPED / "config.json").read_text(encoding="utf-8"))
+    newer = {key: value for key, value in config.items() if key not in ("rope_theta", "head_dim")}
+    newer["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+    assert LlamaConfig.from_hub(newer) == LlamaConfig.from_hub(config)
