@@ -21,7 +21,7 @@ def external_entry(tensor: Any) -> dict[str, str]:
 
 
 def read_tensor(tensor: Any, folder: Path, *, mapped: bool = False) -> NDArray[Any]:
-    """The values of a weight, in the graph or in a file of `folder`; `mapped` from it, read-only. Raises ModelFileError.
+    """The values of a weight, in the graph or in a file of `folder`; `mapped`: read-only. Raises ModelFileError.
 
     onnx's own reader refuses files with several names, which caches of downloads are full of.
     """
