@@ -16,8 +16,8 @@ from edgespec.engines import disk_cache
 from edgespec.engines.base import Engine
 from edgespec.engines.disk_cache import CHECKED_FILE, file_key, key_of
 from edgespec.engines.trial import check_model_files
-from edgespec.errors import CapabilityError, ConfigError
-from edgespec.formats.gguf.header import keeping_headers
+from edgespec.errors import CapabilityError, ConfigError, ModelFileError
+from edgespec.formats.gguf.header import keeping_headers, read_header
 from edgespec.formats.manifest import ModelFile, ModelPair, check_file
 from edgespec.loading.draft_vocabulary import draft_cache
 from edgespec.loading.heads import open_eagle3, open_heads, read_heads
@@ -132,6 +132,21 @@ def open_vocabulary(options: LoadOptions) -> Iterator[tuple[ModelPair, Vocabular
     else:
         with _open(options, file, None, 0, reproducible=False) as engine:
             yield pair, engine.vocabulary
+
+
+def has_chat_template(file: ModelFile) -> bool:
+    """Whether a model comes with a chat template; reads the header of a GGUF, or the files beside an ONNX graph.
+
+    True where the files cannot be read: loading says better what is wrong with them.
+    """
+    try:
+        if file.engine == "llamacpp":
+            return bool(read_header(file.path).metadata.get("tokenizer.chat_template"))
+        from edgespec.engines.onnx.tokenizer import read_chat_template
+
+        return read_chat_template(file.path.parent) is not None
+    except (ModelFileError, OSError):
+        return True
 
 
 def _check_contents(models: Sequence[ModelFile]) -> list[Future[None]]:

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,12 @@ def test_the_package_does_not_need_the_laboratory():
     laboratory = {path.stem for path in (PACKAGE.parent / "scripts" / "lab").iterdir()}
     for name, path in MODULES.items():
         assert not laboratory & {full.split(".")[0] for full in imports(path)}, name
+
+
+def test_commands_do_not_import_each_other_in_circles():
+    names = {name for name in MODULES if component(name) == "cli"}
+    graph = {name: names & set(own_imports(name)) for name in names}
+    assert set(TopologicalSorter(graph).static_order()) == names  # raises CycleError, naming the circle
 
 
 def test_llama_cpp_is_imported_in_one_file():

@@ -150,6 +150,11 @@ def _read_json(path: Path, *, needed: bool = True) -> dict[str, Any]:
     return found
 
 
+def read_chat_template(folder: Path) -> str | None:
+    """The chat template beside an ONNX model, None without one. Raises ModelFileError for damaged files."""
+    return _chat_template(folder, _read_json(folder / "tokenizer_config.json", needed=False))
+
+
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
