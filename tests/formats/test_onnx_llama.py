@@ -181,7 +181,7 @@ def test_what_the_reader_does_not_know_is_refused(tmp_path: Path, exported: Path
 
 def test_without_onnx_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(__import__("sys").modules, "onnx", None)
-    with pytest.raises(CapabilityError, match="reading ONNX files needs onnx: pip install"):
+    with pytest.raises(CapabilityError, match="reading ONNX files needs onnx: "):
         LlamaGraph(SHIPPED)
 
 
