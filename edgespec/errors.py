@@ -13,7 +13,8 @@ EdgespecError
 │   ├── BatchError              rows that no engine accepts; a bug in the caller, never passed on to the library
 │   ├── ContextFull             no room left in the KV cache
 │   └── Cancelled               `cancel()` was called during a pass; the cache is as before the pass
-└── StateError                  a saved state, conversation or cache that does not belong here; a closed model
+└── StateError                  a saved state, conversation or cache that does not belong here; a closed model; a file
+                                that cannot be written
     └── Busy                    another generation has the model's turn, and waiting for it cannot end or is not wanted
 """
 

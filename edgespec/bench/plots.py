@@ -7,10 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from edgespec.bench.output import write_whole
 from edgespec.bench.report import Report
 from edgespec.bench.style import VERDICT_COLOURS, colour
-from edgespec.errors import StateError
+from edgespec.formats.files import write_atomically, write_errors
 
 _DPI = 110
 _LEAST_DRAFTED, _LEAST_JUDGED, _LEAST_PASSES = 8, 5, 4  # fewer say nothing and only scatter
@@ -18,15 +17,13 @@ _LEAST_DRAFTED, _LEAST_JUDGED, _LEAST_PASSES = 8, 5, 4  # fewer say nothing and 
 
 def draw(report: Report, folder: Path) -> list[Path]:
     """Write every figure into `folder` as NAME.png, in place of an earlier run's. Raises StateError when it cannot."""
-    try:
+    with write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for name in PLOTS:
             (folder / f"{name}.png").unlink(missing_ok=True)
-    except OSError as exc:
-        raise StateError(f"{folder} cannot be written: {exc.strerror or exc}") from exc
     drawn = {folder / f"{name}.png": png for name, png in images(report).items()}
     for path, png in drawn.items():
-        write_whole(path, png)
+        write_atomically(path, png)
     return list(drawn)
 
 

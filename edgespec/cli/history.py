@@ -9,8 +9,8 @@ from pathlib import Path
 
 from prompt_toolkit.history import History
 
-from edgespec.chat.conversation import write_atomically
 from edgespec.errors import StateError
+from edgespec.formats.files import write_atomically
 
 MAX_LINES = 2000
 
@@ -34,7 +34,7 @@ class FileHistory(History):
             lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
             if len(lines) > 2 * MAX_LINES:
                 lines = lines[-MAX_LINES:]
-                write_atomically(self._path, "".join(line + "\n" for line in lines))
+                write_atomically(self._path, "".join(line + "\n" for line in lines), private=True)
         except (OSError, StateError) as exc:
             self._give_up(str(exc))
             return []

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import click
 
 from edgespec.errors import PromptError
-from edgespec.settings import user_folder
+from edgespec.formats.files import user_folder
 
 ReadLine = Callable[[str], str]
 FENCE = '"""'
@@ -51,7 +51,7 @@ def _terminal_reader(commands: Sequence[str], tell: Callable[[str], None]) -> Re
 
     from edgespec.cli.history import FileHistory
 
-    history = FileHistory(user_folder("XDG_STATE_HOME", ".local/state") / "chat-history.jsonl", tell)
+    history = FileHistory(user_folder("state") / "chat-history.jsonl", tell)
     completer = WordCompleter(list(commands), sentence=True)
     session: PromptSession[str] = PromptSession(
         history=history, completer=completer, complete_while_typing=False, enable_history_search=True

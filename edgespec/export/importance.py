@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from edgespec.errors import CapabilityError, ModelFileError, UsageError
 from edgespec.export.checkpoint import Checkpoint
+from edgespec.export.reporting import Progress
+from edgespec.formats.files import atomic_file
 
-Progress = Callable[[int, int, str], None]
 Importance = dict[str, NDArray[np.float32]]
 CHUNK_TOKENS = 512
 MAX_CHUNKS = 256
@@ -38,8 +39,6 @@ def measure_importance(
     that cannot be read or is shorter than two tokens, ModelFileError for a model that cannot be converted,
     CapabilityError without torch and transformers.
     """
-    from edgespec.export.gguf.files import whole_file
-
     checkpoint = Checkpoint.open(folder)
     names = _linear_names(checkpoint)
     model, tokenizer, torch = _load(folder)
@@ -57,7 +56,7 @@ def measure_importance(
         for handle in hooks:
             handle.remove()
     found = {name: (sums[name] / counts[name]).to(torch.float32).numpy() for name in sums}
-    with whole_file(output) as temporary, temporary.open("wb") as file:
+    with atomic_file(output) as temporary, temporary.open("wb") as file:
         np.savez(file, **found)
     if progress:
         progress(len(chunks), len(chunks), "done")

@@ -7,6 +7,11 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 Progress = Callable[[int, int, str], None]
+"""Called with (done, total, what is being done)."""
+
+
+def no_progress(_done: int, _total: int, _what: str) -> None:
+    pass
 
 
 class Reporter(Protocol):

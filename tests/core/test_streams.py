@@ -19,7 +19,6 @@ from edgespec.formats.files import (
     MAX_TEXT_BYTES,
     exists,
     expanded,
-    home_folder,
     is_file,
     is_folder,
     read_text,
@@ -145,12 +144,6 @@ def test_questions_have_answers(odd: list[str]) -> None:
         assert not (is_file(path) or is_folder(path) or exists(path))
         assert isinstance(expanded(path), Path) and isinstance(resolved(path), Path)
     assert expanded("~") == Path.home()
-
-
-def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    with pytest.raises(ConfigError, match="EDGESPEC_HOME"):
-        home_folder()
 
 
 @pytest.mark.parametrize("suffix", ["", ".gguf", ".onnx", "/model.onnx"])

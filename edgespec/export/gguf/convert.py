@@ -19,13 +19,14 @@ from gguf.quants import quantize
 from edgespec.errors import ModelFileError
 from edgespec.export.checkpoint import Checkpoint, Weights
 from edgespec.export.gguf.architectures import architecture_of
-from edgespec.export.gguf.files import Progress, no_progress, whole_file
 from edgespec.export.gguf.hyperparameters import write_hyperparameters
 from edgespec.export.gguf.layers import canonical_name, layer_number
 from edgespec.export.gguf.rotary import llama3_frequency_factors, rotary_settings
 from edgespec.export.gguf.rows import TRANSPOSE, Architecture, Sizes, Tensor
 from edgespec.export.gguf.tokenizer import write_tokenizer
 from edgespec.export.gguf.transforms import apply
+from edgespec.export.reporting import Progress, no_progress
+from edgespec.formats.files import atomic_file
 
 OutputType = Literal["f32", "f16", "bf16", "q8_0"]
 OUTPUT_TYPES: dict[OutputType, tuple[gguf.GGMLQuantizationType, gguf.LlamaFileType]] = {
@@ -67,7 +68,7 @@ def convert(
 ) -> Conversion:
     """Write a model, opened or the folder of one, to `output` as GGUF; norms stay F32.
 
-    Raises ModelFileError when the folder is incomplete or holds something this converter does not know, UsageError
+    Raises ModelFileError when the folder is incomplete or holds something this converter does not know, StateError
     when `output` cannot be written. The output appears only when it is whole.
     """
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
@@ -75,7 +76,7 @@ def convert(
     sizes = found.sizes(checkpoint)
     plan = plan_tensors(checkpoint, found, sizes)
     quantisation, file_type = OUTPUT_TYPES[output_type]
-    with whole_file(output) as temporary:
+    with atomic_file(output) as temporary:
         writer = gguf.GGUFWriter(temporary, found.name)
         try:
             writer.add_name(name or checkpoint.folder.name)

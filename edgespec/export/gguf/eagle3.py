@@ -21,12 +21,13 @@ from edgespec.errors import ConfigError, ModelFileError
 from edgespec.export.checkpoint import Checkpoint, Config, Weights
 from edgespec.export.eagle3_config import PREFIXES, head_config
 from edgespec.export.gguf.convert import OUTPUT_TYPES, Conversion, quantised, stored_type
-from edgespec.export.gguf.files import Progress, no_progress, whole_file
 from edgespec.export.gguf.hyperparameters import write_hyperparameters
 from edgespec.export.gguf.rotary import llama3_frequency_factors, rotary_settings
 from edgespec.export.gguf.rows import Architecture, Sizes, read_sizes
 from edgespec.export.gguf.tokenizer import write_tokenizer
 from edgespec.export.gguf.transforms import interleave_rotary
+from edgespec.export.reporting import Progress, no_progress
+from edgespec.formats.files import atomic_file
 from edgespec.formats.gguf.eagle3 import ARCHITECTURE, DRAFTED, NUM_LAYERS_READ
 
 HEAD = Architecture(ARCHITECTURE, {}, {})
@@ -101,13 +102,13 @@ def convert_head(
 ) -> Conversion:
     """Write the head of `folder`, made for the model of `target_folder`, to `output`; norms stay F32.
 
-    Raises ModelFileError as `plan_head`, ConfigError for a `quant` that is not in OUTPUT_TYPES, UsageError when
+    Raises ModelFileError as `plan_head`, ConfigError for a `quant` that is not in OUTPUT_TYPES, StateError when
     `output` cannot be written. The output appears only when it is whole.
     """
     check_head_quant(quant)
     plan = plan_head(folder, target_folder)
     quantisation, file_type = OUTPUT_TYPES[quant]  # type: ignore[index]  # checked above
-    with whole_file(output) as temporary:
+    with atomic_file(output) as temporary:
         writer = gguf.GGUFWriter(temporary, ARCHITECTURE)
         try:
             writer.add_name(name or folder.name)

@@ -16,7 +16,7 @@ from edgespec.export.training.heads_network import EagleHead, MedusaHeads
 from edgespec.export.training.heads_request import HeadsRequest
 from edgespec.export.training.heads_trainer import HeadsTrainer, last_states, new_heads
 from edgespec.export.training.inherit import load_target, pick_device
-from edgespec.export.training.journal import Journal, RoundResult, best_round, translated
+from edgespec.export.training.journal import RESUME_FIX, Journal, RoundResult, best_round
 from edgespec.export.training.on_policy import Distilled, Say, load_encoder, reason_of, run_rounds
 from edgespec.export.training.preparation import Preparation
 from edgespec.export.training.target import TargetFacts
@@ -50,8 +50,7 @@ def train_heads(prepared: Preparation, journal: Journal, say: Say, advance: Adva
     journal.need_space(32 * sum(weight.numel() for weight in trainer.student.parameters()))
     run_rounds(trainer, held_out, journal, say, advance)
     trainer.student.load_state_dict(trainer.best)
-    with translated(journal.result):
-        write_head_file(journal.result, head_file(trainer, prepared.facts), request.storage)
+    write_head_file(journal.result, head_file(trainer, prepared.facts), request.storage, RESUME_FIX)
     journal.publish()
     return Distilled(request.output, tuple(trainer.rounds), reason_of(request, trainer))
 

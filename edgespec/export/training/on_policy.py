@@ -22,12 +22,13 @@ from edgespec.export.tokens import read_tokenizer
 from edgespec.export.training.card import write_folder
 from edgespec.export.training.documents import Corpus, Document, Encode
 from edgespec.export.training.inherit import load_target, new_student, pick_device
-from edgespec.export.training.journal import Journal, RoundResult, best_round, stale_rounds, translated
+from edgespec.export.training.journal import RESUME_FIX, Journal, RoundResult, best_round, stale_rounds
 from edgespec.export.training.preparation import Preparation
 from edgespec.export.training.request import DistillRequest
 from edgespec.export.training.target import TOKENIZER_FILE, TargetFacts
 from edgespec.export.training.trainer import LOGIT_COPIES, Advance, Trainer, temperatures
 from edgespec.export.training.writing import write
+from edgespec.formats.files import write_errors
 
 TIMED_TOKENS = 4
 STATE_COPIES = 5  # of the student in float32: itself, the best one, two moments of its gradients, one to spare
@@ -169,7 +170,7 @@ def distill(prepared: Preparation, journal: Journal, say: Say, advance: Advance)
 def _finish(prepared: Preparation, journal: Journal, trainer: Trainer) -> Distilled:
     request = prepared.request
     trainer.student.load_state_dict(trainer.best)
-    with translated(journal.result, SafetensorError):
+    with write_errors(journal.result, SafetensorError, fix=RESUME_FIX):
         write_folder(journal.result, trainer.student, request, prepared.facts, prepared.shape, trainer.rounds)
     journal.publish()
     return Distilled(request.output, tuple(trainer.rounds), reason_of(request, trainer))
