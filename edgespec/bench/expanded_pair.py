@@ -84,8 +84,9 @@ class ExpandedPair:
                     raise
                 work.publish()
         except (OSError, StateError) as exc:
+            reason = getattr(exc, "strerror", None) or exc
             raise CapabilityError(
-                f"the expanded pair cannot be written to {self.folder}: {getattr(exc, 'strerror', None) or exc}. Make room there, or set "
+                f"the expanded pair cannot be written to {self.folder}: {reason}. Make room there, or set "
                 "EDGESPEC_HOME to a folder on another disk"
             ) from exc
         return self.folder

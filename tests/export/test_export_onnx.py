@@ -242,7 +242,7 @@ def test_a_foreign_folder_is_left_alone(tmp_path: Path) -> None:
 
 FOLLOW = """
 import time
-from edgespec.export.onnx.lifeline import follow_parent
+from edgespec.export.onnx.child import follow_parent
 follow_parent()
 print("ready", flush=True)
 time.sleep({seconds})

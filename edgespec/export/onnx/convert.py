@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError
-from edgespec.export.onnx import builder
+from edgespec.export.onnx import exporters
 from edgespec.export.onnx.source import Source, open_source
 from edgespec.export.reporting import Progress, no_progress
 from edgespec.formats.files import atomic_folder
@@ -102,20 +102,33 @@ def _hidden_state_options(source: Source, last: bool, layers: Sequence[int]) -> 
     return options | ({"aux_hidden_state_layers": ",".join(map(str, layers))} if layers else {})
 
 
+def choose_exporter(architecture: str, exporter: Exporter = "auto") -> Exporter:
+    """The one that exports an architecture."""
+    if exporter != "auto":
+        return exporter
+    return "builder" if architecture in exporters.ARCHITECTURES else "transformers"
+
+
+def require_exporter(exporter: Exporter) -> None:
+    """Raises CapabilityError when the package that it needs is missing."""
+    needed = {"builder": "onnxruntime_genai", "transformers": "onnxscript"}.get(exporter)
+    if needed is not None and importlib.util.find_spec(needed) is None:
+        raise CapabilityError(
+            f"the ONNX exporter {exporter!r} needs the package {needed}: pip install 'edgespec[export]'"
+        )
+
+
 def _choose(source: Source, exporter: Exporter, needs_builder: bool) -> Exporter:
-    if exporter == "auto":
-        exporter = "builder" if source.architecture in builder.ARCHITECTURES else "transformers"
-    if needs_builder and exporter != "builder":
+    chosen = choose_exporter(source.architecture, exporter)
+    if needs_builder and chosen != "builder":
         raise CapabilityError(f"hidden states of a {source.architecture} need the builder, which does not know it")
-    if exporter == "builder" and source.head_size % HEAD_MULTIPLE:
+    if chosen == "builder" and source.head_size % HEAD_MULTIPLE:
         raise ModelFileError(
             f"this {source.architecture} has attention heads of {source.head_size} values, ONNX Runtime's rotary "
             f"attention needs a multiple of {HEAD_MULTIPLE}: export it as GGUF"
         )
-    needed = {"builder": "onnxruntime_genai", "transformers": "onnxscript"}.get(exporter)
-    if needed is not None and importlib.util.find_spec(needed) is None:
-        raise CapabilityError(f"the exporter {exporter!r} needs {needed}: pip install 'edgespec[export]'")
-    return exporter
+    require_exporter(chosen)
+    return chosen
 
 
 def _run_exporter(
@@ -128,10 +141,10 @@ def _run_exporter(
     report: Progress,
 ) -> None:
     if chosen == "builder":
-        order = builder.builder_order(
+        order = exporters.builder_order(
             source.folder, partial, quant, group_size, architecture=source.architecture, options=options
         )
-        builder.build(order, source.layers, report)
+        exporters.build(order, source.layers, report)
         if quant == "w8a8":
             from edgespec.export.onnx.integer import to_integer
 
@@ -143,9 +156,7 @@ def _run_exporter(
         shutil.rmtree(partial / "cache", ignore_errors=True)
         return
     if chosen == "transformers":
-        from edgespec.export.onnx.traced import trace
-
-        trace(source, partial, quant, group_size, report)
+        exporters.trace(source, partial, quant, group_size, report)
         return
     from edgespec.export.onnx.optimum_env import export_with_optimum
 
