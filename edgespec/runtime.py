@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 from edgespec.acceptance import LOSSY
 from edgespec.config import DrafterName, GenerateOptions, LoadKeywords, LoadOptions, RuleName
@@ -22,7 +21,7 @@ from edgespec.generation.handle import Generation, Result
 from edgespec.generation.inputs import checked_chat, checked_ids, of_kind, refuses_unknown_keywords
 from edgespec.loading.opening import open_models
 from edgespec.sampling import Sampler, Sampling
-from edgespec.types import RoundRecord, Stats, TokenIds
+from edgespec.types import Closing, RoundRecord, Stats, TokenIds
 
 __all__ = ["Generation", "Messages", "Model", "Prompt", "Result", "load"]
 Prompt = str | Sequence[int]
@@ -32,7 +31,7 @@ Found = TypeVar("Found")
 _WORTH_TELLING = 1.15  # what padding may cost a lone token before the user is told
 
 
-class Model:
+class Model(Closing):
     """A loaded target with its drafters. One generation at a time, the others queue; any thread or task may call.
 
     Raises StateError for any use after `close`, and Busy where the turn that a call needs cannot come.
@@ -269,14 +268,6 @@ class Model:
         Raises Busy from within a running step of this very thread (on_round), where it could not wait.
         """
         self._executor.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def load(model: str | os.PathLike[str] | LoadOptions = "demo", **options: Unpack[LoadKeywords]) -> Model:

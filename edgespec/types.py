@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,19 @@ FinishReason = Literal["stop", "length", "cancelled"]
 Evidence = tuple[float, ...]
 """What a drafter knows of one of its tokens before the target has seen it; its meaning is the drafter's own."""
 NO_PARENT = -1
+
+
+class Closing:
+    """What has to be closed: a `with` block closes it at its end."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Distribution(NamedTuple):

@@ -13,7 +13,7 @@ from edgespec.config import DrafterName, RuleName
 from edgespec.errors import Cancelled
 from edgespec.generation.executor import Events, Executor, Request
 from edgespec.generation.turn import Caller, Claim
-from edgespec.types import FinishReason, Stats, TokenEvent
+from edgespec.types import Closing, FinishReason, Stats, TokenEvent
 
 Answer = TypeVar("Answer")
 
@@ -41,7 +41,7 @@ class Result:
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
-class Generation:
+class Generation(Closing):
     """The handle of one request; made by `Model.stream` and `Model.chat`.
 
     Iterate over it (`for` or `async for`) for its token events, or read it whole with `result()` (`await aresult()`).
@@ -228,14 +228,6 @@ class Generation:
         import asyncio
 
         await asyncio.to_thread(self.close)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from edgespec.engines.llamacpp.library import library, open_model
 from edgespec.engines.llamacpp.stretches import bounded_parts
 from edgespec.errors import EngineError, PromptError, UsageError
 from edgespec.formats.gguf.check import check_gguf
+from edgespec.types import Closing
 from edgespec.vocabulary import Vocabulary
 
 MAX_TEXT_BYTES = 1 << 28
@@ -111,7 +112,7 @@ class LlamaCppVocabulary(Vocabulary):
         return self._vocab
 
 
-class VocabularyFile(LlamaCppVocabulary):
+class VocabularyFile(LlamaCppVocabulary, Closing):
     """The vocabulary of a GGUF without its weights: for tokenising and for comparing before a model is loaded."""
 
     def __init__(self, path: Path) -> None:
@@ -122,9 +123,3 @@ class VocabularyFile(LlamaCppVocabulary):
         if self._model is not None:
             library().llama_model_free(self._model)
         super().close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
