@@ -25,6 +25,7 @@ from edgespec.formats.files import (
     resolved,
 )
 from edgespec.loading.registry import registered_folders, resolve
+from waiting import until
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="shells, pipes and links of POSIX")
 FULL = Path("/dev/full")
@@ -90,9 +91,9 @@ def test_a_pipe_that_somebody_writes_to_is_read(tmp_path: Path) -> None:
     assert_one_line(done, 2, "holds no prompt")
     os.mkfifo(tmp_path / "pipe")
     with subprocess.Popen(["bash", "-c", "exec >pipe; sleep 0.3; echo hello"]) as writer:
-        while not (text := read_text("pipe")):
-            time.sleep(0.01)
-        assert text == "hello\n"
+        texts: list[str] = []
+        until(lambda: texts.append(read_text("pipe")) or texts[-1])
+        assert texts[-1] == "hello\n"
     assert writer.returncode == 0
     with pytest.raises(StateError, match="not a saved conversation"):
         Conversation.load(tmp_path / "pipe")
@@ -112,7 +113,7 @@ def test_an_interrupt_at_the_very_beginning(after_s: float) -> None:
     with subprocess.Popen(command, preexec_fn=heed_interrupts, **pipes) as process:  # type: ignore[call-overload]
         try:
             process.stdout.readline()
-            time.sleep(0.05 + after_s)
+            time.sleep(0.05 + after_s)  # to interrupt it at several moments; every one will do
             process.send_signal(signal.SIGINT)
             _, said = process.communicate(timeout=60)
         finally:
