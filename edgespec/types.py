@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Self
 
@@ -17,6 +17,12 @@ FinishReason = Literal["stop", "length", "cancelled"]
 Evidence = tuple[float, ...]
 """What a drafter knows of one of its tokens before the target has seen it; its meaning is the drafter's own."""
 NO_PARENT = -1
+Progress = Callable[[int, int, str], None]
+"""Called while something long is made, with (done, total, what is being done)."""
+
+
+def no_progress(_done: int, _total: int, _what: str) -> None:
+    """For callers who do not want to know."""
 
 
 class Closing:

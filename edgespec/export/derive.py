@@ -15,8 +15,8 @@ from edgespec.export.checkpoint import Checkpoint, Config, StoredTensor
 from edgespec.export.gguf.architectures import ARCHITECTURES, architecture_of
 from edgespec.export.gguf.layers import layer_kinds
 from edgespec.export.gguf.rows import Architecture
-from edgespec.export.reporting import Progress, no_progress
 from edgespec.formats.files import atomic_folder
+from edgespec.types import Progress, no_progress
 
 CHUNK_BYTES = 1 << 22
 LAYER_COUNTS = ("num_hidden_layers", "n_layer")

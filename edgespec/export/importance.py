@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from edgespec.errors import ModelFileError, UsageError
 from edgespec.export.checkpoint import Checkpoint
 from edgespec.export.reference import in_transformers
-from edgespec.export.reporting import Progress, no_progress
 from edgespec.export.tokens import read_tokenizer
 from edgespec.formats.files import atomic_file
+from edgespec.types import Progress, no_progress
 
 Importance = dict[str, NDArray[np.float32]]
 CHUNK_TOKENS = 512

@@ -19,10 +19,9 @@ from edgespec.export.manifest import card_licence, recommended_sampling, write_m
 from edgespec.export.onnx.convert import Exporter, choose_exporter, require_exporter
 from edgespec.export.plan import Facts, needs_of, read_facts
 from edgespec.export.reference import require_packages
-from edgespec.export.reporting import Reporter
 from edgespec.export.request import ExportRequest
 from edgespec.export.resources import check_room, human
-from edgespec.export.stages import Artefact, Model, Stage, stages_of
+from edgespec.export.stages import Artefact, Model, Reporter, Stage, stages_of
 from edgespec.export.tokens import check_round_trip, check_same_tokens, token_names
 from edgespec.export.workspace import Workspace, check_output, opened
 from edgespec.formats.manifest import read_pair, sha256_of

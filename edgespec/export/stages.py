@@ -11,20 +11,31 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from edgespec.export.checkpoint import is_head_config
 from edgespec.export.hub import Source, local_source
 from edgespec.export.plan import Facts, read_facts
-from edgespec.export.reporting import Progress
 from edgespec.export.request import ExportRequest, Format
 from edgespec.export.workspace import Workspace
 from edgespec.formats.hub_folder import read_json
+from edgespec.types import Progress
 
 TABLES: Mapping[Format, str] = {"gguf": "files", "onnx": "onnx"}
 PRUNED = "pruned"
+
+
+class Reporter(Protocol):
+    """Who is told how an export goes; the command line implements it."""
+
+    def note(self, text: str) -> None:
+        """One thing a user should know."""
+
+    def stage(self, title: str) -> AbstractContextManager[Progress]:
+        """A piece of work, and what its progress is reported to."""
 
 
 @dataclass(frozen=True, slots=True)

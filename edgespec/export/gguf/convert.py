@@ -27,8 +27,8 @@ from edgespec.export.gguf.hyperparameters import write_hyperparameters
 from edgespec.export.gguf.layers import canonical_name, layer_number, llama3_frequency_factors, rotary_settings
 from edgespec.export.gguf.rows import TRANSPOSE, Architecture, Sizes, Tensor, apply
 from edgespec.export.gguf.tokenizer import write_tokenizer
-from edgespec.export.reporting import Progress, no_progress
 from edgespec.formats.files import atomic_file
+from edgespec.types import Progress, no_progress
 
 OutputType = Literal["f32", "f16", "bf16", "q8_0"]
 OUTPUT_TYPES: dict[OutputType, tuple[gguf.GGMLQuantizationType, gguf.LlamaFileType]] = {

@@ -31,8 +31,8 @@ from edgespec.export.gguf.hyperparameters import write_hyperparameters
 from edgespec.export.gguf.layers import rotary_settings
 from edgespec.export.gguf.rows import Architecture, Sizes, interleave_rotary, read_sizes
 from edgespec.export.gguf.tokenizer import write_tokenizer
-from edgespec.export.reporting import Progress, no_progress
 from edgespec.formats.gguf.eagle3 import ARCHITECTURE, DRAFTED, NUM_LAYERS_READ
+from edgespec.types import Progress, no_progress
 
 HEAD = Architecture(ARCHITECTURE, {}, {})
 # Hugging Face's name -> (GGUF's, shape); t the target's layers side by side, w what it proposes, i embedding and state

@@ -18,12 +18,12 @@ from typing import BinaryIO
 
 from edgespec.errors import ConfigError, ModelFileError
 from edgespec.export.gguf.architectures import ARCHITECTURES
-from edgespec.export.reporting import Progress, no_progress
 from edgespec.formats.files import atomic_file
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.header import GgufHeader, TensorInfo
 from edgespec.formats.gguf.split import COUNT, FILES, ID, NUMBER, TENSORS
 from edgespec.formats.gguf.values import ARRAY, STRING, TENSOR_TYPES, GgufNumbers
+from edgespec.types import Progress, no_progress
 
 ALIGNMENT = 32
 CHUNK_BYTES = 1 << 22

@@ -19,10 +19,10 @@ from edgespec.errors import ConfigError, ModelFileError
 from edgespec.export.checkpoint import Checkpoint
 from edgespec.export.gguf.convert import OUTPUT_TYPES, Conversion, OutputType, convert
 from edgespec.export.importance import read_importance
-from edgespec.export.reporting import Progress, no_progress
 from edgespec.formats.files import atomic_file
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.header import GgufHeader, read_header
+from edgespec.types import Progress, no_progress
 
 # Our name -> llama.cpp's number of a file type (llama_ftype).
 FILE_TYPES = {

@@ -17,8 +17,8 @@ from typing import Literal
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError
 from edgespec.export.onnx import exporters
 from edgespec.export.onnx.source import Source, open_source
-from edgespec.export.reporting import Progress, no_progress
 from edgespec.formats.files import atomic_folder
+from edgespec.types import Progress, no_progress
 
 Quant = Literal["int4", "int8", "w8a8", "fp16", "fp32"]
 Exporter = Literal["auto", "builder", "transformers", "optimum"]
