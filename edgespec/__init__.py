@@ -1,4 +1,4 @@
-"""edgespec: on-device speculative decoding with the same text, never slower, inside a byte budget."""
+"""edgespec: on-device speculative decoding. Same output as plain decoding, and never slower."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _HOMES |= {"GenerateOptions": "config", "LoadOptions": "config"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import numpy and the engines only when they are used: `edgespec --help` must answer at once."""
+    """Import a public name on first use: `import edgespec` and `edgespec --help` load neither numpy nor an engine."""
     if name not in _HOMES:
         raise AttributeError(f"module 'edgespec' has no attribute {name!r}")
     import importlib

@@ -1,7 +1,6 @@
 """The `edgespec` command, and `python -m edgespec`.
 
-All that it needs is imported only once Ctrl-C has an answer: pressed in the first tenths of a second it would
-otherwise end in a traceback out of somebody's imports.
+Installs a Ctrl-C handler before importing anything else: Ctrl-C during the imports would otherwise print a traceback.
 """
 
 from __future__ import annotations
@@ -16,20 +15,21 @@ INTERRUPTED = 130
 
 def main() -> NoReturn:
     """Entry point of the console script."""
-    is_heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a shell's background job ignores it
-    if is_heeded:
+    # A background job of a shell ignores SIGINT, and must go on ignoring it.
+    handles_interrupt = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if handles_interrupt:
         signal.signal(signal.SIGINT, _leave)
     from edgespec.cli.main import main as run
 
     try:
-        if is_heeded:
+        if handles_interrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         run()
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     finally:
-        if is_heeded:
-            signal.signal(signal.SIGINT, _leave)  # what is left is to end, and everything was written
+        if handles_interrupt:
+            signal.signal(signal.SIGINT, _leave)  # all output is written; only the interpreter's shutdown is left
 
 
 def _leave(*_: object) -> NoReturn:

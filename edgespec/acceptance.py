@@ -1,8 +1,8 @@
-"""Acceptance rules, lossless but for one: which tokens of a draft stand, and the one token that follows them.
+"""Acceptance rules: which tokens of a draft are accepted, and which token follows them. All but `typical` are lossless.
 
-Pure functions of a draft, the target's distributions and a source of choices; no engine, no logits, no text. A rule
-asks for the target's distribution of a row only when all rows before it were accepted. Probabilities may be any
-number type that numpy holds: the exactness tests run this very code on fractions.
+Pure functions of a draft, the target's distributions and a source of random choices. A rule reads the target's
+distribution after a node only once that node is accepted. Probabilities may have any number type that numpy holds: the
+exactness tests run this code on fractions.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ ROOT = -1
 _ONE: NDArray[Any] = np.ones(1, np.int64)
 _TYPICAL_PROBABILITY, _TYPICAL_SHARE = 0.09, 0.3
 TargetAt = Callable[[int, tuple[int, ...]], Distribution]
-"""(node, path of accepted nodes ending in it) -> the target's distribution of the token that follows."""
+"""(node, path of accepted nodes that ends in it) -> the target's distribution of the next token."""
 
 
 class Choices(Protocol):
-    """Where a rule's randomness comes from: `sampling.Sampler`, or an enumerator of all outcomes in tests."""
+    """Source of a rule's random choices: `sampling.Sampler`, or an enumerator of all outcomes in tests."""
 
     def pick(self, distribution: Distribution, position: int, stream: Stream = ...) -> int: ...
 
@@ -37,10 +37,10 @@ Rule = Callable[[Draft, TargetAt, Choices, int], Verdict]
 
 
 def coupled(draft: Draft, target_at: TargetAt, choices: Choices, position: int) -> Verdict:
-    """Walk the tree along the tokens that the target samples itself (Gumbel coupling, arXiv 2408.07978, alg. 1).
+    """Follow the tokens that the target samples itself through the tree (Gumbel coupling, arXiv 2408.07978, alg. 1).
 
-    `position` is that of the first drafted token. The emitted tokens are the target's own samples whatever the draft
-    holds, so the text depends on seed and target alone; a drafter that reads the same noise agrees more often.
+    `position`: that of the first drafted token. All emitted tokens are the target's own samples, so the text depends
+    on seed and target only. A drafter that samples with the same noise is accepted more often.
     """
     node = ROOT
     path: tuple[int, ...] = ()
@@ -53,13 +53,13 @@ def coupled(draft: Draft, target_at: TargetAt, choices: Choices, position: int) 
 
 
 def rejection(draft: Draft, target_at: TargetAt, choices: Choices, position: int) -> Verdict:
-    """Speculative sampling (Leviathan 2211.17192 alg. 1; Chen 2302.01318 alg. 2), of trees by recursion.
+    """Speculative sampling (Leviathan, arXiv 2211.17192, alg. 1; Chen, 2302.01318, alg. 2), extended to trees.
 
-    The children of a node are tried in the order in which they were drawn (SpecInfer 2305.09781, alg. 2; Sequoia
-    2402.12374, alg. 2). With r_1 = p, child i stands with probability min(1, r_i(x_i)/q_i(x_i)), and after its refusal
-    r_(i+1) is max(r_i - q_i, 0) normalised; when none stands the next token is drawn from what is left, below a node
-    without children from p. q_i is what child i was drawn from given the ones before it, so children drawn without
-    replacement come with distributions that lack the earlier ones; a deterministic proposal has q = 1 at its token.
+    The children of a node are tried in the order in which they were drawn (SpecInfer, 2305.09781, alg. 2; Sequoia,
+    2402.12374, alg. 2). With r_1 = p, child i is accepted with probability min(1, r_i(x_i)/q_i(x_i)); if it is
+    rejected, r_(i+1) = max(r_i - q_i, 0), normalised. If no child is accepted, the next token is drawn from the last
+    r (from p below a leaf). q_i is the distribution of child i given the children before it: for children drawn
+    without replacement it excludes the earlier ones; for a deterministic proposal it is 1 at its token.
     """
     node = ROOT
     path: tuple[int, ...] = ()
@@ -78,18 +78,18 @@ def rejection(draft: Draft, target_at: TargetAt, choices: Choices, position: int
 
 
 def block(draft: Draft, target_at: TargetAt, choices: Choices, position: int) -> Verdict:
-    """Block verification of a chain (arXiv 2403.10444, alg. 2): never accepts fewer tokens than `rejection` on average.
+    """Block verification of a chain (arXiv 2403.10444, alg. 2): on average accepts at least as many as `rejection`.
 
     With p_0 = 1 and p_i = min(1, p_(i-1) p(x_i)/q(x_i)), the first i tokens are a candidate with probability
-    Z_i / (Z_i + 1 - p_i), Z_i the sum of max(p_i p - q, 0) at the next token, and p_n for the whole draft; the longest
-    candidate stands, so a failure is no end. The token after it is drawn from max(p_i p - q, 0) normalised, or from p.
-    Where the draft ends may depend on its tokens, one after which it might have ended included. Raises CapabilityError
-    for a tree with branches: what a sibling leaves over of p would depend on how far the block before it reached.
+    Z_i / (Z_i + 1 - p_i), where Z_i is the sum of max(p_i p - q, 0) at the next token; the whole draft is one with
+    probability p_n. The longest candidate is accepted, so all positions are tried. The next token is drawn from
+    max(p_i p - q, 0), normalised, or from p after the whole draft. The draft's length may depend on its tokens.
+    Raises CapabilityError for a tree with branches: the residual of p after a sibling would depend on the block.
     """
     if not draft.is_chain:
         raise CapabilityError(
-            "the block rule judges a draft as one chain and was given a tree; use --verify coupled or rejection for "
-            "a drafter with branches, or a drafter without"
+            "--verify block needs one chain and was given a tree; use --verify coupled or rejection, or a drafter "
+            "that drafts chains"
         )
     reach: Any = 1
     target = target_at(ROOT, ())
@@ -104,9 +104,9 @@ def block(draft: Draft, target_at: TargetAt, choices: Choices, position: int) ->
         target = target_at(node, tuple(range(node + 1)))
         is_last = node + 1 == draft.num_tokens
         excess = 0 if is_last else _excess(target, _proposed(draft, node + 1), reach).sum()
-        # reach 1 without excess: target and draft agree on what follows, and the prefix stands for certain
+        # reach 1 without excess: target and draft have the same next distribution, so the prefix is accepted for sure
         chance = reach if is_last or not excess + 1 - reach else excess / (excess + 1 - reach)
-        # a later round may judge this position anew, and what was seen of this draw decided that it does
+        # one draw index per node: a later round may test this position again, because of this draw's outcome
         if choices.accept(chance, position + node, node):
             kept = node + 1
             remainder = target if is_last else residual(target, _proposed(draft, node + 1), reach)
@@ -114,10 +114,10 @@ def block(draft: Draft, target_at: TargetAt, choices: Choices, position: int) ->
 
 
 def typical(draft: Draft, target_at: TargetAt, choices: Choices, position: int) -> Verdict:
-    """Typical acceptance of any tree (Medusa, arXiv 2401.10774, section 3.2): LOSSY, the text is not the target's own.
+    """Typical acceptance of any tree (Medusa, arXiv 2401.10774, section 3.2). LOSSY: changes the output distribution.
 
-    A token stands when p(x) > min(e, d * exp(-H(p))), H in nats, e 0.09, d 0.3 as in the paper's code; of several
-    children the likeliest. At temperature 0 it accepts what the target picks, and nothing else.
+    A token is accepted if p(x) > min(e, d * exp(-H(p))), with H in nats, e = 0.09 and d = 0.3 as in the paper's code.
+    Among several children the most likely one is tested. At temperature 0 it equals greedy decoding.
     """
     node = ROOT
     path: tuple[int, ...] = ()
@@ -137,12 +137,12 @@ def _proposed(draft: Draft, node: int) -> Distribution:
 
 
 def _certain(token_id: int) -> Distribution:
-    """What a deterministic proposal was drawn from; an integer 1 is exact in every number type."""
+    """One-hot distribution of a deterministic proposal; the integer 1 is exact in every number type."""
     return Distribution(np.array([token_id], np.int32), _ONE)
 
 
 def residual(target: Distribution, proposed: Distribution, reach: Any = 1) -> Distribution:
-    """max(reach * p - q, 0), normalised; p itself when rounding leaves nothing."""
+    """max(reach * p - q, 0), normalised; p itself if rounding leaves no mass."""
     excess = _excess(target, proposed, reach)
     kept = excess > 0
     if not kept.any():
@@ -151,13 +151,13 @@ def residual(target: Distribution, proposed: Distribution, reach: Any = 1) -> Di
 
 
 def _excess(target: Distribution, proposed: Distribution, reach: Any) -> NDArray[Any]:
-    """max(reach * p - q, 0) of the tokens of p; those of q alone have none."""
+    """max(reach * p - q, 0) [m] at the token ids [m] of p; it is 0 everywhere else."""
     excess: NDArray[Any] = np.maximum(reach * target.probs - _probs_at(proposed, target.token_ids), 0)
     return excess
 
 
 def _probs_at(distribution: Distribution, token_ids: TokenIds) -> NDArray[Any]:
-    """Probabilities of `token_ids` [m] under a sparse distribution, 0 where it lacks the token."""
+    """Probabilities [m] of `token_ids` [m] under a sparse distribution; 0 for tokens that it does not contain."""
     order = np.argsort(distribution.token_ids)
     known = distribution.token_ids[order]
     slots = np.minimum(np.searchsorted(known, token_ids), known.size - 1)
@@ -166,6 +166,6 @@ def _probs_at(distribution: Distribution, token_ids: TokenIds) -> NDArray[Any]:
 
 
 RULES: dict[str, Rule] = {"coupled": coupled, "rejection": rejection, "block": block, "typical": typical}
-COMPARING = frozenset({rejection, block})  # rules that need the distribution that a token was drafted from
+COMPARING = frozenset({rejection, block})  # rules that need the distribution from which each token was drafted
 CHAINS_ONLY = frozenset({block})
 LOSSY = frozenset({"typical"})

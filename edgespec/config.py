@@ -1,4 +1,4 @@
-"""The typed options of a run: what is loaded, and how one generation goes."""
+"""Typed options of loading a pair (`LoadOptions`), of one generation and of the command line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ DrafterName = Literal[
     "none",
     "model",
     "tree",
-    "hybrid",
     "hierarchical",
     "early-exit",
     "medusa",
@@ -28,7 +27,6 @@ DrafterName = Literal[
     "lookahead",
 ]
 DraftLength = int | Literal["auto"]
-DraftTemperature = float | Literal["auto"]
 RuleName = Literal["coupled", "rejection", "block", "typical"]
 EngineName = Literal["auto", "llamacpp", "onnx"]
 ProviderName = Literal["auto", "cpu", "cuda", "dml", "webgpu"]
@@ -40,12 +38,12 @@ PROVIDERS: tuple[ProviderName, ...] = ("auto", "cpu", "cuda", "dml", "webgpu")
 CACHE_TYPES: tuple[CacheType, ...] = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "int8")
 MAX_DRAFT_LENGTH = 64
 MAX_TOP_LOGPROBS = 256
-MAX_COUNT = 2**31 - 1  # what the engines' libraries count with
+MAX_COUNT = 2**31 - 1  # the engines' libraries count in int32
 Class = TypeVar("Class", bound=type[Any])
 
 
 def refuses_unknown(error: type[EdgespecError]) -> Callable[[Class], Class]:
-    """A decorator of a dataclass: a keyword that is none of its fields raises `error` and names those that are."""
+    """Dataclass decorator: an unknown keyword raises `error` with the list of known ones."""
 
     def decorate(cls: Class) -> Class:
         make = cls.__init__
@@ -90,29 +88,29 @@ def _optional_text(name: str, value: object) -> None:
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
-    """Whether `value` is a number of Python's own; a bool is none here."""
+    """Whether `value` is an int or a float; bool does not count."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _switches(options: object, *names: str) -> None:
-    """Raises ConfigError for a field of those names that is neither True nor False."""
+    """Raise ConfigError if one of these fields is neither True nor False."""
     for name in names:
         if not isinstance(value := getattr(options, name), bool):
             raise ConfigError(f"{name} must be True or False, got {shown(value)}")
 
 
 def _as_texts(value: object) -> tuple[str, ...]:
-    """Stop strings; one text is one of them and not its letters."""
+    """Stop strings as a tuple; a single str is one stop string."""
     texts = (value,) if isinstance(value, str) else value
     if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
-        raise ConfigError(f"stop must be a text or several texts, got {shown(value)}")
+        raise ConfigError(f"stop must be a string or a list of strings, got {shown(value)}")
     if not all(texts):
-        raise ConfigError("a stop string is empty; give at least one character")
+        raise ConfigError("stop contains an empty string; each stop string needs at least one character")
     return tuple(texts)
 
 
 def _as_path(name: str, value: object) -> Path | None:
-    """A path, which Python callers mostly have as text."""
+    """`value` as a Path; accepts str and os.PathLike."""
     if value is None or isinstance(value, Path):
         return value
     if not isinstance(value, str | os.PathLike):
@@ -127,20 +125,20 @@ def _check_draft_length(value: object) -> None:
 
 
 def _check_draft_temperature(value: object) -> None:
-    if not (isinstance(value, str) and value == "auto") and not (_is_number(value) and 0.05 <= value <= 20):
-        raise ConfigError(f"draft-temp must be auto or a factor from 0.05 to 20, got {shown(value)}")
+    if not (_is_number(value) and 0.05 <= value <= 20):
+        raise ConfigError(f"draft-temp must be a number from 0.05 to 20, got {shown(value)}")
 
 
 def _check_share(value: object) -> None:
     if not (_is_number(value) and 0 <= value <= 1):
-        raise ConfigError(f"max-slowdown must be a share of time from 0 to 1, got {shown(value)}")
+        raise ConfigError(f"max-slowdown must be a fraction of time from 0 to 1, got {shown(value)}")
 
 
 Location = str | os.PathLike[str]
 
 
 class LoadKeywords(TypedDict, total=False):
-    """The fields of `LoadOptions` but `model`, as keywords of `load`; paths may be text there."""
+    """Keywords of `load`: the fields of `LoadOptions` except `model`. Paths may be str."""
 
     draft: Location | None
     medium: Location | None
@@ -149,7 +147,7 @@ class LoadKeywords(TypedDict, total=False):
     engine: EngineName
     drafter: DrafterName
     draft_length: DraftLength
-    draft_temperature: DraftTemperature
+    draft_temperature: float
     max_slowdown: float
     verify: RuleName
     reproducible: bool | None
@@ -169,23 +167,30 @@ class LoadKeywords(TypedDict, total=False):
 @refuses_unknown(ConfigError)
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What is loaded and how. None means: decide from the model and the machine.
+    """Which models to load, and how. None means: choose by model and machine.
 
-    `model`: registry name or path; paths may be text; `draft`: path of a draft model, or None for the pair's own;
-    `medium`: path of a model between the two, for drafter hierarchical, or None for the pair's own, which is loaded
-    for that drafter only; `heads`: path of a file of heads for drafter medusa or eagle, or None for the pair's own,
-    which auto takes where there is no draft model; `exit_layer`: layers of an ONNX target that draft, None for what its
-    pair was exported with; lengths in tokens; `drafter` auto: whichever is expected to pay, by the round;
-    `draft_length` auto: as many tokens as pay; a number with drafter auto means the pair's own draft where there is
-    one, else ngram; of drafters tree, medusa and eagle it is the nodes of a tree where the target scores trees.
-    `draft_temperature`: what the draft model samples at over the target's temperature; auto learns
-    it from the text under the coupled rule. `max_slowdown`: share of plain decoding's time that speculation may
-    lose at most. `engine`: which of a pair's files are taken; `provider`: the device of ONNX Runtime, `gpu_layers`
-    that of llama.cpp; `reproducible`: None means yes where the model and the rule allow it, True demands it, False
-    gives it up for speed.
-    `corpus`: drafter suffix looks in the user's corpus too; `recall`: drafter cache knows what models wrote in earlier
-    runs; `learn`: what this one writes is added to that, on disk. Neither unless asked for: prompts that are decoded
-    again, as when measuring, would meet their own answers.
+    Models. `model`: registry name or path of the target's pair; paths may be str. `draft`: draft model; None: the
+    pair's own. `medium`: model between target and draft, loaded for drafter hierarchical only; None: the pair's own.
+    `heads`: heads file for drafter medusa or eagle; None: the pair's own, which drafter auto uses if there is no draft
+    model. `exit_layer`: number of layers of an ONNX target that draft; None: as the pair was exported. `engine`: which
+    files of the pair to use.
+
+    Speculation. `drafter`: auto chooses the drafter with the best expected speed, every round. `draft_length`: tokens,
+    or nodes for a drafter that drafts trees if the target can score trees; auto chooses every round; a number with
+    drafter auto selects the pair's own draft, or ngram without one. `draft_temperature`: factor on the target's
+    temperature for sampling from the draft model. `verify`: the acceptance rule. `max_slowdown`: the fraction of plain
+    decoding time that speculation may lose at most.
+    `reproducible`: same tokens with and without speculation; None: where model and rule allow it; True: required, else
+    CapabilityError; False: off, for speed.
+
+    Machine. `context_length`, `draft_context_length`: tokens. `gpu_layers`, `draft_gpu_layers`: layers that llama.cpp
+    places on the GPU, -1 for all. `provider`: ONNX Runtime's device. `cache_type_k`, `cache_type_v`: KV cache formats.
+
+    Texts to draft from. `corpus`: drafter suffix also searches the user's corpus. `recall`: drafter cache reads what it
+    learnt in earlier runs. `learn`: this run's answers are added to that file. Both are off by default: a benchmark
+    that decodes the same prompt twice would otherwise draft from its own earlier answer.
+
+    Raises ConfigError for a value that is not allowed.
     """
 
     model: str = "demo"
@@ -196,7 +201,7 @@ class LoadOptions:
     engine: EngineName = "auto"
     drafter: DrafterName = "auto"
     draft_length: DraftLength = "auto"
-    draft_temperature: DraftTemperature = 1.0
+    draft_temperature: float = 1.0
     max_slowdown: float = 0.02
     verify: RuleName = "coupled"
     reproducible: bool | None = None
@@ -238,7 +243,7 @@ class LoadOptions:
         _check_share(self.max_slowdown)
         if self.reproducible and self.verify != "coupled":
             raise ConfigError(
-                f"--reproducible and --verify {self.verify} contradict each other: under it the text depends on the "
+                f"--reproducible does not work with --verify {self.verify}, whose text depends on the "
                 "draft. Use --verify coupled, or --no-reproducible"
             )
 
@@ -246,18 +251,19 @@ class LoadOptions:
 @refuses_unknown(ConfigError)
 @dataclass(frozen=True, slots=True)
 class GenerateOptions:
-    """One generation. None for a speculative setting means what the model was loaded with.
+    """Options of one generation. `drafter`, `draft_length` and `verify` None: as the model was loaded.
 
-    `stop`: texts before which the answer ends, or one of them. `logprobs`: give each token its natural log probability
-    under the raw softmax, before temperature, bias, penalties and truncation; `top_logprobs`: those of so many of the
-    likeliest tokens too. `max_wait_s`: seconds to wait for the end of another generation, 0 for not at all, None for
-    as long as it takes.
-    `noise_offset`: the token at position i is sampled with the noise of position i + `noise_offset`. Give it when a
-    prompt is a conversation without its oldest turns: an answer that begins where an older one began would otherwise
-    be drawn with the same random numbers, and may repeat it. `conversation.Conversation.noise_offset` computes it.
+    `max_tokens`: limit of new tokens; None: until the context is full. `stop`: one or more strings that end the answer
+    and are not part of it. `ignore_eos`: end tokens do not end the answer. `logprobs`: return each token's natural log
+    probability under the raw softmax, before temperature, bias, penalties and truncation; `top_logprobs`: number of
+    most likely tokens to return the same for. `max_wait_s`: seconds to wait for another generation to end; 0: do not
+    wait; None: no limit. `noise_offset`: sample position i with the random numbers of position i + `noise_offset`. Set
+    it when the oldest turns of a conversation were dropped, else a new answer may get the random numbers of an old one
+    and repeat it; `edgespec.chat.conversation.Conversation.noise_offset` computes it.
+    Raises ConfigError for a value that is not allowed.
     """
 
-    max_tokens: int | None = None  # None: until the context is full
+    max_tokens: int | None = None
     stop: str | Sequence[str] = ()
     ignore_eos: bool = False
     drafter: DrafterName | None = None
@@ -280,7 +286,7 @@ class GenerateOptions:
                 f"{shown(self.top_logprobs)}"
             )
         if self.max_wait_s is not None and not (_is_number(self.max_wait_s) and self.max_wait_s >= 0):
-            raise ConfigError(f"max_wait_s must be None or seconds from 0 on, got {shown(self.max_wait_s)}")
+            raise ConfigError(f"max_wait_s must be None or at least 0 seconds, got {shown(self.max_wait_s)}")
         if self.drafter is not None:
             _one_of("drafter", self.drafter, DRAFTERS)
         if self.verify is not None:
@@ -291,7 +297,7 @@ class GenerateOptions:
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
-    """What the command line shows and how it makes a prompt; no part of it changes what a given prompt yields."""
+    """What the command line shows, and how it builds the prompt. Does not change the output for a given prompt."""
 
     system: str | None = None
     chat_template: bool = True

@@ -1,8 +1,8 @@
-"""The loop: prefill, then rounds of draft, verify, accept; a generator of token events.
+"""The decoding loop: prefill, then rounds of draft, verify and accept. A generator of token events.
 
-`speculative` reads as DESIGN.md's data flow says it. `autoregressive` is its slow twin: one pass per token, no draft,
-no rule; under the coupled rule both emit the same tokens. Both leave the cache consistent at every `yield`, so a
-caller may stop listening at any time. What this file does not know: which engine or drafter it runs.
+`autoregressive` is the non-speculative baseline: one pass per token. `speculative` emits the same tokens under the
+coupled rule, and the same distribution under the rejection and block rules. Both leave the cache consistent at every
+`yield`, so a caller may stop at any time. This file does not depend on a specific engine or drafter.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from edgespec.types import Distribution, Draft, Logits, RoundRecord, Stats, Toke
 
 @dataclass(slots=True)
 class Run:
-    """What one generation shares between its steps. `stats` fills while it runs; `on_round` hears of each round.
+    """State of one generation. `stats` is updated while it runs; `on_round` is called after each round.
 
-    `parked`: states of other texts, among which may be one that the prompt goes on from.
-    `threads`: who chooses the number of threads; None leaves it as it is.
+    `parked`: saved KV states of other texts, one of which may be a prefix of the prompt.
+    `threads`: chooses the number of threads; None: unchanged. `watch`: checks that the passes stay reproducible.
+    Raises PromptError for an empty prompt or one that does not fit the context.
     """
 
     target: CachedSequence
@@ -56,7 +57,7 @@ class Run:
         self.text = TextStream(self.target.engine.vocabulary, self.stop)
 
     def prefill(self) -> Logits:
-        """Feed the part of the prompt that is not cached yet; the logits row that follows it."""
+        """Feed the part of the prompt that is not cached; returns the logits [vocabulary] after its last token."""
         self._started_s = perf_counter()
         self.stats.prompt_tokens = self.prompt_ids.size
         if self.parked is not None:
@@ -70,14 +71,14 @@ class Run:
         return logits
 
     def timed(self, rows: int, seconds: float, started_cpu_s: float) -> bool:
-        """A pass over `rows` took `seconds`; whether the machine was too busy for that to say what passes cost."""
+        """Report a pass over `rows` rows to thread control; True if other load disturbed its time."""
         if self.threads is None:
             return False
-        cpu_s = seconds if os.name == "nt" else thread_time() - started_cpu_s  # there it counts in steps of 16 ms
+        cpu_s = seconds if os.name == "nt" else thread_time() - started_cpu_s  # its resolution on Windows is 16 ms
         return self.threads.passed(rows, seconds, cpu_s)
 
     def emit(self, token_id: int, position: int, logits: Logits, drafter: str | None = None) -> Iterator[TokenEvent]:
-        """One event; the time that the listener takes is not ours."""
+        """Yield one event. The consumer's time is not counted."""
         shown, reason = self.text.push(token_id)
         if reason is None and position + 1 > self.target.engine.facts.context_length:
             shown, reason = shown + self.text.finish(), "length"
@@ -92,7 +93,7 @@ class Run:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """End quietly when cancelled; whatever interrupts a pass, the cache holds only what was committed."""
+        """Finish normally on Cancelled; after any exception the cache holds only committed tokens."""
         try:
             yield
         except GeneratorExit:
@@ -107,6 +108,7 @@ class Run:
             self._tick()
 
     def count(self, record: RoundRecord) -> None:
+        """Add a round to `stats` and report it to `on_round`."""
         stats = self.stats
         stats.rounds += 1
         stats.target_passes += 1
@@ -118,7 +120,7 @@ class Run:
             self.on_round(record)
 
     def look_again(self, logits: Logits, pass_s: float, accepted_nodes: tuple[int, ...] = ()) -> None:
-        """Behind a round with these `logits` [rows, vocabulary]: now and then its tokens are scored once more."""
+        """Occasionally score a round's tokens again, to check that its `logits` [rows, vocabulary] are reproducible."""
         if self.watch is not None:
             self.watch.spent(pass_s)
             if self.watch.is_due(self.target):
@@ -129,13 +131,13 @@ class Run:
 
 
 def check_prompt(prompt_ids: TokenIds, context_length: int) -> None:
-    """Raises PromptError for a prompt [n] of nothing, or one that leaves no room for an answer."""
+    """Raise PromptError for an empty prompt [n], or one that leaves no room for an answer."""
     if prompt_ids.size == 0:
-        raise PromptError("the prompt is empty: give at least one token of text")
+        raise PromptError("the prompt is empty: give at least one token")
     if prompt_ids.size >= context_length:
         raise PromptError(
-            f"the prompt has {prompt_ids.size} tokens and the context holds {context_length}, answer "
-            "included: shorten the prompt or give a larger --ctx-size"
+            f"the prompt has {prompt_ids.size} tokens and the context holds {context_length}, answer included: "
+            "shorten the prompt or give a larger --ctx-size"
         )
 
 
@@ -146,7 +148,7 @@ def autoregressive(run: Run) -> Generator[TokenEvent, None, None]:
 
 
 def _first_token(run: Run) -> Generator[TokenEvent, None, int]:
-    """Read the prompt and emit the token that follows it; returned as the pending one."""
+    """Prefill and emit the first token; returns it as the pending token."""
     logits = run.prefill()
     pending_id = run.sampler.pick(run.sampler.distribution(logits, run.prompt_ids), run.target.length)
     yield from run.emit(pending_id, run.target.length, logits)
@@ -154,7 +156,7 @@ def _first_token(run: Run) -> Generator[TokenEvent, None, int]:
 
 
 def _plain_rounds(run: Run, pending_id: int, most: int | None = None) -> Generator[TokenEvent, None, int]:
-    """One pass per token for `most` rounds or to the end; the pending token after them."""
+    """One pass per token, for `most` rounds (None: until the end); returns the pending token."""
     done = 0
     while run.stats.finish_reason is None and done != most:
         started_s, started_cpu_s = perf_counter(), thread_time()
@@ -171,7 +173,11 @@ def _plain_rounds(run: Run, pending_id: int, most: int | None = None) -> Generat
 
 
 def speculative(run: Run, controller: Controller, rule: Rule) -> Generator[TokenEvent, None, None]:
-    """Rounds of draft, verify, accept; emits what `autoregressive` would, in law or (coupled) token by token."""
+    """Rounds of draft, verify, accept. Under rule coupled it emits the same tokens as `autoregressive`.
+
+    Under the other lossless rules it samples from the same distribution. A drafter that fails is disabled for the rest
+    of the answer; decoding continues without it.
+    """
     with run.guarded():
         pending_id = yield from _first_token(run)
         controller.begin(run.prompt_ids, run.stats.prefill_s)
@@ -203,7 +209,7 @@ def speculative(run: Run, controller: Controller, rule: Rule) -> Generator[Token
 
 
 def _propose(run: Run, controller: Controller, context_ids: TokenIds, rule: Rule) -> tuple[Proposal, float]:
-    """The round's draft and the seconds it took; never longer than what may still be emitted, cached or scored."""
+    """The round's draft and the seconds it took. Limited to what can still be emitted, cached and scored."""
     most = min(run.target.engine.widest_pass - 1, run.target.room - 1)
     if run.stop.max_tokens is not None:
         most = min(most, run.stop.max_tokens - run.stats.new_tokens - 1)
@@ -226,13 +232,13 @@ def _propose(run: Run, controller: Controller, context_ids: TokenIds, rule: Rule
         raise
     except (EngineError, MemoryError) as exc:
         name = controller.leave_out()
-        run.stats.notes.append(f"drafter {name} failed and was left out of the rest of this answer: {exc}")
+        run.stats.notes.append(f"drafter {name} failed and is disabled for the rest of this answer: {exc}")
         proposal = NOTHING
     return proposal, perf_counter() - started_s
 
 
 def _score(run: Run, pending_id: int, draft: Draft) -> tuple[Logits, float, bool]:
-    """The logits of all rows, the seconds that took, and whether the machine was too busy for these to mean much."""
+    """Logits [rows, vocabulary] of the draft, the seconds of the pass, and whether other load disturbed that time."""
     started_s, started_cpu_s = perf_counter(), thread_time()
     logits = run.target.score(pending_id, draft)
     seconds = perf_counter() - started_s
@@ -240,7 +246,7 @@ def _score(run: Run, pending_id: int, draft: Draft) -> tuple[Logits, float, bool
 
 
 def _judge(run: Run, rule: Rule, draft: Draft, context_ids: TokenIds, logits: Logits) -> Verdict:
-    """What the rule says; without a draft there is nothing to judge: the choice is that of plain decoding."""
+    """Apply the acceptance rule; without a draft, choose the next token as plain decoding does."""
     position = context_ids.size
     if not draft.num_tokens:
         return Verdict((), run.sampler.pick(run.sampler.distribution(logits[0], context_ids), position))
@@ -249,7 +255,7 @@ def _judge(run: Run, rule: Rule, draft: Draft, context_ids: TokenIds, logits: Lo
 
 
 def _target_at(run: Run, draft: Draft, context_ids: TokenIds, logits: Logits) -> TargetAt:
-    """The target's distribution after a node, computed only when a rule asks for it."""
+    """A function that computes the target's distribution after a node, for the nodes that a rule reaches."""
 
     def target_at(node: int, path: tuple[int, ...]) -> Distribution:
         history = context_ids

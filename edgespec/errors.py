@@ -1,35 +1,35 @@
-"""Every error that edgespec raises on purpose. Imports nothing.
+"""All exceptions that edgespec raises. Imports nothing.
 
 EdgespecError
 ├── UsageError                  the caller's input cannot be used; the command line exits with code 2
-│   ├── ConfigError             unknown or contradictory option, bad value in flag, environment or config file
+│   ├── ConfigError             unknown or contradictory option; bad value in a flag, the environment or a config file
 │   ├── SamplingError           a sampling setting out of range
-│   ├── PromptError             empty prompt, or longer than the context
+│   ├── PromptError             empty prompt, or a prompt longer than the context
 │   ├── ModelNotFound           no such registry name or file
-│   └── ModelFileError          a file that is not a usable model: truncated, corrupt, unsupported
+│   └── ModelFileError          the file is not a usable model: truncated, corrupt or unsupported
 ├── VocabularyMismatch          target and draft do not share token ids
-├── CapabilityError             the engine, model or build cannot do what was asked
-├── EngineError                 the engine failed in a call that was valid
-│   ├── BatchError              rows that no engine accepts; a bug in the caller, never passed on to the library
-│   ├── ContextFull             no room left in the KV cache
+├── CapabilityError             the engine, model or build does not support the request
+├── EngineError                 a valid call failed in the engine
+│   ├── BatchError              rows that no engine accepts: a bug in the caller, never passed to the library
+│   ├── ContextFull             the KV cache is full
 │   └── Cancelled               `cancel()` was called during a pass; the cache is as before the pass
-└── StateError                  a saved state, conversation or cache that does not belong here; a closed model; a file
-                                that cannot be written
-    └── Busy                    another generation has the model's turn, and waiting for it cannot end or is not wanted
+└── StateError                  a saved state, conversation or cache of another model; a closed model; a file that
+                                cannot be written
+    └── Busy                    another generation uses the model, and waiting would deadlock or exceed the limit
 """
 
 from __future__ import annotations
 
 
 class EdgespecError(Exception):
-    """Root of the tree. The message says what was given, what is allowed, and the fix."""
+    """Base class. The message names what was given, what is allowed, and the fix."""
 
 
 def shown(value: object, most: int = 80) -> str:
-    """`value` as an error message quotes it: its repr, cut after `most` characters."""
+    """repr of `value` for an error message, cut after `most` characters."""
     try:
         text = repr(value)
-    except Exception as exc:  # whatever was given: of an integer of over 4300 digits Python makes no text
+    except Exception as exc:  # any repr may fail; Python itself refuses integers of over 4300 digits
         return f"a {type(value).__name__} that cannot be shown ({type(exc).__name__})"
     return text if len(text) <= most else f"{text[:most]}..."
 
@@ -87,4 +87,4 @@ class StateError(EdgespecError):
 
 
 class Busy(StateError):
-    """Another generation has the model's turn, and waiting for it cannot end or is not wanted."""
+    """Another generation uses the model, and waiting for it would deadlock or exceed `max_wait_s`."""

@@ -1,11 +1,11 @@
-"""Counter-based randomness: every draw is a pure function of (seed, stream, place, token id).
+"""Counter-based random numbers: every draw is a pure function of (seed, stream, position + offset, token id).
 
-No state means no order: a drafter and the verifier that look at the same position see the same noise, a rejected
-draft consumes nothing, and a token can be re-sampled alone. The mixer is splitmix64's finaliser (Steele, Lea & Flood,
-OOPSLA 2014), applied once per counter word.
+There is no state, so the order of draws does not matter: drafter and target see the same noise at the same position,
+a rejected draft consumes nothing, and a single token can be sampled again. The mixer is the finaliser of splitmix64
+(Steele, Lea & Flood, OOPSLA 2014), applied once per counter word.
 
-A place is a position plus an offset. The offset is 0 unless a conversation lost its oldest turns: what is written then
-stands where older text stood, and must not meet the noise of that text again.
+The offset is 0 unless a conversation lost its oldest turns. New text then has positions that older text had, and must
+not get the same noise.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _FACTORS = np.array([0xBF58476D1CE4E5B9, 0x94D049BB133111EB, _GOLDEN], np.uint64
 
 
 class Stream(IntEnum):
-    """Uses of randomness that must be independent of one another."""
+    """Independent streams of random numbers."""
 
-    TARGET = 0  # the coupled token of a position; the drafter couples by reading the same stream
-    DRAFT = 1  # a draft sampled independently of the target, for the rejection rule
+    TARGET = 0  # the target's token at a position; a coupled drafter reads the same stream
+    DRAFT = 1  # drafts sampled independently of the target, for the rejection rule
     ACCEPT = 2  # accept or reject
     RESIDUAL = 3  # the token after a rejection, or the bonus token
 
@@ -40,7 +40,7 @@ def _mix(value: int) -> int:
 
 
 class Noise:
-    """Noise of one seed (any integer; its low 64 bits count). `offset` is added to every position that is asked for."""
+    """Noise of one seed (any integer; its low 64 bits are used). `offset` is added to every position."""
 
     def __init__(self, seed: int, offset: int = 0) -> None:
         self._key = _mix(seed & _MASK)
@@ -51,11 +51,11 @@ class Noise:
         return _mix(counter ^ _mix(index)) if index else counter
 
     def uniform(self, stream: Stream, position: int, index: int = 0) -> float:
-        """One number in (0, 1); `index` tells the draws of one position apart."""
+        """One number in (0, 1); a different `index` gives an independent draw at the same position."""
         return ((_mix(self._counter(stream, position, index)) >> 11) + 0.5) * 2.0**-53
 
     def exponential(self, stream: Stream, position: int, token_ids: TokenIds, index: int = 0) -> NDArray[np.float64]:
-        """Exp(1) draws [m], one per token id [m]; the same id at the same position and index always gets the same."""
+        """Exp(1) draws [m], one per token id [m], determined by stream, position, index and id."""
         x = token_ids.astype(np.uint64)
         x *= _FACTORS[2]
         x += np.uint64(self._counter(stream, position, index))

@@ -1,4 +1,4 @@
-"""The composition root: the only place where engines meet drafters. Loads a pair, then answers prompts with it."""
+"""The Python API: `load` opens a model pair, `Model` generates with it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any, TypeVar, Unpack
 
 from edgespec.acceptance import LOSSY
 from edgespec.config import DrafterName, GenerateOptions, LoadKeywords, LoadOptions, RuleName
-from edgespec.control.cost import CostCurve, DraftCost
+from edgespec.control.cost import CostCurve
 from edgespec.control.pool import DrafterPool
+from edgespec.control.run_cost import DraftCost
 from edgespec.decode import check_prompt
 from edgespec.drafters.base import Drafter
 from edgespec.engines.base import Engine
@@ -27,14 +28,15 @@ __all__ = ["Generation", "Messages", "Model", "Prompt", "Result", "load"]
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 OnRound = Callable[[RoundRecord], None]
-Found = TypeVar("Found")
-_WORTH_TELLING = 1.15  # what padding may cost a lone token before the user is told
+Value = TypeVar("Value")
+_NOTABLE_PADDING_COST = 1.15  # slowdown of single-token steps by padding, from which on a note reports it
 
 
 class Model(Closing):
-    """A loaded target with its drafters. One generation at a time, the others queue; any thread or task may call.
+    """A loaded target with its drafters. Made by `load`; also a context manager that closes it.
 
-    Raises StateError for any use after `close`, and Busy where the turn that a call needs cannot come.
+    Any thread or asyncio task may call it. Generations run one at a time; others wait in a queue. Every method raises
+    StateError after `close`, and Busy if it would have to wait for a generation that cannot end meanwhile.
     """
 
     def __init__(
@@ -53,72 +55,75 @@ class Model(Closing):
 
     @property
     def stats(self) -> Stats:
-        """Counters of the generation that began last. Each generation has its own, whatever other threads ask for."""
+        """Counters of the generation that began last. Other threads may begin one: prefer `Generation.stats`."""
         return self._executor.last_stats
 
     @property
     def drafter_name(self) -> DrafterName:
-        """The drafter used when a generation names none."""
+        """The drafter of generations that do not choose one."""
         return self.options.drafter
 
     @property
     def context_length(self) -> int:
-        """Tokens that prompt and answer may have together."""
+        """Maximum number of tokens of prompt and answer together."""
         return self.target.facts.context_length
 
     def is_reproducible(self, rule: RuleName) -> bool:
-        """Whether the text under `rule` is the same for every drafter and draft length, and without any."""
+        """Whether the text under `rule` is the same with any drafter, any draft length, and without speculation."""
         return rule == "coupled" and self.target.facts.pinned_class is not None
 
     @property
     def reproducible(self) -> bool:
+        """`is_reproducible` for the rule that the model was loaded with."""
         return self.is_reproducible(self.options.verify)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user must be told of the effective configuration."""
+        """Remarks on the effective configuration that the user should see."""
         notes = [*self.target.facts.notes]
         if not self.reproducible:
             notes += self._why_not_reproducible()
-        elif self.target.facts.padding_cost > _WORTH_TELLING:
-            notes.append(
-                f"reproducible: a token without a draft takes {self.target.facts.padding_cost:.2f} times as long here, "
-                "since it is padded to a pass whose bits do not depend on its width; --no-reproducible avoids that"
-            )
+        elif self.target.facts.padding_cost > _NOTABLE_PADDING_COST:
+            slowdown = f"{self.target.facts.padding_cost:.2f}x slower"
+            notes.append(f"Reproducible mode: single-token steps are {slowdown} on this model; see --no-reproducible")
         notes += [note for drafter in self._pool.drafters.values() for note in drafter.notes]
         if not self.target.facts.can_rollback:
-            notes.append("this model cannot roll back its state, so nothing is drafted: decoding is plain")
+            notes.append("speculation is off: this model cannot roll back its state")
         return tuple(notes)
 
     @property
     def recommended_sampling(self) -> Sampling:
-        """What a generation uses when it names no sampling: the pair's own settings over the defaults, seed 0."""
+        """Sampling settings of generations that give none: the pair's recommended values over the defaults, seed 0."""
         settings: dict[str, Any] = dict(self.pair.recommended)
         return Sampling(**settings)
 
     def _why_not_reproducible(self) -> list[str]:
         if self.options.verify in LOSSY:
-            return [f"LOSSY: under --verify {self.options.verify} the text is not the one that the target would write"]
+            return [f"LOSSY: --verify {self.options.verify} changes the target's output distribution"]
         if self.options.verify != "coupled":
-            return [f"not reproducible: under --verify {self.options.verify} the text depends on the draft"]
+            return [f"not reproducible: with --verify {self.options.verify} the text depends on the draft"]
         return []
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
-        """Token ids of plain text as a prompt, begin-of-text included where the model wants it."""
+        """Token ids of `text` as a prompt, with the begin-of-text token if the model uses one.
+
+        `parse_special`: control tokens spelled out in the text become their ids. Raises PromptError if it is not a str.
+        """
         with self._executor.vocabulary() as vocabulary:
             return vocabulary.encode(
                 of_kind("text", text, str, PromptError), parse_special=parse_special, add_bos=vocabulary.adds_bos
             )
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids; control tokens print nothing. Raises PromptError for an id outside the vocabulary."""
+        """Text of token ids; control tokens print nothing. Raises PromptError for an id outside the vocabulary."""
         with self._executor.vocabulary() as vocabulary:
             return vocabulary.decode(checked_ids(token_ids, vocabulary.size).tolist())
 
     def encode_chat(self, messages: Messages, tools: Messages | None = None) -> list[int]:
-        """Token ids of a conversation through the model's own chat template, the assistant's turn opened.
+        """Token ids of a conversation, rendered by the model's chat template up to the start of the assistant's turn.
 
-        Raises PromptError when the model has no chat template or the template refuses the messages.
+        `messages` and `tools` as in OpenAI's API. Raises PromptError if the model has no chat template or the template
+        rejects the messages.
         """
         from edgespec.chat.template import encode_messages  # jinja2 is needed only here
 
@@ -134,11 +139,11 @@ class Model(Closing):
         options: GenerateOptions | None = None,
         on_round: OnRound | None = None,
     ) -> Generation:
-        """The handle of one generation: iterate over its token events, or take its `result()`.
+        """Start a generation: iterate over the handle for its token events, or call its `result()`.
 
-        Checks the request and touches nothing else: the generation begins with its first event. `on_round` hears of
-        every round when it is over, before its tokens are emitted; it must not ask the model for more.
-        Raises PromptError, SamplingError, ConfigError or CapabilityError when the request cannot be met.
+        The request is checked here; decoding starts when the first event is read. `prompt`: text or token ids.
+        `on_round` is called after every round, before its tokens are emitted; it must not call the model.
+        Raises PromptError, SamplingError, ConfigError or CapabilityError if the request is not valid.
         """
         return Generation(self._executor, self._request(prompt, sampling, options, on_round), self.is_reproducible)
 
@@ -150,7 +155,7 @@ class Model(Closing):
         options: GenerateOptions | None = None,
         on_round: OnRound | None = None,
     ) -> Result:
-        """One whole generation. Raises as `stream`, and as reading its events."""
+        """Generate a complete answer. Raises the errors of `stream`, and those of iterating over its events."""
         return self.stream(prompt, sampling, options, on_round).result()
 
     @refuses_unknown_keywords
@@ -161,7 +166,7 @@ class Model(Closing):
         options: GenerateOptions | None = None,
         tools: Messages | None = None,
     ) -> Generation:
-        """The assistant's next turn, as `stream`; what the caches or a parked state hold of it is not read again."""
+        """Generate the assistant's next turn; like `stream`. The part of the prompt that is still cached is reused."""
         return self.stream(self.encode_chat(messages, tools), sampling, options)
 
     def _request(
@@ -190,12 +195,12 @@ class Model(Closing):
             return checked_ids(prompt, vocabulary.size)
 
     def prepare(self) -> None:
-        """Make the drafters that the first generation would otherwise have to; no pass is run."""
+        """Build the drafters now rather than in the first generation. Runs no pass of a model."""
         with self._executor.exclusive() as pool:
             pool.controller(GenerateOptions())
 
-    def _measured(self, read: Callable[[DrafterPool], Found]) -> Found:
-        """What reports costs or plans with them: at once where they were measured, else when nothing runs."""
+    def _measured(self, read: Callable[[DrafterPool], Value]) -> Value:
+        """`read` of the drafter pool after its costs were measured; waits for its turn if they still must be."""
         if self._pool.is_measured:
             return read(self._pool)
         with self._executor.exclusive() as pool:
@@ -205,28 +210,29 @@ class Model(Closing):
 
     @property
     def cost_curve(self) -> CostCurve:
-        """What the target's passes cost on this machine, refined by every pass.
+        """Cost of the target's passes on this machine, by their number of rows; refined by every pass.
 
-        Measured where it was not before, which takes a second or two and empties the caches: a run does without.
+        The first use measures it if it is not known yet, which takes one or two seconds and clears the caches.
+        Generations do not need this.
         """
         return self._measured(lambda pool: pool.cost_curve)
 
     @property
     def draft_costs(self) -> dict[str, DraftCost]:
-        """What the tokens of each drafter that owns a model cost on this machine; measured as `cost_curve` is."""
+        """Cost of drafting, by the name of each drafter that owns a model; measured as `cost_curve` is."""
         return self._measured(lambda pool: pool.draft_costs)
 
     @property
     def drafter_names(self) -> list[DrafterName]:
-        """Every drafter that can be asked for here and may pay; those that need many rows only where rows are cheap."""
+        """Drafters available for this model that may help; those that need many rows only if extra rows are cheap."""
         self._executor.turn.require_open()
         return self._pool.names
 
     @contextmanager
     def measuring(self) -> Iterator[tuple[Engine, Engine | None]]:
-        """The target's engine and the draft model's (None without one), both empty, for the block alone.
+        """Exclusive use of the target's engine and the draft model's (None without one), with empty caches.
 
-        No generation runs meanwhile. Raises Busy, StateError.
+        No generation runs within the block. Raises Busy and StateError.
         """
         with self._executor.exclusive() as pool:
             self._executor.forget()
@@ -237,44 +243,44 @@ class Model(Closing):
 
     @property
     def draft_engine(self) -> Engine | None:
-        """The draft model's engine, for its facts; None without a draft model. To run it: `measuring`."""
+        """The draft model's engine, to read its facts; None without a draft model. Use `measuring` to run it."""
         return self._pool.draft_engine
 
     @property
     def draft_name(self) -> DrafterName | None:
-        """The drafter that the pair's draft became: model or early-exit; None without one."""
+        """The drafter that uses the pair's draft: model or early-exit; None without one."""
         return self._pool.draft_name
 
     @property
     def drafter_bytes(self) -> int:
-        """Memory that the drafters hold now: a draft model's weights and cache, the tables of the others."""
+        """Memory used by the drafters now: weights and KV cache of a draft model, tables of the others."""
         return sum(drafter.bytes_used for drafter in list(self._pool.drafters.values()))
 
     def forget(self) -> None:
-        """Empty the caches: the next generation reads its whole prompt, as if it were the first. Waits for its turn.
+        """Clear the KV caches: the next generation reads its whole prompt. Waits for a running generation.
 
-        What was learnt of costs and confidences stays.
+        Measured costs and learnt confidences are kept.
         """
         with self._executor.exclusive():
             self._executor.forget()
 
     def cancel(self) -> None:
-        """End the running generation after at most one pass; does nothing when none runs. `Generation.cancel`: one."""
+        """End the running generation after at most one pass. Does nothing if none runs. See `Generation.cancel`."""
         self._executor.interrupt()
 
     def close(self) -> None:
-        """Cancel what runs, wait for it, free both models; closing twice is allowed.
+        """Cancel the running generation, wait for it to end and free both models. Closing twice is allowed.
 
-        Raises Busy from within a running step of this very thread (on_round), where it could not wait.
+        Raises Busy inside `on_round`, where waiting would deadlock.
         """
         self._executor.close()
 
 
 def load(model: str | os.PathLike[str] | LoadOptions = "demo", **options: Unpack[LoadKeywords]) -> Model:
-    """Load a pair by registry name or path, with the fields of `LoadOptions` as keywords; or as one LoadOptions says.
+    """Load a pair by registry name or path, with the fields of `LoadOptions` as keywords; or by one `LoadOptions`.
 
-    Raises ConfigError for an unknown or bad option, ModelNotFound, ModelFileError, VocabularyMismatch (naming the
-    first token that differs) and CapabilityError when what was demanded is not possible.
+    Raises ConfigError for an unknown option or a bad value, ModelNotFound, ModelFileError, VocabularyMismatch (names
+    the first token that differs), and CapabilityError if the model or engine does not support an option.
     """
     if isinstance(model, LoadOptions):
         if options:
@@ -284,7 +290,7 @@ def load(model: str | os.PathLike[str] | LoadOptions = "demo", **options: Unpack
         chosen = model
     else:
         given: dict[str, Any] = dict(options)
-        chosen = LoadOptions(model=model, **given)  # type: ignore[arg-type]  # turned into text there
+        chosen = LoadOptions(model=model, **given)  # type: ignore[arg-type]  # LoadOptions accepts any path
     pair, target, drafters = open_models(chosen)
     opened = Model(chosen, pair, target, drafters)
     try:

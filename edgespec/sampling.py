@@ -1,8 +1,8 @@
-"""Logits to sparse distributions, and the tokens picked from them.
+"""Sampling: logits to sparse distributions, and tokens sampled from them.
 
-The order is fixed: logit bias and penalties -> temperature -> top-k -> top-p -> min-p. Temperature 0 is argmax and
-nothing else (ties: the lowest id). Every step is a function of one logits row and the tokens before it, so a row of a
-draft is treated exactly like the same row of plain decoding.
+The order is fixed: logit bias and penalties -> temperature -> top-k -> top-p -> min-p. Temperature 0 is argmax (ties:
+the lowest id). Every step is a function of one logits row and the tokens before it, so a row of a draft gives the same
+distribution as the same row in plain decoding.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from edgespec.errors import EngineError, SamplingError, shown
 from edgespec.noise import Noise, Stream
 from edgespec.types import Distribution, Logits, TokenIds, one_hot
 
-# Elements per column of the top-k prefilter. A short row is cheaper to compare whole than to pick columns from.
+# Elements per column of the top-k prefilter. In a short row, comparing all elements is cheaper than selecting columns.
 _FOLD, _SHORT_FOLD, _SHORT_ROW = 64, 16, 8192
 _LEAST_WEIGHT = sys.float_info.min
 _LOG2_E = np.float32(math.log2(math.e))
-_LEAST_SAFE_SUM, _MOST_SAFE_SUM = 1e-25, 1e37  # of float32 exponentials: nothing that counts has under- or overflowed
-_FIRST_NUCLEUS = 256  # candidates tried first when top-p comes without top-k
+_LEAST_SAFE_SUM, _MOST_SAFE_SUM = 1e-25, 1e37  # range without relevant under- or overflow in float32
+_FIRST_NUCLEUS = 256  # number of candidates tried first for top-p without top-k
 MAX_TEMPERATURE = 100.0
-_MOST_BIAS = 1e30  # with a logit added it is still a number in float32
+_MOST_BIAS = 1e30  # finite in float32 even after a logit is added
 _MOST_WHOLE = 2**31 - 1
 _LIMITS: dict[str, tuple[float, float]] = {
     "temperature": (0.0, MAX_TEMPERATURE),
@@ -46,10 +46,11 @@ _WHOLE_LIMITS: dict[str, tuple[int, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Settings of one generation. `top_k` 0, `top_p` 1 and `min_p` 0 switch those filters off.
+    """Sampling settings of one generation. `top_k` 0, `top_p` 1 and `min_p` 0 disable these filters.
 
-    `seed` None: another one each time, which the result tells. `logit_bias` by token id, -inf forbids a token.
-    Raises SamplingError for a value out of range, not finite or of another type; a bool is no number here.
+    Penalties as in llama.cpp, over the last `penalty_window` tokens. `logit_bias`: token id to added logit; -inf
+    forbids the token. `seed` None: a random seed, reported in the result.
+    Raises SamplingError for a value that is out of range, not finite or of another type (bool is not a number).
     """
 
     temperature: float = 0.8
@@ -72,26 +73,27 @@ class Sampling:
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
 
     def seeded(self) -> Sampling:
-        """These settings with a seed: 32 random bits where there is none."""
+        """These settings with a seed: a random one of 32 bits if `seed` is None."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(32))
 
     @property
     def uses_history(self) -> bool:
+        """Whether a penalty is in effect, which depends on the previous tokens."""
         return self.penalty_window > 0 and (
             self.repeat_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
         )
 
 
 def _number(name: str, value: object, low: float, high: float) -> float:
-    """`value` as Python's own number. Raises SamplingError."""
+    """`value` as a Python number. Raises SamplingError."""
     found = value.item() if isinstance(value, np.floating | np.integer) else value
-    if isinstance(found, bool) or not isinstance(found, int | float) or not low <= found <= high:  # NaN fails too
+    if isinstance(found, bool) or not isinstance(found, int | float) or not low <= found <= high:  # false for NaN
         raise SamplingError(f"{name} must be a number from {low:g} to {high:g}, got {shown(value)}")
     return found
 
 
 def _whole_number(name: str, value: object, low: int, high: int) -> int:
-    """As `_number`, without a fraction."""
+    """`value` as a Python int. Raises SamplingError."""
     found = value.item() if isinstance(value, np.integer) else value
     if isinstance(found, bool) or not isinstance(found, int) or not low <= found <= high:
         raise SamplingError(f"{name} must be a whole number from {low} to {high}, got {shown(value)}")
@@ -99,7 +101,7 @@ def _whole_number(name: str, value: object, low: int, high: int) -> int:
 
 
 def _checked_bias(given: object) -> dict[int, float]:
-    """A copy, so that what the caller changes afterwards is not half in effect. Raises SamplingError."""
+    """A checked copy: later changes by the caller have no effect. Raises SamplingError."""
     if not isinstance(given, Mapping):
         raise SamplingError(f"logit_bias must map token ids to numbers, got {shown(given)}")
     found: dict[int, float] = {}
@@ -112,22 +114,23 @@ def _checked_bias(given: object) -> dict[int, float]:
 
 
 class Sampler:
-    """One generation's settings and noise: turns logits rows into distributions and picks tokens from them.
+    """Turns logits rows into distributions and samples tokens from them, with the settings and noise of one generation.
 
-    `noise_offset`: what is added to positions before their noise is looked up (`GenerateOptions.noise_offset`).
+    `noise_offset`: added to positions before their noise is computed (`GenerateOptions.noise_offset`).
+    Raises SamplingError if `logit_bias` names a token outside the vocabulary or forbids all tokens.
     """
 
     def __init__(self, sampling: Sampling, vocabulary_size: int, noise_offset: int = 0) -> None:
         outside = [token_id for token_id in sampling.logit_bias if not 0 <= token_id < vocabulary_size]
         if outside:
-            raise SamplingError(f"logit_bias names token {outside[0]}, the vocabulary has 0..{vocabulary_size - 1}")
+            raise SamplingError(f"logit_bias names token {outside[0]}; the vocabulary has 0..{vocabulary_size - 1}")
         if sum(bias == -math.inf for bias in sampling.logit_bias.values()) == vocabulary_size:
             raise SamplingError(f"logit_bias forbids all {vocabulary_size} tokens: leave at least one without -inf")
         self.sampling = sampling = sampling.seeded()
         self.vocabulary_size = vocabulary_size
-        self.seed = sampling.seed or 0  # None is no longer possible
+        self.seed = sampling.seed or 0  # `seeded` has replaced None
         self.noise = Noise(self.seed, noise_offset)
-        self._scratch = np.empty(vocabulary_size, np.float32)  # a fresh row of 150k would cost more than its exp
+        self._scratch = np.empty(vocabulary_size, np.float32)  # allocating a row of 150k costs more than its exp
         self._ones = np.ones(vocabulary_size, np.float32)
         self._all_ids = np.arange(vocabulary_size, dtype=np.int32)
         self._bias_ids = np.fromiter(sampling.logit_bias.keys(), np.int64)
@@ -135,9 +138,9 @@ class Sampler:
         self._adjusts = sampling.uses_history or self._bias_ids.size > 0
 
     def distribution(self, logits: Logits, history: TokenIds) -> Distribution:
-        """The distribution of the next token from one row [vocabulary] and all tokens before it [n].
+        """Distribution of the next token from one row of logits [vocabulary] and all tokens before it [n].
 
-        Raises EngineError when the row holds NaN or infinity, or nothing but -inf.
+        Raises EngineError if the row contains NaN or infinity, or only -inf.
         """
         row = self._adjusted(logits, history) if self._adjusts else logits
         best = int(row.argmax())
@@ -148,15 +151,16 @@ class Sampler:
         return self._truncated(row, float(row[best]))
 
     def pick(self, distribution: Distribution, position: int, stream: Stream = Stream.TARGET) -> int:
-        """Sample by exponential races: argmin of noise / prob (Gumbel coupling, arXiv 2408.07978, eq. 4)."""
+        """Sample by an exponential race: argmin of noise / prob (Gumbel coupling, arXiv 2408.07978, eq. 4)."""
         return self.race(distribution, position, stream)[0]
 
     def race(
         self, distribution: Distribution, position: int, stream: Stream = Stream.TARGET, index: int = 0
     ) -> tuple[int, float]:
-        """(the token that `pick` gives, the logarithm by which it came in before the second).
+        """(the token that `pick` returns, log of the second-smallest noise / prob over the smallest).
 
-        With the same noise another distribution picks the same token unless it differs by that much; inf: no second.
+        With the same noise, another distribution gives the same token unless its log probabilities differ by at least
+        that margin. inf if there is only one token.
         """
         token_ids, probs = distribution
         if token_ids.size == 1:
@@ -169,9 +173,9 @@ class Sampler:
     def ranked(
         self, distribution: Distribution, position: int, stream: Stream = Stream.TARGET, index: int = 0
     ) -> tuple[Distribution, NDArray[np.float64]]:
-        """The race of `pick` run to its end: the tokens in the order of arrival, and when each arrived [n].
+        """The tokens of a distribution [n], ordered by noise / prob ascending, and these values [n].
 
-        Taking the first k of them is sampling k without replacement (Kool et al. 2019, arXiv 1903.06059, section 3).
+        The first k are a sample of size k without replacement (Kool et al. 2019, arXiv 1903.06059, section 3).
         """
         token_ids, probs = distribution
         times = self.noise.exponential(stream, position, token_ids, index) / probs
@@ -179,9 +183,9 @@ class Sampler:
         return Distribution(token_ids[order], probs[order]), times[order]
 
     def likeliest(self, logits: Logits, history: TokenIds, count: int) -> Distribution:
-        """The `count` likeliest tokens, descending, at temperature 1 and among themselves, whatever is truncated.
+        """The `count` most likely tokens, descending, with probabilities at temperature 1 that sum to 1 among them.
 
-        Raises as `distribution`.
+        Ignores top-k, top-p and min-p. Raises EngineError as `distribution` does.
         """
         row = self._adjusted(logits, history) if self._adjusts else logits
         if not math.isfinite(best := float(row.max())):
@@ -191,26 +195,26 @@ class Sampler:
         return Distribution(token_ids, weights / weights.sum())
 
     def accept(self, probability: float, position: int, attempt: int = 0) -> bool:
-        """True with `probability`; the attempts of one position are independent."""
+        """True with the given probability; the attempts at one position are independent."""
         return self.noise.uniform(Stream.ACCEPT, position, attempt) < probability
 
     def log_prob(self, logits: Logits, token_id: int) -> float:
-        """Natural log probability of a token under softmax of one untouched logits row [vocabulary].
+        """Natural log probability of a token under the softmax of one raw logits row [vocabulary].
 
-        That is the raw distribution, before temperature, bias, penalties and truncation.
+        Temperature, bias, penalties and truncation are not applied.
         """
         shift, log_sum = self._normaliser(logits)
         return float(logits[token_id]) - shift - log_sum
 
     def top_log_probs(self, logits: Logits, count: int) -> tuple[tuple[int, float], ...]:
-        """The `count` likeliest tokens of one row with what `log_prob` gives for each, the likeliest first."""
+        """(token id, `log_prob`) of the `count` most likely tokens of one row, most likely first."""
         shift, log_sum = self._normaliser(logits)
         token_ids = top_ids(logits, count)
         return tuple((token_id, float(logits[token_id]) - shift - log_sum) for token_id in token_ids.tolist())
 
     def _normaliser(self, logits: Logits) -> tuple[float, float]:
-        """(what is taken off a row first, the logarithm of the sum of exponentials that is left)."""
-        # exp2 is twice as fast as exp; a shift costs two passes over the row and is needed only against overflow
+        """(shift to subtract from a row, log of the sum of exponentials after the shift)."""
+        # exp2 is twice as fast as exp; a shift costs two passes over the row and is needed only to avoid overflow
         with np.errstate(over="ignore", under="ignore"):
             total = self._sum_of_exp(logits)
         if _LEAST_SAFE_SUM < total < _MOST_SAFE_SUM:
@@ -223,9 +227,9 @@ class Sampler:
         return float(np.exp2(scaled, out=scaled).dot(self._ones))
 
     def _adjusted(self, logits: Logits, history: TokenIds) -> Logits:
-        """A copy with bias and penalties; penalties as in llama.cpp (repeat scales, frequency and presence shift)."""
+        """A copy with bias and penalties applied, as in llama.cpp (repeat scales; frequency and presence subtract)."""
         row = logits.copy()
-        known = self._bias_ids < row.size  # a draft may lack the ids that pad the target's vocabulary
+        known = self._bias_ids < row.size  # a draft's vocabulary may lack the padding ids of the target's
         row[self._bias_ids[known]] += self._bias[known]
         settings = self.sampling
         if settings.uses_history and history.size:
@@ -244,24 +248,24 @@ class Sampler:
         elif settings.top_p < 1.0:
             token_ids, total = self._nucleus_candidates(row, best)
         else:
-            token_ids = self._all_ids[: row.size]  # a draft may lack the ids that pad the target's vocabulary
+            token_ids = self._all_ids[: row.size]  # a draft's vocabulary may lack the padding ids of the target's
         weights = self._weights(row[token_ids], best)
         if settings.top_p < 1.0:
             reach = weights.cumsum()
             keep = int(reach.searchsorted(settings.top_p * (reach[-1] if total is None else total))) + 1
             token_ids, weights = token_ids[:keep], weights[:keep]
-        # exp underflows to 0 at low temperature: such a token cannot be drawn, and 0 would divide the noise
+        # exp underflows to 0 at low temperature; such tokens cannot be sampled, and noise / 0 must not occur
         kept = weights >= max(settings.min_p, _LEAST_WEIGHT)
         if not kept.all():
             token_ids, weights = token_ids[kept], weights[kept]
         return Distribution(token_ids, weights / weights.sum())
 
     def _weights(self, values: Logits, best: float) -> NDArray[np.float64]:
-        """exp((value - best) / temperature): unnormalised probabilities, 1 for the best token."""
+        """Unnormalised probabilities exp((value - best) / temperature); 1 for the best token."""
         return np.exp((values.astype(np.float64) - best) / self.sampling.temperature)
 
     def _nucleus_candidates(self, row: Logits, best: float) -> tuple[TokenIds, float]:
-        """Enough of the best ids, descending, to hold `top_p` of the whole mass, and that whole mass."""
+        """(ids of the most likely tokens, descending, that hold at least `top_p` of the mass; the total mass)."""
         total = float(self._weights(row, best).sum())
         count = _FIRST_NUCLEUS
         while count < row.size:
@@ -273,18 +277,18 @@ class Sampler:
 
 
 def _unusable(best: float) -> EngineError:
-    """What is said of a row whose largest logit is no finite number."""
+    """The error for a row whose largest logit is not finite."""
     if best == -math.inf:
-        return EngineError("no token can follow: all logits are -inf, by the model itself or by logit_bias")
+        return EngineError("no token can be sampled: all logits are -inf, from the model or from logit_bias")
     kind = "NaN" if math.isnan(best) else "infinite"
     return EngineError(f"the model returned {kind} logits: its weights are damaged or overflow in this precision")
 
 
 def top_ids(row: Logits, count: int) -> TokenIds:
-    """The `count` largest of a row, descending, ties by lower id; all of them when the row is shorter.
+    """Ids of the `count` largest elements of a row, descending, ties by lower id; all ids if the row is shorter.
 
-    A column's maximum is itself an element, so the count-th largest maximum of the row folded into columns is a lower
-    bound of the count-th largest element: only columns that reach it are looked at again.
+    The row is folded into columns. The count-th largest column maximum is a lower bound of the count-th largest
+    element, so only columns whose maximum reaches that bound are searched.
     """
     fold = _FOLD if row.size > _SHORT_ROW else _SHORT_FOLD
     num_columns = row.size // fold
@@ -302,5 +306,5 @@ def top_ids(row: Logits, count: int) -> TokenIds:
 
 
 def _sorted_ids(row: Logits, candidates: NDArray[np.intp]) -> TokenIds:
-    """Candidates, given in ascending order, by falling logit."""
+    """Ascending candidate ids [n], sorted by descending logit."""
     return candidates[(-row[candidates]).argsort(kind="stable")].astype(np.int32)

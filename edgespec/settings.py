@@ -19,7 +19,7 @@ from edgespec.errors import ConfigError
 from edgespec.formats.files import expanded, is_file, read_text, user_folder
 
 Part = Literal["load", "sampling", "generate", "session"]
-Kind = Literal["text", "path", "integer", "number", "switch", "texts", "length", "factor"]
+Kind = Literal["text", "path", "integer", "number", "switch", "texts", "length"]
 ENVIRONMENT_PREFIX = "EDGESPEC_"
 # Variables that are no settings but say where things lie; the last one a real model, for the tests that want one.
 PLACES = ("CONFIG", "HOME", "MODELS", "TEST_MODEL")
@@ -31,7 +31,6 @@ _TOML_TYPES: dict[Kind, tuple[type, ...]] = {
     "path": (str,),
     "texts": (str, list),
     "length": (int, str),
-    "factor": (int, float, str),
 }
 _SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -61,15 +60,15 @@ class Setting:
 
     def parse(self, text: str, source: str) -> Any:
         """The value that `text` spells. Raises ConfigError naming `source`."""
-        if self.kind in ("length", "factor") and text == "auto":
+        if self.kind == "length" and text == "auto":
             return text
         try:
             if self.kind in ("integer", "length"):
                 return int(text)
-            if self.kind in ("number", "factor"):
+            if self.kind == "number":
                 return float(text)
         except ValueError:
-            names = {"integer": "a whole number", "length": "a whole number or auto", "factor": "a number or auto"}
+            names = {"integer": "a whole number", "length": "a whole number or auto"}
             wanted = names.get(self.kind, "a number")
             raise ConfigError(f"{source}: {text!r} is not {wanted}") from None
         if self.kind == "switch":
@@ -91,7 +90,7 @@ class Setting:
             return texts
         if self.kind == "number":
             return float(value)
-        if self.kind in ("length", "factor"):
+        if self.kind == "length":
             return self.parse(str(value), source)
         return self._chosen(value, source) if isinstance(value, str) else value
 
@@ -130,10 +129,10 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "draft_temperature",
         "load",
-        "factor",
-        ("--draft-temp",),
-        "What the draft model samples at over the target's temperature; auto learns it from the text.",
-        metavar="F|auto",
+        "number",
+        ("--draft-temp", "--draft-temperature"),
+        "The draft model's temperature as a multiple of the target's.",
+        metavar="NUMBER",
     ),
     Setting(
         "max_slowdown",

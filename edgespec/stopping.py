@@ -1,4 +1,4 @@
-"""When a generation ends, and which text is safe to show before it is known whether it does."""
+"""Stop rules of a generation, and the text that can be shown before a stop string is complete."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from edgespec.vocabulary import IncrementalDecoder, Vocabulary
 
 @dataclass(frozen=True, slots=True)
 class StopRules:
-    """End tokens, stop strings and the most tokens to emit; None is no limit but the context."""
+    """End token ids, stop strings and the maximum number of tokens; None: only the context limits it."""
 
     end_ids: frozenset[int]
     strings: tuple[str, ...] = ()
@@ -18,7 +18,7 @@ class StopRules:
 
 
 class TextStream:
-    """Text of the emitted tokens; holds back what may turn out to be the beginning of a stop string."""
+    """Text of the emitted tokens; withholds text that may be the beginning of a stop string."""
 
     def __init__(self, vocabulary: Vocabulary, rules: StopRules) -> None:
         self._decoder = IncrementalDecoder(vocabulary)
@@ -27,7 +27,7 @@ class TextStream:
         self.num_tokens = 0
 
     def push(self, token_id: int) -> tuple[str, FinishReason | None]:
-        """What may be shown now that `token_id` was emitted, and why the text ends with it, if it does."""
+        """Add an emitted token; returns the text that can be shown now, and the finish reason if the text ends here."""
         self.num_tokens += 1
         if token_id in self._rules.end_ids:
             return self.finish(), "stop"
@@ -43,12 +43,12 @@ class TextStream:
         return shown, None
 
     def finish(self) -> str:
-        """All that was held back."""
+        """The rest of the withheld text."""
         shown, self._held = self._held + self._decoder.finish(), ""
         return shown
 
     def _possible_stop(self) -> int:
-        """Length of the longest end of the held text that begins a stop string."""
+        """Length of the longest suffix of the withheld text that is a prefix of a stop string."""
         longest = max((len(text) - 1 for text in self._rules.strings), default=0)
         for size in range(min(longest, len(self._held)), 0, -1):
             if any(text.startswith(self._held[-size:]) for text in self._rules.strings):

@@ -1,4 +1,4 @@
-"""The values that pass between the parts: batches, drafts, verdicts, token events."""
+"""Data types shared by engines, drafters and the decoding loop: batches, drafts, verdicts, token events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TokenIds = NDArray[np.int32]
 Logits = NDArray[np.float32]
 FinishReason = Literal["stop", "length", "cancelled"]
 Evidence = tuple[float, ...]
-"""What a drafter knows of one of its tokens before the target has seen it; its meaning is the drafter's own."""
+"""Features of one drafted token, from which its acceptance is predicted; each drafter defines its own."""
 NO_PARENT = -1
 Progress = Callable[[int, int, str], None]
 """Called while something long is made, with (done, total, what is being done)."""
@@ -39,18 +39,19 @@ class Closing:
 
 
 class Distribution(NamedTuple):
-    """A sparse probability distribution: `token_ids` [m] that survive truncation and their `probs` [m], sum 1."""
+    """A sparse probability distribution: the `token_ids` [m] left after truncation and their `probs` [m], sum 1."""
 
     token_ids: TokenIds
     probs: NDArray[np.float64]
 
     def prob_of(self, token_id: int) -> float:
-        """Probability of one token, 0 when truncated away."""
-        found = np.flatnonzero(self.token_ids == token_id)
-        return self.probs[found[0]] if found.size else 0
+        """Probability of one token; 0 if it was truncated."""
+        indices = np.flatnonzero(self.token_ids == token_id)
+        return self.probs[indices[0]] if indices.size else 0
 
 
 def one_hot(token_id: int) -> Distribution:
+    """All probability on one token."""
     return Distribution(np.array([token_id], np.int32), np.ones(1))
 
 
@@ -58,9 +59,9 @@ def one_hot(token_id: int) -> Distribution:
 class Batch:
     """Rows of one target pass.
 
-    `token_ids` [n]; `parents` [n], the row each row follows, or -1 for the last cached token of its sequence;
-    `sequences` [n], the KV sequence of each row; `outputs` [n], which rows need logits.
-    Rows of one sequence that have different parents form a tree, main chain first.
+    `token_ids` [n]; `parents` [n], index of the row before it, or -1 for the last cached token of the sequence;
+    `sequences` [n], the KV sequence of each row; `outputs` [n], True for rows that need logits.
+    Rows of one sequence with different parents form a tree; its main chain comes first.
     """
 
     token_ids: TokenIds
@@ -70,7 +71,7 @@ class Batch:
 
     @staticmethod
     def chain(token_ids: Sequence[int] | TokenIds, *, sequence: int = 0, last_only: bool = False) -> Batch:
-        """Rows that follow one another; logits for all of them, or for the last one only (prefill)."""
+        """Consecutive rows, with logits for all of them or for the last one only (prefill)."""
         ids = np.asarray(token_ids, np.int32)
         outputs = np.full(ids.size, not last_only)
         outputs[-1:] = True
@@ -78,26 +79,28 @@ class Batch:
 
     @staticmethod
     def tree(pending_token_id: int, draft: Draft, *, sequence: int = 0) -> Batch:
-        """The pending token as row 0 and draft node i as row i + 1, all with logits."""
+        """The pending token as row 0 and draft node i as row i + 1, with logits for all rows."""
         ids = np.concatenate((np.array([pending_token_id], np.int32), draft.token_ids))
         parents = np.concatenate((np.array([NO_PARENT], np.int32), draft.parents + 1)).astype(np.int32)
         return Batch(ids, parents, np.full(ids.size, sequence, np.int32), np.ones(ids.size, np.bool_))
 
     @property
     def width(self) -> int:
+        """Number of rows."""
         return int(self.token_ids.size)
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """The proposed tokens of one round: a tree listed parents first, main chain first.
+    """The proposed tokens of one round: a tree in which parents come before children and the main chain comes first.
 
-    `token_ids` [n]; `parents` [n], index of the parent node or -1 for a child of the pending token;
-    `confidences` [n], the estimated probability that a node is accepted given that its parent was;
-    `distributions`, one per node: what the node was sampled from, or None for a deterministic proposal;
-    `evidence`, one per node: what the confidences are to be estimated from, or None when there is nothing to go by;
-    `wants_rows`: its drafter learns from what the target would choose after every row, refused ones included;
-    `is_chain`: there is one branch only.
+    `token_ids` [n]; `parents` [n], index of the parent node, or -1 for a child of the pending token;
+    `confidences` [n], estimated probability that a node is accepted, given that its parent is;
+    `distributions`: per node, the distribution it was sampled from; None if the proposal is deterministic;
+    `evidence`: per node, the features from which its confidence is estimated; None if there are none;
+    `wants_rows`: the drafter needs the target's most likely token after every row, rejected rows included;
+    `is_chain`: the tree has a single branch.
+    Raises BatchError when the sizes differ or a parent comes after its child.
     """
 
     token_ids: TokenIds
@@ -133,6 +136,7 @@ class Draft:
         distributions: Sequence[Distribution] | None = None,
         evidence: Sequence[Evidence] | None = None,
     ) -> Draft:
+        """A draft with a single branch; confidences are 1 if not given."""
         ids = np.asarray(token_ids, np.int32)
         known = np.ones(ids.size, np.float32) if confidences is None else np.asarray(confidences, np.float32)
         parents = np.arange(-1, ids.size - 1, dtype=np.int32)
@@ -145,9 +149,9 @@ class Draft:
         )
 
     def first(self, count: int, confidences: Sequence[float] | None = None) -> Draft:
-        """The draft without all but its first `count` nodes; parents come first, so what is left is whole.
+        """The first `count` nodes, which are a valid tree because parents come before children.
 
-        `confidences`, at least `count`: to take the place of its own.
+        `confidences`, at least `count` values, replace the draft's own.
         """
         return Draft(
             self.token_ids[:count],
@@ -160,27 +164,27 @@ class Draft:
 
     @property
     def main_chain(self) -> Draft:
-        """The first branch, which is listed first: the whole draft when it has no other."""
+        """The first branch; the whole draft if it is a chain."""
         if self.is_chain:
             return self
         return self.first(next(node for node, parent in enumerate(self.parents.tolist()) if parent != node - 1))
 
     def depths(self) -> list[int]:
-        """How many of the draft's nodes stand before each node on its path."""
-        found: list[int] = []
+        """Number of ancestors of each node within the draft."""
+        depths: list[int] = []
         for parent in self.parents.tolist():
-            found.append(0 if parent == NO_PARENT else found[parent] + 1)
-        return found
+            depths.append(0 if parent == NO_PARENT else depths[parent] + 1)
+        return depths
 
     def children_of(self, node: int) -> list[int]:
-        """The nodes below `node` (-1: below the pending token), in the order in which they were proposed."""
-        found: list[int] = np.flatnonzero(self.parents == node).tolist()
-        return found
+        """Children of `node` (-1: of the pending token), in the order in which they were proposed."""
+        children: list[int] = np.flatnonzero(self.parents == node).tolist()
+        return children
 
     def child_of(self, node: int, token_id: int) -> int | None:
-        """The node below `node` (-1: below the pending token) that proposes `token_id`."""
-        found = np.flatnonzero((self.parents == node) & (self.token_ids == token_id))
-        return int(found[0]) if found.size else None
+        """The child of `node` (-1: of the pending token) that proposes `token_id`; None if there is none."""
+        matches = np.flatnonzero((self.parents == node) & (self.token_ids == token_id))
+        return int(matches[0]) if matches.size else None
 
 
 EMPTY_DRAFT = Draft.chain([])
@@ -188,9 +192,10 @@ EMPTY_DRAFT = Draft.chain([])
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the target made of one draft: the accepted path of nodes, then one token of the target's own.
+    """Result of verifying one draft: the accepted path of nodes, then the residual or bonus token.
 
-    `row_choices`, for a draft that wants them: the likeliest token after the pending one and after each node.
+    `row_choices`, only for a draft with `wants_rows`: the target's most likely token after the pending token and after
+    each node.
     """
 
     accepted_nodes: tuple[int, ...]
@@ -200,12 +205,12 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class RoundRecord:
-    """What one round decided, cost and brought. Times in seconds.
+    """Decisions, times and result of one round. Times in seconds.
 
-    `position`: index of the first token it could emit; `drafter`: who drafted, None for a plain pass; `width`: rows of
-    the target pass; `confidences`: per draft token, the estimated probability that it stands if its parent does;
-    `draft_s` includes deciding. `verify_s` is the target pass alone. `judge_s`: choosing tokens, keeping what stands.
-    `is_disturbed`: the machine was busy with something else, so that the times say nothing of costs.
+    `position`: index of the first token it could emit; `drafter`: name of the drafter, None for a plain pass; `width`:
+    rows of the target pass; `confidences`: per draft token, the estimated probability that it is accepted if its
+    parent is; `draft_s`: control and drafting; `verify_s`: the target pass alone; `judge_s`: applying the acceptance
+    rule and updating the cache; `is_disturbed`: other load on the machine made the times useless for cost estimates.
     """
 
     position: int
@@ -220,6 +225,7 @@ class RoundRecord:
 
     @property
     def width(self) -> int:
+        """Rows of the target pass: the draft and the pending token."""
         return self.drafted_tokens + 1
 
 
@@ -227,11 +233,11 @@ class RoundRecord:
 class TokenEvent:
     """One emitted token.
 
-    `text` is what became printable with it (may be empty inside a UTF-8 sequence or a possible stop string);
-    `position` its index in the sequence; `drafter` is the name of who proposed it, None for a token that the target
-    added itself; `logprob` its natural log probability under the target's raw softmax, before temperature, bias,
-    penalties and truncation; `top_logprobs`, where asked for, the (token id, log probability) of the likeliest tokens
-    under the same, the likeliest first; `finish_reason` is set on the last event only.
+    `text`: the text that became printable with it, empty inside a UTF-8 sequence or a possible stop string;
+    `position`: its index in the sequence, prompt included; `drafter`: name of the drafter that proposed it, None for
+    a token that the target added; `logprob`: its natural log probability under the target's raw softmax, before
+    temperature, bias, penalties and truncation; `top_logprobs`, if requested: (token id, log probability) of the most
+    likely tokens under the same softmax, most likely first; `finish_reason`: set on the last event only.
     """
 
     token_id: int
@@ -244,14 +250,15 @@ class TokenEvent:
 
     @property
     def from_draft(self) -> bool:
+        """Whether the token was drafted and accepted."""
         return self.drafter is not None
 
 
 @dataclass(slots=True)
 class Stats:
-    """Raw counters of one generation; every ratio is derived and guards zero. Times in seconds.
+    """Counters of one generation. Ratios are properties, 0 if there is nothing to divide by. Times in seconds.
 
-    `notes`: what a user must be told of it, such as a drafter that failed and was left out.
+    `notes`: events that the user should see, such as a drafter that failed and was disabled.
     """
 
     prompt_tokens: int = 0
@@ -271,24 +278,25 @@ class Stats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted per drafted token; 0 when nothing was drafted."""
+        """Accepted / drafted tokens; 0 if nothing was drafted."""
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
 
     @property
     def mean_accepted_length(self) -> float:
-        """Tokens emitted per verifying target pass, residual or bonus token included; the prefill's token is none."""
+        """Tokens emitted per verifying target pass, residual or bonus token included, the prefill's token excluded."""
         return (self.new_tokens - 1) / self.rounds if self.rounds else 0.0
 
     @property
     def decode_s(self) -> float:
+        """Time after prefill."""
         return self.wall_s - self.prefill_s
 
     @property
     def overhead_s(self) -> float:
-        """Time that is neither prefill nor drafting nor a target pass: our own bookkeeping."""
+        """Time outside prefill, drafting and target passes: sampling, acceptance and bookkeeping."""
         return max(self.wall_s - self.prefill_s - self.draft_s - self.verify_s, 0.0)
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of decoding; prefill and the token that it yields are excluded."""
+        """Decoding speed, without prefill and the token that prefill yields."""
         return (self.new_tokens - 1) / self.decode_s if self.decode_s > 0 and self.new_tokens else 0.0

@@ -1,4 +1,4 @@
-"""Vocabularies: encode, decode piece by piece, compare. The engines implement `Vocabulary` over their own library."""
+"""Vocabularies: encoding, incremental decoding, comparison. Each engine implements `Vocabulary` by its own library."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from edgespec.errors import VocabularyMismatch
 class Vocabulary(ABC):
     """Token ids and their bytes.
 
-    `size` ids from 0; `bos_id` or None; `end_ids`, the tokens that end a generation; `adds_bos`, whether a prompt
-    begins with `bos_id`; `chat_template`, a Jinja source or None.
+    `size`: number of ids, from 0; `bos_id`: begin-of-text token or None; `end_ids`: tokens that end a generation;
+    `adds_bos`: prompts begin with `bos_id`; `chat_template`: Jinja source or None.
     """
 
     size: int
@@ -24,11 +24,11 @@ class Vocabulary(ABC):
 
     @abstractmethod
     def encode(self, text: str, *, parse_special: bool = False, add_bos: bool = False) -> list[int]:
-        """Token ids of `text`; with `parse_special`, control tokens written in it become their ids."""
+        """Token ids of `text`; with `parse_special`, control tokens spelled out in it become their ids."""
 
     @abstractmethod
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token prints; empty for control tokens."""
+        """The bytes that a token prints; empty for control tokens."""
 
     @abstractmethod
     def token_name(self, token_id: int) -> str:
@@ -40,11 +40,11 @@ class Vocabulary(ABC):
         return [self.token_bytes(token_id) for token_id in range(self.size)]
 
     def piece(self, token_id: int) -> bytes:
-        """`token_bytes`, remembered: a large vocabulary takes long to read as a whole, and an answer needs little."""
-        found = self._pieces_read.get(token_id)
-        if found is None:
-            found = self._pieces_read[token_id] = self.token_bytes(token_id)
-        return found
+        """`token_bytes`, cached per id: reading a whole vocabulary takes long, and an answer needs few ids."""
+        piece = self._pieces_read.get(token_id)
+        if piece is None:
+            piece = self._pieces_read[token_id] = self.token_bytes(token_id)
+        return piece
 
     @cached_property
     def _pieces_read(self) -> dict[int, bytes]:
@@ -56,19 +56,20 @@ class Vocabulary(ABC):
 
     @cached_property
     def control_names(self) -> tuple[str, ...]:
-        """Names of the tokens that print nothing: the marks that structure a conversation.
+        """Names of the control tokens, which print nothing: the marks that structure a conversation.
 
-        A token without a name is none of them: nothing can spell it, and every text would contain it.
+        Tokens with an empty name are excluded: every text would contain it.
         """
         names = (self.token_name(token_id) for token_id, piece in enumerate(self.pieces) if not piece)
         return tuple(name for name in names if name)
 
     def decode(self, token_ids: list[int]) -> str:
+        """Text of token ids; bytes that are not UTF-8 become replacement characters."""
         return b"".join(map(self.piece, token_ids)).decode("utf-8", errors="replace")
 
 
 class IncrementalDecoder:
-    """Text of a token stream as it becomes printable: bytes of a split UTF-8 character wait for the rest."""
+    """Decodes a token stream; the bytes of an incomplete UTF-8 character are kept until the rest arrives."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._piece = vocabulary.piece
@@ -78,21 +79,21 @@ class IncrementalDecoder:
         return self._decoder.decode(self._piece(token_id))
 
     def finish(self) -> str:
-        """What is left: a replacement character when the stream ends inside one."""
+        """The remaining text: a replacement character if the stream ends inside a character."""
         return self._decoder.decode(b"", final=True)
 
 
 def check_same_vocabulary(target: Vocabulary, draft: Vocabulary) -> None:
-    """Raise VocabularyMismatch naming the first token id whose text differs.
+    """Raise VocabularyMismatch, naming the first token id whose text differs.
 
-    Padding beyond the shorter vocabulary is fine as long as the target is not the shorter one by real tokens: an id
-    the target lacks could never be accepted, and an id the draft lacks is never proposed.
+    The sizes may differ by padding: an id that only the draft has is never accepted, and an id that only the target has
+    is never proposed.
     """
     for token_id, (ours, theirs) in enumerate(zip(target.token_names(), draft.token_names(), strict=False)):
         if ours != theirs:
             raise VocabularyMismatch(
                 f"target and draft have different vocabularies: token {token_id} is {ours!r} in the target and "
-                f"{theirs!r} in the draft. Use a draft of the same model family, or --drafter ngram, which needs none"
+                f"{theirs!r} in the draft. Use a draft of the same model family, or --drafter ngram (no draft model)"
             )
     if target.bos_id != draft.bos_id or target.adds_bos != draft.adds_bos:
         raise VocabularyMismatch(

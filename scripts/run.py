@@ -5,9 +5,11 @@
     python3 scripts/run.py test [ARGS]       run the tests (arguments go to pytest)
     python3 scripts/run.py lint              check style and types
     python3 scripts/run.py COMMAND [ARGS]    any edgespec command
+    python3 scripts/run.py install EXTRA...  add an extra: llamacpp, export, server, ...
 
-The first call installs, and compiles the llama.cpp engine where no ready build is cached: 6 to 10 minutes on two cores.
-A later call starts at once and needs no network. An interrupted installation goes on where it stopped.
+The first call installs, in half a minute and without a compiler. A later call starts at once and needs no network.
+GGUF files, --engine llamacpp and the tests need llama.cpp, which is installed when it is first asked for: a ready wheel
+where pip finds one, else it is compiled, 6 to 10 minutes on two cores. Ctrl-C stops that and keeps all that was there.
 Settings for the compiler go through CMAKE_ARGS, for example CMAKE_ARGS=-DGGML_CUDA=on for an NVIDIA GPU.
 """
 
@@ -18,6 +20,7 @@ if sys.version_info < (3, 11):  # noqa: UP036 - this file is also read by older 
     sys.exit(f"error: edgespec needs Python 3.11 or newer, this is {found}: run this file with a newer one")
 
 import hashlib
+import itertools
 import json
 import os
 import queue
@@ -26,6 +29,7 @@ import shutil
 import subprocess
 import threading
 import time
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,10 +39,20 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 MARKER = VENV / "edgespec-ready.json"
 LOG = VENV / "setup.log"
+WHEELS = VENV / "wheels"
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 # Commands that need more than the package's own requirements.
-EXTRAS = {"test": ["test"], "lint": ["test"], "serve": ["server"], "export": ["export"], "bench": ["bench"]}
+EXTRAS = {
+    "test": ["test"],
+    "lint": ["lint"],
+    "serve": ["server"],
+    "export": ["export"],
+    "bench": ["bench"],
+    "distill": ["train"],
+    "train-heads": ["train"],
+}
 SECONDS_BETWEEN_LINES = 30
+MOST_SHOWN = 240  # characters of a line of somebody else's output
 LIKELY_FIXES = (
     (
         r"ensurepip is not available|No module named (ensurepip|venv)",
@@ -74,16 +88,76 @@ def main(arguments: list[str]) -> int:
         print(__doc__.strip())
         return 0
     command = arguments[0]
-    wanted = EXTRAS.get(command, [])
-    if not is_ready(wanted):
-        with setup_lock():
-            if not is_ready(wanted):  # another call may have finished it meanwhile
-                set_up(wanted)
+    if command == "install":
+        return install_extras(arguments[1:])
+    why = why_llamacpp(arguments)
+    make_ready([*EXTRAS.get(command, []), *(["llamacpp"] if why else [])], why)
     if command == "lint":
         return lint()
     if command == "test":
         return run_python("-m", "pytest", *(arguments[1:] or ["-q"]))
     return run_python("-m", "edgespec", *arguments)
+
+
+def make_ready(extras: list[str], why: str) -> None:
+    """Install what is missing, if anything is. `why`: what needs llama.cpp, where that is among the extras."""
+    if not is_ready(extras):
+        with setup_lock():
+            if not is_ready(extras):  # another call may have finished it meanwhile
+                set_up(extras, why)
+
+
+def install_extras(names: list[str]) -> int:
+    known = requirements()
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        what = f"no extra {', '.join(map(repr, unknown))}" if unknown else "which extra?"
+        print(f"error: {what}; known: {', '.join(known)}", file=sys.stderr)
+        return 2
+    is_new = not is_ready(names)
+    make_ready(names, "the extra llamacpp")
+    if not is_new:
+        say(f"already installed: {', '.join(names)}")
+    return 0
+
+
+def why_llamacpp(arguments: list[str]) -> str:
+    """What in a command only llama.cpp can do; empty: nothing that shows here. Of the rest edgespec itself tells."""
+    command, *words = (word for argument in arguments for word in split_option(argument))
+    if command == "test":
+        return "the test suite"
+    if command == "export":
+        return "" if value_of("--to", words, "gguf") == "onnx" else "writing GGUF"
+    if value_of("--engine", words, os.environ.get("EDGESPEC_ENGINE", "")) == "llamacpp":
+        return "--engine llamacpp"
+    return next((word for word in (*words, os.environ.get("EDGESPEC_MODEL", "")) if word and is_gguf(word)), "")
+
+
+def split_option(argument: str) -> list[str]:
+    """`--model=x.gguf` as two words."""
+    return argument.split("=", 1) if argument.startswith("--") else [argument]
+
+
+def value_of(option: str, words: list[str], default: str) -> str:
+    """What follows the last `option`."""
+    return next((value for name, value in reversed([*itertools.pairwise(words)]) if name == option), default)
+
+
+def is_gguf(model: str) -> bool:
+    """Whether a path or a name stands for a GGUF file, or a folder with a target in GGUF and none in ONNX."""
+    homes = [os.environ.get("EDGESPEC_MODELS"), os.environ.get("EDGESPEC_HOME", "") + "/models", ROOT / "models"]
+    places = [Path(model).expanduser(), *(Path(home) / model for home in homes if home)]
+    try:
+        found = next((place for place in places if place.exists()), None)
+        if found is None or found.is_file():
+            return found is not None and found.suffix == ".gguf"
+        manifest = found / "manifest.toml"
+        if manifest.is_file():
+            tables = tomllib.loads(manifest.read_text(encoding="utf-8"))
+            return "target" in tables.get("files", {}) and "target" not in tables.get("onnx", {})
+        return any(found.glob("*.gguf")) and not any(found.glob("*.onnx"))
+    except (OSError, ValueError, TypeError, AttributeError):  # a prompt may look like anything; edgespec explains
+        return False
 
 
 def lint() -> int:
@@ -153,23 +227,75 @@ def try_lock(file: IO[bytes]) -> bool:
     return True
 
 
-def set_up(extras: list[str]) -> None:
-    """Create what is missing, and mark it complete as the very last step."""
-    extras = sorted({*extras, *installed_extras()})
-    MARKER.unlink(missing_ok=True)
+def set_up(extras: list[str], why: str = "") -> None:
+    """Create what is missing. What takes long comes last, and whatever was ready before it stays so if it ends early.
+
+    `why`: what needs llama.cpp.
+    """
+    extras = sorted({*extras, *installed_extras()} & requirements().keys())
     if not has_pip():
+        MARKER.unlink(missing_ok=True)
         if VENV.exists():
             shutil.rmtree(VENV)
         say(f"making the environment {VENV}")
         step("making the environment", [sys.executable, "-m", "venv", str(VENV)], log=ROOT / ".venv.log")
         (ROOT / ".venv.log").replace(LOG)
-    say("installing edgespec; without a cached build, llama.cpp is compiled now: 6 to 10 minutes on two cores")
+    if "llamacpp" in extras and not has_llamacpp():
+        if not is_ready([]):
+            install([extra for extra in extras if extra != "llamacpp"])
+        build_llamacpp(why)
+    install(extras)
+
+
+def install(extras: list[str]) -> None:
+    """Install edgespec with these extras, and mark the environment complete as the very last step."""
+    MARKER.unlink(missing_ok=True)
+    say("installing edgespec" + (f" with {', '.join(extras)}" if extras else ""))
     target = str(ROOT) + (f"[{','.join(extras)}]" if extras else "")
-    pip = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", "-e", target]
-    step("installing", pip, log=LOG)
+    WHEELS.mkdir(exist_ok=True)
+    # Python compiles a module when it is first imported: compiling all of them here takes longer than the rest.
+    step("installing", pip("install", "--no-compile", f"--find-links={WHEELS}", "-e", target), log=LOG)
+    if "gpu" in extras:
+        swap_onnxruntime()
     temporary = MARKER.with_suffix(".tmp")
     temporary.write_text(json.dumps({"key": environment_key(), "extras": extras}), encoding="utf-8")
     temporary.replace(MARKER)
+
+
+def build_llamacpp(why: str) -> None:
+    """Get a wheel of llama.cpp, which touches nothing in the environment: that stays ready meanwhile."""
+    say(
+        f"{why or 'this environment'} needs llama.cpp: a ready wheel is used where pip finds one, else it is compiled "
+        "once, 6 to 10 minutes on two cores\nCtrl-C skips it: the demo and ONNX models run without"
+    )
+    WHEELS.mkdir(exist_ok=True)
+    command = pip("wheel", "--verbose", "--no-deps", f"--wheel-dir={WHEELS}", *requirements()["llamacpp"])
+    step("building llama.cpp", command, log=VENV / "llamacpp.log")
+
+
+def swap_onnxruntime() -> None:
+    """The GPU build of ONNX Runtime holds the same files as the other, which comes with edgespec: the last one wins."""
+    command = [str(PYTHON), "-m", "pip", "uninstall", "-y", "onnxruntime"]
+    step("removing the build for processors", command, log=LOG)
+    step("installing the GPU build", pip("install", "--force-reinstall", "--no-deps", *requirements()["gpu"]), log=LOG)
+
+
+def has_llamacpp() -> bool:
+    """Whether what the extra asks for is installed, in that version."""
+    command = pip("install", "--isolated", "--dry-run", "--no-index", "--no-deps", *requirements()["llamacpp"])
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def pip(command: str, *arguments: str) -> list[str]:
+    """A command line; a ready wheel is better than a newer version that would have to be compiled."""
+    options = ["--disable-pip-version-check", "--progress-bar=off", "--prefer-binary"]
+    return [str(PYTHON), "-m", "pip", command, *options, *arguments]
+
+
+def requirements() -> dict[str, list[str]]:
+    """The extras of this checkout, and what each asks for."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return dict(project.get("optional-dependencies", {}))
 
 
 def installed_extras() -> list[str]:
@@ -243,16 +369,16 @@ def pump(stream: "IO[str]", lines: "queue.Queue[str | None]") -> None:
 
 
 def tell_progress(name: str, elapsed_s: float, last_line: str, live: bool) -> None:
-    text = f"{name} {clock(elapsed_s)}  {last_line.strip()}"
+    text = f"{name} {clock(elapsed_s)}  {last_line.strip()}"[: shutil.get_terminal_size().columns - 1]
     if live:
-        print("\r\x1b[2K" + text[: shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
+        print("\r\x1b[2K" + text, end="", file=sys.stderr, flush=True)
     else:
         say(text)
 
 
 def fail(name: str, elapsed: str, lines: list[str], log: Path) -> None:
     output = "\n".join(lines)
-    print("\n".join(lines[-20:]), file=sys.stderr)
+    print("\n".join(line[:MOST_SHOWN] for line in lines[-20:]), file=sys.stderr)
     print(f"\nerror: {name} failed after {elapsed}; the whole output is in {log}", file=sys.stderr)
     fixes = [fix for pattern, fix in LIKELY_FIXES if re.search(pattern, output)]
     if fixes:
@@ -273,5 +399,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
-        say("\nstopped; the same command goes on from here")
+        say("\nstopped; what was ready still is, and the same command goes on from here")
         sys.exit(130)

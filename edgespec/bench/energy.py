@@ -1,6 +1,6 @@
-"""Energy counters of the processor (RAPL, the powercap tree of Linux). Where none can be read, energy is unknown.
+"""Energy counters of the processor (RAPL, Linux powercap). If they cannot be read, energy is unknown (None).
 
-The counters are of whole packages, so they see everything that runs on the machine. Source: the kernel's
+The counters are per processor package and include everything that runs on the machine. Source: the kernel's
 Documentation/power/powercap.
 """
 
@@ -23,13 +23,13 @@ class _Counter:
 
 
 class EnergyMeter:
-    """The package counters below `root`; all of them, or none where one cannot be read."""
+    """The package counters below `root`; none if any of them cannot be read."""
 
     def __init__(self, root: Path = POWERCAP) -> None:
         self._counters: tuple[_Counter, ...] = ()
         try:
             self._counters = tuple(_counters(root))
-        except (OSError, ValueError):  # usually: only root may read them
+        except (OSError, ValueError):  # usually readable by root only
             return
 
     @property
@@ -37,14 +37,14 @@ class EnergyMeter:
         return bool(self._counters)
 
     def read(self) -> tuple[int, ...] | None:
-        """The counters now, in microjoules; None where there are none."""
+        """The counters in microjoules; None if there are none."""
         try:
             return tuple(counter.value_uj for counter in self._counters) or None
         except (OSError, ValueError):
             return None
 
     def joules_since(self, before: tuple[int, ...] | None) -> float | None:
-        """Joules since `before` was read, one overflow of each counter allowed for; None when unknown."""
+        """Joules since `before` was read, with up to one overflow per counter; None if unknown."""
         now = self.read()
         if before is None or now is None:
             return None
@@ -55,12 +55,12 @@ class EnergyMeter:
 
 
 def _counters(root: Path) -> list[_Counter]:
-    found = []
+    counters = []
     for folder in sorted(root.glob("*-rapl:*")):
-        # a package's own parts are `intel-rapl:0:1`, and it already counts them
+        # subdomains (`intel-rapl:0:1`) are included in their package's counter
         if folder.name.count(":") != 1 or not (folder / "name").read_text().startswith("package"):
             continue
         counter = _Counter(folder, int((folder / "max_energy_range_uj").read_text()))
         if counter.value_uj >= 0:
-            found.append(counter)
-    return found
+            counters.append(counter)
+    return counters

@@ -1,6 +1,6 @@
-"""The report as one page without outside resources: the verdict, tables, figures, and texts coloured by drafter.
+"""The benchmark report as one self-contained HTML page: verdict, tables, figures, and texts coloured by drafter.
 
-Figures are PNG data where matplotlib is installed; without it the page says so and has the rest.
+Figures are embedded PNGs. Without matplotlib the page has no figures, and says so.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from edgespec.bench.table import HEADER, cells, reason_lines, verdict_line
 _CAPTIONS = {
     "speedup": "Speedup by domain. Grey: no difference beyond noise, or too few runs; the line is plain decoding.",
     "acceptance": "Acceptance rate (left) and tokens per target pass (right) along the answers.",
-    "accepted_lengths": "How many draft tokens stood per round, by drafter.",
-    "reliability": "Confidence of a draft token against the share that was accepted; on the line it is true.",
-    "cost_curve": "Time of a target pass by width (left), and the speedup that it leaves room for (right).",
+    "accepted_lengths": "Accepted draft tokens per round, by drafter.",
+    "reliability": "Confidence of draft tokens against the share that was accepted; on the line both are equal.",
+    "cost_curve": "Time of a target pass by width (left), and the highest speedup possible at that width (right).",
 }
 _SETTINGS = (
     *("model", "engine", "device", "threads", "context_length", "drafter", "draft_length", "max_slowdown", "verify"),
     *("reproducible", "temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "ignore_eos"),
 )
-# What a text may not do to the page: characters that neither print nor break a line.
+# Control characters other than newline and tab are replaced.
 _CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 def page(report: Report) -> str:
-    """The whole HTML document."""
+    """The HTML document."""
     title = f"edgespec bench: {report['model']}"
     return "\n".join(
         (
@@ -50,12 +50,12 @@ def page(report: Report) -> str:
 def _summary(report: Report) -> Iterator[str]:
     yield f'<p class="verdict {report["total"]["verdict"]}">{_text(verdict_line(report))}</p>'
     if not report["complete"]:
-        yield f"<p>Interrupted: {report['num_trials']} of {report['num_planned_trials']} runs are in it.</p>"
+        yield f"<p>Interrupted: {report['num_trials']} of {report['num_planned_trials']} runs are included.</p>"
     rows = [(name, figures) for name, figures in report["domains"].items()]
     yield _table(HEADER, [(name, *cells(figures)) for name, figures in (*rows, ("all", report["total"]))])
     yield (
-        "<p class=small>plain, spec: median tokens per second without and with speculation, prompts left out; whole: "
-        "speedup with the prompts read; per pass: tokens per target pass.</p><ul>"
+        "<p class=small>plain, spec: median decoding speed in tokens per second without and with speculation; whole: "
+        "speedup of whole answers, prefill included; per pass: tokens per target pass.</p><ul>"
     )
     yield from (f"<li>{_text(line)}</li>" for line in reason_lines(report))
     yield "</ul>"
@@ -63,7 +63,7 @@ def _summary(report: Report) -> Iterator[str]:
 
 def _figures(report: Report) -> Iterator[str]:
     if not has_matplotlib():
-        yield "<p class=small>Figures need matplotlib: pip install 'edgespec[bench]'.</p>"
+        yield "<p class=small>Figures need matplotlib, which was not installed: edgespec doctor says how to get it.</p>"
         return
     from edgespec.bench.plots import images
 
@@ -77,7 +77,7 @@ def _figures(report: Report) -> Iterator[str]:
 
 def _texts(report: Report) -> Iterator[str]:
     drafters = sorted({drafter for prompt in report["prompts"] for _, drafter in prompt["pieces"] if drafter})
-    yield "<h2>Texts</h2><p>Each token by who drafted it: <span class=token>the target itself</span>"
+    yield "<h2>Texts</h2><p>Tokens by drafter: <span class=token>none (the target itself)</span>"
     yield from (f'<span class=token style="{_style(name)}">{_text(name)}</span>' for name in drafters)
     yield "</p>"
     for prompt in report["prompts"]:
@@ -88,7 +88,7 @@ def _prompt(prompt: Mapping[str, Any]) -> Iterator[str]:
     spread = prompt["speedup"]
     speedup = f"{spread['median']:.2f}x" if spread else "too short for a rate"
     accepted = "" if prompt["acceptance_rate"] is None else f", {prompt['acceptance_rate']:.0%} accepted"
-    same = "" if prompt["identical"] else ", not the text of plain decoding in the same mode"
+    same = "" if prompt["identical"] else ", differs from plain decoding in the same mode"
     turns = f", turn {(prompt['num_turns'] + 1) // 2}" if prompt["num_turns"] > 1 else ""
     heading = f"{prompt['domain']}{turns}, T={prompt['temperature']:g}: {speedup}{accepted}{same}"
     answer = "".join(_token(text, drafter) for text, drafter in prompt["pieces"])

@@ -1,6 +1,6 @@
-"""The journal of a benchmark: a line per finished trial, so that a run which was killed goes on where it stopped.
+"""The journal of a benchmark: one line per finished trial, so that an interrupted run can be resumed.
 
-The first line names the settings; a line is written whole, and what a crash left of one is cut off by the next run.
+The first line holds the settings. A line that a crash left incomplete is removed by the next run.
 """
 
 from __future__ import annotations
@@ -20,28 +20,27 @@ FORMAT = 1
 
 
 def default_path(settings: Mapping[str, Any]) -> Path:
-    """Where a run of these settings keeps its journal when nobody says where."""
+    """Default path of the journal for these settings."""
     return cache_folder() / "bench" / f"{key_of(sorted(settings.items()))}.jsonl"
 
 
 class Journal(Closing):
-    """Trials by (prompt digest, repeat) in `path`, for one set of settings.
+    """Trials by (prompt digest, repeat) in the file `path`, for one set of settings. `restart`: discard the file.
 
-    Raises ConfigError when the file is not a journal or is one of other settings, StateError when it cannot be
-    written. `restart` throws away what is there.
+    Raises ConfigError if the file is not a journal or has other settings, StateError if it cannot be written.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], *, restart: bool = False) -> None:
         self.path = path
         self.trials: dict[tuple[str, int], Trial] = {}
-        # through JSON, so that what is compared with a file went the same way
+        # through JSON, so that they compare equal to settings read from a file
         self._settings: dict[str, Any] = json.loads(json.dumps(settings))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if restart:
                 path.unlink(missing_ok=True)
             whole_bytes = self._read() if path.exists() else 0
-            # Appending only: two runs of one command at once repeat work and spoil nothing.
+            # Append only: two concurrent runs of one command repeat work but do not damage the file.
             self._file: IO[bytes] = path.open("ab")
             self._file.truncate(whole_bytes)
         except OSError as exc:
@@ -54,7 +53,7 @@ class Journal(Closing):
         self.trials[trial.key] = trial
 
     def remove(self) -> None:
-        """Forget a finished run, so that the same command measures anew."""
+        """Delete the journal of a finished run, so that the same command measures again."""
         self.close()
         self.path.unlink(missing_ok=True)
 
@@ -70,11 +69,11 @@ class Journal(Closing):
             raise StateError(f"the journal {self.path} cannot be written: {exc.strerror or exc}") from exc
 
     def _read(self) -> int:
-        """Take in all whole lines; their length in bytes."""
+        """Read all complete lines; returns their length in bytes."""
         whole_bytes = 0
         for number, line in enumerate(self.path.read_bytes().splitlines(keepends=True), 1):
             if not line.endswith(b"\n"):
-                break  # the last line of a run that was killed
+                break  # incomplete: the run was killed while writing it
             self._take(number, line)
             whole_bytes += len(line)
         return whole_bytes
@@ -89,12 +88,12 @@ class Journal(Closing):
             found, settings = value["edgespec_bench"], dict(value["settings"])
         except (ValueError, KeyError, TypeError) as exc:
             raise ConfigError(
-                f"{self.path} line {number} is no line of a benchmark's journal ({exc!r}): give another --resume "
-                "FILE, or begin anew with --restart"
+                f"{self.path} line {number} is not a line of a benchmark journal ({exc!r}): give another --resume "
+                "FILE, or start over with --restart"
             ) from exc
         changed = sorted(key for key in {*settings, *self._settings} if settings.get(key) != self._settings.get(key))
         if found != FORMAT or changed:
             raise ConfigError(
-                f"{self.path} is of other settings ({', '.join(changed) or 'an older format'}): ask the same, give "
-                "another --resume FILE, or begin anew with --restart"
+                f"{self.path} has other settings ({', '.join(changed) or 'an older format'}): use the same settings, "
+                "give another --resume FILE, or start over with --restart"
             )

@@ -14,13 +14,14 @@ from edgespec.bench.expanded_pair import WEIGHT_TYPES, Engine, ExpandedPair
 from edgespec.engines.disk_cache import cache_folder
 from edgespec.errors import CapabilityError, ModelNotFound
 from edgespec.export import resources
+from edgespec.installation import install_command
 from edgespec.loading.registry import registered_folders
 
 PACKAGES: dict[Engine, tuple[str, ...]] = {
     "onnx": ("onnxruntime", "onnx", "tokenizers"),
     "llamacpp": ("llama_cpp", "gguf"),
 }
-EXTRAS: dict[Engine, str] = {"onnx": "onnx", "llamacpp": "export"}
+EXTRAS = {"llama_cpp": "llamacpp", "gguf": "export"}  # the other packages come with edgespec
 
 
 def find_offer(engine: str) -> ExpandedPair:
@@ -46,7 +47,8 @@ def _lack(pair: ExpandedPair) -> str | None:
     """What this machine lacks to build and run it; None: nothing."""
     missing = [name for name in PACKAGES[pair.engine] if find_spec(name) is None]
     if missing:
-        return f"needs {', '.join(missing)}: pip install 'edgespec[{EXTRAS[pair.engine]}]'"
+        commands = dict.fromkeys(install_command(EXTRAS.get(name, "")) for name in missing)
+        return f"needs {', '.join(missing)}: {' and '.join(commands)}"
     if pair.is_built():
         return None
     needs = pair.needs()

@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 
 from edgespec.errors import CapabilityError, ConfigError
+from edgespec.installation import install_command
 
 
 def has_matplotlib() -> bool:
@@ -16,7 +17,7 @@ def check_outputs(plot_folder: Path | None, html_file: Path | None) -> None:
     """Raises CapabilityError when figures are wanted and matplotlib is missing, ConfigError for impossible places."""
     if plot_folder is not None:
         if not has_matplotlib():
-            raise CapabilityError("--plot needs matplotlib, which is not installed: pip install 'edgespec[bench]'")
+            raise CapabilityError(f"--plot needs matplotlib, which is not installed: {install_command('bench')}")
         if plot_folder.exists() and not plot_folder.is_dir():
             raise ConfigError(f"--plot {plot_folder} is a file: give a folder")
     if html_file is not None:

@@ -1,4 +1,4 @@
-"""The figures of a benchmark, drawn from its report. Needs matplotlib (extra `bench`), and no display."""
+"""The figures of a benchmark, drawn from its report by matplotlib (extra `bench`); no display is needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from edgespec.bench.style import VERDICT_COLOURS, colour
 from edgespec.formats.files import write_atomically, write_errors
 
 _DPI = 110
-_LEAST_DRAFTED, _LEAST_JUDGED, _LEAST_PASSES = 8, 5, 4  # fewer say nothing and only scatter
+_LEAST_DRAFTED, _LEAST_TESTED, _LEAST_PASSES = 8, 5, 4  # with fewer the values are noise
 
 
 def draw(report: Report, folder: Path) -> list[Path]:
@@ -28,12 +28,12 @@ def draw(report: Report, folder: Path) -> list[Path]:
 
 
 def images(report: Report) -> dict[str, bytes]:
-    """PNG files by name; a figure for which the report holds nothing is left out."""
+    """PNG data by name; figures without data are omitted."""
     return {name: png for name, plot in PLOTS.items() if (png := _png(plot, report)) is not None}
 
 
 def _png(plot: Callable[[Any, Report], bool], report: Report) -> bytes | None:
-    from matplotlib.figure import Figure  # an extra; half a second
+    from matplotlib.figure import Figure  # optional, and takes half a second
 
     figure = Figure(figsize=(7.2, 4.0), dpi=_DPI, layout="constrained")
     axes = figure.subplots()
@@ -82,7 +82,7 @@ def _acceptance(axes: Any, report: Report) -> bool:
 
 
 def _lengths(axes: Any, report: Report) -> bool:
-    """How many tokens of a draft stood, by drafter."""
+    """Accepted tokens per round, by drafter."""
     counts = {name: {int(n): c for n, c in found.items()} for name, found in report["accepted_lengths"].items()}
     if set(counts) <= {"none"}:
         return False
@@ -101,27 +101,27 @@ def _lengths(axes: Any, report: Report) -> bool:
 
 
 def _reliability(axes: Any, report: Report) -> bool:
-    """Confidence against acceptance; the area of a point is its share of the drafter's tokens."""
+    """Confidence against acceptance; point area: share of the drafter's tokens."""
     every = report["reliability"].items()
     found = {name: one for name, one in every if name != "all" and one["num_tokens"] >= _LEAST_DRAFTED}
     if not found:
         return False
     axes.plot([0, 1], [0, 1], color="black", linewidth=1, linestyle="--", label="perfect")
     for name, one in found.items():
-        bins = [point for point in one["bins"] if point["num_tokens"] >= _LEAST_JUDGED]
+        bins = [point for point in one["bins"] if point["num_tokens"] >= _LEAST_TESTED]
         x, y = ([point[key] for point in bins] for key in ("confidence", "acceptance"))
         sizes = [20 + 500 * point["num_tokens"] / one["num_tokens"] for point in bins]
         error = one["expected_calibration_error"]
         axes.scatter(x, y, s=sizes, color=colour(name), alpha=0.6, linewidths=0, clip_on=False)
         axes.plot([], [], "o", color=colour(name), label=f"{name}: error {error:.3f}, {one['num_tokens']} tokens")
-    axes.set(xlim=(-0.05, 1.05), ylim=(-0.05, 1.05), title="Are the confidences true?")
+    axes.set(xlim=(-0.05, 1.05), ylim=(-0.05, 1.05), title="Confidence against acceptance")
     axes.set(xlabel="confidence before verification", ylabel="share that was accepted")
     axes.legend(frameon=False, fontsize=9, loc="upper left")
     return True
 
 
 def _cost(axes: Any, report: Report) -> bool:
-    """Time of a target pass by width, and the speedup that it leaves room for."""
+    """Time of a target pass by width, and the highest speedup possible at that width."""
     curve = {int(width): seconds for width, seconds in report["cost_curve"].items()}
     if len(curve) < 2:
         return False
@@ -130,7 +130,7 @@ def _cost(axes: Any, report: Report) -> bool:
     seen = {int(width): one for width, one in passes if one["num_passes"] >= _LEAST_PASSES}
     widths = list(curve)
     times_ms = [1000 * seconds for seconds in curve.values()]
-    axes.plot(widths, times_ms, marker="o", color=colour("model"), label="measured at load, kept true since")
+    axes.plot(widths, times_ms, marker="o", color=colour("model"), label="cost model: measured, refined while running")
     axes.scatter(
         list(seen),
         [1000 * one["median_s"] for one in seen.values()],
@@ -142,7 +142,7 @@ def _cost(axes: Any, report: Report) -> bool:
     )
     axes.axhline(1000 * plain_s, color="black", linewidth=1, linestyle="--", label="a token of plain decoding")
     axes.legend(frameon=False, fontsize=9, loc="upper left")
-    axes.set(title="What a target pass costs here", xlabel="width: tokens in one pass")
+    axes.set(title="Cost of a target pass", xlabel="width: tokens in one pass")
     axes.set_ylabel("milliseconds", color=colour("model"))
     axes.set_ylim(bottom=0)
     room = axes.twinx()

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edgespec.config import GenerateOptions
-from edgespec.control.cost import CostCurve, DraftCost
+from edgespec.control.cost import CostCurve
+from edgespec.control.run_cost import DraftCost
 from edgespec.errors import Cancelled
 from edgespec.loading.sample_prompts import PROMPTS
 from edgespec.runtime import Model, load

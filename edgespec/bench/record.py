@@ -1,4 +1,4 @@
-"""What one benchmark run leaves behind, as values and as the JSON of a journal line."""
+"""Results of one benchmark run, with conversion from and to the JSON of a journal line."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ STATS_KEYS = tuple(field.name for field in dataclasses.fields(Stats))
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One generation on empty caches. Times in seconds, energy in joules or None where the machine does not tell.
+    """One generation that began with empty caches. Times in seconds; energy in joules, None if unknown.
 
-    `token_digest` is equal for equal tokens; `pieces`: (text, who drafted it or None) of each token, kept of
-    speculation only.
+    `token_digest`: hash of the token ids; `pieces`: (text, drafter or None) of each token, for speculative runs only.
     """
 
     stats: Stats
@@ -33,7 +32,7 @@ class Measurement:
 
     @property
     def is_long_enough(self) -> bool:
-        """Whether there is a rate: the first token comes from the prefill."""
+        """Whether a decoding speed is defined: the first token comes from prefill."""
         return self.stats.new_tokens > 1 and self.stats.decode_s > 0
 
     def to_json(self) -> dict[str, Any]:
@@ -47,7 +46,7 @@ class Measurement:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Measurement:
-        """Raises KeyError, TypeError or ValueError for anything that `to_json` did not give."""
+        """Raises KeyError, TypeError or ValueError for anything that `to_json` does not produce."""
         rounds = []
         for position, drafter, drafted, accepted, confidences, *seconds in value["rounds"]:
             rounds.append(RoundRecord(position, drafter, drafted, accepted, tuple(confidences), *seconds))
@@ -58,10 +57,10 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One prompt decoded both ways, one after the other. `prompt` is its digest, `repeat` counts from 0.
+    """One prompt decoded with and without speculation. `prompt`: its digest; `repeat` counts from 0.
 
-    `plain`: plain decoding by the very model that speculated, whose tokens must be the same. It is None where the
-    standard is that model, and in repeats, which must have the tokens of the first. `order`: who ran when.
+    `standard`: the baseline for speed. `plain`: plain decoding by the model that speculates, which must give the same
+    tokens; None if that model is the standard, and in repeats, which must equal the first. `order`: of the runs.
     """
 
     prompt: str
@@ -77,7 +76,7 @@ class Trial:
 
     @property
     def speedup(self) -> float | None:
-        """Tokens per second with speculation over those without, prefill excluded; None for too short answers."""
+        """Decoding speed with speculation / without; None if an answer is too short."""
         if not (self.standard.is_long_enough and self.speculative.is_long_enough):
             return None
         return self.speculative.stats.tokens_per_second / self.standard.stats.tokens_per_second

@@ -1,6 +1,6 @@
-"""The whole result of a benchmark as one JSON object with stable keys; table, plots and page are drawn from it alone.
+"""The result of a benchmark as one JSON object with stable keys, from which table, plots and HTML page are made.
 
-Seconds, bytes and joules; None where the machine does not tell or nothing was there to divide.
+Units are seconds, bytes and joules. None: unknown on this machine, or nothing to divide by.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Report = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The loaded models and what all generations have in common."""
+    """The loaded models, and the settings that all generations share."""
 
     speculative: Model
     standard: Model
@@ -34,7 +34,7 @@ class Setup:
     options: GenerateOptions
 
     def describe(self) -> dict[str, Any]:
-        """The settings that a result depends on, as JSON."""
+        """All settings that affect the result, as JSON."""
         model, facts = self.speculative, self.speculative.target.facts
         return {
             "model": model.pair.name,
@@ -60,12 +60,12 @@ class Setup:
 
 def _baseline(model: Model) -> str:
     if needs_second_model(model):
-        return "plain decoding by a second copy of the target without the reproducible mode, which would pad each token"
+        return "plain decoding by a second copy of the target without reproducible mode, which would slow it down"
     return "plain decoding by the same model"
 
 
 def report_of(setup: Setup, tasks: Sequence[Task], trials: Mapping[tuple[str, int], Trial]) -> Report:
-    """What `trials` of `tasks` show, at least one; `complete` says whether all are there."""
+    """The report of `trials` (at least one) of `tasks`; its `complete` says whether all tasks are done."""
     done = [task for task in tasks if task.key in trials]
     by_domain: dict[str, list[Trial]] = defaultdict(list)
     by_prompt: dict[str, list[Trial]] = defaultdict(list)
@@ -91,7 +91,7 @@ def report_of(setup: Setup, tasks: Sequence[Task], trials: Mapping[tuple[str, in
         "total": total.to_json(),
         "domains": {name: Summary(found).to_json() for name, found in by_domain.items()},
         "drafters": drafter_shares(runs),
-        # drafters give no confidence of their own: with a fixed length there is none to judge
+        # confidences are estimated only for automatic draft lengths
         "reliability": reliability(records) if setup.speculative.options.draft_length == "auto" else {},
         "acceptance_by_position": acceptance_by_position(runs),
         "accepted_lengths": accepted_lengths(records),
@@ -105,13 +105,13 @@ def report_of(setup: Setup, tasks: Sequence[Task], trials: Mapping[tuple[str, in
 
 
 def _is_identical(trials: Sequence[Trial]) -> bool:
-    """Whether all runs with speculation have the tokens of plain decoding in the same mode."""
+    """Whether all speculative runs have the tokens of plain decoding in the same mode."""
     plain = [trial.plain for trial in trials if trial.plain is not None] or [trial.standard for trial in trials]
     return {trial.speculative.token_digest for trial in trials} == {run.token_digest for run in plain}
 
 
 def _padded_speedup(trials: Sequence[Trial]) -> float | None:
-    """What plain decoding in the mode of the speculation makes of the standard's rate; None where that is the mode."""
+    """Speed of plain decoding in reproducible mode / that of the standard; None if the standard has the same mode."""
     pairs = [(trial.plain, trial.standard) for trial in trials if trial.plain is not None]
     plain, standard = (Side(runs).pooled_rate for runs in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
     return plain / standard if standard else None

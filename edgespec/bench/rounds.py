@@ -1,6 +1,6 @@
-"""What the rounds of speculation tell: how true confidences are, acceptance along the text, lengths, drafters.
+"""Statistics of speculative rounds: calibration of confidences, acceptance by position, lengths, drafters.
 
-A token behind a refused one was never judged, so it counts neither for nor against the confidence it came with.
+Tokens after a rejected one were not tested, so calibration ignores them.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from edgespec.types import RoundRecord
 
 NUM_BINS = 10
 POSITION_STEP = 16
-Judged = tuple[float, bool]  # a confidence, and whether the token stood
+Judged = tuple[float, bool]  # (confidence, whether the token was accepted)
 
 
 def judged(record: RoundRecord) -> Iterator[Judged]:
-    """Confidence and outcome of each token of a draft up to the first refused one."""
+    """Confidence and outcome of each token of a draft, up to and including the first rejected one."""
     for index, confidence in enumerate(record.confidences[: record.accepted_tokens + 1]):
         yield min(max(confidence, 0.0), 1.0), index < record.accepted_tokens
 
 
 def calibration_error(outcomes: Sequence[Judged]) -> tuple[float, list[dict[str, float]]]:
-    """(expected calibration error, its bins): confidence against acceptance in NUM_BINS bins of equal width.
+    """(expected calibration error, bins): mean confidence and acceptance in NUM_BINS bins of equal width.
 
-    The error is the mean distance between the two, weighted by tokens (Naeini et al., AAAI 2015).
+    The error is the mean absolute difference of the two, weighted by tokens (Naeini et al., AAAI 2015).
     """
     members: dict[int, list[Judged]] = defaultdict(list)
-    for confidence, stood in outcomes:
-        members[min(int(confidence * NUM_BINS), NUM_BINS - 1)].append((confidence, stood))
+    for confidence, is_accepted in outcomes:
+        members[min(int(confidence * NUM_BINS), NUM_BINS - 1)].append((confidence, is_accepted))
     error, bins = 0.0, []
     for index in sorted(members):
         found = members[index]
         confidence = sum(one for one, _ in found) / len(found)
-        acceptance = sum(stood for _, stood in found) / len(found)
+        acceptance = sum(is_accepted for _, is_accepted in found) / len(found)
         error += len(found) / len(outcomes) * abs(confidence - acceptance)
         bins.append({"confidence": confidence, "acceptance": acceptance, "num_tokens": len(found)})
     return error, bins
 
 
 def reliability(records: Iterable[RoundRecord]) -> dict[str, dict[str, Any]]:
-    """Calibration by drafter, and of all together under "all"."""
+    """Calibration by drafter; key "all" is over all drafters."""
     outcomes: dict[str, list[Judged]] = defaultdict(list)
     for record in records:
         if record.drafter is not None:
@@ -58,7 +58,7 @@ def reliability(records: Iterable[RoundRecord]) -> dict[str, dict[str, Any]]:
 
 
 def acceptance_by_position(runs: Iterable[Measurement]) -> list[dict[str, float]]:
-    """Accepted and drafted tokens, and tokens per pass, by the position in the answer where a round began."""
+    """Accepted tokens, drafted tokens and rounds, by the position in the answer where the round began."""
     drafted, accepted, rounds = Counter[int](), Counter[int](), Counter[int]()
     for run in runs:
         for record in run.rounds:
@@ -78,7 +78,7 @@ def acceptance_by_position(runs: Iterable[Measurement]) -> list[dict[str, float]
 
 
 def accepted_lengths(records: Iterable[RoundRecord]) -> dict[str, dict[str, int]]:
-    """How many rounds had how many accepted tokens, by drafter; rounds without a draft are under "none"."""
+    """Histogram of accepted tokens per round, by drafter; key "none": rounds without a draft."""
     found: dict[str, Counter[int]] = defaultdict(Counter)
     for record in records:
         found[record.drafter or "none"][record.accepted_tokens] += 1
@@ -86,7 +86,7 @@ def accepted_lengths(records: Iterable[RoundRecord]) -> dict[str, dict[str, int]
 
 
 def observed_passes(records: Iterable[RoundRecord]) -> dict[str, dict[str, float]]:
-    """Median seconds of a target pass by its width, and how many there were."""
+    """Median seconds and number of target passes, by width."""
     found: dict[int, list[float]] = defaultdict(list)
     for record in records:
         found[record.width].append(record.verify_s)
@@ -94,7 +94,7 @@ def observed_passes(records: Iterable[RoundRecord]) -> dict[str, dict[str, float
 
 
 def drafter_shares(runs: Iterable[Measurement]) -> dict[str, dict[str, float | int | None]]:
-    """By drafter: rounds, drafted and accepted tokens, their ratio, and the share of all tokens that it drafted."""
+    """By drafter: rounds, drafted and accepted tokens, acceptance rate, and its share of all emitted tokens."""
     rounds, drafted, accepted = Counter[str](), Counter[str](), Counter[str]()
     num_tokens = 0
     for run in runs:

@@ -1,7 +1,7 @@
-"""Decodes prompts plainly and with speculation, by turns, on empty caches, and takes the time.
+"""Times plain and speculative decoding of prompts, in alternating order, with empty caches and after a warm-up.
 
-Standard decoding runs at its best: where the reproducible mode pads a lone token to a wider pass, a second copy of the
-target without that mode is the standard. What is timed never is the first of its kind in the process.
+The baseline is plain decoding at its fastest: where reproducible mode pads single-token passes, it is a second copy of
+the target without that mode.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WARM_UP_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A prompt as token ids with its sampling, to be decoded for the `repeat`-th time; `index` counts the prompts."""
+    """One decoding of a prompt. `index`: number of the prompt; `repeat`: number of the repetition, from 0."""
 
     prompt: BenchPrompt
     prompt_ids: tuple[int, ...]
@@ -37,13 +37,13 @@ class Task:
 
 
 def needs_second_model(model: Model) -> bool:
-    """Whether plain decoding is slower in the mode of `model` than it could be."""
+    """Whether the mode of `model` slows down plain decoding."""
     pinned = model.target.facts.pinned_class
     return pinned is not None and pinned[0] > 1
 
 
 def load_standard(model: Model) -> Model:
-    """The model of the baseline: `model` itself, or its target loaded again without the reproducible mode."""
+    """The baseline model: `model` itself, or its target loaded again without reproducible mode."""
     if not needs_second_model(model):
         return model
     options = {field.name: getattr(model.options, field.name) for field in dataclasses.fields(model.options)}
@@ -53,7 +53,7 @@ def load_standard(model: Model) -> Model:
 def tasks_of(
     prompts: Sequence[BenchPrompt], encode: Callable[[BenchPrompt], list[int]], sampling: Sampling, repeat: int
 ) -> list[Task]:
-    """All prompts once, then all again: what the machine does meanwhile meets every domain alike."""
+    """Tasks for all prompts, `repeat` times over, so that load on the machine affects all domains alike."""
     encoded = [tuple(encode(prompt)) for prompt in prompts]
     return [
         Task(prompt, encoded[index], prompt.sampling(sampling), index, turn)
@@ -63,7 +63,7 @@ def tasks_of(
 
 
 class Runner:
-    """`speculative` and `standard` may be one model. `is_over` is asked between generations and ends the run early."""
+    """Runs tasks. `speculative` and `standard` may be one model; `is_over` is called between generations."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Runner:
         self._meter = meter or EnergyMeter()
 
     def run(self, tasks: Iterable[Task]) -> Iterator[Trial]:
-        """A trial per task, after an untimed warm-up; ends early when `is_over` or a cancelled generation say so."""
+        """One trial per task, after a warm-up. Ends early if `is_over` returns True or a generation is cancelled."""
         is_warm = False
         for task in tasks:
             if not is_warm:
@@ -112,7 +112,7 @@ class Runner:
         return Trial(*task.key, order, standard, found["speculative"], plain)
 
     def _measure(self, model: Model, options: GenerateOptions, task: Task) -> Measurement | None:
-        """One generation on empty caches; None when it was cancelled."""
+        """One generation that begins with empty caches; None if it was cancelled."""
         if self._is_over():
             return None
         model.forget()
@@ -124,7 +124,7 @@ class Runner:
         stats = generation.stats
         if stats.finish_reason == "cancelled":
             return None
-        assert stats.reused_tokens == 0, "a benchmark reads every prompt whole"
+        assert stats.reused_tokens == 0, "caches must be empty in a benchmark"
         return Measurement(stats, digest_of(events), tuple(rounds), _pieces(events), energy_j)
 
 

@@ -1,8 +1,8 @@
-"""Colours of drafters, the same in figures and page, and the page's style sheet."""
+"""Colours of drafters, for figures and the HTML page, and the page's style sheet."""
 
 from __future__ import annotations
 
-# Okabe and Ito's colours, which readers with colour-blindness can tell apart; `none` is a round without a draft.
+# The palette of Okabe and Ito, safe for colour-blind readers. `none`: rounds without a draft.
 COLOURS = {"model": "#0072B2", "ngram": "#E69F00", "suffix": "#009E73", "none": "#999999", "all": "#000000"}
 _OTHERS = ("#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 VERDICT_COLOURS = {"gains": "#009E73", "even": "#999999", "loses": "#D55E00", "unknown": "#BBBBBB"}

@@ -1,7 +1,7 @@
-"""Figures of a set of trials: rates, ratios with their spread, acceptance, where the time went, energy.
+"""Statistics of a set of trials: speeds, speedups with their spread, acceptance, time by phase, energy.
 
-A speedup is taken per trial, from two runs that followed each other, and reported as the median with its quartiles; the
-pooled one is the ratio of all tokens over all seconds, which is what a user of such a mix would notice.
+A speedup is computed per trial, from two consecutive runs, and reported as median and quartiles. The pooled speedup is
+the ratio of total tokens per total seconds.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, Literal
 from edgespec.bench.record import Measurement, Trial
 
 Verdict = Literal["gains", "even", "loses", "unknown"]
-_NOTICEABLE = 0.02  # share of time below which a difference is none
-_LEAST_TRIALS = 3  # fewer say nothing of the spread
+_NOTICEABLE = 0.02  # smaller relative differences count as equal
+_LEAST_TRIALS = 3  # with fewer there is no verdict
 _TIMES = ("prefill_s", "draft_s", "verify_s", "overhead_s")
 
 
@@ -42,7 +42,7 @@ class Spread:
 
 
 class Side:
-    """All runs of one way of decoding."""
+    """All runs of one decoding mode."""
 
     def __init__(self, runs: Iterable[Measurement]) -> None:
         self.runs = list(runs)
@@ -57,13 +57,13 @@ class Side:
 
     @property
     def pooled_rate(self) -> float:
-        """Tokens per second of decoding, all runs together."""
+        """Total decoded tokens / total decoding seconds."""
         seconds = sum(run.stats.decode_s for run in self.timed)
         return sum(run.stats.new_tokens - 1 for run in self.timed) / seconds if seconds else 0.0
 
     @property
     def whole_rate(self) -> float:
-        """Tokens per second from the prompt on, reading it included."""
+        """Total tokens / total seconds, prefill included."""
         seconds = self.total("wall_s")
         return self.total("new_tokens") / seconds if seconds else 0.0
 
@@ -85,7 +85,7 @@ class Side:
 
 
 class Summary:
-    """Figures of `trials`, at least one; every ratio is derived and None where there is nothing to divide."""
+    """Statistics of `trials` (at least one). Ratios are None if there is nothing to divide by."""
 
     def __init__(self, trials: Iterable[Trial]) -> None:
         self.trials = list(trials)
@@ -106,7 +106,7 @@ class Summary:
 
     @property
     def whole_speedup(self) -> float | None:
-        """Of whole answers, the reading of the prompt included."""
+        """Speedup of whole answers, prefill included."""
         return _ratio(self.speculative.whole_rate, self.standard.whole_rate)
 
     @property
@@ -115,13 +115,13 @@ class Summary:
 
     @property
     def mean_accepted_length(self) -> float | None:
-        """Tokens per verifying target pass; the prefill's token is none."""
+        """Tokens per verifying target pass, the prefill's token excluded."""
         tokens = self.speculative.total("new_tokens") - len(self.trials)
         return _ratio(tokens, self.speculative.total("rounds"))
 
     @property
     def verdict(self) -> Verdict:
-        """Whether it pays, if that is more than noise: three quarters of the trials must say so."""
+        """Whether speculation is faster: at least three quarters of the trials must agree, else "even"."""
         spread = self.speedup
         if spread is None or len(self.speedups) < _LEAST_TRIALS:
             return "unknown"
@@ -146,7 +146,7 @@ class Summary:
 
 
 def median_pass_s(side: Side) -> float | None:
-    """Median seconds of a target pass, prefill left out."""
+    """Median seconds of a target pass, prefill excluded."""
     found = [record.verify_s for run in side.runs for record in run.rounds]
     return median(found) if found else None
 

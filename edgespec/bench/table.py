@@ -1,4 +1,4 @@
-"""The report as a few lines for a terminal: what it gains where, what it loses where, and why."""
+"""The benchmark report as text for a terminal: a table by domain, a verdict, and the reasons for it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from edgespec.bench.report import Report
 HEADER = ("domain", "runs", "plain", "spec", "speedup (quartiles)", "whole", "accepted", "per pass", "")
 _WIDTHS = (15, 4, 7, 7, 20, 6, 8, 8, 0)
 UNKNOWN = "-"
-_LEAST_PASSES, _LEAST_JUDGED = 8, 30  # of fewer no median and no error is worth telling
+_LEAST_PASSES, _LEAST_TESTED = 8, 30  # with fewer, medians and errors are not shown
 
 
 def table_lines(report: Report) -> Iterator[str]:
-    """The table and what follows from it."""
+    """The table, the verdict and the reasons."""
     yield _row(HEADER)
     domains: dict[str, Any] = report["domains"]
     for name, figures in domains.items():
@@ -22,8 +22,8 @@ def table_lines(report: Report) -> Iterator[str]:
     if len(domains) > 1:
         yield _row(("all", *cells(report["total"])))
     yield (
-        "plain, spec: tokens/s without and with speculation, prompts left out; whole: speedup with the prompts "
-        "read; per pass: tokens per target pass"
+        "plain, spec: decoding speed in tokens/s without and with speculation; whole: speedup of whole answers, "
+        "prefill included; per pass: tokens per target pass"
     )
     yield ""
     yield verdict_line(report)
@@ -31,7 +31,7 @@ def table_lines(report: Report) -> Iterator[str]:
 
 
 def cells(figures: Mapping[str, Any]) -> tuple[str, ...]:
-    """A table row's figures as text, the name of the domain left out."""
+    """The cells of a table row, without the name of the domain."""
     rates = (figures[side]["tokens_per_second"] for side in ("standard", "speculative"))
     spread = figures["speedup"]
     speedup = f"{spread['median']:.2f}x" if spread else UNKNOWN
@@ -53,14 +53,14 @@ def shown(value: float | None, form: str) -> str:
 
 
 def verdict_line(report: Report) -> str:
-    """Whether it pays, in one sentence."""
+    """The verdict in one sentence."""
     total, domains = report["total"], report["domains"]
     pooled = shown(total["pooled_speedup"], "{:.2f}x")
     says = {
-        "gains": f"speculation pays here: {pooled} the tokens per second of plain decoding over all prompts",
-        "even": f"speculation makes no difference here that is more than noise: {pooled} over all prompts",
-        "loses": f"speculation does not pay here: {pooled} the tokens per second of plain decoding over all prompts",
-        "unknown": f"too few runs to tell gain from noise: {pooled} over all prompts; give more with --repeat",
+        "gains": f"speculation is faster: {pooled} the speed of plain decoding over all prompts",
+        "even": f"speculation makes no difference beyond noise: {pooled} over all prompts",
+        "loses": f"speculation is slower: {pooled} the speed of plain decoding over all prompts",
+        "unknown": f"too few runs for a verdict: {pooled} over all prompts; give more with --repeat",
     }[total["verdict"]]
     against = "gains" if total["verdict"] == "loses" else "loses"
     others = [
@@ -72,23 +72,23 @@ def verdict_line(report: Report) -> str:
 
 
 def reason_lines(report: Report) -> Iterator[str]:
-    """Equality of the texts, where the time went, what passes cost, energy, confidence, memory; one line each."""
+    """One line each: baseline, equality of texts, time by phase, cost of passes, drafters, energy, memory."""
     yield f"baseline: {report['baseline']}"
     if report["padded_plain_speedup"] is not None:
         yield (
-            f"the reproducible mode alone: {report['padded_plain_speedup']:.2f}x without any speculation; "
-            "--no-reproducible goes without it"
+            f"reproducible mode without speculation: {report['padded_plain_speedup']:.2f}x; "
+            "--no-reproducible disables it"
         )
     yield _equality(report)
     yield f"time of speculation: {_time_split(report['total']['speculative']['time'])}"
     if report["standard_pass_s"]:
         yield f"a target pass by width: {_cost(report)}"
     if not report["drafters"]:
-        yield "nothing was drafted: no draft was expected to pay, so all that speculation can cost is its deciding"
+        yield "nothing was drafted: no draft was expected to save time"
     for name, found in report["drafters"].items():
         share, rate = shown(found["share_of_tokens"], "{:.0%}"), shown(found["acceptance_rate"], "{:.0%}")
         error = report["reliability"].get(name, {"num_tokens": 0})
-        is_known = error["num_tokens"] >= _LEAST_JUDGED
+        is_known = error["num_tokens"] >= _LEAST_TESTED
         trust = f", confidence off by {error['expected_calibration_error']:.3f} on average" if is_known else ""
         yield f"drafter {name}: {share} of all tokens, {rate} of its drafts accepted{trust}"
     joules = [report["total"][side]["joules_per_token"] for side in ("standard", "speculative")]
@@ -107,16 +107,16 @@ def _equality(report: Report) -> str:
     if report["reproducible"]:
         verdict = "identical to plain decoding in the same mode" if same == count else "DIFFERENT from plain decoding"
         return f"texts: {verdict}, {same} of {count} prompts"
-    return f"texts: as plain decoding on {same} of {count} prompts; not in the reproducible mode, so others may differ"
+    return f"texts: identical to plain decoding on {same} of {count} prompts; reproducible mode is off"
 
 
 def _time_split(times: Mapping[str, float]) -> str:
     whole = times["wall_s"] or 1.0
     names = {
-        "prefill_s": "reading prompts",
+        "prefill_s": "prefill",
         "draft_s": "drafting",
         "verify_s": "target passes",
-        "overhead_s": "the rest",
+        "overhead_s": "other",
     }
     return ", ".join(f"{text} {times[name] / whole:.0%}" for name, text in names.items())
 

@@ -1,4 +1,4 @@
-"""The state of one conversation: its turns, how much of them fits the context, saving and loading."""
+"""A conversation: its turns, trimming to the context length, saving and loading."""
 
 from __future__ import annotations
 
@@ -12,57 +12,60 @@ from edgespec.errors import PromptError, StateError
 from edgespec.formats.files import read_text, write_atomically
 
 _FORMAT, _VERSION = "edgespec-conversation", 1
-_NOISE_END = "noise_end"  # of an answer: the place behind its last token, counted with the offset that it was made with
+_NOISE_END = "noise_end"  # field of an answer: position after its last token, plus the noise offset in use
 
 
 @dataclass(slots=True)
 class Conversation:
-    """A system prompt and the turns since: the only owner of both. A turn is a user message and what answered it.
+    """A system prompt and the messages since.
 
-    It also knows how far its answers have used up the noise of their seed, those included that were dropped to make
-    room; an answer that was undone, or is made again, counts as if it had never been.
+    Also records up to which position the noise of the seed is used, including answers that were dropped to fit the
+    context, but not answers that were undone or are generated again.
     """
 
     system: str | None = None
     turns: list[Message] = field(default_factory=list)
-    _dropped_end: int = 0  # where the noise of the dropped answers ended
+    _dropped_end: int = 0  # end of the noise used by dropped answers
 
     @property
     def messages(self) -> list[Message]:
+        """System prompt and turns, as `Model.chat` takes them."""
         return [{key: value for key, value in message.items() if key != _NOISE_END} for message in self._kept]
 
     @property
     def _kept(self) -> list[Message]:
-        """The messages with what is remembered of them."""
+        """The messages including their noise positions."""
         first = [{"role": "system", "content": self.system}] if self.system else []
         return first + self.turns
 
     def noise_offset(self, prompt_tokens: int) -> int:
-        """`GenerateOptions.noise_offset` of an answer to a prompt of so many tokens: no earlier noise comes again.
+        """`GenerateOptions.noise_offset` for a prompt of `prompt_tokens` tokens, such that no noise is used twice.
 
-        0 as long as the conversation only grew: a position is then as good a key as any.
+        0 as long as no turns were dropped: positions then never repeat.
         """
         used: int = max(self._dropped_end, *(turn.get(_NOISE_END, 0) for turn in self.turns), 0)
         return used - prompt_tokens if used > prompt_tokens else 0
 
     @property
     def num_exchanges(self) -> int:
+        """Number of user messages."""
         return sum(turn["role"] == "user" for turn in self.turns)
 
     def ask(self, text: str) -> None:
+        """Add a user message."""
         self.turns.append({"role": "user", "content": text})
 
     def answer(self, text: str, noise_end: int = 0) -> None:
-        """`noise_end`: tokens of the prompt and the answer, and the noise offset that it was made with."""
+        """Add an answer. `noise_end`: number of tokens of prompt and answer plus the noise offset in use."""
         self.turns.append({"role": "assistant", "content": text} | ({_NOISE_END: noise_end} if noise_end else {}))
 
     def clear(self) -> None:
-        """Forget all turns; the system prompt stays. The noise begins anew, as that of another chat."""
+        """Remove all turns but keep the system prompt. The noise restarts, as in a new conversation."""
         self.turns.clear()
         self._dropped_end = 0
 
     def undo(self) -> str | None:
-        """Drop the last user message and all that answered it; returns its text, or None when there is none."""
+        """Remove the last user message and the answers to it; returns its text, or None if there is none."""
         last = self._last_question()
         if last is None:
             return None
@@ -71,7 +74,7 @@ class Conversation:
         return text
 
     def regen(self) -> bool:
-        """Drop the last answer so that it can be made again; False when nothing was asked."""
+        """Remove the last answer, to generate it again; returns False if there is no user message."""
         last = self._last_question()
         if last is None:
             return False
@@ -82,7 +85,7 @@ class Conversation:
         return next((i for i in reversed(range(len(self.turns))) if self.turns[i]["role"] == "user"), None)
 
     def drop_oldest(self) -> bool:
-        """Drop the oldest exchange, never the last one; False when only that is left."""
+        """Remove the oldest exchange; returns False if only one is left, which is kept."""
         questions = [i for i, turn in enumerate(self.turns) if turn["role"] == "user"]
         if len(questions) < 2:
             return False
@@ -92,7 +95,7 @@ class Conversation:
         return True
 
     def save(self, path: Path) -> None:
-        """Write as JSON: complete or not at all. Raises StateError when the file cannot be written."""
+        """Write atomically as JSON. Raises StateError if the file cannot be written."""
         content = {"format": _FORMAT, "version": _VERSION, "messages": self._kept}
         if self._dropped_end:
             content["dropped_" + _NOISE_END] = self._dropped_end
@@ -101,7 +104,7 @@ class Conversation:
 
     @staticmethod
     def load(path: Path) -> Conversation:
-        """Read what `save` wrote. Raises StateError when the file is missing or something else."""
+        """Read a file written by `save`. Raises StateError if it is missing or not a saved conversation."""
         try:
             content = json.loads(read_text(path))
         except OSError as exc:
@@ -109,18 +112,18 @@ class Conversation:
         except (ValueError, RecursionError) as exc:  # ValueError: JSON, UTF-8, an integer without end
             raise StateError(f"{path} is not a saved conversation: {exc}") from exc
         if not isinstance(content, dict) or content.get("format") != _FORMAT or content.get("version") != _VERSION:
-            raise StateError(f"{path} is not a conversation saved by this version; /save writes one")
+            raise StateError(f"{path} is not a conversation saved by this version of edgespec; /save writes one")
         messages = content.get("messages")
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-            raise StateError(f"{path} holds no list of messages")
+            raise StateError(f"{path} has no list of messages")
         try:
             messages = checked_messages(messages) if messages else []
         except PromptError as exc:
-            raise StateError(f"{path} holds a message that cannot be used: {exc}") from exc
+            raise StateError(f"{path} has a message that is not valid: {exc}") from exc
         has_system = bool(messages) and messages[0]["role"] == "system"
         dropped_end = content.get("dropped_" + _NOISE_END, 0)
         if not all(_is_count(end) for end in (dropped_end, *(turn.get(_NOISE_END, 0) for turn in messages))):
-            raise StateError(f"{path} holds a {_NOISE_END} that is not a whole number from 0 on: delete that entry")
+            raise StateError(f"{path} has a {_NOISE_END} that is not a whole number of at least 0: delete that entry")
         return Conversation(messages[0]["content"] if has_system else None, messages[has_system:], dropped_end)
 
 
@@ -131,11 +134,11 @@ def _is_count(value: object) -> bool:
 def fit_context(
     conversation: Conversation, count_tokens: Callable[[list[Message]], int], context_length: int, reserve: int
 ) -> int:
-    """Drop the oldest exchanges until `reserve` tokens are free for the answer; returns how many were dropped.
+    """Remove the oldest exchanges until `reserve` tokens are free for the answer; returns the number removed.
 
-    Dropping moves every later token and so empties the cached prefix. Once it must be, a quarter of the context is
-    freed, so that the next turns can reuse the cache again. Raises PromptError when the last message alone is too
-    long; the conversation is then unchanged.
+    Removing a turn moves all later tokens, so the KV cache after the system prompt is lost. A quarter of the context is
+    therefore freed at once, so that the next turns can reuse the cache. Raises PromptError if the last message alone is
+    too long; the conversation is then unchanged.
     """
     num_tokens = count_tokens(conversation.messages)
     if num_tokens + reserve <= context_length:
@@ -147,7 +150,7 @@ def fit_context(
         num_tokens = count_tokens(kept.messages)
     if num_tokens >= context_length:
         raise PromptError(
-            f"the message alone makes a prompt of {num_tokens} tokens and the context holds {context_length}, answer "
+            f"the message alone gives a prompt of {num_tokens} tokens and the context holds {context_length}, answer "
             "included: shorten it, or start with a larger --ctx-size"
         )
     conversation.turns[:], conversation._dropped_end = kept.turns, kept._dropped_end

@@ -1,7 +1,7 @@
-"""Chat templates: messages become the text that a model was trained to continue.
+"""Chat templates: render messages as the prompt text that a model was trained on, and encode it.
 
-A template comes out of a model file and is untrusted: it is rendered in jinja2's immutable sandbox, with
-repetition and output bounded. What this file does not know: tokens, engines, terminals.
+Templates come from model files and are untrusted: they run in jinja2's immutable sandbox, with limits on repetition,
+number size and output length.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_PROMPT_CHARACTERS = 16_000_000
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox, which bounds `range` but neither 'x' * 10**9 nor 9**9**9."""
+    """jinja2's sandbox, which limits `range`, plus limits for 'x' * 10**9 and 9**9**9."""
 
     intercepted_binops = frozenset(["*", "**"])
 
@@ -33,9 +33,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         repeated = [len(value) for value in (left, right) if isinstance(value, (str, list, tuple))]
         bits = [value.bit_length() for value in (left, right) if isinstance(value, int)]
         if repeated and bits and repeated[0] * max(left, right, key=_as_count) > MAX_PROMPT_CHARACTERS:
-            raise jinja2.TemplateRuntimeError("repeats something too often")
+            raise jinja2.TemplateRuntimeError("a repetition is too long")
         if sum(bits) > 4096 or (operator == "**" and any(count > 10 for count in bits)):
-            raise jinja2.TemplateRuntimeError("computes a number of thousands of digits")
+            raise jinja2.TemplateRuntimeError("a number has thousands of digits")
         return super().call_binop(context, operator, left, right)
 
 
@@ -62,7 +62,7 @@ def _to_json(
 def _compiled(source: str) -> jinja2.Template:
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = _to_json
-    del environment.filters["center"]  # allocates whatever width it is told
+    del environment.filters["center"]  # allocates any width it is given
     environment.globals.update(raise_exception=_refuse, strftime_now=lambda form: datetime.now().strftime(form))
     return environment.from_string(source)
 
@@ -76,16 +76,18 @@ def render_chat(
     eos_token: str = "",
     add_generation_prompt: bool = True,
 ) -> str:
-    """The prompt that a Jinja chat template makes of `messages` (and `tools`, as OpenAI's API has them).
+    """Render a Jinja chat template with `messages` and `tools` as in OpenAI's API; returns the prompt text.
 
-    The template sees what transformers gives it: `messages`, `tools`, `bos_token`, `eos_token`,
-    `add_generation_prompt`, `raise_exception`, `strftime_now`. Raises PromptError when a message cannot be used or the
-    template refuses the conversation, CapabilityError when the template itself is broken or does forbidden things.
+    The template sees the same names as in transformers: `messages`, `tools`, `bos_token`, `eos_token`,
+    `add_generation_prompt`, `raise_exception`, `strftime_now`. Raises PromptError if a message is not valid or the
+    template rejects the conversation, CapabilityError if the template is broken or does something forbidden.
     """
     try:
         template = _compiled(source)
     except RecursionError as exc:
-        raise PromptError("the model's chat template nests too deep; use --no-chat-template, or --prompt") from exc
+        raise PromptError(
+            "the model's chat template is nested too deeply; use --no-chat-template, or --prompt"
+        ) from exc
     except jinja2.TemplateSyntaxError as exc:
         raise CapabilityError(f"the model's chat template is broken: {exc}; use --no-chat-template") from exc
     parts: list[str] = []
@@ -101,11 +103,11 @@ def render_chat(
             parts.append(part)
             size += len(part)
             if size > MAX_PROMPT_CHARACTERS:
-                raise PromptError(f"the chat template makes a prompt of over {MAX_PROMPT_CHARACTERS} characters")
+                raise PromptError(f"the chat template renders a prompt of over {MAX_PROMPT_CHARACTERS} characters")
     except jinja2.exceptions.SecurityError as exc:
         raise CapabilityError(f"the model's chat template does something forbidden: {exc}") from exc
     except jinja2.TemplateError as exc:
-        raise PromptError(f"the model's chat template refuses this conversation: {exc}") from exc
+        raise PromptError(f"the model's chat template rejects this conversation: {exc}") from exc
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, MemoryError) as exc:
         raise CapabilityError(f"the model's chat template fails: {exc}; use --no-chat-template") from exc
     return "".join(parts)
@@ -117,9 +119,9 @@ def encode_messages(
     tools: Sequence[Mapping[str, Any]] | None,
     model_name: str,
 ) -> list[int]:
-    """Token ids of a conversation through the vocabulary's own template, the assistant's turn opened.
+    """Token ids of a conversation, rendered by the vocabulary's template up to the start of the assistant's turn.
 
-    Raises PromptError when there is no template, and as `render_chat`.
+    Raises PromptError if there is no template, and the errors of `render_chat`.
     """
     if vocabulary.chat_template is None:
         raise PromptError(f"model {model_name!r} has no chat template: use --no-chat-template, or generate()")
@@ -134,26 +136,26 @@ def encode_messages(
 def encode_rendered(
     vocabulary: Vocabulary, render: Callable[[Sequence[Mapping[str, Any]]], str], messages: Sequence[Mapping[str, Any]]
 ) -> list[int]:
-    """Token ids of rendered `messages`, in which only the template may write control tokens.
+    """Token ids of rendered `messages`, in which only the template can produce control tokens.
 
-    A message that spells one out ("<|im_end|>") would otherwise forge a turn: there it is text. Raises as `render`,
-    and PromptError for messages that cannot be used.
+    A control token that a message spells out ("<|im_end|>") is encoded as text, so that it cannot forge a turn. Raises
+    the errors of `render`, and PromptError for messages that are not valid.
     """
     messages = checked_messages(messages)
     marks = [name for name in vocabulary.control_names if any(name in _content(message) for message in messages)]
     if not marks:
         return vocabulary.encode(render(messages), parse_special=True)
     stand_ins = _unused_characters(len(marks), messages)
-    spelt = dict(zip(stand_ins, sorted(marks, key=len, reverse=True), strict=True))
-    shielded = []
+    originals = dict(zip(stand_ins, sorted(marks, key=len, reverse=True), strict=True))
+    escaped = []
     for message in messages:
         content = _content(message)
-        for stand_in, mark in spelt.items():
+        for stand_in, mark in originals.items():
             content = content.replace(mark, stand_in)
-        shielded.append({**message, "content": content} if content else message)
+        escaped.append({**message, "content": content} if content else message)
     ids: list[int] = []
-    for piece in re.split(f"([{''.join(stand_ins)}])", render(shielded)):
-        ids += vocabulary.encode(spelt.get(piece, piece), parse_special=piece not in spelt) if piece else []
+    for piece in re.split(f"([{''.join(stand_ins)}])", render(escaped)):
+        ids += vocabulary.encode(originals.get(piece, piece), parse_special=piece not in originals) if piece else []
     return ids
 
 
@@ -163,16 +165,16 @@ def _content(message: Mapping[str, Any]) -> str:
 
 
 def _unused_characters(count: int, messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Characters for private use (U+F0000 on) that no message holds."""
+    """Private-use characters (from U+F0000) that occur in no message."""
     used = set().union(*(_content(message) for message in messages))
     free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
     return [next(free) for _ in range(count)]
 
 
 def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """`messages` as templates expect them: text content, tool arguments as objects.
+    """`messages` as templates expect them: content as text, tool arguments as objects.
 
-    Raises PromptError for an empty list, an unknown role or content that is no text.
+    Raises PromptError for an empty list, an unknown role or content that is not text.
     """
     given: object = messages
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
@@ -198,7 +200,7 @@ def _checked(message: object, index: int) -> Message:
         raise PromptError(f"message {index} has no text content, got {type(content).__name__}")
     if checked.get("tool_calls"):
         if not isinstance(checked["tool_calls"], list):
-            raise PromptError(f"message {index} has tool_calls that are no list: {shown(checked['tool_calls'])}")
+            raise PromptError(f"message {index} has tool_calls that are not a list: {shown(checked['tool_calls'])}")
         checked["tool_calls"] = [_parsed_call(call, index) for call in checked["tool_calls"]]
     return checked
 
@@ -206,14 +208,14 @@ def _checked(message: object, index: int) -> Message:
 def _joined_parts(parts: list[Any], index: int) -> str:
     kinds = {str(part.get("type")) if isinstance(part, Mapping) else type(part).__name__ for part in parts}
     if kinds - {"text"}:
-        raise PromptError(f"message {index} has parts of type {sorted(kinds)}; this runtime reads text only")
+        raise PromptError(f"message {index} has parts of type {sorted(kinds)}; only text is supported")
     return "".join(str(part.get("text", "")) for part in parts)
 
 
 def _parsed_call(call: Any, index: int) -> Any:
-    """OpenAI's API sends tool arguments as a JSON string; templates write them out as an object."""
+    """A tool call with its arguments as an object, which templates expect; OpenAI's API sends a JSON string."""
     if not isinstance(call, Mapping):
-        raise PromptError(f"message {index} has a tool call that is no object")
+        raise PromptError(f"message {index} has a tool call that is not an object")
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call

@@ -26,7 +26,7 @@ from edgespec.errors import ConfigError
 from edgespec.formats.files import write_atomically
 from edgespec.settings import REMEMBERING, Settings
 from edgespec.tuning.prompt_sources import built_in, read_data, read_prompts
-from edgespec.tuning.workload import MADE, BenchPrompt, Domains, choose, with_made
+from edgespec.tuning.workload import SYNTHETIC, BenchPrompt, Domains, choose, with_synthetic
 
 INTERRUPTED = 130
 DEFAULT_TOKENS = 96
@@ -94,14 +94,14 @@ def _sources(prompts: Path | None, data: Path | None) -> Domains:
 def _choose(session: Session, found: Domains, own: dict[str, Any]) -> list[BenchPrompt]:
     """The prompts of this run: of a user's own file all domains in it, else the made ones as well."""
     model, seed = session.model, session.seed
-    domains = with_made(found, model.target.vocabulary, seed)
+    domains = with_synthetic(found, model.target.vocabulary, seed)
     per_domain, wanted = own["per_domain"], own["domains"]
     if own["prompts"] is not None:
         domains, wanted = {**domains, **found}, wanted or list(found)
     elif own["data"] is not None:
         per_domain = per_domain or DEFAULT_PER_DOMAIN
     elif per_domain is None:
-        domains.update({name: domains[name][:DEFAULT_PER_DOMAIN] for name in MADE})
+        domains.update({name: domains[name][:DEFAULT_PER_DOMAIN] for name in SYNTHETIC})
     most = model.context_length - (session.options.max_tokens or 0)
     too_long = 0
 

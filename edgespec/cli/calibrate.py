@@ -138,7 +138,7 @@ def _padding(model: Model, low: int, context: int, turns: int) -> dict[str, floa
     steps = measuring.num_passes((1, low), (context,), turns)
     with load(**chosen) as plain, bar("what padding costs", steps) as progress:
         samples = measuring.measure(plain.target, (1, low), (context,), turns, progress.advance)
-    return dict(measuring.lone_token_cost(samples, low))
+    return dict(measuring.padding_cost(samples, low))
 
 
 def _facts(model: Model) -> dict[str, Any]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
 import re
 import subprocess
 import sys
-import urllib.parse
-import urllib.request
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,8 @@ from edgespec import __version__
 from edgespec.engines.cores import physical_cores
 from edgespec.engines.onnx import library as onnxruntime
 from edgespec.errors import CapabilityError, EdgespecError
+from edgespec.formats.manifest import ModelFile
+from edgespec.installation import has_engine, install_command, name_of, reinstall_command, requirements, swap_command
 from edgespec.loading.registry import list_models
 
 PROBE_TIMEOUT_S = 60
@@ -28,7 +28,7 @@ PROBE_TIMEOUT_S = 60
 @click.command(short_help="Show what is installed, what is missing and how to get it.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(as_json: bool) -> int:
-    """Show versions, engines, devices, models, and what is missing. Exit code 1 when nothing can be run."""
+    """Show versions, engines, devices, models, and what is missing. Exit code 1 when something does not work."""
     report = examine()
     if as_json:
         click.echo(json.dumps(report, indent=1))
@@ -39,13 +39,21 @@ def command(as_json: bool) -> int:
 
 def examine() -> dict[str, Any]:
     """Everything that doctor prints, as plain JSON values; sizes in bytes."""
-    llama = _probe_llamacpp()
+    engines = {"llamacpp": _llamacpp(), "onnx": _onnxruntime()}
     models, model_problem = _models()
     problems = [model_problem] if model_problem else []
-    if not llama["available"]:
-        problems.append(llama["reason"])
-    elif not models:
+    # llama.cpp is an extra: where nobody installed it nothing is wrong.
+    problems += [found["reason"] for name, found in engines.items() if not found["available"] and found["installed"]]
+    if not any(found["available"] for found in engines.values()):
+        problems.append(f"no engine works, so nothing can be run: {install_command()}")
+    elif not models and not model_problem:
         problems.append("no model is found: give a path, such as edgespec chat FILE.gguf")
+    if _version("onnxruntime") and _version("onnxruntime-gpu"):
+        problems.append(
+            "onnxruntime and onnxruntime-gpu overwrite each other's files: keep one. For the GPU: "
+            f"{swap_command('onnxruntime', 'onnxruntime-gpu')}. For the processor: "
+            f"{swap_command('onnxruntime-gpu', 'onnxruntime')}"
+        )
     return {
         "edgespec": __version__,
         "python": platform.python_version(),
@@ -53,7 +61,7 @@ def examine() -> dict[str, Any]:
         "cpu": _cpu(),
         "memory_bytes": _memory_bytes(),
         "threads": physical_cores(),
-        "engines": {"llamacpp": llama, "onnx": _onnxruntime()},
+        "engines": engines,
         "packages": _packages(),
         "extras": _extras(),
         "models": models,
@@ -61,8 +69,20 @@ def examine() -> dict[str, Any]:
     }
 
 
+def _llamacpp() -> dict[str, Any]:
+    """What llama.cpp says of itself; "reason" when it is not `available`, and whether it is `installed` at all."""
+    if has_engine("llamacpp"):
+        return {"installed": True, **_probe_llamacpp()}
+    return {
+        "installed": False,
+        "available": False,
+        "reason": f"not installed; for GGUF files: {install_command('llamacpp')}",
+    }
+
+
 def _probe_llamacpp() -> dict[str, Any]:
     probe = [sys.executable, "-m", "edgespec.cli.library_facts"]
+    rebuild = reinstall_command("llama-cpp-python", "--no-cache-dir", "--no-binary=llama-cpp-python")
     try:
         done = subprocess.run(probe, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as exc:
@@ -71,17 +91,19 @@ def _probe_llamacpp() -> dict[str, Any]:
         return {
             "available": False,
             "reason": f"llama.cpp ends its process (exit code {done.returncode}); this build does not fit the "
-            "processor. Build it here: pip install --force-reinstall --no-cache-dir llama-cpp-python",
+            f"processor. Build it here: {rebuild}",
         }
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
 
 
 def _onnxruntime() -> dict[str, Any]:
+    installed = has_engine("onnx")
     try:
-        return {"available": True, "version": onnxruntime.version(), "providers": onnxruntime.installed_providers()}
+        found = {"version": onnxruntime.version(), "providers": onnxruntime.installed_providers()}
+        return {"installed": installed, "available": True, **found}
     except CapabilityError as exc:
-        return {"available": False, "reason": str(exc)}
+        return {"installed": installed, "available": False, "reason": str(exc)}
 
 
 def _models() -> tuple[list[dict[str, Any]], str]:
@@ -95,14 +117,17 @@ def _models() -> tuple[list[dict[str, Any]], str]:
             "name": pair.name,
             "description": pair.description,
             "engines": pair.engines,
-            "files": {role: _file(file.path) for role, file in pair.files.items()},
+            "files": {role: _file(file) for role, file in pair.files.items()},
         }
         for pair in pairs
     ], ""
 
 
-def _file(path: Path) -> dict[str, Any]:
-    return {"path": str(path), "bytes": path.stat().st_size if path.exists() else None}
+def _file(model: ModelFile) -> dict[str, Any]:
+    """A model's file, and the size of all that belongs to it; None where a part is missing."""
+    paths = [file.path for file in model.all_files]
+    sizes = [path.stat().st_size if path.exists() else None for path in paths]
+    return {"path": str(model.path), "bytes": None if None in sizes else sum(filter(None, sizes))}
 
 
 def _cpu() -> dict[str, Any]:
@@ -127,50 +152,29 @@ def _memory_bytes() -> int | None:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _requirements() -> list[tuple[str, str | None]]:
-    """(package, extra that brings it or None) for all that edgespec may need, from its own metadata."""
-    try:
-        lines = importlib.metadata.requires("edgespec") or []
-    except importlib.metadata.PackageNotFoundError:
-        return []
-    found = []
-    for line in lines:
-        name = re.match(r"[A-Za-z0-9_.-]+", line)
-        extra = re.search(r"extra == ['\"]([^'\"]+)['\"]", line)
-        if name and name.group() != "edgespec":
-            found.append((name.group(), extra.group(1) if extra else None))
-    return found
-
-
 def _version(package: str) -> str | None:
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return None
 
 
 def _packages() -> dict[str, str | None]:
-    return {package: _version(package) for package, extra in _requirements() if extra is None}
+    """Versions of edgespec's own requirements; another build of ONNX Runtime than the usual one counts as it."""
+    found = {name: _version(name) for name in map(name_of, requirements().get("", ()))}
+    if found.get("onnxruntime", "") is None and has_engine("onnx"):
+        del found["onnxruntime"]
+        found |= {name: _version(name) for name in metadata.packages_distributions()["onnxruntime"]}
+    return found
 
 
 def _extras() -> dict[str, dict[str, Any]]:
     """For every extra what it lacks, and the command that installs it into this environment."""
-    report: dict[str, dict[str, Any]] = {}
-    for package, extra in dict.fromkeys(_requirements()):
-        if extra is not None:
-            entry = report.setdefault(extra, {"missing": [], "install": _install_command(extra)})
-            if _version(package) is None:
-                entry["missing"].append(package)
-    return report
-
-
-def _install_command(extra: str) -> str:
-    """From where edgespec itself was installed: a checkout, or the package index."""
-    direct_url = importlib.metadata.distribution("edgespec").read_text("direct_url.json")
-    url = urllib.parse.urlsplit(json.loads(direct_url)["url"]) if direct_url else None
-    if url is None or url.scheme != "file":
-        return f"{sys.executable} -m pip install 'edgespec[{extra}]'"
-    return f"{sys.executable} -m pip install -e '{urllib.request.url2pathname(url.path)}[{extra}]'"
+    wanted = {extra: dict.fromkeys(map(name_of, texts)) for extra, texts in requirements().items() if extra}
+    return {
+        extra: {"missing": [name for name in names if _version(name) is None], "install": install_command(extra)}
+        for extra, names in wanted.items()
+    }
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -187,9 +191,10 @@ def _print(report: dict[str, Any]) -> None:
     for package, version in report["packages"].items():
         click.echo(f"package {package}: {version or 'MISSING'}")
     if not report["packages"]:
-        click.echo("packages: unknown, since edgespec runs from its source and is not installed: pip install -e .")
+        click.echo("packages: unknown, since edgespec runs from its source and is not installed")
     for extra, entry in report["extras"].items():
         missing = ", ".join(entry["missing"])
+        missing += " (instead of onnxruntime)" if extra == "gpu" and missing else ""
         click.echo(f"extra {extra}: " + (f"lacks {missing}: {entry['install']}" if missing else "complete"))
     for model in report["models"]:
         sizes = [f"{role} {_size(file)}" for role, file in model["files"].items()]
@@ -200,7 +205,7 @@ def _print(report: dict[str, Any]) -> None:
 
 def _print_llamacpp(llama: dict[str, Any]) -> None:
     if not llama["available"]:
-        click.echo("engine llamacpp: NOT available")
+        click.echo(f"engine llamacpp: {'NOT available' if llama['installed'] else llama['reason']}")
         return
     gpu = "with GPU offload" if llama["gpu_offload"] else "no GPU offload in this build (-ngl has no effect)"
     click.echo(f"engine llamacpp: llama-cpp-python {llama['version']}, {gpu}; devices: {', '.join(llama['devices'])}")

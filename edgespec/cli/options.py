@@ -34,20 +34,6 @@ class _Length(click.ParamType):  # type: ignore[type-arg]  # generic in newer re
             self.fail(f"{value!r} is neither a whole number nor auto", param, ctx)
 
 
-class _Factor(click.ParamType):  # type: ignore[type-arg]  # as above
-    """A factor: a number, or auto."""
-
-    name = "factor"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value == "auto" or isinstance(value, float):
-            return value
-        try:
-            return float(value)
-        except ValueError:
-            self.fail(f"{value!r} is neither a number nor auto", param, ctx)
-
-
 _TYPES: dict[Kind, Any] = {
     "text": str,
     "path": click.Path(path_type=Path),
@@ -56,7 +42,6 @@ _TYPES: dict[Kind, Any] = {
     "switch": bool,
     "texts": str,
     "length": _Length(),
-    "factor": _Factor(),
 }
 Function = TypeVar("Function", bound=Callable[..., Any])
 

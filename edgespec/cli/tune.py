@@ -29,7 +29,7 @@ from edgespec.tuning.profiles import (
     source_of,
 )
 from edgespec.tuning.prompts import Prompts, choose_prompts
-from edgespec.tuning.settings_grid import Asked
+from edgespec.tuning.settings_grid import TuneRequest
 from edgespec.tuning.sweep import Sweep, prepare
 
 INTERRUPTED = 130
@@ -110,7 +110,7 @@ def _run(sweep: Sweep, prompts: Prompts) -> bool:
     try:
         _tell_beginning(sweep, prompts)
         with bar("", sweep.num_runs()) as progress:
-            sweep.advance, sweep.tell = progress.advance, progress.tell
+            sweep.advance, sweep.on_progress = progress.advance, progress.tell
             sweep.run()
     except KeyboardInterrupt:
         note("interrupted: no profile is written; so far")
@@ -131,7 +131,7 @@ def _prepare(settings: Settings, models: Sequence[str], prompts: Prompts, max_to
     pairs = {model: resolve(model, options.draft, options.engine, options.medium) for model in models}
     pair = pairs[models[0]]
     settings = settings.below(pair.recommended, f"recommended for {pair.name}")
-    asked = Asked(
+    asked = TuneRequest(
         options,
         frozenset(name for name in TUNED if name in settings.values),
         Sampling(**settings.part("sampling")),
@@ -147,7 +147,7 @@ def _tell_beginning(sweep: Sweep, prompts: Prompts) -> None:
         note(f"{len(prompts.chosen)} built-in prompts: --prompts FILE tunes for yours")
     elif len(prompts.chosen) < prompts.num_given:
         note(f"{len(prompts.chosen)} of {prompts.num_given} prompts, spread evenly; --max-prompts takes more")
-    note(f"{len(sweep.scores)} settings, at most {sweep.num_runs()} decodings of {sweep.asked.max_tokens} tokens")
+    note(f"{len(sweep.scores)} settings, at most {sweep.num_runs()} decodings of {sweep.request.max_tokens} tokens")
     if len({engine for _, engine in sweep.prompts}) > 1:
         note(
             "engines may differ in the text they give, as two builds of one model do: the tokens are reproducible per "

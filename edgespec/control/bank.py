@@ -1,14 +1,14 @@
-"""The time bank: caps the time that speculation can lose, whatever a drafter claims.
+"""The time bank: caps the time that speculation can lose, however wrong the expectations are.
 
-A run is credited what plain decoding would have taken for its tokens, and (1 + share) of it, and charged what it took.
-A round may speculate only when the bank can pay its worst case, one token for the whole pass and draft. So at every
-moment elapsed - excused <= (1 + share) * (tokens * plain + prefill) + start: pathwise, and not on average.
+A run is credited (1 + share) times what plain decoding would have taken for its tokens, and charged what it took. A
+round may speculate only when the bank can pay its worst case, one token for the whole pass and draft. So at every
+moment elapsed - excused <= (1 + share) * (tokens * plain + prefill) + start, for each run and not only on average.
 
-Excused is what the machine did, and no drafter: of a pass of the target what it took beyond 1.5 times its known cost
-(plain decoding has to wait there too), and of the rest of a round, which is drafting, deciding and judging, most of a
-stall (`own_work`). A suspended laptop or a draft that was paged out costs seconds, and saving them up from a share of
-plain passes would switch speculation off for tens of thousands of tokens. Among n rounds with stalls of at most S
-seconds, no more than log2(4 * S / plain) + 2 + n / 1024 are excused: a drafter that is always late pays for it.
+Time lost to the machine rather than to a drafter is excused: of a pass of the target what it took beyond 1.5 times its
+known cost (plain decoding would wait too), and of drafting, deciding and judging most of a stall (`own_work`). A
+suspended laptop or a draft that was paged out costs seconds; saving these from a share of plain passes would switch
+speculation off for tens of thousands of tokens. Among n rounds with stalls of at most S seconds, at most
+log2(4 * S / plain) + 2 + n / 1024 are excused, so a drafter that is always late is charged.
 """
 
 from __future__ import annotations
@@ -17,19 +17,15 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
-_RISKED = 0.5  # of what it holds, that a round may lose where a shorter draft can still be tried
-LATE = 1.5  # times what it is known to take, that work is charged to speculation without question
-_STALL = 0.5  # plain passes beyond that, from which on it is a stall
-_FIRST_FINE = 0.25  # plain passes that a first stall is charged
-_FORGIVEN_AFTER = 1024  # rounds without a stall, after which the fine for the next one is halved
+from edgespec.control import constants as c
 
 
 @dataclass(slots=True)
 class TimeBank:
     """Seconds that speculation may still lose. `share`: of plain decoding's time, that may be lost at most.
 
-    `balance_s`: what this generation may spend; `aside_s`: what earlier ones left for later ones; `stalls`: how often
-    the fine for a stall has doubled; `on_time`: rounds since the last one.
+    `balance_s`: what this generation may spend; `aside_s`: saved by earlier ones for later ones; `stalls`: how often
+    the fine for a stall has doubled; `on_time`: rounds since the last stall.
     """
 
     share: float
@@ -39,16 +35,16 @@ class TimeBank:
     on_time: int = 0
 
     def can_pay(self, round_s: float, plain_s: float) -> bool:
-        """Whether a round of `round_s` that yields only one token, worth `plain_s`, leaves the bank solvent."""
+        """Whether the bank can pay a round of `round_s` for one token, which takes `plain_s` in plain decoding."""
         return self.balance_s + (1.0 + self.share) * plain_s >= round_s
 
     def longest(self, most: int, round_s: Callable[[int], float], plain_s: float) -> int:
-        """Tokens of the longest draft, up to `most`, that half of what it holds can pay; if there is none, all of it.
+        """Tokens of the longest draft, up to `most`, that half of the balance can pay, or else all of it.
 
-        `round_s(count)`, never falling: seconds of a round with a draft of `count` tokens. The half is for what comes
-        after a failure: where wide passes are dear, an answer's first three drafts would otherwise spend everything.
+        `round_s(count)`, never falling: seconds of a round with a draft of `count` tokens. The other half is kept for
+        later rounds: where wide passes are expensive, an answer's first three drafts would otherwise spend everything.
         """
-        for held_s in (min(_RISKED * self.balance_s, self.balance_s), self.balance_s):
+        for held_s in (min(c.RISKED * self.balance_s, self.balance_s), self.balance_s):
             afforded_s = held_s + (1.0 + self.share) * plain_s
             if most and round_s(most) <= afforded_s:
                 return most
@@ -57,23 +53,23 @@ class TimeBank:
         return 0
 
     def rounds_until(self, round_s: float, plain_s: float) -> int:
-        """Plain rounds that have to be saved up before `can_pay` says yes; a great many when nothing is saved."""
+        """Plain rounds to wait until `can_pay`; a very large number when they save nothing."""
         missing_s = round_s - (1.0 + self.share) * plain_s - self.balance_s
         return int(min(missing_s / (self.share * plain_s), 1e6)) if self.share * plain_s else 1_000_000
 
     def own_work(self, seconds: float, expected_s: float, plain_s: float) -> float:
-        """What a round is to be charged for `seconds` of drafting, deciding and judging that were to take `expected_s`.
+        """What to charge for `seconds` of drafting, deciding and judging that were expected to take `expected_s`.
 
-        All of it, unless it stalled: then what is not out of the ordinary, and a fine, which doubles with each stall
-        and is at most the time that was lost.
+        All of them, unless the machine stalled: then the usual time and a fine, which doubles with each stall and is
+        at most the time lost.
         """
-        stall_s = seconds - LATE * expected_s - _STALL * plain_s
+        stall_s = seconds - c.LATE * expected_s - c.STALL * plain_s
         if stall_s <= 0:
             self.on_time += 1
-            if self.stalls and self.on_time >= _FORGIVEN_AFTER:
+            if self.stalls and self.on_time >= c.FORGIVEN_AFTER:
                 self.stalls, self.on_time = self.stalls - 1, 0
             return seconds
-        fine_s = _FIRST_FINE * plain_s * 2.0**self.stalls
+        fine_s = c.FIRST_FINE * plain_s * 2.0**self.stalls
         self.on_time = 0
         if fine_s >= stall_s:
             return seconds
@@ -81,11 +77,11 @@ class TimeBank:
         return seconds - stall_s + fine_s
 
     def speculated(self, num_tokens: int, round_s: float, plain_s: float) -> None:
-        """A round emitted `num_tokens` in `round_s` seconds, each worth `plain_s`."""
+        """A round emitted `num_tokens` in `round_s` seconds; each takes `plain_s` in plain decoding."""
         self.balance_s += (1.0 + self.share) * num_tokens * plain_s - round_s
 
     def decoded(self, plain_s: float, extra_s: float) -> None:
-        """A plain round: its pass is what plain decoding takes, however long that was; deciding took `extra_s`."""
+        """A plain round, whose pass is plain decoding itself; deciding took `extra_s`."""
         self.balance_s += self.share * plain_s - extra_s
 
     def waited(self, seconds: float) -> None:
@@ -93,10 +89,10 @@ class TimeBank:
         self.balance_s += self.share * seconds
 
     def open(self, least_s: float, most_s: float, kept_s: float) -> None:
-        """A generation begins with at most `most_s`: gains of yesterday must not pay for one slow answer today.
+        """A generation begins with at most `most_s`: earlier gains must not pay for one slow answer.
 
-        What is beyond goes aside, up to `kept_s`, and fills up later ones that would begin with less than `least_s`:
-        where any round costs much more than a plain one, a few failures would otherwise end speculation for long.
+        The rest is saved, up to `kept_s`, for later generations that would begin with less than `least_s`: where any
+        round costs much more than a plain one, a few failures would otherwise stop speculation for long.
         """
         self.aside_s = min(self.aside_s + max(self.balance_s - most_s, 0.0), kept_s)
         self.balance_s = min(self.balance_s, most_s)

@@ -1,7 +1,7 @@
-"""The contract of a controller: it owns the drafters of a generation and decides each round which one drafts how much.
+"""The interface of a controller, which decides each round of a generation which drafter drafts how many tokens.
 
-A controller sees committed tokens, costs and outcomes. It never sees logits, so whatever it decides can change the
-time of a text and, under the coupled rule, not the text.
+A controller sees committed tokens, costs and outcomes, but no logits: under the coupled rule its decisions change the
+speed and never the output.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ class Controller(ABC):
         """The draft of the next round: at most `request.max_tokens` tokens; an empty one is plain decoding."""
 
     def rest(self) -> int:
-        """Plain rounds to decode before it wants to be asked again; asked before every `propose`."""
+        """Plain rounds to decode before the next `propose`; called before every `propose`."""
         return 0
 
     def use_threads(self, threads: int) -> None:
-        """Passes and drafts from now on use so many threads, and cost what they cost with these."""
+        """Passes and drafts use so many threads from now on, which changes what they cost."""
 
     @abstractmethod
     def leave_out(self) -> str:
-        """The drafter that was asked last has failed: it is not asked again before `begin`. Its name."""
+        """The drafter that was asked last has failed: leave it out until `begin`. Returns its name."""
 
     @abstractmethod
     def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
-        """Learn what became of the last proposal, and what the round cost."""
+        """Learn the outcome of the last proposal and the cost of the round."""
 
 
 class FixedLength(Controller):
-    """One drafter and the same draft length every round, whatever it costs."""
+    """One drafter with the same draft length in every round."""
 
     def __init__(self, drafter: Drafter, draft_length: int) -> None:
         self._drafter = drafter

@@ -1,19 +1,117 @@
-"""Which drafter: Hedge over policies (Freund & Schapire 1997; fixed share of Herbster & Warmuth 1998).
+"""The choice of a drafter: what is learnt of each, and the weights among them, by kind of sampling.
 
-Policies, not drafters, are weighed: "never draft", "this drafter wherever it expects a gain", "whichever expects most".
-A drafter that copies is right in bursts, so the last one is usually best; but it believes expectations, and the weights
-do not: they are moved by the tokens really gained, net of what they cost at the running rate.
+Hedge over policies (Freund & Schapire 1997; fixed share of Herbster & Warmuth 1998). The policies are "never draft",
+"this drafter whenever it expects a gain" and "the drafter that expects most". Drafters that copy are right in bursts,
+so the last one is usually best, but it relies on expectations. The weights do not: they follow the tokens gained, net
+of their cost at the running rate.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from edgespec.control import constants as c
+from edgespec.control.confidence import BetaTable, Calibrator, Logistic, NextConfidence
+from edgespec.control.length import path_products
+from edgespec.drafters.base import Drafter, DraftRequest
+from edgespec.types import Draft, Verdict
 
 BEST, NEVER = "best", "never"
-_RATE = 0.15  # of the weights' logarithms per net token
-_SHARE = 0.01  # of all weight that is spread again each round, so that a change of domain is followed
-_MOST_GAIN = 8.0  # net tokens of one round that are believed; fewer, and of those that copy long runs all seem alike
+
+
+@dataclass(slots=True)
+class DrafterState:
+    """Of one drafter: the calibration of its evidence, the forecast for its next token, and when to probe it again."""
+
+    calibrator: Calibrator
+    upcoming: NextConfidence = field(default_factory=NextConfidence)
+    expected_gain: float | None = None  # tokens per draft of a paid drafter, net of drafting, not of reading
+    times_asked: int = 0
+    acceptance_bias: float = 0.0  # accepted less expected tokens, decaying with every round
+    times_tried: float = 0.0  # drafts behind `acceptance_bias`, decaying likewise
+    probe_in: int = c.PROBE_EVERY
+    probe_interval: int = c.PROBE_EVERY
+
+    @classmethod
+    def of(cls, drafter: Drafter) -> Self:
+        """The initial state."""
+        return cls(BetaTable() if drafter.evidence_kind == "bucket" else Logistic(drafter.prior))
+
+    def confidences(self, draft: Draft) -> Iterator[float]:
+        """Of each token of a draft: calibrated, or the drafter's own where it gives no evidence."""
+        if not draft.evidence:
+            return iter(draft.confidences.tolist())
+        places = range(draft.num_tokens) if draft.is_chain else draft.depths()
+        return map(self.calibrator.judge(), places, draft.evidence)
+
+    def learn(self, draft: Draft, accepted: int) -> None:
+        """The first `accepted` tokens of a chain were accepted and the next one, if there is one, was rejected."""
+        for index, evidence in enumerate((draft.evidence or ())[: accepted + 1]):
+            self.calibrator.observe(index, evidence, accepted=index < accepted)
+
+    def learn_verdict(self, draft: Draft, verdict: Verdict) -> None:
+        """Update from the nodes whose parents were accepted, and from accepted less expected tokens."""
+        expected = sum(path_products(draft, draft.confidences.tolist()))
+        self.acceptance_bias += len(verdict.accepted_nodes) - expected
+        self.times_tried += 1.0
+        if draft.evidence is None or draft.is_chain:
+            self.learn(draft, len(verdict.accepted_nodes))
+            return
+        for node, depth, accepted in outcomes(draft, verdict):
+            self.calibrator.observe(depth, draft.evidence[node], accepted=accepted)
+
+    def asked(self, gain: float) -> None:
+        """A paid drafter was asked and its draft is expected to gain `gain` tokens, net of the drafting."""
+        self.times_asked += 1
+        before = gain if self.expected_gain is None else self.expected_gain
+        self.expected_gain = before + max(c.GAIN_RATE, 1.0 / (2.0 + self.times_asked)) * (gain - before)
+
+    @property
+    def score(self) -> float:
+        """Expected tokens gained by asking a paid drafter, corrected by how its drafts fared against expectation.
+
+        Without the correction a few overconfident drafts would count in full until the drafter is asked again.
+        """
+        return (self.expected_gain or 0.0) + self.acceptance_bias / (self.times_tried + c.BIAS_PRIOR)
+
+    @property
+    def ucb_bonus(self) -> float:
+        """Upper confidence bonus on `score`, in tokens (Auer et al. 2002): large where rarely tried or long ago."""
+        return c.UCB_SCALE / math.sqrt(self.times_tried + c.BIAS_PRIOR)
+
+    def count_probe(self, *, asked: bool, expected: bool, promising: bool) -> None:
+        """A round is over: a probe is due again at once after a promising draft, else after a longer interval."""
+        self.acceptance_bias *= c.BIAS_DECAY
+        self.times_tried *= c.BIAS_DECAY
+        if not asked:
+            self.probe_in -= 1
+        elif promising:
+            self.probe_in, self.probe_interval = 0, c.PROBE_EVERY
+        else:
+            self.probe_in = self.probe_interval
+            if not expected:
+                self.probe_interval = min(2 * self.probe_interval, c.PROBE_AT_MOST)
+
+    def kept(self) -> list[Any]:
+        """For the next run, as JSON."""
+        return [self.calibrator.state(), self.upcoming.state()]
+
+    def restore(self, kept: Any) -> None:
+        """Continue from what `kept` returned; raises ValueError, TypeError, KeyError or IndexError otherwise."""
+        self.calibrator.restore(kept[0])
+        self.upcoming.restore(kept[1])
+
+
+def outcomes(draft: Draft, verdict: Verdict) -> list[tuple[int, int, bool]]:
+    """(node, its depth, whether it was accepted) of every node whose parent was accepted."""
+    accepted = set(verdict.accepted_nodes)
+    found = []
+    for depth, parent in enumerate((-1, *verdict.accepted_nodes)):
+        found += [(child, depth, child in accepted) for child in draft.children_of(parent)]
+    return found
 
 
 class Hedge:
@@ -35,42 +133,85 @@ class Hedge:
         return choice_of(leader, gains)
 
     def second(self, gains: Mapping[str, float]) -> str | None:
-        """Who takes over from a drafter that promised more than it has drafted: the best of the others' `gains`."""
+        """The best of the others by their `gains`, for a draft that turned out to be expected to gain less."""
         leader = max(self._weights, key=self._weights.__getitem__)
         return None if leader == NEVER else choice_of(BEST, gains)
 
     def update(self, gains: Mapping[str, float], net_tokens: Mapping[str, float]) -> None:
-        """Of one round: `gains` as they were expected, and the `net_tokens` of the drafters of which they are known."""
+        """Of one round: the `gains` expected, and the `net_tokens` gained by the drafters of which that is known."""
         for policy in self._weights:
             drafter = choice_of(policy, gains)
             if drafter is not None and drafter in net_tokens:
-                net = max(-_MOST_GAIN, min(_MOST_GAIN, net_tokens[drafter]))
-                self._weights[policy] *= math.exp(_RATE * net)
+                net = max(-c.HEDGE_MOST_GAIN, min(c.HEDGE_MOST_GAIN, net_tokens[drafter]))
+                self._weights[policy] *= math.exp(c.HEDGE_RATE * net)
 
     def share(self) -> None:
-        """Once a round: spread a little of all weight evenly, so that no policy is ever beyond recall."""
+        """Once a round: spread a little of all weight evenly, so that every policy can recover."""
         total = sum(self._weights.values())
-        spread = _SHARE / len(self._weights)
-        self._weights = {name: (1 - _SHARE) * weight / total + spread for name, weight in self._weights.items()}
+        spread = c.HEDGE_SHARE / len(self._weights)
+        self._weights = {name: (1 - c.HEDGE_SHARE) * weight / total + spread for name, weight in self._weights.items()}
 
 
 def choice_of(policy: str, gains: Mapping[str, float]) -> str | None:
-    """What a policy does when the drafters expect `gains` over plain decoding."""
+    """The drafter of a policy when the drafters expect `gains` over plain decoding; None: do not draft."""
     if policy == NEVER or not gains:
         return None
     drafter = max(gains, key=gains.__getitem__) if policy == BEST else policy
     return drafter if gains.get(drafter, 0.0) > 0 else None
 
 
-def add_ucb_bonus(gains: dict[str, float], hopes: Mapping[str, float]) -> None:
-    """Of the drafters with `hopes` that expect to gain, the most hopeful one changes places with the most promising.
+def add_ucb_bonus(gains: dict[str, float], bonuses: Mapping[str, float]) -> None:
+    """Swap the largest gain with that of the drafter whose gain plus bonus is largest, among those that expect a gain.
 
-    `hopes`: tokens by which a drafter whose drafts cost time may be better than it expects. Of what is not asked
-    nothing is learnt, so that some bad luck at first would leave the field to a worse one for long. Whether any is
-    asked is no matter of hope: the largest gain stays what it is.
+    `bonuses`: tokens by which a paid drafter may be better than it expects. Nothing is learnt of a drafter that is not
+    asked, so that a few early failures would leave it out for long. The swap explores without changing the largest
+    gain, so the bonus never makes a round draft that would not.
     """
-    able = [name for name in hopes if gains[name] > 0]
+    able = [name for name in bonuses if gains[name] > 0]
     if len(able) > 1:
-        promising = max(able, key=gains.__getitem__)
-        hopeful = max(able, key=lambda name: gains[name] + hopes[name])
-        gains[promising], gains[hopeful] = gains[hopeful], gains[promising]
+        best = max(able, key=gains.__getitem__)
+        explored = max(able, key=lambda name: gains[name] + bonuses[name])
+        gains[best], gains[explored] = gains[explored], gains[best]
+
+
+class Kinds:
+    """By kind of sampling: the state of every drafter and the weights of the choice.
+
+    Kinds are those under which a draft's acceptance differs.
+    """
+
+    def __init__(self, drafters: Mapping[str, Drafter]) -> None:
+        self._drafters = drafters
+        self._kinds: dict[str, tuple[dict[str, DrafterState], Hedge]] = {}
+
+    def of(self, kind: str) -> tuple[dict[str, DrafterState], Hedge]:
+        """Those of one kind; new ones at first."""
+        if kind not in self._kinds:
+            states = {name: DrafterState.of(drafter) for name, drafter in self._drafters.items()}
+            self._kinds[kind] = states, Hedge(self._drafters)
+        return self._kinds[kind]
+
+    def kept(self) -> dict[str, Any]:
+        """For the next run, as JSON."""
+        return {
+            kind: {name: state.kept() for name, state in states.items()} for kind, (states, _) in self._kinds.items()
+        }
+
+    def restore(self, kept: object) -> None:
+        """Continue from what `kept` returned; what does not fit is ignored."""
+        for kind, drafters in kept.items() if isinstance(kept, dict) else ():
+            states, _ = self.of(kind)
+            for name, parts in drafters.items() if isinstance(drafters, dict) else ():
+                if name not in states:
+                    continue
+                try:
+                    states[name].restore(parts)
+                except (ValueError, TypeError, KeyError, IndexError):
+                    states[name] = DrafterState.of(self._drafters[name])
+
+
+def kind_of(request: DraftRequest) -> str:
+    """By temperature, and by whether the rule compares distributions."""
+    temperature = request.sampler.sampling.temperature
+    heat = "greedy" if temperature == 0 else "cool" if temperature < 0.5 else "warm" if temperature <= 1.1 else "hot"
+    return f"{heat} rejection" if request.needs_distributions else heat

@@ -1,7 +1,7 @@
-"""From a drafter's evidence to the probability that the target accepts a token, learnt from outcomes as they come.
+"""Calibration: from a drafter's evidence to the probability that the target accepts a token, learnt from outcomes.
 
-A drafter's own opinion is not to be trusted, a greedy draft's probability says 1 for everything, and a domain that the
-draft knows badly shows in outcomes only. Old outcomes fade, since texts change.
+A drafter's own probabilities are unreliable: greedy ones are always 1, and a domain that the draft knows badly shows
+only in outcomes. Old outcomes fade, since texts change.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from operator import mul
 from typing import Any
 
+from edgespec.control import constants as c
 from edgespec.types import Evidence
 
 _BUCKET_OF = (0, 1, 2, 3, 3, 4, 4, 4)  # position of a token in its draft -> bucket; later ones share the last
 NUM_BUCKETS = 6
 _LAST = len(_BUCKET_OF)  # the first position of the last bucket
 Judge = Callable[[int, Evidence], float]
-_LEAST, _MOST = 0.01, 0.995
-_LOWEST, _HIGHEST = (math.log(probability / (1.0 - probability)) for probability in (_LEAST, _MOST))
+_LOWEST, _HIGHEST = (math.log(limit / (1.0 - limit)) for limit in (c.LEAST_PROBABILITY, c.MOST_PROBABILITY))
 
 
 def bucket_of(index: int) -> int:
@@ -37,11 +37,11 @@ class Calibrator(ABC):
 
     @abstractmethod
     def judge(self) -> Judge:
-        """`probability` as of now, quick for many tokens: it knows nothing of what is observed later."""
+        """`probability` as of now, fast for many tokens; it ignores what is observed later."""
 
     @abstractmethod
     def observe(self, index: int, evidence: Evidence, *, accepted: bool) -> None:
-        """Learn the fate of a token whose predecessors were all accepted."""
+        """Learn the outcome of a token whose predecessors were all accepted."""
 
     @abstractmethod
     def state(self) -> Any:
@@ -49,16 +49,14 @@ class Calibrator(ABC):
 
     @abstractmethod
     def restore(self, state: Any) -> None:
-        """Go on from what `state` gave; raises ValueError, TypeError or KeyError when it is something else."""
+        """Continue from what `state` returned; raises ValueError, TypeError or KeyError when it is something else."""
 
 
 class BetaTable(Calibrator):
     """A Beta posterior per (class of proposal, position bucket), for drafters that copy.
 
-    What a class has shown as a whole is the prior of each of its positions, worth `_PRIOR_WEIGHT` outcomes.
+    The outcomes of a class as a whole are the prior of each position, with the weight of BETA_PRIOR_WEIGHT outcomes.
     """
-
-    _PRIOR_WEIGHT, _MEMORY = 2.0, 0.98
 
     def __init__(self) -> None:
         self._counts: dict[tuple[float, int], list[float]] = {}  # [accepted, tried], old outcomes fading
@@ -68,7 +66,7 @@ class BetaTable(Calibrator):
         whole = self._counts.get((evidence[0], -1), (1.0, 2.0))
         pooled = (whole[0] + 1.0) / (whole[1] + 2.0)
         accepted, tried = self._counts.get((evidence[0], bucket_of(index)), (0.0, 0.0))
-        return (accepted + self._PRIOR_WEIGHT * pooled) / (tried + self._PRIOR_WEIGHT)
+        return (accepted + c.BETA_PRIOR_WEIGHT * pooled) / (tried + c.BETA_PRIOR_WEIGHT)
 
     def judge(self) -> Judge:
         if self._judge is None:
@@ -87,8 +85,8 @@ class BetaTable(Calibrator):
         self._judge = None
         for place in (-1, bucket_of(index)):
             counts = self._counts.setdefault((evidence[0], place), [0.0, 0.0])
-            counts[0] = counts[0] * self._MEMORY + accepted
-            counts[1] = counts[1] * self._MEMORY + 1.0
+            counts[0] = counts[0] * c.BETA_MEMORY + accepted
+            counts[1] = counts[1] * c.BETA_MEMORY + 1.0
 
     def state(self) -> Any:
         return [[*key, *counts] for key, counts in self._counts.items()]
@@ -98,41 +96,37 @@ class BetaTable(Calibrator):
         if not all(0 <= accepted <= tried < math.inf for accepted, tried in counts.values()) or not all(
             -1 <= bucket < NUM_BUCKETS for _, bucket in counts
         ):
-            raise ValueError("a table of outcomes has counts that cannot be")
+            raise ValueError("a table of outcomes has impossible counts")
         self._counts, self._judge = counts, None
 
 
 class Logistic(Calibrator):
     """Logistic regression by online Newton steps of diagonal curvature.
 
-    Score: a bias, what a position differs by, the evidence, and how much better than predicted it went lately: a draft
-    is good or bad by stretches of text.
+    Score: a bias, an offset per position, the evidence, and the recent error, since drafts are good or bad over
+    stretches of text.
     """
 
-    _PRECISION, _PLACE_PRECISION, _SLOPE_PRECISION, _MEMORY = 1.0, 8.0, 4.0, 0.998  # of the priors; of what was seen
-    _SLOPE = 0.5
-    _MOOD_MEMORY, _MOOD_SCALE = 0.9, 4.0  # its standard deviation is about 0.1
-
     def __init__(self, prior: Sequence[float] = (-0.2,)) -> None:
-        """`prior`: the bias, then the slopes of the evidence; those not given are modest ones."""
-        self._bias, self._precision = prior[0], self._PRECISION
-        self._prior = (self._SLOPE, *prior[1:])
+        """`prior`: the bias, then the slopes of the evidence; LOGISTIC_SLOPE for those not given."""
+        self._bias, self._precision = prior[0], c.LOGISTIC_PRECISION
+        self._prior = (c.LOGISTIC_SLOPE, *prior[1:])
         self._places = [0.0] * NUM_BUCKETS
-        self._place_precision = [self._PLACE_PRECISION] * NUM_BUCKETS
-        self._slopes: list[float] = []  # of the mood, then of the evidence
+        self._place_precision = [c.PLACE_PRECISION] * NUM_BUCKETS
+        self._slopes: list[float] = []  # of the recent error, then of the evidence
         self._slope_precision: list[float] = []
-        self._mood = 0.0
+        self._recent_error = 0.0
         self._judge: Judge | None = None
 
     def probability(self, index: int, evidence: Evidence) -> float:
         self._grow(1 + len(evidence))
         score = self._bias + self._places[bucket_of(index)]
-        return _chance(sum(map(mul, self._slopes, (self._mood, *evidence)), score))
+        return _chance(sum(map(mul, self._slopes, (self._recent_error, *evidence)), score))
 
     def judge(self) -> Judge:
         if self._judge is None:
             self._grow(1)
-            common, places = self._bias + self._slopes[0] * self._mood, tuple(self._places)
+            common, places = self._bias + self._slopes[0] * self._recent_error, tuple(self._places)
             slopes = self._slopes[1:]
 
             def judged(index: int, evidence: Evidence) -> float:
@@ -149,18 +143,18 @@ class Logistic(Calibrator):
         probability = self.probability(index, evidence)
         self._judge = None
         error, curvature = accepted - probability, max(probability * (1.0 - probability), 0.02)
-        self._precision = max(self._precision * self._MEMORY, self._PRECISION) + curvature
+        self._precision = max(self._precision * c.LOGISTIC_MEMORY, c.LOGISTIC_PRECISION) + curvature
         self._bias += error / self._precision
         place = bucket_of(index)
-        known = max(self._place_precision[place] * self._MEMORY, self._PLACE_PRECISION) + curvature
+        known = max(self._place_precision[place] * c.LOGISTIC_MEMORY, c.PLACE_PRECISION) + curvature
         self._place_precision[place] = known
         self._places[place] += error / known
         precisions, slopes = self._slope_precision, self._slopes
-        for number, value in enumerate((self._mood, *evidence)):
-            known = max(precisions[number] * self._MEMORY, self._PRECISION) + curvature * value * value
+        for number, value in enumerate((self._recent_error, *evidence)):
+            known = max(precisions[number] * c.LOGISTIC_MEMORY, c.LOGISTIC_PRECISION) + curvature * value * value
             precisions[number] = known
             slopes[number] += error * value / known
-        self._mood += (1.0 - self._MOOD_MEMORY) * (self._MOOD_SCALE * error - self._mood)
+        self._recent_error += (1.0 - c.ERROR_MEMORY) * (c.ERROR_SCALE * error - self._recent_error)
 
     def state(self) -> Any:
         return [
@@ -176,7 +170,7 @@ class Logistic(Calibrator):
         if not (len(places) == len(place_precision) == NUM_BUCKETS and len(slopes) == len(slope_precision)):
             raise ValueError("a logistic's state has other sizes")
         if not all(math.isfinite(value) for part in state for value in part):
-            raise ValueError("a logistic's state has values that are no numbers")
+            raise ValueError("a logistic's state has values that are not finite")
         if min(*common[1:], *place_precision, *slope_precision, 1.0) <= 0:
             raise ValueError("a logistic's state has precisions that are not positive")
         self._bias, self._precision = common
@@ -186,30 +180,26 @@ class Logistic(Calibrator):
     def _grow(self, size: int) -> None:
         while len(self._slopes) < size:
             number = len(self._slopes)
-            self._slopes.append(self._prior[number] if number < len(self._prior) else self._SLOPE)
-            self._slope_precision.append(self._SLOPE_PRECISION)
+            self._slopes.append(self._prior[number] if number < len(self._prior) else c.LOGISTIC_SLOPE)
+            self._slope_precision.append(c.SLOPE_PRECISION)
 
 
 def _chance(score: float) -> float:
-    """The probability of these log odds, never quite 0 or 1."""
+    """The probability of these log odds, within LEAST_PROBABILITY and MOST_PROBABILITY."""
     if score >= _HIGHEST:
-        return _MOST
-    return _LEAST if score <= _LOWEST else 1.0 / (1.0 + math.exp(-score))
+        return c.MOST_PROBABILITY
+    return c.LEAST_PROBABILITY if score <= _LOWEST else 1.0 / (1.0 + math.exp(-score))
 
 
 class NextConfidence:
-    """What the next token of a draft will be worth, before it is drafted: judged by the one before it.
+    """The expected confidence of a draft's next token before it is drafted, by the confidence of the one before it.
 
-    Positions share what is learnt: a draft that always ended early would otherwise never be seen to deserve more.
+    All positions share the estimates: later ones would otherwise never be learnt of drafts that always end early.
     """
 
-    _RATE, _FIRST_COUNT = 0.05, 3.0
-    _ABOVE = (0.4, 0.6, 0.75, 0.85, 0.93, 0.97)  # limits of the confidence before
-    _FIRST = (0.85, 0.45, 0.55, 0.65, 0.75, 0.85, 0.9, 0.93)  # of a draft's first token, and by the confidence before
-
     def __init__(self) -> None:
-        self._means = list(self._FIRST)
-        self._counts = [self._FIRST_COUNT] * len(self._FIRST)
+        self._means = list(c.NEXT_FIRST)
+        self._counts = [c.NEXT_FIRST_COUNT] * len(c.NEXT_FIRST)
 
     def expected(self, before: float | None) -> float:
         """The expected probability of a token whose predecessor has the probability `before`; None: the first one."""
@@ -221,14 +211,14 @@ class NextConfidence:
         while len(found) < count:
             found.append(self._means[level])
             known, level = level, self._level(found[-1])
-            if level == known:  # and so it goes on
+            if level == known:  # the rest is the same
                 found += [found[-1]] * (count - len(found))
         return found
 
     def observe(self, before: float | None, probability: float) -> None:
         level = self._level(before)
         self._counts[level] += 1.0
-        self._means[level] += max(self._RATE, 1.0 / self._counts[level]) * (probability - self._means[level])
+        self._means[level] += max(c.NEXT_RATE, 1.0 / self._counts[level]) * (probability - self._means[level])
 
     def observe_chain(self, probabilities: Sequence[float]) -> None:
         """Learn from the probabilities of all tokens of a draft."""
@@ -242,11 +232,11 @@ class NextConfidence:
 
     def restore(self, state: Any) -> None:
         means, counts = ([float(value) for value in part] for part in state)
-        if not len(means) == len(counts) == len(self._FIRST):
+        if not len(means) == len(counts) == len(c.NEXT_FIRST):
             raise ValueError("the state of expected confidences has another size")
         if not (all(0 <= mean <= 1 for mean in means) and all(count >= 1 for count in counts)):
-            raise ValueError("the state of expected confidences is no probabilities and counts")
+            raise ValueError("the state of expected confidences has impossible values")
         self._means, self._counts = means, counts
 
     def _level(self, before: float | None) -> int:
-        return 0 if before is None else 1 + bisect_right(self._ABOVE, before)
+        return 0 if before is None else 1 + bisect_right(c.NEXT_ABOVE, before)

@@ -1,33 +1,29 @@
-"""What passes cost: the target's time by width and context, and a drafter's time by token, kept true by every pass.
+"""What the target's passes cost, by rows and context: measured before, or guessed, and corrected by every pass.
 
 On a processor a pass over several tokens costs more than one over a single token, in steps that differ from kernel to
 kernel, so nothing is assumed of the curve but that it does not fall: a narrow pass can always be padded to a wider
 one. Machines are noisy and heat up, so each observation moves the curve a little, and an outlier no more than others.
+
+Nothing is measured before the first token. A first run begins with a straight line (`PriorCurve`): a pass of one row
+costs what the first plain passes take, and each further row a share of that which is too high for most kernels. The
+time bank limits what a wrong line can lose.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.control import constants as c
+
 WIDEST = 65
 _WIDTHS = np.arange(WIDEST + 1)
-_DRIFT_RATE, _PLAIN_RATE = 0.05, 0.15
-_FORMER_PASSES = 2.0  # that what was known of a width before its first pass is worth
-_MOST_PASSES = 32.0  # of one width, that are remembered
-_LIKENESS = 0.35  # octaves, over which what a pass says of others fades
-_MOST_SURPRISE = 0.3  # largest believed deviation of a single pass, in natural logarithms of its time
-_FIRST_LATENESS = 0.15  # in logarithms: how far the first plain passes of a run may differ to be believed singly
-_COST_RATE, _MOST_DRAFT_SURPRISE = 0.1, 2.0
-_FIRST_PASSES = 3
-_MOST_STALE = 0.01  # by which a table of costs may be out of date, in logarithms: making one is not free
-_CONTEXT_STEP = 64  # tokens of context by which a table of costs may be out of date
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +38,12 @@ class ContextCost:
 
 
 def _likenesses() -> NDArray[np.float64]:
-    """[WIDEST + 1, WIDEST + 1]: how much a pass of one width says of another one, none of itself.
+    """[WIDEST + 1, WIDEST + 1]: how much a pass of one width says about another one; 0 on the diagonal.
 
-    Nothing to and from plain passes (row and column 1): they are the measure of all others.
+    0 to and from plain passes (row and column 1): all others are measured against them.
     """
     octaves = np.log2(np.maximum(_WIDTHS, 1))
-    found: NDArray[np.float64] = np.exp(-np.abs(octaves[:, None] - octaves[None, :]) / _LIKENESS)
+    found: NDArray[np.float64] = np.exp(-np.abs(octaves[:, None] - octaves[None, :]) / c.LIKENESS)
     np.fill_diagonal(found, 0.0)
     found[:, :2] = found[:2, :] = 0.0
     return found
@@ -68,9 +64,9 @@ class CostCurve:
         self._base_s = np.array(self._base)
         self._passes = np.zeros(WIDEST + 1)  # of each width
         self._own = np.zeros(WIDEST + 1)  # mean logarithm over the base that they took, drift aside
-        self._local = np.zeros(WIDEST + 1)  # the same as it is believed, those of similar widths considered
+        self._local = np.zeros(WIDEST + 1)  # the same, smoothed over similar widths
         self._first: list[float] = []  # logarithms of the first plain passes over the base
-        self._odd: dict[int, list[float]] = {}  # what the latest passes of each width were off by, where that was a lot
+        self._odd: dict[int, list[float]] = {}  # recent large deviations of each width
         self._drift = 0.0
         self._stale = 0.0  # how much has been learnt since the table was made, in logarithms
         self._table: list[float] = []
@@ -78,11 +74,11 @@ class CostCurve:
 
     def table(self, context_tokens: int) -> list[float]:
         """Seconds of a pass of width 0 (nothing) to WIDEST, never falling, with `context_tokens` in the cache."""
-        step = context_tokens // _CONTEXT_STEP
+        step = context_tokens // c.CONTEXT_STEP
         if step != self._table_step:
             self._table_step = step
             self._stale = 0.0
-            self._table = self._rebuilt(step * _CONTEXT_STEP)
+            self._table = self._rebuilt(step * c.CONTEXT_STEP)
         return self._table
 
     def at(self, width: int, context_tokens: int = 0) -> float:
@@ -94,15 +90,15 @@ class CostCurve:
         if not 1 <= width <= WIDEST or seconds <= 0:
             return
         ratio = math.log(seconds / (self._base[width] + self.context.at(width, context_tokens)))
-        if width > 1 or len(self._first) == _FIRST_PASSES:
+        if width > 1 or len(self._first) == c.FIRST_PASSES:
             self._follow(width, ratio)
         else:
             self._first.append(ratio)
-            self._drift = median(self._first)  # what was measured before may be of a busier machine
-            if len(self._first) < _FIRST_PASSES:
-                self._drift = min(self._drift, _FIRST_LATENESS)
+            self._drift = median(self._first)  # an earlier measurement may be from a busier machine
+            if len(self._first) < c.FIRST_PASSES:
+                self._drift = min(self._drift, c.FIRST_LATENESS)
             self._table_step = -1
-        if self._stale > _MOST_STALE:
+        if self._stale > c.MOST_STALE:
             self._table_step = -1
 
     @property
@@ -111,40 +107,40 @@ class CostCurve:
         return True
 
     def is_sure_of_plain(self) -> bool:
-        """Whether plain passes were timed in this run, and the last one was not much faster than believed before.
+        """Whether plain passes were timed in this run, and the last one was not much faster than expected.
 
-        Slower is no harm: a plain pass that is thought too cheap makes drafts look worse than they are.
+        A slower one does no harm: if plain passes are underestimated, drafts look worse than they are.
         """
-        if len(self._first) < _FIRST_PASSES:
-            return bool(self._first) and self._first[-1] > -_FIRST_LATENESS
+        if len(self._first) < c.FIRST_PASSES:
+            return bool(self._first) and self._first[-1] > -c.FIRST_LATENESS
         odd = self._odd.get(1)
         return not (odd and odd[0] < 0)
 
     def _follow(self, width: int, ratio: float) -> None:
-        """Move a little towards one pass; if three in a row were surprising in one direction, all the way to them."""
+        """Move a little towards one pass; after three large deviations in one direction, all the way."""
         surprise = ratio - self._drift - float(self._local[width])
         odd = self._odd.setdefault(width, [])
-        if abs(surprise) <= _MOST_SURPRISE or (odd and (odd[0] > 0) != (surprise > 0)):
+        if abs(surprise) <= c.MOST_SURPRISE or (odd and (odd[0] > 0) != (surprise > 0)):
             odd.clear()
-        if abs(surprise) > _MOST_SURPRISE:
+        if abs(surprise) > c.MOST_SURPRISE:
             odd.append(surprise)
-        if len(odd) < _FIRST_PASSES:
-            self._move(width, max(-_MOST_SURPRISE, min(_MOST_SURPRISE, surprise)))
+        if len(odd) < c.FIRST_PASSES:
+            self._move(width, max(-c.MOST_SURPRISE, min(c.MOST_SURPRISE, surprise)))
         else:
-            self._believe(width, median(odd))
+            self._jump(width, median(odd))
             odd.clear()
 
     def _move(self, width: int, surprise: float) -> None:
-        """A plain pass is what all others are compared with: what it shows is the machine's pace, and never its own."""
-        self._drift += (_PLAIN_RATE if width == 1 else _DRIFT_RATE) * surprise
-        self._stale += abs(surprise) * _PLAIN_RATE
+        """All widths are relative to plain passes, so a plain pass changes only the machine's pace."""
+        self._drift += (c.PLAIN_RATE if width == 1 else c.DRIFT_RATE) * surprise
+        self._stale += abs(surprise) * c.PLAIN_RATE
         if width > 1:
             seen = self._local[width] + surprise
-            self._passes[width] = passes = min(self._passes[width] + 1.0, _MOST_PASSES)
+            self._passes[width] = passes = min(self._passes[width] + 1.0, c.MOST_OWN_PASSES)
             self._own[width] += (seen - self._own[width]) / passes
             self._judge()
 
-    def _believe(self, width: int, surprise: float) -> None:
+    def _jump(self, width: int, surprise: float) -> None:
         self._stale += abs(surprise)
         if width == 1:
             self._drift += surprise
@@ -153,37 +149,37 @@ class CostCurve:
             self._judge()
 
     def _judge(self) -> None:
-        """What each width costs beyond the base: its own passes say it, those of widths like it as long as it has few.
+        """What each width costs beyond the base, from its own passes and, while these are few, from similar widths.
 
-        Drafts are of many lengths, so that each width by itself is seen seldom. Of several noisy times the greatest
-        would make all wider passes look dear and, since a curve does not fall, alike: too long drafts would be made.
+        Drafts have many lengths, so each width is seen rarely. Without smoothing the largest of several noisy times
+        would make all wider passes look as expensive, since the curve never falls, and drafts would be too long.
         """
         others = _LIKENESSES @ self._passes
-        of_others = _LIKENESSES @ (self._passes * self._own) / (others + _FORMER_PASSES)
-        self._local = (self._passes * self._own + _FORMER_PASSES * of_others) / (self._passes + _FORMER_PASSES)
+        of_others = _LIKENESSES @ (self._passes * self._own) / (others + c.FORMER_PASSES)
+        self._local = (self._passes * self._own + c.FORMER_PASSES * of_others) / (self._passes + c.FORMER_PASSES)
 
     def refined(self) -> dict[int, float]:
-        """The times by measured width as they are believed now, to begin with next time; drift is not kept."""
+        """The current estimates by measured width, for the next run; drift is not kept."""
         return {width: self._base[width] * math.exp(self._local[width]) for width in self.measured}
 
     def _rebuilt(self, context_tokens: int) -> list[float]:
         context, scale = self.context, math.exp(self._drift)
         times = np.exp(self._local) * (self._base_s + context_tokens * (context.fixed_s + _WIDTHS * context.row_s))
         times[0] = 0.0
-        # A width that was never run costs no less than the narrower ones that were, whatever the base says of it.
+        # A width that was never run costs no less than the narrower ones that were.
         is_seen = self._passes > 0
         is_seen[1] = True
         np.maximum(times, np.maximum.accumulate(np.where(is_seen, times, 0.0)), out=times, where=~is_seen)
-        # It never falls: between the least such curve above the times and the greatest below them.
+        # Made non-decreasing: midway between the lowest such curve above the times and the highest one below.
         above, below = np.maximum.accumulate(times), np.minimum.accumulate(times[::-1])[::-1]
         found: list[float] = (0.5 * scale * (above + below)).tolist()
         return found
 
 
 def never_falling(measured: Mapping[int, float]) -> dict[int, float]:
-    """The nearest curve that does not fall, by pooling neighbours that do (Ayer et al. 1955), one width one vote.
+    """The nearest non-decreasing curve, by pooling adjacent violators (Ayer et al. 1955) with equal weights.
 
-    A lucky time of a wide pass would otherwise make every narrower one look as cheap.
+    One fast time of a wide pass would otherwise make every narrower one look as cheap.
     """
     pools: list[tuple[float, list[int]]] = []
     for width, seconds in sorted(measured.items()):
@@ -212,82 +208,93 @@ def _interpolated(measured: Mapping[int, float]) -> list[float]:
     return times
 
 
-@dataclass(slots=True)
-class DraftCost:
-    """Seconds that a drafter takes: `token_s` per drafted token, `read_s` per committed token that it lags behind.
+class PriorCurve(CostCurve):
+    """A cost curve without a measurement.
 
-    `is_relative`: both are in plain passes of the target, as long as it is not known what these take.
+    `guess_s`: seconds of a plain pass until two were timed; `low`: rows that a single token is padded to.
     """
 
-    token_s: float = 0.0
-    read_s: float = 0.0
-    is_relative: bool = False
-    _seen: int = field(default=0, init=False)
+    def __init__(self, guess_s: float, low: int = 1) -> None:
+        self._low, self._row, self._row_weight = low, c.FIRST_ROW, c.ROW_WEIGHT
+        super().__init__({width: guess_s * self._line(width) for width in range(1, WIDEST + 1)})
+        self._plain: list[float] = []
+        self._is_scaled = False
 
     @property
-    def is_observed(self) -> bool:
-        """Whether a draft was timed."""
-        return self._seen > 0
+    def is_scaled(self) -> bool:
+        return self._is_scaled
 
-    def scale(self, plain_s: float) -> None:
-        """A plain pass takes `plain_s`: from now on this is in seconds."""
-        if self.is_relative:
-            self.token_s, self.read_s, self.is_relative = self.token_s * plain_s, self.read_s * plain_s, False
+    def is_sure_of_plain(self) -> bool:
+        return self._is_scaled and super().is_sure_of_plain()
 
-    def of(self, num_tokens: int, num_uncached: int) -> float:
-        return num_tokens * self.token_s + num_uncached * self.read_s
+    def observe(self, width: int, context_tokens: int, seconds: float) -> None:
+        if not self._is_scaled:
+            if width <= self._low and seconds > 0:
+                self._plain.append(seconds)
+            if len(self._plain) < c.PLAIN_PASSES:
+                return
+            self._rebase(min(self._plain))
+            self._is_scaled, width, seconds = True, 1, min(self._plain)
+        if self._low < width <= WIDEST and seconds > 0:
+            self._learn_row(width, seconds)  # first, so that only the rest counts as this width's own
+        super().observe(width, context_tokens, seconds)
 
-    def observe(self, num_tokens: int, num_uncached: int, seconds: float) -> None:
-        """Learn from one draft; what reading took shows only where it was most of the work."""
-        if num_tokens < 1:
-            return
-        drafting_s = num_tokens * self.token_s
-        if num_uncached > 4 * num_tokens and self.token_s:
-            self.read_s = _moved(self.read_s, max(seconds - drafting_s, 0.0) / num_uncached, _COST_RATE)
-        elif num_uncached <= 2 * num_tokens + 2:
-            # The first drafts count for more: what was measured before is a bare pass, without choosing a token.
-            self._seen += 1
-            rate = max(1.0 / (self._seen + 1), _COST_RATE)
-            self.token_s = _moved(
-                self.token_s, max(seconds - num_uncached * self.read_s, 0.1 * seconds) / num_tokens, rate
-            )
+    def _line(self, width: int) -> float:
+        return 1.0 + self._row * max(width - self._low, 0)
 
+    def _learn_row(self, width: int, seconds: float) -> None:
+        """Learn the cost of a row from a pass; the line is redrawn when that has changed enough."""
+        plain_s = self._base[1] * math.exp(self._drift)
+        seen = min(max((seconds / plain_s - 1.0) / (width - self._low), 0.0), c.MOST_ROW)
+        self._row_weight = min(self._row_weight + 1.0, c.MOST_ROW_PASSES)
+        row = self._row + (seen - self._row) / self._row_weight
+        if abs(row - self._row) * (width - 1) > c.LEAST_ROW_CHANGE:
+            self._row = row
+            self._rebase(self._base[1])
 
-@dataclass(slots=True)
-class RoundCost:
-    """Seconds that a speculative round takes beyond its draft, its pass and what its tokens cost in any mode.
+    def _rebase(self, plain_s: float) -> None:
+        """Redraw the line; widths that were run keep their times."""
+        before = self._base_s
+        self._base = [0.0, *(plain_s * self._line(width) for width in range(1, WIDEST + 1))]
+        self._base_s = np.array(self._base)
+        self.measured = {width: self._base[width] for width in self.measured}
+        self._own[1:] -= np.where(self._passes[1:] > 0, np.log(self._base_s[1:] / before[1:]), 0.0)
+        self._judge()
+        self._table_step = -1
 
-    Judging a draft, taking back what does not stand and learning from it are nothing beside the pass of a large model
-    and more than that of a tiny one. `token_s`: what choosing a token takes when nothing is drafted.
-    """
-
-    token_s: float = 0.0
-    round_s: float = 0.0
+    def kept(self) -> dict[str, Any]:
+        """For the next run, as JSON; empty while no plain pass was timed."""
+        if not self._is_scaled:
+            return {}
+        widths = np.flatnonzero(self._passes)
+        return {
+            "plain": self._base[1] * math.exp(self._drift),
+            "row": [self._row, self._row_weight],
+            "widths": [[int(width), float(self._passes[width]), float(self._own[width])] for width in widths],
+        }
 
     @classmethod
-    def of(cls, kept: object) -> Self:
-        """As `kept` gave it; nothing known for anything else."""
-        is_kept = isinstance(kept, list) and len(kept) == 2 and all(isinstance(s, float) and 0 <= s < 1 for s in kept)
-        return cls(*kept) if is_kept and isinstance(kept, list) else cls()
+    def of(cls, kept: object, low: int = 1) -> Self | None:
+        """The curve that `kept` returned; None for anything else."""
+        try:
+            assert isinstance(kept, Mapping)
+            plain_s, (row, weight) = float(kept["plain"]), map(float, kept["row"])
+            widths = [(int(width), float(passes), float(own)) for width, passes, own in kept["widths"]]
+        except (AssertionError, KeyError, TypeError, ValueError):
+            return None
+        sound = 0 < plain_s < math.inf and 0 <= row <= c.MOST_ROW and c.ROW_WEIGHT <= weight <= c.MOST_ROW_PASSES
+        if not sound or not all(1 < w <= WIDEST and 0 < n < math.inf and abs(own) < 20 for w, n, own in widths):
+            return None
+        curve = cls(plain_s, low)
+        curve._row, curve._row_weight = row, weight
+        curve._rebase(plain_s)
+        curve._is_scaled = True
+        for width, passes, own in widths:
+            curve._passes[width], curve._own[width] = passes, own
+        curve._judge()
+        return curve
 
-    def kept(self) -> list[float]:
-        """For the next run, as JSON."""
-        return [self.token_s, self.round_s]
 
-    def decoded(self, judge_s: float) -> None:
-        """A plain round took `judge_s` to choose its token."""
-        self.token_s = _moved(self.token_s, judge_s, _COST_RATE)
-
-    def speculated(self, num_tokens: int, seconds: float) -> float:
-        """A round of `num_tokens` took `seconds` besides drafting and its pass; how many of them speculation caused."""
-        extra_s = max(seconds - num_tokens * self.token_s, 0.0)
-        self.round_s = _moved(self.round_s, max(extra_s, 1e-7), _COST_RATE)
-        return extra_s
-
-
-def _moved(old: float, seen: float, rate: float) -> float:
-    """`old` moved towards what was seen, by no more than an outlier deserves."""
-    if old <= 0:
-        return seen
-    surprise = math.log(max(seen, 1e-9) / old)
-    return old * math.exp(rate * max(-_MOST_DRAFT_SURPRISE, min(_MOST_DRAFT_SURPRISE, surprise)))
+def guessed_plain_s(weight_bytes: int) -> float:
+    """Seconds of a plain pass over so many bytes, as a unit of time until one was timed."""
+    return c.GUESSED_PASS_S + weight_bytes / c.GUESSED_BYTES_PER_S

@@ -1,26 +1,39 @@
-"""The rate rule: how many tokens of a draft are worth their cost.
+"""The rate rule: how many tokens of a draft pay for their rows in the target's pass.
 
 What has to be maximised is the long-run rate of tokens and not a round's own ratio (a renewal reward process, its
 fraction by Dinkelbach 1967). With rate r a round of k drafted tokens gains 1 + sum of a_j - r * (t(1 + k) + D(k)),
-where a_j is the probability that the first j tokens all stand. All gains here are over a plain round, in tokens.
+where a_j is the probability that the first j tokens are all accepted. All gains here are over a plain round, in tokens.
 
-The search ends where even tokens that all stood could not make up for what they cost (`least_ahead`).
+The search ends where even tokens that were certain could not make up for what they cost (`least_ahead`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
-FORESIGHT = 16  # tokens that a forecast looks ahead: a step of a staircase is no wider on any kernel seen
+from edgespec.types import Draft
+
+
+class Prices(NamedTuple):
+    """What rounds cost now.
+
+    `pass_s[w]`: seconds of a round with a pass of width w, drafting aside; `ahead_s`: `least_ahead` of it; `rate`:
+    tokens per second that the run earns, so that a second costs as many tokens.
+    """
+
+    pass_s: Sequence[float]
+    ahead_s: Sequence[float]
+    rate: float
 
 
 def least_ahead(pass_s: Sequence[float]) -> list[float]:
     """[widths]: the least seconds that a further row takes behind a pass of width w, on average over some number.
 
-    A draft whose tokens so far all stand with a probability below the rate times that is worth nothing more.
+    A draft whose tokens so far are all accepted with a probability below the rate times that cannot gain any more.
     """
     times, widths = np.array(pass_s), np.arange(len(pass_s))
     further = widths[None, :] - widths[:, None]
@@ -29,14 +42,12 @@ def least_ahead(pass_s: Sequence[float]) -> list[float]:
     return found
 
 
-def best_length(
-    confidences: Iterable[float], pass_s: Sequence[float], ahead_s: Sequence[float], rate: float, most: int
-) -> tuple[int, float]:
-    """(tokens k to keep, gain in tokens over a plain round) of a draft whose drafting is paid for or free.
+def best_length(confidences: Iterable[float], prices: Prices, most: int) -> tuple[int, float]:
+    """(tokens k to keep, gain in tokens over a plain round) of a finished draft.
 
-    `confidences` [n]: probability that token j stands if those before it do, asked for only as far as needed;
-    `pass_s[w]`: seconds of a pass of width w; `ahead_s`: of these, `least_ahead`.
+    `confidences` [n]: probability that token j is accepted if those before it are, asked for only as far as needed.
     """
+    pass_s, ahead_s, rate = prices
     best, best_gain = 0, 0.0
     reach, expected = 1.0, 0.0
     plain_s = pass_s[1]
@@ -51,20 +62,37 @@ def best_length(
     return best, best_gain
 
 
+def best_nodes(draft: Draft, confidences: Sequence[float], prices: Prices, most: int) -> tuple[int, float]:
+    """(first nodes to keep, gain in tokens over a plain round), as `best_length`.
+
+    Of a draft with branches either all nodes are kept, or as much of the main chain, which is listed first, as pays.
+    """
+    length = draft.main_chain.num_tokens
+    kept, gain = best_length(confidences[:length], prices, most)
+    if length < draft.num_tokens <= most:
+        extra_s = prices.pass_s[draft.num_tokens + 1] - prices.pass_s[1]
+        whole = sum(path_products(draft, confidences)) - prices.rate * extra_s
+        if whole > gain:
+            return draft.num_tokens, whole
+    return kept, gain
+
+
+def path_products(draft: Draft, confidences: Sequence[float]) -> list[float]:
+    """The probability of every node's whole path, from those of the nodes given their parents."""
+    found: list[float] = []
+    for parent, confidence in zip(draft.parents.tolist(), confidences, strict=True):
+        found.append(confidence * (found[parent] if parent >= 0 else 1.0))
+    return found
+
+
 def forecast(
-    start: int,
-    reach: float,
-    expected_confidences: Sequence[float],
-    pass_s: Sequence[float],
-    ahead_s: Sequence[float],
-    token_s: float,
-    rate: float,
-    most: int,
+    start: int, reach: float, expected_confidences: Sequence[float], prices: Prices, token_s: float, most: int
 ) -> tuple[int, float]:
-    """(further tokens to draft, their gain) behind `start` drafted ones that all stand with probability `reach`.
+    """(further tokens to draft, their gain) behind `start` drafted ones, all accepted with probability `reach`.
 
     `expected_confidences[j]`: probability to expect of the j-th further token; `token_s`: seconds to draft one more.
     """
+    pass_s, ahead_s, rate = prices
     best, best_gain = 0, 0.0
     expected, here_s = 0.0, pass_s[start + 1]
     most = min(most - start, len(expected_confidences))
@@ -80,7 +108,7 @@ def forecast(
 
 
 def ceiling(pass_s: Sequence[float], token_s: float, most: int) -> tuple[int, float]:
-    """(draft length, speedup) if every drafted token stood: no drafter of this cost can gain more on this machine."""
+    """(draft length, speedup) if all was accepted: no drafter of this cost can gain more on this machine."""
     speedups = [(k, (1 + k) * pass_s[1] / (pass_s[1 + k] + k * token_s)) for k in range(most + 1)]
     return max(speedups, key=lambda pair: pair[1])
 

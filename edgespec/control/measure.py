@@ -1,7 +1,7 @@
 """What passes cost on this machine: cached, guessed and then learnt from the passes of answers, or measured.
 
-A run measures nothing before its first token (`known_curve`, `known_draft_cost`). Whoever reports costs or plans with
-them measures (`target_curve`, `draft_cost`), in a second or two. Either is kept between runs.
+A run measures nothing before its first token (`known_curve`, `known_draft_cost`). Commands that report costs or plan
+with them measure (`target_curve`, `draft_cost`), in a second or two. Both are kept between runs.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from time import perf_counter
 
 import numpy as np
 
-from edgespec.control.cost import WIDEST, ContextCost, CostCurve, DraftCost
-from edgespec.control.prior import PriorCurve, guessed_draft_cost, guessed_plain_s
+from edgespec.control import constants as c
+from edgespec.control.cost import WIDEST, ContextCost, CostCurve, PriorCurve, guessed_plain_s
+from edgespec.control.run_cost import DraftCost, guessed_draft_cost
 from edgespec.engines import disk_cache
 from edgespec.engines.base import Engine
 from edgespec.engines.disk_cache import a_list, a_record, a_row, a_table, file_key, key_of, number, seconds
@@ -24,19 +25,11 @@ from edgespec.engines.machine import processor
 from edgespec.types import Batch
 
 logger = logging.getLogger("edgespec")
-METHOD = 3  # raise it when the measurement changes, and what is kept of older ones is forgotten
-# The end of every step that a kernel of this kind was seen to have, and its neighbours; the rest is interpolated. What
-# is seldom drafted is left to the passes of real text where the time would not do for several passes of each width: one
-# disturbed pass of two misleads the first answers.
+METHOD = 3  # part of the cache key: raise it when the measurement changes
+# The end of every step seen in kernels of this kind, and its neighbours; the rest is interpolated. The widths of FINE
+# are measured only where there is time for several passes of each: one disturbed pass of two misleads first answers.
 COARSE, FINE = (1, 2, 4, 5, 8, 16), (3, 6, 7, 9, 12)
 WIDTHS = (*COARSE, *FINE)
-QUICK_S, LEAST_PASSES, _MOST_TURNS = 1.0, 20, 24
-_LEAST_TURNS = 3
-_MEASURED_NOISE = 0.08  # of a width's time in so few passes, relative
-_PREFIX = 8  # tokens cached before: a pass onto nothing is read by another kernel in some engines
-_READ_WIDTH = 32
-_EXIT_PASSES = 6
-_CHECKED_WIDTH, _CHECKED_TURNS, _MOST_CHANGE, _WORTH_CHECKING_S = 8, 2, 1.5, 0.005
 _PER_TOKEN_S = number(0.0, 1.0)  # of context
 _ROW = number(0.0, 1e3)
 _LEARNT = a_record({"plain": seconds, "row": a_row(_ROW, _ROW), "widths": a_list(a_row(_ROW, _ROW, number(-20, 20)))})
@@ -50,7 +43,7 @@ _LIBRARIES = {"llamacpp": "llama-cpp-python", "onnx": "onnxruntime"}
 
 
 def known_curve(engine: Engine, files: Sequence[Path]) -> CostCurve:
-    """The cost curve as it was measured or learnt before, or a guess for the first passes to correct; runs none."""
+    """The cost curve as it was measured or learnt before, or a guess that the first passes correct; runs no pass."""
     key = cost_key(engine, files)
     low = engine.facts.pinned_class[0] if engine.facts.pinned_class else 1
     known = _kept_curve(key) or PriorCurve.of(disk_cache.get("learnt costs", key, _LEARNT), low)
@@ -69,47 +62,46 @@ def target_curve(engine: Engine, files: Sequence[Path]) -> CostCurve:
     kept = _kept_curve(key)
     if kept is not None and _still_holds(kept, engine):
         return kept
-    why = "once" if kept is None else "again: they are not what they were"
+    why = "once" if kept is None else "again, since they have changed"
     logger.info("measuring what passes of %s cost on this machine, %s", files[0].name, why)
     costs = quick_costs(engine, COARSE)
-    if _LEAST_TURNS * sum(costs.values()) < 0.75 * QUICK_S:
-        costs |= quick_costs(engine, FINE, passes=_LEAST_TURNS * len(FINE))
+    if c.LEAST_TURNS * sum(costs.values()) < 0.75 * c.QUICK_S:
+        costs |= quick_costs(engine, FINE, passes=c.LEAST_TURNS * len(FINE))
     curve = CostCurve(_padded(smoothed(dict(sorted(costs.items()))), engine))
     store_curve(key, curve)
     return curve
 
 
 def _still_holds(curve: CostCurve, engine: Engine) -> bool:
-    """Whether a narrow and a wide pass cost what they did: what a busy machine showed must not last for ever.
+    """Whether a narrow and a wide pass cost what they did, since the machine may have been busy when measured.
 
-    Short passes are not checked: there are enough of them in a moment's decoding to correct the curve.
+    Short passes are not checked: decoding runs enough of them to correct the curve at once.
     """
-    widths = [width for width in (1, _CHECKED_WIDTH) if width in curve.measured and width <= engine.widest_pass]
-    if curve.at(1) < _WORTH_CHECKING_S or not widths or _PREFIX + max(widths) > engine.facts.context_length:
+    widths = [width for width in (1, c.CHECKED_WIDTH) if width in curve.measured and width <= engine.widest_pass]
+    if curve.at(1) < c.LEAST_CHECKED_S or not widths or c.PREFIX + max(widths) > engine.facts.context_length:
         return True
-    now = timed_costs(engine, widths, _PREFIX, lambda done: done >= _CHECKED_TURNS)
-    return all(1 / _MOST_CHANGE <= now[width] / curve.at(width) <= _MOST_CHANGE for width in widths)
+    now = timed_costs(engine, widths, c.PREFIX, lambda done: done >= c.CHECKED_TURNS)
+    return all(1 / c.MOST_CHANGE <= now[width] / curve.at(width) <= c.MOST_CHANGE for width in widths)
 
 
 def smoothed(costs: dict[int, float]) -> dict[int, float]:
-    """Times by width, drawn to the straight line through them as far as they may be off it by chance (Stein 1956).
+    """Times by width, shrunk towards the straight line through them as far as noise explains it (Stein 1956).
 
-    A kink that only noise made would be taken for the end of a step, and drafts would stay on its side of it. Steps of
-    real kernels are several times as high as what is left of noise in a few passes, and stay as they are. So does the
-    first width: plain decoding's time is what all others are compared with.
+    A kink due to noise would look like the end of a step and limit drafts. Steps of real kernels are several times as
+    high as the noise left in a few passes, and remain. So does the first width, since all others are relative to it.
     """
     if len(costs) < 3:
         return costs
     widths, seconds = np.array(list(costs), np.float64), np.array(list(costs.values()))
     line = np.polynomial.Polynomial.fit(widths, seconds, 1, w=1.0 / seconds)(widths)
     off = seconds / line - 1.0
-    drawn = line * (1.0 + off * off * off / (off * off + _MEASURED_NOISE**2))
+    drawn = line * (1.0 + off * off * off / (off * off + c.MEASURED_NOISE**2))
     stays = (line <= 0) | (widths == widths[0])
     return dict(zip(costs, np.where(stays, seconds, drawn).tolist(), strict=True))
 
 
 def _padded(costs: dict[int, float], engine: Engine) -> dict[int, float]:
-    """Widths below the pinned class are padded up to it: one and the same pass, so their times are taken together."""
+    """Widths below the pinned class are padded to it and cost the same pass, so their times are pooled."""
     low = engine.facts.pinned_class[0] if engine.facts.pinned_class else 1
     same = [seconds for width, seconds in costs.items() if width <= low]
     return {width: median(same) if width <= low else seconds for width, seconds in costs.items()}
@@ -120,7 +112,7 @@ def draft_cost(engine: Engine, files: Iterable[Path]) -> DraftCost:
     key = cost_key(engine, files)
     kept = _kept_draft_cost(key)
     if kept is None:
-        read_width = min(_READ_WIDTH, engine.widest_pass)
+        read_width = min(c.READ_WIDTH, engine.widest_pass)
         costs = quick_costs(engine, (1, read_width), passes=8)
         kept = DraftCost(costs[1], costs[read_width] / read_width)
         store_draft_cost(key, kept)
@@ -128,15 +120,15 @@ def draft_cost(engine: Engine, files: Iterable[Path]) -> DraftCost:
 
 
 def exit_cost(engine: Engine) -> DraftCost:
-    """Seconds per token of an empty target's own first layers as its draft: what the target read they need not read."""
-    ids = np.random.default_rng(0).integers(0, engine.vocabulary.size, _PREFIX + 1 + _EXIT_PASSES).astype(np.int32)
+    """Seconds per token of an early exit that shares an empty target's cache, so that it reads nothing itself."""
+    ids = np.random.default_rng(0).integers(0, engine.vocabulary.size, c.PREFIX + 1 + c.EXIT_PASSES).astype(np.int32)
     taken = []
     try:
-        for start in range(0, _PREFIX, engine.widest_pass):
-            engine.forward(Batch.chain(ids[start : min(start + engine.widest_pass, _PREFIX)], last_only=True))
+        for start in range(0, c.PREFIX, engine.widest_pass):
+            engine.forward(Batch.chain(ids[start : min(start + engine.widest_pass, c.PREFIX)], last_only=True))
         found = engine.early_exit()
-        found.follow(ids[: _PREFIX + 1])
-        for token in range(_PREFIX, ids.size):
+        found.follow(ids[: c.PREFIX + 1])
+        for token in range(c.PREFIX, ids.size):
             started_s = perf_counter()
             found.feed(ids[token : token + 1])
             taken.append(perf_counter() - started_s)
@@ -145,18 +137,18 @@ def exit_cost(engine: Engine) -> DraftCost:
     return DraftCost(sorted(taken[1:])[(len(taken) - 1) // 4])
 
 
-def quick_costs(engine: Engine, widths: Sequence[int], passes: int = LEAST_PASSES) -> dict[int, float]:
-    """Seconds by width, the widths taking turns: about `passes` passes, or more while QUICK_S is not over."""
-    fitting = [w for w in widths if w <= engine.widest_pass and _PREFIX + w <= engine.facts.context_length]
+def quick_costs(engine: Engine, widths: Sequence[int], passes: int = c.LEAST_PASSES) -> dict[int, float]:
+    """Seconds by width, the widths taking turns: about `passes` passes, or more while c.QUICK_S is not over."""
+    fitting = [w for w in widths if w <= engine.widest_pass and c.PREFIX + w <= engine.facts.context_length]
     if not fitting:
         return {}
-    deadline_s = perf_counter() + QUICK_S
+    deadline_s = perf_counter() + c.QUICK_S
     turns = max(passes // len(fitting), 1)
 
     def is_enough(done: int) -> bool:
-        return (done >= turns and perf_counter() > deadline_s) or done >= _MOST_TURNS
+        return (done >= turns and perf_counter() > deadline_s) or done >= c.MOST_TURNS
 
-    return timed_costs(engine, fitting, _PREFIX, is_enough)
+    return timed_costs(engine, fitting, c.PREFIX, is_enough)
 
 
 def timed_costs(
@@ -164,8 +156,8 @@ def timed_costs(
 ) -> dict[int, float]:
     """Lower quartile of the seconds of a verifying pass by width, until `is_enough(turns done)`.
 
-    `context_tokens`: what is cached before. The engine must be empty, and is left so. All rows give logits, as those of
-    a draft do.
+    `context_tokens`: tokens cached before. The engine must be empty, and is left empty. All rows give logits, as in
+    verification.
     """
     ids = np.random.default_rng(0).integers(0, engine.vocabulary.size, context_tokens + max(widths)).astype(np.int32)
     taken: dict[int, list[float]] = defaultdict(list)
@@ -184,12 +176,12 @@ def timed_costs(
             done += 1
     finally:
         engine.rollback(0)
-    # The lower quartile, of two the lower one: what disturbs a pass makes it longer.
+    # The lower quartile, of two the lower one: disturbances only make a pass longer.
     return {width: sorted(times)[len(times) // 4] for width, times in taken.items()}
 
 
 def cost_key(engine: Engine, files: Iterable[Path]) -> str:
-    """A name for everything that the time of a pass depends on: files, library, machine, device, threads, cache."""
+    """A key of everything that the time of a pass depends on: files, library, machine, device, threads, cache."""
     facts = engine.facts
     return key_of(
         METHOD,
@@ -200,7 +192,7 @@ def cost_key(engine: Engine, files: Iterable[Path]) -> str:
 
 
 def store_curve(key: str, curve: CostCurve) -> None:
-    """Keep what a curve came to. One that began with a guess is kept apart: it goes on learning as it did."""
+    """Store a curve for later runs; one that began with a guess separately, so that it continues to learn."""
     if isinstance(curve, PriorCurve):
         if kept := curve.kept():
             disk_cache.put("learnt costs", key, kept)
@@ -214,13 +206,13 @@ def store_draft_cost(key: str, cost: DraftCost) -> None:
 
 
 def _kept_draft_cost(key: str) -> DraftCost | None:
-    """What `store_draft_cost` stored under `key`."""
+    """What `store_draft_cost` stored under `key`; None without."""
     kept = disk_cache.get("draft costs", key, a_row(seconds, seconds))
     return None if kept is None else DraftCost(kept[0], kept[1])
 
 
 def _kept_curve(key: str) -> CostCurve | None:
-    """What `remember_curve` kept under `key`."""
+    """What `store_curve` stored under `key`; None without."""
     kept = disk_cache.get("costs", key, _CURVE)
     if kept is None:
         return None

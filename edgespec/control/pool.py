@@ -1,7 +1,7 @@
-"""Who decides about drafts in a loaded model: its drafters, their controllers, and what these measured and learnt.
+"""The drafters of a loaded model, their controllers, and the costs and confidences that these measured and learnt.
 
-Costs are learnt from the passes of every generation, serve the later ones and are kept on disk. They are measured only
-for whoever reports them or plans with them.
+Costs are learnt from the passes of every generation, used by later ones and kept on disk. They are measured only for
+commands that report them or plan with them.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from edgespec.config import DrafterName, DraftLength, GenerateOptions, LoadOptions
+from edgespec.control import constants as c
 from edgespec.control.auto import AutoController
 from edgespec.control.base import Controller, FixedLength
-from edgespec.control.cost import CostCurve, DraftCost
+from edgespec.control.cost import CostCurve, PriorCurve
 from edgespec.control.measure import (
     cost_key,
     draft_cost,
@@ -25,11 +26,12 @@ from edgespec.control.measure import (
     store_draft_cost,
     target_curve,
 )
-from edgespec.control.prior import PriorCurve, guessed_draft_cost
+from edgespec.control.run_cost import DraftCost, guessed_draft_cost
 from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.cache import CacheDrafter
-from edgespec.drafters.factory import BY_NAME_ONLY, FREE_DRAFTERS, MANY_ROWS, check_makeable, learnt_texts, made
+from edgespec.drafters.factory import learnt_texts
+from edgespec.drafters.spec import FALLBACK, SPECS, check_makeable, made
 from edgespec.engines import disk_cache
 from edgespec.engines.base import Engine
 from edgespec.engines.disk_cache import key_of, numbers
@@ -37,15 +39,9 @@ from edgespec.engines.sequence import CachedSequence
 from edgespec.formats.manifest import ModelPair
 from edgespec.types import TokenIds
 
-# A second choice seldom stands with more than a tenth, and trying it out costs time: a row has to be much cheaper. The
-# cheapest rows seen on a processor cost .05 to .08 of a pass, and trees lost there; noise must not let them in.
-_ROWS, _CHEAP_ROW = 9, 0.03
-_EXIT_SHARE = 0.5  # of a target's weights, that an exit without files of its own is taken to read
-_ROLES: dict[str, str] = {"hierarchical": "medium"}  # whose file a drafter's engine runs, if not the draft's
-
 
 class DrafterPool:
-    """The drafters of a model, which it owns, and a controller for every choice of them that was asked for."""
+    """Owns the drafters of a model, and a controller for each drafter (or `auto`) that was asked for."""
 
     def __init__(
         self, options: LoadOptions, pair: ModelPair, target: CachedSequence, drafters: dict[DrafterName, Drafter]
@@ -57,11 +53,11 @@ class DrafterPool:
         self._automatic: dict[DrafterName, AutoController] = {}
         self._is_measured = False
         self.threads = self._thread_control()
-        # Found now: a generation may be over only after its model, and with it the vocabulary, was closed.
+        # Opened now: a generation may end after its model, and with it the vocabulary, was closed.
         self._learnt = learnt_texts(target.engine.vocabulary) if options.learn else None
 
     def _thread_control(self) -> ThreadControl | None:
-        """Who chooses the number of threads; None where the user did, or where there is nothing to choose."""
+        """Chooses the number of threads; None where the user did, or where the engine cannot change it."""
         engine = self._target.engine
         if self._options.threads is not None or engine.facts.threads == 1:
             return None
@@ -69,7 +65,7 @@ class DrafterPool:
         return ThreadControl(engine.facts.threads, self.use_threads) if can_change else None
 
     def use_threads(self, threads: int) -> None:
-        """Let target and drafters use so many threads from their next passes on."""
+        """Set the threads of target and drafters from their next passes on."""
         self._target.engine.set_threads(threads)
         for drafter in self.drafters.values():
             drafter.set_threads(threads)
@@ -77,9 +73,9 @@ class DrafterPool:
             controller.use_threads(threads)
 
     def controller(self, options: GenerateOptions) -> Controller | None:
-        """Who decides about the drafts of one generation; None for plain decoding.
+        """The controller of one generation; None for plain decoding.
 
-        Raises CapabilityError for a drafter that this pair has not got.
+        Raises CapabilityError for a drafter that this pair does not have.
         """
         name = options.drafter or self._options.drafter
         length: DraftLength = self._options.draft_length if options.draft_length is None else options.draft_length
@@ -91,7 +87,7 @@ class DrafterPool:
         return controller
 
     def check(self, options: GenerateOptions) -> None:
-        """Raises CapabilityError where `controller` would for want of a drafter; touches nothing."""
+        """Raises CapabilityError where `controller` would for a missing drafter; changes nothing."""
         name = options.drafter or self._options.drafter
         length = self._options.draft_length if options.draft_length is None else options.draft_length
         drafts = name not in ("none", "auto") and length != 0 and self._target.engine.facts.can_rollback
@@ -100,7 +96,7 @@ class DrafterPool:
 
     @property
     def is_measured(self) -> bool:
-        """Whether `measure` was called, so that asking for costs touches no engine."""
+        """Whether `measure` was called, so that asking for costs runs no engine."""
         return self._is_measured
 
     def _chosen(self, name: DrafterName, length: DraftLength) -> Controller | None:
@@ -109,14 +105,14 @@ class DrafterPool:
         if length == "auto":
             return self._automatic_one(name)
         if name == "auto":
-            name = self.draft_name or "ngram"
+            name = self.draft_name or FALLBACK
         return FixedLength(self.drafter(name), length)
 
     def _automatic_one(self, name: DrafterName) -> AutoController:
-        """The controller of one choice of drafters; what it learns serves all later generations."""
+        """The automatic controller of a drafter or of `auto`; all generations share what it learns."""
         found = self._automatic.get(name)
         if found is None:
-            names = self._automatic_names() if name == "auto" else [name]
+            names = self.names if name == "auto" else [name]
             drafters: dict[str, Drafter] = {each: self.drafter(each) for each in names}
             curve, costs, threads = self.cost_curve, self.draft_costs, self._target.engine.facts.threads
             found = AutoController(drafters, curve, costs, self._options.max_slowdown, threads=threads)
@@ -126,26 +122,25 @@ class DrafterPool:
             self._automatic[name] = found
         return found
 
-    def _automatic_names(self) -> list[DrafterName]:
-        """All drafters of this pair, those that need many rows only where a row costs next to nothing.
-
-        Where it does cost something they could never be chosen, and asking them now and then would cost time.
-        """
-        known = dict.fromkeys((*FREE_DRAFTERS, *self.drafters))
-        names = [name for name in known if name not in (*MANY_ROWS, *BY_NAME_ONLY)]
-        row_s = (self.cost_curve.at(_ROWS) - self.cost_curve.at(1)) / (_ROWS - 1)
-        if self._target.engine.most_branches and row_s < _CHEAP_ROW * self.cost_curve.at(1):
-            names += [name for name in MANY_ROWS if name != "tree" or "model" in self.drafters]
-        return names
-
     @property
     def names(self) -> list[DrafterName]:
-        """Every drafter that this model has and that may pay: those of `auto`, and what that leaves to be asked for."""
-        found = self._automatic_names()
-        return [*found, *(name for name in sorted(BY_NAME_ONLY) if name not in found and "model" in self.drafters)]
+        """The drafters that `auto` takes: all of this pair, those that need many rows only where a row is cheap.
+
+        Elsewhere they could never be chosen, and asking them now and then would cost time.
+        """
+        row_s = (self.cost_curve.at(c.CHEAP_ROWS) - self.cost_curve.at(1)) / (c.CHEAP_ROWS - 1)
+        has_cheap_rows = self._target.engine.most_branches > 0 and row_s < c.CHEAP_ROW * self.cost_curve.at(1)
+        return [
+            name for name, spec in SPECS.items() if (has_cheap_rows or spec.cost != "rows") and self._can_have(name)
+        ]
+
+    def _can_have(self, name: DrafterName) -> bool:
+        """Whether the drafter was opened, or can be made of what was."""
+        spec = SPECS[name]
+        return name in self.drafters or (spec.make is not None and (not spec.needs or "model" in self.drafters))
 
     def drafter(self, name: DrafterName) -> Drafter:
-        """Raises CapabilityError for one that this pair has not got."""
+        """The drafter of that name. Raises CapabilityError for one that this pair does not have."""
         if name not in self.drafters:
             vocabulary = self._target.engine.vocabulary
             self.drafters[name] = made(name, self._options, vocabulary, self.drafters, self._pair.name)
@@ -153,27 +148,26 @@ class DrafterPool:
 
     @cached_property
     def cost_curve(self) -> CostCurve:
-        """What the target's passes cost on this machine, as far as it is known; refined by every pass."""
+        """What the target's passes cost on this machine, as far as known; refined by every pass."""
         return known_curve(self._target.engine, self._pair.paths("target"))
 
     @cached_property
     def draft_costs(self) -> dict[str, DraftCost]:
-        """What the tokens of each drafter that owns a model, or a part of the target, cost, as far as it is known."""
+        """What the tokens of each drafter with a model, or with layers of the target, cost, as far as known."""
         target = self._target.engine
         costs: dict[str, DraftCost] = {
             name: known_draft_cost(engine, self._draft_files(name), target)
             for name, drafter in self.drafters.items()
             if (engine := drafter.reset_engine()) is not None
         }
-        if "early-exit" in self.drafters and "early-exit" not in costs:
-            costs["early-exit"] = guessed_draft_cost(_EXIT_SHARE)
+        costs |= {name: guessed_draft_cost(c.EXIT_SHARE) for name in self._parts_of_target() if name not in costs}
         if self.cost_curve.is_scaled:
             for cost in costs.values():
                 cost.scale(self.cost_curve.at(1))
         return costs
 
     def measure(self) -> None:
-        """Measure what was not measured before; the caches are emptied, and what was learnt of drafts stays."""
+        """Measure what was not measured before. Empties the caches; what was learnt of drafts is kept."""
         if self._is_measured:
             return
         self._is_measured = True
@@ -188,12 +182,18 @@ class DrafterPool:
             for name, drafter in self.drafters.items()
             if (engine := drafter.reset_engine()) is not None
         }
-        if "early-exit" in self.drafters and "early-exit" not in self.draft_costs:
-            self._target.rollback(0)
-            self.draft_costs["early-exit"] = exit_cost(self._target.engine)
+        for name in self._parts_of_target():
+            if name not in self.draft_costs:
+                self._target.rollback(0)
+                self.draft_costs[name] = exit_cost(self._target.engine)
 
-    def _draft_files(self, name: str) -> tuple[Path, ...]:
-        return self._pair.paths(_ROLES.get(name, "draft"))
+    def _parts_of_target(self) -> list[DrafterName]:
+        """The opened drafters that run layers of the target."""
+        return [name for name in self.drafters if SPECS[name].owns == "layers of the target"]
+
+    def _draft_files(self, name: DrafterName) -> tuple[Path, ...]:
+        """The files of the model that a drafter runs."""
+        return self._pair.paths(SPECS[name].roles[-1])
 
     @property
     def draft_engine(self) -> Engine | None:
@@ -203,17 +203,16 @@ class DrafterPool:
     @property
     def draft_name(self) -> DrafterName | None:
         """The drafter that the pair's draft became."""
-        names: tuple[DrafterName, ...] = ("model", "early-exit", "eagle3")
-        return next((name for name in names if name in self.drafters), None)
+        return next((name for name, spec in SPECS.items() if spec.is_pairs_draft and name in self.drafters), None)
 
     def empty(self) -> None:
-        """Forget all texts; what was learnt of costs and confidences stays."""
+        """Clear all texts; learnt costs and confidences are kept."""
         for drafter in self.drafters.values():
             drafter.begin(np.empty(0, np.int32))
             drafter.reset_engine()
 
     def learn(self, answer_ids: TokenIds) -> None:
-        """An answer [n] is over: keep it for later ones where the options say so."""
+        """An answer [n] is complete: keep it for later ones where the options say so."""
         if self._learnt is not None and answer_ids.size:
             cache = self.drafters.get("cache")
             if isinstance(cache, CacheDrafter):
@@ -221,7 +220,7 @@ class DrafterPool:
             self._learnt.add(answer_ids)
 
     def keep(self) -> None:
-        """Costs and confidences for the next run; a crash loses no more than they are worth. Raises OSError."""
+        """Store costs and confidences for the next run. Raises OSError."""
         controllers, self._automatic = self._automatic, {}
         if controllers:
             store_curve(cost_key(self._target.engine, self._pair.paths("target")), self.cost_curve)

@@ -1,40 +1,36 @@
-"""One round: what was decided, and a draft whose tokens cost time, which goes on while a token is expected to pay."""
+"""One round until its outcome is known: what was decided, what a paid drafter drafted, and drafts left unused."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from edgespec.control import constants as c
 from edgespec.control.bank import TimeBank
-from edgespec.control.branches import best_nodes
-from edgespec.control.cost import DraftCost
-from edgespec.control.drafter_state import DrafterState
-from edgespec.control.length import FORESIGHT, forecast
+from edgespec.control.choice import DrafterState
+from edgespec.control.length import Prices, best_nodes, forecast
+from edgespec.control.run_cost import DraftCost
 from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.types import Draft, Evidence
+from edgespec.types import Draft, Evidence, TokenIds
 
 
 @dataclass(slots=True)
 class PaidRound:
-    """Asks a paid drafter, and learns from its draft what it costs and what to expect of it.
+    """Asks a paid drafter for a draft that continues while a further token is expected to pay, and learns from it.
 
-    `lag`: committed tokens that it must read first; `pass_s[w]`: seconds of a round with a pass of width w; `rate`:
-    tokens per second that the run earns; `ahead_s`: `least_ahead` of `pass_s`.
+    `num_uncached`: committed tokens that the drafter must read first.
     """
 
     drafter: Drafter
     state: DrafterState
     cost: DraftCost
-    bank: TimeBank
-    clock: Callable[[], float]
+    prices: Prices
     num_uncached: int
-    pass_s: list[float]
-    ahead_s: list[float]
-    rate: float
     draft: Draft | None = None
     confidences: Sequence[float] = ()  # of its tokens
-    gain: float = 0.0  # tokens that verifying the draft promises over a plain round, now that its tokens are known
+    gain: float = 0.0  # tokens that verifying the draft is expected to gain over a plain round
     seconds: float = 0.0  # that drafting took
     reading_s: float = 0.0  # of these, for text that the drafter lacked
 
@@ -45,25 +41,25 @@ class PaidRound:
     @property
     def net_gain(self) -> float:
         """The gain less what drafting costs."""
-        return 0.0 if self.draft is None else self.gain - self.rate * self.cost.of(self.draft.num_tokens, 0)
+        return 0.0 if self.draft is None else self.gain - self.prices.rate * self.cost.of(self.draft.num_tokens, 0)
 
     @property
     def expected_s(self) -> float:
-        """What was known before of the time that this draft takes; infinite where nothing was."""
+        """The expected time of this draft by its known costs; infinite where these are unknown."""
         if self.draft is None:
             return 0.0
         is_known = self.cost.token_s > 0 and (self.cost.read_s > 0 or self.num_uncached <= 4 * self.draft.num_tokens)
         return self.cost.of(self.draft.num_tokens, self.num_uncached) if is_known else math.inf
 
-    def affordable(self, most: int) -> int:
-        """How many tokens, at most, the bank risks: it pays if all of them fail."""
-        pass_s, cost, num_uncached = self.pass_s, self.cost, self.num_uncached
-        return self.bank.longest(most, lambda count: pass_s[count + 1] + cost.of(count, num_uncached), pass_s[1])
+    def affordable(self, most: int, bank: TimeBank) -> int:
+        """The most tokens that the bank can pay if none is accepted."""
+        pass_s, cost, num_uncached = self.prices.pass_s, self.cost, self.num_uncached
+        return bank.longest(most, lambda count: pass_s[count + 1] + cost.of(count, num_uncached), pass_s[1])
 
-    def drafted(self, request: DraftRequest, most: int) -> tuple[Draft, list[float], int]:
-        """(all that was drafted of at most `most` tokens, their confidences, how many of them are worth verifying)."""
-        pass_s, ahead_s, rate, token_s = self.pass_s, self.ahead_s, self.rate, self.cost.token_s
-        judge, upcoming = self.state.calibrator.judge(), self.state.upcoming
+    def drafted(self, request: DraftRequest, most: int, clock: Callable[[], float]) -> tuple[Draft, list[float], int]:
+        """(all that was drafted of at most `most` tokens, their confidences, how many of them to verify)."""
+        pass_s, ahead_s, rate = prices = self.prices
+        token_s, judge, upcoming = self.cost.token_s, self.state.calibrator.judge(), self.state.upcoming
         found: list[float] = []
         reach = 1.0
 
@@ -75,24 +71,24 @@ class PaidRound:
             if count >= most or reach <= rate * (ahead_s[count + 1] + token_s):
                 return False  # tokens that were certain would not pay
             if reach * upcoming.expected(confidence) > rate * (pass_s[count + 2] - pass_s[count + 1] + token_s):
-                return True  # the next token pays by itself, as it mostly does; otherwise those behind it may
-            ahead = upcoming.chain(confidence, min(most - count, FORESIGHT))
-            return forecast(count, reach, ahead, pass_s, ahead_s, token_s, rate, most)[0] > 0
+                return True  # the next token pays by itself, the usual case; if not, later ones may
+            ahead = upcoming.chain(confidence, min(most - count, c.FORESIGHT))
+            return forecast(count, reach, ahead, prices, token_s, most)[0] > 0
 
         row_cost = rate * ((pass_s[most + 1] - pass_s[1]) / most + token_s)
-        started_s = self.clock()
+        started_s = clock()
         draft = self.drafter.draft(
             request._replace(max_tokens=most, should_continue=should_continue, row_cost=row_cost)
         )
-        self.seconds = self.clock() - started_s
+        self.seconds = clock() - started_s
         asked_each = draft.is_chain and len(found) == draft.num_tokens
         confidences = found if asked_each else list(self.state.confidences(draft))
         self.draft, self.confidences = draft, confidences
-        length, self.gain = best_nodes(draft, confidences, pass_s, ahead_s, rate, most)
+        length, self.gain = best_nodes(draft, confidences, prices, most)
         return draft, confidences, length
 
     def learn(self, *, is_disturbed: bool = False) -> None:
-        """From the draft, what its drafter costs and what its next tokens are to be expected to be worth."""
+        """Learn the drafter's cost and the expected confidence of its next tokens from the draft."""
         if self.draft is not None:
             if not is_disturbed:
                 self.cost.observe(self.draft.num_tokens, self.num_uncached, self.seconds)
@@ -103,13 +99,15 @@ class PaidRound:
 
 @dataclass(slots=True)
 class Round:
-    """The decision of the round in progress, kept until its outcome is known."""
+    """What each drafter is expected to gain in the round in progress, and who was chosen."""
 
+    prices: Prices
     trials: dict[str, Draft]  # what the free drafters drafted
-    lengths: dict[str, int]  # how many tokens of each are worth verifying
+    lengths: dict[str, int]  # how many tokens of each to verify
     gains: dict[str, float]
-    chosen: str | None
-    is_refresh: bool  # nothing is drafted so that a plain pass is timed again
+    uncached: dict[str, int]  # tokens that each paid drafter would have to read first
+    chosen: str | None = None
+    is_refresh: bool = False  # nothing is drafted so that a plain pass is timed again
     paid: PaidRound | None = None
 
     @property
@@ -118,17 +116,63 @@ class Round:
         return 0.0 if self.paid is None else self.paid.reading_s
 
     def net_tokens(self, used: str | None, gained: float, rate: float) -> dict[str, float]:
-        """By drafter, as far as it is known: the tokens of the round beyond a plain one's, net of their cost.
+        """By drafter, as far as known: the tokens of the round beyond a plain one's, net of their cost.
 
         `used`: whose draft was verified; `gained`: what came of the round; `rate`: tokens per second that it earns.
         """
-        # A paid drafter that was not asked counts as half of what it expected: neither punished nor trusted for it.
+        # A paid drafter that was not asked counts with half of its expectation.
         net = {name: 0.5 * gain for name, gain in self.gains.items() if name not in self.trials}
         if self.paid is not None and self.chosen is not None:
-            net[self.chosen] = gained  # whoever's draft was verified: this is what came of asking
+            net[self.chosen] = gained  # the result of asking it, whichever draft was verified
         if used is not None and used != self.chosen and self.paid is not None:
-            # By itself a free drafter that took over would not have waited for the other one.
+            # Alone, the free drafter that took over would not have spent the paid one's time.
             net[used] = gained + rate * (self.paid.seconds - self.paid.reading_s)
         elif used is not None:
             net[used] = gained
         return net
+
+
+@dataclass(frozen=True, slots=True)
+class UnusedDraft:
+    """An unused draft for position `start`, of which `kept` tokens would have been verified.
+
+    `gains`: what each drafter expected of that round; `cost_tokens`: the cost of verifying it, in tokens.
+    """
+
+    drafter: str
+    start: int
+    draft: Draft
+    kept: int
+    gains: Mapping[str, float]
+    cost_tokens: float
+
+
+class UnusedDrafts:
+    """Unused drafts until the text shows how many of their tokens were right: free drafters learn without a pass."""
+
+    def __init__(self) -> None:
+        # each with its tokens and how many of them agree so far
+        self._pending: deque[tuple[UnusedDraft, list[int], int]] = deque(maxlen=c.MOST_PENDING)
+
+    def clear(self) -> None:
+        self._pending.clear()
+
+    def add(self, unused: UnusedDraft) -> None:
+        if unused.draft.num_tokens:
+            self._pending.append((unused, unused.draft.token_ids.tolist(), 0))
+
+    def resolved(self, token_ids: TokenIds) -> Iterator[tuple[UnusedDraft, int]]:
+        """Each draft that the committed `token_ids` [n] decide, with the number of its first tokens that agree."""
+        if not self._pending:
+            return
+        begin = min(unused.start + agreed for unused, _, agreed in self._pending)
+        text = token_ids[begin:].tolist()
+        for _ in range(len(self._pending)):
+            unused, drafted, agreed = self._pending.popleft()
+            place = unused.start + agreed - begin
+            while agreed < len(drafted) and place < len(text) and drafted[agreed] == text[place]:
+                agreed, place = agreed + 1, place + 1
+            if agreed < len(drafted) and place >= len(text):
+                self._pending.append((unused, drafted, agreed))
+            else:
+                yield unused, agreed

@@ -1,14 +1,14 @@
 """How many threads a pass uses: fewer while something else keeps the processor busy.
 
-Threads that wait for one another at every layer spin, and when one of them has to share its core with another program
-all of them wait for it: on two cores with one busy neighbour two threads of llama.cpp are a quarter as fast as on an
-idle machine, and one alone is hardly slowed. Passes that are suddenly late are therefore answered with fewer threads,
-which are kept if passes get faster. Now and then more are tried again, so seldom that it costs little.
+Threads wait for one another at every layer by spinning, and when one of them shares its core with another program all
+of them wait for it: on two cores with one busy neighbour two threads of llama.cpp are a quarter as fast as on an idle
+machine, and one alone is hardly slowed. When passes are suddenly late, fewer threads are tried, and kept if passes get
+faster. Now and then more are tried again, so rarely that it costs little.
 
-The measure of everything is how late passes are: the logarithm of their time over what passes of as many rows took on
-time, earlier in this run. A machine that was busy all along shows otherwise: the thread that calls computes or spins
-through the whole pass, and where it got much less processor time than that, something else had its core. What this
-module does not know: engines, drafts, and what a pass costs beforehand.
+Lateness is the logarithm of a pass's time over that of passes with as many rows earlier in this run. A machine that
+was busy from the start is detected by processor time: the calling thread computes or spins through the whole pass, so
+where it got much less processor time than that, something else used its core. This module knows nothing about engines,
+drafts, or costs known in advance.
 """
 
 from __future__ import annotations
@@ -18,26 +18,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
-# All of lateness, in natural logarithms of time.
-_ON_TIME = 0.3  # that passes may differ by
-_SLACK, _ALARM = 0.25, 1.2  # CUSUM (Page 1954): what is forgiven of each late pass, and the sum that is too much
-_MOST_LATE = 1.0  # that one pass may add to that sum: two are needed at least
-_STALL, _STALLS, _STALL_MEMORY = 1.0, 1.5, 0.95  # passes that late; how many, fading, are too many
-_STARVED, _TOO_STARVED = 0.85, 2.0  # share of a pass that the calling thread had a core; passes below that, on balance
-_CLIPPED = 2.0  # the most that is believed of one pass when mean latenesses are compared
-_BETTER = 0.1  # by which fewer threads must be faster; more of them half as much
-_HOPELESS = 0.3  # by which the first pass with more threads may be slower before it is the last
-_PACE, _BASE, _LEVEL = 0.05, 0.1, 0.1  # rates of learning per pass
-_TRIED = 3  # passes that decide about a number of threads, after one to settle
-_PROBING = 0.03  # share of all time that may be lost in trying numbers of threads that turn out to be worse
-_MOST_DOUBLINGS = 5  # of the time between such trials, as long as fewer threads are of no use
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 10.0  # before more threads are tried again; longer only to keep to that share
-_PAUSE_S = 5.0  # after which a new generation does not wait to try
+from edgespec.control import constants as c
 
 
 @dataclass(slots=True)
 class Trial:
-    """Numbers of threads on trial. `first`: the step it began at; `back`: the best one so far, with its `lateness`."""
+    """A trial of numbers of threads. `first`: the step before it; `back`: the best step so far, with its `lateness`."""
 
     first: int
     lateness: float
@@ -48,22 +34,22 @@ class Trial:
 
 
 class ThreadControl:
-    """Chooses the number of threads after every pass. `most`: that of an idle machine; `use(n)`: lets passes use n."""
+    """Chooses the number of threads after every pass. `most`: on an idle machine; `use(n)` sets it for later passes."""
 
     def __init__(self, most: int, use: Callable[[int], None], clock: Callable[[], float] = perf_counter) -> None:
         self.steps = sorted({most, max(most - 1, 1), max(most // 2, 1), max(most // 4, 1), 1}, reverse=True)
         self._use, self._clock = use, clock
         self._at = 0  # of the steps
         self._trial: Trial | None = None
-        self._settling = False  # the next pass is the first one of a number of threads: it wakes or ends them
-        self._base: dict[int, float] = {}  # by rows: logarithm of the seconds on time, the pace aside
-        self._pace = 0.0  # by which all passes are slower now, for good: a long context, heat
+        self._settling = False  # the next pass is the first with this number of threads: it starts or stops some
+        self._base: dict[int, float] = {}  # by rows: logarithm of the usual seconds, without the pace
+        self._pace = 0.0  # by which all passes are slower lastingly: a long context, heat
         self._level = 0.0  # mean lateness lately
         self._sum = self._stalls = 0.0
         self._run: list[float] = []  # latenesses since the sum was 0
-        self._wait_s, self._next_s, self._returned_s = _FIRST_WAIT_S, 0.0, -math.inf
-        self._affordable_s = 0.0  # when more of them may be tried again without losing too large a share of time
-        self._starved = 0.0  # passes in which the calling thread was kept from computing, on balance
+        self._wait_s, self._next_s, self._returned_s = c.FIRST_WAIT_S, 0.0, -math.inf
+        self._affordable_s = 0.0  # when more of them may be tried again within PROBING
+        self._starved = 0.0  # passes in which the calling thread had no core, less half of the others
         self._hold_s = 0.0  # before which fewer threads are not tried again
         self._failures = 0  # of such trials in a row
         self._last_s = clock()
@@ -74,44 +60,44 @@ class ThreadControl:
         return self.steps[self._at]
 
     def begin(self) -> None:
-        """A generation begins: after a pause the machine may be another one."""
-        if self._at and self._clock() - self._last_s > _PAUSE_S:
+        """A generation begins: after a pause the machine may be less busy."""
+        if self._at and self._clock() - self._last_s > c.PAUSE_S:
             self._next_s = min(self._next_s, self._affordable_s)
 
     def reset(self) -> None:
-        """Use all threads, for a measurement; whether that is wise is found out by the passes after it."""
+        """Use all threads, for a measurement; the passes after it show whether to keep them."""
         self._trial = None
         if self._at:
             self._switch(0)
             self._level = 0.0
 
     def passed(self, rows: int, seconds: float, cpu_s: float) -> bool:
-        """A pass over `rows` took `seconds`, of which the calling thread had `cpu_s` of a core.
+        """A pass over `rows` took `seconds`, in which the calling thread had `cpu_s` of processor time.
 
-        True if that says nothing of what passes cost: it was disturbed, or a trial.
+        True if its time says nothing about what passes cost: it was disturbed, or part of a trial.
         """
         self._last_s = self._clock()
-        self._starved = max(self._starved + (1.0 if cpu_s < _STARVED * seconds else -0.5), 0.0)
+        self._starved = max(self._starved + (1.0 if cpu_s < c.STARVED * seconds else -0.5), 0.0)
         late = self._lateness(rows, seconds)
         if self._settling:
             self._settling = False
-            if self._trial is not None and self._trial.is_upward and late is not None and late > _STALL:
-                self._judge(self._trial, late, seconds)  # so late that nobody need wait for the next one
+            if self._trial is not None and self._trial.is_upward and late is not None and late > c.STALLED:
+                self._judge(self._trial, late, seconds)  # late enough to decide without another pass
             return True
         if late is None:
-            return self._trial is not None or cpu_s < _STARVED * seconds
+            return self._trial is not None or cpu_s < c.STARVED * seconds
         if self._trial is not None:
             self._judge(self._trial, late, seconds)
             return True
         usual = self._level if self._at else 0.0
-        self._level += _LEVEL * (_clipped(late) - self._level)
+        self._level += c.LEVEL_RATE * (_clipped(late) - self._level)
         if self._at and self._last_s >= self._next_s:
             self._try(self._at - 1, self._level, is_upward=True)
             return late - usual > 0.5
         return self._watch(late, late - usual)
 
     def _lateness(self, rows: int, seconds: float) -> float | None:
-        """None for a number of rows of which nothing is known yet; learns what is on time."""
+        """The lateness of a pass; None while its number of rows is new. Learns the usual time."""
         base = self._base.get(rows)
         seen = math.log(max(seconds, 1e-7)) - self._pace
         if base is None:
@@ -119,19 +105,19 @@ class ThreadControl:
                 self._base[rows] = seen
             return None
         late = seen - base
-        if self._at == 0 and self._trial is None and late < _ON_TIME:
-            # Faster than ever known is believed sooner than slower: nothing but the machine's pace makes a pass fast.
+        if self._at == 0 and self._trial is None and late < c.ON_TIME:
+            # Faster passes count more than slower ones: disturbances only slow a pass.
             factor = 3.0 if late < 0 else 1.0
-            self._base[rows] += factor * _BASE * late
-            self._pace += factor * _PACE * late
+            self._base[rows] += factor * c.BASE_RATE * late
+            self._pace += factor * c.PACE_RATE * late
         return late
 
     def _watch(self, late: float, more: float) -> bool:
-        """Whether a pass was disturbed, `more` later than is usual now; fewer threads are tried when too many are."""
-        self._stalls = _STALL_MEMORY * self._stalls + (more > _STALL)
-        self._sum = min(max(self._sum + min(more, _MOST_LATE) - _SLACK, 0.0), 2 * _ALARM)
+        """Whether a pass, `more` later than usual, was disturbed; tries fewer threads after too many of these."""
+        self._stalls = c.STALL_MEMORY * self._stalls + (more > c.STALLED)
+        self._sum = min(max(self._sum + min(more, c.MOST_LATE) - c.SLACK, 0.0), 2 * c.ALARM)
         self._run = [*self._run[-7:], _clipped(late)] if self._sum else []
-        is_too_much = self._sum > _ALARM or self._stalls > _STALLS or self._starved >= _TOO_STARVED
+        is_too_much = self._sum > c.ALARM or self._stalls > c.MOST_STALLS or self._starved >= c.MOST_STARVED
         if is_too_much and self._at + 1 < len(self.steps) and self._last_s >= self._hold_s:
             self._try(self._at + 1, max(self._level, sum(self._run) / max(len(self._run), 1)), is_upward=False)
         return more > 0.5 or self._sum > 0.5
@@ -149,19 +135,19 @@ class ThreadControl:
     def _judge(self, trial: Trial, late: float, seconds: float) -> None:
         trial.seen.append(_clipped(late))
         trial.lost_s += seconds * (1.0 - math.exp(min(trial.lateness - late, 0.0)))
-        hopeless = trial.is_upward and len(trial.seen) == 1 and late > trial.lateness + _HOPELESS
-        if len(trial.seen) < _TRIED and not hopeless:
+        is_much_worse = trial.is_upward and len(trial.seen) == 1 and late > trial.lateness + c.MOST_WORSE
+        if len(trial.seen) < c.TRIED and not is_much_worse:
             return
         mean = sum(trial.seen) / len(trial.seen)
         if trial.is_upward:
-            # Where all is on time again as many threads as usual are to be had, even if they gain next to nothing.
-            needed = 0.0 if mean < _BETTER else _BETTER / 2
+            # Where passes are on time again, the usual number of threads is taken even if it gains next to nothing.
+            needed = 0.0 if mean < c.BETTER else c.BETTER / 2
             self._judged_upward(trial, mean, is_better=mean < trial.lateness - needed)
         else:
-            self._judged_downward(trial, mean, is_better=mean < trial.lateness - _BETTER)
+            self._judged_downward(trial, mean, is_better=mean < trial.lateness - c.BETTER)
 
     def _judged_downward(self, trial: Trial, mean: float, *, is_better: bool) -> None:
-        """Go on with fewer until they are no longer better; where none was, to the end: many cores may be taken."""
+        """Continue with fewer until they are no better; if none was better, down to one: many cores may be busy."""
         self._trial = None
         if is_better:
             trial.back, trial.lateness = self._at, mean
@@ -171,16 +157,16 @@ class ThreadControl:
             return
         if self._at != trial.back:
             self._switch(trial.back)
-        self._failures = min(self._failures + 1, _MOST_DOUBLINGS) if trial.back == trial.first else 0
+        self._failures = min(self._failures + 1, c.MOST_DOUBLINGS) if trial.back == trial.first else 0
         if self._failures:
-            self._hold_s = self._last_s + 2.0 ** (self._failures - 1) * trial.lost_s / _PROBING
+            self._hold_s = self._last_s + 2.0 ** (self._failures - 1) * trial.lost_s / c.PROBING
         if self._at:
             self._level = trial.lateness
             is_new = self._last_s - self._returned_s > 3 * self._wait_s
-            self._wait_s = _FIRST_WAIT_S if is_new else self._wait_s
+            self._wait_s = c.FIRST_WAIT_S if is_new else self._wait_s
             self._next_s = self._last_s + self._wait_s
         else:
-            # Slow, and not for want of a core: this is how fast the machine is now.
+            # Slow, but not for lack of a core: the machine itself is slower now.
             self._pace += max(trial.lateness, 0.0)
             self._level = 0.0
 
@@ -188,8 +174,8 @@ class ThreadControl:
         self._trial = None
         if not is_better:
             self._switch(trial.back)
-            self._wait_s = max(min(2 * self._wait_s, _LONGEST_WAIT_S), trial.lost_s / _PROBING)
-            self._next_s, self._affordable_s = self._last_s + self._wait_s, self._last_s + trial.lost_s / _PROBING
+            self._wait_s = max(min(2 * self._wait_s, c.LONGEST_WAIT_S), trial.lost_s / c.PROBING)
+            self._next_s, self._affordable_s = self._last_s + self._wait_s, self._last_s + trial.lost_s / c.PROBING
         elif self._at:
             self._level, self._next_s = mean, self._last_s
         else:
@@ -198,4 +184,4 @@ class ThreadControl:
 
 
 def _clipped(late: float) -> float:
-    return max(-_MOST_LATE, min(_CLIPPED, late))
+    return max(-c.MOST_LATE, min(c.CLIPPED, late))

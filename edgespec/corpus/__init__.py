@@ -1,1 +1,1 @@
-"""Token ids that are kept between runs: a user's corpus, and what models wrote. Drafters draw on them."""
+"""Texts that drafters copy from, stored as token ids between runs: the user's corpus, and earlier answers."""

@@ -1,4 +1,4 @@
-"""The texts of files and folders: what is no text is left out and counted."""
+"""Reads text files and folders of them; files that are not text are skipped and counted."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _SNIFFED_BYTES = 8192
 
 
 class Documents:
-    """The text files at or below `path`, read one by one; `left_out` counts the others by reason.
+    """The text files at or below `path`, read one by one; `left_out` counts skipped files by reason.
 
-    Raises ConfigError when `path` is not there, cannot be read, or is a file that is no text.
+    Raises ConfigError if `path` does not exist, or is a file that cannot be read or is not text.
     """
 
     def __init__(self, path: Path) -> None:
         if not exists(path):
-            raise ConfigError(f"no file or folder {str(path)!r}: give the path of a text file or of a folder of them")
+            raise ConfigError(f"no file or folder {str(path)!r}: give a text file or a folder of text files")
         self.path = path
         self.left_out: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[tuple[Path, str]]:
-        """(file, its text), in the order of their names. Hidden files and folders are left out, links not followed."""
+        """(file, its text), sorted by name. Skips hidden files and folders, and links."""
         if not is_folder(self.path):
             text, reason = read_text(self.path)
             if reason:
@@ -49,10 +49,10 @@ class Documents:
 
 
 def read_text(path: Path) -> tuple[str, str]:
-    """(the text of a file, "") or ("", why it has none)."""
+    """(text of the file, ""), or ("", the reason why it is skipped)."""
     try:
         if not is_file(path):
-            return "", "no regular file"
+            return "", "not a regular file"
         if path.stat().st_size > MAX_FILE_BYTES:
             return "", f"larger than {MAX_FILE_BYTES >> 20} MiB"
         contents = path.read_bytes()

@@ -1,8 +1,8 @@
-"""A suffix array of a text that does not change: where any string of tokens occurs, found by narrowing a span of it.
+"""A suffix array of a constant text: finds all positions of a token string.
 
-The places of the text are sorted by the `DEPTH` tokens that follow each (Manber & Myers 1993, prefix doubling), so all
-places at which one string begins stand together. Eight bytes a token, against some hundred of an automaton; a string is
-followed token by token with two binary searches each.
+Positions are sorted by the `DEPTH` tokens that begin at each (Manber & Myers 1993, prefix doubling), so the positions
+of one string are a contiguous span. Extending a string by a token narrows the span with two binary searches. It takes 8
+bytes per token; a suffix automaton takes about 100.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 
 from edgespec.types import TokenIds
 
-DEPTH = 64  # tokens by which places are sorted
-LONGEST_MATCH = 32  # tokens; what is left of DEPTH is for drafting
-END_OF_TEXT = -1  # stands behind each text, so that nothing is matched or copied across the border of two
-_SAMPLED = 32  # places that are looked at to say what mostly follows
+DEPTH = 64  # number of tokens by which positions are sorted
+LONGEST_MATCH = 32  # tokens; the rest of DEPTH is for drafting
+END_OF_TEXT = -1  # follows each text, so that no match or copy crosses the border of two texts
+_SAMPLED = 32  # positions sampled to estimate the most frequent next token
 BYTES_PER_TOKEN = 8
-_PACKED_BITS = 63  # of one number that keys and places are packed into
+_PACKED_BITS = 63  # of the int64 into which key and position are packed
 
 
 class Span(NamedTuple):
-    """The sorted places low..high, at all of which the same `length` tokens begin."""
+    """Entries low..high - 1 of the suffix array: positions at which the same `length` tokens begin."""
 
     low: int
     high: int
@@ -33,7 +33,7 @@ class Span(NamedTuple):
 
 
 class SuffixIndex:
-    """`token_ids` [n] with END_OF_TEXT behind each text, and their `order` [n] as `sorted_places` gives it."""
+    """Index of `token_ids` [n], with END_OF_TEXT after each text; `order` [n] as `sorted_places` returns it."""
 
     def __init__(self, token_ids: TokenIds, order: NDArray[np.int32]) -> None:
         padded = np.concatenate((token_ids, np.full(DEPTH + 1, END_OF_TEXT, np.int32)))
@@ -44,7 +44,7 @@ class SuffixIndex:
 
     @classmethod
     def of(cls, token_ids: TokenIds) -> Self:
-        """The index of `token_ids` [n], sorted here and now: about a second for 10^6 tokens."""
+        """Build the index of `token_ids` [n]; takes about one second for 10^6 tokens."""
         return cls(token_ids, sorted_places(token_ids))
 
     @property
@@ -56,7 +56,7 @@ class SuffixIndex:
         return self._ids.nbytes + self._order.nbytes + self._begins.nbytes
 
     def narrowed(self, span: Span, token_id: int) -> Span | None:
-        """The places of `span` at which its string and then `token_id` begin; None where there is none, or no depth."""
+        """The part of `span` in which `token_id` follows; None if there is none or the string is DEPTH tokens long."""
         low, high, length = span
         if length >= DEPTH:
             return None
@@ -68,7 +68,7 @@ class SuffixIndex:
         return Span(low, high, length + 1)
 
     def find(self, token_ids: Sequence[int]) -> Span | None:
-        """The places at which `token_ids` (one at least) begin; None where they never do."""
+        """The span of all positions of `token_ids` (at least one); None if they do not occur."""
         first = token_ids[0] + 1
         if first + 1 >= len(self._begins) or self._begins[first] == self._begins[first + 1]:
             return None
@@ -80,11 +80,11 @@ class SuffixIndex:
         return span
 
     def longest_end(self, token_ids: Sequence[int], most: int = LONGEST_MATCH) -> Span | None:
-        """The longest string of at most `most` tokens that `token_ids` end with and that occurs; None without one."""
+        """The span of the longest suffix of `token_ids` that occurs, up to `most` tokens; None if there is none."""
         most = min(most, len(token_ids))
         best, step = None, 1
         length = 0
-        while length < most:  # lengths double while they are found, then halve: a match is short or about as before
+        while length < most:  # galloping search: the step doubles while the suffix occurs, then halves
             tried = min(length + step, most)
             found = self.find(token_ids[len(token_ids) - tried :])
             if found is not None:
@@ -98,7 +98,7 @@ class SuffixIndex:
         return best
 
     def next_token(self, span: Span) -> tuple[int, float]:
-        """(token that mostly follows the string of `span`, its share), by a sample spread evenly over its places."""
+        """(most frequent next token of `span`, its share), estimated on an evenly spread sample of positions."""
         low, high, length = span
         ids, order = self._ids, self._order
         count = high - low
@@ -115,14 +115,14 @@ class SuffixIndex:
         return best, best_run / min(count, _SAMPLED)
 
     def copied(self, span: Span, count: int) -> list[int]:
-        """Up to `count` tokens behind the string at the first place of `span`, to the end of that text."""
+        """Up to `count` tokens that follow the first position of `span`, until the end of that text."""
         begin = self._order[span.low] + span.length
         found = self._ids[begin : begin + count].tolist()
         return found[: found.index(END_OF_TEXT)] if END_OF_TEXT in found else found
 
 
 def sorted_places(token_ids: TokenIds) -> NDArray[np.int32]:
-    """The places [n] of `token_ids` [n] sorted by the DEPTH tokens that begin at each."""
+    """The positions [n] of `token_ids` [n], sorted by the DEPTH tokens that begin at each."""
     num_tokens = token_ids.size
     if not num_tokens:
         return np.empty(0, np.int32)
@@ -130,18 +130,16 @@ def sorted_places(token_ids: TokenIds) -> NDArray[np.int32]:
     reach = 1
     while reach < DEPTH and rank[order[-1]] < num_tokens:
         key = rank * (num_tokens + 1)
-        key[: num_tokens - reach] += rank[reach:]  # beyond the end: 0, below all ranks
+        key[: num_tokens - reach] += rank[reach:]  # 0 after the end, which is below all ranks
         order, rank = _ranked(key)
         reach *= 2
     return order.astype(np.int32)
 
 
 def _ranked(key: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(places sorted by key, dense rank of each place's key from 1 on); no key exceeds (n + 1)^2."""
+    """(positions sorted by `key` [n], dense rank of each position's key from 1); no key exceeds (n + 1)^2."""
     bits = int(key.size).bit_length()
-    if (
-        3 * bits < _PACKED_BITS
-    ):  # key and place in one number: numpy sorts numbers some times faster than it finds their order
+    if 3 * bits < _PACKED_BITS:  # pack key and position into one int64: sort is several times faster than argsort
         packed = np.sort(key << bits | np.arange(key.size))
         order, in_order = packed & ((1 << bits) - 1), packed >> bits
     else:

@@ -1,7 +1,7 @@
-"""The SQLite files that texts are kept in: one per vocabulary and kind, in the user's data folder, for their eyes only.
+"""SQLite files for texts: one per vocabulary and kind, in the user's data folder, readable by the user only.
 
-SQLite takes care of what goes wrong with files: several processes at once, one that is killed while it writes, a full
-disk. A connection lives for one operation, so any thread may ask. What this file does not know: what the texts are for.
+SQLite handles concurrent processes, processes killed while writing, and full disks. Every operation opens its own
+connection, so any thread may call.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ FORMAT = 1
 
 
 class DamagedError(StateError):
-    """The file is no database, or not one of ours."""
+    """The file is not a database, or not one of edgespec's."""
 
 
 def texts_folder() -> Path:
-    """Where texts are kept: `texts` in EDGESPEC_HOME, or in the platform's place for a user's data."""
+    """The folder for texts: `texts` in EDGESPEC_HOME, or in the platform's folder for user data."""
     return user_folder("data") / "texts"
 
 
 def vocabulary_key(vocabulary: Vocabulary) -> str:
-    """What token ids mean in `vocabulary`, as a short file name: the same for every file and engine that shares it."""
+    """A hash of the vocabulary for use in file names; equal for all model files and engines with these tokens."""
     digest = hashlib.sha256()
     for token_id, piece in enumerate(vocabulary.pieces):
         known = piece or vocabulary.token_name(token_id).encode()
@@ -41,17 +41,17 @@ def vocabulary_key(vocabulary: Vocabulary) -> str:
 
 
 def digest_of(*parts: bytes) -> bytes:
-    """A checksum that tells damaged or exchanged contents."""
+    """A checksum that detects damaged or exchanged contents."""
     return hashlib.sha256(b"\0".join(parts)).digest()[:16]
 
 
 def ids_of(blob: bytes, least: int, size: int) -> TokenIds:
-    """Token ids [n] from their bytes. Raises DamagedError unless all lie within `least`..size - 1."""
+    """Token ids [n] from bytes. Raises DamagedError unless all are within `least`..size - 1."""
     if len(blob) % 4:
-        raise DamagedError(f"{len(blob)} bytes are no token ids")
+        raise DamagedError(f"{len(blob)} bytes are not an array of token ids")
     ids = np.frombuffer(blob, "<i4").astype(np.int32)
     if ids.size and not (ids.min() >= least and ids.max() < size):
-        raise DamagedError(f"a token id lies outside {least}..{size - 1}")
+        raise DamagedError(f"a token id is outside {least}..{size - 1}")
     return ids
 
 
@@ -61,10 +61,10 @@ def bytes_of(token_ids: TokenIds) -> bytes:
 
 @contextlib.contextmanager
 def writing(path: Path, schema: str, *, timeout_s: float = 10.0, durable: bool = True) -> Iterator[sqlite3.Connection]:
-    """A transaction on the database `path`, made with `schema` when it is new; others that write wait meanwhile.
+    """A write transaction on the database `path`, created with `schema` if it is new; other writers wait.
 
-    `durable`: what is written outlives a loss of power, at the cost of waiting for the disk. Raises DamagedError, and
-    StateError when the file cannot be opened or written, or stays locked for `timeout_s`.
+    `durable`: wait for the disk, so that the data survives a power failure. Raises DamagedError, and StateError if the
+    file cannot be opened or written, or stays locked for `timeout_s`.
     """
     with _translated(path):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -78,32 +78,32 @@ def writing(path: Path, schema: str, *, timeout_s: float = 10.0, durable: bool =
             if not _has_tables(connection, path):
                 _create(connection, schema)
             yield connection
-            connection.execute("COMMIT")  # what is closed without it is rolled back
+            connection.execute("COMMIT")  # closing without it rolls back
 
 
 @contextlib.contextmanager
 def reading(path: Path, schema: str, *, timeout_s: float = 10.0) -> Iterator[sqlite3.Connection]:
-    """The database `path` as it is, which may be write-protected. Raises as `writing`.
+    """A read transaction on the database `path`, which may be write-protected. Raises the errors of `writing`.
 
-    It is opened for writing where that is possible: what a killed process left half done has to be taken back first.
+    Opened for writing if possible, because SQLite must first roll back what a killed process left incomplete.
     """
     with _translated(path), contextlib.ExitStack() as open_ones:
         connection = _connect(open_ones, f"{path.absolute().as_uri()}?mode=rw", timeout_s)
         connection.execute("BEGIN")
-        if not _has_tables(connection, path):  # someone is about to write the first row
+        if not _has_tables(connection, path):  # another process is creating it
             connection = _connect(open_ones, "file::memory:", timeout_s)
             _create(connection, schema)
         yield connection
 
 
 def _connect(open_ones: contextlib.ExitStack, uri: str, timeout_s: float) -> sqlite3.Connection:
-    found = sqlite3.connect(uri, timeout=timeout_s, isolation_level=None, uri=True)
-    found.text_factory = _as_text
-    return open_ones.enter_context(contextlib.closing(found))
+    connection = sqlite3.connect(uri, timeout=timeout_s, isolation_level=None, uri=True)
+    connection.text_factory = _as_text
+    return open_ones.enter_context(contextlib.closing(connection))
 
 
 def _as_text(contents: bytes) -> str:
-    """A text of the database: what is not UTF-8 in one was not written by us, and is shown as far as it can be."""
+    """Text from the database; bytes that are not UTF-8 (not written by edgespec) are replaced."""
     return contents.decode("utf-8", errors="replace")
 
 
@@ -112,19 +112,21 @@ def _translated(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.OperationalError as exc:
-        raise StateError(f"{path} cannot be used: {exc}. See that the disk has room and the folder is yours") from exc
-    except (sqlite3.Error, UnicodeDecodeError) as exc:  # the latter from its own message about damaged text
+        raise StateError(f"{path} cannot be used: {exc}. Check the disk space and the folder's permissions") from exc
+    except (sqlite3.Error, UnicodeDecodeError) as exc:  # sqlite3 raises the latter for its message about damaged text
         raise DamagedError(f"{path} is damaged: {exc}") from exc
     except OSError as exc:
         raise StateError(f"{path} cannot be used: {exc.strerror}. Make its folder writable") from exc
 
 
 def _has_tables(connection: sqlite3.Connection, path: Path) -> bool:
-    """False for a new file. Raises StateError for one of another format."""
-    (found,) = connection.execute("PRAGMA user_version").fetchone()
+    """Whether the file has content; raises StateError if it has another format."""
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
     (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    if found != FORMAT and (found or num_tables):
-        raise StateError(f"{path} has format {found} and this edgespec reads {FORMAT}: use the one that wrote it")
+    if version != FORMAT and (version or num_tables):
+        raise StateError(
+            f"{path} has format {version} and this version of edgespec reads {FORMAT}: use the version that wrote it"
+        )
     return bool(num_tables)
 
 
@@ -135,11 +137,11 @@ def _create(connection: sqlite3.Connection, schema: str) -> None:
 
 
 def remove(path: Path) -> bool:
-    """Delete a database with what SQLite left beside it; False when there was none. Raises StateError."""
+    """Delete a database and its journal; returns False if there was none. Raises StateError."""
     existed = exists(path)
     try:
         for file in (path, path.with_name(path.name + "-journal")):
             file.unlink(missing_ok=True)
     except OSError as exc:
-        raise StateError(f"{path} cannot be removed: {exc.strerror}; delete it by hand") from exc
+        raise StateError(f"{path} cannot be deleted: {exc.strerror}; delete it by hand") from exc
     return existed

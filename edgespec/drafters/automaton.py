@@ -1,7 +1,7 @@
 """A suffix automaton of a growing token sequence (Blumer et al. 1985), with how often each of its substrings occurred.
 
-Every state stands for substrings that end at the same places. `link` leads to the longest suffix that ends at more
-places, so the state of the whole text leads at once to the longest suffix seen before, however long the text is.
+Each state represents the substrings that end at the same places. `link` leads to the longest suffix that ends at more
+places, so the longest suffix seen before is one step from the state of the whole text, however long the text is.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class SuffixAutomaton:
     def continuations(self, state: int) -> Iterator[tuple[int, int, int]]:
         """(token, state after it, how often it occurred) of what followed the strings of `state`.
 
-        Of many, which only short strings have, these are the first ones, since what is common comes early, and the
-        latest ones: a look at all of them would take the longer, the longer the text is.
+        Of many, which only short strings have, the first and the latest ones: common tokens come early, and looking at
+        all of them would take longer as the text grows.
         """
         branches = self._branches.get(state)
         if branches is not None:
@@ -103,7 +103,7 @@ class SuffixAutomaton:
                 break
 
     def _split(self, state: int, token_id: int, following: int) -> int:
-        """A copy of `following` for its shorter strings alone, to which `state` and its suffixes lead from now on."""
+        """A copy of `following` for its shorter strings only; `state` and its suffixes lead there from now on."""
         clone = self._new_state(self._length[state] + 1)
         self._link[clone], self._count[clone] = self._link[following], self._count[following]
         self._only_token[clone], self._only_next[clone] = self._only_token[following], self._only_next[following]

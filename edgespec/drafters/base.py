@@ -1,4 +1,4 @@
-"""The contract of a drafter: whatever proposes tokens. It sees committed tokens only, never the target's next ones."""
+"""The interface of a drafter, which proposes tokens. It sees committed tokens only, never the target's next ones."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from edgespec.types import Draft, Evidence, TokenIds, Verdict
 class DraftRequest(NamedTuple):
     """What one round asks of a drafter.
 
-    `token_ids` [n]: prompt and emitted tokens, the pending one last; the first proposed token stands at position n.
+    `token_ids` [n]: prompt and emitted tokens, the pending one last; the first proposed token has position n.
     `max_tokens`: most nodes the draft may have. `sampler`: the target's settings and noise; a drafter that samples
     uses both, so that its tokens couple with the target's. `needs_distributions`: the acceptance rule compares
-    distributions, so sampled proposals come with theirs. `worth_going_on(num_drafted, evidence)`: asked by drafters
+    distributions, so sampled proposals come with theirs. `should_continue(num_drafted, evidence)`: called by drafters
     whose tokens cost time, after each token with that token's evidence; False ends the draft behind it.
     `num_drafted`: how many of the last `token_ids` are drafted themselves, by another drafter in the same round.
-    `max_branches`: most side branches that the draft may have, 0 for a chain. `row_cost`: what a further row of the
-    target's pass costs, in tokens: a node of a tree that stands with less probability does not pay for its row.
-    `features` [m, hidden size]: the target's last hidden states of the m tokens before the pending one, m at least 1,
-    the last row the one that the pending token was sampled from; None unless the drafter `wants_features`.
-    `layer_inputs` [m, layers * hidden size]: likewise, what went into the layers that the drafter `wants_layers` of.
+    `max_branches`: most side branches that the draft may have, 0 for a chain. `row_cost`: cost of a further row of the
+    target's pass, in tokens: a node of a tree that is accepted with a smaller probability does not pay for its row.
+    `features` [m, hidden size]: the target's last hidden states of the m tokens before the pending one, m at least 1;
+    the pending token was sampled from the last row. None unless the drafter `wants_features`.
+    `layer_inputs` [m, layers * hidden size]: the inputs of the target's layers `wants_layers` at the same tokens.
     """
 
     token_ids: TokenIds
@@ -50,32 +50,32 @@ class Drafter(ABC):
     """One method of proposing tokens, for one generation at a time.
 
     `is_free`: drafting costs next to nothing, so that it may be done on trial. `wants_features`: it reads the target's
-    hidden states. `evidence_kind`: what the evidence of its tokens is: `bucket`, one number that names a class of
-    alike proposals; `scores`, numbers that grow with the probability of being accepted, each of the order of one.
-    `prior`: the log odds of being accepted to begin with, a bias and what each score adds, where that is known.
+    hidden states. `evidence_kind`: `bucket`, one number that names a class of similar proposals; `scores`, numbers of
+    the order of one that grow with the probability of acceptance. `prior`: initial log odds of acceptance, a bias and
+    the weight of each score, as far as they are known.
     """
 
     name: str
-    notes: tuple[str, ...] = ()  # what a user must be told of it
+    notes: tuple[str, ...] = ()  # for the user, of its configuration
     is_free: ClassVar[bool] = False
     wants_features: ClassVar[bool] = False
-    wants_layers: tuple[int, ...] = ()  # of the target, counted from 0: what goes into them is to be in each request
+    wants_layers: tuple[int, ...] = ()  # of the target, counted from 0, whose inputs each request needs
     evidence_kind: ClassVar[Literal["bucket", "scores"]] = "scores"
     prior: ClassVar[tuple[float, ...]] = (-0.2,)
 
     @abstractmethod
     def begin(self, prompt_ids: TokenIds) -> None:
-        """A new generation starts from `prompt_ids` [n]; state that its prefix shares with the last one may stay."""
+        """A new generation starts from `prompt_ids` [n]; state of a prefix shared with the last one may be kept."""
 
     @abstractmethod
     def draft(self, request: DraftRequest) -> Draft:
         """Propose at most `request.max_tokens` tokens to follow `request.token_ids`; an empty draft is allowed."""
 
     def observe(self, draft: Draft, verdict: Verdict) -> None:
-        """Learn what became of the last draft; the committed tokens arrive with the next request."""
+        """Learn the outcome of the last draft; the committed tokens arrive with the next request."""
 
     def num_uncached(self, token_ids: TokenIds) -> int:
-        """Tokens that it would first have to read to draft behind the committed `token_ids` [n]."""
+        """Tokens of the committed `token_ids` [n] that it must read before it can draft behind them."""
         return 0
 
     @property
@@ -89,17 +89,17 @@ class Drafter(ABC):
 
     @property
     def bytes_used(self) -> int:
-        """Memory held beyond the shared one, in bytes."""
+        """Memory of its own, in bytes."""
         return 0
 
     def set_threads(self, threads: int) -> None:
-        """Let drafts from now on use so many threads, where it has a model that can."""
+        """Threads of the drafts from now on, where it has a model that can change them."""
 
     def cancel(self) -> None:
         """End a running draft early; may be called from any thread."""
 
     def clear_cancel(self) -> None:
-        """Forget a `cancel` that no draft has met."""
+        """Withdraw a `cancel` that no draft has seen yet."""
 
     def close(self) -> None:
         """Free what the drafter owns."""

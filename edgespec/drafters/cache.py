@@ -1,7 +1,7 @@
-"""The n-gram cache: what mostly followed the latest tokens, in this text and in what models wrote in earlier ones.
+"""The n-gram cache: the tokens that most often followed the latest ones, in this text and in earlier answers.
 
-A draft is made token by token: of the longest n-gram that is known anywhere, the token that mostly followed it. Where
-this text knows one it counts before earlier texts do. Which earlier texts there are is told by whoever makes it.
+A draft is made token by token: the token that most often followed the longest known n-gram. Counts of this text take
+precedence over those of earlier ones.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from edgespec.drafters.counts import MAX_VOCABULARY, SIZES, CountTable, Followin
 from edgespec.errors import CapabilityError
 from edgespec.types import Draft, Evidence, TokenIds
 
-_LEAST_REACH = 0.2  # a draft ends where its tokens so far stood together less often than this: asking costs as well
+_LEAST_REACH = 0.2  # the probability of all tokens so far, below which a draft ends: looking them up costs time too
 
 
 class CacheDrafter(Drafter):
-    """Drafts from n-grams of the text, of answers that it was told of (`learn`), and of `earlier` ones."""
+    """Drafts from n-grams of the text, of this process's answers (`learn`) and of `earlier` ones [tokens of each]."""
 
     name = "cache"
     is_free = True
@@ -31,17 +31,17 @@ class CacheDrafter(Drafter):
                 "use --drafter suffix"
             )
         self._earlier = CountTable(earlier)
-        self._told = GrowingCounts()
+        self._answers = GrowingCounts()
         self._text = GrowingCounts()
         self._ids: list[int] = []
         self._is_new = False
 
     def begin(self, prompt_ids: TokenIds) -> None:
-        """As the contract says; an empty prompt means that the answers of this process are forgotten too."""
-        self._is_new = True  # the prompt is counted with the first draft: who never asks does not pay
+        """An empty prompt also clears the answers of this process."""
+        self._is_new = True  # the prompt is counted with the first draft, if there is one
         if not prompt_ids.size:
-            self._told.clear()
-            self._forget()
+            self._answers.clear()
+            self._clear()
 
     def draft(self, request: DraftRequest) -> Draft:
         self._extend(request.token_ids)
@@ -62,12 +62,12 @@ class CacheDrafter(Drafter):
         return Draft.chain(chosen, evidence=evidence)
 
     def learn(self, answer_ids: TokenIds) -> None:
-        """An answer [n] of this process is over; later texts may draft from it."""
-        self._told.add(answer_ids.tolist(), 0)
+        """An answer [n] is complete; later texts may draft from it."""
+        self._answers.add(answer_ids.tolist(), 0)
 
     @property
     def bytes_used(self) -> int:
-        tables = (self._earlier, self._told, self._text)
+        tables = (self._earlier, self._answers, self._text)
         return sum(table.bytes_used for table in tables) + 36 * len(self._ids)
 
     def _extend(self, token_ids: TokenIds) -> None:
@@ -75,12 +75,12 @@ class CacheDrafter(Drafter):
         if self._is_new:
             self._is_new = False
             if token_ids.size < known or token_ids[:known].tolist() != self._ids:
-                self._forget()
+                self._clear()
                 known = 0
         self._ids += token_ids[known:].tolist()
         self._text.add(self._ids, known)
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self._ids = []
         self._text.clear()
 
@@ -90,6 +90,6 @@ class CacheDrafter(Drafter):
         for size, key in zip(SIZES[len(SIZES) - len(keys) :], keys, strict=True):
             if (found := self._text.get(key)) is not None:
                 return size, found, 0.0
-            if (found := self._told.get(key) or self._earlier.get(key)) is not None:
+            if (found := self._answers.get(key) or self._earlier.get(key)) is not None:
                 return size, found, -1.0
         return None

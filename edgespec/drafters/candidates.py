@@ -1,8 +1,8 @@
-"""What may follow a node of a draft model's tree: tokens, the order in which they are tried, and what they are worth.
+"""The candidates below a node of a draft model's tree: tokens in the order in which they are tried, with probabilities.
 
 Under a rule that samples the target's own tokens the children are the first of the race that the target will run with
 the same noise (Kool et al. 2019, arXiv 1903.06059: Gumbel top-k); under a rule that compares distributions they are
-drawn without replacement with noise of the draft's own, and carry what they were drawn from.
+drawn without replacement with noise of the draft's own, and carry the distributions they were drawn from.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from edgespec.noise import Stream
 from edgespec.sampling import Sampler
 from edgespec.types import Distribution, Evidence, Logits, TokenIds
 
-# Fitted to the demo pair, in dialogues; what a controller believes is calibrated as it goes.
-DISAGREEMENT, _AGREED = 0.6, 0.98  # of logits, by which a race between two tokens is decided; most that is believed
-_FIRST, _LATER = 0.5, 0.3  # a drawn token of probability 0 stands as a first child; any as a later one
+# Fitted to the demo pair, in dialogues; the controller calibrates probabilities while it runs.
+DISAGREEMENT, _AGREED = 0.6, 0.98  # typical difference of the target's logits; largest probability of acceptance
+_FIRST, _LATER = 0.5, 0.3  # probability of acceptance of a drawn token of probability 0 as first child; as a later one
 _KNOWN = 24  # likeliest tokens that are ranked when the sampler itself would look at one only
 _NODES_PER_DEPTH = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A child. `probability` that it stands if its parent does, and `evidence` of that; `distribution`: drawn from."""
+    """A child: `probability` of acceptance given its parent, `evidence` of that, `distribution` it was drawn from."""
 
     token_id: int
     probability: float
@@ -45,7 +45,7 @@ class Candidates(ABC):
 
     @abstractmethod
     def reach(self, attempt: int) -> float:
-        """The probability that child `attempt` stands if the node does, before the child is known."""
+        """The probability that child `attempt` is accepted if the node is, before the child is known."""
 
     @abstractmethod
     def take(self, attempt: int) -> Candidate:
@@ -59,17 +59,15 @@ class Raced(Candidates):
         self,
         token_ids: TokenIds,
         scores: NDArray[np.float64],
-        distribution: Distribution | None = None,
         chained: Evidence | None = None,
         disagreement: float = DISAGREEMENT,
     ) -> None:
-        """`scores` [n], descending: perturbed logits, whose differences say how far the target must disagree.
+        """`scores` [n], descending: perturbed logits; their differences are what the target's must overcome.
 
-        `distribution`: the one that was raced over, None without noise; `chained`: evidence of a first child where
-        chains are drafted too; `disagreement`: how far the target's logits mostly differ from these.
+        `chained`: evidence of a first child where chains are drafted too; `disagreement`: how far the target's logits
+        mostly differ from these.
         """
         self._token_ids, self.count, self._chained = token_ids, token_ids.size, chained
-        self.distribution = distribution
         weights = np.exp((scores - scores[0]) / disagreement)
         self._probs = _AGREED * weights / weights.sum()
 
@@ -85,7 +83,7 @@ class Raced(Candidates):
 class Drawn(Candidates):
     """Children drawn without replacement, for rules that compare what a token was drawn from with the target.
 
-    What a child is worth before it is drawn may depend on what it is drawn from and on the children before it.
+    A child's probability before it is drawn may depend on the distribution and on the children before it.
     """
 
     def __init__(self, drawn: Distribution, chained: Evidence | None = None) -> None:
@@ -101,9 +99,9 @@ class Drawn(Candidates):
         token_ids, probs = self._drawn.token_ids[attempt:], self._drawn.probs[attempt:]
         left = Distribution(token_ids, probs / probs.sum())
         prob = float(left.probs[0])
-        stands = _LATER if attempt else _FIRST + (1.0 - _FIRST) * prob
-        probability = min(self._refused * stands, _AGREED)
-        self._refused *= 1.0 - stands
+        accepted = _LATER if attempt else _FIRST + (1.0 - _FIRST) * prob
+        probability = min(self._refused * accepted, _AGREED)
+        self._refused *= 1.0 - accepted
         evidence = _half_odds(probability), max(math.log(prob), -4.0), -min(attempt, 2.0)
         return Candidate(int(token_ids[0]), probability, _beside(self._chained, evidence, attempt), left)
 
@@ -113,7 +111,7 @@ def _half_odds(probability: float) -> float:
 
 
 def _beside(chained: Evidence | None, own: Evidence, attempt: int) -> Evidence:
-    """The evidence of a child where chains are drafted too: a first one's is `chained`, a later one's stands apart."""
+    """The evidence of a child where chains are drafted too: `chained` of a first one, other columns of a later one."""
     if chained is None:
         return own
     return (0.0,) * len(chained) + (1.0, *own) if attempt else chained
@@ -127,9 +125,9 @@ def candidates_for(
 ) -> MakeCandidates:
     """What makes the children of a node out of the draft's row of logits [vocabulary].
 
-    They are drawn with the settings of `sampler`, the draft's. Further arguments of what is made: how far behind the
-    text the children stand, the node's number, and the tokens [m] of its path. `like_chains`: the evidence of first
-    children is that of a chain's tokens, for drafters that draft both; `disagreement`: as Raced's.
+    They are drawn with the settings of `sampler`, the draft's. The other arguments of the returned function are the
+    children's depth, the node's number, and the tokens [m] of its path. `like_chains`: the evidence of first children
+    is that of a chain's tokens, for drafters that draft both; `disagreement`: as Raced's.
     """
     text_ids = request.token_ids
 
@@ -141,7 +139,7 @@ def candidates_for(
             known = sampler.likeliest(logits, history, _KNOWN)
             possible = known.probs > 0  # a draft with another vocabulary lacks some
             chained = evidence_of(logits, 1.0, math.inf) if like_chains else None
-            return Raced(known.token_ids[possible], np.log(known.probs[possible]), None, chained, disagreement)
+            return Raced(known.token_ids[possible], np.log(known.probs[possible]), chained, disagreement)
         distribution = sampler.distribution(logits, history)
         stream, index = Stream.TARGET, 0
         if request.needs_distributions:
@@ -153,6 +151,6 @@ def candidates_for(
         chained = evidence_of(logits, float(ranked.probs[0]), lead) if like_chains else None
         if request.needs_distributions:
             return Drawn(ranked, chained)
-        return Raced(ranked.token_ids, -temperature * np.log(times), distribution, chained, disagreement)
+        return Raced(ranked.token_ids, -temperature * np.log(times), chained, disagreement)
 
     return make

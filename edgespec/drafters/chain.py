@@ -1,4 +1,4 @@
-"""A chain drawn token by token from rows of logits: what every model that drafts has in common."""
+"""A chain drawn token by token from rows of logits, as every drafter with a model does."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import numpy as np
 
 from edgespec.drafters.base import DraftRequest
 from edgespec.noise import Stream
-from edgespec.sampling import Sampler
 from edgespec.types import Distribution, Draft, Evidence, Logits, TokenIds
 
-# Log odds that a drawn token stands, by its evidence: half as steep as what fits the demo's draft and medium models on
+# Log odds of acceptance by a token's evidence: half as steep as what fits the demo's draft and medium models on
 # held-out dialogues, functions and problems (fitted biases .6, slopes .8, .3 and 2.3), since other pairs agree less.
 CHAIN_PRIOR = 0.2, 0.8, 0.4, 1.8
 _FOLD, _SHORT_ROW = 64, 8192  # logits of which the largest counts, in rows that are longer
@@ -22,13 +21,12 @@ _FOLD, _SHORT_ROW = 64, 8192  # logits of which the largest counts, in rows that
 class DrawnChain:
     """The tokens so far; `most` are wanted, and none behind one of `end_ids`.
 
-    They are sampled with the settings of `sampler` and, unless the rule compares distributions, the target's noise.
+    They are sampled with the request's settings and, unless the rule compares distributions, the target's noise.
     """
 
     request: DraftRequest
     most: int
     end_ids: frozenset[int]
-    sampler: Sampler
     token_ids: list[int] = field(default_factory=list)
     evidence: list[Evidence] = field(default_factory=list)
     distributions: list[Distribution] = field(default_factory=list)
@@ -42,13 +40,13 @@ class DrawnChain:
     def add(self, logits: Logits) -> bool:
         """Draw the next token from a row [vocabulary]; whether there is room for one more.
 
-        `is_open` says whether one more is also worth its time: a row that is there already costs nothing.
+        `is_open` is whether one more is also expected to pay for a pass; a row that exists already costs nothing.
         """
-        request, sampler, count = self.request, self.sampler, len(self.token_ids)
+        request, sampler, count = self.request, self.request.sampler, len(self.token_ids)
         history = self.text if sampler.sampling.uses_history else request.token_ids
         distribution = sampler.distribution(logits, history)
         stream = Stream.DRAFT if request.needs_distributions else Stream.TARGET
-        # Draws of its own must not come again in a later round, since what was kept of this one depends on them.
+        # Its own noise must not be used again in a later round, since what was accepted of this one depends on it.
         index = request.num_drafted + count if request.needs_distributions else 0
         token_id, lead = sampler.race(distribution, request.token_ids.size + count, stream, index)
         self.token_ids.append(token_id)
@@ -65,12 +63,12 @@ class DrawnChain:
 
 
 def evidence_of(logits: Logits, prob: float, lead: float) -> Evidence:
-    """What speaks for a drafted token: log odds of the likeliest one, the token's own probability, and its lead.
+    """Three scores of a drafted token: log odds of the likeliest one, the token's log probability, and its lead.
 
-    `logits` [vocabulary]; the odds are of the plain softmax, since a greedy distribution says 1 of everything. `lead`:
-    of the race that drew the token (Sampler.race), which the target runs with its own probabilities; where no other
-    token ran, the margin of the logits stands for it. A whole softmax would cost more than this may: only the largest
-    of every few logits count, and what the others weigh together is learnt with the slopes.
+    `logits` [vocabulary]; the odds are of the plain softmax, since a greedy distribution gives everything 1. `lead`: of
+    the race that drew the token (Sampler.race), which the target runs with its own probabilities; where no other token
+    ran, the margin of the logits is used. A full softmax would take too long: only the largest of every few logits
+    count, and the weight of the others is learnt with the slopes.
     """
     fold = _FOLD if logits.size > _SHORT_ROW else 1
     largest = logits[: logits.size // fold * fold].reshape(fold, -1).max(axis=0)

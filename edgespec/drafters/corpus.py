@@ -1,4 +1,4 @@
-"""Where the end of a growing text stands in a corpus, and what mostly followed there."""
+"""Finds the end of a growing text in a corpus, and the tokens that most often follow there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from edgespec.corpus.index import DEPTH, END_OF_TEXT, LONGEST_MATCH, Span, SuffixIndex
 
 Continuation = tuple[int, float, int]
-"""A token, its share of what followed, and how many places it was judged by."""
+"""A token, its share of the continuations, and the number of places counted."""
 
 
 class CorpusMatch:
@@ -32,7 +32,7 @@ class CorpusMatch:
         self._span, self._num_seen = None, 0
 
     def follow(self, token_ids: Sequence[int]) -> None:
-        """The text is `token_ids` now: what it was before, and more."""
+        """The text has grown to `token_ids`."""
         num_new = len(token_ids) - self._num_seen
         self._num_seen = len(token_ids)
         if num_new > LONGEST_MATCH:
@@ -47,12 +47,12 @@ class CorpusMatch:
         return None if span is None or span.length >= LONGEST_MATCH else self._index.narrowed(span, token_id)
 
     def _found_anew(self, token_ids: Sequence[int], end: int) -> Span | None:
-        """The match of the first `end` tokens, no longer than the one before; an overlong one grows again from half."""
+        """The match of the first `end` tokens, at most as long as before; one of full length restarts from half."""
         most = LONGEST_MATCH // 2 if self.length == LONGEST_MATCH else max(self.length, 1)
         return self._index.longest_end(token_ids[max(end - most, 0) : end], most)
 
     def continued(self, most: int) -> list[Continuation]:
-        """Up to `most` tokens that mostly follow, each after those before it."""
+        """Up to `most` tokens, each the most frequent one after those before it."""
         index, span = self._index, self._span
         found: list[Continuation] = []
         while span is not None and len(found) < most:

@@ -1,7 +1,7 @@
-"""What mostly follows each n-gram: a growing count for a text, and a sorted table of many texts that do not change.
+"""The most frequent continuation of each n-gram: growing counts of one text, and a sorted table of many fixed texts.
 
-Both are asked with `keys_of` the latest tokens, hashes of 42 bits (multiplied and folded, as Fibonacci hashing does).
-Two n-grams that share one cost a wrong draft now and then.
+Both are looked up with `keys_of` the latest tokens, hashes of 42 bits (multiplied and folded, as Fibonacci hashing
+does). Two n-grams that share a key cost a wrong draft now and then.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BYTES_PER_NGRAM = 230  # one dictionary entry with its key and value, measured 
 
 
 Following = tuple[int, int, int]
-"""The token that mostly follows an n-gram, how often it did, and how often anything did."""
+"""The most frequent token after an n-gram, how often it followed, and how often any token did."""
 
 
 def keys_of(latest: Sequence[int]) -> list[int]:
@@ -42,10 +42,10 @@ def keys_of(latest: Sequence[int]) -> list[int]:
 
 
 class GrowingCounts:
-    """Counts of one text as it grows; of more than `max_tokens` the older half is forgotten.
+    """Counts of one text as it grows; beyond `max_tokens` the older half is dropped.
 
-    A token that follows an n-gram more often than another takes its place (Boyer & Moore's majority vote), so an n-gram
-    takes the same memory whatever follows it.
+    A token that follows an n-gram more often than another replaces it (Boyer & Moore's majority vote), so each n-gram
+    takes the same memory.
     """
 
     def __init__(self, max_tokens: int = 1 << 15) -> None:

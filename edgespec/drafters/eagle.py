@@ -1,12 +1,12 @@
-"""EAGLE (arXiv 2401.15077): one layer goes on from the target's last hidden state, token by token.
+"""EAGLE (arXiv 2401.15077): one layer continues from the target's last hidden state, token by token.
 
-Each step reads a state and the token behind it, and predicts the next state, from which the cut-down head scores the
-next token. Of committed text it reads the target's own states, of its draft those that it predicted itself; so the
-cache of keys and values keeps only pairs of the former. There is one layer, hence pairs that are only looked back at
-need their key and value and nothing else. `edgespec train-heads --kind eagle` makes the head.
+Each step reads a state and the token behind it, and predicts the next state, from which the reduced head scores the
+next token. For committed text it reads the target's own states, for its draft those that it predicted itself; only
+pairs of the former stay in the cache of keys and values. There is one layer, so earlier pairs need only their key and
+value. `edgespec train-heads --kind eagle` makes the head.
 
-Its trees are dynamic (EAGLE-2, arXiv 2406.16858): nodes are read several at a time, each seeing the text and its own
-path, and grow best first, which takes the rows that EAGLE-2's ranking afterwards would take of a tree of every node.
+Its trees are dynamic (EAGLE-2, arXiv 2406.16858): nodes are read several at a time, each attending to the text and its
+own path, and grow best first, which selects the rows that EAGLE-2's ranking selects from a full tree.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _UNSEEN = np.float32(-math.inf)  # a score of attention
 
 
 class EagleDrafter(StateDrafter):
-    """Drafts chains and trees of any size; of a text it knows the part of which the target's states are known."""
+    """Drafts chains and trees of any size, from the part of the text whose target states are available."""
 
     name = "eagle"
 
@@ -54,16 +54,16 @@ class EagleDrafter(StateDrafter):
             self._make_room(len(features) + request.max_tokens)
             state = self._catch_up(request.token_ids, features)
         except BaseException:
-            self._length = self._end = 0  # how far it came is not known
+            self._length = self._end = 0  # its progress is unknown
             raise
         committed = self._length
         try:
             return self._tree(request, state) if self.grows(request) else self._chain(request, state)
         finally:
-            self._length = committed  # what it predicted itself is forgotten
+            self._length = committed  # drops the pairs that it predicted itself
 
     def _chain(self, request: DraftRequest, state: Array) -> Draft:
-        """A chain behind the text, `state` [hidden] being what is predicted of its end."""
+        """A chain behind the text; `state` [hidden]: the one predicted at its end."""
         position = self._end
 
         def scores_after(token_id: int | None) -> Array:
@@ -76,7 +76,7 @@ class EagleDrafter(StateDrafter):
         return self.chain(request, request.max_tokens, scores_after)
 
     def _tree(self, request: DraftRequest, state: Array) -> Draft:
-        """A tree behind the text; the nodes that its growth waits for are read at once."""
+        """A tree behind the text; the nodes that its growth waits for are read in one batch."""
         committed, states, places = self._length, {ROOT: state}, dict[int, int]()
 
         def scores_of(growth: Growth) -> Array:

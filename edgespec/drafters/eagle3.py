@@ -1,8 +1,8 @@
-"""EAGLE-3 (arXiv 2503.01840): a head of one layer drafts a chain from what the target's own layers made of the text.
+"""EAGLE-3 (arXiv 2503.01840): a head of one layer drafts a chain from hidden states of several of the target's layers.
 
-The head reads pairs of a state and the token behind it. Of the text they come from the target's passes; within a draft
-its own last state stands for what the target has not computed yet. Those pairs are taken back with the next draft,
-since the target's passes have better ones by then.
+The head reads pairs of a state and the token behind it. For the text the states come from the target's passes; within
+a draft the head's own last state replaces what the target has not computed yet. The next draft removes those pairs,
+since the target's states are known by then.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from edgespec.drafters.chain import CHAIN_PRIOR, DrawnChain
 from edgespec.engines.head import FeatureHead, States
 from edgespec.types import EMPTY_DRAFT, Draft, Logits, TokenIds
 
-BYTES_PER_FEATURE = 4 * 4  # two windows of what is told, and what the library and a pass hold of it
+BYTES_PER_FEATURE = 4 * 4  # two windows of features, and the copies of the library and of a pass
 
 
 class Eagle3Drafter(Drafter):
-    """Drafts with `head`, which it owns and closes. Features of `most_told` tokens at most come with a request.
+    """Drafts with `head`, which it owns and closes. A request has features of at most `max_features` tokens.
 
-    Its window is the head's: when that is full, the older half of the pairs goes. What the target's passes no longer
-    tell (the beginning of a long prompt, a part read while another drafter was wanted) the head does without.
+    When the head's window is full, the older half of the pairs is dropped. The head skips text whose states are no
+    longer available (the beginning of a long prompt, a part that was read for another drafter).
     """
 
     name = "eagle3"
     prior = CHAIN_PRIOR
 
-    def __init__(self, head: FeatureHead, most_told: int) -> None:
+    def __init__(self, head: FeatureHead, max_features: int) -> None:
         self._head = head
-        self._most_told = most_told
+        self._max_features = max_features
         self._known = np.empty(0, np.int32)  # the text whose pairs are cached, its last token in the last of them
         self.wants_layers = head.facts.layers
 
     def begin(self, prompt_ids: TokenIds) -> None:
-        # Pairs that the prompt shares with the last text stay; the others are read with the first draft.
+        # Pairs that the prompt shares with the last text are kept; the others are read with the first draft.
         pass
 
     def draft(self, request: DraftRequest) -> Draft:
@@ -47,23 +47,23 @@ class Eagle3Drafter(Drafter):
             logits, state = self._catch_up(request.token_ids, features, most)
             return self._chain(request, logits, state, most)
         except BaseException:
-            self._known = self._known[:0]  # how far it came is not known: the next draft reads its pairs anew
+            self._known = self._known[:0]  # its progress is unknown: the next draft reads its pairs again
             raise
 
     def _catch_up(self, token_ids: TokenIds, features: States, most: int) -> tuple[Logits, States]:
-        """Read the pairs that the cache lacks of `token_ids` [n]; the logits and the state behind the last of them."""
+        """Read the pairs of `token_ids` [n] missing in the cache; the logits and the state behind the last of them."""
         head, end = self._head, token_ids.size - 1  # pairs there are
-        told_from = end - len(features)
+        first_known = end - len(features)
         kept = min(self._shared_pairs(token_ids), head.end, end - 1)
-        goes_on = kept > head.start and kept >= told_from
-        start = self._window_start(head.start if goes_on else told_from, end, most)
+        goes_on = kept > head.start and kept >= first_known
+        start = self._window_start(head.start if goes_on else first_known, end, most)
         if goes_on and start < kept:
             head.rollback(kept)
             head.drop_before(start)
         else:
             kept = start
             head.restart(kept)
-        found = head.decode(token_ids[kept + 1 :], head.encode(features[kept - told_from :]))
+        found = head.decode(token_ids[kept + 1 :], head.encode(features[kept - first_known :]))
         self._known = token_ids.copy()
         return found
 
@@ -79,7 +79,7 @@ class Eagle3Drafter(Drafter):
         return first if end + most - first <= room else end - room // 2
 
     def _chain(self, request: DraftRequest, logits: Logits, state: States, most: int) -> Draft:
-        chain = DrawnChain(request, most, self._head.facts.end_ids, request.sampler)
+        chain = DrawnChain(request, most, self._head.facts.end_ids)
         chain.add(logits)
         while chain.is_open:
             logits, state = self._head.decode(np.array(chain.token_ids[-1:], np.int32), state[np.newaxis].copy())
@@ -87,11 +87,11 @@ class Eagle3Drafter(Drafter):
         return chain.as_draft()
 
     def num_uncached(self, token_ids: TokenIds) -> int:
-        return min(token_ids.size - max(self._shared_pairs(token_ids), 0), self._most_told)
+        return min(token_ids.size - max(self._shared_pairs(token_ids), 0), self._max_features)
 
     @property
     def bytes_used(self) -> int:
-        return self._head.facts.num_bytes + self._most_told * self._head.facts.feature_width * BYTES_PER_FEATURE
+        return self._head.facts.num_bytes + self._max_features * self._head.facts.feature_width * BYTES_PER_FEATURE
 
     def set_threads(self, threads: int) -> None:
         self._head.set_threads(threads)

@@ -1,20 +1,19 @@
-"""The target's own first layers and head as its draft model: no weights of its own in memory.
+"""The target's first layers and head as its draft model, without weights of its own in memory.
 
-Two ways: an engine of its own over the target's weights, with a cache of its own; or the target's engine itself, which
-keeps what the first layers computed of a draft, so that the verifying pass begins behind them.
+Either with an engine over the target's weights and its own cache, or with the target's engine itself, which keeps the
+states of the first layers so that the verifying pass starts behind them.
 """
 
 from __future__ import annotations
 
 from edgespec.drafters.base import DraftRequest
-from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.temperature import DraftTemperature, Factor
+from edgespec.drafters.model import DraftTemperature, ModelDrafter
 from edgespec.engines.base import Engine
 from edgespec.types import EMPTY_DRAFT, Draft, Logits, TokenIds
 
 
 class EarlyExitDrafter(ModelDrafter):
-    """Drafts with `engine`, which it owns and closes, over weights that the target has in memory anyway."""
+    """Drafts with `engine`, which it owns and closes, over the target's weights in memory."""
 
     name = "early-exit"
 
@@ -25,14 +24,14 @@ class EarlyExitDrafter(ModelDrafter):
 
 
 class SharedStateDrafter(EarlyExitDrafter):
-    """Drafts with the early exit of the engine `target`, which somebody else owns: same cache, states handed over.
+    """Drafts with the early exit of the engine `target`, which it does not own: same cache, shared states.
 
-    The target has read the text already, so there is nothing to catch up with, and no window: both end together.
+    The target has read the text already, so there is nothing to catch up with and no window.
     `temperature`: as ModelDrafter's.
     """
 
-    def __init__(self, target: Engine, temperature: Factor = 1.0) -> None:
-        # No sequence of its own, as ModelDrafter has: what the target's cache holds is not for a drafter to change.
+    def __init__(self, target: Engine, temperature: float = 1.0) -> None:
+        # No sequence of its own, unlike ModelDrafter: a drafter must not change the target's cache.
         self._engine = target
         self.temperature = DraftTemperature(temperature)
         self._exit = target.early_exit()
@@ -40,15 +39,14 @@ class SharedStateDrafter(EarlyExitDrafter):
     def begin(self, prompt_ids: TokenIds) -> None:
         """The target reads the prompt for both."""
 
-    def _drafted(self, request: DraftRequest, temperature: DraftTemperature) -> Draft:
-        """As ModelDrafter's; empty for a text that the target's cache is not the beginning of."""
+    def look_ahead(self, request: DraftRequest) -> Draft:
+        """As ModelDrafter's; empty where the target's cache holds no prefix of the text."""
         text = request.token_ids
         most = min(request.max_tokens, self._engine.facts.context_length - text.size)
         read = self._exit.follow(text)
         if read is None or most < 1:
             return EMPTY_DRAFT
-        temperature.learn(request.sampler, text)
-        return self._chain(request, self._feed(text[read:]), most, temperature)
+        return self._chain(request, self._feed(text[read:]), most)
 
     def _feed(self, token_ids: TokenIds) -> Logits:
         return self._exit.feed(token_ids)
@@ -72,4 +70,4 @@ class SharedStateDrafter(EarlyExitDrafter):
         return self._exit.bytes_used
 
     def close(self) -> None:
-        """The engine is the target's."""
+        """Nothing: the engine is the target's."""

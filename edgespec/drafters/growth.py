@@ -1,8 +1,7 @@
-"""A tree of drafted tokens that grows best first, whatever scores its nodes.
+"""A tree of drafted tokens that grows best first, for any model that scores its nodes.
 
-Best first by the probability that a whole path stands (EAGLE-2, arXiv 2406.16858, section 4): a node comes in while
-that pays for its row. What a node's children are and what they are worth is `candidates`; this file knows no
-probabilities.
+Best first by the probability that a whole path is accepted (EAGLE-2, arXiv 2406.16858, section 4): a node is added
+while that pays for its row. The children of a node and their probabilities come from `candidates`.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from edgespec.drafters.candidates import Candidate, Candidates, Raced
-from edgespec.types import NO_PARENT, Distribution, Draft, Logits, TokenIds
+from edgespec.drafters.candidates import Candidate, Candidates
+from edgespec.types import NO_PARENT, Draft, Logits, TokenIds
 
 ROOT = NO_PARENT
 
 
 @dataclass(slots=True)
 class Node:
-    """A node of the growing tree; `value` is the probability that its whole path stands."""
+    """A node of the growing tree; `value` is the probability that its whole path is accepted."""
 
     parent: int
     depth: int
@@ -33,11 +32,11 @@ class Node:
 
 @dataclass(slots=True)
 class Growth:
-    """The tree so far and the places where it may grow, the most valuable first.
+    """The tree so far and the places where it may grow, the most probable first.
 
-    A place is the next child of a node, or the scoring of a node, worth what its first child may be worth at most.
-    What is decided depends only on tokens that are in the tree already, never on the one that is about to come in:
-    the rejection rule needs that (ALGORITHMS: a sampled token may not be admitted for what it is).
+    A place is the next child of a node, or the scoring of a node, valued at the upper bound of its first child.
+    Decisions depend only on tokens that are in the tree already, never on the one that is added next: the rejection
+    rule needs that (ALGORITHMS: whether a sampled token is added must not depend on which token it is).
     """
 
     make: Callable[[Logits, int, int, TokenIds], Candidates]  # (row, depth, node, path's tokens)
@@ -46,7 +45,7 @@ class Growth:
     most_children: int
     least_value: float
     looked_at: int = 4  # most nodes to wait for at a time
-    deepest: int | None = None  # the longest path, if there is a limit but `most`
+    deepest: int | None = None  # the longest path; None: only `most` limits it
     nodes: list[Node] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
     _root: Node = field(init=False)
@@ -67,14 +66,14 @@ class Growth:
         return found[::-1]
 
     def open(self, node: int, logits: Logits) -> None:
-        """`node` has been scored: its children are known from its row of logits [vocabulary]."""
+        """`node` has been scored: its row of logits [vocabulary] gives its children."""
         here = self.at(node)
         ids = np.array([self.nodes[each].candidate.token_id for each in self.path(node)], np.int32)
         here.candidates = self.make(logits, here.depth + 1, node, ids)
         self._place(node, here.value * here.candidates.reach(0))
 
     def grow(self, end_ids: frozenset[int]) -> bool:
-        """Take in nodes while the best place is a known one; False when the tree is finished, else `waiting` waits."""
+        """Add nodes while the best place is known; True when `waiting` nodes must be scored first, False at the end."""
         self.waiting = []
         while self._places and len(self.nodes) < self.most:
             value, _, node = self._places[0]
@@ -88,7 +87,7 @@ class Growth:
         return False
 
     def _take(self, parent: int, end_ids: frozenset[int]) -> None:
-        """The next child of `parent` comes in."""
+        """Add the next child of `parent`."""
         above = self.at(parent)
         assert above.candidates is not None
         if above.num_children:
@@ -105,7 +104,7 @@ class Growth:
             self._place(parent, above.value * above.candidates.reach(above.num_children))
 
     def _others_to_score(self) -> list[int]:
-        """Further nodes that may be needed soon, since scoring a few costs little more than one."""
+        """Further nodes that may be needed soon: scoring a few at once costs little more than one."""
         room = min(self.looked_at, self.most - len(self.nodes)) - 1
         found: list[int] = []
         kept = []
@@ -122,7 +121,7 @@ class Growth:
         heapq.heappush(self._places, (-value, self._added, node))
 
     def draft(self) -> Draft:
-        """What has grown, main chain first; siblings stay in the order in which they came."""
+        """The tree, main chain first; siblings in the order in which they were added."""
         main, node = [], self._first_child(ROOT)
         while node is not None:
             main.append(node)
@@ -138,22 +137,6 @@ class Growth:
             tuple(sampled) if sampled else None,
             tuple(each.evidence for each in candidates),
         )
-
-    def first_choices(self) -> tuple[list[int], list[Distribution]]:
-        """(tokens, what they were raced over) of the likeliest path, as a chain would have drafted it.
-
-        With the token that was too unlikely to come in: to leave it out would hide where the draft is unsure.
-        """
-        token_ids: list[int] = []
-        distributions: list[Distribution] = []
-        node: int | None = ROOT
-        while node is not None and isinstance(known := self.at(node).candidates, Raced):
-            if known.distribution is None:
-                break
-            token_ids.append(known.take(0).token_id)
-            distributions.append(known.distribution)
-            node = self._first_child(node)
-        return token_ids, distributions
 
     def _first_child(self, parent: int) -> int | None:
         return next((node for node, each in enumerate(self.nodes) if each.parent == parent), None)

@@ -1,69 +1,58 @@
-"""A draft model with a draft model of its own: the small one looks ahead, the medium filters, the target verifies.
+"""A draft model with a draft model of its own: the small one drafts for the medium, and the medium for the target.
 
-What is drafted is the medium's own text, as if the medium had drafted alone: under the coupled rule its picks with the
+The draft is the medium's own text, as if the medium had drafted alone: under the coupled rule its picks with the
 target's noise, under a rule that compares distributions its samples with the draft noise, each with the medium's
-distribution. The small model changes how many passes of the medium that takes, and nothing else (staged speculation,
-arXiv 2308.04623, with the coupled rule between the stages). So it is the medium whose temperature may differ from the
-target's, and the small model, which has to agree with the medium, samples at the medium's.
+distribution. The small model only changes how many passes of the medium that takes (staged speculation, arXiv
+2308.04623, with the coupled rule between the stages). The medium samples at the draft temperature, and so does the
+small model, which has to agree with it.
 """
 
 from __future__ import annotations
-
-from time import perf_counter
 
 import numpy as np
 
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.chain import DrawnChain
-from edgespec.drafters.inner_length import InnerLength
 from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.temperature import Factor
 from edgespec.engines.base import Engine
 from edgespec.engines.sequence import restored_on_failure
-from edgespec.types import EMPTY_DRAFT, Draft, TokenIds, Verdict
+from edgespec.types import EMPTY_DRAFT, Draft, TokenIds
 
+_AHEAD = 4  # tokens of the small model for each pass of the medium
 _READ_ALONG = 4  # committed tokens that share the medium's first pass with small ones; more are read before it
 
 
 class HierarchicalDrafter(ModelDrafter):
-    """Drafts with the engine `medium`, which it owns and closes, ahead of which `small` looks: borrowed, as its bytes.
+    """Drafts with the engine `medium`, which it owns and closes; `small` drafts for it and is borrowed.
 
-    A full window of the medium slides as a draft model's does. `temperature`: what both sample at over the target's, or
-    "auto".
+    A full window of the medium slides as a draft model's does. `temperature`: that of both as a multiple of the
+    target's; `ahead`: tokens that `small` drafts for each pass of the medium.
     """
 
     name = "hierarchical"
 
-    def __init__(self, small: ModelDrafter, medium: Engine, temperature: Factor = 1.0) -> None:
+    def __init__(self, small: ModelDrafter, medium: Engine, temperature: float = 1.0, ahead: int = _AHEAD) -> None:
         super().__init__(medium, temperature=temperature)
-        self._small = small
-        self._lengths: dict[bool, InnerLength] = {}  # by whether the text is sampled
-        self._unlearnt: list[tuple[InnerLength, int, int, int]] = []  # with tokens drafted before, agreed, tried
+        self._small, self._ahead = small, ahead
 
     def begin(self, prompt_ids: TokenIds) -> None:
         super().begin(prompt_ids)
         self._small.begin(prompt_ids)
 
-    def draft(self, request: DraftRequest) -> Draft:
+    def look_ahead(self, request: DraftRequest) -> Draft:
         """A chain of the medium's tokens, as ModelDrafter's."""
         most = min(request.max_tokens, self._engine.facts.context_length // 4)
         if most < 1:
             return EMPTY_DRAFT
-        self._unlearnt = []
-        self.temperature.learn(request.sampler, request.token_ids)
-        lengths = self._lengths.setdefault(request.sampler.sampling.temperature > 0, InnerLength())
-        sampler = self.temperature.sampler(request.sampler)
-        chain = DrawnChain(request, most, self._engine.vocabulary.end_ids, sampler)
+        chain = DrawnChain(request, most, self._engine.vocabulary.end_ids)
         with restored_on_failure(self._cache):
             missing = self._missing(request.token_ids, most)
             while chain.is_open:
-                missing = self._inner_round(chain, missing, lengths)
-        if not request.needs_distributions:
-            self.temperature.drafted(request.token_ids.size, chain.token_ids, chain.distributions)
+                missing = self._inner_round(chain, missing)
         return chain.as_draft()
 
     def _missing(self, token_ids: TokenIds, most: int) -> TokenIds:
-        """The few last tokens of the window that the medium still lacks; what it lacked before them is read."""
+        """The last few tokens that the medium has not read; earlier ones that it lacks are read here."""
         window = self._window(token_ids, most)
         self._cache.reuse(window)
         missing = window[self._cache.length :]
@@ -72,14 +61,11 @@ class HierarchicalDrafter(ModelDrafter):
             return missing[-1:]
         return missing
 
-    def _inner_round(self, chain: DrawnChain, missing: TokenIds, lengths: InnerLength) -> TokenIds:
-        """The small model looks ahead, the medium reads `missing` and verifies in one pass; what it lacks then."""
-        before = len(chain.token_ids)
-        ahead = self._look_ahead(chain, lengths)
+    def _inner_round(self, chain: DrawnChain, missing: TokenIds) -> TokenIds:
+        """The small model drafts, the medium reads `missing` and verifies in one pass; what it has not read then."""
+        ahead = self._small_draft(chain)
         fed = Draft.chain(np.concatenate((missing[1:], ahead.token_ids)))
-        started_s = perf_counter()
         logits = self._cache.score(int(missing[0]), fed)[missing.size - 1 :]
-        lengths.passed(1 + fed.num_tokens, perf_counter() - started_s)
         agreed, agrees = 0, True
         while agrees:
             is_room_left = chain.add(logits[agreed])
@@ -88,37 +74,17 @@ class HierarchicalDrafter(ModelDrafter):
                 break
             agreed += 1
         self._cache.keep(int(missing[0]), fed, tuple(range(missing.size - 1 + agreed)))
-        hits, tried = agreed + agrees, min(agreed + 1, ahead.num_tokens)
-        if chain.request.needs_distributions:
-            # What is behind a refused token must decide nothing: its noise is used again.
-            self._unlearnt.append((lengths, before, hits, tried))
-        else:
-            lengths.outcome(hits, tried)
         return np.array(chain.token_ids[-1:], np.int32)
 
-    def _look_ahead(self, chain: DrawnChain, lengths: InnerLength) -> Draft:
-        """Tokens of the small model behind those of the chain, drawn with the noise that the medium's will be."""
-        count = lengths.best(chain.most - len(chain.token_ids) - 1)
-        if not count:
+    def _small_draft(self, chain: DrawnChain) -> Draft:
+        """Tokens of the small model behind those of the chain, drawn with the noise that the medium will use."""
+        count = min(self._ahead, chain.most - len(chain.token_ids) - 1)
+        if count < 1:
             return EMPTY_DRAFT
-        request = DraftRequest(
-            chain.text,
-            count,
-            chain.sampler,
-            chain.request.needs_distributions,
-            num_drafted=len(chain.token_ids),
+        behind = chain.request._replace(
+            token_ids=chain.text, max_tokens=count, num_drafted=len(chain.token_ids), should_continue=None
         )
-        num_uncached, started_s = self._small.num_uncached(request.token_ids), perf_counter()
-        ahead = self._small.look_ahead(request)
-        if ahead.num_tokens and num_uncached <= _READ_ALONG:
-            lengths.drafted(ahead.num_tokens, perf_counter() - started_s)
-        return ahead
-
-    def observe(self, draft: Draft, verdict: Verdict) -> None:
-        for lengths, before, agreed, tried in self._unlearnt:
-            known = max(len(verdict.accepted_nodes) + 1 - before, 0)
-            lengths.outcome(min(agreed, known), min(tried, known))
-        self._unlearnt = []
+        return self._small.look_ahead(behind)
 
     def reset_engine(self) -> Engine | None:
         self._small.reset_engine()

@@ -1,10 +1,10 @@
-"""Lookahead decoding: the target guesses ahead for itself, and its guesses come back as n-grams (arXiv 2402.02057).
+"""Lookahead decoding (arXiv 2402.02057): the target's own guesses of later tokens are collected as n-grams to draft.
 
-Besides the n-grams to verify, a pass carries a window: rows (level, column), of which (0, j) follows (0, j - 1) and
-(l, j) follows (l - 1, j). The levels are the guesses of the last few passes (Jacobi iteration: every position guesses
-its next token from older guesses before it), so a column read downwards, with the target's choice after it, is an
-n-gram that the target itself would write. All rows are a tree, and any of them may be accepted like any other draft.
-No model, no training; where trees are not possible only the n-grams of the text are left.
+Besides the n-grams to verify, a pass has a window: rows (level, column), of which (0, j) follows (0, j - 1) and (l, j)
+follows (l - 1, j). The levels are the guesses of the last few passes (Jacobi iteration: every position guesses its next
+token from older guesses before it), so a column read downwards, with the target's choice after it, is an n-gram that
+the target itself would write. All rows form a tree, and any of them may be accepted like any other draft. It needs no
+model and no training; where trees are not possible it drafts only from the n-grams of the text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BYTES_PER_NGRAM = 150  # a tuple and its share of the table, measured on CPytho
 
 
 class LookaheadDrafter(Drafter):
-    """`ngram`: tokens of an n-gram; `window`: most columns; `most_kept`: n-grams of the pool, the latest ones."""
+    """`ngram`: tokens of an n-gram; `window`: most columns; `most_kept`: the latest n-grams, kept in the pool."""
 
     name = "lookahead"
     evidence_kind = "bucket"
@@ -38,7 +38,7 @@ class LookaheadDrafter(Drafter):
         self._columns: list[tuple[int, list[int]]] = []  # position and nodes of each column of the last draft
 
     def begin(self, prompt_ids: TokenIds) -> None:
-        # The pool stays: what the target once wrote it may write again.
+        # The pool is kept: the target may write again what it wrote before.
         self._levels = [{} for _ in range(self._tail)]
         self._num_read = max(prompt_ids.size - _MOST_READ, 0)
         self._columns = []
@@ -67,14 +67,14 @@ class LookaheadDrafter(Drafter):
         return columns, max(min((most - columns * self._tail) // self._tail, branches + 1 - columns), 1)
 
     def _guess(self, level: int, position: int, token_ids: TokenIds) -> int:
-        """The level's token at a position; where none was guessed yet, that of a level before it, or of the text."""
+        """The level's token at a position; where there is none yet, that of an earlier level, or of the text."""
         for known in self._levels[level::-1]:
             if position in known:
                 return known[position]
         return int(token_ids[position % token_ids.size])
 
     def observe(self, draft: Draft, verdict: Verdict) -> None:
-        """The window moves on by one level; what the target chose after its columns makes n-grams."""
+        """The window moves by one level; each column and the target's choice after it is an n-gram."""
         choices = verdict.row_choices
         if choices is None:
             return
@@ -100,7 +100,7 @@ class LookaheadDrafter(Drafter):
 
 
 class NgramPool:
-    """For each token what followed it, the latest first; of all n-grams the latest `most_kept` stay."""
+    """For each token its continuations, the latest first; of all n-grams the latest `most_kept` are kept."""
 
     def __init__(self, most_kept: int) -> None:
         self._most_kept = most_kept

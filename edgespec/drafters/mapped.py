@@ -1,9 +1,9 @@
-"""A draft model with another vocabulary, seen through the target's: tokens are the same when they print the same bytes.
+"""A draft model with another vocabulary, mapped to the target's: tokens that print the same bytes are the same.
 
 Token-level intersection (TLI, arXiv 2502.05202, algorithm 4): the draft's distribution is renormalised over the tokens
-that both have, so whatever it proposes is a token of the target, and every acceptance rule stays lossless. What the
-draft lacks it reads spelled in tokens of its own; where that cuts a text otherwise than its tokenizer would, it drafts
-a little worse and no wrong text comes of it.
+that both have, so every proposal is a token of the target, and every acceptance rule stays lossless. Tokens that the
+draft lacks are spelled in tokens of its own; where its tokenizer would split the text differently, it drafts a little
+worse, and the output is still right.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from edgespec.errors import PromptError
 from edgespec.types import Logits, TokenIds
 from edgespec.vocabulary import Vocabulary
 
-LACKS = np.float32(-1e30)  # logit of a token that the draft has not got: it underflows in every softmax, and is finite
+LACKS = np.float32(-1e30)  # logit of a token that the draft lacks: it underflows in every softmax, and is finite
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _MOST_PER_TOKEN = 8  # draft tokens that one target token is spelled in at most, its last ones; fewer in a tiny context
 
 
 class VocabularyMap:
-    """Which token of a draft stands for which token of a target. Both must stay open while it is used.
+    """Maps tokens of a target to tokens of a draft. Both must stay open while it is used.
 
     `most_per_token`: draft tokens that a target token may be spelled in.
     """
@@ -43,13 +43,13 @@ class VocabularyMap:
         self._filler = 0 if newline is None else newline
         self._spelled: dict[int, list[int]] = {}
         self._sizes = (self.draft_ids >= 0).astype(np.intp)  # draft tokens of a target token; 0: not spelled yet
-        # One slot more than the draft's logits: what target tokens that it lacks are read from.
+        # One slot more than the draft's logits, for the target tokens that it lacks.
         self._slots = np.where(self.draft_ids < 0, draft.size, self.draft_ids).astype(np.intp)
         self._padded, self._row = np.full(draft.size + 1, LACKS), np.empty(target.size, np.float32)
         self.begins_with = [draft.bos_id] if draft.adds_bos and not target.adds_bos else []
 
     def _pair_roles(self) -> None:
-        """Begin and end of a text mean the same whatever they are called."""
+        """Begin-of-text and end-of-text tokens are paired by role, whatever their names."""
         target, draft = self._target, self._draft
         if target.bos_id is not None and draft.bos_id is not None and self.draft_ids[target.bos_id] < 0:
             self.draft_ids[target.bos_id] = draft.bos_id
@@ -63,15 +63,15 @@ class VocabularyMap:
 
     @property
     def share(self) -> float:
-        """How many of the target's tokens the draft has, from 0 to 1; all count alike."""
+        """The share of the target's tokens that the draft has, from 0 to 1."""
         return float((self.draft_ids >= 0).mean())
 
     def share_of(self, token_ids: list[int]) -> float:
-        """How many of these target tokens [n] the draft has, from 0 to 1; 0 of none."""
+        """The share of these target tokens [n] that the draft has, from 0 to 1; 0 for none."""
         return float((self.draft_ids[token_ids] >= 0).mean()) if token_ids else 0.0
 
     def sizes(self, token_ids: TokenIds) -> NDArray[np.intp]:
-        """How many draft tokens [n] stand for each of the target tokens [n]: at least one."""
+        """The number of draft tokens [n] for each of the target tokens [n], at least one."""
         found = self._sizes[token_ids]
         for token_id in set(token_ids[found == 0].tolist()):
             self._sizes[token_id] = len(self._spell(token_id))
@@ -87,18 +87,18 @@ class VocabularyMap:
         return np.array([token_id for part in parts for token_id in part], np.int32)
 
     def proposed(self, token_ids: TokenIds) -> TokenIds:
-        """Target tokens [n] that the draft proposed as it counts them; one that it lacks is all but impossible."""
+        """Target tokens [n] that the draft proposed, as draft tokens; one that it lacks cannot normally occur."""
         direct = self.draft_ids[token_ids]
         return np.where(direct < 0, np.int32(self._filler), direct)
 
     def gathered(self, logits: Logits) -> Logits:
-        """A draft's logits row [its vocabulary] as one of the target's [target vocabulary]; the next call reuses it."""
+        """A draft's logits [its vocabulary] as a row of the target's [target vocabulary]; the next call reuses it."""
         self._padded[:-1] = logits
         np.take(self._padded, self._slots, out=self._row, mode="clip")
         return self._row
 
     def _spell(self, token_id: int) -> list[int]:
-        """The draft's tokens for a target token that it lacks; never none, so that every token has its place."""
+        """The draft's tokens for a target token that it lacks; at least one, so that every token has a position."""
         if token_id not in self._spelled:
             printed = self._target.pieces[token_id]
             self._spelled[token_id] = (self._encoded(printed) or [self._filler])[-self.most_per_token :]
@@ -108,9 +108,9 @@ class VocabularyMap:
         try:
             ids = self._draft.encode(printed.decode("utf-8"))
             if b"".join(self._draft.pieces[token_id] for token_id in ids) == printed:
-                return ids  # a tokenizer that puts a space in front of every text comes out otherwise
+                return ids  # a tokenizer that puts a space in front of every text gives others
         except (UnicodeDecodeError, PromptError):
-            pass  # part of a character, or one that the draft cannot write: byte by byte, as far as it goes
+            pass  # part of a character, or one that the draft cannot write: spelled in pieces below
         found, at = [], 0
         while at < len(printed):
             longest = min(self._longest, len(printed) - at)
@@ -121,7 +121,7 @@ class VocabularyMap:
 
 
 def _by_what_they_print(vocabulary: Vocabulary) -> dict[bytes | str, int]:
-    """The token for every printed text, control tokens under their names; of several the lowest, byte tokens last."""
+    """The token for each printed text, control tokens by name; of several the lowest, byte tokens last."""
     found: dict[bytes | str, int] = {}
     byte_tokens: dict[bytes | str, int] = {}
     for token_id, piece in enumerate(vocabulary.pieces):
@@ -132,19 +132,19 @@ def _by_what_they_print(vocabulary: Vocabulary) -> dict[bytes | str, int]:
 
 
 def map_vocabulary(target: Vocabulary, draft: Engine) -> VocabularyMap:
-    """The map for a draft model, whose context bounds how far a token may be spelled."""
+    """The map for a draft model, whose context limits how many tokens one may be spelled in."""
     return VocabularyMap(target, draft.vocabulary, min(_MOST_PER_TOKEN, draft.facts.context_length // 4))
 
 
 class MappedSequence(CachedSequence):
     """A draft model's cache as a list of target tokens; logits come in the target's ids.
 
-    Only what a draft model needs: it is read, looked ahead with and rolled back; drafts are not scored with it.
+    It supports what a draft model needs (feed, look, rollback), not the scoring of drafts.
     """
 
     def __init__(self, engine: Engine, mapping: VocabularyMap) -> None:
         self._map = mapping
-        self._inner = CachedSequence(engine)  # which empties the engine, as this one could not yet
+        self._inner = CachedSequence(engine)  # empties the engine, which this one cannot yet
         super().__init__(engine)
         self._ends = np.zeros(engine.facts.context_length + 1, np.intp)  # draft tokens up to each target token
         self.most_per_token = mapping.most_per_token + len(mapping.begins_with)

@@ -2,9 +2,8 @@
 
 A draft costs one multiplication by each head and one by the cut-down vocabulary for all of them together. A head knows
 the state and the token that was sampled from it, not what the heads before it propose: the tree of drafts (section
-2.1.2) has the same candidates at all nodes of a depth. Which paths of that product are taken is decided anew each
-round, by what they promise, where the paper has one pattern for all texts. `edgespec train-heads --kind medusa` makes
-heads.
+2.1.2) has the same candidates at all nodes of a depth. The paper takes the same paths of that product for all texts;
+here each round takes the most probable ones. `edgespec train-heads --kind medusa` makes heads.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from edgespec.formats.head_file import HeadFile
 from edgespec.types import Draft, Logits, TokenIds
 
 # Of logits: a head knows no token of its path, so the target differs from it by more than from a model that does.
-# Fitted to the demo's heads, greedy and at T=0.8; at a model's 0.6 trees were narrower, and .76 was claimed of first
-# choices at T=0.8 of which .54 stood.
+# Fitted to the demo's heads, greedy and at T=0.8: with a model's 0.6 trees were narrower, and first choices with an
+# expected acceptance of .76 were accepted at .54.
 _DISAGREEMENT = 1.2
 
 
@@ -42,7 +41,7 @@ class MedusaDrafter(StateDrafter):
         self.depth = depth
 
     def begin(self, prompt_ids: TokenIds) -> None:
-        """Nothing of a text is kept."""
+        """It keeps no state of a text."""
 
     def drafted(self, request: DraftRequest, features: Array) -> Draft:
         """A tree, or a chain of at most one token per head."""
@@ -54,7 +53,7 @@ class MedusaDrafter(StateDrafter):
         return self.chain(request, most, lambda _: next(rows))
 
     def _tree(self, request: DraftRequest, scores: Array) -> Draft:
-        """A tree of which every depth has `scores` [heads, m] of its own, whatever the path."""
+        """A tree from `scores` [heads, m], one row for all nodes of a depth."""
 
         def scores_of(growth: Growth) -> Array:
             return scores[[growth.nodes[node].depth + 1 for node in growth.waiting]]
@@ -72,7 +71,7 @@ class MedusaDrafter(StateDrafter):
 
 
 def _candidates_for(request: DraftRequest) -> MakeCandidates:
-    """As for any tree, but made once for all nodes of a depth where they are the same."""
+    """As for any tree, but made once for all nodes of a depth where these share them."""
     make = candidates_for(request, request.sampler, like_chains=True, disagreement=_DISAGREEMENT)
     if request.needs_distributions or request.sampler.sampling.uses_history:
         return make

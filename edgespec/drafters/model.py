@@ -1,25 +1,50 @@
 """The draft model: a small model on any engine drafts a chain token by token.
 
-Its context is its own: when the text outgrows it, the window keeps the first token (attention sinks there) and slides
-in half-window jumps, so that the cost of a slide is spread over many tokens and acceptance has no cliff.
+When the text outgrows the model's context, its window keeps the first token (an attention sink) and slides by half a
+window at a time, so that the cost of a slide is spread over many tokens and acceptance stays smooth.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.chain import CHAIN_PRIOR, DrawnChain
-from edgespec.drafters.temperature import DraftTemperature, Factor
 from edgespec.engines.base import Engine
 from edgespec.engines.sequence import CachedSequence, restored_on_failure
+from edgespec.sampling import MAX_TEMPERATURE, Sampler
 from edgespec.types import EMPTY_DRAFT, Draft, Logits, TokenIds
+
+
+class DraftTemperature:
+    """The draft's sampler: the target's settings and noise at `factor` times the target's temperature.
+
+    A draft carries the distributions that it was sampled from, so every acceptance rule is exact for any factor.
+    """
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor = factor
+        self._made: tuple[Sampler, Sampler] | None = None  # the target's, and the last one made of it
+
+    def sampler(self, target: Sampler) -> Sampler:
+        """The target's own where nothing differs."""
+        settings = target.sampling
+        if settings.temperature == 0.0 or self.factor == 1.0:
+            return target
+        # No sampler takes more than the highest temperature.
+        temperature = min(settings.temperature * self.factor, MAX_TEMPERATURE)
+        if self._made is None or self._made[0] is not target:
+            made = Sampler(replace(settings, temperature=temperature), target.vocabulary_size, target.noise.offset)
+            self._made = target, made
+        return self._made[1]
 
 
 class ModelDrafter(Drafter):
     """Drafts with `engine`, which it owns and closes; `cache` shows another vocabulary as the target's.
 
-    `temperature`: that of the draft over the target's, or "auto".
+    `temperature`: that of the draft as a multiple of the target's.
     """
 
     name = "model"
@@ -30,7 +55,7 @@ class ModelDrafter(Drafter):
         engine: Engine,
         cache: CachedSequence | None = None,
         notes: tuple[str, ...] = (),
-        temperature: Factor = 1.0,
+        temperature: float = 1.0,
     ) -> None:
         self.notes = notes
         self.temperature = DraftTemperature(temperature)  # a drafter that shares the model shares it too
@@ -40,7 +65,7 @@ class ModelDrafter(Drafter):
 
     @property
     def cache(self) -> CachedSequence:
-        """What the draft model holds, for a drafter that shares it."""
+        """The draft model's cache, for a drafter that shares the model."""
         return self._cache
 
     def begin(self, prompt_ids: TokenIds) -> None:
@@ -49,21 +74,16 @@ class ModelDrafter(Drafter):
 
     def draft(self, request: DraftRequest) -> Draft:
         """A chain sampled with the target's settings and, unless the rule needs distributions, the target's noise."""
-        return self._drafted(request, self.temperature)
+        return self.look_ahead(request._replace(sampler=self.temperature.sampler(request.sampler)))
 
     def look_ahead(self, request: DraftRequest) -> Draft:
-        """As `draft`, at the very temperature of the request's sampler; its text may be drafted, so none is learnt."""
-        return self._drafted(request, DraftTemperature())
-
-    def _drafted(self, request: DraftRequest, temperature: DraftTemperature) -> Draft:
+        """As `draft`, at the temperature of the request's sampler."""
         room = self._engine.facts.context_length
         most = min(request.max_tokens, room // 4)
         if most < 1:
             return EMPTY_DRAFT
-        temperature.learn(request.sampler, request.token_ids)
         with restored_on_failure(self._cache):
-            logits = self.catch_up(request.token_ids, most)
-            return self._chain(request, logits, most, temperature)
+            return self._chain(request, self.catch_up(request.token_ids, most), most)
 
     def catch_up(self, token_ids: TokenIds, most: int) -> Logits:
         """Feed what the cache lacks of `token_ids` [n]; the logits row after the last of them."""
@@ -74,7 +94,7 @@ class ModelDrafter(Drafter):
     def _window(self, token_ids: TokenIds, most: int) -> TokenIds:
         """The text as the draft sees it: all of it, or its first token and the latest part that fits.
 
-        Once it has slid it stays so, though a shorter draft might let the whole text fit again.
+        A window that has slid does not grow back when a shorter draft would let the whole text fit again.
         """
         capacity = self._engine.facts.context_length - most
         if token_ids.size <= self._window_start:
@@ -86,13 +106,11 @@ class ModelDrafter(Drafter):
             self._window_start = token_ids.size - self._cache.latest_fitting(token_ids, capacity // 2)
         return np.concatenate((token_ids[:1], token_ids[self._window_start :]))
 
-    def _chain(self, request: DraftRequest, logits: Logits, most: int, temperature: DraftTemperature) -> Draft:
-        chain = DrawnChain(request, most, self._end_ids, temperature.sampler(request.sampler))
+    def _chain(self, request: DraftRequest, logits: Logits, most: int) -> Draft:
+        chain = DrawnChain(request, most, self._end_ids)
         chain.add(logits)
         while chain.is_open:
             chain.add(self._feed(np.array(chain.token_ids[-1:], np.int32)))
-        if not request.needs_distributions:
-            temperature.drafted(request.token_ids.size, chain.token_ids, chain.distributions)
         return chain.as_draft()
 
     @property
@@ -105,7 +123,7 @@ class ModelDrafter(Drafter):
     def num_uncached(self, token_ids: TokenIds) -> int:
         room = self._engine.facts.context_length
         if self._window_start > 1 or self._cache.latest_fitting(token_ids, room) < token_ids.size:
-            return 1  # the window slides seldom; what that costs shows in the time of a draft
+            return 1  # a slide is rare, and its cost is part of the measured time of a draft
         return token_ids.size - self._cache.shared_length(token_ids)
 
     @property

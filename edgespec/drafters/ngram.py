@@ -1,8 +1,8 @@
-"""Prompt lookup: find where the latest tokens stood before and propose what followed them there (no model, no cost).
+"""Prompt lookup: finds an earlier occurrence of the latest tokens and proposes what followed it (no model, no cost).
 
-An index from each n-gram to its latest few places makes a lookup independent of the length of the history; of a long
-one it keeps the latest half at least, so that memory is bounded and no token is indexed twice. A place
-whose proposal was just refused outright is not proposed from again, so a loop in the text cannot replay itself.
+An index from each n-gram to its latest few places makes a lookup independent of the length of the text; of a long text
+it keeps at least the latest half, so that memory is bounded and no token is indexed twice. A place whose first proposed
+token was just rejected is skipped, so that a loop in the text is not proposed again and again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class NgramDrafter(Drafter):
         self._ids: list[int] = []
         self._places: dict[tuple[int, ...], list[int]] = {}
         self._older_places: dict[tuple[int, ...], list[int]] = {}
-        self._next_half = max_indexed // 2  # tokens at which the older places are forgotten
+        self._next_half = max_indexed // 2  # tokens at which the older places are dropped
         self._refused: deque[int] = deque(maxlen=refusals_kept)
         self._source: tuple[int, int] | None = None  # n-gram size and place of the last draft
         self._is_new = False
@@ -43,7 +43,7 @@ class NgramDrafter(Drafter):
     def begin(self, prompt_ids: TokenIds) -> None:
         self._refused.clear()
         self._source = None
-        self._is_new = True  # the prompt is indexed with the first draft: who never asks does not pay
+        self._is_new = True  # the prompt is indexed with the first draft, if there is one
         if not prompt_ids.size:
             self._forget()
 
@@ -67,7 +67,7 @@ class NgramDrafter(Drafter):
         return (len(self._places) + len(self._older_places)) * _BYTES_PER_PLACE + 36 * len(self._ids)
 
     def _extend(self, token_ids: TokenIds) -> None:
-        """Index the tokens that are new; a place is where an n-gram's continuation begins."""
+        """Index the new tokens; a place is where an n-gram's continuation begins."""
         if self._is_new:
             self._is_new, shared = False, len(self._ids)
             if token_ids.size < shared or token_ids[:shared].tolist() != self._ids:
@@ -100,7 +100,7 @@ class NgramDrafter(Drafter):
         return None
 
     def _copy(self, place: int, count: int) -> list[int]:
-        """`count` tokens from `place` on; a copy that reaches the end goes on with itself, as a repetition does."""
+        """`count` tokens from `place` on; at the end of the text the copy repeats itself."""
         copied = self._ids[place : place + count]
         period = len(self._ids) - place
         while len(copied) < count:

@@ -1,6 +1,6 @@
-"""What the drafters that read the target's hidden states share: scores of a cut-down head, chains and trees of them.
+"""Shared by drafters that read the target's hidden states: scores of a reduced head, and chains and trees of them.
 
-A token outside the draft vocabulary is never proposed; the target samples it whenever it wants to.
+Tokens outside the draft vocabulary are never proposed; the target can still sample them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from edgespec.formats.head_file import PROJECT, HeadFile
 from edgespec.types import EMPTY_DRAFT, Draft, Logits, TokenIds
 
 Array = NDArray[np.float32]
-_NEVER = -1e30  # a logit; finite, so that no bias makes it no number
-DEAR_ROW = 0.1  # tokens; what costs more is seldom paid for by a second choice, nor is growing a tree to see that
+_NEVER = -1e30  # a logit; finite, so that no bias makes it NaN
+MAX_ROW_COST = 0.1  # tokens; second choices rarely pay for more expensive rows, so no tree is grown
 _MOST_CHILDREN, _LOOKED_AT = 8, 8
 
 
@@ -42,7 +42,7 @@ class StateDrafter(Drafter):
         self._scale = np.float32(manifest.scale)
         self._token_ids = heads.token_ids
         self._vocabulary = vocabulary
-        # The rows of the head stand for tokens as inputs too, brought to unit size; a token without one is zero.
+        # The rows of the head are the input embeddings too, scaled to unit size; a token without one is zero.
         with np.errstate(over="ignore"):
             size = float(np.sqrt(np.mean(np.square(vocabulary))))
         if not 0 < size < np.inf:
@@ -53,16 +53,16 @@ class StateDrafter(Drafter):
         self._size = np.float32(1.0 / size)
         self._slots = np.full(vocabulary_size, -1, np.int32)
         self._slots[self._token_ids] = np.arange(self._token_ids.size)
-        self._row = np.full(manifest.vocabulary_size, _NEVER, np.float32)  # what only pads the target's is left out
+        self._row = np.full(manifest.vocabulary_size, _NEVER, np.float32)  # without the target's padding
         self._project = heads.arrays.get(PROJECT)
         self._arrays = {name: array for name, array in heads.arrays.items() if name != PROJECT}
 
     def draft(self, request: DraftRequest) -> Draft:
         """A tree or a chain, made on one core.
 
-        Threads of a BLAS wait for more work by spinning, for longer than a draft takes: the target's next pass, which
-        needs every core, would share them with threads that do nothing. Raises EngineError when the heads' scores are
-        no numbers: finite weights may have products that are not.
+        Threads of a BLAS wait for more work by spinning, for longer than a draft takes, and would take cores from the
+        target's next pass. Raises EngineError when the heads' scores are not finite: finite weights may have products
+        that overflow.
         """
         if request.max_tokens < 1 or request.features is None or not len(request.features):
             return EMPTY_DRAFT
@@ -71,7 +71,7 @@ class StateDrafter(Drafter):
 
     @abstractmethod
     def drafted(self, request: DraftRequest, features: Array) -> Draft:
-        """What `draft` says, of at least one token, from the states `features` [m, feature size]."""
+        """A draft of at least one token from the states `features` [m, feature size]."""
 
     def read(self, features: Array) -> Array:
         """The target's states [n, feature size] as the heads read them [n, hidden size]."""
@@ -96,7 +96,7 @@ class StateDrafter(Drafter):
         """Scores [m] as a row [the heads' vocabulary] of logits, which the next call overwrites. Raises as `draft`."""
         if not np.isfinite(scores).all():
             raise EngineError(
-                f"the {self.name} heads gave scores that are no numbers: they are damaged, or overflow with this "
+                f"the {self.name} heads gave scores that are not finite: they are damaged, or overflow with this "
                 "target. Train them again (edgespec train-heads), or use another drafter"
             )
         self._row[self._token_ids] = scores
@@ -107,7 +107,7 @@ class StateDrafter(Drafter):
 
         `scores_after(token_id)`: scores [m] of what follows the last drafted token, None at first.
         """
-        chain = DrawnChain(request, most, self._end_ids, request.sampler)
+        chain = DrawnChain(request, most, self._end_ids)
         while chain.is_open:
             chain.add(self.row(scores_after(chain.token_ids[-1] if chain.token_ids else None)))
         return chain.as_draft()
@@ -115,10 +115,10 @@ class StateDrafter(Drafter):
     def grows(self, request: DraftRequest) -> bool:
         """Whether to draft a tree rather than a chain: where the rule and the target take one, and rows are cheap.
 
-        A fixed draft length gives no cost of a row, so that it asks for a tree of that many nodes, and for a chain of
-        that many tokens only where no tree can be had; the automatic length takes trees as its measured costs allow.
+        A fixed draft length sets no cost of a row: it means a tree of that many nodes, or a chain of that many tokens
+        where trees are not possible. The automatic length sets the measured cost.
         """
-        return request.max_branches > 0 and request.row_cost < DEAR_ROW
+        return request.max_branches > 0 and request.row_cost < MAX_ROW_COST
 
     def tree(
         self,
@@ -128,7 +128,7 @@ class StateDrafter(Drafter):
         scores_of: Callable[[Growth], Iterable[Array]],
         deepest: int | None = None,
     ) -> Draft:
-        """A tree of at most `request.max_tokens` nodes, each worth its row, none with a path longer than `deepest`.
+        """A tree of at most `request.max_tokens` nodes that pay for their rows, with no path longer than `deepest`.
 
         `root_scores` [m] of what follows the text, `scores_of(growth)` [n, m] of what follows each node it waits for.
         """

@@ -1,8 +1,8 @@
-"""Suffix decoding: the longest suffix of the text that occurred before is continued as it most often was.
+"""Suffix decoding: continues the longest suffix of the text that occurred before with its most frequent continuation.
 
-After SuffixDecoding (arXiv 2411.04975), with an automaton in place of a tree: the match is as long as it can be and
-costs nothing to find, and each token of the draft is the continuation with the highest count on the path so far. A
-corpus is a second place to look; the longer match wins, that in the text itself being worth a little more.
+After SuffixDecoding (arXiv 2411.04975), with an automaton instead of a tree: the longest match costs nothing to find,
+and each token of the draft is the continuation with the highest count on the path so far. A corpus is searched too; the
+longer match wins, with a small bonus for the text itself.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.corpus import CorpusMatch
 from edgespec.types import EMPTY_DRAFT, Draft, Evidence, TokenIds
 
-_GROWTH = 4  # tokens drafted per token of the match; what is longer is seldom right
-_NEARER = 2  # tokens that a match in the text counts for more: a corpus may be about something else
+_GROWTH = 4  # most tokens drafted per token of the match; longer drafts are rarely right
+_NEARER = 2  # bonus in tokens for a match in the text: a corpus may be about something else
 
 
 class SuffixDrafter(Drafter):
-    """Continues the text from what it holds itself, and from `corpus`.
+    """Continues the text from its own earlier tokens and from `corpus`.
 
-    `max_indexed` tokens of the text are remembered at most, the latest ones.
+    At most `max_indexed` tokens of the text are indexed, the latest ones.
     """
 
     name = "suffix"
@@ -32,18 +32,18 @@ class SuffixDrafter(Drafter):
     def __init__(self, min_match: int = 1, max_indexed: int = 1 << 16, corpus: SuffixIndex | None = None) -> None:
         self._min_match, self._max_indexed = min_match, max_indexed
         self._ids: list[int] = []
-        self._start = 0  # how many of the first `_ids` the automaton has forgotten
+        self._start = 0  # of `_ids`: the first that the automaton holds
         self._automaton = SuffixAutomaton()
         self._corpus = None if corpus is None else CorpusMatch(corpus)
         self._is_new = False
 
     def begin(self, prompt_ids: TokenIds) -> None:
-        self._is_new = True  # the prompt is indexed with the first draft: who never asks does not pay
+        self._is_new = True  # the prompt is indexed with the first draft, if there is one
         if not prompt_ids.size:
             self._forget()
 
     def draft(self, request: DraftRequest) -> Draft:
-        """A copy of what followed the longest match, at most so many times as long as the match."""
+        """A copy of what followed the longest match, at most `_GROWTH` times as long as the match."""
         self._index(request.token_ids)
         length = self._automaton.match[1]
         if self._corpus is not None:
@@ -91,7 +91,7 @@ class SuffixDrafter(Drafter):
         if self._automaton.num_tokens + len(new) <= self._max_indexed:
             self._automaton.extend(new)
         else:
-            # Half is forgotten at once, so that each token is indexed twice at most.
+            # Half is dropped at once, so that each token is indexed at most twice.
             self._start = len(self._ids) - self._max_indexed // 2
             self._automaton = SuffixAutomaton()
             self._automaton.extend(self._ids[self._start :])
@@ -103,7 +103,7 @@ class SuffixDrafter(Drafter):
 
 
 def _evidence(match_length: int, count: float, total: int, origin: float) -> Evidence:
-    """What speaks for a continuation: the length of the match, its share of all continuations, how many there were.
+    """Scores of a continuation: the length of the match, its share of all continuations, their number, and `origin`.
 
     `origin`: 0 in the text itself, -1 in the corpus, which may be about something else.
     """

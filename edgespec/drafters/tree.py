@@ -1,7 +1,7 @@
 """The draft model with branches: a tree of its likeliest continuations, grown where a further token pays most.
 
-How a tree grows is `growth`, what a node's children are and what they are worth `candidates`. The draft model scores
-open nodes of several branches in one pass of its own.
+`growth` decides where the tree grows, `candidates` gives a node's children and their probabilities. The draft model
+scores open nodes of several branches in one pass.
 """
 
 from __future__ import annotations
@@ -41,20 +41,16 @@ class TreeDrafter(Drafter):
         most = min(request.max_tokens, cache.engine.facts.context_length // 4)
         if most < 1:
             return EMPTY_DRAFT
-        temperature = self._model.temperature
-        temperature.learn(request.sampler, request.token_ids)
-        candidates = candidates_for(request, temperature.sampler(request.sampler))
+        candidates = candidates_for(request, self._model.temperature.sampler(request.sampler))
         with restored_on_failure(cache):
             growth = Growth(candidates, most, branches, self._most_children, request.row_cost)
             growth.open(ROOT, self._model.catch_up(request.token_ids, most))
             while growth.grow(cache.end_ids):
                 self._score(growth)
-            if temperature.is_learning:
-                temperature.drafted(request.token_ids.size, *growth.first_choices())
             return growth.draft()
 
     def _score(self, growth: Growth) -> None:
-        """One pass of the draft model over the nodes that the growth waits for, their ancestors with them."""
+        """One pass of the draft model over the nodes that the growth waits for, with their ancestors."""
         wanted = growth.waiting
         rows = sorted({node for leaf in wanted for node in growth.path(leaf)})
         index = {node: row for row, node in enumerate(rows)}

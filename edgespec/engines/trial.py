@@ -31,6 +31,7 @@ from edgespec.errors import CapabilityError, EdgespecError, ModelFileError, Mode
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.eagle3 import is_eagle3
 from edgespec.formats.gguf.split import model_files
+from edgespec.installation import require_engine
 from edgespec.types import Logits
 
 PROBE_VERSION = 2  # raise it when the probe learns to find more, and files are probed again
@@ -56,6 +57,7 @@ def check_model_files(is_trusted: Mapping[Path, bool]) -> None:
     for path in is_trusted:
         if not _is_graph(path):
             check_gguf(path)
+        require_engine("onnx" if _is_graph(path) else "llamacpp", path.name)
     keys = {path: _trial_key(path) for path, trusted in is_trusted.items() if not trusted}
     unknown = [path for path, key in keys.items() if disk_cache.get("probed", key, CHECKED_FILE) is None]
     for path, fault in zip(unknown, faults(unknown, timeout_s=_allowed_s(unknown)), strict=True):

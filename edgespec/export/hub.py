@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound
-from edgespec.export.request import INSTALL
+from edgespec.installation import install_command
 
 SMALL_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
@@ -210,5 +210,7 @@ def _huggingface_hub() -> Any:  # a module whose HTTP library differs between re
         import huggingface_hub
         import huggingface_hub.errors
     except ModuleNotFoundError as error:
-        raise CapabilityError(f"a hub id needs the package huggingface_hub: {INSTALL}, or give a folder") from error
+        raise CapabilityError(
+            f"a hub id needs the package huggingface_hub: {install_command('export')}, or give a folder"
+        ) from error
     return huggingface_hub

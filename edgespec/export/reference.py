@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.export.request import INSTALL, Format
+from edgespec.export.request import Format
 from edgespec.export.tokens import PROBE_TEXTS, read_tokenizer
+from edgespec.installation import install_command, require_engine
 
 MAX_TOKENS = 64  # of each text; a row of a 150k vocabulary takes 600 kB
 LONG_TOKENS = 256  # of all texts in one, since errors in positions grow with distance
@@ -42,8 +43,10 @@ def require_packages(formats: tuple[Format, ...], *, torch: bool) -> None:
     if "onnx" in formats:
         wanted += ["onnx", "onnxruntime"]
     if missing := [name for name in wanted if find_spec(name) is None]:
-        light = "; --to gguf --no-check needs only gguf" if missing != ["gguf"] else ""
-        raise CapabilityError(f"this export needs {', '.join(missing)}: {INSTALL}{light}")
+        light = "; --to gguf --no-check needs only gguf and llama.cpp" if missing != ["gguf"] else ""
+        raise CapabilityError(f"this export needs {', '.join(missing)}: {install_command('export')}{light}")
+    if "gguf" in formats:
+        require_engine("llamacpp", "writing GGUF")
 
 
 def reference_of(folder: Path, threads: int | None = None) -> Reference:
@@ -67,7 +70,9 @@ def in_transformers(folder: Path, threads: int | None) -> Iterator[tuple[Any, An
         import torch
         import transformers
     except ModuleNotFoundError as error:
-        raise CapabilityError(f"this export needs {error.name}: {INSTALL}, or see --no-check") from error
+        raise CapabilityError(
+            f"this export needs {error.name}: {install_command('export')}, or see --no-check"
+        ) from error
     with _quiet(transformers), _torch_threads(torch, threads), torch.inference_mode():
         try:
             model = transformers.AutoModelForCausalLM.from_pretrained(

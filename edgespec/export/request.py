@@ -17,7 +17,6 @@ FORMATS: tuple[Format, ...] = ("gguf", "onnx")
 # A draft reads one row after another, where products of whole numbers gain nothing and int8 is the more exact.
 DRAFT_QUANTS: Mapping[str, str] = {"w8a8": "int8"}
 DEFAULT_QUANTS: Mapping[Format, str] = {"gguf": "q8_0", "onnx": "int8"}
-INSTALL = "pip install 'edgespec[export]'"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from typing import Any
 
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.files import read_text, resolved
+from edgespec.installation import has_engine
 
 MANIFEST = "manifest.toml"
 MANIFEST_FORMAT = 1
@@ -204,8 +205,9 @@ def check_file(file: ModelFile, *, hashed: bool = True, is_large_too: bool = Fal
 def read_pair(folder: Path, engine: str = "auto", *, check_hashes: bool = True) -> ModelPair:
     """The pair that `folder/manifest.toml` describes, its files checked.
 
-    `engine` chooses among the files of a role; "auto" takes GGUF where there is one; a role that the chosen engine
-    lacks is taken from the other. Raises ModelFileError, CapabilityError for an engine without a target.
+    `engine` chooses among the files of a role; "auto" takes GGUF where there is one and llama.cpp is installed; a role
+    that the chosen engine lacks is taken from the other. Raises ModelFileError, CapabilityError for an engine without a
+    target.
     """
     manifest = _Manifest(folder / MANIFEST)
     values = manifest.values
@@ -217,7 +219,8 @@ def read_pair(folder: Path, engine: str = "auto", *, check_hashes: bool = True) 
     recommended = {k: manifest.get(tables["sampling"], f"sampling.{k}", (int, float)) for k in tables["sampling"]}
     by_engine = _read_files(manifest, tables, engine)
     engines = tuple(name for name, roles in by_engine.items() if "target" in roles)
-    chosen = engines[0] if engine == "auto" else engine
+    runnable = [name for name in engines if has_engine(name)] or engines
+    chosen = runnable[0] if engine == "auto" else engine
     files = {role: file for name in by_engine for role, file in by_engine[name].items()} | by_engine[chosen]
     manifest.only(f"{HEADS}.", tables[HEADS], HEAD_KINDS)
     heads = {kind: _read_file(manifest, f"{HEADS}.{kind}", entry) for kind, entry in tables[HEADS].items()}

@@ -1,6 +1,6 @@
-"""What a loaded model decodes with, and the one place that touches it: target, cache, drafters, parked states.
+"""Owns the engines, caches and drafters of a loaded pair and runs one request at a time with them.
 
-Whoever calls `begin`, `exclusive` or `finish` has the turn. `interrupt` may come from anywhere.
+`begin` and `finish` must be called by the holder of the turn; `interrupt` may be called from any thread.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Events = Generator[TokenEvent, None, None]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One generation as it was asked for and checked. `on_round` hears of every round before its tokens are emitted."""
+    """A checked request for one generation. `on_round` is called after every round, before its tokens are emitted."""
 
     prompt_ids: TokenIds
     sampler: Sampler
@@ -58,7 +58,7 @@ class _Running:
 
 
 class Executor:
-    """Owns the engines of a loaded pair and runs one request at a time with them."""
+    """The engines, caches and drafters of one loaded pair, and the queue of requests (`turn`)."""
 
     def __init__(
         self, options: LoadOptions, pair: ModelPair, target: Engine, drafters: dict[DrafterName, Drafter]
@@ -71,16 +71,16 @@ class Executor:
         self.parked = ParkedStates()
         self.last_stats = Stats()
         self._running: _Running | None = None
-        self._current: Claim | None = None  # the generation that an interruption is for
-        # Reentrant: a signal handler may interrupt a generation while this thread begins or ends it.
+        self._current: Claim | None = None  # the generation that `interrupt` ends
+        # Reentrant: a signal handler may call `interrupt` while this thread begins or ends a generation.
         self._interrupting = threading.RLock()
-        self._reading = threading.RLock()  # of the vocabulary, which is freed with the target
+        self._reading = threading.RLock()  # guards the vocabulary, which is freed with the target
         self._is_closed = False
         _open.add(self)
 
     @contextmanager
     def vocabulary(self) -> Iterator[Vocabulary]:
-        """The target's vocabulary; it stays open within the block. Raises StateError when the model is closed."""
+        """The target's vocabulary, which is not freed within the block. Raises StateError if the model is closed."""
         with self._reading:
             if not self.turn.is_shut:
                 yield self.target.vocabulary
@@ -89,7 +89,7 @@ class Executor:
 
     @contextmanager
     def exclusive(self) -> Iterator[DrafterPool]:
-        """A turn for something that is no generation. Raises Busy, StateError."""
+        """Exclusive use of the model for anything but a generation. Raises Busy and StateError."""
         claim = Claim()
         try:
             with self.turn.inside(claim):
@@ -99,7 +99,7 @@ class Executor:
             self.turn.give_back(claim)
 
     def begin(self, claim: Claim, request: Request, stats: Stats) -> Events:
-        """The events of a generation whose claim has the turn; `stats` fill while they are read."""
+        """The events of a generation whose claim holds the turn; `stats` is updated while they are read."""
         self._take_over(claim)
         self.last_stats = stats
         controller = self.pool.controller(request.options)
@@ -124,25 +124,25 @@ class Executor:
         return events
 
     def finish(self, claim: Claim) -> None:
-        """A generation is over, early or not: what it wrote is learnt, and an interruption reaches it no more."""
+        """End the generation of `claim`, finished or not: its answer is learnt and `interrupt` no longer affects it."""
         if self._current is claim:
             self._take_over(None)
 
     def settle(self, claim: Claim) -> None:
-        """As `finish`, for a generation that gave its turn back, unless somebody has taken over meanwhile."""
+        """`finish` for a generation that has given its turn back; does nothing if another one has begun."""
         if self._current is not claim:
             return
         own = Claim()
         try:
             with self.turn.inside(own, max_wait_s=0):
                 self.finish(claim)
-        except StateError:  # another turn began, which takes over, or the model closed
+        except StateError:  # another turn has begun, which does the same, or the model was closed
             return
         finally:
             self.turn.give_back(own)
 
     def _take_over(self, claim: Claim | None) -> None:
-        """End what ran, which may have been abandoned, and clear what an interruption of it left."""
+        """End the previous generation, which may be unfinished, reset cancellation and make `claim` the current one."""
         running, self._running = self._running, None
         try:
             if running is not None:
@@ -159,9 +159,9 @@ class Executor:
                         drafter.clear_cancel()
 
     def interrupt(self, claim: Claim | None = None) -> None:
-        """End the running generation after at most one pass, if it is the claim's or none is named.
+        """End the running generation after at most one pass; with `claim`, only if it is that claim's.
 
-        May be called from any thread, or a signal handler.
+        May be called from any thread or a signal handler.
         """
         with self._interrupting:
             current = self._current
@@ -180,22 +180,22 @@ class Executor:
         return list(self.pool.drafters.values())
 
     def forget(self) -> None:
-        """Empty all caches. Within a turn."""
+        """Clear all caches. The caller must hold the turn."""
         self.parked.clear()
         self.sequence.rollback(0)
         self.pool.empty()
 
     def close(self, *, at_exit: bool = False) -> None:
-        """End what runs, wait for it, save what was learnt and free everything. Closing twice is allowed.
+        """Cancel the running generation, wait for it, save learnt data and free everything. Closing twice is allowed.
 
-        `at_exit`: nothing is saved, and a pass that does not end in time keeps its memory. Raises Busy from within a
-        turn of the same thread, before anything is done.
+        `at_exit`: nothing is saved, and the memory is not freed if a pass does not end in time. Raises Busy, before
+        anything is done, if this thread is inside a turn.
         """
         self.turn.require_outside()
         self.turn.shut(at_exit=at_exit)
         deadline_s = monotonic() + (_EXIT_WAIT_S if at_exit else math.inf)
         while True:
-            with self._interrupting:  # again and again: a generation that begins just now forgets an interruption
+            with self._interrupting:  # repeated: a generation that is just beginning resets the cancellation
                 self._cancel_passes()
             if self.turn.drain(_LOOK_S):
                 break
@@ -208,8 +208,8 @@ class Executor:
                 self._take_over(None)
                 if not at_exit:
                     self.pool.keep()
-            except OSError as exc:  # a file of the model was deleted meanwhile: nothing can be kept under its name
-                logger.debug("what was learnt is not kept: %s", exc)
+            except OSError as exc:  # a model file was deleted meanwhile, and its identity is the key
+                logger.debug("learnt data was not saved: %s", exc)
             finally:
                 self._free()
 
@@ -225,7 +225,7 @@ class Executor:
 
 @atexit.register
 def _close_all() -> None:
-    """Streams that were left open end while everything that they need is still there. Nothing is saved so late."""
+    """End open generations before the interpreter unloads the modules that they use. Saves nothing."""
     for executor in list(_open):
         with suppress(EdgespecError):
             executor.close(at_exit=True)

@@ -1,4 +1,4 @@
-"""One request and its handle: token events one by one, blocking or not, and a result of all of them."""
+"""The handle of one request (`Generation`): token events one by one, sync or async, or the whole `Result`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from edgespec.generation.executor import Events, Executor, Request
 from edgespec.generation.turn import Caller, Claim
 from edgespec.types import Closing, FinishReason, Stats, TokenEvent
 
-Answer = TypeVar("Answer")
+Returned = TypeVar("Returned")
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One finished generation. `token_ids` include the end token; `text` ends before it and before a stop string.
+    """A finished generation. `token_ids` include the end token; `text` excludes it, and the stop string if one matched.
 
-    `seed`: the one that was used. `logprobs`: natural log probabilities of the tokens under the target's raw softmax,
-    before temperature, bias, penalties and truncation; `top_logprobs`: of each place, those of the likeliest tokens, as
-    far as they were asked for.
+    `seed`: the seed in use. `logprobs`: natural log probability of each token under the target's raw softmax, before
+    temperature, bias, penalties and truncation; empty if not requested. `top_logprobs`: per token, (token id, log
+    probability) of the most likely tokens; empty if not requested. `reproducible`: speculation did not change the
+    tokens. `lossless`: it did not change their distribution.
     """
 
     text: str
@@ -42,12 +43,12 @@ class Result:
 
 
 class Generation(Closing):
-    """The handle of one request; made by `Model.stream` and `Model.chat`.
+    """The handle of one request; returned by `Model.stream` and `Model.chat`.
 
-    Iterate over it (`for` or `async for`) for its token events, or read it whole with `result()` (`await aresult()`).
-    The model is touched when its first event is asked for: the request then waits for its turn, behind all that asked
-    before, and keeps it until its last event was read, it is closed, or nobody holds the handle any more.
-    `stats` are its own and fill while it runs. Any thread may call; steps of two threads follow one another.
+    Iterate over it (`for` or `async for`) for its token events, or call `result()` (`await aresult()`) for all of them.
+    The request joins the model's queue when its first event is read. It then uses the model alone until its last event
+    was read, it is closed, or the handle is garbage collected. `stats` is updated while it runs. Any thread may call
+    it; calls from several threads run one after another.
     """
 
     def __init__(self, executor: Executor, request: Request, is_reproducible: Callable[[RuleName], bool]) -> None:
@@ -59,75 +60,77 @@ class Generation(Closing):
         self._failure: Exception | None = None
         self._is_over = False
 
-    # -- what is known of it
+    # -- state
 
     @property
     def text(self) -> str:
-        """What was read of it so far."""
+        """Text of the events read so far."""
         return "".join(event.text for event in self._emitted)
 
     @property
     def seed(self) -> int:
-        """The seed in use, also where the request left it open."""
+        """The seed in use; chosen at random if the request gave none."""
         return self._request.sampler.seed
 
     @property
     def is_over(self) -> bool:
-        """Whether no more events come."""
+        """Whether there are no more events."""
         return self._is_over
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why it ended; None while it has not, or when it failed."""
+        """Why it ended; None while it runs, or if it failed."""
         return self.stats.finish_reason
 
     def __repr__(self) -> str:
-        state = "not begun" if self._source is None else "running"
+        state = "not started" if self._source is None else "running"
         if self._is_over:
             state = f"failed: {self._failure}" if self._failure else f"finished: {self.finish_reason}"
-        tokens = f"{self.stats.new_tokens} tokens of a prompt of {self.stats.prompt_tokens}"
+        tokens = f"{self.stats.new_tokens} tokens after a prompt of {self.stats.prompt_tokens}"
         return f"<Generation: {tokens}, drafter {self._request.drafter}, seed {self.seed}, {state}>"
 
-    # -- reading it
+    # -- reading
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> TokenEvent:
-        """Raises Busy when the turn cannot come, StateError on a closed model, EngineError when decoding fails."""
+        """The next event. Raises Busy if waiting for the model is not possible, StateError if the model was closed,
+        EngineError if decoding fails.
+        """
         event = self._step(Caller.now())
         if event is None:
             raise StopIteration
         return event
 
     def result(self) -> Result:
-        """Read it to its end and return all of it; what was read before is included. Raises as iterating."""
+        """Generate to the end; includes the events that were read before. Raises the errors of iterating."""
         return self._whole(Caller.now())
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> TokenEvent:
-        """As `__next__`; a worker thread runs the step. Cancelling the task ends the generation."""
+        """`__next__` in a worker thread. Cancelling the asyncio task ends the generation."""
         event = await self._in_worker(self._step)
         if event is None:
             raise StopAsyncIteration
         return event
 
     async def aresult(self) -> Result:
-        """As `result`, in a worker thread. Cancelling the task ends the generation."""
+        """`result` in a worker thread. Cancelling the asyncio task ends the generation."""
         return await self._in_worker(self._whole)
 
-    async def _in_worker(self, function: Callable[[Caller], Answer]) -> Answer:
-        """`function` in a worker thread once the turn is there; until then no thread waits."""
-        import asyncio  # 30 ms that only async callers need, who have it
+    async def _in_worker(self, function: Callable[[Caller], Returned]) -> Returned:
+        """Run `function` in a worker thread once the claim has the turn; no thread is blocked until then."""
+        import asyncio  # takes 30 ms, and only async callers need it
 
         caller = Caller.now()
         try:
             if not self._is_over:
                 await self._executor.turn.wait(self._claim, caller, self._request.options.max_wait_s)
             step = asyncio.ensure_future(asyncio.to_thread(function, caller))
-            step.add_done_callback(lambda done: done.cancelled() or done.exception())  # may come after a cancellation
+            step.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may end after a cancellation
             return await asyncio.shield(step)
         except asyncio.CancelledError:
             self.cancel()
@@ -156,7 +159,7 @@ class Generation(Closing):
         )
 
     def _step(self, caller: Caller) -> TokenEvent | None:
-        """The next event, or None when it is over. Waits for the turn when it has none yet."""
+        """The next event, or None at the end. The first call waits for the turn."""
         if self._is_over:
             self._executor.settle(self._claim)
             return None
@@ -165,8 +168,8 @@ class Generation(Closing):
             if event is not None:
                 self._emitted.append(event)
             if event is not None and event.finish_reason is not None:
-                # The turn ends now, since a caller may know that this was the last one and not ask again; what is told
-                # of the answer comes behind it, with the next call or the next turn.
+                # Give the turn back now: a caller that sees the last event may never call again. The rest of the
+                # cleanup (`settle`) runs in the next call or the next turn.
                 self._is_over = True
                 self._executor.turn.give_back(self._claim)
             elif event is None or self._is_cancelled():
@@ -179,9 +182,9 @@ class Generation(Closing):
         try:
             if self._source is None:
                 self._source = self._executor.begin(self._claim, self._request, self.stats)
-            # A cancellation reaches the engines from `begin` on; one that came just before it is seen here.
+            # `interrupt` reaches the engines from `begin` on; a cancellation just before that is detected here.
             return None if self._is_cancelled() else next(self._source, None)
-        except Cancelled:  # before the loop began, such as while costs were measured
+        except Cancelled:  # before the decoding loop, for example while costs were measured
             return None
         except BaseException as exc:
             self._failure = exc if isinstance(exc, Exception) else None
@@ -202,29 +205,29 @@ class Generation(Closing):
         finally:
             self._executor.turn.give_back(self._claim)
 
-    # -- ending it
+    # -- ending
 
     def cancel(self) -> None:
-        """End it after at most one pass; before its first event it ends without one. Any thread, or a signal handler.
+        """End this generation after at most one pass. Does not wait, and never affects a later generation.
 
-        No later generation is touched, however late this comes. Does not wait.
+        May be called from any thread or a signal handler.
         """
         self._claim.withdraw()
         self._executor.interrupt(self._claim)
 
     def close(self) -> None:
-        """End it now and give its turn back; waits for a step of another thread. Closing twice is allowed."""
+        """End this generation and release the model; waits for a step in another thread. Closing twice is allowed."""
         if self._is_over:
             self._executor.settle(self._claim)
             return
         self.cancel()
         if self._claim.inside is threading.current_thread():
-            return  # from within its own step, which ends it
+            return  # called inside its own step, which will end it
         with self._claim.step:
             self._end()
 
     async def aclose(self) -> None:
-        """As `close`, without blocking the event loop."""
+        """`close` without blocking the event loop."""
         import asyncio
 
         await asyncio.to_thread(self.close)
@@ -238,6 +241,6 @@ class Generation(Closing):
         await self.aclose()
 
     def __del__(self) -> None:
-        # Nobody can read on: the next one's turn begins, and clears up. No lock may be taken in a finaliser.
+        # Release the turn; the next generation cleans up. A finaliser must not take a lock.
         if not getattr(self, "_is_over", True):
             self._executor.turn.give_back(self._claim)

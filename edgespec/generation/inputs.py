@@ -1,4 +1,4 @@
-"""Checks of what callers of the Python API give: wrong kinds of things become errors that name the fix."""
+"""Type checks of the arguments of the Python API; the errors name the fix."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from edgespec.sampling import Sampling
 from edgespec.types import TokenIds
 
 Given = TypeVar("Given")
-Found = TypeVar("Found")
+Returned = TypeVar("Returned")
 Params = ParamSpec("Params")
 
 
 def of_kind(name: str, given: Given, kind: type[Given], error: type[EdgespecError]) -> Given:
-    """`given` if it is of a kind; else raises `error`, which says how to make one of a dict."""
+    """`given` if it is a `kind`; else raises `error`, which for a dict says how to convert it."""
     if not isinstance(given, kind):
         fix = f": write {kind.__name__}(**{name})" if isinstance(given, dict) else ""
         raise error(f"{name} must be {kind.__name__}, got {type(given).__name__}{fix}")
@@ -28,9 +28,9 @@ def of_kind(name: str, given: Given, kind: type[Given], error: type[EdgespecErro
 
 
 def checked_ids(given: object, vocabulary_size: int) -> TokenIds:
-    """`given` as the token ids [n] of a prompt.
+    """`given` as token ids [n].
 
-    Raises PromptError unless it is a sequence of whole numbers that the vocabulary has; a bool is no number here.
+    Raises PromptError unless it is a sequence of whole numbers within the vocabulary (bool is not a number).
     """
     listed = given.tolist() if isinstance(given, np.ndarray) and given.ndim == 1 else given
     if not isinstance(listed, Sequence) or isinstance(listed, str | bytes | bytearray):
@@ -39,17 +39,17 @@ def checked_ids(given: object, vocabulary_size: int) -> TokenIds:
     wrong = [kind for kind in set(map(type, listed)) if kind is bool or not issubclass(kind, int | np.integer)]
     if wrong:
         names = ", ".join(sorted(kind.__name__ for kind in wrong))
-        raise PromptError(f"a prompt's token ids must be whole numbers, there are some of type {names}")
+        raise PromptError(f"a prompt's token ids must be whole numbers, got {names}")
     if listed and not (min(listed) >= 0 and max(listed) < vocabulary_size):
         raise PromptError(f"a prompt token id is outside the vocabulary 0..{vocabulary_size - 1}")
     return np.array(listed, np.int32)
 
 
 def checked_chat(messages: object) -> Sequence[Mapping[str, Any]]:
-    """`messages` if they are a list of objects; their content is checked where they are rendered."""
+    """`messages` if it is a list of mappings, else raises PromptError; their content is checked when rendered."""
     if isinstance(messages, str):
         raise PromptError(
-            'messages must be a list such as [{"role": "user", "content": "..."}], got a text: put it in one'
+            'messages must be a list such as [{"role": "user", "content": "..."}], got a str: wrap it in a message'
         )
     if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
         raise PromptError(
@@ -58,13 +58,13 @@ def checked_chat(messages: object) -> Sequence[Mapping[str, Any]]:
     return messages
 
 
-def refuses_unknown_keywords(method: Callable[Params, Found]) -> Callable[Params, Found]:
-    """A decorator: a keyword that `method` does not have raises ConfigError, which says where it belongs."""
+def refuses_unknown_keywords(method: Callable[Params, Returned]) -> Callable[Params, Returned]:
+    """Decorator: a keyword that `method` does not have raises ConfigError, which names the class that has it."""
     known = tuple(name for name in inspect.signature(method).parameters if name != "self")
     owners = {name: kind.__name__ for kind in (Sampling, GenerateOptions) for name in kind.__dataclass_fields__}
 
     @wraps(method)
-    def checked(*args: Params.args, **kwargs: Params.kwargs) -> Found:
+    def checked(*args: Params.args, **kwargs: Params.kwargs) -> Returned:
         for name in kwargs:
             if name not in known:
                 owner = owners.get(name)

@@ -1,4 +1,4 @@
-"""Counters of several generations added up; every ratio is computed late and guards zero."""
+"""Counters summed over several generations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from edgespec.types import Stats
 
 @dataclass(slots=True)
 class Totals:
-    """The sum of generations. `decoded_tokens` leaves out the first token of each, which its prefill yields."""
+    """Sums over generations. `decoded_tokens` excludes the first token of each, which prefill yields.
+
+    Ratios are properties, 0 if there is nothing to divide by. Times in seconds.
+    """
 
     num_generations: int = 0
     new_tokens: int = 0
@@ -20,6 +23,7 @@ class Totals:
     decode_s: float = 0.0
 
     def add(self, stats: Stats) -> None:
+        """Add one generation."""
         self.num_generations += 1
         self.new_tokens += stats.new_tokens
         self.decoded_tokens += max(stats.new_tokens - 1, 0)
@@ -30,7 +34,7 @@ class Totals:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted per drafted token."""
+        """Accepted / drafted tokens."""
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
 
     @property
@@ -40,5 +44,5 @@ class Totals:
 
     @property
     def tokens_per_second(self) -> float:
-        """Decoded tokens per second, prefill excluded."""
+        """Decoding speed without prefill."""
         return self.decoded_tokens / self.decode_s if self.decode_s > 0 else 0.0

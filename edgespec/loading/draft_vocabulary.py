@@ -1,4 +1,4 @@
-"""A draft model's cache as its target counts tokens: with the same vocabulary, or with another through a mapping."""
+"""A draft model's cache in token ids of the target: with the same vocabulary, or mapped from another."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ LEAST_OVERLAP = 0.5  # of the tokens of a text, that a draft with another vocabu
 
 
 def draft_cache(target: Engine, draft: Engine, name: str) -> tuple[CachedSequence, str]:
-    """The draft's cache as the target counts tokens, and what a user must know of another vocabulary.
+    """The draft's cache in token ids of the target, and a note for the user where the vocabularies differ.
 
-    Raises VocabularyMismatch naming the first token that differs, where too little of a text can be drafted.
+    Raises VocabularyMismatch naming the first token that differs, where too few tokens of a text can be drafted.
     """
     why = _difference(target.vocabulary, draft.vocabulary)
     if not why:

@@ -1,4 +1,4 @@
-"""Heads on a target's states: read from their files, and checked to be of the target that is loaded."""
+"""Heads on a target's states: read from their files and checked against the loaded target."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from edgespec.types import Batch
 
 
 def read_heads(options: LoadOptions, pair: ModelPair, *, is_cut: bool) -> dict[Path, HeadFile]:
-    """The files of heads that the options ask for: the one they name, else those of the pair that may be drafted with.
+    """The files of heads to open: the one that the options name, else those of the pair for the drafter.
 
-    `auto` takes a pair's own only where it has no draft model: beside one they are tried again and again, and what they
-    know better does not pay for that. `is_cut`: the target ends early on ONNX Runtime, and gives no states then.
+    `auto` takes a pair's own heads only where it has no draft model: beside one they gain less than trying them costs.
+    `is_cut`: ONNX Runtime runs the target with an early exit, which gives no hidden states.
 
-    Raises CapabilityError when the asked drafter has none or a cut target was to have some, ModelFileError for a
+    Raises CapabilityError where the chosen drafter has no heads or the target gives no states, ModelFileError for a
     damaged file.
     """
     own = {kind: pair.heads[kind].path for kind in HEAD_KINDS if kind in pair.heads and not is_cut}
@@ -63,7 +63,7 @@ def open_heads(heads: HeadFile, path: Path, target: Engine) -> Drafter:
 
 
 def _probed(heads: HeadFile, target: Engine) -> NDArray[np.float32]:
-    """The hidden states that `target` gives the tokens by which heads know theirs; its cache is left empty."""
+    """The hidden states of `target` for the probe tokens that identify the heads' own; leaves its cache empty."""
     target.give_hidden_states(True)
     try:
         target.forward(Batch.chain(heads.probe_ids))
@@ -78,14 +78,10 @@ def open_eagle3(options: LoadOptions, file: ModelFile, target: Engine) -> Eagle3
     gpu_layers = options.gpu_layers if options.draft_gpu_layers is None else options.draft_gpu_layers
     from edgespec.engines.llamacpp import LlamaCppEngine
 
-    if not isinstance(target, LlamaCppEngine):
-        raise CapabilityError(
-            f"{file.path.name} is an EAGLE-3 head in GGUF, which reads the layers of a target in llama.cpp; this one "
-            f"runs on {target.facts.name}: use --engine llamacpp, or another drafter"
-        )
+    assert isinstance(target, LlamaCppEngine)  # the table of drafters says so
     head = target.load_head(file.path, context_length=options.draft_context_length, gpu_layers=gpu_layers)
     try:
-        target.give_layer_inputs(head.facts.layers)  # a target that cannot is told of before a text is begun
+        target.give_layer_inputs(head.facts.layers)  # raises here, before any text, if the target cannot
         target.give_layer_inputs(())
     except BaseException:
         head.close()

@@ -1,4 +1,4 @@
-"""Opens what a run names: files are checked, then become engines, and draft models drafters."""
+"""Opens the models of a run: checks their files, loads the engines, and makes drafters of the draft models."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from edgespec.drafters.base import Drafter
 from edgespec.drafters.early_exit import EarlyExitDrafter, SharedStateDrafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.spec import EXIT, SPECS
 from edgespec.engines import disk_cache
 from edgespec.engines.base import Engine
 from edgespec.engines.disk_cache import CHECKED_FILE, file_key, key_of
@@ -20,7 +21,7 @@ from edgespec.formats.manifest import ModelFile, ModelPair, check_file
 from edgespec.loading.draft_vocabulary import draft_cache
 from edgespec.loading.heads import open_eagle3, open_heads, read_heads
 from edgespec.loading.registry import resolve
-from edgespec.loading.requirements import ROLES, exit_layer_of, wanted_drafters
+from edgespec.loading.requirements import exit_layer_of, wanted_drafters
 from edgespec.vocabulary import Vocabulary, check_same_vocabulary
 
 
@@ -29,8 +30,7 @@ def open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterNa
     """The pair that `options` name, its target loaded, and the drafters that own a model.
 
     Raises ModelNotFound, ModelFileError, VocabularyMismatch (naming the first token that differs), CapabilityError
-    when what was demanded is not possible or does not fit into memory, ConfigError for options that do not fit the
-    engine.
+    when something is not possible or does not fit into memory, ConfigError for options that do not fit the engine.
     """
     try:
         return _open_models(options)
@@ -43,14 +43,15 @@ def _open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterN
     pair = resolve(options.model, options.draft, options.engine, options.medium)
     exit_layer = exit_layer_of(options, pair)
     wanted = wanted_drafters(options, pair, exit_layer)
-    roles = {role for name in wanted for role in ROLES[name] if exit_layer is None or name != "early-exit"}
+    is_cut = exit_layer is not None  # the target's own file holds its exit then
+    roles = {role for name in wanted for role in SPECS[name].roles if not (is_cut and EXIT in SPECS[name].needs)}
     _check_contents([pair.files[role] for role in ("target", *sorted(roles & pair.files.keys()))])
-    heads = read_heads(options, pair, is_cut=exit_layer is not None)
+    heads = read_heads(options, pair, is_cut=is_cut)
     target = _open_target(options, pair.files["target"], exit_layer, hidden_states=bool(heads))
     drafters: dict[DrafterName, Drafter] = {}
     try:
         for name in wanted:
-            drafters |= _opened(name, options, pair, target, drafters, is_cut=exit_layer is not None)
+            drafters |= _opened(name, options, pair, target, drafters, is_cut=is_cut)
         drafters |= {each.manifest.kind: open_heads(each, path, target) for path, each in heads.items()}
     except BaseException:
         for drafter in drafters.values():
@@ -69,7 +70,7 @@ def _opened(
     *,
     is_cut: bool,
 ) -> dict[DrafterName, Drafter]:
-    """The drafters that `name` needs models for, those already `opened` left out. `is_cut`: the target has an exit."""
+    """The drafters with models for `name` that are not `opened` yet. `is_cut`: the target is loaded with an exit."""
     if name == "early-exit":
         if is_cut:
             return {name: SharedStateDrafter(target, options.draft_temperature)}
@@ -77,16 +78,15 @@ def _opened(
         return {name: EarlyExitDrafter(engine, temperature=options.draft_temperature)}
     if name == "eagle3":
         return {name: open_eagle3(options, pair.files["draft"], target)}
-    known: tuple[DrafterName, ...] = ("model", "early-exit")  # an exit is a draft model already: no second one for it
-    small = next((opened[each] for each in known if each in opened), None)
-    made = small or _model_drafter(options, pair.files["draft"], target)
-    found: dict[DrafterName, Drafter] = {} if small else {"model": made}
+    # An exit is a draft model already: no second one is opened beside it.
+    known = next((each for each in opened.values() if isinstance(each, ModelDrafter)), None)
+    small = known or _model_drafter(options, pair.files["draft"], target)
+    found: dict[DrafterName, Drafter] = {} if known else {"model": small}
     if name != "hierarchical":
         return found
-    assert isinstance(made, ModelDrafter)
     try:
         medium = _open_medium(options, pair.files["medium"], target)
-        return found | {name: HierarchicalDrafter(made, medium, options.draft_temperature)}
+        return found | {name: HierarchicalDrafter(small, medium, options.draft_temperature)}
     except BaseException:
         for drafter in found.values():
             drafter.close()
@@ -115,7 +115,7 @@ def _model_drafter(options: LoadOptions, file: ModelFile, target: Engine) -> Mod
 
 @contextmanager
 def open_vocabulary(options: LoadOptions) -> Iterator[tuple[ModelPair, Vocabulary]]:
-    """The pair that `options` name and its target's vocabulary, without the weights where the engine can do without.
+    """The pair that `options` name and its target's vocabulary, without loading the weights where the engine can.
 
     Raises as `open_models`.
     """
@@ -132,9 +132,9 @@ def open_vocabulary(options: LoadOptions) -> Iterator[tuple[ModelPair, Vocabular
 
 
 def _check_contents(models: Sequence[ModelFile]) -> None:
-    """Hash what the manifest describes but is too large to hash at every start; try a file of unknown contents first.
+    """Hash large files that the manifest describes, once; try to load files of unknown contents in a child process.
 
-    A graph with damaged weights loads without complaint, so nothing but a checksum finds them.
+    A graph with damaged weights loads without an error, so only a checksum finds them.
     """
     for model in models:
         for file in model.all_files:
@@ -208,7 +208,7 @@ def _open(
 
 
 def _onnx_cache_type(options: LoadOptions) -> str:
-    """Raises ConfigError for what an ONNX target would silently not heed."""
+    """The cache type of an ONNX target. Raises ConfigError for options that ONNX Runtime ignores."""
     if options.gpu_layers:
         raise ConfigError(f"-ngl {options.gpu_layers} is for llama.cpp; the device of an ONNX model is --provider")
     if options.cache_type_k != options.cache_type_v:

@@ -98,7 +98,7 @@ def _local_pair(text: str, engine: str) -> ModelPair:
 def resolve(
     name_or_path: str, draft: Path | None = None, engine: str = "auto", medium: Path | None = None
 ) -> ModelPair:
-    """The pair that a user means by a registered name or a path; `draft` and `medium` replace the pair's own.
+    """The pair of a registered name or a path; `draft` and `medium` replace the pair's own.
 
     `engine` "auto", or the one whose files are wanted. Raises ModelNotFound for an unknown name (with the nearest
     known one) and for a path that does not exist, ModelFileError for a bad manifest, and for a file that is missing or

@@ -1,70 +1,80 @@
-"""What a run needs of a pair: which drafters it opens with models of their own, and which models these are."""
+"""The drafters to open with a pair, and whether it has the models that they need."""
 
 from __future__ import annotations
 
 from edgespec.config import DrafterName, LoadOptions
+from edgespec.drafters.spec import DRAFT, EAGLE3_HEAD, EXIT, FALLBACK, SPECS, Need
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.eagle3 import is_eagle3
 from edgespec.formats.gguf.split import is_early_exit
 from edgespec.formats.manifest import ModelPair
 
-ROLES: dict[DrafterName, tuple[str, ...]] = {
-    "model": ("draft",),
-    "tree": ("draft",),
-    "hybrid": ("draft",),
-    "early-exit": ("draft",),
-    "eagle3": ("draft",),
-    "hierarchical": ("draft", "medium"),
-}
-_FLAGS = {"draft": "-md/--model-draft (draft=...)", "medium": "--medium (medium=...)"}
-
 
 def wanted_drafters(options: LoadOptions, pair: ModelPair, exit_layer: int | None) -> tuple[DrafterName, ...]:
-    """Which drafters to open: a pair's medium only for whoever asks, since it costs memory and one more load.
+    """Which drafters to open with models of their own.
 
-    Raises CapabilityError when the pair lacks what a drafter needs.
+    `auto` opens the drafter of the pair's draft file and those that the options name files for: a pair's own medium
+    would cost memory and one more load. Raises CapabilityError when the pair lacks what a drafter needs.
     """
-    own: tuple[DrafterName, ...] = ()
-    if pair.draft is not None:
-        own = (_kind_of_draft(pair),)
+    own: tuple[DrafterName, ...] = () if pair.draft is None else (_kind_of_draft(pair),)
     if options.drafter == "auto":
-        named: tuple[DrafterName, ...] = ("hierarchical",) if options.medium is not None else ()
-        exits: tuple[DrafterName, ...] = ("early-exit",) if options.exit_layer is not None else ()
-        wanted = tuple(dict.fromkeys((*own, *exits, *named)))
+        named = (name for name, spec in SPECS.items() if spec.roles and _is_named(spec.needs[-1], options))
+        wanted = tuple(dict.fromkeys((*own, *named)))
     else:
-        wanted = (options.drafter,) if options.drafter in ROLES else ()
+        wanted = (options.drafter,) if options.drafter in SPECS and SPECS[options.drafter].roles else ()
         if wanted == ("hierarchical",) and own == ("early-exit",) and pair.files["target"].engine == "llamacpp":
             wanted = (*own, *wanted)  # an exit in GGUF drafts over the target's weights: it is the small model
-    if "early-exit" in wanted and exit_layer is None and "early-exit" not in own:
-        hint = "--exit-layer N, or " if pair.files["target"].engine == "onnx" else ""
-        raise CapabilityError(
-            f"drafter 'early-exit' needs to know where {pair.name!r} ends early: give {hint}a pair made with edgespec "
-            "export --derive early-exit:LAYERS"
-        )
+    has_exit = exit_layer is not None or "early-exit" in own
     for name in wanted:
-        needs = () if name == "early-exit" else ROLES[name]
-        if name == "hierarchical" and "early-exit" in wanted:
-            needs = ("medium",)  # the exit looks ahead of it
-        for role in needs:
-            if role not in pair.files:
-                what = "an EAGLE-3 head" if name == "eagle3" else f"a {role} model"
+        for need in SPECS[name].needs:
+            if need is EXIT and not has_exit:
+                raise CapabilityError(_no_exit(pair))
+            by_exit = need is DRAFT and "early-exit" in wanted  # the exit is the draft model
+            if not (need is EXIT or by_exit or need.role in pair.files):
                 raise CapabilityError(
-                    f"drafter {name!r} needs {what} and {pair.name!r} has none: give {_FLAGS[role]}, or "
-                    "use --drafter ngram"
+                    f"drafter {name!r} needs {need.what} and {pair.name!r} has none: give {need.flags}, or use "
+                    f"--drafter {FALLBACK}"
                 )
     _check_kind(wanted, own, pair)
+    _check_engine(wanted, pair)
     return wanted
+
+
+def _is_named(need: Need, options: LoadOptions) -> bool:
+    """Whether the options name what `auto` does not open by itself."""
+    return need.must_be_asked and getattr(options, need.option) is not None
+
+
+def _no_exit(pair: ModelPair) -> str:
+    hint = "--exit-layer N, or " if pair.files["target"].engine == "onnx" else ""
+    return (
+        f"drafter 'early-exit' needs to know where {pair.name!r} ends early: give {hint}a pair made with edgespec "
+        "export --derive early-exit:LAYERS"
+    )
 
 
 def _check_kind(wanted: tuple[DrafterName, ...], own: tuple[DrafterName, ...], pair: ModelPair) -> None:
     """Raises CapabilityError where a model was asked for and the pair's draft is an EAGLE-3 head, or the other way."""
-    is_head = own == ("eagle3",)
+    has = EAGLE3_HEAD if own == ("eagle3",) else DRAFT
     for name in wanted:
-        if name != "early-exit" and is_head != (name == "eagle3"):
-            kinds = ("an EAGLE-3 head", "a draft model") if is_head else ("a draft model", "an EAGLE-3 head")
+        needed = SPECS[name].needs[0]
+        if needed is not EXIT and needed is not has:
             raise CapabilityError(
-                f"{pair.files['draft'].path.name} is {kinds[0]} and drafter {name!r} needs {kinds[1]}: give one with "
-                f"-md/--model-draft (draft=...), or use --drafter {own[0]}"
+                f"{pair.files['draft'].path.name} is {has.what} and drafter {name!r} needs {needed.what}: give one "
+                f"with {needed.flags}, or use --drafter {own[0]}"
+            )
+
+
+def _check_engine(wanted: tuple[DrafterName, ...], pair: ModelPair) -> None:
+    """Raises CapabilityError for a drafter that the target's engine cannot run."""
+    engine = pair.files["target"].engine
+    for name in wanted:
+        spec = SPECS[name]
+        if engine not in spec.engines:
+            raise CapabilityError(
+                f"{pair.files[spec.roles[-1]].path.name} is {spec.needs[-1].what}, which runs with a target on "
+                f"{' or '.join(spec.engines)} and this one runs on {engine}: use --engine {spec.engines[0]}, or "
+                "another drafter"
             )
 
 

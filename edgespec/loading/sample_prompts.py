@@ -1,4 +1,4 @@
-"""Built-in prompts of several domains, for checks that must run on any model without a data set."""
+"""Built-in prompts of several domains, for checks of any model without a data set."""
 
 from __future__ import annotations
 

@@ -1,2 +1,2 @@
-"""Measures thoroughly and decides from it: cost curves (`calibration`), expected gains (`plan`), the best settings
-(`sweep`). What it does not know: how a result is shown."""
+"""Measurements ahead of time: cost curves (`calibration`), expected speedups (`plan`), the best settings (`sweep`), and
+the check that speculation does not change the output (`verify`). The command line shows the results."""

@@ -1,4 +1,4 @@
-"""Cost curves as pictures: bars of block characters for a terminal, a PNG through matplotlib."""
+"""Charts of cost curves: bars of block characters for a terminal, and a PNG drawn by matplotlib."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.formats.files import atomic_file
+from edgespec.installation import install_command
 from edgespec.tuning.calibration import Calibration, DraftCalibration
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -14,26 +15,26 @@ _DOTS_PER_INCH = 110
 
 
 def bar(value: float, most: float, cells: int) -> str:
-    """`value` of `most` as a bar of up to `cells` characters, exact to an eighth of one."""
+    """A bar of up to `cells` characters for `value` / `most`, with a resolution of an eighth of a character."""
     eighths = round(8 * cells * min(max(value / most, 0.0), 1.0)) if most > 0 else 0
     whole, rest = divmod(eighths, 8)
     return "█" * whole + (_EIGHTHS[rest] if rest else "")
 
 
 def check_plot(path: Path) -> None:
-    """Raises CapabilityError without matplotlib, ConfigError for a file that is no PNG or lies nowhere."""
+    """Raise ConfigError if `path` is not a .png in an existing folder, CapabilityError without matplotlib."""
     if path.suffix.lower() != ".png":
-        raise ConfigError(f"--plot {path}: a PNG is drawn, so give a name that ends in .png")
+        raise ConfigError(f"--plot {path}: the chart is a PNG file, so the name must end in .png")
     if not path.parent.is_dir():
-        raise ConfigError(f"--plot {path}: there is no folder {path.parent}; make it first")
+        raise ConfigError(f"--plot {path}: the folder {path.parent} does not exist; create it first")
     try:
         import matplotlib  # noqa: F401
     except ImportError as exc:
-        raise CapabilityError("--plot needs matplotlib: pip install 'edgespec[bench]'") from exc
+        raise CapabilityError(f"--plot needs matplotlib: {install_command('bench')}") from exc
 
 
 def draw(calibration: Calibration, draft: DraftCalibration | None, title: str, path: Path) -> None:
-    """The curve, measured and fitted, on the left; what a row of a pass costs on the right. Written whole."""
+    """Draw the measured and fitted curve (left) and the speedup limit by width (right). Writes `path` atomically."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.4), layout="constrained")
@@ -48,14 +49,14 @@ def draw(calibration: Calibration, draft: DraftCalibration | None, title: str, p
         axes.grid(alpha=0.3)
         axes.set_ylim(bottom=0)
         axes.legend(frameon=False, fontsize=8)
-    left.set(title=title, ylabel="milliseconds per pass", xlabel="width of the pass, tokens (filled: worth a pass)")
+    left.set(title=title, ylabel="milliseconds per pass", xlabel="width of the pass, tokens (filled: useful)")
     right.set(title="Highest speedup that a width allows", ylabel="width x t(1) / t(width), fitted")
     with atomic_file(path) as temporary:
         figure.savefig(temporary, dpi=_DOTS_PER_INCH, format="png")
 
 
 def _draw_context(axes: Any, calibration: Calibration, context: int, colour: str) -> None:
-    """Medians with their quartiles, the fit as a line, useful widths filled."""
+    """Medians with quartiles, the fit as a line; useful widths are filled."""
     samples = [sample for sample in calibration.samples if sample.context_tokens == context]
     widths = [sample.width for sample in samples]
     times = [1e3 * sample.median_s for sample in samples]

@@ -1,4 +1,4 @@
-"""Prompts out of public data: xz-packed JSON lines, and the documented functions of this Python's own library."""
+"""Public data for prompts: xz-compressed JSON lines, and documented functions of Python's standard library."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ GSM8K_FILE, SGD_DEV_FILE = "gsm8k_train.jsonl.xz", "sgd_dev.jsonl.xz"
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """One object per line of an xz-packed JSON-lines file."""
+    """The objects of an xz-compressed JSON-lines file."""
     with lzma.open(path, "rt", encoding="utf-8") as lines:
         for line in lines:
             yield json.loads(line)
 
 
 def is_held_out(key: str) -> bool:
-    """A split that depends on the document's own key alone, so it never moves when data is added."""
+    """Whether a document is held out; depends only on its key, so it does not change when data is added."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") < HELD_OUT_FRACTION * 2**32
 
 
 def documented_functions(source: str) -> Iterator[tuple[str, str, str]]:
-    """(signature, docstring, code) of every documented function of a module, dedented."""
+    """(signature, docstring, dedented code) of every documented function of a module."""
     tree = ast.parse(source)
     lines = source.splitlines()
     for node in ast.walk(tree):
@@ -43,7 +43,7 @@ def documented_functions(source: str) -> Iterator[tuple[str, str, str]]:
 
 
 def function_request(signature: str, documentation: str) -> str:
-    """What a user says who wants the function."""
+    """A user's request to write the function."""
     summary = documentation.split("\n\n")[0].replace("\n", " ")
     return f"Write a Python function `{signature}`: {summary}"
 
@@ -51,7 +51,7 @@ def function_request(signature: str, documentation: str) -> str:
 def library_functions(
     is_wanted: Callable[[str], bool] = lambda path: True,
 ) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
-    """(path, its documented functions as `documented_functions` gives them) of each file of this Python's library."""
+    """(path, its `documented_functions`) of each file of the standard library that `is_wanted` selects."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
@@ -59,5 +59,5 @@ def library_functions(
             continue
         try:
             yield str(relative), list(documented_functions(path.read_text(encoding="utf-8")))
-        except (SyntaxError, UnicodeDecodeError):  # the library's own tests hold broken files on purpose
+        except (SyntaxError, UnicodeDecodeError):  # test data of the library contains broken files
             continue

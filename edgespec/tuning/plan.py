@@ -1,8 +1,8 @@
-"""What speculation should gain by formula, and what it does gain: by draft length, on one model.
+"""Expected and measured speedup of speculation by draft length, on one model.
 
-Two formulas: Leviathan's (2211.17192, theorem 3.8), for which a pass costs the same whatever its width, and the same
-with a pass that costs what its width costs on this machine. Both take every token to be accepted alike and
-independently, which no text is; the measured column shows how far that carries.
+Two formulas: Leviathan's (arXiv 2211.17192, theorem 3.8), in which the cost of a pass does not depend on its width, and
+the same with the measured cost of each width. Both assume that tokens are accepted independently with the same
+probability. Real text differs, so the measured speedup is shown beside them.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class Costs:
 
     @property
     def flat(self) -> Sequence[float]:
-        """What a formula that knows no width goes by."""
+        """Pass costs without the dependence on width, for Leviathan's formula."""
         return [self.pass_s[1]] * len(self.pass_s)
 
     def ceiling(self, most: int) -> tuple[int, float]:
-        """(draft length, speedup) that no drafter of this cost exceeds with `most` tokens a round."""
+        """(draft length, speedup): the upper limit for a drafter of this cost with up to `most` tokens a round."""
         return ceiling(self.pass_s, self.token_s, most)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One draft length: the speedup over plain decoding by either formula, and the measured one where it was."""
+    """Speedup over plain decoding at one draft length, by both formulas and measured (None: not measured)."""
 
     draft_length: int
     flat_speedup: float
@@ -52,8 +52,8 @@ class Row:
 
 
 def given_costs(text: str, draft_ms: float) -> Costs:
-    """Costs from "1:24.6,8:70", milliseconds by width, straight lines between. Raises ConfigError."""
-    wrong = f"--pass-ms {text!r} must hold milliseconds by width, with that of width 1, such as 1:24.6,2:28,8:70"
+    """Costs from text such as "1:24.6,8:70": milliseconds by width, interpolated linearly. Raises ConfigError."""
+    wrong = f"--pass-ms {text!r} must list milliseconds by width, including width 1, such as 1:24.6,2:28,8:70"
     try:
         pairs = [part.split(":") for part in text.split(",")]
         measured = {int(width): float(ms) / 1e3 for width, ms in pairs}
@@ -68,7 +68,7 @@ def given_costs(text: str, draft_ms: float) -> Costs:
 
 
 def plan(acceptance: float, costs: Costs, lengths: Sequence[int] = LENGTHS) -> list[Row]:
-    """The expected speedup at each length, for a token that is accepted with probability `acceptance`."""
+    """Expected speedup at each draft length, if every token is accepted with probability `acceptance`."""
     return [
         Row(
             length,
@@ -81,7 +81,7 @@ def plan(acceptance: float, costs: Costs, lengths: Sequence[int] = LENGTHS) -> l
 
 @dataclass(slots=True)
 class Trials:
-    """Runs at several draft lengths; 0 is plain decoding in the same mode."""
+    """Measurements at several draft lengths; length 0 is plain decoding in the same mode. Times in seconds."""
 
     seconds: dict[int, dict[int, list[float]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
     tokens: dict[int, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
@@ -94,21 +94,21 @@ class Trials:
 
     @property
     def acceptance(self) -> float:
-        """Share of the drafted tokens that stood among those that were judged: all before them stood."""
+        """Accepted / tested tokens; a drafted token is tested if all tokens before it were accepted."""
         return self.accepted / self.judged if self.judged else 0.0
 
     @property
     def overhead_share(self) -> float:
-        """Of all decoding time, what was neither drafting nor a target pass."""
+        """Fraction of decoding time outside drafting and target passes."""
         return self.overhead_s / self.decode_s if self.decode_s else 0.0
 
     def tokens_per_second(self, length: int) -> float:
-        """All prompts together, the median of the repetitions of each."""
+        """Speed over all prompts, with the median time of each prompt's repetitions."""
         taken = sum(median(times) for times in self.seconds[length].values())
         return sum(self.tokens[length].values()) / taken if taken else 0.0
 
     def speedup(self, length: int) -> float | None:
-        """Over plain decoding; None where either decoded nothing."""
+        """Speedup over plain decoding; None if either decoded nothing."""
         plain, drafted = self.tokens_per_second(0), self.tokens_per_second(length)
         return drafted / plain if plain and drafted else None
 
@@ -129,7 +129,7 @@ class Trials:
 
     @property
     def costs(self) -> Costs:
-        """What passes and drafted tokens cost in these very runs: medians, straight lines between the widths."""
+        """Median costs of passes and drafted tokens in these runs; widths in between are interpolated linearly."""
         measured = {width: median(times) for width, times in self.verify_s.items() if width <= WIDEST}
         return Costs(CostCurve(measured).table(0), median(self.token_s) if self.token_s else 0.0)
 
@@ -146,9 +146,8 @@ def run_trials(
 ) -> Trials:
     """Decode every prompt at every length, `repeats` times.
 
-    Lengths take turns, and so do prompts: one that came just before would be in a draft model's cache already, which is
-    no part of what a length gains. `advance(n)` is told of each run. Raises PromptError when every answer is a single
-    token, so that nothing was decoded.
+    Both lengths and prompts alternate: a prompt that was decoded just before would still be in the draft model's cache.
+    `advance(n)` is called after n runs. Raises PromptError if every answer ends with its first token.
     """
     trials = Trials()
     for length in (0, max(lengths)):
@@ -161,9 +160,7 @@ def run_trials(
             trials.add(length, prompt, result.stats)
             advance(1)
     if not trials.verify_s:
-        raise PromptError(
-            "every answer ended with its first token, so there was nothing to speed up: give other prompts"
-        )
+        raise PromptError("every answer ended with its first token, so there is nothing to measure: give other prompts")
     return trials
 
 

@@ -1,6 +1,6 @@
-"""Where prompts come from: a file of the user's, a folder of data files, this Python's own library, the built-in ones.
+"""Sources of prompts: a user's file, a folder of data files, Python's standard library, the built-in prompts.
 
-Of data that the demo family learnt from only the held-out part is read, so that every prompt is one it never saw.
+From data that the demo models were trained on, only the held-out part is used.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from edgespec.tuning.workload import BenchPrompt, Domains, copy_edit
 
 SPEC_BENCH_FILE = "spec_bench_dev.jsonl.xz"
 DATA_FILES = (SGD_DEV_FILE, GSM8K_FILE, SPEC_BENCH_FILE)
-OWN_DOMAIN = "prompts"  # of lines that name none
+OWN_DOMAIN = "prompts"  # for lines without a domain
 _SPEC_BENCH_DOMAINS = ("translation", "summarization", "qa", "math_reasoning", "rag")
 PromptsOf = Callable[[dict[str, Any]], Iterator[BenchPrompt]]
-_MULTI_TURN = "multi_turn"  # the categories of MT-bench, as Spec-Bench counts them
+_MULTI_TURN = "multi_turn"  # Spec-Bench's name for the categories of MT-bench
 
 
 def read_prompts(path: Path) -> Domains:
-    """Prompts of a file: an object with "text" and perhaps "domain" per line (.jsonl), or a plain prompt per line.
+    """Prompts of a file, by domain: one plain prompt per line, or (.jsonl) an object with "text" and optional "domain".
 
-    Raises PromptError naming the file, and the line where there is one.
+    Raises PromptError, naming the file and the line.
     """
     try:
         lines = read_text(path).splitlines()
@@ -46,7 +46,7 @@ def read_prompts(path: Path) -> Domains:
         raise PromptError(f"--prompts {path} is not UTF-8 text: {exc.reason} at byte {exc.start}") from exc
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
-        raise PromptError(f"--prompts {path} holds no prompt: give one per line")
+        raise PromptError(f"--prompts {path} has no prompt: give one per line")
     is_json = path.suffix == ".jsonl" or numbered[0][1].lstrip().startswith("{")
     domains: Domains = {}
     for number, line in numbered:
@@ -63,7 +63,7 @@ def _prompt_of(line: str, place: str) -> BenchPrompt:
         raise PromptError(f"{place} is not JSON: {exc}") from exc
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str) or not text.strip():
-        raise PromptError(f'{place} needs a "text" that is not empty, got {line[:60]!r}')
+        raise PromptError(f'{place} needs a non-empty "text", got {line[:60]!r}')
     domain = record.get("domain", OWN_DOMAIN)
     if not isinstance(domain, str) or not domain.strip():
         raise PromptError(f'{place}: "domain" must be a name, got {domain!r}')
@@ -78,13 +78,14 @@ def built_in() -> Domains:
 
 
 def read_data(folder: Path) -> Domains:
-    """Held-out prompts of the data files that are in `folder`. Raises ConfigError when there is none or one is broken.
+    """Held-out prompts of the data files in `folder`, by domain.
 
-    `dialogue` from the Schema-Guided Dialogue development set, `arithmetic` from GSM8K, the domains of Spec-Bench, and
-    `code` and `copying`: documented functions of this Python's own library, which need no file.
+    `dialogue`: Schema-Guided Dialogue development set; `arithmetic`: GSM8K; the domains of Spec-Bench; `code` and
+    `copying`: documented functions of Python's standard library, which need no file. Raises ConfigError if the folder
+    has none of the files or a file is broken.
     """
     if not any((folder / name).is_file() for name in DATA_FILES):
-        raise ConfigError(f"--data {folder} holds none of {', '.join(DATA_FILES)}: give the folder that does")
+        raise ConfigError(f"--data {folder} holds none of {', '.join(DATA_FILES)}: give the folder that holds them")
     domains: Domains = {}
     for name, prompts_of in _READERS.items():
         if (folder / name).is_file():
@@ -100,7 +101,7 @@ def _prompts_of_file(path: Path, prompts_of: PromptsOf) -> Iterator[BenchPrompt]
         try:
             yield from prompts_of(record)
         except (KeyError, TypeError, IndexError, AttributeError) as exc:
-            raise ConfigError(f"--data {path} record {number} is not of the kind that its name says: {exc!r}") from exc
+            raise ConfigError(f"--data {path} record {number} is not in this data set's format: {exc!r}") from exc
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
@@ -108,12 +109,12 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
         yield from read_lines(path)
     except (OSError, lzma.LZMAError, EOFError) as exc:
         raise ConfigError(f"--data {path} cannot be read: {getattr(exc, 'strerror', None) or exc}") from exc
-    except ValueError as exc:  # JSON and UTF-8 alike
+    except ValueError as exc:  # bad JSON or bad UTF-8
         raise ConfigError(f"--data {path} is not JSON lines: {exc}") from exc
 
 
 def _dialogue(record: dict[str, Any]) -> Iterator[BenchPrompt]:
-    """A conversation up to the middle one of its questions that come before any tool call."""
+    """A conversation up to its middle user turn, counting only turns before the first tool call."""
     turns: list[str] = []
     for message in record["messages"]:
         if message.get("call") or message["role"] != ("assistant" if len(turns) % 2 else "user"):
@@ -142,7 +143,7 @@ _READERS: dict[str, PromptsOf] = {
 
 
 def library_prompts() -> Iterator[BenchPrompt]:
-    """Requests for documented functions of those library files that training left out, and for edits of short ones."""
+    """Requests to write documented functions of held-out library files, and to edit the short ones."""
     for _, functions in library_functions(is_held_out):
         for signature, documentation, code in functions:
             yield BenchPrompt("code", (function_request(signature, documentation),))

@@ -1,4 +1,4 @@
-"""The prompts that tuning and planning decode: a user's own, or the built-in ones."""
+"""The prompts that `tune` and `plan-speedup` decode: the user's, or the built-in ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edgespec.tuning.workload import BenchPrompt
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """What is decoded, in order; `are_own` tells a user's prompts from the built-in ones."""
+    """The prompts to decode, in order. `are_own`: from the user's file, not built in."""
 
     chosen: tuple[BenchPrompt, ...]
     num_given: int
@@ -22,7 +22,7 @@ class Prompts:
     chat_template: bool = True
 
     def encode(self, model: Model, max_tokens: int) -> list[list[int]]:
-        """Token ids of each. Raises PromptError naming the first one that leaves no room for its answer."""
+        """Token ids of each prompt. Raises PromptError, naming the first prompt that leaves no room for its answer."""
         encoded = []
         for number, prompt in enumerate(self.chosen, 1):
             ids = prompt.encode(model, chat_template=self.chat_template)
@@ -37,16 +37,16 @@ class Prompts:
 
 
 def choose_prompts(path: Path | None, most: int, *, chat_template: bool = True) -> Prompts:
-    """Up to `most` prompts, spread evenly over those of the file (None: over the built-in ones).
+    """Up to `most` prompts, spread evenly over the file's (None: the built-in ones).
 
-    Raises PromptError for a file that cannot be read or holds none, naming the line where there is one.
+    Raises PromptError for a file that cannot be read or has no prompt, naming the line.
     """
     domains = built_in() if path is None else read_prompts(path)
-    found = [prompt for prompts in domains.values() for prompt in prompts]
-    return Prompts(tuple(_spread(found, most)), len(found), path is not None, chat_template)
+    prompts = [prompt for prompts in domains.values() for prompt in prompts]
+    return Prompts(tuple(_spread_evenly(prompts, most)), len(prompts), path is not None, chat_template)
 
 
-def _spread(found: Sequence[BenchPrompt], most: int) -> Sequence[BenchPrompt]:
-    if len(found) <= most:
-        return found
-    return [found[index * len(found) // most] for index in range(most)]
+def _spread_evenly(prompts: Sequence[BenchPrompt], most: int) -> Sequence[BenchPrompt]:
+    if len(prompts) <= most:
+        return prompts
+    return [prompts[index * len(prompts) // most] for index in range(most)]

@@ -1,4 +1,4 @@
-"""Whether files hold the same model: what is remembered of the first one's vocabulary while another is loaded."""
+"""Checks that several files are quantisations of one model: compares their vocabularies, one loaded at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from edgespec.runtime import Model
 
 @dataclass(frozen=True, slots=True)
 class KnownVocabulary:
-    """The tokens of `file` by id, each with its name and whether it prints anything; the model need not stay open."""
+    """A model file's vocabulary, readable after the model is closed: (name, prints text) of each token by id."""
 
     file: Path
     tokens: tuple[tuple[str, bool], ...]
@@ -25,13 +25,13 @@ class KnownVocabulary:
         return cls(model.pair.target, tuple(tokens))
 
     def check(self, other: Self) -> None:
-        """Raises VocabularyMismatch, naming both files, for other tokens; padding behind the shorter is none."""
+        """Raise VocabularyMismatch, naming both files, if a token differs. Padding of the longer one is ignored."""
         for token_id, pair in enumerate(zip_longest(self.tokens, other.tokens, fillvalue=("", False))):
             (ours, prints), (theirs, also_prints) = pair
             is_padding = token_id >= min(len(self.tokens), len(other.tokens)) and not (prints or also_prints)
             if ours != theirs and not is_padding:
                 raise VocabularyMismatch(
-                    f"{self.file} and {other.file} are not one model: token {token_id} is {ours!r} in the first and "
-                    f"{theirs!r} in the second. --weights takes other quantisations of MODEL; tune another model by "
-                    "itself"
+                    f"{self.file} and {other.file} are different models: token {token_id} is {ours!r} in the first and "
+                    f"{theirs!r} in the second. --weights takes other quantisations of MODEL; tune another model in "
+                    "a run of its own"
                 )

@@ -1,4 +1,4 @@
-"""What a tuning tries of one model: ways to load it, and the drafters and draft lengths to decode with."""
+"""The settings that `tune` tries for one model: how to load it, which drafter and which draft length."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgespec.config import DrafterName, DraftLength, EngineName, LoadOptions
-from edgespec.drafters.factory import FREE_DRAFTERS
+from edgespec.drafters.spec import HEADS, MEDIUM, SPECS
 from edgespec.errors import CapabilityError
 from edgespec.runtime import Model, load
 from edgespec.sampling import Sampling
 
 LENGTHS: tuple[DraftLength, ...] = ("auto", 2, 4, 8)
-FEW_LENGTHS: tuple[DraftLength, ...] = ("auto", 4)  # for what takes a load of its own, or is seldom the best
-_UNAIDED = frozenset({*FREE_DRAFTERS, "none", "lookahead"})  # drafters that need nothing loaded beside the target
-_HEADS: tuple[DrafterName, ...] = ("medusa", "eagle")
+FEW_LENGTHS: tuple[DraftLength, ...] = ("auto", 4)  # for what takes a load of its own
+_TARGET_ONLY = frozenset({"none", *(name for name, spec in SPECS.items() if not spec.needs)})
 _FEW_CORES = 4  # up to here every number of threads is tried, above it powers of two
 _EXIT_PARTS, _LATEST_EXIT = 8, 6  # exits are tried after this many eighths of the layers: later ones save too little
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """One way to load `model`, a name or a path as users give it.
+    """One way to load `model`, a registry name or path.
 
-    `reproducible` None: as asked for; False: without the mode, to compare with only. `opens`: the drafter that it is
-    loaded for; `exit_layer`: of an early exit, None for the pair's own.
+    `reproducible` None: as the user chose; False: mode off, only for comparison. `opens`: the drafter to load it for;
+    `exit_layer`: that of early exit, None for the pair's own.
     """
 
     model: str
@@ -39,7 +38,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One setting that may be the best."""
+    """One combination of settings to try."""
 
     loaded: Loaded
     drafter: DrafterName
@@ -55,8 +54,8 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What the user has fixed: `options` to load with, and of the tuned settings those in `fixed`, by name."""
+class TuneRequest:
+    """The user's request. `options` to load with; `fixed`: names of the settings that must not be tuned."""
 
     options: LoadOptions
     fixed: frozenset[str]
@@ -64,7 +63,7 @@ class Asked:
     max_tokens: int
 
     def load(self, loaded: Loaded, drafter: DrafterName) -> Model:
-        """The pair as `loaded` says, with models to draft with only if `drafter` wants them."""
+        """Load the pair as `loaded` says, for `drafter`. Raises the errors of `edgespec.load`."""
         values: dict[str, Any] = {f.name: getattr(self.options, f.name) for f in dataclasses.fields(self.options)}
         values |= {"model": loaded.model, "engine": loaded.engine, "threads": loaded.threads or None}
         values["drafter"] = drafter
@@ -75,23 +74,23 @@ class Asked:
         return load(**values)
 
 
-def candidates(asked: Asked, scout: Loaded, model: Model) -> list[Candidate]:
-    """All settings for what was loaded as `scout` says."""
+def candidates(request: TuneRequest, scout: Loaded, model: Model) -> list[Candidate]:
+    """All settings to try for `model`, which was loaded with `scout`."""
     found = []
-    for threads in thread_counts(asked, model.target.facts.threads):
+    for threads in thread_counts(request, model.target.facts.threads):
         loaded = dataclasses.replace(scout, threads=threads)
         found.append(Candidate(loaded, "none", "auto"))
         if model.target.facts.can_rollback:
-            found += _speculating(asked, loaded, model)
+            found += _speculative(request, loaded, model)
         pinned = model.target.facts.pinned_class
         if pinned is not None and pinned[0] > 1:
             found.append(Candidate(dataclasses.replace(loaded, reproducible=False), "none", "auto"))
     return found
 
 
-def thread_counts(asked: Asked, usual: int) -> list[int]:
-    """1 up to the physical cores that the engine found, or what was fixed."""
-    if "threads" in asked.fixed or usual <= 1:
+def thread_counts(request: TuneRequest, usual: int) -> list[int]:
+    """The numbers of threads to try: up to `usual`, the physical cores that the engine found; only it if fixed."""
+    if "threads" in request.fixed or usual <= 1:
         return [usual]
     if usual <= _FEW_CORES:
         return list(range(1, usual + 1))
@@ -99,45 +98,46 @@ def thread_counts(asked: Asked, usual: int) -> list[int]:
 
 
 def needed(loaded: Loaded, chosen: Sequence[Candidate]) -> DrafterName:
-    """What to load with so that all of these can be decoded: models to draft with only where one is used."""
-    return "none" if all(candidate.drafter in _UNAIDED for candidate in chosen) else loaded.opens
+    """The drafter to load for, such that all `chosen` settings can be decoded; none if no draft model is used."""
+    return "none" if all(candidate.drafter in _TARGET_ONLY for candidate in chosen) else loaded.opens
 
 
 def exit_layers(own: int, num_layers: int) -> list[int]:
-    """Layers after which a model of `num_layers` may end early, spread evenly, but for the `own` exit of its pair."""
+    """Early exits to try in a model of `num_layers`, spread evenly, without the pair's `own` exit."""
     spread = {part * num_layers // _EXIT_PARTS for part in range(1, _LATEST_EXIT + 1)}
     return sorted(spread - {0, own})
 
 
-def _speculating(asked: Asked, loaded: Loaded, model: Model) -> Iterator[Candidate]:
-    is_fixed = "drafter" in asked.fixed
-    names = [asked.options.drafter] if is_fixed else [*model.drafter_names, "auto"]
+def _speculative(request: TuneRequest, loaded: Loaded, model: Model) -> Iterator[Candidate]:
+    is_fixed = "drafter" in request.fixed
+    names = [request.options.drafter] if is_fixed else [*model.drafter_names, "auto"]
     for name in names:
         if name != "none":
-            yield from (Candidate(loaded, name, length) for length in _lengths(asked, name))
-    for name in () if is_fixed else _by_name(asked, model):
+            yield from (Candidate(loaded, name, length) for length in _lengths(request, name))
+    for name in () if is_fixed else _opt_in_drafters(request, model):
         opening = dataclasses.replace(loaded, opens=name)
-        yield from (Candidate(opening, name, length) for length in _lengths(asked, name, FEW_LENGTHS))
-    if "early-exit" in names and "exit_layer" not in asked.fixed:
+        yield from (Candidate(opening, name, length) for length in _lengths(request, name, FEW_LENGTHS))
+    if "early-exit" in names and "exit_layer" not in request.fixed:
         for layer in _other_exits(model):
             opening = dataclasses.replace(loaded, opens="early-exit", exit_layer=layer)
             yield from (
-                Candidate(opening, "early-exit", length) for length in _lengths(asked, "early-exit", FEW_LENGTHS)
+                Candidate(opening, "early-exit", length) for length in _lengths(request, "early-exit", FEW_LENGTHS)
             )
 
 
-def _by_name(asked: Asked, model: Model) -> list[DrafterName]:
-    """Drafters that the pair has files for and that automatic leaves closed: they take memory, or one more load."""
+def _opt_in_drafters(request: TuneRequest, model: Model) -> list[DrafterName]:
+    """Drafters that the pair has files for but that `auto` does not load, because they take memory or another load."""
     found: list[DrafterName] = []
-    if "medium" in model.pair.files and model.draft_name in ("model", "early-exit"):
-        found.append("hierarchical")
-    if asked.options.heads is None:
-        found += [kind for kind in _HEADS if kind in model.pair.heads]
+    for name, spec in SPECS.items():
+        has_medium = "medium" in model.pair.files and model.draft_name in ("model", "early-exit")
+        has_heads = request.options.heads is None and name in model.pair.heads
+        if (MEDIUM in spec.needs and has_medium) or (HEADS in spec.needs and has_heads):
+            found.append(name)
     return [name for name in found if name not in model.drafter_names]
 
 
 def _other_exits(model: Model) -> list[int]:
-    """Exits to try beside the one that is loaded; none where a target cannot be cut anew."""
+    """Exits to try besides the loaded one; none if the engine cannot cut the target at another layer."""
     try:
         loaded = model.target.early_exit()
     except CapabilityError:
@@ -145,9 +145,9 @@ def _other_exits(model: Model) -> list[int]:
     return exit_layers(loaded.layers, loaded.num_layers)
 
 
-def _lengths(asked: Asked, drafter: DrafterName, lengths: Sequence[DraftLength] = LENGTHS) -> Sequence[DraftLength]:
-    if "draft_length" in asked.fixed:
-        return (asked.options.draft_length,)
-    if drafter == "auto":
-        return ("auto",)
-    return FEW_LENGTHS if drafter == "hybrid" else lengths
+def _lengths(
+    request: TuneRequest, drafter: DrafterName, lengths: Sequence[DraftLength] = LENGTHS
+) -> Sequence[DraftLength]:
+    if "draft_length" in request.fixed:
+        return (request.options.draft_length,)
+    return ("auto",) if drafter == "auto" else lengths

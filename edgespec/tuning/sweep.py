@@ -1,11 +1,10 @@
 """The search for the best settings: successive halving over engines, threads, drafters and draft lengths.
 
-Each round decodes more prompts than the one before with fewer settings. Only one pair is loaded at a time, whatever
-fits besides; the last round goes through the loaded configurations up and down again, so that a machine that slows
-down meanwhile favours none. Never dropped are the best plain decoding, over which everything is told, and the best
-automatic setting, which learns as it goes and would be judged too early. Several weights of one model take turns in
-the same rounds, but settings are dropped and the best one is found for each by itself: which weights are good enough
-is no question of time.
+Each round decodes more prompts with fewer settings. One pair is loaded at a time; the last round visits the loaded
+configurations in order and then in reverse, so that a machine that slows down meanwhile does not favour one of them.
+Two settings are never dropped: the best plain decoding, which is the baseline, and the best automatic setting, which
+learns while it runs and would be judged too early. Several quantisations of one model are measured in the same rounds,
+but each has its own best setting: speed does not say which quantisation is good enough.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from edgespec.errors import CapabilityError, EdgespecError, PromptError
 from edgespec.generation.totals import Totals
 from edgespec.runtime import Model
 from edgespec.tuning.same_model import KnownVocabulary
-from edgespec.tuning.settings_grid import Asked, Candidate, Loaded, candidates, needed
+from edgespec.tuning.settings_grid import Candidate, Loaded, TuneRequest, candidates, needed
 from edgespec.types import Stats
 
 logger = logging.getLogger("edgespec")
-SHARES = (0.25, 0.5, 1.0)  # of the prompts that each round decodes
-VISITS = (1, 1, 2)  # how often each round comes to a configuration
-KEPT_SHARE = 1 / 3  # of the settings that go on to the next round
-_LEAST_KEPT, _LEAST_PROMPTS = 4, 2  # fewer would decide by luck
+SHARES = (0.25, 0.5, 1.0)  # fraction of the prompts decoded in each round
+VISITS = (1, 1, 2)  # how often each round visits a loaded configuration
+KEPT_SHARE = 1 / 3  # fraction of the settings kept for the next round
+_LEAST_KEPT, _LEAST_PROMPTS = 4, 2  # with fewer, chance would decide
 ABOUT_AS_FAST = 0.98
 _WARM_UP_TOKENS = 6
 
 
 @dataclass(slots=True)
 class Score:
-    """What one setting did so far: seconds of each decoding by prompt, and tokens by prompt."""
+    """Results of one setting: seconds of each run by prompt, tokens by prompt; `rounds`: the last completed round."""
 
     candidate: Candidate
     seconds: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -49,7 +48,7 @@ class Score:
         self.tokens[prompt] = max(stats.new_tokens - 1, 0)
 
     def rate(self, prompts: Iterable[int] | None = None) -> float:
-        """Tokens per second over all of `prompts` together (None: all), with the median of repetitions of each."""
+        """Tokens per second over `prompts` (None: all), with the median time of each prompt's repetitions."""
         chosen = list(self.seconds if prompts is None else prompts)
         taken = sum(median(self.seconds[prompt]) for prompt in chosen)
         return sum(self.tokens[prompt] for prompt in chosen) / taken if taken > 0 else 0.0
@@ -57,28 +56,31 @@ class Score:
 
 @dataclass(slots=True)
 class Sweep:
-    """A search under way or done; what it has found is there even when it was interrupted.
+    """A search, running or done. Results so far remain available after an interruption.
 
-    `prompts`: token ids of each, by model and engine.
+    `prompts`: token ids of each prompt, by (model, engine). `advance(n)` is called after n runs; `on_progress(text)`
+    when a round begins.
     """
 
-    asked: Asked
+    request: TuneRequest
     prompts: dict[tuple[str, EngineName], list[list[int]]]
     scores: dict[Candidate, Score]
     advance: Callable[[int], None] = lambda steps: None
-    tell: Callable[[str], None] = lambda text: None
+    on_progress: Callable[[str], None] = lambda text: None
 
     def run(self) -> None:
-        """All rounds. Raises PromptError when no answer of a model has two tokens, and whatever a generation raises."""
+        """Run all rounds. Raises PromptError if no answer of a model has two tokens, and the errors of generating."""
         alive = list(self.scores)
         for number, (share, visits) in enumerate(zip(SHARES, VISITS, strict=True), 1):
             count = self.num_prompts(share)
-            self.tell(f"round {number} of {len(SHARES)}: {len(alive)} settings")
+            self.on_progress(f"round {number} of {len(SHARES)}: {len(alive)} settings")
             self._decode(alive, count, visits)
             alive = [candidate for candidate in alive if candidate in self.scores]
             timed = {one.loaded.model for one in alive if sum(self.scores[one].tokens.values())}
             if len(timed) < len(self.models):
-                raise PromptError("every answer ended with its first token, so nothing was timed: give other prompts")
+                raise PromptError(
+                    "every answer ended with its first token, so there is nothing to measure: give other prompts"
+                )
             for candidate in alive:
                 self.scores[candidate].rounds = number
             if number < len(SHARES):
@@ -86,7 +88,7 @@ class Sweep:
 
     @property
     def models(self) -> list[str]:
-        """What is tuned, as it was given, in that order."""
+        """The models to tune, as given and in that order."""
         return list(dict.fromkeys(candidate.loaded.model for candidate in self.scores))
 
     @property
@@ -97,7 +99,7 @@ class Sweep:
         return max(round(share * self.num_all_prompts), min(_LEAST_PROMPTS, self.num_all_prompts))
 
     def num_runs(self) -> int:
-        """The most decodings that `run` will make."""
+        """Upper limit of the number of generations in `run`."""
         total = 0
         for model in self.models:
             alive = sum(candidate.loaded.model == model for candidate in self.scores)
@@ -107,23 +109,23 @@ class Sweep:
         return total
 
     def finalists(self) -> list[Score]:
-        """Those of the last round in which anything was decoded, the fastest first."""
+        """The settings of the last completed round, fastest first."""
         last = max(score.rounds for score in self.scores.values())
         found = [score for score in self.scores.values() if score.rounds == last and score.tokens]
         return sorted(found, key=lambda score: score.rate(), reverse=True)
 
     def best(self, model: str) -> Score:
-        """The fastest finalist of `model` that keeps what was promised; `auto` where it is about as fast.
+        """The fastest finalist of `model` in the requested mode; the automatic setting if it is about as fast.
 
-        What is fixed was chosen on these prompts and may lose on others, which `auto` does not.
+        A fixed setting was chosen on these prompts and may be slower on others; the automatic one adapts.
         """
         own = [score for score in self.finalists() if score.candidate.loaded.model == model]
-        promised = [score for score in own if score.candidate.loaded.reproducible is None]
-        enough = ABOUT_AS_FAST * promised[0].rate()
-        return next((s for s in promised if s.candidate.is_adaptive and s.rate() >= enough), promised[0])
+        allowed = [score for score in own if score.candidate.loaded.reproducible is None]
+        enough = ABOUT_AS_FAST * allowed[0].rate()
+        return next((s for s in allowed if s.candidate.is_adaptive and s.rate() >= enough), allowed[0])
 
     def speedup(self, score: Score) -> float:
-        """Over the best plain decoding of the same prompts and weights, in whatever mode; 0 where none was decoded."""
+        """Speedup over the best plain decoding, in any mode, of the same prompts and weights; 0 if there is none."""
         prompts = score.seconds.keys()
         plain = [
             other.rate(prompts)
@@ -136,7 +138,7 @@ class Sweep:
         return score.rate() / best if best else 0.0
 
     def _survivors(self, alive: Sequence[Candidate], prompts: Iterable[int]) -> list[Candidate]:
-        """Of each model the best third, the best plain decoding of either mode, and the best automatic setting."""
+        """Per model: the best third, the best plain decoding in each mode, and the best automatic setting."""
         kept: set[Candidate] = set()
         for model in self.models:
             own = [candidate for candidate in alive if candidate.loaded.model == model]
@@ -171,13 +173,13 @@ class Sweep:
                 opened[1].close()
 
     def _open(self, loaded: Loaded, chosen: Sequence[Candidate]) -> Model | None:
-        """The pair as `loaded` says; None, its settings left out, where a drafter that nobody named cannot be had."""
+        """Load the pair; if a drafter that the user did not ask for is not available, drop its settings: None."""
         try:
-            return self.asked.load(loaded, needed(loaded, chosen))
+            return self.request.load(loaded, needed(loaded, chosen))
         except EdgespecError as exc:
-            if loaded.opens == self.asked.options.drafter:
+            if loaded.opens == self.request.options.drafter:
                 raise
-            logger.info("drafter %s is left out: %s", loaded.opens, exc)
+            logger.info("drafter %s is skipped: %s", loaded.opens, exc)
         for candidate in chosen:
             self.scores.pop(candidate, None)
         return None
@@ -188,12 +190,12 @@ class Sweep:
             self._generate(model, ids, drafter, "auto", _WARM_UP_TOKENS)
 
     def _visit(self, model: Model, candidates: Sequence[Candidate], count: int) -> None:
-        """Every setting on every prompt. Prompts take turns as well, or a draft model would have read one before."""
+        """Run every setting on every prompt. Prompts alternate, or they would still be in the draft model's cache."""
         for turn in range(count):
             for index, candidate in enumerate(candidates):
                 prompt = (turn + index) % count
                 ids = self.prompts[candidate.loaded.model, candidate.loaded.engine][prompt]
-                stats = self._generate(model, ids, candidate.drafter, candidate.draft_length, self.asked.max_tokens)
+                stats = self._generate(model, ids, candidate.drafter, candidate.draft_length, self.request.max_tokens)
                 self.scores[candidate].add(prompt, stats)
                 self.advance(1)
 
@@ -201,16 +203,16 @@ class Sweep:
         self, model: Model, ids: list[int], drafter: DrafterName, length: DraftLength, max_tokens: int
     ) -> Stats:
         options = GenerateOptions(max_tokens=max_tokens, drafter=drafter, draft_length=length, logprobs=False)
-        return model.generate(ids, self.asked.sampling, options).stats
+        return model.generate(ids, self.request.sampling, options).stats
 
 
 def prepare(
-    asked: Asked, engines: Mapping[str, Sequence[EngineName]], encode: Callable[[Model], list[list[int]]]
+    request: TuneRequest, engines: Mapping[str, Sequence[EngineName]], encode: Callable[[Model], list[list[int]]]
 ) -> Sweep:
-    """Load each of the models, one at a time, once with each of its `engines`, and lay out what is to be tried.
+    """Load each model with each of its `engines`, one at a time, and list the settings to try.
 
-    An engine that cannot be had here is left out with a note; when none of a model's is left, its CapabilityError is
-    raised. `encode` gives the prompts' token ids. Raises VocabularyMismatch for models that are not the same one.
+    An engine that is not available is skipped with a log message; if none of a model's engines is, its CapabilityError
+    is raised. `encode` returns the prompts' token ids. Raises VocabularyMismatch if the models differ.
     """
     prompts: dict[tuple[str, EngineName], list[list[int]]] = {}
     found: list[Candidate] = []
@@ -218,11 +220,11 @@ def prepare(
     for name, possible in engines.items():
         failure: EdgespecError | None = None
         for engine in possible:
-            scout = Loaded(name, engine, asked.options.threads or 0, None, asked.options.drafter)
+            scout = Loaded(name, engine, request.options.threads or 0, None, request.options.drafter)
             try:
-                model = asked.load(scout, scout.opens)
+                model = request.load(scout, scout.opens)
             except CapabilityError as exc:
-                logger.info("engine %s is left out: %s", engine, exc)
+                logger.info("engine %s is skipped: %s", engine, exc)
                 failure = exc
                 continue
             with model:
@@ -231,10 +233,10 @@ def prepare(
                     first = first or known
                     first.check(known)
                 prompts[name, engine] = encode(model)
-                found += candidates(asked, scout, model)
+                found += candidates(request, scout, model)
         if failure is not None and not any(candidate.loaded.model == name for candidate in found):
             raise failure
-    return Sweep(asked, prompts, {candidate: Score(candidate) for candidate in found})
+    return Sweep(request, prompts, {candidate: Score(candidate) for candidate in found})
 
 
 def _num_kept(count: int) -> int:

@@ -1,8 +1,7 @@
-"""Does speculation change the text? The same prompts with and without it, token by token, and what it gains.
+"""Checks that speculation does not change the output: decodes the same prompts with and without it, and times both.
 
-Runs are interleaved and alternate in order, and the speed ratio is the median over pairs, so a machine that slows down
-meanwhile does not favour one side. What it does not know: the speed of another engine, or of a mode other than the
-one the model was loaded in.
+Runs are interleaved and alternate in order, and the speed ratio is the median over pairs, so that a machine that slows
+down meanwhile does not favour one side. The baseline is the mode in which the model was loaded.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ _WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first token that differs, counted from 0 within the answer; a token is None where that answer had ended.
+    """The first token that differs. `position` counts from 0 in the answer; a token id is None if that answer ended.
 
-    `logit_margin`: how much the target preferred the plain run's token, in logits (natural log): close to 0 means a
-    near-tie that rounding decided, large means a defect. None when one answer had ended.
+    `logit_margin`: difference of the target's log probabilities of the two tokens (natural log). Close to 0 means a
+    near-tie that rounding decided; large means a defect. None if one answer ended.
     """
 
     position: int
@@ -39,7 +38,7 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One prompt at one temperature, decoded plainly and with speculation."""
+    """One prompt at one temperature, decoded with and without speculation."""
 
     domain: str
     temperature: float
@@ -49,24 +48,25 @@ class Comparison:
 
     @property
     def speed_ratio(self) -> float:
-        """Tokens per second with speculation over those without; 0 when nothing was decoded."""
+        """Tokens per second with speculation / without; 0 if nothing was decoded."""
         plain = self.plain.tokens_per_second
         return self.drafted.tokens_per_second / plain if plain else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All comparisons of one check; every figure is derived from them."""
+    """All comparisons of one check."""
 
     comparisons: tuple[Comparison, ...]
 
     @property
     def identical(self) -> bool:
+        """Whether all pairs of answers have the same tokens."""
         return all(comparison.divergence is None for comparison in self.comparisons)
 
     @property
     def totals(self) -> Totals:
-        """The runs with speculation, added up."""
+        """Sums over the runs with speculation."""
         totals = Totals()
         for comparison in self.comparisons:
             totals.add(comparison.drafted)
@@ -74,13 +74,17 @@ class Report:
 
     @property
     def speed_ratio(self) -> float:
+        """Median of the comparisons' speed ratios; 0 without comparisons."""
         return median(comparison.speed_ratio for comparison in self.comparisons) if self.comparisons else 0.0
 
 
 def comparisons(
     model: Model, sampling: Sampling, options: GenerateOptions, prompts: Sequence[BuiltInPrompt] = PROMPTS
 ) -> Iterator[Comparison]:
-    """Compare every prompt greedily, then as `sampling` says (once only if that is greedy). Raises as `generate`."""
+    """Compare every prompt with greedy decoding, then with `sampling` if that is not greedy.
+
+    Raises the errors of `Model.generate`.
+    """
     plain = dataclasses.replace(options, drafter="none")
     warm_up = dataclasses.replace(options, max_tokens=_WARM_UP_TOKENS)
     for option in (warm_up, dataclasses.replace(warm_up, drafter="none")):
@@ -96,7 +100,7 @@ def comparisons(
 
 
 class Answer(Protocol):
-    """What is compared: token ids, and the log probability that the target gave each."""
+    """An answer to compare: token ids and the target's log probability of each."""
 
     @property
     def token_ids(self) -> tuple[int, ...]: ...
@@ -106,18 +110,18 @@ class Answer(Protocol):
 
 
 def first_divergence(plain: Answer, drafted: Answer) -> Divergence | None:
-    """Where two answers to one prompt part, or None when they are the same."""
+    """The first difference of two answers to one prompt; None if they are equal."""
     pairs = zip(plain.token_ids, drafted.token_ids, strict=False)
-    at = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
-    if at is None:
+    position = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+    if position is None:
         if len(plain.token_ids) == len(drafted.token_ids):
             return None
-        at = min(len(plain.token_ids), len(drafted.token_ids))
-        ours, theirs = ((*ids[at : at + 1], None)[0] for ids in (plain.token_ids, drafted.token_ids))
-        return Divergence(at, ours, theirs, None)
-    # Both rows follow the same text, so their normalisers agree and log probabilities differ as the logits do.
-    margin = plain.logprobs[at] - drafted.logprobs[at]
-    return Divergence(at, plain.token_ids[at], drafted.token_ids[at], margin)
+        position = min(len(plain.token_ids), len(drafted.token_ids))
+        ours, theirs = ((*ids[position : position + 1], None)[0] for ids in (plain.token_ids, drafted.token_ids))
+        return Divergence(position, ours, theirs, None)
+    # Both rows follow the same text, so their normalisers are equal and log probabilities differ as the logits do.
+    margin = plain.logprobs[position] - drafted.logprobs[position]
+    return Divergence(position, plain.token_ids[position], drafted.token_ids[position], margin)
 
 
 def _temperatures(sampling: Sampling) -> tuple[float, ...]:

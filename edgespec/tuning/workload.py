@@ -1,7 +1,7 @@
-"""What a benchmark decodes: prompts by domain, drawn with a seed, and the domains that are made from any others.
+"""The prompts of a benchmark, by domain: chosen by seed, plus synthetic domains that are derived from the others.
 
-Made domains: `copying` asks for a given text with a small change, `high_entropy` samples at a temperature at which
-little can be foreseen, `random_text` goes on from random tokens. The last two are there to show losses.
+Synthetic domains: `copying` asks to repeat a text with a small change; `high_entropy` samples at a high temperature;
+`random_text` continues random tokens. The last two are hard to predict and show what speculation costs at worst.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from edgespec.settings import did_you_mean
 from edgespec.vocabulary import Vocabulary
 
 HOT_TEMPERATURE = 1.5
-MADE = ("copying", "high_entropy", "random_text")
-_NUM_MADE = 32  # prompts from which those of a made domain are drawn
+SYNTHETIC = ("copying", "high_entropy", "random_text")
+_NUM_SYNTHETIC = 32  # number of prompts that a synthetic domain is derived from
 _RANDOM_TOKENS = 48
 _MOST_COPIED_CHARACTERS = 1500
 _WORD = re.compile(r"\b[A-Za-z_]{4,}\b")
@@ -32,10 +32,10 @@ Domains = dict[str, list["BenchPrompt"]]
 
 @dataclass(frozen=True, slots=True)
 class BenchPrompt:
-    """One prompt. `turns`: user, assistant, user, ...; the last one is answered.
+    """One prompt. `turns`: user, assistant, user, ...; the model answers the last one.
 
-    `is_raw`: the text is continued as it is, without a chat template; `is_hot`: sampled at HOT_TEMPERATURE from the
-    whole distribution, whatever the other prompts are sampled at.
+    `is_raw`: encoded without chat template; `is_hot`: always sampled at HOT_TEMPERATURE from the untruncated
+    distribution.
     """
 
     domain: str
@@ -49,11 +49,11 @@ class BenchPrompt:
 
     @property
     def digest(self) -> str:
-        """The same for equal prompts, in every process."""
+        """Identifies the prompt by content; the same in every process."""
         return hashlib.sha256(json.dumps(dataclasses.astuple(self)).encode()).hexdigest()[:16]
 
     def encode(self, model: Model, *, chat_template: bool = True) -> list[int]:
-        """Its token ids for `model`. Raises PromptError."""
+        """Token ids for `model`. Raises PromptError."""
         if self.is_raw or not chat_template or model.target.vocabulary.chat_template is None:
             return model.encode(self.text)
         roles = ("user", "assistant")
@@ -65,25 +65,25 @@ class BenchPrompt:
         return dataclasses.replace(base, temperature=HOT_TEMPERATURE, top_k=0, top_p=1.0, min_p=0.0)
 
 
-def with_made(found: Mapping[str, Sequence[BenchPrompt]], vocabulary: Vocabulary, seed: int) -> Domains:
-    """`found` and the made domains; prompts that already are of one of these come first."""
+def with_synthetic(found: Mapping[str, Sequence[BenchPrompt]], vocabulary: Vocabulary, seed: int) -> Domains:
+    """`found` plus the synthetic domains; existing prompts of these domains come first."""
     rng = random.Random(f"{seed} made")
     base = [prompt for prompts in found.values() for prompt in prompts if not prompt.is_raw]
-    drawn = rng.sample(base, min(_NUM_MADE, len(base)))
-    made: Domains = {
+    drawn = rng.sample(base, min(_NUM_SYNTHETIC, len(base)))
+    synthetic: Domains = {
         "copying": [edit for prompt in drawn if (edit := copy_edit(prompt.text, rng))],
         "high_entropy": [dataclasses.replace(prompt, domain="high_entropy", is_hot=True) for prompt in drawn],
-        "random_text": [random_text(vocabulary, rng) for _ in range(_NUM_MADE)],
+        "random_text": [random_text(vocabulary, rng) for _ in range(_NUM_SYNTHETIC)],
     }
     domains = {name: list(prompts) for name, prompts in found.items()}
-    for name, prompts in made.items():
+    for name, prompts in synthetic.items():
         if prompts:
             domains.setdefault(name, []).extend(prompts)
     return domains
 
 
 def copy_edit(text: str, rng: random.Random) -> BenchPrompt | None:
-    """A request to repeat `text` with one of its words replaced everywhere; None where no word can be, or too many."""
+    """A request to repeat `text` with one word replaced everywhere; None if it has no such word or is too long."""
     words = sorted(set(_WORD.findall(text)) - set(_NEW_WORDS))
     if not words or len(text) > _MOST_COPIED_CHARACTERS:
         return None
@@ -93,29 +93,29 @@ def copy_edit(text: str, rng: random.Random) -> BenchPrompt | None:
 
 
 def random_text(vocabulary: Vocabulary, rng: random.Random) -> BenchPrompt:
-    """Random tokens as text; those that print nothing are left out."""
+    """A prompt of random tokens, control tokens excluded."""
     printing = [token_id for token_id, piece in enumerate(vocabulary.pieces) if piece]
     return BenchPrompt("random_text", (vocabulary.decode(rng.choices(printing, k=_RANDOM_TOKENS)),), is_raw=True)
 
 
 def choose(
     domains: Mapping[str, Sequence[BenchPrompt]],
-    wanted: Collection[str],
+    names: Collection[str],
     per_domain: int | None,
     seed: int,
     fits: Callable[[BenchPrompt], bool],
 ) -> list[BenchPrompt]:
-    """Up to `per_domain` prompts (None: all) of each of the `wanted` domains (none: of all) that `fits` allows.
+    """Up to `per_domain` prompts (None: all) that `fits` allows, of each domain in `names` (empty: of all domains).
 
-    The order depends on `seed`; fewer are the first ones of more. The domains take turns. Raises ConfigError for an
-    unknown domain, PromptError when nothing is left.
+    Domains alternate. The order depends on `seed`; a smaller `per_domain` gives a prefix of a larger one. Raises
+    ConfigError for an unknown domain, PromptError if no prompt is left.
     """
-    for name in wanted:
+    for name in names:
         if name not in domains:
             hint = did_you_mean(name, domains) or f"; known here: {', '.join(domains)}"
             raise ConfigError(f"--domain {name!r} is not known{hint}")
     rows = []
-    for name in dict.fromkeys(wanted) or domains:
+    for name in dict.fromkeys(names) or domains:
         prompts = list(dict.fromkeys(domains[name]))
         if per_domain is not None:
             random.Random(f"{seed} {name}").shuffle(prompts)
@@ -124,5 +124,5 @@ def choose(
     longest = max(map(len, rows), default=0)
     chosen = [row[index] for index in range(longest) for row in rows if index < len(row)]
     if not chosen:
-        raise PromptError("no prompt fits into the context with its answer: give a larger --ctx-size or a smaller -n")
+        raise PromptError("no prompt and answer fit the context: give a larger --ctx-size or a smaller -n")
     return chosen

@@ -27,6 +27,7 @@ from typing import Any
 import edgespec
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.config import DRAFTERS, DrafterName, DraftLength
+from edgespec.drafters.spec import DRAFT, EAGLE3_HEAD, SPECS
 from edgespec.loading.registry import resolve
 
 Answer = tuple[tuple[int, float], ...]  # of each token its id and its log probability
@@ -34,9 +35,10 @@ TEMPERATURES = (0.0, 0.8, 1.2)
 GREEDY = Sampling(temperature=0.0)
 HISTORIES = ("the same prompt", "nothing", "an edited prompt", "a cancelled answer", "what came before")
 NUM_SEEDS = 20
-BY_NAME: tuple[DrafterName, ...] = ("hierarchical", "early-exit", "medusa", "eagle")  # are opened only when asked for
+# Those that need more than a draft model are opened only when asked for.
+BY_NAME = tuple(name for name, spec in SPECS.items() if spec.needs and spec.needs[-1] is not DRAFT)
 # An EAGLE-3 head takes the place of the draft model, so that a pair with one is another check.
-ALL = tuple(name for name in DRAFTERS if name not in ("none", "eagle3"))
+ALL: tuple[DrafterName, ...] = ("auto", *(name for name, spec in SPECS.items() if EAGLE3_HEAD not in spec.needs))
 
 
 def lengths_of(drafters: Sequence[DrafterName]) -> Iterator[tuple[DrafterName, DraftLength]]:

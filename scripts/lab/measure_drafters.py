@@ -27,6 +27,7 @@ from edgespec import GenerateOptions, Sampling
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.spec import SPECS
 from edgespec.formats.head_file import read_head_file
 from edgespec.loading.heads import open_heads
 from edgespec.loading.registry import resolve
@@ -34,6 +35,7 @@ from edgespec.types import Stats
 
 PLAIN, MEDIUM = "none", "medium"
 NEED_MEDIUM = {"hierarchical", MEDIUM}
+BORROWING = {name for name, spec in SPECS.items() if spec.borrows_model}  # the draft model of drafter `model`
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class Bench:
         if name == "auto":
             return sum(drafter.bytes_used for drafter in self.drafters.values())
         with self.drafting(name) as known:
-            parts = {known, "model"} if known in ("hierarchical", "tree", "hybrid") else {known}
+            parts = {known, "model"} if known in BORROWING else {known}
             return sum(self.drafters[part].bytes_used for part in parts if part in self.drafters)
 
 

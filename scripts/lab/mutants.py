@@ -120,8 +120,8 @@ MUTANTS = (
     Mutant(
         "let a small model draft at its own temperature and not at the medium's",
         "drafters/hierarchical.py",
-        "            chain.sampler,\n",
-        "            chain.request.sampler,\n",
+        "return self._small.look_ahead(behind)",
+        "return self._small.draft(behind)",
         ("tests/drafters/test_hierarchical.py",),
     ),
     Mutant(

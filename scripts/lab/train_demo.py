@@ -1,4 +1,4 @@
-"""Train the demo family from scratch and pack it: `pip install edgespec[train]`, then run this. Resumable."""
+"""Train the demo family from scratch and pack it: `python3 scripts/run.py install train`, then run this. Resumable."""
 
 from __future__ import annotations
 

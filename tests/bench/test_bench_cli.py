@@ -1,4 +1,4 @@
-"""`edgespec bench` on the demo pair: what it prints, what it refuses, how it goes on after an interruption."""
+"""`edgespec bench` on the demo pair: output, refused input, resuming after an interruption."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import edgespec
 from edgespec.bench.runner import needs_second_model
 from edgespec.cli.main import cli
 from edgespec.engines.disk_cache import cache_folder
+from edgespec.installation import install_command
 from waiting import until
 
 KEYS = {
@@ -106,7 +107,7 @@ def test_the_table_and_the_notes(pair, prompts, tmp_path):
     assert "Find me a bus to Fresno." in page.read_text()
 
 
-def test_the_built_in_prompts_and_those_made_of_them(pair):
+def test_the_built_in_prompts_and_synthetic_domains(pair):
     found = report(*pair, *QUICK, "-n", "3", "--domain", "prose", "--domain", "random_text", "--per-domain", "1")
     assert set(found["domains"]) == {"prose", "random_text"}
     again = report(*pair, *QUICK, "-n", "3", "--domain", "random_text", "--per-domain", "1")
@@ -129,7 +130,7 @@ def test_a_domain_of_the_users_own_stays_theirs(pair, tmp_path):
     assert [(p["text"], p["temperature"]) for p in made["prompts"]] == [("say it again", 1.5)]
 
 
-def test_prompts_that_do_not_fit_are_told(pair, tmp_path):
+def test_prompts_that_do_not_fit_are_reported(pair, tmp_path):
     path = tmp_path / "p.txt"
     path.write_text("short\n" + "long " * 300 + "\n")
     result = run(*pair, *QUICK, "-c", "128", "--prompts", str(path), "--json")
@@ -137,7 +138,7 @@ def test_prompts_that_do_not_fit_are_told(pair, tmp_path):
     assert json.loads(result.stdout)["num_prompts"] == 1
 
 
-def test_a_kept_journal_is_gone_on_with_and_more_repeats_add_to_it(pair, prompts, tmp_path):
+def test_a_kept_journal_is_resumed_and_repeats_are_added(pair, prompts, tmp_path):
     arguments = [*pair, *QUICK, "--prompts", str(prompts), "--resume", str(tmp_path / "run.jsonl")]
     first = report(*arguments)
     lines = (tmp_path / "run.jsonl").read_bytes()
@@ -148,11 +149,11 @@ def test_a_kept_journal_is_gone_on_with_and_more_repeats_add_to_it(pair, prompts
     more = report(*arguments, "--repeat", "2")
     assert more["total"]["num_trials"] == 4
     assert (tmp_path / "run.jsonl").read_bytes().startswith(lines)
-    assert_refused(run(*arguments, "-n", "11"), "of other settings (max_tokens)", "--restart")
+    assert_refused(run(*arguments, "-n", "11"), "has other settings (max_tokens)", "--restart")
     assert report(*arguments, "-n", "11", "--restart")["num_trials"] == 2
 
 
-def test_a_finished_run_without_a_journal_measures_anew(pair, prompts):
+def test_a_finished_run_without_a_journal_measures_again(pair, prompts):
     arguments = [*pair, *QUICK, "--prompts", str(prompts), "--domain", "code"]
     report(*arguments)
     assert list((cache_folder() / "bench").iterdir()) == []
@@ -186,7 +187,7 @@ def test_a_bad_line_of_prompts_is_named(pair, tmp_path):
 
 def test_missing_matplotlib_names_the_extra(pair, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert_refused(run(*pair, "--plot", str(tmp_path / "plots")), "pip install 'edgespec[bench]'")
+    assert_refused(run(*pair, "--plot", str(tmp_path / "plots")), install_command("bench"))
     assert not (tmp_path / "plots").exists()
 
 

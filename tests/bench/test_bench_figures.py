@@ -1,4 +1,4 @@
-"""Figures of a benchmark: spreads and verdicts, calibration, positions, lengths, energy. By hand, without a model."""
+"""Statistics of a benchmark: spreads, verdicts, calibration, positions, lengths, energy. Computed by hand, no model."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_energy_is_absent_unless_every_run_has_it():
     assert joules(None) is None
 
 
-def test_what_stands_behind_a_refused_token_is_not_judged():
+def test_tokens_after_a_rejected_one_are_not_counted():
     assert list(judged(record(0, "model", (0.9, 0.8, 0.7, 0.6), accepted=1))) == [(0.9, True), (0.8, False)]
     assert list(judged(record(0, "model", (0.9, 0.8), accepted=2))) == [(0.9, True), (0.8, True)]
 
@@ -104,7 +104,7 @@ def test_calibration_error_by_hand():
     assert calibration_error([(1.0, True)])[0] == 0.0
 
 
-def test_reliability_is_told_by_drafter_and_of_all():
+def test_reliability_is_reported_by_drafter_and_over_all():
     records = [record(0, "model", (0.5, 0.5), 1), record(0, "ngram", (1.0,), 1), record(0, None, (), 0)]
     found = reliability(records)
     assert {name: one["num_tokens"] for name, one in found.items()} == {"all": 3, "model": 2, "ngram": 1}

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("gguf", reason="building a pair needs the package gguf: pip install edgespec[export]")
+pytest.importorskip("gguf", reason="building a pair needs the package gguf: scripts/run.py install export")
 
 import edgespec
 from demo import DEMO, TEST_THREADS
@@ -26,6 +26,7 @@ from edgespec.export import resources as room
 from edgespec.export.checkpoint import Checkpoint
 from edgespec.formats.head_file import read_head_file
 from edgespec.formats.manifest import read_pair
+from edgespec.installation import install_command
 from edgespec.types import Batch
 from expansion import pair as pair_module
 from expansion import shapes
@@ -118,7 +119,7 @@ def test_another_target_is_expanded_without_the_heads_of_the_first(tmp_path: Pat
         Builder(replace(request, target=tmp_path / "no-such"), DEMO, tmp_path / "out")
 
 
-def test_what_is_there_is_kept_and_what_changed_is_made_again(tmp_path: Path):
+def test_existing_files_are_kept_and_changed_ones_rebuilt(tmp_path: Path):
     source, output = tmp_path / "demo", tmp_path / "out"
     shutil.copytree(DEMO, source)
     request = BenchRequest("little", ("q8_0",))
@@ -149,7 +150,7 @@ class Interrupted(Exception):
     pass
 
 
-def test_an_interrupted_build_leaves_no_manifest_and_goes_on(tmp_path: Path):
+def test_an_interrupted_build_leaves_no_manifest_and_resumes(tmp_path: Path):
     def stop(done: int, total: int, what: str) -> None:
         if what.startswith("f16/target"):
             raise Interrupted
@@ -173,7 +174,7 @@ def test_an_interrupted_build_leaves_no_manifest_and_goes_on(tmp_path: Path):
 
 def test_graphs_of_onnx_runtime(tmp_path: Path):
     for name in ("torch", "transformers", "onnxruntime_genai", "onnx_ir", "onnxruntime"):
-        pytest.importorskip(name, reason="ONNX export needs pip install edgespec[export]")
+        pytest.importorskip(name, reason="ONNX export needs scripts/run.py install export")
     (folder,) = Builder(BenchRequest("little", ("int8",)), DEMO, tmp_path).build()
     found = read_pair(folder, "onnx")
     assert {file.engine for file in found.files.values()} == {"onnx"}
@@ -193,7 +194,7 @@ def test_graphs_of_onnx_runtime(tmp_path: Path):
     assert (ours.argmax(axis=1) == theirs.argmax(axis=1)).mean() > 0.97
 
 
-def test_needs_are_known_before_and_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_missing_disk_or_memory_is_refused_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     small, large = needs_of(BenchRequest("60m", ("q8_0",))), needs_of(BenchRequest("3b", ("q8_0", "q4_k_m")))
     assert 150e6 < small.disk_bytes < 300e6 < 10e9 < large.disk_bytes < 25e9
     graph = needs_of(BenchRequest("1b", ("int8",)))
@@ -210,7 +211,7 @@ def test_needs_are_known_before_and_refused(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pair_module, "find_spec", lambda name: None if name == "torch" else object())
-    with pytest.raises(CapabilityError, match=r"building for onnx needs torch: pip install 'edgespec\[export\]'"):
+    with pytest.raises(CapabilityError, match=re.escape(f"building for onnx needs torch: {install_command('export')}")):
         Builder(BenchRequest("little", ("int8",)), DEMO, tmp_path / "out").build()
 
 
@@ -236,7 +237,7 @@ def test_a_vocabulary_below_the_models_own_is_refused(tmp_path: Path):
         Builder(BenchRequest("little", ("q8_0",), vocab_size=1000), DEMO, tmp_path)
 
 
-def test_names_tell_pairs_apart():
+def test_different_pairs_have_different_names():
     plain = BenchRequest("1b")
     others = [replace(plain, **change) for change in ({"sigma": 0.2}, {"draft_size": "60m"}, {"vocab_size": 5000})]
     assert plain.name == "bench-1b"

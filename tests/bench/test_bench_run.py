@@ -1,4 +1,4 @@
-"""Benchmark runs on table engines: fresh caches, turns, journal, report, figures, page."""
+"""Benchmark runs on table engines: empty caches, alternating order, journal, report, figures, HTML page."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from edgespec.bench.runner import Runner, Task, load_standard, needs_second_mode
 from edgespec.bench.table import HEADER, cells, table_lines
 from edgespec.config import GenerateOptions
 from edgespec.errors import CapabilityError, ConfigError, StateError
+from edgespec.installation import install_command
 from edgespec.runtime import Model
 from edgespec.sampling import Sampling
 from edgespec.tuning.workload import BenchPrompt
@@ -66,14 +67,14 @@ def test_every_prompt_is_decoded_both_ways_on_empty_caches(model):
         assert len(trial.speculative.rounds) == trial.speculative.stats.rounds
 
 
-def test_the_two_take_turns_in_going_first(model):
+def test_both_modes_alternate_in_running_first(model):
     found = trials(model, repeat=2)
     firsts = Counter((key[0], trial.order[0]) for key, trial in found.items())
     assert set(firsts.values()) == {1}
     assert len(firsts) == 2 * len(PROMPTS)
 
 
-def test_a_forgotten_text_is_read_again_by_target_and_draft(model):
+def test_after_forget_target_and_draft_read_the_text_again(model):
     ids = model.encode("abcabcabcabc")
     first = model.generate(ids, SAMPLING, OPTIONS)
     assert model.generate(ids, SAMPLING, OPTIONS).stats.reused_tokens == len(ids) - 1
@@ -100,7 +101,7 @@ def test_hot_prompts_are_sampled_hotter(model):
     assert task.key != cold.key
 
 
-def test_an_end_between_two_generations_leaves_whole_trials(model):
+def test_stopping_between_generations_leaves_complete_trials(model):
     asked = []
 
     def is_over() -> bool:
@@ -131,7 +132,7 @@ def test_a_cancelled_generation_counts_for_nothing(model):
 # journal
 
 
-def test_a_journal_gives_back_what_it_was_given(model, tmp_path):
+def test_a_journal_returns_the_trials_that_were_added(model, tmp_path):
     path = tmp_path / "run.jsonl"
     found = trials(model)
     with Journal(path, SETTINGS) as journal:
@@ -141,7 +142,7 @@ def test_a_journal_gives_back_what_it_was_given(model, tmp_path):
         assert journal.trials == found
 
 
-def test_a_line_cut_by_a_crash_is_done_again(model, tmp_path):
+def test_a_trial_with_an_incomplete_line_is_repeated(model, tmp_path):
     path = tmp_path / "run.jsonl"
     found = list(trials(model).values())
     with Journal(path, SETTINGS) as journal:
@@ -165,7 +166,7 @@ def test_a_line_cut_by_a_crash_is_done_again(model, tmp_path):
 def test_a_journal_of_other_settings_is_refused(tmp_path):
     path = tmp_path / "run.jsonl"
     Journal(path, SETTINGS).close()
-    with pytest.raises(ConfigError, match=r"is of other settings \(seed\)"):
+    with pytest.raises(ConfigError, match=r"has other settings \(seed\)"):
         Journal(path, {**SETTINGS, "seed": 2})
     Journal(path, {**SETTINGS, "seed": 2}, restart=True).close()
     with pytest.raises(ConfigError, match=r"\(seed\)"):
@@ -175,10 +176,10 @@ def test_a_journal_of_other_settings_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "contents", [b"hello\n", b"{}\n", b"[1]\n", b'{"edgespec_bench": 1, "settings": 3}\n', b"\xff\n"]
 )
-def test_another_file_is_no_journal_and_stays_as_it_is(tmp_path, contents):
+def test_a_file_that_is_not_a_journal_is_left_unchanged(tmp_path, contents):
     path = tmp_path / "notes.txt"
     path.write_bytes(contents)
-    with pytest.raises(ConfigError, match="line 1 is no line of a benchmark's journal"):
+    with pytest.raises(ConfigError, match="line 1 is not a line of a benchmark journal"):
         Journal(path, SETTINGS)
     assert path.read_bytes() == contents
 
@@ -194,7 +195,7 @@ def test_the_default_journal_depends_on_the_settings():
     assert default_path(SETTINGS) != default_path({**SETTINGS, "seed": 2})
 
 
-def test_a_resumed_run_reports_what_a_whole_one_does(model, tmp_path):
+def test_a_resumed_run_gives_the_same_report_as_an_uninterrupted_one(model, tmp_path):
     found = trials(model)
     with Journal(tmp_path / "j.jsonl", SETTINGS) as journal:
         for trial in found.values():
@@ -237,7 +238,7 @@ def test_a_partial_report_says_so(model):
     assert "Interrupted: 1 of 6" in page(partial)
 
 
-def test_other_tokens_are_told(model):
+def test_different_tokens_are_reported(model):
     done = trials(model, repeat=1)
     key, trial = next(iter(done.items()))
     wrong = dataclasses.replace(trial.speculative, token_digest="other")
@@ -245,10 +246,10 @@ def test_other_tokens_are_told(model):
     found = report_of(Setup(model, model, SAMPLING, OPTIONS), tasks(model, 1), done)
     assert found["num_identical"] == 2
     assert "texts: DIFFERENT from plain decoding, 2 of 3 prompts" in list(table_lines(found))
-    assert "not the text of plain decoding" in page(found)
+    assert "differs from plain decoding" in page(found)
 
 
-def test_flat_passes_pay_and_the_confidences_are_told(tmp_path):
+def test_flat_pass_costs_give_a_speedup_and_confidences_are_reported(tmp_path):
     """Passes that cost the same at any width: speculation must gain, whoever decides."""
     prompts = [BenchPrompt("letters", ("abcdef"[i:] + "abc",)) for i in range(5)]
     with table_model(tmp_path, pass_s=0.004) as model:
@@ -257,13 +258,13 @@ def test_flat_passes_pay_and_the_confidences_are_told(tmp_path):
         _ = model.cost_curve  # measured, as the command does before it begins
         found = report_of(setup, due, {t.key: t for t in Runner(model, model, setup.options).run(due)})
     assert found["total"]["verdict"] == "gains"
-    assert any(line.startswith("speculation pays here") for line in table_lines(found))
+    assert any(line.startswith("speculation is faster") for line in table_lines(found))
     assert found["reliability"]["all"]["num_tokens"] > 50
     assert 0 <= found["reliability"]["all"]["expected_calibration_error"] < 0.5
     assert found["num_identical"] == len(prompts)
 
 
-def test_a_fixed_length_has_no_confidence_to_judge(model):
+def test_a_fixed_length_has_no_reliability(model):
     assert report(model)["reliability"] == {}
 
 
@@ -306,7 +307,7 @@ class Page(HTMLParser):
             self.answers[-1] += data
 
 
-def test_the_page_is_whole_and_needs_nothing_else(model):
+def test_the_page_is_complete_and_self_contained(model):
     found = report(model)
     found["prompts"][0]["text"] = "<script>alert(1)</script> & \x1b[0m"
     parsed = Page()
@@ -325,12 +326,12 @@ def test_the_page_is_whole_and_needs_nothing_else(model):
 def test_a_page_without_matplotlib_names_the_extra(model, monkeypatch):
     monkeypatch.setattr("edgespec.bench.html.has_matplotlib", lambda: False)
     text = page(report(model, repeat=1))
-    assert "pip install &#x27;edgespec[bench]&#x27;" in text or "pip install 'edgespec[bench]'" in text
+    assert "Figures need matplotlib" in text and "edgespec doctor" in text
     assert "<img" not in text
 
 
 def test_figures_are_drawn_and_an_earlier_runs_are_not_left(model, tmp_path):
-    pytest.importorskip("matplotlib", reason="figures need pip install edgespec[bench]")
+    pytest.importorskip("matplotlib", reason="figures need scripts/run.py install bench")
     from edgespec.bench.plots import draw
 
     folder = tmp_path / "new" / "figures"
@@ -343,7 +344,7 @@ def test_figures_are_drawn_and_an_earlier_runs_are_not_left(model, tmp_path):
 
 
 def test_all_figures_when_the_length_is_automatic(tmp_path):
-    pytest.importorskip("matplotlib", reason="figures need pip install edgespec[bench]")
+    pytest.importorskip("matplotlib", reason="figures need scripts/run.py install bench")
     from edgespec.bench.plots import PLOTS, images
 
     with table_model(tmp_path, pass_s=0.002) as model:
@@ -361,5 +362,5 @@ def test_output_places_are_checked_first(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="is a file: give a folder"):
         check_outputs(tmp_path / "file", None)
     monkeypatch.setattr("edgespec.bench.output.has_matplotlib", lambda: False)
-    with pytest.raises(CapabilityError, match=r"pip install 'edgespec\[bench\]'"):
+    with pytest.raises(CapabilityError, match=re.escape(install_command("bench"))):
         check_outputs(tmp_path / "plots", None)

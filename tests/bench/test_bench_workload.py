@@ -1,4 +1,4 @@
-"""The benchmark's prompts: where they come from, how they are drawn, and what is refused."""
+"""The benchmark's prompts: sources, selection by seed, refused input."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from edgespec.tuning import datasets
 from edgespec.tuning import prompt_sources as sources
 from edgespec.tuning.workload import (
     HOT_TEMPERATURE,
-    MADE,
+    SYNTHETIC,
     BenchPrompt,
     choose,
     copy_edit,
     random_text,
-    with_made,
+    with_synthetic,
 )
 
 VOCABULARY = LetterVocabulary(12, end_id=11)
@@ -55,12 +55,12 @@ def test_json_lines_name_their_domain(tmp_path):
 @pytest.mark.parametrize(
     ("contents", "said"),
     [
-        (b"", "holds no prompt"),
-        (b" \n\t\n", "holds no prompt"),
+        (b"", "has no prompt"),
+        (b" \n\t\n", "has no prompt"),
         (b'{"text": "a"}\n\n{"text": "b"', "line 3 is not JSON"),
-        (b'{"text": "a"}\n{"text": ""}', 'line 2 needs a "text"'),
-        (b'{"prompt": "a"}', 'line 1 needs a "text"'),
-        (b'{"text": "a"}\n[1]', 'line 2 needs a "text"'),
+        (b'{"text": "a"}\n{"text": ""}', 'line 2 needs a non-empty "text"'),
+        (b'{"prompt": "a"}', 'line 1 needs a non-empty "text"'),
+        (b'{"text": "a"}\n[1]', 'line 2 needs a non-empty "text"'),
         (b'{"text": "a", "domain": 3}', 'line 1: "domain" must be a name'),
         (b"\xff\xfe", "not UTF-8"),
     ],
@@ -136,8 +136,8 @@ def test_a_folder_without_data_names_the_files(tmp_path):
     [
         (b"no archive", "cannot be read"),
         (lzma.compress(b"{]\n"), "is not JSON lines"),
-        (lzma.compress(b'{"question": "a"}\n'), "record 1 is not of the kind"),
-        (lzma.compress(b"3\n"), "record 1 is not of the kind"),
+        (lzma.compress(b'{"question": "a"}\n'), "record 1 is not in this data set's format"),
+        (lzma.compress(b"3\n"), "record 1 is not in this data set's format"),
     ],
 )
 def test_broken_data_names_the_file(tmp_path, contents, said):
@@ -146,7 +146,7 @@ def test_broken_data_names_the_file(tmp_path, contents, said):
         sources.read_data(tmp_path)
 
 
-def test_fewer_prompts_are_the_first_of_more_and_a_seed_draws_others():
+def test_a_smaller_number_is_a_prefix_and_another_seed_differs():
     domains = {"a": prompts_of("a", 30), "b": prompts_of("b", 2)}
     few, more, other = (
         choose(domains, [], count, seed, lambda prompt: True) for count, seed in ((3, 5), (6, 5), (3, 6))
@@ -165,7 +165,7 @@ def test_prompts_that_do_not_fit_are_replaced_and_none_is_an_error():
         choose(domains, [], 5, 0, lambda prompt: False)
 
 
-def test_without_a_number_all_come_in_their_order():
+def test_without_a_number_all_prompts_are_used_in_order():
     domains = {"a": [*prompts_of("a", 7), BenchPrompt("a", ("a number 3",))]}
     assert choose(domains, [], None, 1, lambda prompt: True) == prompts_of("a", 7)
 
@@ -175,12 +175,12 @@ def test_an_unknown_domain_names_the_nearest():
         choose(sources.built_in(), ["arithmetik"], 1, 0, lambda prompt: True)
 
 
-def test_made_domains_come_from_the_others_and_depend_on_the_seed():
+def test_synthetic_domains_derive_from_the_others_and_the_seed():
     found = sources.built_in()
-    domains = with_made(found, VOCABULARY, seed=3)
-    assert set(domains) == {prompt.domain for prompt in PROMPTS} | set(MADE)
-    assert domains == with_made(found, VOCABULARY, seed=3)
-    assert domains["random_text"] != with_made(found, VOCABULARY, seed=4)["random_text"]
+    domains = with_synthetic(found, VOCABULARY, seed=3)
+    assert set(domains) == {prompt.domain for prompt in PROMPTS} | set(SYNTHETIC)
+    assert domains == with_synthetic(found, VOCABULARY, seed=3)
+    assert domains["random_text"] != with_synthetic(found, VOCABULARY, seed=4)["random_text"]
     assert domains["copying"][: len(found["copying"])] == found["copying"]
     hot = domains["high_entropy"][0].sampling(Sampling(temperature=0.0, top_k=5, seed=9))
     assert (hot.temperature, hot.top_k, hot.top_p, hot.min_p, hot.seed) == (HOT_TEMPERATURE, 0, 1.0, 0.0, 9)
@@ -204,7 +204,7 @@ def test_random_text_is_made_of_tokens_that_print():
     assert set(text) <= set("abcdefghijk")
 
 
-def test_a_digest_tells_prompts_apart():
+def test_different_prompts_have_different_digests():
     prompts = [
         BenchPrompt("a", ("x",)),
         BenchPrompt("b", ("x",)),

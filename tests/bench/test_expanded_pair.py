@@ -230,7 +230,7 @@ def test_what_it_takes_is_known_before(tmp_path: Path):
 
 
 def test_a_gguf_of_it_says_the_same(tmp_path: Path):
-    pytest.importorskip("gguf", reason="writing a GGUF needs the package gguf: pip install edgespec[export]")
+    pytest.importorskip("gguf", reason="writing a GGUF needs the package gguf: scripts/run.py install export")
     folder = ExpandedPair(DEMO, "llamacpp", tmp_path / "pair", LITTLE).build()
     found = read_pair(folder)
     assert found.engines == ("llamacpp",) and sorted(path.name for path in folder.glob("*.gguf")) == [

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("gguf", reason="expansion needs the package gguf: pip install edgespec[export]")
+pytest.importorskip("gguf", reason="expansion needs the package gguf: scripts/run.py install export")
 
 import edgespec
 from demo import DEMO, TEST_THREADS

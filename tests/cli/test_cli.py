@@ -1,4 +1,4 @@
-"""The command line, through click's runner and as a real process: what it prints, what it refuses, how it ends."""
+"""The command line, by click's runner and as a process: output, refused input, exit codes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from edgespec.cli.main import COMMANDS, cli
+from edgespec.installation import swap_command
 from tiny_gguf import Shape, write_model
 
 KEYS = {
@@ -219,13 +220,13 @@ def test_an_unknown_command_names_the_nearest():
         (["--min-p", "inf"], "min_p"),
         (["-n", "0"], "max-tokens must be at least 1"),
         (["-n"], "'-n' requires an argument"),
-        (["--stop", ""], "stop string is empty"),
+        (["--stop", ""], "stop contains an empty string"),
         (["--drafter", "modle"], "'modle' is not one of"),
         (["--draft-length", "65"], "0..64"),
         (["--draft-length", "-1"], "0..64"),
         (["-t", "0"], "threads must be at least 1"),
         (["-c", "3"], "ctx-size must be at least 16"),
-        (["--verify", "rejection", "--reproducible"], "contradict"),
+        (["--verify", "rejection", "--reproducible"], "does not work with"),
         (["-s", "x", "--no-chat-template"], "--system needs the chat template"),
         (["--json", "--show-draft"], "keep one"),
         (["other", "-m", "another"], "two models"),
@@ -280,7 +281,7 @@ def test_help_shows_defaults():
 # real processes
 
 
-def test_a_reader_that_leaves_is_no_error(pair):
+def test_a_closed_pipe_is_not_an_error(pair):
     with subprocess.Popen(
         command("generate", *pair, "-p", "hello", "--ignore-eos"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -371,6 +372,15 @@ def test_doctor_reports_engine_and_versions():
     assert report["engines"]["llamacpp"]["devices"]
     assert report["threads"] >= 1
     assert report["python"] == ".".join(map(str, sys.version_info[:3]))
+
+
+def test_doctor_tells_of_two_builds_of_onnx_runtime(monkeypatch):
+    monkeypatch.setattr("edgespec.cli.doctor._version", lambda package: "1.0")
+    result = run("doctor")
+    assert result.exit_code == 1
+    (problem,) = [line for line in result.stdout.splitlines() if line.startswith("problem: ")]
+    assert "onnxruntime and onnxruntime-gpu overwrite each other's files" in problem
+    assert swap_command("onnxruntime", "onnxruntime-gpu") in problem
 
 
 def test_doctor_explains_an_engine_that_cannot_start(monkeypatch):

@@ -71,7 +71,7 @@ def test_each_line_is_answered(model, tmp_path):
         assert message["content"] in result.stdout
 
 
-def test_the_configuration_is_told_once_and_not_on_stdout(model):
+def test_the_configuration_is_shown_once_and_not_on_stdout(model):
     result = chat(model, "hello")
     assert len(re.findall("drafter auto, draft length auto, rule coupled", result.stderr)) == 1
     assert "drafter" not in result.stdout
@@ -213,11 +213,11 @@ def test_a_full_context_drops_the_oldest_turns_and_says_so(model, tmp_path):
     assert 0 < len(questions) < len(lines)
 
 
-def test_a_message_that_never_fits_is_refused_and_forgotten(model, tmp_path):
+def test_a_message_that_never_fits_is_refused_and_removed(model, tmp_path):
     path = tmp_path / "saved.json"
     result = chat([*model, "-c", "64"], "word " * 200, "hello", f"/save {path}")
     assert result.exit_code == 2
-    assert "the message alone makes a prompt of" in result.stderr
+    assert "the message alone gives a prompt of" in result.stderr
     assert [m["content"] for m in saved(path) if m["role"] == "user"] == ["hello"]
 
 

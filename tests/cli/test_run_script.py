@@ -11,6 +11,13 @@ from types import ModuleType
 
 import pytest
 
+PROJECT = """[project]
+[project.optional-dependencies]
+llamacpp = ["llama-cpp-python>=0.3"]
+server = ["uvicorn"]
+test = ["pytest"]
+gpu = ["onnxruntime-gpu>=1"]
+"""
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "run.py"
 
 
@@ -27,13 +34,16 @@ def load_script() -> ModuleType:
 def script(tmp_path, monkeypatch):
     """The script as if its checkout lay in `tmp_path`, with a Python that is there."""
     module = load_script()
-    (tmp_path / "pyproject.toml").write_text("[project]\n")
+    (tmp_path / "pyproject.toml").write_text(PROJECT)
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "pyvenv.cfg").write_text("home = /usr/bin\nversion = 3.11.7\n")
     monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setattr(module, "VENV", tmp_path / ".venv")
     monkeypatch.setattr(module, "MARKER", tmp_path / ".venv" / "edgespec-ready.json")
+    monkeypatch.setattr(module, "WHEELS", tmp_path / ".venv" / "wheels")
     monkeypatch.setattr(module, "PYTHON", Path(sys.executable))
+    for name in ("ENGINE", "MODEL", "MODELS", "HOME"):
+        monkeypatch.delenv(f"EDGESPEC_{name}", raising=False)
     return module
 
 
@@ -43,6 +53,7 @@ def installed(script, monkeypatch):
     commands: list[list[str]] = []
     monkeypatch.setattr(script, "step", lambda name, command, log: commands.append(command))
     monkeypatch.setattr(script, "has_pip", lambda: True)
+    monkeypatch.setattr(script, "has_llamacpp", lambda: False)
     return commands
 
 
@@ -56,7 +67,7 @@ def test_a_complete_setup_is_ready_until_something_changes(script, installed, tm
     assert script.is_ready([])
     assert script.is_ready(["test"])
     assert not script.is_ready(["server"])
-    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'other'\n")
+    (tmp_path / "pyproject.toml").write_text(PROJECT + "other = []\n")
     assert not script.is_ready([])
 
 
@@ -71,6 +82,127 @@ def test_extras_add_up(script, installed, tmp_path):
     script.set_up(["server"])
     assert installed[-1][-1] == f"{tmp_path}[server,test]"
     assert script.is_ready(["server", "test"])
+
+
+def test_an_extra_that_is_no_more_is_not_asked_for(script, installed, tmp_path):
+    script.set_up(["test"])
+    (tmp_path / "pyproject.toml").write_text("[project]\n")
+    script.set_up([])
+    assert installed[-1][-1] == str(tmp_path)
+
+
+def test_llama_cpp_is_built_last_and_alone(script, installed, tmp_path, capsys):
+    script.set_up(["llamacpp", "test"], "x.gguf")
+    without, wheel, complete = installed
+    assert without[-1] == f"{tmp_path}[test]"
+    assert wheel[3] == "wheel" and wheel[-1] == "llama-cpp-python>=0.3"
+    assert complete[-1] == f"{tmp_path}[llamacpp,test]"
+    said = capsys.readouterr().err
+    assert "x.gguf needs llama.cpp" in said and "6 to 10 minutes" in said and "Ctrl-C skips it" in said
+    assert script.is_ready(["llamacpp", "test"])
+
+
+def test_an_interrupted_build_of_llama_cpp_leaves_a_ready_environment(script, installed, monkeypatch):
+    def interrupt(why: str) -> None:
+        raise KeyboardInterrupt
+
+    script.set_up(["server"])
+    monkeypatch.setattr(script, "build_llamacpp", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        script.set_up(["llamacpp"])
+    assert script.is_ready(["server"])
+    assert not script.is_ready(["llamacpp"])
+
+
+def test_the_gpu_build_takes_the_place_of_the_other_each_time(script, installed, tmp_path):
+    script.set_up(["gpu"])
+    assert [command[3] for command in installed] == ["install", "uninstall", "install"]
+    assert installed[1][-1] == "onnxruntime" and installed[2][-1] == "onnxruntime-gpu>=1"
+    script.set_up(["server"])
+    assert installed[3][-1] == f"{tmp_path}[gpu,server]" and installed[5][-1] == "onnxruntime-gpu>=1"
+
+
+def test_what_is_installed_of_llama_cpp_is_not_built_again(script, installed, monkeypatch):
+    monkeypatch.setattr(script, "has_llamacpp", lambda: True)
+    script.set_up(["llamacpp"])
+    assert [command[3] for command in installed] == ["install"]
+
+
+def test_an_installed_package_is_known_and_another_is_not(script, tmp_path):
+    pytest.importorskip("llama_cpp")
+    assert script.has_llamacpp()
+    (tmp_path / "pyproject.toml").write_text(PROJECT.replace("llama-cpp-python>=0.3", "llama-cpp-python>=99"))
+    assert not script.has_llamacpp()
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    """The user's folder, with a few models in it that hold nothing."""
+    folder = tmp_path / "here"
+    for name in ("x.gguf", "both/model.onnx", "both/x.gguf", "gguf/x.gguf", "onnx/model.onnx"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    for name, tables in (("pair", "[files.target]\n[onnx.target]"), ("old", "[files.target]"), ("bad", "[files")):
+        (folder / name).mkdir()
+        (folder / name / "manifest.toml").write_text(tables)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("chat", ""),
+        ("chat demo", ""),
+        ("chat x.gguf", "x.gguf"),
+        ("generate -m x.gguf -p hello", "x.gguf"),
+        ("generate --model=x.gguf", "x.gguf"),
+        ("chat onnx/model.onnx -md x.gguf", "x.gguf"),
+        ("chat none.gguf", ""),
+        ("chat both", ""),
+        ("chat gguf", "gguf"),
+        ("chat onnx", ""),
+        ("chat pair", ""),
+        ("chat old", "old"),
+        ("chat bad", ""),
+        ("chat --engine llamacpp", "--engine llamacpp"),
+        ("chat --engine=llamacpp", "--engine llamacpp"),
+        ("chat --engine onnx", ""),
+        ("generate -p llamacpp", ""),
+        ("test -k cli", "the test suite"),
+        ("lint", ""),
+        ("export folder", "writing GGUF"),
+        ("export folder --to both", "writing GGUF"),
+        ("export folder --to onnx", ""),
+        ("export folder --to=onnx", ""),
+    ],
+)
+def test_a_command_tells_whether_it_needs_llama_cpp(script, models, line, why):
+    assert script.why_llamacpp(line.split()) == why
+
+
+def test_the_environment_and_the_users_own_pairs_count_too(script, models, monkeypatch):
+    monkeypatch.setenv("EDGESPEC_MODELS", str(models))
+    monkeypatch.chdir(models.parent)
+    assert script.why_llamacpp(["chat", "old"]) == "old"
+    monkeypatch.setenv("EDGESPEC_MODEL", "here/x.gguf")
+    assert script.why_llamacpp(["chat"]) == "here/x.gguf"
+    monkeypatch.setenv("EDGESPEC_ENGINE", "llamacpp")
+    assert script.why_llamacpp(["chat"]) == "--engine llamacpp"
+
+
+def test_no_text_is_too_strange_to_be_a_prompt(script):
+    assert script.why_llamacpp(["generate", "-p", "a\0b", "~nobody/x", "x" * 9999, "-", ""]) == ""
+
+
+def test_extras_are_installed_by_name(script, installed, tmp_path, capsys):
+    assert script.main(["install", "server"]) == 0
+    assert installed[-1][-1] == f"{tmp_path}[server]"
+    assert script.main(["install", "server"]) == 0
+    assert "already installed: server" in capsys.readouterr().err
+    assert script.main(["install", "sever"]) == 2
+    assert "no extra 'sever'; known: llamacpp, server, test, gpu" in capsys.readouterr().err
+    assert script.main(["install"]) == 2
 
 
 def test_an_interrupted_setup_is_not_ready(script, monkeypatch):

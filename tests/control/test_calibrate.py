@@ -1,4 +1,4 @@
-"""Calibration: the fit finds what is there, the result serves later runs, and bad input is one line."""
+"""`edgespec calibrate`: the fit recovers known costs, later runs use the result, bad input is one line."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from edgespec.cli.main import cli
 from edgespec.control.cost import ContextCost
 from edgespec.engines.table import TableEngine
 from edgespec.errors import CapabilityError, ConfigError
+from edgespec.installation import install_command
 from edgespec.tuning import calibration as measuring
 from edgespec.tuning.calibration import Sample
 from edgespec.tuning.chart import bar
@@ -46,19 +47,19 @@ def test_the_fit_finds_the_model_that_made_the_times(context):
     assert found.fit_error == pytest.approx(0, abs=1e-9)
 
 
-def test_times_that_fall_with_the_context_cost_nothing_instead_of_less():
+def test_falling_times_give_a_slope_of_zero():
     found = measuring.fit_target([Sample(w, c, STAIRS[w] - 1e-6 * c, 0.0, 2) for w in STAIRS for c in (10, 1000)])
     assert found.curve.context == ContextCost(0.0, 0.0)
     assert all(seconds > 0 for seconds in found.curve.measured.values())
 
 
-def test_one_context_says_nothing_of_others():
+def test_a_single_context_gives_no_slope():
     found = measuring.fit_target(samples(ContextCost(1e-6, 0.0), (500,)))
     assert found.curve.context == ContextCost(0.0, 0.0)
     assert found.curve.at(4, 500) == pytest.approx(0.014 + 500e-6)
 
 
-def test_only_ends_of_steps_are_useful():
+def test_only_widths_at_the_end_of_a_step_are_useful():
     found = measuring.fit_target(samples(ContextCost()))
     assert found.useful_widths == (1, 4, 8, 16)
     assert found.middle_context == 100
@@ -70,7 +71,7 @@ def test_the_ceiling_is_that_of_the_best_width():
     assert found.ceiling(0.008) == (3, pytest.approx(4 * 0.010 / (0.014 + 3 * 0.008)))
 
 
-def test_a_draft_is_a_line_over_the_context():
+def test_draft_cost_is_linear_in_the_context():
     lone = [Sample(1, c, 0.001 + 1e-7 * c, 0.0, 4) for c in (10, 100, 1000)]
     wide = [Sample(32, c, 0.004, 0.0, 4) for c in (10, 100, 1000)]
     found = measuring.fit_draft([*lone, *wide], 32)
@@ -78,7 +79,7 @@ def test_a_draft_is_a_line_over_the_context():
     assert (found.cost.token_s, found.cost.read_s) == (pytest.approx(0.00101), pytest.approx(0.004 / 32))
 
 
-def test_measuring_tells_of_each_pass_and_leaves_the_engine_empty():
+def test_measuring_reports_each_pass_and_clears_the_cache():
     engine = TableEngine.random(10, context_length=128, max_batch=8)
     widths, told = measuring.allowed_widths(engine), []
     assert widths == tuple(range(1, 9))
@@ -124,7 +125,7 @@ def test_bars_are_exact_to_an_eighth(value, drawn):
 # the command
 
 
-def test_what_was_measured_serves_later_runs(target_path, draft_path):
+def test_measurements_are_used_by_later_runs(target_path, draft_path):
     pair = ["-m", str(target_path), "-md", str(draft_path)]
     result = run("calibrate", *pair, "--passes", "2", "--contexts", "16,48", "--json")
     assert result.exit_code == 0, result.output
@@ -144,7 +145,7 @@ def test_what_was_measured_serves_later_runs(target_path, draft_path):
         assert model.draft_costs["model"].read_s == pytest.approx(told["draft"]["read_s"])
 
 
-def test_a_person_sees_the_curve_and_what_follows_from_it(target_path):
+def test_text_output_shows_the_curve_and_conclusions(target_path):
     result = run("calibrate", str(target_path), "--passes", "2", "--contexts", "16")
     assert result.exit_code == 0, result.output
     rows = [line.split() for line in result.stdout.splitlines() if re.match(r" *\d+\*? ", line)]
@@ -180,8 +181,8 @@ def test_the_plot_is_a_png(target_path, tmp_path):
         (["--contexts", "64,x"], "no list of whole numbers"),
         (["--contexts", "99999999"], "is outside 1.."),
         (["--passes", "1"], "--passes must be at least 2"),
-        (["--plot", "curve.svg"], "ends in .png"),
-        (["--plot", "nowhere/curve.png"], "no folder nowhere"),
+        (["--plot", "curve.svg"], "must end in .png"),
+        (["--plot", "nowhere/curve.png"], "folder nowhere does not exist"),
     ],
 )
 def test_bad_input_is_one_line(target_path, arguments, said):
@@ -197,11 +198,11 @@ def test_a_missing_matplotlib_names_the_extra(target_path, tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = run("calibrate", str(target_path), "--plot", str(tmp_path / "curve.png"))
     assert result.exit_code == 2
-    assert "pip install 'edgespec[bench]'" in result.stderr
+    assert install_command("bench") in result.stderr
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
-def test_an_interrupt_keeps_what_was_known(target_path, private_home):
+def test_an_interrupt_keeps_earlier_measurements(target_path, private_home):
     run("calibrate", str(target_path), "--passes", "2", "--contexts", "16")
     kept = cost_files(private_home)
     assert kept

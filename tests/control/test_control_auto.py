@@ -11,9 +11,9 @@ import pytest
 
 from edgespec.control.auto import AutoController
 from edgespec.control.base import NOTHING
-from edgespec.control.cost import CostCurve, DraftCost
-from edgespec.control.drafter_state import DrafterState
-from edgespec.control.kinds import kind_of
+from edgespec.control.choice import DrafterState, kind_of
+from edgespec.control.cost import CostCurve
+from edgespec.control.run_cost import DraftCost
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.sampling import Sampler, Sampling
@@ -126,7 +126,7 @@ def test_never_slower_where_a_rounds_own_work_outweighs_its_pass(curve: str, cha
     controller = world.auto()
     taken_s = world.run(controller, texts)
     assert plain_s / taken_s >= 0.98
-    assert controller.round_cost.round_s == 0 or controller.round_cost.round_s > 2 * PLAIN_S
+    assert controller.costs.round.round_s == 0 or controller.costs.round.round_s > 2 * PLAIN_S
 
 
 def test_rounds_that_cannot_be_paid_are_not_decided_one_by_one() -> None:
@@ -134,7 +134,7 @@ def test_rounds_that_cannot_be_paid_are_not_decided_one_by_one() -> None:
     world = World(Machine(LLAMA_Q4_K_M))
     controller = world.auto()
     for _ in range(3):
-        controller.curve.observe(1, 0, world.machine.plain_s)
+        controller.costs.curve.observe(1, 0, world.machine.plain_s)
     controller.bank.balance_s = -0.1 * world.machine.plain_s
     text = made_up(40, repeat(0.9), honest, 0)
     controller.begin(text.token_ids[: text.prompt_tokens])
@@ -174,7 +174,7 @@ def test_never_slower_where_a_plain_pass_was_measured_in_a_bad_moment(curve: str
     world = World(Machine(CURVES[curve]))
     controller = world.auto()
     measured = world.machine.curve().measured
-    controller.curve = CostCurve({**measured, 1: measured[2]})
+    controller.costs.curve = CostCurve({**measured, 1: measured[2]})
     assert plain_s / world.run(controller, texts) >= 0.98
 
 

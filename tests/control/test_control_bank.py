@@ -12,9 +12,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from edgespec.control.auto import START_PASSES, AutoController
+from edgespec.control.auto import AutoController
 from edgespec.control.bank import TimeBank
-from edgespec.control.cost import DraftCost
+from edgespec.control.constants import START_PASSES
+from edgespec.control.run_cost import DraftCost
 from edgespec.drafters.base import DraftRequest
 from edgespec.types import Draft, RoundRecord
 from simulation import (

@@ -10,14 +10,14 @@ import pytest
 import edgespec
 from edgespec import Sampling
 from edgespec.acceptance import RULES
-from edgespec.control.branches import best_nodes, outcomes, path_products
+from edgespec.control.choice import outcomes
 from edgespec.control.cost import CostCurve
-from edgespec.control.length import best_length, least_ahead
-from edgespec.control.pool import FREE_DRAFTERS, MANY_ROWS
+from edgespec.control.length import Prices, best_length, best_nodes, least_ahead, path_products
 from edgespec.decode import Run, autoregressive, speculative
 from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
+from edgespec.drafters.spec import SPECS
 from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.sequence import CachedSequence
 from edgespec.sampling import Sampler
@@ -51,11 +51,11 @@ def test_outcomes_are_those_of_nodes_whose_parents_stood() -> None:
 @pytest.mark.parametrize("row_s, kept", [(0.0, 6), (0.04, 6), (0.2, 2), (0.4, 1), (2.0, 0)])
 def test_all_of_a_tree_is_kept_or_what_pays_of_its_main_chain(row_s: float, kept: int) -> None:
     pass_s = [1.0 + row_s * (width - 1) for width in range(10)]
-    ahead_s, confidences = least_ahead(pass_s), [0.6, 0.5, 0.3, 0.3, 0.5, 0.1]
-    assert best_nodes(FORKED, confidences, pass_s, ahead_s, 1.0, 8)[0] == kept
+    prices, confidences = Prices(pass_s, least_ahead(pass_s), 1.0), [0.6, 0.5, 0.3, 0.3, 0.5, 0.1]
+    assert best_nodes(FORKED, confidences, prices, 8)[0] == kept
     chain = Draft.chain([1, 2, 3])
-    best = best_length(confidences[:3], pass_s, ahead_s, 1.0, 8)
-    assert best_nodes(chain, confidences[:3], pass_s, ahead_s, 1.0, 8) == best
+    best = best_length(confidences[:3], prices, 8)
+    assert best_nodes(chain, confidences[:3], prices, 8) == best
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection", "typical", "block"])
@@ -94,6 +94,7 @@ def test_auto_joins_drafters_of_many_rows_where_a_row_costs_next_to_nothing(
     pool = demo._pool
     pool.drafter("tree")  # asked for by name before: that changes nothing
     monkeypatch.setitem(pool.__dict__, "cost_curve", CostCurve({1: 1.0, 2: 1.1, 9: 2.6}))
-    assert set(pool._automatic_names()) == set(FREE_DRAFTERS) | {"model"}
+    free = {name for name, spec in SPECS.items() if spec.cost == "free"}
+    assert set(pool.names) == free | {"model"}
     monkeypatch.setitem(pool.__dict__, "cost_curve", CostCurve({1: 1.0, 9: 1.2}))
-    assert set(pool._automatic_names()) == set(FREE_DRAFTERS) | {"model", *MANY_ROWS}
+    assert set(pool.names) == free | {"model", "tree", "lookahead"}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from edgespec.control.choice import BEST, NEVER, Hedge, add_ucb_bonus, choice_of
-from edgespec.control.shadow import Shadow, Shadows
+from edgespec.control.round import UnusedDraft, UnusedDrafts
 from edgespec.types import Draft
 
 GAINS = {"ngram": 0.5, "model": 0.3}
@@ -93,16 +93,16 @@ def test_weights_sum_to_one_and_one_round_moves_them_little() -> None:
     assert min(hedge.weights.values()) > 0.05
 
 
-def shadow(token_ids: list[int], start: int, kept: int = 2) -> Shadow:
-    return Shadow("ngram", start, Draft.chain(token_ids, evidence=[(2.0,)] * len(token_ids)), kept, GAINS, 0.4)
+def shadow(token_ids: list[int], start: int, kept: int = 2) -> UnusedDraft:
+    return UnusedDraft("ngram", start, Draft.chain(token_ids, evidence=[(2.0,)] * len(token_ids)), kept, GAINS, 0.4)
 
 
-def resolved(shadows: Shadows, text: list[int]) -> list[tuple[int, int]]:
+def resolved(shadows: UnusedDrafts, text: list[int]) -> list[tuple[int, int]]:
     return [(found.start, agreed) for found, agreed in shadows.resolved(np.array(text, np.int32))]
 
 
 def test_a_draft_is_judged_at_its_first_difference() -> None:
-    shadows = Shadows()
+    shadows = UnusedDrafts()
     shadows.add(shadow([5, 6, 7, 8], start=3))
     assert resolved(shadows, [1, 2, 3]) == []
     assert resolved(shadows, [1, 2, 3, 5]) == []
@@ -111,14 +111,14 @@ def test_a_draft_is_judged_at_its_first_difference() -> None:
 
 
 def test_a_draft_that_agrees_waits_for_its_last_token() -> None:
-    shadows = Shadows()
+    shadows = UnusedDrafts()
     shadows.add(shadow([5, 6], start=1))
     assert resolved(shadows, [1, 5]) == []
     assert resolved(shadows, [1, 5, 6, 7]) == [(1, 2)]
 
 
 def test_several_drafts_wait_at_once_and_each_is_told_once() -> None:
-    shadows = Shadows()
+    shadows = UnusedDrafts()
     shadows.add(shadow([5, 6, 7], start=1))
     shadows.add(shadow([6, 9], start=2))
     shadows.add(shadow([4], start=1))
@@ -127,7 +127,7 @@ def test_several_drafts_wait_at_once_and_each_is_told_once() -> None:
 
 
 def test_an_empty_draft_is_no_draft_and_clearing_forgets() -> None:
-    shadows = Shadows()
+    shadows = UnusedDrafts()
     shadows.add(shadow([], start=1))
     shadows.add(shadow([5], start=1))
     shadows.clear()
@@ -135,7 +135,7 @@ def test_an_empty_draft_is_no_draft_and_clearing_forgets() -> None:
 
 
 def test_only_so_many_are_kept_waiting() -> None:
-    shadows = Shadows()
+    shadows = UnusedDrafts()
     for start in range(200):
         shadows.add(shadow([1] * 400, start=start))
     assert len(resolved(shadows, [2] * 500)) == 64

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec.control.cost import WIDEST, ContextCost, CostCurve, DraftCost, RoundCost
+from edgespec.control.constants import LEAST_PASSES
+from edgespec.control.cost import WIDEST, ContextCost, CostCurve
 from edgespec.control.measure import (
     COARSE,
-    LEAST_PASSES,
     WIDTHS,
     cost_key,
     draft_cost,
@@ -22,6 +22,7 @@ from edgespec.control.measure import (
     store_curve,
     target_curve,
 )
+from edgespec.control.run_cost import DraftCost, RoundCost
 from edgespec.engines.disk_cache import cache_folder
 from edgespec.engines.table import TableEngine
 from edgespec.types import Batch, Logits

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from edgespec.control.length import best_length, ceiling, expected_speedup, forecast, least_ahead
+from edgespec.control.length import Prices, best_length, ceiling, expected_speedup, forecast, least_ahead
 
 
 def random_passes(rng: random.Random, widest: int = 40) -> list[float]:
@@ -37,7 +37,7 @@ def test_best_length_is_what_brute_force_finds() -> None:
             gain_of(count, confidences, passes[1 + count] - passes[1], rate)
             for count in range(min(len(confidences), most) + 1)
         ]
-        length, gain = best_length(confidences, passes, least_ahead(passes), rate, most)
+        length, gain = best_length(confidences, Prices(passes, least_ahead(passes), rate), most)
         assert gain == pytest.approx(max(gains), abs=1e-12)
         assert gains[length] == pytest.approx(gain, abs=1e-12)
 
@@ -54,7 +54,7 @@ def test_forecast_is_what_brute_force_finds_behind_what_is_drafted() -> None:
         for count in range(1, min(len(ahead), most - start) + 1):
             extra_s = passes[1 + start + count] - passes[1 + start] + count * token_s
             gains.append(reach * gain_of(count, ahead, 0.0, 0.0) - rate * extra_s)
-        length, gain = forecast(start, reach, ahead, passes, least_ahead(passes), token_s, rate, most)
+        length, gain = forecast(start, reach, ahead, Prices(passes, least_ahead(passes), rate), token_s, most)
         assert gain == pytest.approx(max(gains), abs=1e-12)
         assert gains[length] == pytest.approx(gain, abs=1e-12)
 
@@ -62,10 +62,10 @@ def test_forecast_is_what_brute_force_finds_behind_what_is_drafted() -> None:
 def test_only_the_end_of_a_step_is_worth_its_pass() -> None:
     """Widths 2 to 4 cost alike, as do 5 to 8: a draft that is sure ends with a step and never behind its beginning."""
     passes = [0.0, 1.0, *[1.5] * 3, *[2.5] * 4, *[9.0] * 30]
-    ahead_s = least_ahead(passes)
-    assert best_length([0.95] * 30, passes, ahead_s, rate=1.5, most=30)[0] == 7
-    assert best_length([0.7] * 30, passes, ahead_s, rate=1.5, most=30)[0] == 3
-    assert best_length([0.2] * 30, passes, ahead_s, rate=1.5, most=30)[0] == 0
+    prices = Prices(passes, least_ahead(passes), 1.5)
+    assert best_length([0.95] * 30, prices, 30)[0] == 7
+    assert best_length([0.7] * 30, prices, 30)[0] == 3
+    assert best_length([0.2] * 30, prices, 30)[0] == 0
 
 
 def test_the_least_that_further_rows_take_is_what_brute_force_finds() -> None:
@@ -85,7 +85,7 @@ def test_confidences_are_asked_for_no_further_than_they_can_pay() -> None:
             asked.append(0.3)
             yield 0.3
 
-    assert best_length(confidences(), passes, least_ahead(passes), 1.0, 30)[0] == 1
+    assert best_length(confidences(), Prices(passes, least_ahead(passes), 1.0), 30)[0] == 1
     assert len(asked) == 2  # 0.3 is more than the 0.2 that a further row takes, 0.09 is less
 
 
@@ -93,7 +93,7 @@ def test_a_higher_rate_asks_for_more() -> None:
     """Dinkelbach's point: the better a run goes, the less a doubtful token is worth its time."""
     passes = [0.0, *(1.0 + 0.2 * k for k in range(40))]
     ahead_s = least_ahead(passes)
-    lengths = [best_length([0.8] * 30, passes, ahead_s, rate, 30)[0] for rate in (1.0, 1.5, 2.0, 3.0)]
+    lengths = [best_length([0.8] * 30, Prices(passes, ahead_s, rate), 30)[0] for rate in (1.0, 1.5, 2.0, 3.0)]
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] > lengths[-1]
 
@@ -101,9 +101,9 @@ def test_a_higher_rate_asks_for_more() -> None:
 def test_nothing_to_draft_is_no_gain() -> None:
     passes = [0.0, 1.0, 2.0]
     ahead_s = least_ahead(passes)
-    assert best_length([], passes, ahead_s, 1.0, 5) == (0, 0.0)
-    assert best_length([0.9], passes, ahead_s, 0.5, 0) == (0, 0.0)
-    assert forecast(0, 1.0, [], passes, ahead_s, 0.1, 1.0, 5) == (0, 0.0)
+    assert best_length([], Prices(passes, ahead_s, 1.0), 5) == (0, 0.0)
+    assert best_length([0.9], Prices(passes, ahead_s, 0.5), 0) == (0, 0.0)
+    assert forecast(0, 1.0, [], Prices(passes, ahead_s, 1.0), 0.1, 5) == (0, 0.0)
 
 
 def test_expected_speedup_is_leviathans_where_passes_are_flat() -> None:

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 import edgespec
-from edgespec.control.auto import START_PASSES, AutoController
+from edgespec.control.auto import AutoController
 from edgespec.control.base import NOTHING
-from edgespec.control.cost import CostCurve
+from edgespec.control.constants import FIRST_ROW, START_PASSES
+from edgespec.control.cost import CostCurve, PriorCurve
 from edgespec.control.measure import cost_key, known_curve, known_draft_cost, store_curve
-from edgespec.control.prior import ROW, PriorCurve, guessed_draft_cost
+from edgespec.control.run_cost import guessed_draft_cost
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engines.table import TableEngine
 from edgespec.types import Batch, Logits, RoundRecord, Verdict
@@ -39,7 +40,7 @@ def test_nothing_is_risked_before_plain_passes_were_timed() -> None:
     curve.observe(1, 0, 0.02)
     assert curve.is_sure_of_plain()
     assert curve.at(1) == pytest.approx(0.02)
-    assert curve.at(5) == pytest.approx(0.02 * (1 + 4 * ROW))
+    assert curve.at(5) == pytest.approx(0.02 * (1 + 4 * FIRST_ROW))
 
 
 @pytest.mark.parametrize("row", [0.05, 0.2, 0.45, 0.9])
@@ -63,7 +64,7 @@ def test_rows_up_to_the_padding_are_one_pass() -> None:
     for width in (1, 2):
         curve.observe(width, 0, 0.02)
     assert curve.at(1) == curve.at(2) == pytest.approx(0.02)
-    assert curve.at(3) == pytest.approx(0.02 * (1 + ROW))
+    assert curve.at(3) == pytest.approx(0.02 * (1 + FIRST_ROW))
 
 
 def test_what_was_learnt_goes_on_in_the_next_run() -> None:
@@ -90,7 +91,7 @@ def test_a_damaged_entry_is_a_missing_one(damage: dict[str, object]) -> None:
 
 def test_the_first_plain_passes_say_what_the_bank_and_the_drafts_are_worth() -> None:
     curve, cost = PriorCurve(1.0), guessed_draft_cost(0.1)
-    controller = AutoController({"draft": NgramDrafter()}, curve, {"draft": cost})
+    controller = AutoController({"draft": NgramDrafter()}, curve, {"draft": cost}, clock=lambda: 0.0)
     controller.begin(np.arange(3, dtype=np.int32))
     assert cost.is_relative
     for position in range(3, 6):

@@ -10,7 +10,7 @@ import pytest
 
 from edgespec.control.auto import AutoController
 from edgespec.control.base import Proposal
-from edgespec.control.cost import DraftCost
+from edgespec.control.run_cost import DraftCost
 from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import DraftRequest
 from edgespec.sampling import Sampler, Sampling
@@ -230,31 +230,31 @@ def test_disturbed_passes_teach_no_costs() -> None:
     known = Machine(LLAMA_Q8_0)
     for kind, learns in ((AutoController, True), (Disturbed, False)):
         controller = controlled(kind, known)
-        before, cost = controller.curve.at(1), controller.costs["model"].token_s
+        before, cost = controller.costs.curve.at(1), controller.costs.drafts["model"].token_s
         drafter = controller.drafters["model"]
         assert isinstance(drafter, TracedDrafter)
         drafter._token_s *= 3
         for text in TEXTS:
             simulate(controller, text, Machine(LLAMA_Q8_0, plain_s=3 * PLAIN_S), drafter._clock)
-        assert (controller.curve.at(1) > 2 * before) == learns
-        assert (controller.costs["model"].token_s > cost) == learns
+        assert (controller.costs.curve.at(1) > 2 * before) == learns
+        assert (controller.costs.drafts["model"].token_s > cost) == learns
 
 
 def test_each_number_of_threads_has_costs_of_its_own() -> None:
     controller = controlled(AutoController, Machine(LLAMA_Q8_0))
     drafter = controller.drafters["model"]
     assert isinstance(drafter, TracedDrafter)
-    before = [controller.curve.at(width) for width in (1, 2, 4, 8)]
+    before = [controller.costs.curve.at(width) for width in (1, 2, 4, 8)]
     controller.use_threads(1)
     for text in TEXTS * 2:
         simulate(controller, text, Machine(STEEP, plain_s=1.3 * PLAIN_S), drafter._clock)
-    steep = controller.curve
+    steep = controller.costs.curve
     assert steep.at(4) / steep.at(1) > 1.15 * before[2] / before[0]
     controller.use_threads(2)
     request = DraftRequest(TEXTS[0].token_ids[:40], 8, Sampler(Sampling(temperature=0.0), 5000))
     drafter.take(TEXTS[0])
     controller.propose(request)
-    assert [controller.curve.at(width) for width in (1, 2, 4, 8)] == pytest.approx(before)
+    assert [controller.costs.curve.at(width) for width in (1, 2, 4, 8)] == pytest.approx(before)
     controller.use_threads(1)
     controller.propose(request)
-    assert controller.curve is steep
+    assert controller.costs.curve is steep

@@ -1,4 +1,4 @@
-"""Planning: the formulas against enumeration, given costs, and what is measured next to them."""
+"""`edgespec plan-speedup`: formulas against enumeration, given costs, measured speedups."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ def test_given_costs_are_lines_between_the_given_widths():
 @pytest.mark.parametrize(
     "text", ["", "1", "1:x", "x:1", "2:10", "1:0", "1:-3", "1:nan", "1:inf", "1:2:3", "0:1,1:2", "1:1,99:2"]
 )
-def test_bad_costs_are_told(text):
+def test_bad_costs_are_refused(text):
     with pytest.raises(ConfigError, match="--pass-ms"):
         given_costs(text, 0.0)
 
 
-def test_a_negative_draft_is_told():
+def test_a_negative_draft_cost_is_refused():
     with pytest.raises(ConfigError, match="--draft-ms must be at least 0"):
         given_costs("1:10", -1.0)
 
 
-def test_only_judged_tokens_count_and_costs_are_medians():
+def test_only_tested_tokens_count_and_costs_are_medians():
     trials = Trials()
     trials.observe(RoundRecord(10, "model", 4, 2, (), 0.004, 0.020))  # two stood, one fell, one was never judged
     trials.observe(RoundRecord(13, "model", 2, 2, (), 0.004, 0.015))
@@ -96,7 +96,7 @@ def test_prompts_are_spread_over_the_file(tmp_path):
 
 
 @pytest.mark.parametrize("contents", [b"", b"\n \n", b"\xff\xfe\x00", b'{"text": 5}\n', b'{"text": "a"}\nno json\n'])
-def test_a_bad_file_of_prompts_is_told(tmp_path, contents):
+def test_a_bad_file_of_prompts_is_refused(tmp_path, contents):
     path = tmp_path / "mine.jsonl"
     path.write_bytes(contents)
     with pytest.raises(PromptError, match=r"mine\.jsonl"):
@@ -148,7 +148,7 @@ def test_expected_stands_next_to_measured(target_path, draft_path, tmp_path):
     assert 0 <= told["overhead_share"] <= 1
 
 
-def test_a_person_gets_a_table_and_a_verdict(target_path):
+def test_text_output_is_a_table_and_a_verdict(target_path):
     result = run(str(target_path), "--drafter", "ngram", "-n", "6", "--max-prompts", "2")
     assert result.exit_code == 0, result.output
     rows = [line.split() for line in result.stdout.splitlines() if line.split()[:1] and line.split()[0].isdecimal()]

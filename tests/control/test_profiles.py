@@ -186,7 +186,7 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path):
         save_profile(tmp_path / "file" / "p.toml", new_profile("m", {}, 1.0, 1.0))
 
 
-def test_forgetting_tells_whether_there_was_one(profile):
+def test_forgetting_reports_whether_there_was_a_profile(profile):
     assert forget_profile(profile)
     assert not forget_profile(profile)
 

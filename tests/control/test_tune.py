@@ -1,4 +1,4 @@
-"""Tuning: bad settings go early, the baseline stays, and the best one is what later runs use."""
+"""`edgespec tune`: successive halving keeps the baselines, and later runs use the best setting."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from edgespec.tuning.profiles import load_profile, profile_path
 from edgespec.tuning.settings_grid import (
     FEW_LENGTHS,
     LENGTHS,
-    Asked,
     Candidate,
     Loaded,
+    TuneRequest,
     exit_layers,
     needed,
     thread_counts,
@@ -66,9 +66,9 @@ def run(*arguments: str) -> Result:
 
 def sweep_of(rates: dict[Candidate, float], num_prompts: int = 4) -> Sweep:
     """A sweep in which every candidate decoded 10 tokens of each prompt at its rate."""
-    asked = Asked(LoadOptions(), frozenset(), Sampling(), 11)
+    request = TuneRequest(LoadOptions(), frozenset(), Sampling(), 11)
     prompts = {(candidate.loaded.model, candidate.loaded.engine): [[1]] * num_prompts for candidate in rates}
-    found = Sweep(asked, prompts, {c: Score(c) for c in rates})
+    found = Sweep(request, prompts, {c: Score(c) for c in rates})
     for candidate, rate in rates.items():
         for prompt in range(num_prompts):
             found.scores[candidate].add(prompt, Stats(new_tokens=11, wall_s=10 / rate))
@@ -76,7 +76,7 @@ def sweep_of(rates: dict[Candidate, float], num_prompts: int = 4) -> Sweep:
     return found
 
 
-def test_the_best_go_on_and_the_baselines_stay():
+def test_the_best_survive_and_the_baselines_stay():
     rates = {PLAIN: 1.0, UNPADDED: 2.0, AUTO: 3.0} | {c: 10.0 + i for i, c in enumerate(TRIED)}
     found = sweep_of(rates)
     assert found._survivors(list(rates), range(4)) == [PLAIN, UNPADDED, AUTO, *TRIED[-4:]]
@@ -97,7 +97,7 @@ def test_repetitions_count_by_their_median():
     assert score.rate() == pytest.approx((12 + 4) / (1.2 + 0.8))
 
 
-def test_the_best_keeps_the_promise_and_prefers_what_adapts():
+def test_the_best_has_the_requested_mode_and_prefers_auto():
     assert sweep_of({PLAIN: 10.0, UNPADDED: 20.0, TRIED[0]: 12.0}).best("demo").candidate == TRIED[0]
     assert sweep_of({PLAIN: 10.0, AUTO: 11.9, TRIED[0]: 12.0}).best("demo").candidate == AUTO
     assert sweep_of({PLAIN: 10.0, AUTO: 11.0, TRIED[0]: 12.0}).best("demo").candidate == TRIED[0]
@@ -121,7 +121,7 @@ def test_each_weights_are_searched_by_themselves():
 def test_models_to_draft_with_are_loaded_where_one_is_used():
     unaided = [PLAIN, *TRIED, Candidate(HERE, "lookahead", 4)]
     assert needed(HERE, unaided) == "none"
-    for drafter in ("auto", "model", "tree", "hybrid", "eagle3", "early-exit"):
+    for drafter in ("auto", "model", "tree", "eagle3", "early-exit"):
         assert needed(HERE, [*unaided, Candidate(HERE, drafter, 4)]) == "auto"
     alone = replace(HERE, opens="medusa")
     assert needed(alone, [Candidate(alone, "medusa", 4)]) == "medusa"
@@ -134,16 +134,16 @@ def test_exits_are_spread_over_the_layers(own, layers, tried):
     assert exit_layers(own, layers) == tried
 
 
-def test_what_is_tried(target_path, draft_path):
+def test_the_settings_that_are_tried(target_path, draft_path):
     options = LoadOptions(model=str(target_path), draft=draft_path, threads=1)
-    asked = Asked(options, frozenset({"threads"}), Sampling(), 4)
+    request = TuneRequest(options, frozenset({"threads"}), Sampling(), 4)
     engines = {str(target_path): ["llamacpp"]}
-    tried = list(prepare(asked, engines, lambda model: [[1, 2]]).scores)
+    tried = list(prepare(request, engines, lambda model: [[1, 2]]).scores)
     for drafter in ("ngram", "model"):
         assert [c.draft_length for c in tried if c.drafter == drafter] == list(LENGTHS)
     assert [c.draft_length for c in tried if c.drafter == "auto"] == ["auto"]
     assert {c.loaded.threads for c in tried} == {1}
-    fixed = Asked(options, frozenset({"threads", "drafter", "draft_length"}), Sampling(), 4)
+    fixed = TuneRequest(options, frozenset({"threads", "drafter", "draft_length"}), Sampling(), 4)
     tried = list(prepare(fixed, engines, lambda model: [[1, 2]]).scores)
     assert {(c.drafter, c.draft_length) for c in tried} == {("none", "auto"), ("auto", "auto")}
 
@@ -155,15 +155,15 @@ def test_every_drafter_of_a_pair_is_tried(engine):
         pytest.importorskip("onnxruntime")
     if not (DEMO / "manifest.toml").is_file():
         pytest.skip("the demo family is not here")
-    asked = Asked(LoadOptions(threads=1), frozenset({"threads"}), Sampling(), 4)
-    tried = list(prepare(asked, {"demo": [engine]}, lambda model: [[1, 2]]).scores)
+    request = TuneRequest(LoadOptions(threads=1), frozenset({"threads"}), Sampling(), 4)
+    tried = list(prepare(request, {"demo": [engine]}, lambda model: [[1, 2]]).scores)
     lengths = {name: [c.draft_length for c in tried if c.drafter == name] for name in {c.drafter for c in tried}}
     by_name = ("hierarchical", "medusa", "eagle")
-    assert {"ngram", "suffix", "cache", "model", "hybrid", "auto", *by_name} <= set(lengths)
-    assert all(lengths[name] == list(FEW_LENGTHS) for name in (*by_name, "hybrid"))
+    assert {"ngram", "suffix", "cache", "model", "auto", *by_name} <= set(lengths)
+    assert all(lengths[name] == list(FEW_LENGTHS) for name in by_name)
     assert {c.loaded.opens for c in tried} == {"auto", *by_name}
     assert all(c.loaded.opens == c.drafter for c in tried if c.drafter in by_name)
-    sweep = Sweep(asked, {("demo", engine): [[5, 6, 7]] * 2}, {})
+    sweep = Sweep(request, {("demo", engine): [[5, 6, 7]] * 2}, {})
     for name in by_name:
         chosen = [c for c in tried if c.drafter == name]
         sweep.scores |= {c: Score(c) for c in chosen}
@@ -180,12 +180,13 @@ def test_other_exits_of_an_onnx_pair_are_tried(onnx_path, tmp_path):
     target = str(folder / "model.onnx")
     options = LoadOptions(model=target, draft=early_exit_onnx(folder, 4), threads=1)
     for fixed, expected in (({"threads"}, {None, 1, 2, 3, 5, 6}), ({"threads", "exit_layer"}, {None})):
-        sweep = prepare(Asked(options, frozenset(fixed), Sampling(), 4), {target: ["onnx"]}, lambda model: [[1, 2]] * 2)
+        request = TuneRequest(options, frozenset(fixed), Sampling(), 4)
+        sweep = prepare(request, {target: ["onnx"]}, lambda model: [[1, 2]] * 2)
         exits = [c for c in sweep.scores if c.drafter == "early-exit"]
         assert {c.loaded.exit_layer for c in exits} == expected
         assert all(c.loaded.opens == ("auto" if c.loaded.exit_layer is None else "early-exit") for c in exits)
     cut = [c for c in exits if c.draft_length == 4]
-    model = sweep.asked.load(replace(cut[0].loaded, opens="early-exit", exit_layer=6), "early-exit")
+    model = sweep.request.load(replace(cut[0].loaded, opens="early-exit", exit_layer=6), "early-exit")
     with model:
         assert model.target.early_exit().layers == 6
 
@@ -195,14 +196,14 @@ def test_other_exits_of_an_onnx_pair_are_tried(onnx_path, tmp_path):
 )
 def test_threads_go_up_to_the_cores_unless_they_are_fixed(usual, counts):
     options = LoadOptions()
-    assert thread_counts(Asked(options, frozenset(), Sampling(), 4), usual) == counts
-    assert thread_counts(Asked(options, frozenset({"threads"}), Sampling(), 4), usual) == [usual]
+    assert thread_counts(TuneRequest(options, frozenset(), Sampling(), 4), usual) == counts
+    assert thread_counts(TuneRequest(options, frozenset({"threads"}), Sampling(), 4), usual) == [usual]
 
 
-def test_a_drafter_that_nobody_named_and_that_cannot_be_had_is_left_out(target_path):
+def test_an_unavailable_drafter_that_was_not_requested_is_skipped(target_path):
     model = str(target_path)
-    asked = Asked(LoadOptions(model=model, threads=1), frozenset({"threads"}), Sampling(temperature=0.0), 3)
-    sweep = prepare(asked, {model: ["llamacpp"]}, lambda model: [[5, 6, 7], [6, 7, 8]])
+    request = TuneRequest(LoadOptions(model=model, threads=1), frozenset({"threads"}), Sampling(temperature=0.0), 3)
+    sweep = prepare(request, {model: ["llamacpp"]}, lambda model: [[5, 6, 7], [6, 7, 8]])
     before = set(sweep.scores)
     here = next(iter(before)).loaded
     lost = [Candidate(replace(here, opens="medusa"), "medusa", length) for length in FEW_LENGTHS]
@@ -210,16 +211,16 @@ def test_a_drafter_that_nobody_named_and_that_cannot_be_had_is_left_out(target_p
     sweep.run()
     assert set(sweep.scores) == before
     assert sweep.finalists()
-    named = replace(asked, options=replace(asked.options, drafter="medusa"))
+    named = replace(request, options=replace(request.options, drafter="medusa"))
     with pytest.raises(CapabilityError, match="medusa"):
         Sweep(named, sweep.prompts, {lost[0]: Score(lost[0])}).run()
 
 
-def test_no_more_is_decoded_than_was_announced(target_path, draft_path, prompts):
+def test_no_more_runs_than_announced(target_path, draft_path, prompts):
     options = LoadOptions(model=str(target_path), draft=draft_path, threads=1)
-    asked = Asked(options, frozenset({"threads"}), Sampling(temperature=0.0), 3)
+    request = TuneRequest(options, frozenset({"threads"}), Sampling(temperature=0.0), 3)
     texts = ("ab", "cd", "ef")
-    sweep = prepare(asked, {str(target_path): ["llamacpp"]}, lambda model: [model.encode(text) for text in texts])
+    sweep = prepare(request, {str(target_path): ["llamacpp"]}, lambda model: [model.encode(text) for text in texts])
     done: list[int] = []
     sweep.advance = done.append
     sweep.run()
@@ -245,7 +246,7 @@ def test_the_best_setting_is_what_later_runs_use(target_path, draft_path, prompt
     best = [one for one in told["tried"] if one["tokens_per_second"] == told["tokens_per_second"]]
     assert any(one["drafter"] == told["settings"]["drafter"] for one in best)
     assert told["speedup"] > 0
-    every = {"none", "ngram", "suffix", "cache", "model", "hybrid", "auto"}
+    every = {"none", "ngram", "suffix", "cache", "model", "auto"}
     assert (
         every <= {one["drafter"] for one in told["tried"]} <= every | {"tree", "lookahead"}
     )  # these where rows are cheap
@@ -325,14 +326,14 @@ def test_other_weights_take_turns_and_keep_their_own_profile(target_path, prompt
         (["it-q4.gguf"], ["it-q4.gguf"], ["it-q4.gguf"]),
     ],
 )
-def test_weights_are_told_apart_in_few_letters(models, labels, short):
+def test_weights_have_short_distinct_labels(models, labels, short):
     assert list(_labels(models).values()) == labels
     assert list(_short(_labels(models)).values()) == short
 
 
 def test_other_weights_are_of_the_same_model(target_path, tiny_path, tmp_path):
     for weights, said in (
-        (tiny_path, f"{target_path} and {tiny_path} are not one model: token "),
+        (tiny_path, f"{target_path} and {tiny_path} are different models: token "),
         (target_path, "were given before"),
         (tmp_path / "none.gguf", "none.gguf"),
     ):

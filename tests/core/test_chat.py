@@ -1,4 +1,4 @@
-"""Chat templates in the sandbox, and the state of a conversation."""
+"""Chat templates in the sandbox, and conversations."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_a_conversation_is_a_prefix_of_its_continuation():
         ("{% include '/etc/passwd' %}", CapabilityError, "fails"),
         ("{{ 1 / 0 }}", CapabilityError, "fails"),
         ("{% for i in range(10 ** 8) %}{% endfor %}", CapabilityError, "fails"),
-        ("{{ 'x' * 10 ** 9 }}", PromptError, "too often"),
-        ("{{ 'x' * 100000 * 100000 }}", PromptError, "too often"),
+        ("{{ 'x' * 10 ** 9 }}", PromptError, "too long"),
+        ("{{ 'x' * 100000 * 100000 }}", PromptError, "too long"),
         ("{{ 9 ** 9 ** 9 }}", PromptError, "digits"),
         ("{{ raise_exception('roles must alternate') }}", PromptError, "roles must alternate"),
         ("{{ nothing.at.all }}", PromptError, "undefined"),
@@ -88,7 +88,7 @@ def test_text_parts_are_joined():
         ([{"role": "user"}], "no text content"),
         ([{"role": "user", "content": 3}], "int"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "image_url"),
-        ([{"role": "assistant", "content": "", "tool_calls": ["x"]}], "no object"),
+        ([{"role": "assistant", "content": "", "tool_calls": ["x"]}], "not an object"),
         ([{"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": "{"}}]}], "not JSON"),
     ],
 )
@@ -128,7 +128,7 @@ def test_clear_keeps_the_system_prompt():
 
 
 @pytest.mark.parametrize("system", [None, "be brief"])
-def test_what_is_saved_comes_back(tmp_path, system):
+def test_a_saved_conversation_loads_unchanged(tmp_path, system):
     conversation = exchanges(3, system)
     conversation.ask("ünïcødé 日本 \u2028")
     conversation.save(tmp_path / "new" / "saved.json")

@@ -166,7 +166,7 @@ def test_paths_may_be_text():
         ({"heads": ["x"]}, "heads must be a path"),
         ({"threads": "two"}, "threads must be a whole number, got 'two'"),
         ({"context_length": 99.5}, "ctx-size must be a whole number"),
-        ({"max_slowdown": "little"}, "max-slowdown must be a share"),
+        ({"max_slowdown": "little"}, "max-slowdown must be a fraction"),
     ],
 )
 def test_a_value_of_another_type_is_refused_by_name(given, told):

@@ -1,4 +1,4 @@
-"""The loop: limits, counters, early ends, and caches that stay consistent whatever interrupts."""
+"""The decoding loop: limits, counters, early ends, and consistent caches after interruptions."""
 
 from __future__ import annotations
 
@@ -90,15 +90,15 @@ def test_text_ends_where_the_context_ends(target: CachedSequence, drafter: Model
 
 
 @pytest.mark.parametrize("prompt, message", [([], "empty"), ([1] * 64, "64 tokens and the context holds 64")])
-def test_impossible_prompts_are_refused_before_work(target: CachedSequence, prompt: list[int], message: str) -> None:
+def test_empty_and_too_long_prompts_are_refused_before_work(
+    target: CachedSequence, prompt: list[int], message: str
+) -> None:
     with pytest.raises(PromptError, match=message):
         make_run(target, np.array(prompt, np.int32))
 
 
 @pytest.mark.parametrize("taken", range(1, 12))
-def test_closing_early_leaves_a_cache_that_goes_on_exactly(
-    target: CachedSequence, drafter: ModelDrafter, taken: int
-) -> None:
+def test_closing_early_leaves_a_consistent_cache(target: CachedSequence, drafter: ModelDrafter, taken: int) -> None:
     expected = [event.token_id for event in autoregressive(make_run(target))]
     events = speculative(make_run(target), FixedLength(drafter, 4), coupled)
     begun = [next(events).token_id for _ in range(taken)]
@@ -118,7 +118,7 @@ def test_the_cached_prefix_is_not_read_again(target: CachedSequence) -> None:
     assert run.stats.prompt_tokens == 9
 
 
-def test_a_model_that_cannot_roll_back_reads_a_changed_prompt_anew() -> None:
+def test_a_model_without_rollback_reads_a_changed_prompt_again() -> None:
     target = CachedSequence(TableEngine.random(10, context_length=64, can_rollback=False))
     first = [event.token_id for event in autoregressive(make_run(target))]
     again = make_run(target)
@@ -156,7 +156,7 @@ def test_an_interrupted_pass_leaves_only_committed_tokens(fails_at: int, error: 
 
 
 @pytest.mark.parametrize("cancel_draft", [False, True])
-def test_cancel_ends_quietly_and_the_next_run_is_exact(target: CachedSequence, cancel_draft: bool) -> None:
+def test_cancel_raises_nothing_and_the_next_run_is_exact(target: CachedSequence, cancel_draft: bool) -> None:
     draft_engine = target.engine.related(sigma=0.5)
     drafter = ModelDrafter(draft_engine)
     expected = [event.token_id for event in autoregressive(make_run(target))]
@@ -221,7 +221,7 @@ class Cautious(Recorder):
         return super().propose(request._replace(should_continue=should_continue))
 
 
-def test_a_drafter_stops_where_it_is_not_worth_going_on(target: CachedSequence, drafter: ModelDrafter) -> None:
+def test_a_drafter_stops_when_another_token_does_not_pay(target: CachedSequence, drafter: ModelDrafter) -> None:
     cautious, bold = Cautious(drafter, 8), Recorder(drafter, 8)
     first = list(speculative(make_run(target, max_tokens=50), cautious, coupled))
     second = list(speculative(make_run(target, max_tokens=50), bold, coupled))

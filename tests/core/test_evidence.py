@@ -1,4 +1,4 @@
-"""What a draft model says for its tokens: scores that grow with the chance of being accepted, and cost little."""
+"""Evidence of a draft model's tokens: grows with the probability of acceptance, and is cheap to compute."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def logits_with(margin: float, size: int, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("size", [10, 300, 4096, 50_003, 128_256])
-def test_a_surer_draft_scores_more(size: int) -> None:
+def test_a_more_confident_draft_has_higher_evidence(size: int) -> None:
     found = [evidence_of(logits_with(margin, size), 1.0, math.inf) for margin in (0.1, 1.0, 3.0, 6.0)]
     odds, own, lead = zip(*found, strict=True)
     assert list(odds) == sorted(odds) and odds[0] < odds[-1]
@@ -52,7 +52,7 @@ def test_the_odds_of_a_short_row_are_those_of_its_softmax() -> None:
     assert evidence_of(row, 0.7, 0.4)[0] == pytest.approx(math.log(top / (1 - top)) / 2, abs=1e-5)
 
 
-def test_a_race_gives_what_pick_gives_and_by_how_much() -> None:
+def test_a_race_returns_the_picked_token_and_its_margin() -> None:
     sampler = Sampler(Sampling(seed=3), 100)
     rng = np.random.default_rng(0)
     for position in range(200):
@@ -65,7 +65,7 @@ def test_a_race_gives_what_pick_gives_and_by_how_much() -> None:
     assert sampler.race(Distribution(np.array([7], np.int32), np.ones(1)), 0) == (7, math.inf)
 
 
-def test_a_longer_lead_is_more_often_the_targets_choice_too() -> None:
+def test_a_larger_margin_is_accepted_more_often() -> None:
     """Draft and target run the same race with their own probabilities."""
     sampler, rng = Sampler(Sampling(seed=1), 100), np.random.default_rng(1)
     leads, agrees = [], []

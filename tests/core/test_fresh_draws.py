@@ -1,7 +1,7 @@
-"""No draw decides twice: what one round saw of the noise must not come back in a later one.
+"""No random draw is used twice: noise that decided one round must not appear in a later one.
 
-A round that failed was seen to fail. If the next one judged the same position by the same draw, or drafted it with the
-same noise, its outcome would be known in part, and the text would no longer be the target's own.
+If the round after a rejection tested or drafted the same position with the same draw, its outcome would depend on the
+rejection, and the output distribution would no longer be the target's.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def controller_of(name: str, target: TableEngine) -> Controller:
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 @pytest.mark.parametrize("name", ["model", "tree", "medusa", "eagle", "lookahead", "hierarchical", "in turn"])
-def test_no_draw_decides_twice(name: str, rule: str) -> None:
+def test_no_random_draw_is_used_twice(name: str, rule: str) -> None:
     target = TableEngine.random(VOCABULARY, seed=1, context_length=400)
     sampler = Sampler(PLAIN, VOCABULARY)
     sampler.noise = noise = CountedNoise(3)

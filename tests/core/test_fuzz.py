@@ -1,4 +1,4 @@
-"""scripts/lab/fuzz.py: what it damages is damaged, verdicts are right, a few dozen of its cases come out well."""
+"""scripts/lab/fuzz.py: it damages files, its verdicts are right, and a few dozen of its cases pass."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_verdicts(tmp_path: Path, run: Callable[[], None], verdict: str, said: s
         (120, "", True),
     ],
 )
-def test_how_a_command_may_end(code: int, said: str, is_bad: bool) -> None:
+def test_allowed_exit_states_of_a_command(code: int, said: str, is_bad: bool) -> None:
     from fuzz_cases import Crashed, check_end
 
     if is_bad:

@@ -1,4 +1,4 @@
-"""The handle of one request: turns, cancelling, closing, several threads and tasks; on tables, which are quick."""
+"""Generation handles: queueing, cancelling, closing, threads and asyncio tasks; on fast table engines."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def at_pass(model: Model, number: int, action: Callable[[], None]) -> None:
     model.target.forward = watched  # type: ignore[method-assign]
 
 
-def test_nothing_is_touched_before_the_first_event(model: Model, expected: Callable[..., str]) -> None:
+def test_the_model_is_not_used_before_the_first_event(model: Model, expected: Callable[..., str]) -> None:
     first = model.stream("abc", Sampling(seed=1), SHORT)
     text = next(first).text
     lengths = model.target.length(), model._sequence.length
@@ -68,7 +68,7 @@ def test_nothing_is_touched_before_the_first_event(model: Model, expected: Calla
     assert others[0].result().text == expected("cab", 2)
 
 
-def test_what_needs_an_engine_waits_for_its_turn(
+def test_measuring_costs_waits_for_its_turn(
     model: Model, expected: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Costs are measured when they are asked for, which empties both caches."""
@@ -112,7 +112,7 @@ def test_a_pool_of_threads_gets_every_text_and_its_own_figures(model: Model, exp
         assert (result.seed, result.finish_reason) == (seed, "length")
 
 
-def test_turns_come_in_the_order_in_which_they_were_asked_for(model: Model) -> None:
+def test_turns_are_first_come_first_served(model: Model) -> None:
     running, order, waiting = model.stream("abc", Sampling(seed=1), SHORT), [], []
     next(running)
     for number in range(5):
@@ -136,7 +136,7 @@ def test_who_has_the_turn_itself_is_refused_and_loses_nothing(model: Model, expe
     assert second.result().text == expected("abc", 2), "refused, not ended: it may be asked again"
 
 
-def test_waiting_may_be_limited(model: Model) -> None:
+def test_the_wait_can_be_limited(model: Model) -> None:
     running = model.stream("abc", options=SHORT)
     next(running)
     found: list[object] = []
@@ -151,11 +151,11 @@ def test_waiting_may_be_limited(model: Model) -> None:
         thread = threading.Thread(target=ask, args=(limit,))
         thread.start()
         thread.join(20)
-    assert len(found) == 2 and all("waiting longer" in str(each) for each in found)
+    assert len(found) == 2 and all("wait limit of" in str(each) for each in found)
     assert running.result().finish_reason == "length"
 
 
-def test_a_step_may_move_from_thread_to_thread(model: Model, expected: Callable[..., str]) -> None:
+def test_steps_may_run_in_different_threads(model: Model, expected: Callable[..., str]) -> None:
     """As a web server's pool does it: the thread that read last is asked for another request meanwhile."""
     first, second = (model.stream("abc", Sampling(seed=seed), SHORT) for seed in (1, 2))
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
@@ -192,7 +192,7 @@ def test_a_late_cancellation_never_reaches_the_next_one(model: Model) -> None:
     assert second.result().finish_reason == "length"
 
 
-def test_cancelled_in_a_pass_it_ends_with_it(model: Model, expected: Callable[..., str]) -> None:
+def test_a_cancelled_generation_ends_with_its_pass(model: Model, expected: Callable[..., str]) -> None:
     generation = model.stream("abc", Sampling(seed=1), LONG)
     at_pass(model, 5, generation.cancel)
     result = generation.result()
@@ -201,7 +201,7 @@ def test_cancelled_in_a_pass_it_ends_with_it(model: Model, expected: Callable[..
     assert model.generate("abc", Sampling(seed=2), SHORT).text == expected("abc", 2)
 
 
-def test_cancelled_just_when_it_begins_it_runs_no_pass(model: Model) -> None:
+def test_a_generation_cancelled_while_beginning_runs_no_pass(model: Model) -> None:
     generation, clear, passes = model.stream("abc", options=SHORT), model.target.clear_cancel, list[int]()
     at_pass(model, 1, lambda: passes.append(1))
     model.target.clear_cancel = lambda: (generation.cancel(), clear())[1]  # type: ignore[method-assign]
@@ -210,7 +210,7 @@ def test_cancelled_just_when_it_begins_it_runs_no_pass(model: Model) -> None:
     assert model.generate("abc", options=SHORT).finish_reason == "length"
 
 
-def test_cancelled_while_it_waits_it_stops_waiting(model: Model) -> None:
+def test_a_generation_cancelled_while_waiting_stops_waiting(model: Model) -> None:
     running, waiting = model.stream("abc", options=SHORT), model.stream("abc", options=SHORT)
     next(running)
     with ThreadPoolExecutor(1) as pool:
@@ -221,7 +221,7 @@ def test_cancelled_while_it_waits_it_stops_waiting(model: Model) -> None:
     assert running.result().finish_reason == "length"
 
 
-def test_the_model_cancels_what_runs_and_nothing_later(model: Model) -> None:
+def test_model_cancel_ends_the_running_generation_only(model: Model) -> None:
     running = model.stream("abc", options=LONG)
     next(running)
     model.cancel()
@@ -230,7 +230,7 @@ def test_the_model_cancels_what_runs_and_nothing_later(model: Model) -> None:
     assert model.generate("abc", options=SHORT).finish_reason == "length"
 
 
-def test_closing_ends_it_and_a_result_tells_what_there_is(model: Model) -> None:
+def test_closing_ends_a_generation_and_keeps_its_partial_result(model: Model) -> None:
     with model.stream("abc", Sampling(seed=1), LONG) as generation:
         events = [next(generation) for _ in range(3)]
     assert list(generation) == []
@@ -257,7 +257,7 @@ def test_the_turn_ends_with_the_last_event(model: Model) -> None:
     assert model.generate("abc", options=SHORT).finish_reason == "length"
 
 
-def test_a_callback_cannot_ask_for_more_and_may_end_it(model: Model) -> None:
+def test_on_round_cannot_call_the_model_but_may_cancel(model: Model) -> None:
     failures: list[str] = []
     generation: list[Generation] = []
 
@@ -276,7 +276,7 @@ def test_a_callback_cannot_ask_for_more_and_may_end_it(model: Model) -> None:
     assert model.generate("abc", options=SHORT).finish_reason == "length"
 
 
-def test_a_failure_is_told_and_the_next_one_runs(model: Model, expected: Callable[..., str]) -> None:
+def test_a_failed_generation_raises_and_the_next_one_runs(model: Model, expected: Callable[..., str]) -> None:
     generation = model.stream("abc", Sampling(seed=1), SHORT)
     at_pass(model, 3, lambda: (_ for _ in ()).throw(EngineError("burnt")))
     with pytest.raises(EngineError, match="burnt"):
@@ -287,9 +287,9 @@ def test_a_failure_is_told_and_the_next_one_runs(model: Model, expected: Callabl
     assert model.generate("abc", Sampling(seed=1), SHORT).text == expected("abc", 1)
 
 
-def test_its_repr_says_what_it_is_and_how_far(model: Model) -> None:
+def test_repr_shows_state_and_progress(model: Model) -> None:
     generation = model.stream("abc", Sampling(seed=7), SHORT)
-    assert "not begun" in repr(generation) and "seed 7" in repr(generation)
+    assert "not started" in repr(generation) and "seed 7" in repr(generation)
     next(generation)
     assert "1 tokens" in repr(generation) and "running" in repr(generation)
     generation.result()
@@ -320,7 +320,7 @@ def test_closing_waits_for_the_pass_of_another_thread(tmp_path: Path) -> None:
             waiting.result(20)
 
 
-def test_whatever_is_called_after_closing_is_refused_by_name(tmp_path: Path) -> None:
+def test_every_call_after_closing_raises_state_error(tmp_path: Path) -> None:
     model = table_model(tmp_path, drafter="model", draft_length=4)
     paused, early = model.stream("abc", options=LONG), model.stream("abc", options=SHORT)
     next(paused)
@@ -339,7 +339,7 @@ def test_whatever_is_called_after_closing_is_refused_by_name(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("where", ["main", "daemon"])
-def test_a_stream_left_open_at_exit_ends_quietly(where: str, tmp_path: Path) -> None:
+def test_an_open_stream_at_exit_ends_without_errors(where: str, tmp_path: Path) -> None:
     code = (
         f"import sys, threading; sys.path[:0] = [{str(Path(__file__).parents[1] / 'support')!r}]\n"
         "from pathlib import Path\nfrom bench_table import table_model\n"
@@ -376,7 +376,7 @@ def test_a_signal_handler_may_cancel(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
-def test_an_interrupt_at_any_moment_leaves_a_model_that_goes_on(tmp_path: Path) -> None:
+def test_an_interrupt_at_any_time_leaves_a_usable_model(tmp_path: Path) -> None:
     """KeyboardInterrupt wherever it strikes, in the queue and the loop too: the turn is free and the text right."""
     code = (
         f"import sys, signal; sys.path[:0] = [{str(Path(__file__).parents[1] / 'support')!r}]\n"
@@ -404,7 +404,7 @@ def test_an_interrupt_at_any_moment_leaves_a_model_that_goes_on(tmp_path: Path) 
 # -- tasks
 
 
-def test_tasks_take_turns_and_the_loop_goes_on(model: Model, expected: Callable[..., str]) -> None:
+def test_asyncio_tasks_queue_without_blocking_the_loop(model: Model, expected: Callable[..., str]) -> None:
     async def read(seed: int) -> str:
         return "".join([event.text async for event in model.stream("abc", Sampling(seed=seed), SHORT)])
 
@@ -426,7 +426,7 @@ def test_tasks_take_turns_and_the_loop_goes_on(model: Model, expected: Callable[
     assert asyncio.run(everything()) == [expected("abc", seed) for seed in range(40)]
 
 
-def test_a_task_that_has_the_turn_itself_is_refused(model: Model, expected: Callable[..., str]) -> None:
+def test_a_task_waiting_for_its_own_generation_raises_busy(model: Model, expected: Callable[..., str]) -> None:
     async def nested() -> str:
         first, second = (model.stream("abc", Sampling(seed=seed), SHORT) for seed in (1, 2))
         text = (await anext(first)).text

@@ -15,7 +15,7 @@ SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "lab" / "ham
 Hammer, close_while_running = SCRIPT["Hammer"], SCRIPT["close_while_running"]
 
 
-def test_tables_withstand_it(tmp_path: Path) -> None:
+def test_table_engines_under_load(tmp_path: Path) -> None:
     with table_model(tmp_path, drafter="model", draft_length=4) as model:
         hammer = Hammer(model, ("abc", "cab" * 20, "a"), (4, 24, 60))
         assert hammer.run(3.0, 6), hammer.wrong[:3]
@@ -23,7 +23,7 @@ def test_tables_withstand_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["llamacpp", "onnx"])
-def test_real_engines_withstand_it(engine: Any) -> None:
+def test_real_engines_under_load(engine: Any) -> None:
     if engine == "onnx":
         pytest.importorskip("onnxruntime", reason="the ONNX engine needs onnxruntime")
     options: dict[str, Any] = {"engine": engine, "threads": 1, "reproducible": True, "draft_length": 4}

@@ -1,4 +1,4 @@
-"""Files that are changed while a model runs: an error before the next pass, and never a dead process."""
+"""Files that change while a model runs: an error before the next pass, never a crash of the process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from edgespec.errors import EngineError
 from edgespec.types import Batch
 
 
-def test_what_is_changed_in_place_is_noticed_and_what_is_renamed_is_not(tmp_path: Path) -> None:
+def test_files_changed_in_place_are_detected_renamed_ones_not(tmp_path: Path) -> None:
     path = tmp_path / "weights"
     path.write_bytes(b"x" * 100)
     held = HeldFiles([path, tmp_path / "missing"])
@@ -41,7 +41,7 @@ def num_open() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are counted in /proc")
-def test_what_nobody_holds_any_more_is_let_go(tmp_path: Path) -> None:
+def test_unused_files_are_released(tmp_path: Path) -> None:
     path = tmp_path / "weights"
     path.write_bytes(b"x")
     before = num_open()

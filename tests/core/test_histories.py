@@ -1,4 +1,4 @@
-"""A round of drafting does the same work behind a short and a long history: counted in lines, not timed."""
+"""The work of a drafting round does not depend on the length of the history; counted in lines, not timed."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def test_a_name_resolves_to_all_its_files(home: Path):
+def test_a_name_resolves_to_all_files_of_the_pair(home: Path):
     write_pair(home / "pair")
     pair = resolve("pair")
     assert (pair.name, pair.banner, pair.context_length) == ("pair", "hello", 64)

@@ -1,4 +1,4 @@
-"""scripts/lab/mutants.py is too slow for every change; that its mutants can still be made is seen here."""
+"""The mutants of scripts/lab/mutants.py can still be applied; running them takes too long for every change."""
 
 from __future__ import annotations
 

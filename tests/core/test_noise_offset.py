@@ -1,4 +1,4 @@
-"""Noise in a conversation: text that was dropped must not come back with the random numbers that made it."""
+"""Noise in a conversation: text after dropped turns must not get the random numbers of the dropped text."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def repeats(chat: Chat) -> float:
     return max(float(np.mean(np.array(last) == np.array(answer))) for answer in earlier)
 
 
-def test_an_answer_after_dropped_turns_is_no_copy_of_a_kept_one(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_answer_after_dropped_turns_does_not_repeat_an_older_one(
+    chat: Chat, capsys: pytest.CaptureFixture[str]
+) -> None:
     seen, dropped = [], False
     for _ in range(24):
         chat.say("abab")
@@ -68,7 +70,7 @@ def test_an_answer_after_dropped_turns_is_no_copy_of_a_kept_one(chat: Chat, caps
     assert np.mean(seen) < 0.2  # chance is .05, and the best of several earlier answers is taken
 
 
-def test_the_same_noise_would_have_made_a_copy(
+def test_without_the_offset_the_answer_would_repeat(
     chat: Chat, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the test above is about: without the offset the letters come again."""
@@ -109,7 +111,7 @@ def test_dropped_turns_are_counted_on_and_undone_ones_are_not() -> None:
     assert conversation.noise_offset(20) == 0
 
 
-def test_an_answer_that_is_made_again_has_the_noise_that_it_had() -> None:
+def test_a_regenerated_answer_uses_the_same_noise() -> None:
     conversation = grown(3)
     before = conversation.noise_offset(150)
     conversation.ask("once more")
@@ -119,7 +121,7 @@ def test_an_answer_that_is_made_again_has_the_noise_that_it_had() -> None:
     assert conversation.noise_offset(150) == before == 150
 
 
-def test_what_was_used_up_is_saved_and_no_template_sees_it(tmp_path: Path) -> None:
+def test_used_noise_is_saved_and_hidden_from_templates(tmp_path: Path) -> None:
     conversation = grown(3)
     conversation.drop_oldest()
     assert all(set(message) == {"role", "content"} for message in conversation.messages)
@@ -131,7 +133,7 @@ def test_what_was_used_up_is_saved_and_no_template_sees_it(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("wrong", ["-1", '"x"', "1.5", "true", "1e3"])
-def test_a_saved_count_that_is_none_is_refused(tmp_path: Path, wrong: str) -> None:
+def test_an_invalid_saved_noise_end_is_refused(tmp_path: Path, wrong: str) -> None:
     path = tmp_path / "saved.json"
     grown(1).save(path)
     path.write_text(path.read_text().replace('"noise_end": 100', f'"noise_end": {wrong}'))

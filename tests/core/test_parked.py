@@ -1,4 +1,4 @@
-"""Texts that lose the engine and come back: the same bits as on a fresh model, and not read again."""
+"""Parked KV states: alternating texts get the same bits as on a fresh model, and are not read again."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def live() -> CachedSequence:
     return CachedSequence(TableEngine.random(10, context_length=256))
 
 
-def test_texts_in_turn_are_not_read_again(live: CachedSequence) -> None:
+def test_alternating_texts_are_not_read_again(live: CachedSequence) -> None:
     parked = ParkedStates()
     for length in (80, 120, 160):
         for seed in (1, 2, 3):
@@ -44,7 +44,7 @@ def test_texts_in_turn_are_not_read_again(live: CachedSequence) -> None:
     assert len(parked._states) == 2, "a state that is live again, and the beginnings of a longer one, are not kept"
 
 
-def test_the_one_used_longest_ago_goes_first(live: CachedSequence) -> None:
+def test_the_least_recently_used_state_is_evicted_first(live: CachedSequence) -> None:
     parked = ParkedStates(most_states=2)
     for seed in (1, 2, 3, 4):
         read(live, parked, text_of(seed))
@@ -52,7 +52,7 @@ def test_the_one_used_longest_ago_goes_first(live: CachedSequence) -> None:
     assert read(live, parked, text_of(4)) == 79
 
 
-def test_they_keep_to_their_bytes(live: CachedSequence) -> None:
+def test_parked_states_stay_within_their_limit(live: CachedSequence) -> None:
     size = len(live.engine.save_state()) + 4 * 80
     parked = ParkedStates(most_bytes=2 * size)
     for seed in range(5):
@@ -64,7 +64,7 @@ def test_they_keep_to_their_bytes(live: CachedSequence) -> None:
     assert parked.num_bytes == 0
 
 
-def test_little_is_not_worth_a_copy(live: CachedSequence) -> None:
+def test_short_texts_are_not_parked(live: CachedSequence) -> None:
     parked = ParkedStates()
     read(live, parked, text_of(1, 20))
     read(live, parked, text_of(2, 20))
@@ -89,7 +89,7 @@ def test_a_model_that_cannot_roll_back_takes_up_whole_texts_only() -> None:
 
 @pytest.mark.parametrize("broken", ["save_state", "load_state"])
 @pytest.mark.parametrize("error", [StateError, MemoryError])
-def test_what_fails_is_read_again(live: CachedSequence, broken: str, error: type[Exception]) -> None:
+def test_a_text_whose_state_fails_is_read_again(live: CachedSequence, broken: str, error: type[Exception]) -> None:
     def failing(*_: Any) -> Any:
         raise error("no")
 

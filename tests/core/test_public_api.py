@@ -1,4 +1,4 @@
-"""What `import edgespec` promises: an explicit list of names, each documented, each importable on its own."""
+"""The public API of `edgespec`: an explicit list of names, each documented and importable."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EXPECTED = {
 }
 
 
-def test_the_list_of_names_is_deliberate():
+def test_the_public_names_are_these():
     assert set(edgespec.__all__) == EXPECTED
     assert list(edgespec.__all__) == sorted(edgespec.__all__)
 

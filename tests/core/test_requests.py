@@ -1,4 +1,4 @@
-"""Requests that cannot be met: each is refused with a typed error that says what was given and what is allowed."""
+"""Invalid requests raise a typed error that says what was given and what is allowed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from edgespec.chat.template import checked_messages, encode_rendered, render_chat
 from edgespec.config import GenerateOptions, LoadOptions, SessionOptions
-from edgespec.drafters.temperature import DraftTemperature
+from edgespec.drafters.model import DraftTemperature
 from edgespec.engines.table import LetterVocabulary, TableEngine
 from edgespec.errors import ConfigError, EngineError, ModelFileError, PromptError, SamplingError
 from edgespec.generation.inputs import checked_ids
@@ -55,7 +55,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert [type(found.top_k), type(found.temperature)] == [int, float]
 
 
-def test_a_bias_that_leaves_nothing() -> None:
+def test_a_bias_that_forbids_all_tokens() -> None:
     sampling = Sampling(logit_bias=dict.fromkeys(range(4), -math.inf))
     with pytest.raises(SamplingError, match="forbids all 4 tokens"):
         Sampler(sampling, 4)
@@ -70,7 +70,7 @@ def test_a_bias_that_is_changed_afterwards_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "value, message", [(-math.inf, "no token can follow"), (math.inf, "infinite"), (math.nan, "NaN")]
+    "value, message", [(-math.inf, "no token can be sampled"), (math.inf, "infinite"), (math.nan, "NaN")]
 )
 @pytest.mark.parametrize("settings", [Sampling(temperature=0.0), Sampling(), Sampling(top_k=0, top_p=1.0)])
 def test_rows_that_hold_no_numbers(settings: Sampling, value: float, message: str) -> None:
@@ -130,7 +130,7 @@ def test_an_option_that_is_no_number(kind: Any, name: str, value: Any) -> None:
                    *((SessionOptions, name) for name in ("chat_template", "show_draft", "stats"))]
 )  # fmt: skip
 @pytest.mark.parametrize("value", ["no", 0, 1.0])
-def test_an_option_that_is_neither_on_nor_off(kind: Any, name: str, value: Any) -> None:
+def test_an_option_that_is_not_a_bool(kind: Any, name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match="must be True or False"):
         kind(**{name: value})
 
@@ -149,7 +149,7 @@ def test_an_option_that_is_no_name(name: str) -> None:
                                       [{"role": ["user"], "content": "x"}], [{"role": "user", "content": 5}],
                                       [{"role": "user", "content": [{"type": ["text"], "text": "x"}]}],
                                       [{"role": "assistant", "content": "", "tool_calls": 5}]])  # fmt: skip
-def test_a_conversation_that_is_none(messages: Any) -> None:
+def test_a_conversation_that_is_not_valid(messages: Any) -> None:
     with pytest.raises(PromptError):
         checked_messages(messages)
     with pytest.raises(PromptError):

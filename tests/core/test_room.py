@@ -1,4 +1,4 @@
-"""Too little memory is one sentence that says what is needed and what is there, never a signal or a traceback."""
+"""Too little memory gives a one-line error with needed and available bytes, never a signal or a traceback."""
 
 from __future__ import annotations
 
@@ -60,6 +60,6 @@ def test_what_fits_exactly_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> No
             check_room("model", need, "")
 
 
-def test_a_machine_that_tells_nothing_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_free_memory_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "_free", dict)
     check_room("model", Need(mapped=1 << 60, own=1 << 60), "")

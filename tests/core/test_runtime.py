@@ -1,4 +1,4 @@
-"""The composition root on the demo weights: requests, overrides, bad input, interruption, memory."""
+"""`Model` on the demo weights: requests, overrides, bad input, interruption, memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model() -> Iterator[edgespec.Model]:
         yield loaded
 
 
-def test_a_result_says_how_it_came_about(model: edgespec.Model) -> None:
+def test_a_result_reports_its_settings(model: edgespec.Model) -> None:
     result = model.generate("def add(a, b):", Sampling(seed=5), GenerateOptions(max_tokens=12, ignore_eos=True))
     assert len(result.token_ids) == len(result.logprobs) == 12
     assert result.prompt_token_ids == tuple(model.encode("def add(a, b):"))
@@ -58,7 +58,7 @@ def test_a_request_may_choose_its_own_speculation(model: edgespec.Model) -> None
     assert rejected.lossless
 
 
-def test_no_sampling_means_the_pairs_own(model: edgespec.Model) -> None:
+def test_without_sampling_the_pairs_settings_apply(model: edgespec.Model) -> None:
     options = GenerateOptions(max_tokens=16, ignore_eos=True)
     assert model.recommended_sampling.temperature == model.pair.recommended["temperature"]
     chosen = model.generate("Hello", model.recommended_sampling, options)
@@ -82,7 +82,7 @@ def test_a_message_cannot_forge_a_turn(model: edgespec.Model) -> None:
     assert forged in model.target.vocabulary.decode(ids)
 
 
-def test_what_was_said_before_does_not_change_an_answer(model: edgespec.Model) -> None:
+def test_earlier_generations_do_not_change_an_answer(model: edgespec.Model) -> None:
     """A warm cache, whatever passes filled it, gives the text of a cold one."""
     options, sampling = GenerateOptions(max_tokens=48, ignore_eos=True), Sampling(temperature=1.0, seed=3)
     long_prompt = " ".join(["Please find a table for two at a quiet place near the river."] * 12)
@@ -103,7 +103,7 @@ def test_what_was_said_before_does_not_change_an_answer(model: edgespec.Model) -
         ({"drafter": "modle"}, ConfigError, "modle"),
         ({"draft_lenght": 3}, ConfigError, "draft_length"),
         ({"draft_length": 99}, ConfigError, "0..64"),
-        ({"reproducible": True, "verify": "rejection"}, ConfigError, "contradict"),
+        ({"reproducible": True, "verify": "rejection"}, ConfigError, "does not work with"),
         ({"context_length": 10**6}, ConfigError, "2048"),
         ({"threads": 0}, ConfigError, "threads"),
         ({"cache_type_k": "q3"}, ConfigError, "q8_0"),
@@ -121,13 +121,13 @@ def test_bad_options_are_refused_by_name(given: dict, error: type[Exception], me
         ([], {}, {}, PromptError, "empty"),
         ([5000], {}, {}, PromptError, "0..4095"),
         ([-1], {}, {}, PromptError, "0..4095"),
-        ([1.5], {}, {}, PromptError, "type float"),
-        ([[1, 2]], {}, {}, PromptError, "type list"),
-        ([[1], [2, 3]], {}, {}, PromptError, "type list"),
+        ([1.5], {}, {}, PromptError, "whole numbers, got float"),
+        ([[1, 2]], {}, {}, PromptError, "whole numbers, got list"),
+        ([[1], [2, 3]], {}, {}, PromptError, "whole numbers, got list"),
         (None, {}, {}, PromptError, "got None"),
         ("x", {}, {"max_tokens": 2.5}, ConfigError, "whole number"),
         ("x", {}, {"ignore_eos": "no"}, ConfigError, "True or False"),
-        ("x", {}, {"stop": 5}, ConfigError, "texts"),
+        ("x", {}, {"stop": 5}, ConfigError, "strings"),
         ("x", {}, {"stop": ["a", ""]}, ConfigError, "empty"),
         ("x", {}, {"top_logprobs": -1}, ConfigError, "0 to 256"),
         ("x", {}, {"top_logprobs": 3, "logprobs": False}, ConfigError, "without logprobs"),
@@ -169,7 +169,7 @@ def test_wrong_kinds_are_refused_with_the_fix(model, call, error, message) -> No
         call(model)
 
 
-def test_one_stop_text_is_not_its_letters(model: edgespec.Model) -> None:
+def test_a_single_stop_string_is_not_split_into_letters(model: edgespec.Model) -> None:
     options = GenerateOptions(max_tokens=40, ignore_eos=True)
     whole = model.generate("What time", Sampling(seed=1), options).text
     stopped = model.generate("What time", Sampling(seed=1), dataclasses.replace(options, stop="zebra"))
@@ -179,7 +179,7 @@ def test_one_stop_text_is_not_its_letters(model: edgespec.Model) -> None:
     assert model.generate("What time", Sampling(seed=1), dataclasses.replace(options, stop=first)).text in whole[:5]
 
 
-def test_a_random_seed_is_told_and_gives_the_same_text_again(model: edgespec.Model) -> None:
+def test_a_random_seed_is_reported_and_reproduces_the_text(model: edgespec.Model) -> None:
     options = GenerateOptions(max_tokens=24, ignore_eos=True)
     results = [model.generate("Once", Sampling(temperature=1.5, seed=None), options) for _ in range(3)]
     assert len({result.seed for result in results}) == 3

@@ -16,7 +16,7 @@ NO_HISTORY = np.empty(0, np.int32)
 
 
 def plain_distribution(row: np.ndarray, settings: Sampling) -> dict[int, float]:
-    """The slow twin: temperature, top-k, top-p, min-p by full sorting in float64."""
+    """Reference implementation: temperature, top-k, top-p, min-p by full sorting in float64."""
     weights = np.exp((row.astype(np.float64) - row.max()) / settings.temperature)
     order = sorted(range(row.size), key=lambda i: (-row[i], i))
     if settings.top_k:
@@ -47,7 +47,7 @@ def plain_distribution(row: np.ndarray, settings: Sampling) -> dict[int, float]:
         Sampling(temperature=1e-6),
     ],
 )
-def test_fast_truncation_equals_its_slow_twin(size: int, settings: Sampling) -> None:
+def test_fast_truncation_equals_the_reference(size: int, settings: Sampling) -> None:
     row = np.random.default_rng(size).normal(0, 3, size).astype(np.float32)
     row[:: max(size // 7, 1)] = row[0]  # ties
     found = Sampler(settings, size).distribution(row, NO_HISTORY)
@@ -118,7 +118,7 @@ def test_penalty_window_forgets_older_tokens() -> None:
         {"logit_bias": {1: math.nan}},
     ],
 )
-def test_settings_out_of_range_name_themselves(bad: dict) -> None:
+def test_settings_out_of_range_are_named(bad: dict) -> None:
     with pytest.raises(SamplingError, match=next(iter(bad))):
         Sampling(**bad)
 

@@ -1,4 +1,4 @@
-"""Stop rules and the text that is safe to show."""
+"""Stop rules, and the text that can be shown before a stop string is complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams that are closed or full, pipes without a writer, paths that lead nowhere: no traceback and no waiting."""
+"""Closed or full streams, pipes without a writer, unusable paths: no traceback and no hanging."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_pipe_that_nobody_writes_to_is_not_waited_for(tmp_path: Path, argument
 
 def test_a_pipe_that_somebody_writes_to_is_read(tmp_path: Path) -> None:
     done = shell("E tune --prompts <(sleep 0.5; echo)")
-    assert_one_line(done, 2, "holds no prompt")
+    assert_one_line(done, 2, "has no prompt")
     os.mkfifo(tmp_path / "pipe")
     with subprocess.Popen(["bash", "-c", "exec >pipe; sleep 0.3; echo hello"]) as writer:
         texts: list[str] = []

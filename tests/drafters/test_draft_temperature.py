@@ -1,4 +1,4 @@
-"""A draft temperature other than the target's: the same text, better drafts, and a factor that is learnt."""
+"""A draft temperature other than the target's: the same text, and drafts at that temperature."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ import edgespec
 from edgespec import GenerateOptions, Sampling
 from edgespec.cli.main import cli
 from edgespec.drafters.base import DraftRequest
-from edgespec.drafters.hierarchical import HierarchicalDrafter
-from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.temperature import FACTORS, DraftTemperature, picks
+from edgespec.drafters.model import DraftTemperature, ModelDrafter
 from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.table import TableEngine
 from edgespec.errors import ConfigError
-from edgespec.noise import Stream
 from edgespec.sampling import Sampler
 from laws import ALPHA_1E6, chi_square_score
 from lossless import PLAIN, run_once
@@ -32,7 +29,7 @@ def scaled(target: TableEngine, factor: float) -> TableEngine:
 
 def test_a_factor_of_one_and_a_greedy_target_leave_the_sampler_alone() -> None:
     warm, greedy = Sampler(Sampling(temperature=0.8), 10), Sampler(Sampling(temperature=0.0), 10)
-    assert DraftTemperature(1.0).sampler(warm) is warm and DraftTemperature("auto").sampler(warm) is warm
+    assert DraftTemperature(1.0).sampler(warm) is warm
     assert DraftTemperature(0.5).sampler(greedy) is greedy
     half = DraftTemperature(0.5)
     made = half.sampler(warm)
@@ -59,7 +56,7 @@ def test_a_draft_carries_the_distributions_that_it_was_sampled_from(factor: floa
         text.append(token_id)
 
 
-@pytest.mark.parametrize("factor", [0.6, 1.4, "auto"])
+@pytest.mark.parametrize("factor", [0.6, 1.4])
 def test_coupled_text_is_plain_text_at_any_draft_temperature(factor: float) -> None:
     target = TableEngine.random(10, seed=1, context_length=4100)
     cached, drafter = CachedSequence(target), ModelDrafter(scaled(target, 0.5), temperature=factor)
@@ -69,7 +66,7 @@ def test_coupled_text_is_plain_text_at_any_draft_temperature(factor: float) -> N
         assert [(e.token_id, e.logprob) for e in found] == [(e.token_id, e.logprob) for e in plain]
 
 
-@pytest.mark.parametrize("factor", [0.5, "auto"])
+@pytest.mark.parametrize("factor", [0.5, 1.5])
 def test_joint_law_under_rejection_is_the_targets_at_any_draft_temperature(factor: float) -> None:
     target = TableEngine.random(10, order=1, seed=3, spread=1.0, context_length=4100)
     cached, drafter = CachedSequence(target), ModelDrafter(scaled(target, 0.5), temperature=factor)
@@ -104,7 +101,7 @@ def test_a_tree_is_drawn_at_the_drafts_temperature(factor: float) -> None:
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
-@pytest.mark.parametrize("factor", [0.6, 1.5, "auto"])
+@pytest.mark.parametrize("factor", [0.6, 1.5])
 def test_a_tree_keeps_the_text_at_any_draft_temperature(factor: float, rule: str) -> None:
     """Coupled to the token, under rejection in law."""
     target = TableEngine.random(10, order=1, seed=3, spread=1.0, context_length=4100)
@@ -124,87 +121,24 @@ def test_a_tree_keeps_the_text_at_any_draft_temperature(factor: float, rule: str
     assert chi_square_score(counts, expected, 90) < ALPHA_1E6
 
 
-def test_a_tree_learns_the_factor_that_is_right() -> None:
-    target = TableEngine.random(10, seed=1, context_length=4100)
-    accepted = {}
-    for setting in (1.0, "auto"):
-        model = ModelDrafter(scaled(target, 0.6), temperature=setting)
-        cached, drafter = CachedSequence(target), TreeDrafter(model)
-        run_once(cached, drafter, "coupled", 4, dataclasses.replace(PLAIN, seed=4), 4000, logprobs=False)  # learns
-        events = run_once(cached, drafter, "coupled", 4, dataclasses.replace(PLAIN, seed=5), 2000, logprobs=False)
-        accepted[setting] = sum(event.from_draft for event in events)
-    assert 0.6 <= model.temperature.factor_at(1.0) <= 0.7
-    assert accepted["auto"] > accepted[1.0] + 50
-
-
-def test_a_medium_learns_the_factor_that_is_right_and_the_small_model_nothing_of_it() -> None:
-    target = TableEngine.random(10, seed=1, context_length=4100)
-    accepted = {}
-    for setting in (1.0, "auto"):
-        small = ModelDrafter(scaled(target, 0.8), temperature=setting)
-        cached, drafter = CachedSequence(target), HierarchicalDrafter(small, scaled(target, 0.6), setting)
-        run_once(cached, drafter, "coupled", 4, dataclasses.replace(PLAIN, seed=4), 4000, logprobs=False)  # learns
-        events = run_once(cached, drafter, "coupled", 4, dataclasses.replace(PLAIN, seed=5), 2000, logprobs=False)
-        accepted[setting] = sum(event.from_draft for event in events)
-    assert 0.6 <= drafter.temperature.factor_at(1.0) <= 0.7
-    assert accepted["auto"] > accepted[1.0] + 50
-    assert small.temperature._scores == {}
-
-
-@pytest.mark.parametrize("flatter", [0.6, 1.0])
-def test_the_factor_that_is_right_is_learnt(flatter: float) -> None:
-    target = TableEngine.random(10, seed=1, context_length=4100)
-    cached, sampling = CachedSequence(target), dataclasses.replace(PLAIN, seed=4)
-    accepted = {}
-    for setting in (1.0, "auto"):
-        drafter = ModelDrafter(scaled(target, flatter), temperature=setting)
-        run_once(cached, drafter, "coupled", 4, sampling, 4000, logprobs=False)  # learns
-        events = run_once(cached, drafter, "coupled", 4, dataclasses.replace(sampling, seed=5), 2000, logprobs=False)
-        accepted[setting] = sum(event.from_draft for event in events)
-    learnt = drafter.temperature.factor_at(1.0)
-    assert drafter.temperature.factor_at(0.8) == 1.0  # nothing was seen at another temperature
-    if flatter == 1.0:
-        assert learnt == 1.0 and accepted["auto"] == accepted[1.0]
-    else:
-        assert 0.6 <= learnt <= 0.7 and accepted["auto"] > accepted[1.0] + 50
-
-
-def test_rules_without_the_targets_noise_teach_nothing() -> None:
-    target = TableEngine.random(10, seed=1, context_length=4100)
-    drafter = ModelDrafter(scaled(target, 0.5), temperature="auto")
-    run_once(CachedSequence(target), drafter, "rejection", 4, PLAIN, 2000, logprobs=False)
-    assert drafter.temperature._scores == {}
-
-
-@pytest.mark.parametrize("used", [0.6, 1.0, 1.2])
-def test_picks_are_what_a_draft_at_each_factor_would_have_drafted(used: float) -> None:
-    rng = np.random.default_rng(0)
-    for position in range(50):
-        logits = 2 * rng.standard_normal(12).astype(np.float32)
-        made = {f: Sampler(dataclasses.replace(PLAIN, temperature=f, seed=3), 12) for f in (used, *FACTORS)}
-        nothing = np.empty(0, np.int32)
-        drafted = made[used].distribution(logits, nothing)
-        noise = made[used].noise.exponential(Stream.TARGET, position, drafted.token_ids)
-        expected = [made[f].pick(made[f].distribution(logits, nothing), position) for f in FACTORS]
-        assert picks(drafted, noise, used).tolist() == expected
-
-
-@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf"), 21, "hot", None])
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf"), 21, "hot", "auto", None])
 def test_a_factor_that_is_none_is_refused(factor: object) -> None:
-    with pytest.raises(ConfigError, match=r"draft-temp must be auto or a factor from 0.05 to 20"):
+    with pytest.raises(ConfigError, match=r"draft-temp must be a number from 0.05 to 20"):
         edgespec.load("demo", draft_temperature=factor)
 
 
-def test_the_command_line_takes_a_factor_or_auto() -> None:
-    found = CliRunner().invoke(cli, ["generate", "demo", "-p", "x", "--draft-temp", "hot"])
-    assert found.exit_code == 2 and "neither a number nor auto" in found.output
+@pytest.mark.parametrize("flag", ["--draft-temp", "--draft-temperature"])
+def test_the_command_line_takes_a_number(flag: str) -> None:
+    for wrong, said in (("auto", "'auto' is not a valid float"), ("30", "from 0.05 to 20")):
+        found = CliRunner().invoke(cli, ["generate", "demo", "-p", "x", flag, wrong])
+        assert found.exit_code == 2 and said in " ".join(found.output.split())
 
 
 @pytest.mark.parametrize("engine", ["llamacpp", "onnx"])
 def test_demo_text_does_not_depend_on_the_draft_temperature(engine: str) -> None:
     ids, plain = None, {}
     temperatures, lengths = (0.0, 0.8, 1.2), (("model", 1), ("model", 4), ("model", "auto"), ("tree", 8))
-    for factor in (0.7, "auto"):
+    for factor in (0.7, 1.3):
         wanted = {"engine": engine, "drafter": "hierarchical", "draft_temperature": factor}
         with edgespec.load("demo", reproducible=True, **wanted) as model:
             ids = ids or model.encode_chat([{"role": "user", "content": "Find me a cheap restaurant in San Jose."}])

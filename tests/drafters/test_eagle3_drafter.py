@@ -47,7 +47,7 @@ def test_the_head_reads_the_pairs_of_the_text_and_no_others(seed: int) -> None:
     rng = np.random.default_rng(seed)
     context = int(rng.choice([16, 40, 1000]))
     head = OpenHead(context)
-    drafter = Eagle3Drafter(head, most_told=64)
+    drafter = Eagle3Drafter(head, max_features=64)
     text = rng.integers(0, VOCABULARY, 12).astype(np.int32)
     for _ in range(60):
         change = rng.integers(10)
@@ -78,7 +78,7 @@ def test_the_window_is_as_wide_as_what_is_told_and_as_the_head() -> None:
     text = np.arange(300, dtype=np.int32) % VOCABULARY
     for told, context, start in ((299, 1000, 0), (40, 1000, 259), (299, 100, 249), (60, 100, 239)):
         head = OpenHead(context)
-        drafter = Eagle3Drafter(head, most_told=512)
+        drafter = Eagle3Drafter(head, max_features=512)
         assert ask(drafter, text, told, 4) == 4
         assert head.start == start
         for size in range(301, 500):
@@ -88,17 +88,17 @@ def test_the_window_is_as_wide_as_what_is_told_and_as_the_head() -> None:
 
 
 def test_without_features_nothing_is_drafted() -> None:
-    drafter = Eagle3Drafter(OpenHead(64), most_told=8)
+    drafter = Eagle3Drafter(OpenHead(64), max_features=8)
     text = np.arange(5, dtype=np.int32)
     assert ask(drafter, text, 0, 4) == 0
     sampler = Sampler(Sampling(temperature=0.0), VOCABULARY)
     assert drafter.draft(DraftRequest(text, 4, sampler)).num_tokens == 0
-    assert ask(Eagle3Drafter(OpenHead(3), most_told=8), text, 4, 4) == 0
+    assert ask(Eagle3Drafter(OpenHead(3), max_features=8), text, 4, 4) == 0
 
 
 def test_a_draft_ends_behind_an_end_token_and_where_it_is_told_to() -> None:
     text = np.arange(5, dtype=np.int32)
-    drafter = Eagle3Drafter(OpenHead(64), most_told=8)
+    drafter = Eagle3Drafter(OpenHead(64), max_features=8)
     sampler = Sampler(Sampling(temperature=0.0), VOCABULARY)
     request = DraftRequest(text, 9, sampler, layer_inputs=features_of(text[:-1]))
     whole = drafter.draft(request)
@@ -113,7 +113,7 @@ def test_a_draft_ends_behind_an_end_token_and_where_it_is_told_to() -> None:
     told = drafter.draft(DraftRequest(text, 9, sampler, should_continue=two, layer_inputs=request.layer_inputs))
     assert heard == [1, 2] and told.token_ids.tolist() == whole.token_ids[:2].tolist()
     third = int(whole.token_ids[2])
-    ending = Eagle3Drafter(OpenHead(64, frozenset({third})), most_told=8)
+    ending = Eagle3Drafter(OpenHead(64, frozenset({third})), max_features=8)
     ends_at = 1 + whole.token_ids.tolist().index(third)
     assert ending.draft(request).token_ids.tolist() == whole.token_ids[:ends_at].tolist()
 
@@ -135,7 +135,7 @@ def test_coupled_text_is_plain_text(temperature: float) -> None:
     for seed in range(3):
         sampling = Sampling(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, seed=seed)
         plain = [event.token_id for event in run_once(cached, None, "coupled", sampling, 300)]
-        drafter = Eagle3Drafter(OpenHead(100), most_told=512)
+        drafter = Eagle3Drafter(OpenHead(100), max_features=512)
         found = run_once(cached, drafter, "coupled", sampling, 300)
         assert [event.token_id for event in found] == plain
         assert sum(event.drafter is not None for event in found) > 10
@@ -146,7 +146,7 @@ def test_a_head_that_knows_the_target_is_always_right(rule: str) -> None:
     target = TableEngine.random(VOCABULARY, order=1, seed=1, context_length=400)
     head = OpenHead(100)
     head.table, head.share_of_state = np.stack([target.row((token,)) for token in range(VOCABULARY)]), 0.0
-    cached, drafter = CachedSequence(target), Eagle3Drafter(head, most_told=512)
+    cached, drafter = CachedSequence(target), Eagle3Drafter(head, max_features=512)
     sampling = Sampling(temperature=1.2, top_k=0, top_p=1.0, min_p=0.0, seed=7)
     found = run_once(cached, drafter, rule, sampling, 201)
     assert sum(event.drafter is not None for event in found) == 150
@@ -155,7 +155,7 @@ def test_a_head_that_knows_the_target_is_always_right(rule: str) -> None:
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
 def test_the_joint_law_of_sampled_text_is_the_targets(rule: str) -> None:
     target = TableEngine.random(VOCABULARY, order=1, seed=3, spread=1.0, context_length=1100)
-    cached, drafter = CachedSequence(target), Eagle3Drafter(OpenHead(200), most_told=512)
+    cached, drafter = CachedSequence(target), Eagle3Drafter(OpenHead(200), max_features=512)
     counts = np.zeros((VOCABULARY, VOCABULARY))
     for seed in range(6):
         sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=seed)

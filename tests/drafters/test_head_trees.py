@@ -15,13 +15,13 @@ from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.acceptance import RULES
 from edgespec.control.base import FixedLength, Proposal
-from edgespec.control.branches import path_products
 from edgespec.control.cost import CostCurve
+from edgespec.control.length import path_products
 from edgespec.decode import Run, autoregressive, speculative
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.chain import evidence_of
 from edgespec.drafters.medusa import MedusaDrafter
-from edgespec.drafters.states import DEAR_ROW, StateDrafter
+from edgespec.drafters.states import MAX_ROW_COST, StateDrafter
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.sequence import CachedSequence
 from edgespec.sampling import Sampler
@@ -197,7 +197,7 @@ def test_drawn_siblings_carry_what_was_left_and_every_node_draws_for_itself(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_eagle_looks_at_the_text_and_a_nodes_own_path(tiny_engine: LlamaCppEngine, temperature: float) -> None:
-    """The slow twin reads each path by itself, as if it were text whose states are those that it predicted."""
+    """The reference reads each path by itself, as text with the states that it predicted."""
     heads = random_heads("eagle", tiny_engine, HIDDEN)
     sharp = {name: heads.arrays[name] * 10 for name in ("q_proj", "k_proj", "v_proj", "o_proj")}  # looks at few pairs
     heads = replace(heads, arrays={**heads.arrays, **sharp})
@@ -238,7 +238,7 @@ def test_a_chain_is_drafted_where_trees_are_not_possible_or_rows_are_dear(kind: 
     assert side_branches(drafts[1]) > 1
     for draft, cost in zip(drafts, (0.0, 0.02, 0.05, 0.09), strict=True):
         assert min(path_products(draft, draft.confidences.tolist())) > cost
-    for dear in (asked._replace(row_cost=DEAR_ROW), asked._replace(max_branches=0)):
+    for dear in (asked._replace(row_cost=MAX_ROW_COST), asked._replace(max_branches=0)):
         assert drafter.draft(dear).is_chain
 
 

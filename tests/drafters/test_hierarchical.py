@@ -14,9 +14,7 @@ import edgespec
 from edgespec import GenerateOptions, Sampling
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.hierarchical import HierarchicalDrafter
-from edgespec.drafters.inner_length import MAX_INNER, InnerLength
 from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.temperature import Factor
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.table import TableEngine
 from edgespec.errors import Cancelled, CapabilityError, ModelNotFound, VocabularyMismatch
@@ -26,21 +24,6 @@ from laws import ALPHA_1E6, chi_square_score
 from lossless import DEMO, PLAIN, PROMPTS, VOCABULARY, run_once
 
 SAMPLED = Sampling(temperature=0.8, top_k=5, top_p=0.9, min_p=0.05, seed=9)
-
-
-class Always(InnerLength):
-    """Lets the small model draft the same number of tokens every time."""
-
-    count = 0
-
-    def best(self, most: int) -> int:
-        return min(self.count, most)
-
-
-def always(count: int) -> Always:
-    lengths = Always()
-    lengths.count = count
-    return lengths
 
 
 class Watched(TableEngine):
@@ -54,16 +37,13 @@ class Watched(TableEngine):
 
 
 def pair_of(
-    target: TableEngine, inner: int | None = 3, context_length: int = 400, temperature: Factor = 1.0
+    target: TableEngine, inner: int = 3, context_length: int = 400, temperature: float = 1.0
 ) -> HierarchicalDrafter:
-    """A small and a medium model related to `target`; the small one drafts `inner` tokens, None: as many as pay."""
+    """A small and a medium model related to `target`; the small one drafts `inner` tokens for each of its passes."""
     engines = [target.related(sigma, seed) for sigma, seed in ((1.5, 1), (0.7, 2))]
     for engine in engines:
         engine.facts = replace(engine.facts, context_length=context_length)
-    drafter = HierarchicalDrafter(ModelDrafter(engines[0]), engines[1], temperature)
-    if inner is not None:
-        drafter._lengths = {False: always(inner), True: always(inner)}
-    return drafter
+    return HierarchicalDrafter(ModelDrafter(engines[0]), engines[1], temperature, inner)
 
 
 @pytest.fixture
@@ -80,15 +60,15 @@ def assert_same(found: Draft, wanted: Draft) -> None:
         assert ours.probs.tolist() == theirs.probs.tolist()
 
 
-@pytest.mark.parametrize("compares, factor", [(False, 1.0), (True, 1.0), (False, 0.6), (True, 1.5), (False, "auto")])
-@pytest.mark.parametrize("inner", [0, 1, 2, 5, 8, None])
+@pytest.mark.parametrize("compares, factor", [(False, 1.0), (True, 1.0), (False, 0.6), (True, 1.5)])
+@pytest.mark.parametrize("inner", [0, 1, 2, 5, 8])
 @pytest.mark.parametrize("settings", [
     Sampling(temperature=0.0),
     SAMPLED,
     Sampling(temperature=1.2, repeat_penalty=1.3, frequency_penalty=0.2, penalty_window=8, seed=4),
 ])  # fmt: skip
 def test_it_drafts_what_the_medium_alone_would(
-    target: TableEngine, settings: Sampling, inner: int | None, compares: bool, factor: Factor
+    target: TableEngine, settings: Sampling, inner: int, compares: bool, factor: float
 ) -> None:
     """Tokens, evidence and distributions, so whatever holds of a draft model's drafts holds of these."""
     drafter = pair_of(target, inner, temperature=factor)
@@ -118,8 +98,7 @@ def test_the_medium_is_asked_once_for_several_tokens(target: TableEngine, factor
     medium.__class__ = Watched
     medium.widths = []
     small = ModelDrafter(target.related(0.7, 2), temperature=factor)
-    drafter = HierarchicalDrafter(small, medium, factor)
-    drafter._lengths = {True: always(5)}
+    drafter = HierarchicalDrafter(small, medium, factor, ahead=5)
     text = np.array([0, 1, 2], np.int32)
     sampler = Sampler(SAMPLED, VOCABULARY)
     draft = drafter.draft(DraftRequest(text, 12, sampler))
@@ -135,8 +114,7 @@ def test_the_medium_is_asked_once_for_several_tokens(target: TableEngine, factor
 
 def test_it_stops_where_the_next_token_does_not_pay(target: TableEngine) -> None:
     """Asked after every token in order; what a pass has scored already is drafted all the same."""
-    drafter = HierarchicalDrafter(ModelDrafter(target.related(0.7, 2)), target.related(0.7, 2))
-    drafter._lengths = {True: always(3)}
+    drafter = HierarchicalDrafter(ModelDrafter(target.related(0.7, 2)), target.related(0.7, 2), ahead=3)
     asked: list[int] = []
 
     def should_continue(count: int, evidence: tuple[float, ...]) -> bool:
@@ -156,7 +134,7 @@ def test_coupled_text_is_plain_text(target: TableEngine, context_length: int) ->
     cached = CachedSequence(target)
     for settings in (Sampling(temperature=0.0), PLAIN, SAMPLED):
         plain = run_once(cached, None, "coupled", 0, settings, 300)
-        for length, inner in itertools.product((1, 3, 8, 40), (0, 2, 7, None)):
+        for length, inner in itertools.product((1, 3, 8, 40), (0, 2, 7)):
             drafter = pair_of(target, inner, context_length)
             found = run_once(cached, drafter, "coupled", length, settings, 300)
             assert [(e.token_id, e.logprob) for e in found] == [(e.token_id, e.logprob) for e in plain]
@@ -170,7 +148,7 @@ def test_the_law_of_sampled_text_is_the_targets(rule: str) -> None:
     """
     size = 4
     target = TableEngine.random(size, order=2, seed=3, spread=1.0, context_length=4100)
-    drafter, cached = pair_of(target, None, 4100), CachedSequence(target)
+    drafter, cached = pair_of(target, 3, 4100), CachedSequence(target)
     counts = np.zeros((size, size, size))
     for seed in range(2):
         events = run_once(cached, drafter, rule, 4, replace(PLAIN, seed=seed), 4000, logprobs=False)
@@ -210,47 +188,6 @@ def test_its_bytes_are_the_mediums(target: TableEngine) -> None:
     assert drafter.bytes_used == ModelDrafter(target.related(0.7, 2)).bytes_used
     engine = drafter.reset_engine()
     assert engine.length() == drafter._small._engine.length() == 0
-
-
-def learnt(chance: float, token_s: float, row_s: float, pass_s: float = 1.0) -> InnerLength:
-    found = InnerLength(chance=chance, token_s=token_s)
-    for width in range(1, MAX_INNER + 2):
-        found.passed(width, pass_s + row_s * (width - 1))
-    return found
-
-
-def test_the_inner_length_is_what_the_costs_say() -> None:
-    assert learnt(0.9, 0.01, 0.0).best(20) == MAX_INNER
-    assert learnt(0.9, 0.01, 0.0).best(3) == 3
-    assert learnt(0.9, 1.0, 0.0).best(20) == 0
-    assert learnt(0.05, 0.1, 0.1).best(20) == 0
-    # (1 + .6 + .36 ...) / (1 + .2 k): 1, 1.333, 1.4, 1.36
-    assert learnt(0.6, 0.1, 0.1).best(20) == 2
-    assert learnt(0.6, 0.1, 0.1).best(0) == 0
-
-
-def test_a_refused_small_model_is_tried_again() -> None:
-    """A time that a busy machine showed must not last."""
-    slow = learnt(0.9, 5.0, 0.1)
-    tried = 0
-    for _ in range(600):
-        if slow.best(8):
-            tried += 1
-            slow.drafted(1, 0.1)
-    assert tried > 300
-
-
-def test_an_inner_chance_follows_the_outcomes() -> None:
-    lengths = InnerLength()
-    for _ in range(200):
-        lengths.outcome(0, 1)
-    assert lengths.chance < 0.01
-    for _ in range(200):
-        lengths.outcome(3, 3)
-    assert lengths.chance > 0.99
-    before = lengths.chance
-    lengths.outcome(0, 0)
-    assert lengths.chance == before
 
 
 # -- on the demo family

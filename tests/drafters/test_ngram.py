@@ -17,7 +17,7 @@ def request(ids: list[int], most: int = 4) -> DraftRequest:
 
 
 def slow_lookup(ids: list[int], most: int, sizes: range) -> list[int]:
-    """The slow twin: search the whole history backwards for the longest match."""
+    """Reference implementation: search the whole history backwards for the longest match."""
     for size in sizes:
         for place in range(len(ids) - 1, size - 1, -1):
             if ids[place - size : place] == ids[-size:]:

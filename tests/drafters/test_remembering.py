@@ -152,7 +152,7 @@ def rate_of(model: edgespec.Model) -> float:
     return _answer(model, QUESTION, Sampling(temperature=0.0), "cache", 8).stats.mean_accepted_length
 
 
-def test_without_being_asked_nothing_is_learnt_nor_recalled(home: Path) -> None:
+def test_learning_and_recall_are_off_by_default(home: Path) -> None:
     with load_demo() as model:
         first = rate_of(model)
         model.forget()
@@ -243,12 +243,12 @@ def test_what_is_told_of_an_answer_stands_on_a_line_of_its_own(home: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["add", "nothing.txt"], "no file or folder 'nothing.txt': give the path of a text file"),
+        (["add", "nothing.txt"], "no file or folder 'nothing.txt': give a text file"),
         (["add", "empty.txt"], "empty.txt is empty: give a file of text"),
         (["add", "image.png"], "image.png is binary: give a file of text"),
         (["add", "folder"], "holds no text (1 file: empty): give a folder that does"),
         (["add", "a.txt", "b.txt", "--name", "x"], "--name names one text and 2 paths are given"),
-        (["add", "a.txt", "--name", ""], "is no name for a text"),
+        (["add", "a.txt", "--name", ""], "is not a valid name"),
         (["add", "large.txt", "--budget", "1"], "raise the budget with --budget"),
         (["add", "a.txt", "-m", "nonsense"], "no model 'nonsense'"),
         (["rm"], "say what to remove"),
@@ -309,7 +309,7 @@ def test_answers_are_kept_only_when_asked_and_can_be_cleared(home: Path, monkeyp
     assert run(*arguments, "--recall").exit_code == 0
     assert not (home / "texts").exists(), "nothing is kept unless it was asked for"
     done = run(*arguments, "--learn")
-    assert "learning from answers: on" in done.output and "corpus rm --learnt deletes them" in done.output
+    assert "learning from answers: on" in done.output and "corpus rm --learnt deletes it" in done.output
     assert "learning" not in run(*arguments, "--learn").output, "it is said once"
     assert "tokens of 1 answers" in run("corpus", "ls").output
     assert run("corpus", "rm", "--learnt").exit_code == 0
@@ -329,7 +329,7 @@ def test_answers_are_kept_only_when_asked_and_can_be_cleared(home: Path, monkeyp
         ({"learn": False}, (False, False)),
     ],
 )
-def test_what_is_remembered_by_what_was_asked(home: Path, given: dict[str, bool], expected: tuple[bool, bool]) -> None:
+def test_memory_depends_on_the_options(home: Path, given: dict[str, bool], expected: tuple[bool, bool]) -> None:
     with open_session(resolve(given), remembers=True).model as model:
         assert (model.options.learn, model.options.recall) == expected
 

@@ -60,7 +60,7 @@ def test_the_same_source_replaces_and_another_may_not_take_its_name(tmp_path: Pa
     assert [text.num_tokens for text in corpus.texts()] == [201]
     index = corpus.index()
     assert index is not None and index.num_tokens == 201
-    with pytest.raises(ConfigError, match="has a text 'a' already, from /a: give this one another name with --name"):
+    with pytest.raises(ConfigError, match="already has a text 'a', from /a: give this one another name with --name"):
         corpus.add("a", "/elsewhere/a", documents(2))
 
 
@@ -111,7 +111,7 @@ def test_bad_names(tmp_path: Path, name: str) -> None:
 
 def test_a_corpus_of_more_ids_than_the_vocabulary_has_is_refused(tmp_path: Path) -> None:
     make(tmp_path).add("a", "/a", documents(0))
-    with pytest.raises(StateError, match=r"a token id lies outside -1..49"):
+    with pytest.raises(StateError, match=r"a token id is outside -1..49"):
         make(tmp_path, size=50).index()
 
 
@@ -188,7 +188,7 @@ def test_a_file_of_a_later_format_is_left_alone(tmp_path: Path) -> None:
     connection.close()
     before = corpus.path.read_bytes()
     for act in (corpus.index, corpus.texts, lambda: corpus.add("b", "/b", documents(1))):
-        with pytest.raises(StateError, match="has format 2 and this edgespec reads 1"):
+        with pytest.raises(StateError, match="has format 2 and this version of edgespec reads 1"):
             act()
     assert corpus.path.read_bytes() == before
 

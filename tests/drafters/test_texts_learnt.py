@@ -149,7 +149,7 @@ def test_a_damaged_file_is_replaced_with_a_note(tmp_path: Path, caplog: pytest.L
     for contents in (b"no database at all", b"SQLite format 3\0" + b"\1" * 5000):
         learnt.path.write_bytes(contents)
         assert learnt.read() == []
-        assert "is damaged" in caplog.text and "a new one is begun" in caplog.text
+        assert "is damaged" in caplog.text and "it is replaced by a new file" in caplog.text
         learnt.add(answer(0))
         assert len(learnt.read()) == 1
 
@@ -183,7 +183,7 @@ def test_a_place_that_cannot_be_used_is_no_obstacle(tmp_path: Path, caplog: pyte
     learnt = make(tmp_path / "file" / "texts")
     learnt.add(answer(0))
     assert learnt.read() == []
-    assert "this answer is not kept" in caplog.text
+    assert "this answer was not stored" in caplog.text
 
 
 def test_a_locked_file_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("gguf", reason="conversion needs the package gguf: pip install edgespec[export]")
+pytest.importorskip("gguf", reason="conversion needs the package gguf: scripts/run.py install export")
 pytest.importorskip("tokenizers", reason="the test folders need the package tokenizers")
 
 from edgespec.engines.llamacpp import LlamaCppEngine
@@ -50,7 +50,7 @@ def test_kept_layers_are_renumbered_and_bytes_are_copied(tmp_path: Path):
 
 @pytest.mark.parametrize("case", CASES)
 def test_transformers_runs_the_pruned_model_as_llama_cpp_does(tmp_path: Path, case: str):
-    pytest.importorskip("torch", reason="this comparison needs torch: pip install edgespec[export]")
+    pytest.importorskip("torch", reason="this comparison needs torch: scripts/run.py install export")
     pytest.importorskip("transformers", reason="this comparison needs transformers")
     folder = write_checkpoint(tmp_path / "hf", case)
     layers = (0, 1, 2) if case == "smollm3" else (1, 2)

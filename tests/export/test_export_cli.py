@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 
 from demo import heed_interrupts
 
-pytest.importorskip("gguf", reason="export needs the package gguf: pip install edgespec[export]")
+pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.py install export")
 
 from edgespec.cli.main import cli
 from edgespec.export import file_checks as checking
@@ -24,6 +24,7 @@ from edgespec.export import reference, stages
 from edgespec.export.accuracy import open_engine
 from edgespec.export.reference import Reference
 from edgespec.formats.manifest import read_pair
+from edgespec.installation import install_command
 from edgespec.types import Batch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,7 +139,7 @@ def test_a_foreign_draft_is_refused_before_any_weight_is_converted(tmp_path):
 
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert_refused(export(DRAFT, tmp_path / "pair"), "torch", "pip install 'edgespec[export]'", "--no-check")
+    assert_refused(export(DRAFT, tmp_path / "pair"), "torch", install_command("export"), "--no-check")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("gguf", reason="conversion needs the package gguf: pip install edgespec[export]")
+pytest.importorskip("gguf", reason="conversion needs the package gguf: scripts/run.py install export")
 safetensors = pytest.importorskip("safetensors.numpy", reason="writing test folders needs the package safetensors")
 
 import gguf  # noqa: E402
@@ -23,6 +23,7 @@ from edgespec.engines.llamacpp import LlamaCppEngine  # noqa: E402
 from edgespec.errors import ModelFileError  # noqa: E402
 from edgespec.export.checkpoint import Checkpoint  # noqa: E402
 from edgespec.export.gguf import convert, pre_tokenizer_name  # noqa: E402
+from edgespec.installation import install_command  # noqa: E402
 from edgespec.types import Batch  # noqa: E402
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
@@ -228,7 +229,7 @@ def test_the_shipped_gguf_is_the_shipped_checkpoint(tmp_path: Path, role: str):
 
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_transformers_agrees_with_the_reference(role: str):
-    torch = pytest.importorskip("torch", reason="this comparison needs torch: pip install edgespec[export]")
+    torch = pytest.importorskip("torch", reason="this comparison needs torch: scripts/run.py install export")
     transformers = pytest.importorskip("transformers", reason="this comparison needs transformers")
     folder = DEMO / "hf" / role
     model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -242,4 +243,4 @@ def test_transformers_agrees_with_the_reference(role: str):
 def test_a_missing_package_is_named():
     code = "import sys; sys.modules['gguf'] = None; import edgespec.export.gguf"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "CapabilityError: converting to GGUF needs the package gguf: pip install 'edgespec[export]'" in done.stderr
+    assert f"CapabilityError: converting to GGUF needs the package gguf: {install_command('export')}" in done.stderr

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("gguf", reason="conversion needs the package gguf: pip install edgespec[export]")
+pytest.importorskip("gguf", reason="conversion needs the package gguf: scripts/run.py install export")
 pytest.importorskip("tokenizers", reason="the test folders need the package tokenizers")
 
 import gguf
@@ -55,7 +55,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, case: str):
 
 @pytest.mark.parametrize("case", CASES)
 def test_transformers_still_says_so(tmp_path: Path, case: str):
-    pytest.importorskip("torch", reason="this comparison needs torch: pip install edgespec[export]")
+    pytest.importorskip("torch", reason="this comparison needs torch: scripts/run.py install export")
     pytest.importorskip("transformers", reason="this comparison needs transformers")
     found = logits_of_transformers(write_checkpoint(tmp_path / "hf", case))
     with np.load(LOGITS) as kept:

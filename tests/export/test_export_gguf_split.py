@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("gguf", reason="conversion needs the package gguf: pip install edgespec[export]")
+pytest.importorskip("gguf", reason="conversion needs the package gguf: scripts/run.py install export")
 pytest.importorskip("tokenizers", reason="the test folders need the package tokenizers")
 
 from edgespec.engines.envelope import fingerprint

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("gguf", reason="conversion needs the package gguf: pip install edgespec[export]")
+pytest.importorskip("gguf", reason="conversion needs the package gguf: scripts/run.py install export")
 tokenizers = pytest.importorskip("tokenizers", reason="the comparison needs the package tokenizers")
 
 from gguf.gguf_reader import GGUFReader  # noqa: E402

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("gguf", reason="export needs the package gguf: pip install edgespec[export]")
+pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.py install export")
 
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError, UsageError, VocabularyMismatch
@@ -363,7 +363,7 @@ def test_an_old_pair_is_replaced_only_when_asked_and_only_at_the_end(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_an_exchange_that_was_cut_off_is_undone(tmp_path):
+def test_an_interrupted_replacement_is_undone(tmp_path):
     old_pair(tmp_path / ".out.replaced")
     with pytest.raises(UsageError, match="--force"), opened(tmp_path / "out", replace=False):
         pass
@@ -512,7 +512,7 @@ def test_a_comparison_adds_up(tmp_path):
     assert found.top1_agreement == pytest.approx(1 - 1 / decided.sum())
 
 
-def test_numbers_that_are_none_never_pass():
+def test_nan_never_passes_the_check():
     nan = float("nan")
     assert Comparison(1, nan, nan, nan).complaint(Limits(1.0, 0.0, 1e9)).count("limit") == 3
 

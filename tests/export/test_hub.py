@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("gguf", reason="export needs the package gguf: pip install edgespec[export]")
-pytest.importorskip("huggingface_hub", reason="a hub needs the package huggingface_hub: pip install edgespec[export]")
+pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.py install export")
+pytest.importorskip("huggingface_hub", reason="a hub needs the package huggingface_hub: scripts/run.py install export")
 
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound
 from edgespec.export.hub import find_source
 from edgespec.formats.manifest import read_pair
+from edgespec.installation import install_command
 from hub_server import COMMIT, HubServer, serve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,5 +146,5 @@ def test_what_is_neither_a_folder_nor_an_id_is_refused_without_a_hub(text):
 
 def test_a_missing_library_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(CapabilityError, match=r"pip install 'edgespec\[export\]'"):
+    with pytest.raises(CapabilityError, match=re.escape(install_command("export"))):
         find_source(ID)

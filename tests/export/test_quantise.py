@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("gguf", reason="quantising needs the package gguf: pip install edgespec[export]")
+pytest.importorskip("gguf", reason="quantising needs the package gguf: scripts/run.py install export")
 pytest.importorskip("tokenizers", reason="the test folders need the package tokenizers")
 
 from edgespec.engines.llamacpp import LlamaCppEngine
@@ -178,7 +178,7 @@ def test_files_that_are_no_importance_matrix(tmp_path: Path):
 
 @pytest.mark.parametrize("case", CASES)
 def test_importance_is_measured_for_every_matrix(tmp_path: Path, case: str):
-    pytest.importorskip("torch", reason="measuring importance needs torch: pip install edgespec[export]")
+    pytest.importorskip("torch", reason="measuring importance needs torch: scripts/run.py install export")
     pytest.importorskip("transformers", reason="measuring importance needs transformers")
     folder = write_checkpoint(tmp_path / "hf", case)
     text = tmp_path / "text.txt"
@@ -197,7 +197,7 @@ def test_importance_is_measured_for_every_matrix(tmp_path: Path, case: str):
 
 
 def test_importance_is_the_mean_of_squared_inputs(tmp_path: Path):
-    torch = pytest.importorskip("torch", reason="measuring importance needs torch: pip install edgespec[export]")
+    torch = pytest.importorskip("torch", reason="measuring importance needs torch: scripts/run.py install export")
     transformers = pytest.importorskip("transformers", reason="measuring importance needs transformers")
     text = tmp_path / "text.txt"
     text.write_text(" ".join(TEXTS))
@@ -213,7 +213,7 @@ def test_importance_is_the_mean_of_squared_inputs(tmp_path: Path):
 
 
 def test_importance_of_a_text_that_cannot_be_read(tmp_path: Path):
-    pytest.importorskip("torch", reason="measuring importance needs torch: pip install edgespec[export]")
+    pytest.importorskip("torch", reason="measuring importance needs torch: scripts/run.py install export")
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
     for name, message in {"empty": "0 tokens long", "binary": "cannot be read as UTF-8", "none": "cannot be"}.items():

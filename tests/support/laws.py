@@ -25,7 +25,6 @@ from edgespec.drafters.cache import CacheDrafter
 from edgespec.drafters.eagle3 import Eagle3Drafter
 from edgespec.drafters.early_exit import EarlyExitDrafter, SharedStateDrafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter
-from edgespec.drafters.hybrid import HybridDrafter
 from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
@@ -89,14 +88,13 @@ MAKERS: dict[str, Callable[[TableEngine], Drafter]] = {
     "tree": lambda target: TreeDrafter(model(target)),
     "warm tree": lambda target: TreeDrafter(model(target, temperature=1.5)),
     "close tree": lambda target: TreeDrafter(model(target, sigma=0.3)),
-    "hybrid": lambda target: HybridDrafter([SuffixDrafter(), NgramDrafter(min_ngram=1)], model(target), 0.3),
     "hierarchical": lambda target: hierarchical(target, 1.0),
     "warm hierarchical": lambda target: hierarchical(target, 1.5),
     "early-exit": lambda target: EarlyExitDrafter(target.related(sigma=1.0)),
     "shared exit": SharedStateDrafter,
     "medusa": lambda target: heads("medusa", target),
     "eagle": lambda target: heads("eagle", target),
-    "eagle3": lambda target: Eagle3Drafter(OpenHead(200, vocabulary=VOCABULARY), most_told=512),
+    "eagle3": lambda target: Eagle3Drafter(OpenHead(200, vocabulary=VOCABULARY), max_features=512),
     "ngram": lambda target: NgramDrafter(min_ngram=1),
     "suffix": lambda target: SuffixDrafter(),
     "cache": lambda target: CacheDrafter(VOCABULARY),

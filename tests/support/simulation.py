@@ -16,7 +16,8 @@ import numpy as np
 
 from edgespec.control.auto import AutoController
 from edgespec.control.base import NOTHING, Controller, FixedLength, Proposal
-from edgespec.control.cost import WIDEST, CostCurve, DraftCost
+from edgespec.control.cost import WIDEST, CostCurve
+from edgespec.control.run_cost import DraftCost
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.chain import CHAIN_PRIOR
 from edgespec.drafters.ngram import NgramDrafter

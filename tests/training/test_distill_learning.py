@@ -22,11 +22,11 @@ from edgespec.export.training.journal import stale_rounds
 from edgespec.export.training.preparation import prepare
 from edgespec.export.training.request import DistillRequest
 
-torch = pytest.importorskip("torch", reason="learning needs torch: pip install edgespec[train]")
+torch = pytest.importorskip("torch", reason="learning needs torch: scripts/run.py install train")
 transformers = pytest.importorskip(
-    "transformers", reason="targets are read by transformers: pip install edgespec[train]"
+    "transformers", reason="targets are read by transformers: scripts/run.py install train"
 )
-pytest.importorskip("tokenizers", reason="texts need tokenizers: pip install edgespec[train]")
+pytest.importorskip("tokenizers", reason="texts need tokenizers: scripts/run.py install train")
 
 from safetensors.torch import load_file  # noqa: E402
 

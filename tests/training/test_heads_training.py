@@ -1,4 +1,4 @@
-"""Training heads where torch is: the loss against a slow twin, resuming, and that numpy computes what torch learnt."""
+"""Training heads (needs torch): the loss against a reference, resuming, and numpy inference of the trained heads."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from click.testing import CliRunner
 
 from tiny_heads import drafter_of
 
-pytest.importorskip("torch", reason="learning needs torch: pip install edgespec[train]")
-pytest.importorskip("transformers", reason="targets are read by transformers: pip install edgespec[train]")
-pytest.importorskip("tokenizers", reason="texts need tokenizers: pip install edgespec[train]")
+pytest.importorskip("torch", reason="learning needs torch: scripts/run.py install train")
+pytest.importorskip("transformers", reason="targets are read by transformers: scripts/run.py install train")
+pytest.importorskip("tokenizers", reason="texts need tokenizers: scripts/run.py install train")
 
 import torch
 import transformers
@@ -135,7 +135,7 @@ def test_numpy_drafts_what_torch_predicts(kind: str, changes: dict[str, int], ti
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_loss_is_that_of_a_slow_twin(kind: str, tiny: Path) -> None:  # noqa: F811
+def test_the_loss_equals_the_reference(kind: str, tiny: Path) -> None:  # noqa: F811
     """Root by root, token by token: the k-th token of root i against the target's choice of token i + 2 + k."""
     trainer = shaken(trainer_of(tiny, kind, draft_vocabulary=50))
     ids = torch.randint(0, 200, (2, 12), generator=torch.Generator().manual_seed(0))

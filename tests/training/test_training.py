@@ -16,9 +16,9 @@ from demo_training import corpus
 from edgespec.formats.manifest import read_pair
 from edgespec.tuning import datasets
 
-torch = pytest.importorskip("torch", reason="training needs torch: pip install edgespec[train]")
-pytest.importorskip("tokenizers", reason="training needs tokenizers: pip install edgespec[train]")
-pytest.importorskip("tqdm", reason="training needs tqdm: pip install edgespec[train]")
+torch = pytest.importorskip("torch", reason="training needs torch: scripts/run.py install train")
+pytest.importorskip("tokenizers", reason="training needs tokenizers: scripts/run.py install train")
+pytest.importorskip("tqdm", reason="training needs tqdm: scripts/run.py install train")
 
 import llama_reference  # noqa: E402
 
@@ -206,9 +206,9 @@ def test_a_student_equal_to_the_target_is_always_accepted():
 def test_packing_writes_a_pair_that_the_registry_reads(
     tmp_path: Path, corpus_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    pytest.importorskip("matplotlib", reason="packing draws curves: pip install edgespec[train]")
-    pytest.importorskip("gguf", reason="packing converts: pip install edgespec[train]")
-    pytest.importorskip("onnxruntime_genai", reason="packing exports: pip install edgespec[export]")
+    pytest.importorskip("matplotlib", reason="packing draws curves: scripts/run.py install train")
+    pytest.importorskip("gguf", reason="packing converts: scripts/run.py install train")
+    pytest.importorskip("onnxruntime_genai", reason="packing exports: scripts/run.py install export")
     from demo_training import pack as packing
     from demo_training import pipeline
 
@@ -236,7 +236,7 @@ def test_packing_writes_a_pair_that_the_registry_reads(
 
 
 def test_evaluation_prompts_end_where_the_assistant_begins(corpus_folder: Path):
-    pytest.importorskip("matplotlib", reason="packing draws curves: pip install edgespec[train]")
+    pytest.importorskip("matplotlib", reason="packing draws curves: scripts/run.py install train")
     from demo_training.pack import evaluation_prompts
 
     documents = corpus.dialogues(corpus_folder / datasets.SGD_DEV_FILE, seed=0)
@@ -282,8 +282,8 @@ def test_a_repeated_run_can_be_foreseen_from_its_second_time_on():
 def test_copying_is_taught_on_from_the_shipped_weights(
     tmp_path: Path, corpus_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    pytest.importorskip("matplotlib", reason="packing draws curves: pip install edgespec[train]")
-    pytest.importorskip("gguf", reason="packing converts: pip install edgespec[train]")
+    pytest.importorskip("matplotlib", reason="packing draws curves: scripts/run.py install train")
+    pytest.importorskip("gguf", reason="packing converts: scripts/run.py install train")
     from safetensors.torch import load_file
 
     from demo_training import pack as packing

@@ -19,6 +19,7 @@ from typing import Any
 
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.gguf.split import model_files
+from edgespec.installation import reinstall_command, require_engine
 
 logger = logging.getLogger(__name__)
 ERROR, CONTINUED = 4, 5  # ggml_log_level
@@ -36,8 +37,9 @@ def library() -> Any:
     try:
         from llama_cpp import llama_cpp
     except (ImportError, OSError, RuntimeError) as exc:
+        require_engine("llamacpp", "this command")
         raise CapabilityError(
-            f"llama.cpp cannot be loaded: {exc}. Install it with: pip install --force-reinstall llama-cpp-python"
+            f"llama.cpp cannot be loaded: {exc}. Install it again: {reinstall_command('llama-cpp-python')}"
         ) from exc
     llama_cpp.llama_log_set(_log_callback(llama_cpp), None)
     llama_cpp.llama_backend_init()

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from edgespec.engines.onnx.head import FLOAT, HIDDEN, LOGITS, give_hidden, keep_wanted_rows, shape_of
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound
 from edgespec.formats.onnx.tensors import external_entry, read_tensor
+from edgespec.installation import install_command
 
 ATTENTION = "GroupQueryAttention"
 NUM_ATTENTION_INPUTS = 11
@@ -114,7 +115,7 @@ def _load(path: Path) -> Any:
         import onnx
         from google.protobuf.message import DecodeError
     except ImportError as exc:
-        raise CapabilityError(f"reading ONNX files needs {exc.name}: pip install 'edgespec[onnx]'") from exc
+        raise CapabilityError(f"reading ONNX files needs {exc.name}: {install_command()}") from exc
     if not path.is_file():
         raise ModelNotFound(f"no file {str(path)!r}: give the model.onnx of an export")
     try:

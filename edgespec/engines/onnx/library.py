@@ -15,6 +15,7 @@ import numpy as np
 from edgespec.engines.onnx.unsigned import Weights, make_unsigned
 from edgespec.errors import Cancelled, CapabilityError, ConfigError, EngineError, ModelFileError
 from edgespec.formats.onnx import WHOLE_PRODUCT
+from edgespec.installation import install_command, reinstall_command
 
 # By preference; the second name is what onnxruntime calls the memory of the device.
 PROVIDERS = {
@@ -34,8 +35,7 @@ def library() -> Any:
         import onnxruntime
     except ImportError as exc:
         raise CapabilityError(
-            f"ONNX Runtime cannot be loaded: {exc}. Install it with: pip install 'edgespec[onnx]' "
-            "(or 'edgespec[onnx-gpu]')"
+            f"ONNX Runtime cannot be loaded: {exc}. Install it again: {reinstall_command('onnxruntime')}"
         ) from exc
     onnxruntime.set_default_logger_severity(ERRORS_ONLY + 1)
     return onnxruntime
@@ -72,7 +72,7 @@ def open_session(graph: bytes, folder: Path, *, threads: int, provider: str) -> 
     if provider != "auto" and provider not in installed:
         raise CapabilityError(
             f"provider {provider!r} is not in this build of ONNX Runtime, which has: {', '.join(installed)}. "
-            "Install the one for your device: pip install 'edgespec[onnx-gpu]'"
+            f"For an NVIDIA GPU: {install_command('gpu')}"
         )
     for name in (provider,) if provider != "auto" else installed:
         try:

@@ -8,6 +8,7 @@ from typing import Any
 
 from edgespec.errors import CapabilityError, ModelFileError, PromptError, UsageError
 from edgespec.formats.hub_folder import chat_template, read_json, read_optional_json
+from edgespec.installation import install_command
 from edgespec.vocabulary import Vocabulary
 
 _FIX = "export the model again"
@@ -130,7 +131,7 @@ def _open(path: Path) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError as exc:
-        raise CapabilityError("ONNX models need the package tokenizers: pip install 'edgespec[onnx]'") from exc
+        raise CapabilityError(f"ONNX models need the package tokenizers: {install_command()}") from exc
     if not path.is_file():
         raise ModelFileError(f"{path} is missing: an ONNX model needs its tokenizer beside it. Copy it there")
     try:

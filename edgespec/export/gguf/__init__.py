@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from edgespec.errors import CapabilityError
+from edgespec.installation import install_command
 
 try:
     import gguf as _gguf  # noqa: F401
 except ImportError as exc:
-    raise CapabilityError("converting to GGUF needs the package gguf: pip install 'edgespec[export]'") from exc
+    raise CapabilityError(f"converting to GGUF needs the package gguf: {install_command('export')}") from exc
 
 from edgespec.export.gguf.architectures import ARCHITECTURES
 from edgespec.export.gguf.convert import OUTPUT_TYPES, Conversion, convert

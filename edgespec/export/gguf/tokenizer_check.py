@@ -17,6 +17,7 @@ from edgespec.export.gguf.splitters import flatten
 from edgespec.export.gguf.tokenizer import adds_bos, read_settings
 from edgespec.export.tokens import read_tokenizer
 from edgespec.formats.hub_folder import read_json
+from edgespec.installation import install_command
 
 PROBES = (
     "Hello, world! It's the 1st of 12345678 days; we'll see, I'VE said.",
@@ -43,7 +44,7 @@ def check_tokenizer(folder: Path, gguf_path: Path) -> int:
     """
     theirs, source = read_tokenizer(folder), read_json(folder / "tokenizer.json")
     if theirs is None:
-        raise CapabilityError("checking a tokenizer needs the package tokenizers: pip install 'edgespec[export]'")
+        raise CapabilityError(f"checking a tokenizer needs the package tokenizers: {install_command()}")
     with VocabularyFile(gguf_path) as ours:
         checked = 0
         for text in probes(theirs, source, ours.size):

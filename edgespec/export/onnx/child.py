@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.installation import install_command
 
 MISSING = "ModuleNotFoundError: No module named "
 LINES_KEPT = 40
@@ -64,7 +65,7 @@ def failure(returncode: int, said: list[str], what: str) -> CapabilityError | Mo
     text = "\n".join(said)
     if MISSING in text:
         name = text.rpartition(MISSING)[2].splitlines()[0].strip("'\"")
-        return CapabilityError(f"exporting {what} needs {name}: pip install 'edgespec[export]'")
+        return CapabilityError(f"exporting {what} needs {name}: {install_command('export')}")
     if "No space left on device" in text:
         return CapabilityError(f"exporting {what} filled the disk: free some space and run it again")
     if returncode in KILLED:

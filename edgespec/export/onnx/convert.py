@@ -18,6 +18,7 @@ from edgespec.errors import CapabilityError, ConfigError, ModelFileError
 from edgespec.export.onnx import exporters
 from edgespec.export.onnx.source import Source, open_source
 from edgespec.formats.files import atomic_folder
+from edgespec.installation import install_command
 from edgespec.types import Progress, no_progress
 
 Quant = Literal["int4", "int8", "w8a8", "fp16", "fp32"]
@@ -113,9 +114,7 @@ def require_exporter(exporter: Exporter) -> None:
     """Raises CapabilityError when the package that it needs is missing."""
     needed = {"builder": "onnxruntime_genai", "transformers": "onnxscript"}.get(exporter)
     if needed is not None and importlib.util.find_spec(needed) is None:
-        raise CapabilityError(
-            f"the ONNX exporter {exporter!r} needs the package {needed}: pip install 'edgespec[export]'"
-        )
+        raise CapabilityError(f"the ONNX exporter {exporter!r} needs the package {needed}: {install_command('export')}")
 
 
 def _choose(source: Source, exporter: Exporter, needs_builder: bool) -> Exporter:

@@ -12,12 +12,13 @@ from edgespec.engines.onnx.extract import extract, producers
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.files import write_atomically
 from edgespec.formats.onnx import DATA, MODEL
+from edgespec.installation import install_command
 
 try:
     import onnx
     from google.protobuf.message import DecodeError
 except ImportError as error:
-    raise CapabilityError("ONNX graphs need onnx: pip install 'edgespec[export]'") from error
+    raise CapabilityError(f"ONNX graphs need onnx: {install_command()}") from error
 
 __all__ = ["DATA", "MODEL", "attribute", "extract", "producers", "read_graph", "write_graph"]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from edgespec.errors import CapabilityError, ConfigError
+from edgespec.installation import install_command
 
 Loss = Literal["tv", "kl"]
 LOSSES: tuple[Loss, ...] = ("tv", "kl")
@@ -16,7 +17,6 @@ PRECISIONS = ("f32", "bf16")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 WEIGHT_TYPES = ("f16", "f32")
 LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors")
-INSTALL = "pip install 'edgespec[train]'"
 _LIMITS: dict[str, tuple[float, float]] = {
     "layers": (1, 512),
     "hidden": (8, 65_536),
@@ -150,4 +150,4 @@ def require_libraries() -> None:
     """Raises CapabilityError naming what to install when a library is missing."""
     missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
     if missing:
-        raise CapabilityError(f"distilling needs {', '.join(missing)}, not installed here: {INSTALL}")
+        raise CapabilityError(f"distilling needs {', '.join(missing)}, not installed here: {install_command('train')}")

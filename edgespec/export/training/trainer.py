@@ -26,10 +26,11 @@ from edgespec.export.training.acceptance import OwnText, agreement
 from edgespec.export.training.documents import Corpus
 from edgespec.export.training.journal import Journal, RoundResult, best_round, stale_rounds
 from edgespec.export.training.optimise import Schedule, make_optimizers, save_checkpoint, set_rate
-from edgespec.export.training.request import INSTALL, DistillRequest
+from edgespec.export.training.request import DistillRequest
 from edgespec.export.training.students import StudentShape
 from edgespec.export.training.target import TargetFacts
 from edgespec.export.training.writing import write
+from edgespec.installation import install_command
 
 ROW_TEMPERATURES = (1.0, 0.8, 0.3, 0.0)  # of generated texts, by turns
 LOSS_TEMPERATURES = (1.0, 0.6)  # of the compared distributions, by turns: 0.6 weighs the likeliest tokens more
@@ -63,7 +64,9 @@ class Trainer:
         corpus: Corpus | None,
     ) -> None:
         if not hasattr(torch.optim, "Muon"):
-            raise CapabilityError(f"distilling needs torch 2.9 or newer, this is {torch.__version__}: {INSTALL} -U")
+            raise CapabilityError(
+                f"distilling needs torch 2.9 or newer, this is {torch.__version__}: {install_command('train')}"
+            )
         self.request, self.facts, self.target, self.student, self.corpus = request, facts, target, student, corpus
         self.schedule = Schedule(request.total_tokens)
         self.base_rate = request.rate * (LAYERS_RATE if shape.layers_of_target else 1.0)

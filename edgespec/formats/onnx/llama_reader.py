@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.onnx import MODEL
 from edgespec.formats.onnx.tensors import read_tensor
+from edgespec.installation import install_command
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
 _PRODUCTS = {
@@ -40,7 +41,7 @@ class LlamaGraph:
             import onnx
             from google.protobuf.message import DecodeError
         except ImportError as exc:
-            raise CapabilityError(f"reading ONNX files needs {exc.name}: pip install 'edgespec[onnx]'") from exc
+            raise CapabilityError(f"reading ONNX files needs {exc.name}: {install_command()}") from exc
         self.folder = folder
         try:
             self.config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -23,6 +23,7 @@ from edgespec.bench.heads import expand_heads
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.files import atomic_file, atomic_folder, write_atomically
 from edgespec.formats.manifest import HEADS, MANIFEST, ModelFile, ModelPair, read_pair, sha256_of
+from edgespec.installation import install_command
 from expansion.checkpoint import NoisyExpansion, expand
 from expansion.request import (
     DRAFT_FORMATS,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from edgespec.export.onnx.convert import Quant
 
 Progress = Callable[[int, int, str], None]
-INSTALL = "pip install 'edgespec[export]'"
 SUFFIXES = {"llamacpp": ".gguf", "onnx": ""}
 
 
@@ -251,7 +251,7 @@ def check_packages(engines: tuple[Engine, ...]) -> None:
     for engine in engines:
         missing = [name for name in needed[engine] if find_spec(name) is None]
         if missing:
-            raise CapabilityError(f"building for {engine} needs {', '.join(missing)}: {INSTALL}")
+            raise CapabilityError(f"building for {engine} needs {', '.join(missing)}: {install_command('export')}")
 
 
 def _copy(files: Sequence[Path], result: Path) -> None:

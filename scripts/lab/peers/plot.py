@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from edgespec.formats.files import atomic_file
+from edgespec.installation import install_command
 from peers.base import Library
 from peers.report import Row
 
-LIBRARY = Library("matplotlib", "matplotlib", "pip install 'edgespec[bench]', or give --no-plot")
+LIBRARY = Library("matplotlib", "matplotlib", f"{install_command('bench')}, or give --no-plot")
 OWN, SPECULATIVE, PLAIN = "#1b6ca8", "#e08e45", "#b8bfc6"
 LEGEND = ((OWN, "edgespec, auto"), (SPECULATIVE, "speculative"), (PLAIN, "plain"))
 BAR_INCHES = 0.34

@@ -1,0 +1,171 @@
+"""The costs of a run besides the target's passes: drafts and a round's own work; and the rate that the run earns."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Self
+
+from edgespec.control import constants as c
+from edgespec.control.cost import CostCurve
+from edgespec.control.length import Prices, least_ahead
+from edgespec.types import RoundRecord
+
+
+@dataclass(slots=True)
+class DraftCost:
+    """Seconds that a drafter takes: `token_s` per drafted token, `read_s` per committed token that it must read first.
+
+    `is_relative`: both are in plain passes of the target, until these were timed.
+    """
+
+    token_s: float = 0.0
+    read_s: float = 0.0
+    is_relative: bool = False
+    _seen: int = field(default=0, init=False)
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether a draft was timed."""
+        return self._seen > 0
+
+    def scale(self, plain_s: float) -> None:
+        """A plain pass takes `plain_s`: convert to seconds."""
+        if self.is_relative:
+            self.token_s, self.read_s, self.is_relative = self.token_s * plain_s, self.read_s * plain_s, False
+
+    def of(self, num_tokens: int, num_uncached: int) -> float:
+        return num_tokens * self.token_s + num_uncached * self.read_s
+
+    def observe(self, num_tokens: int, num_uncached: int, seconds: float) -> None:
+        """Learn from one draft; the cost of reading only where it was most of the work."""
+        if num_tokens < 1:
+            return
+        drafting_s = num_tokens * self.token_s
+        if num_uncached > 4 * num_tokens and self.token_s:
+            self.read_s = _moved(self.read_s, max(seconds - drafting_s, 0.0) / num_uncached, c.COST_RATE)
+        elif num_uncached <= 2 * num_tokens + 2:
+            # The first drafts count for more: the measurement is a pass alone, without choosing a token.
+            self._seen += 1
+            rate = max(1.0 / (self._seen + 1), c.COST_RATE)
+            self.token_s = _moved(
+                self.token_s, max(seconds - num_uncached * self.read_s, 0.1 * seconds) / num_tokens, rate
+            )
+
+
+@dataclass(slots=True)
+class RoundCost:
+    """Seconds that a speculative round takes beyond its draft, its pass and what its tokens cost in any mode.
+
+    Judging a draft, rolling back what was rejected and learning from it take no time compared with the pass of a large
+    model, and more than that of a tiny one. `token_s`: what choosing a token takes when nothing is drafted.
+    """
+
+    token_s: float = 0.0
+    round_s: float = 0.0
+
+    @classmethod
+    def of(cls, kept: object) -> Self:
+        """As `kept` returned it; the default for anything else."""
+        is_kept = isinstance(kept, list) and len(kept) == 2 and all(isinstance(s, float) and 0 <= s < 1 for s in kept)
+        return cls(*kept) if is_kept and isinstance(kept, list) else cls()
+
+    def kept(self) -> list[float]:
+        """For the next run, as JSON."""
+        return [self.token_s, self.round_s]
+
+    def decoded(self, judge_s: float) -> None:
+        """A plain round took `judge_s` to choose its token."""
+        self.token_s = _moved(self.token_s, judge_s, c.COST_RATE)
+
+    def speculated(self, num_tokens: int, seconds: float) -> float:
+        """A round of `num_tokens` took `seconds` besides drafting and its pass; returns the part due to speculation."""
+        extra_s = max(seconds - num_tokens * self.token_s, 0.0)
+        self.round_s = _moved(self.round_s, max(extra_s, 1e-7), c.COST_RATE)
+        return extra_s
+
+
+def _moved(old: float, seen: float, rate: float) -> float:
+    """`old` moved towards `seen`; the step of an outlier is limited."""
+    if old <= 0:
+        return seen
+    surprise = math.log(max(seen, 1e-9) / old)
+    return old * math.exp(rate * max(-c.MOST_DRAFT_SURPRISE, min(c.MOST_DRAFT_SURPRISE, surprise)))
+
+
+def guessed_draft_cost(share: float) -> DraftCost:
+    """Of a draft with `share` of its target's weights, in plain passes of the target until `DraftCost.scale`."""
+    token = min(0.02 + c.DRAFT_SHARE * share, 1.0)
+    return DraftCost(token, c.READ_SHARE * token, is_relative=True)
+
+
+class RunCosts:
+    """What passes, drafts and rounds cost with the threads in use, and how many tokens per second the run earns.
+
+    `curve`: of the target's passes; `drafts`: of each drafter's tokens; `threads`: the number that both belong to.
+    """
+
+    def __init__(self, curve: CostCurve, drafts: dict[str, DraftCost], threads: int) -> None:
+        self.curve, self.drafts, self.round = curve, drafts, RoundCost()
+        self._known: dict[int, tuple[CostCurve, dict[str, DraftCost]]] = {}  # by threads
+        self._threads = self._next_threads = threads  # of the costs in use; of the next round
+        self._tokens, self._seconds = 0.0, 0.0  # of recent rounds, older ones fading
+        self._table: list[float] = []  # of the curve, that the next three were made of
+        self._pass_s: list[float] = []
+        self._ahead_s: list[float] = []
+        self._round_s = 0.0
+
+    def use_threads(self, threads: int) -> None:
+        """From the next round on: the outcome of the last one belongs to the old number."""
+        self._next_threads = threads
+
+    def follow_threads(self) -> None:
+        """A round begins with its number of threads; costs that are new to it start with the ones before."""
+        threads = self._next_threads
+        if threads == self._threads:
+            return
+        self._known[self._threads] = self.curve, self.drafts
+        if not self.curve.is_scaled:
+            self._known[threads] = self.curve, self.drafts  # a guess serves any number of threads
+        elif threads not in self._known:
+            likewise = {name: DraftCost(cost.token_s, cost.read_s) for name, cost in self.drafts.items()}
+            self._known[threads] = CostCurve(self.curve.refined(), self.curve.context), likewise
+        self._threads, (self.curve, self.drafts) = threads, self._known[threads]
+        self._table = []
+
+    def plain_s(self, context: int) -> float:
+        """Seconds of a plain pass with `context` tokens in the cache."""
+        return self.curve.at(1, context)
+
+    def prices(self, context: int) -> Prices:
+        """What rounds cost with `context` tokens in the cache: their passes and, if something is drafted, our work."""
+        table, round_s = self.curve.table(context), self.round.round_s
+        if self._table is not table:
+            self._ahead_s = least_ahead(table[: c.MAX_AUTO_LENGTH + 2])
+        if self._table is not table or self._round_s != round_s:
+            self._table, self._round_s = table, round_s
+            self._pass_s = [*table[:2], *(seconds + round_s for seconds in table[2:])]
+        return Prices(self._pass_s, self._ahead_s, self.rate(table[1]))
+
+    def rate(self, plain_s: float) -> float:
+        """Tokens per second that this run earns; never less than plain decoding would."""
+        return max(self._tokens / self._seconds if self._seconds else 0.0, 1.0 / plain_s)
+
+    def earned(self, num_tokens: int, seconds: float) -> None:
+        """A round emitted `num_tokens` in `seconds`."""
+        self._tokens = c.RATE_MEMORY * self._tokens + num_tokens
+        self._seconds = c.RATE_MEMORY * self._seconds + seconds
+
+    def observe_pass(self, record: RoundRecord) -> bool:
+        """Learn what a round's pass cost; True when that turns guessed costs into seconds.
+
+        A pass that the machine disturbed counts only while costs are guessed.
+        """
+        was_guessed = not self.curve.is_scaled
+        if was_guessed or not record.is_disturbed:
+            self.curve.observe(record.width, record.position, record.verify_s)
+        if not (was_guessed and self.curve.is_scaled):
+            return False
+        for cost in self.drafts.values():
+            cost.scale(self.plain_s(record.position))
+        return True

@@ -1,0 +1,127 @@
+"""One table: what each drafter needs, owns and costs, where it is allowed, whether `auto` takes it, and how it is made.
+
+A new drafter is its class, a line in `SPECS` and its name in `config.DrafterName`. Only what reads files is elsewhere:
+`loading` opens the drafters that run a model of the pair, or heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from edgespec.config import DrafterName, EngineName, LoadOptions
+from edgespec.drafters.base import Drafter
+from edgespec.drafters.factory import make_cache, make_lookahead, make_ngram, make_suffix, make_tree
+from edgespec.drafters.model import ModelDrafter
+from edgespec.errors import CapabilityError
+from edgespec.vocabulary import Vocabulary
+
+Make = Callable[[LoadOptions, Vocabulary, Mapping[DrafterName, Drafter]], Drafter]
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a drafter needs beside the target.
+
+    `option` of LoadOptions and `flag` give it; `role`: the file of a pair that is it; `must_be_asked`: a pair that has
+    it is loaded without it unless the options name it or the drafter.
+    """
+
+    what: str
+    option: str
+    flag: str
+    role: str | None = None
+    must_be_asked: bool = False
+
+    @property
+    def flags(self) -> str:
+        """How a user gives it, on the command line and in Python."""
+        return f"{self.flag} ({self.option}=...)"
+
+
+DRAFT = Need("a draft model", "draft", "-md/--model-draft", "draft")
+EAGLE3_HEAD = Need("an EAGLE-3 head", "draft", "-md/--model-draft", "draft")
+MEDIUM = Need("a medium model", "medium", "--medium", "medium", must_be_asked=True)
+EXIT = Need("an early exit of the target", "exit_layer", "--exit-layer", "draft", must_be_asked=True)
+HEADS = Need("heads", "heads", "--heads")
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterSpec:
+    """One line of the table.
+
+    `needs`: beside the target; the last one is what it runs. `owns`: an engine of its own, some layers of the target,
+    or nothing that runs on an engine (tables and heads, or the draft model borrowed from drafter `model`). `cost` of
+    drafting: next to nothing ("free"), a pass of a model or a head for each token ("passes"), or further rows of the
+    target's pass, which pay only where a row costs next to nothing ("rows"). `engines`: of the target. `make`: from
+    nothing, or from drafter `model`; None: opened when the pair is loaded. `auto` takes all that were opened or can be
+    made, those of cost "rows" only where rows are cheap.
+    """
+
+    needs: tuple[Need, ...] = ()
+    owns: Literal["nothing", "engine", "layers of the target"] = "nothing"
+    cost: Literal["free", "passes", "rows"] = "passes"
+    engines: tuple[EngineName, ...] = ("llamacpp", "onnx")
+    make: Make | None = None
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The files of a pair that it needs."""
+        return tuple(need.role for need in self.needs if need.role is not None)
+
+    @property
+    def is_pairs_draft(self) -> bool:
+        """Whether a pair's draft file becomes this drafter."""
+        return self.owns != "nothing" and self.roles[-1] == "draft"
+
+    @property
+    def borrows_model(self) -> bool:
+        """Whether it drafts with the draft model of drafter `model`."""
+        return DRAFT in self.needs and not self.is_pairs_draft
+
+
+# In the order in which `auto` considers them: of equal expectations the first one wins.
+SPECS: dict[DrafterName, DrafterSpec] = {
+    "ngram": DrafterSpec(cost="free", make=make_ngram),
+    "suffix": DrafterSpec(cost="free", make=make_suffix),
+    "cache": DrafterSpec(cost="free", make=make_cache),
+    "model": DrafterSpec((DRAFT,), "engine"),
+    "eagle3": DrafterSpec((EAGLE3_HEAD,), "engine", engines=("llamacpp",)),
+    "early-exit": DrafterSpec((EXIT,), "layers of the target"),
+    "hierarchical": DrafterSpec((DRAFT, MEDIUM), "engine"),
+    "medusa": DrafterSpec((HEADS,)),
+    "eagle": DrafterSpec((HEADS,)),
+    "tree": DrafterSpec((DRAFT,), cost="rows", make=make_tree),
+    "lookahead": DrafterSpec(cost="rows", make=make_lookahead),
+}
+FALLBACK: DrafterName = "ngram"  # with a fixed draft length and no draft; it needs nothing and works on any text
+
+
+def check_makeable(name: DrafterName, opened: Mapping[DrafterName, Drafter], pair: str) -> None:
+    """Raises CapabilityError for a drafter that needs what was not loaded; arguments as `made`'s."""
+    spec = SPECS[name]
+    if spec.make is not None and (not spec.needs or isinstance(opened.get("model"), ModelDrafter)):
+        return
+    need = spec.needs[-1]
+    problem = f"drafter {name!r} needs {need.what} and {pair!r} was loaded without"
+    if need.must_be_asked:
+        raise CapabilityError(f"{problem}: load it with --drafter {name}, or use --drafter auto")
+    raise CapabilityError(f"{problem}: give {need.flags}, or use --drafter {FALLBACK}")
+
+
+def made(
+    name: DrafterName,
+    options: LoadOptions,
+    vocabulary: Vocabulary,
+    opened: Mapping[DrafterName, Drafter],
+    pair: str,
+) -> Drafter:
+    """The drafter `name`, given those that were `opened` with the models of the pair called `pair`.
+
+    Raises CapabilityError for one that needs what was not loaded.
+    """
+    check_makeable(name, opened, pair)
+    make = SPECS[name].make
+    assert make is not None
+    return make(options, vocabulary, opened)

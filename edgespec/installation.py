@@ -1,0 +1,147 @@
+"""What is installed here, and the command that adds what is missing: every hint to install something comes from here.
+
+A command names what pip can really find: the checkout or folder that edgespec came from, or the packages themselves.
+What this module does not know: whether a library that is there also loads.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from edgespec.errors import CapabilityError
+
+NAME = re.compile(r"[A-Za-z0-9_.-]+")
+ENGINE_MODULES = {"llamacpp": "llama_cpp", "onnx": "onnxruntime"}
+COMPILES = "a ready wheel is used where pip finds one, else it is compiled once: 6 to 10 minutes on two cores"
+
+
+def is_importable(module: str) -> bool:
+    """Whether a top-level module is there. Nothing is imported."""
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None  # None: a folder that an uninstallation left behind
+
+
+def has_engine(engine: str) -> bool:
+    """Whether the library of an engine is there."""
+    return is_importable(ENGINE_MODULES[engine])
+
+
+def require_engine(engine: str, what: str) -> None:
+    """Raises CapabilityError when the library of an engine, which `what` needs, is not installed."""
+    if has_engine(engine):
+        return
+    if engine == "onnx":
+        raise CapabilityError(f"{what} needs ONNX Runtime, which is not installed here: {install_command()}")
+    raise CapabilityError(
+        f"{what} needs llama.cpp, which is not installed here: {install_command('llamacpp')} ({COMPILES})"
+    )
+
+
+def install_command(extra: str = "") -> str:
+    """What to type to get an extra into the environment that runs this; "": edgespec's own requirements.
+
+    onnxruntime-gpu holds the same files as onnxruntime, so `gpu` is two commands: one goes before the other comes.
+    """
+    checkout = _checkout()
+    if extra and checkout is not None and Path(sys.prefix).resolve() == (checkout / ".venv").resolve():
+        script = checkout / "scripts" / "run.py"
+        return f"{'python' if os.name == 'nt' else 'python3'} {_quoted(str(script))} install {extra}"
+    if extra == "gpu":
+        return swap_command("onnxruntime", "onnxruntime-gpu")
+    folder = _folder_it_came_from()
+    if folder is not None:
+        editable = "-e " if folder == checkout else ""
+        return f"{_pip('install')} {editable}{_quoted(f'{folder}[{extra}]' if extra else str(folder))}"
+    return " ".join([_pip("install"), *map(_quoted, requirements().get(extra, ()))])
+
+
+def reinstall_command(package: str, *options: str) -> str:
+    """What to type to replace a package that is there and does not work; `options` go to pip."""
+    wanted = (text for texts in requirements().values() for text in texts if name_of(text) == package)
+    return " ".join([_pip("install"), "--force-reinstall", *options, _quoted(next(wanted, package))])
+
+
+def swap_command(old: str, new: str) -> str:
+    """What to type to have one of two packages that hold the same files, in place of the other or of both."""
+    return f"{_pip('uninstall')} -y {old}, then {reinstall_command(new, '--no-deps')}"
+
+
+@cache
+def requirements() -> dict[str, list[str]]:
+    """What edgespec needs ("") and what each extra adds, as pip takes it; empty where edgespec is not installed."""
+    from importlib import metadata  # 10 ms that only a hint needs
+
+    try:
+        lines = metadata.requires("edgespec") or []
+    except metadata.PackageNotFoundError:
+        return {}
+    declared: dict[str, list[str]] = {"": []}
+    for line in lines:
+        text, _, marker = line.partition(";")
+        extra = re.search(r"extra == ['\"]([^'\"]+)['\"]", marker)
+        declared.setdefault(extra.group(1) if extra else "", []).append(text.strip())
+    return {extra: list(dict.fromkeys(_expanded(texts, declared))) for extra, texts in declared.items()}
+
+
+def name_of(requirement: str) -> str:
+    """`onnx` of `onnx>=1.19`."""
+    found = NAME.match(requirement)
+    return found.group() if found else requirement
+
+
+def _expanded(texts: list[str], declared: dict[str, list[str]]) -> Iterator[str]:
+    """Extras that stand for other extras of edgespec, as what these hold."""
+    for text in texts:
+        own = re.fullmatch(r"edgespec\[([^\]]+)\]", text)
+        if own is None:
+            yield text
+        else:
+            for extra in own.group(1).split(","):
+                yield from _expanded(declared.get(extra.strip(), []), declared)
+
+
+def _checkout() -> Path | None:
+    """The source checkout that this very file lies in."""
+    root = Path(__file__).resolve().parent.parent
+    return root if (root / "pyproject.toml").is_file() and (root / "scripts" / "run.py").is_file() else None
+
+
+def _folder_it_came_from() -> Path | None:
+    """The folder on this machine that edgespec was installed from, where it still is."""
+    from importlib import metadata
+    from urllib.parse import urlsplit
+    from urllib.request import url2pathname
+
+    if (checkout := _checkout()) is not None:
+        return checkout
+    try:
+        source = metadata.distribution("edgespec").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return None
+    url = urlsplit(json.loads(source)["url"]) if source else None
+    if url is None or url.scheme != "file":
+        return None
+    folder = Path(url2pathname(url.path))
+    return folder if (folder / "pyproject.toml").is_file() else None
+
+
+def _pip(command: str) -> str:
+    """A command of pip for this environment; one made by uv has no pip of its own."""
+    if is_importable("pip"):
+        return f"{_quoted(sys.executable)} -m pip {command}"
+    return f"uv pip {command} --python {_quoted(sys.executable)}"
+
+
+def _quoted(text: str) -> str:
+    """`text` as one word of the shell."""
+    if os.name == "nt":
+        return f'"{text}"' if re.search(r"[\s<>&|^,;=()]", text) else text
+    return shlex.quote(text)

@@ -1,0 +1,96 @@
+"""edgespec as a stranger installs it: in a fresh environment, from the index, without a single extra."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from edgespec.cli.main import COMMANDS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Environment:
+    """A virtual environment that nothing of this one reaches."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        programs = folder / "env" / ("Scripts" if os.name == "nt" else "bin")
+        self.python, self.edgespec = programs / "python", programs / "edgespec"
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "EDGESPEC_"))}
+        self._variables = kept | {"EDGESPEC_HOME": str(folder / "home")}
+
+    def run(self, *command: str | Path, said: str = "") -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(word) for word in command],
+            capture_output=True,
+            text=True,
+            input=said,
+            cwd=self.folder,
+            env=self._variables,
+            timeout=600,
+            check=False,
+        )
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environment]:
+    """Needs a package index: half a minute, most of it to unpack."""
+    made = Environment(tmp_path_factory.mktemp("base"))
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    if made.run(*pip, "download", "--no-deps", "--no-cache-dir", "--dest", "asked", "platformdirs>=4.2").returncode:
+        pytest.skip("no package index can be reached")
+    assert made.run(sys.executable, "-m", "venv", "env").returncode == 0
+    only_wheels = ("--only-binary=:all:", "--no-binary=edgespec")
+    done = made.run(made.python, "-m", "pip", "install", "--no-compile", *only_wheels, ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    yield made
+
+
+def test_the_requirements_fit_and_hold_no_llama_cpp(base: Environment):
+    done = base.run(base.python, "-m", "pip", "check")
+    assert done.returncode == 0, done.stdout
+    assert base.run(base.python, "-c", "import llama_cpp").returncode == 1
+
+
+def test_generate_and_chat_answer(base: Environment):
+    done = base.run(base.edgespec, "generate", "-p", "I want a table for two.", "-n", "8", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["engine"] == "onnx"
+    done = base.run(base.edgespec, "chat", "-n", "8", said="hello\n")
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr
+
+
+def test_every_command_starts(base: Environment):
+    """What a command imports lies in the package: the checkout's scripts do not come with it."""
+    for command in COMMANDS:
+        done = base.run(base.edgespec, command, "--help")
+        assert done.returncode == 0, (command, done.stderr)
+
+
+def test_doctor_is_content(base: Environment):
+    done = base.run(base.edgespec, "doctor", "--json")
+    assert done.returncode == 0, done.stdout
+    report = json.loads(done.stdout)
+    assert None not in report["packages"].values()
+    assert report["extras"]["llamacpp"]["missing"] == ["llama-cpp-python"]
+
+
+def test_gguf_names_what_pip_finds(base: Environment):
+    done = base.run(base.edgespec, "generate", "-p", "hello", ROOT / "models/demo/demo-target-q8_0.gguf")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert f"-m pip install {ROOT}[llamacpp]" in line.replace("'", "").replace('"', "")
+
+
+def test_the_package_imports_fast(base: Environment):
+    """Under 150 ms is what a program that embeds it waits for; the parts come when they are used."""
+    code = "import time; began = time.perf_counter(); import edgespec; print(time.perf_counter() - began)"
+    times_s = [float(base.run(base.python, "-c", code).stdout) for _ in range(5)]
+    assert min(times_s) < 0.15

@@ -1,0 +1,115 @@
+"""What is installed, and hints that name what pip can find from where edgespec was installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from edgespec import installation
+from edgespec.errors import CapabilityError
+from edgespec.installation import install_command, reinstall_command, require_engine, requirements
+
+ROOT = Path(__file__).resolve().parents[2]
+PIP = f"{shlex.quote(sys.executable)} -m pip"
+DECLARED = {
+    "": ["onnx>=1.19", "onnxruntime>=1.31"],
+    "llamacpp": ["llama-cpp-python<0.4,>=0.3.36"],
+    "gpu": ["onnxruntime-gpu>=1.31"],
+}
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="the shell of POSIX quotes otherwise")
+
+
+@pytest.fixture
+def installed_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if edgespec lay in site-packages, without a word of where it came from."""
+    monkeypatch.setattr(installation, "_checkout", lambda: None)
+    monkeypatch.setattr(installation, "_folder_it_came_from", lambda: None)
+    monkeypatch.setattr(installation, "requirements", lambda: DECLARED)
+
+
+def test_a_checkout_installs_into_the_environment_that_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert install_command("export") == f"{PIP} install -e {shlex.quote(f'{ROOT}[export]')}"
+
+
+def test_the_environment_of_the_script_is_left_to_the_script(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "prefix", str(ROOT / ".venv"))
+    assert install_command("llamacpp") == f"python3 {shlex.quote(str(ROOT / 'scripts' / 'run.py'))} install llamacpp"
+
+
+def test_elsewhere_the_packages_themselves_are_named(installed_elsewhere: None):
+    """An index knows these packages, and edgespec perhaps not."""
+    assert install_command("llamacpp") == f"{PIP} install 'llama-cpp-python<0.4,>=0.3.36'"
+    assert install_command() == f"{PIP} install 'onnx>=1.19' 'onnxruntime>=1.31'"
+
+
+def test_a_folder_that_is_still_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    class Installed:
+        def read_text(self, name: str) -> str:
+            return json.dumps({"url": tmp_path.as_uri(), "dir_info": {}})
+
+    monkeypatch.setattr(installation, "_checkout", lambda: None)
+    monkeypatch.setattr(installation, "requirements", lambda: DECLARED)
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: Installed())
+    assert install_command("llamacpp") == f"{PIP} install 'llama-cpp-python<0.4,>=0.3.36'"
+    (tmp_path / "pyproject.toml").touch()
+    assert install_command("llamacpp") == f"{PIP} install {shlex.quote(f'{tmp_path}[llamacpp]')}"
+
+
+def test_the_gpu_build_takes_the_place_of_the_other(installed_elsewhere: None):
+    swap = f"{PIP} uninstall -y onnxruntime, then {PIP} install --force-reinstall --no-deps 'onnxruntime-gpu>=1.31'"
+    assert install_command("gpu") == swap
+    assert reinstall_command("onnx") == f"{PIP} install --force-reinstall 'onnx>=1.19'"
+
+
+def test_an_environment_without_pip_has_uv(installed_elsewhere: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(installation, "is_importable", lambda module: False)
+    python = shlex.quote(sys.executable)
+    assert install_command("llamacpp") == f"uv pip install --python {python} 'llama-cpp-python<0.4,>=0.3.36'"
+
+
+def test_requirements_are_those_of_the_package(monkeypatch: pytest.MonkeyPatch):
+    lines = ["onnx>=1.19", "torch>=2; extra == 'export'", "edgespec[export]; extra == 'all'", "m>=3; extra == 'all'"]
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: lines)
+    assert requirements.__wrapped__() == {
+        "": ["onnx>=1.19"],
+        "export": ["torch>=2"],
+        "all": ["torch>=2", "m>=3"],
+    }
+
+
+@pytest.mark.parametrize(("engine", "name"), [("llamacpp", "llama.cpp"), ("onnx", "ONNX Runtime")])
+def test_a_missing_engine_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch, engine: str, name: str):
+    monkeypatch.setitem(sys.modules, installation.ENGINE_MODULES[engine], None)
+    with pytest.raises(CapabilityError, match=rf"^x\.gguf needs {name}, which is not installed here: .* install "):
+        require_engine(engine, "x.gguf")
+
+
+def test_what_an_uninstallation_left_behind_is_no_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "some_package_that_left" / "lib").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not installation.is_importable("some_package_that_left")
+    assert installation.is_importable("json")
+
+
+def test_every_hint_comes_from_one_place():
+    """`install_command` puts the words together, so that nobody else spells them."""
+    written = re.compile(r"pip install|edgespec\[[a-z]")
+    places = [p.name for p in (ROOT / "edgespec").rglob("*.py") if written.search(p.read_text(encoding="utf-8"))]
+    assert places == []
+
+
+def test_base_requirements_need_no_compiler():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert not any("llama" in line for line in project["dependencies"])
+    extras = project["optional-dependencies"]
+    assert [name for name, lines in extras.items() if any("llama" in line for line in lines)] == [
+        *("llamacpp", "peers", "all")
+    ]

@@ -1,0 +1,207 @@
+"""README and docs are true: code runs as printed, commands, options, links, files and names exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+import edgespec
+from edgespec.cli.main import cli
+from edgespec.config import DRAFTERS
+from edgespec.settings import SETTINGS, resolve
+
+ROOT = Path(edgespec.__file__).resolve().parents[1]
+PAGES = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}
+TEXTS = {name: path.read_text(encoding="utf-8") for name, path in PAGES.items()}
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+# Commands of README and quickstart that finish in seconds on the demo pair: they are run, the others are parsed.
+STARTS = ("python3 scripts/run.py ", "edgespec ")
+RUNNABLE = ("generate", "doctor", "verify", "chat")
+
+
+def blocks(name: str, language: str) -> list[str]:
+    return [code for kind, code in BLOCK.findall(TEXTS[name]) if kind == language]
+
+
+def command_lines(name: str) -> Iterator[str]:
+    """Shell lines of a page, continuation lines joined."""
+    for block in blocks(name, "sh"):
+        yield from (line for line in block.replace("\\\n", " ").splitlines() if line.strip())
+
+
+def words_of(line: str) -> list[str]:
+    """The arguments of `edgespec` in a shell line, behind variables and pipes; empty for another program."""
+    line = line.rpartition("| ")[2].strip()
+    line = re.sub(r"^(EDGESPEC_\w+=\S+ )+", "", line)
+    for start in STARTS:
+        if line.startswith(start):
+            return shlex.split(line.removeprefix(start), comments=True)
+    return []
+
+
+EDGESPEC_LINES = [(name, line) for name in PAGES for line in command_lines(name) if words_of(line)]
+SCRIPT_LINES = [(name, line) for name in PAGES for line in command_lines(name) if line.startswith("python scripts/")]
+
+
+def find_command(words: list[str]) -> tuple[click.Command, click.Context, list[str]]:
+    """The command that `words` name, its context, and its arguments."""
+    group, context = cli, click.Context(cli, info_name="edgespec")
+    while True:
+        command = group.get_command(context, words[0])
+        assert command is not None, f"no command {words[0]}"
+        context, words = click.Context(command, parent=context, info_name=words[0]), words[1:]
+        if not isinstance(command, click.Group):
+            return command, context, words
+        group = command
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if blocks(name, "python")])
+def test_python_runs_as_printed(name: str) -> None:
+    """The blocks of a page, one after another in one process."""
+    code = "\n".join(blocks(name, "python"))
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_both_commands_stand_at_the_top_of_a_readme_of_one_screen() -> None:
+    text = TEXTS["README.md"]
+    assert text.count("\n") <= 150
+    assert "python3 scripts/run.py chat" in text[:700]
+    assert "python3 scripts/run.py test" in text[:700]
+
+
+@pytest.mark.parametrize(("name", "line"), EDGESPEC_LINES, ids=lambda value: value)
+def test_commands_parse(name: str, line: str) -> None:
+    """Every option of a printed command exists and takes what is given to it; files need not exist."""
+    words = words_of(line)
+    if words[0] in ("test", "lint", "install", "--help"):  # of scripts/run.py; of the group itself
+        return
+    command, context, arguments = find_command(words)
+    given, _, order = command.make_parser(context).parse_args(list(arguments))
+    for parameter in order:
+        value = given.get(parameter.name or "")
+        if value is not None and isinstance(parameter.type, click.Choice | click.types.IntParamType):
+            parameter.type_cast_value(context, value)
+
+
+@pytest.mark.parametrize(
+    "line", dict.fromkeys(line for name, line in EDGESPEC_LINES if name in ("README.md", "docs/quickstart.md"))
+)
+def test_first_commands_run(line: str) -> None:
+    """What a reader tries first works on the demo pair; what needs own files or minutes is parsed above."""
+    words = words_of(line)
+    if words[0] not in RUNNABLE or any("./" in word for word in words):
+        return
+    text = re.search(r'^echo "(.*?)" \|', line)
+    command = [sys.executable, "-m", "edgespec", *words]
+    typed = text[1] if text else "/help\n/exit\n"
+    done = subprocess.run(command, input=typed, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() or words[0] == "chat"
+
+
+@pytest.mark.parametrize(("name", "line"), SCRIPT_LINES, ids=lambda value: value)
+def test_scripts_have_these_options(name: str, line: str) -> None:
+    words = shlex.split(line)
+    source = (ROOT / words[1]).read_text(encoding="utf-8")
+    flags = [word for word in words[2:] if word.startswith("--")]
+    assert [flag for flag in flags if f'"{flag}"' not in source] == []
+
+
+def all_flags() -> set[str]:
+    """Long options of every command of edgespec, and of every script."""
+    found = set()
+    for each in (cli, *(cli.get_command(click.Context(cli), name) for name in cli.list_commands(click.Context(cli)))):
+        assert each is not None
+        for command in (each, *(each.commands.values() if isinstance(each, click.Group) else ())):
+            found |= {flag for p in command.params for flag in (*p.opts, *p.secondary_opts)} | {"--help"}
+    for script in (ROOT / "scripts").rglob("*.py"):
+        found |= set(re.findall(r'"(--[a-z-]+)"', script.read_text(encoding="utf-8")))
+    return found
+
+
+def test_options_in_the_text_exist() -> None:
+    known = all_flags()
+    named = {(name, flag) for name, text in TEXTS.items() for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)}
+    assert sorted((name, flag) for name, flag in named if flag not in known) == []
+
+
+def test_config_files_are_accepted(tmp_path: Path) -> None:
+    (printed,) = blocks("docs/cli.md", "toml")
+    path = tmp_path / "config.toml"
+    path.write_text(printed, encoding="utf-8")
+    assert resolve({}, {}, path).values == {"draft_length": 6, "learn": True}
+
+
+def test_every_setting_is_documented() -> None:
+    table = TEXTS["docs/cli.md"].partition("## Options of")[2].partition("## Where")[0]
+    missing = [s.key for s in SETTINGS if f"--{s.key}" not in table and f"--no-{s.key}" not in table]
+    assert missing == []
+
+
+def test_every_command_is_documented() -> None:
+    names = cli.list_commands(click.Context(cli))
+    table = TEXTS["docs/cli.md"].partition("## Models")[0]
+    assert [name for name in names if f"`{name}" not in table] == []
+
+
+def test_every_drafter_is_documented() -> None:
+    assert [name for name in DRAFTERS if name != "auto" and f"`{name}`" not in TEXTS["docs/drafters.md"]] == []
+
+
+def test_the_whole_public_api_is_named() -> None:
+    assert [name for name in edgespec.__all__ if f"`{name}`" not in TEXTS["docs/python-api.md"]] == []
+
+
+def imported_components(path: Path) -> Iterator[str]:
+    """The packages and modules of edgespec that a file imports from."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        yield from (name.split(".")[1] for name in names if name.startswith("edgespec."))
+
+
+def test_the_drawing_of_imports_is_true() -> None:
+    (drawing,) = blocks("docs/architecture.md", "text")
+    places = {name: row for row, line in enumerate(drawing.splitlines()) for name in re.findall(r"\w+", line)}
+    package = ROOT / "edgespec"
+    for path in package.rglob("*.py"):
+        own = path.relative_to(package).with_suffix("").parts[0]
+        if own.startswith("__"):
+            continue
+        assert own in places, f"{own} is missing in the drawing"
+        for other in imported_components(path):
+            assert other == own or places[other] > places[own], f"{path} imports {other}"
+
+
+def anchors(text: str) -> set[str]:
+    """As GitHub makes them of headings."""
+    plain = (re.sub(r"[^\w\- ]", "", title.lower()) for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE))
+    return {title.replace(" ", "-") for title in plain}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name: str) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", TEXTS[name]):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (PAGES[name].parent / path).resolve() if path else PAGES[name]
+        assert target.exists(), f"{name}: {link}"
+        if anchor:
+            assert anchor in anchors(target.read_text(encoding="utf-8")), f"{name}: {link}"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_named_files_exist(name: str) -> None:
+    paths = re.findall(r"`((?:edgespec|scripts|tests|models|docs|\.ci|\.github)/[\w./-]*)`", TEXTS[name])
+    assert [path for path in paths if not (ROOT / path).exists()] == []
