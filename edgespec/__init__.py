@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from edgespec.errors import Busy, EdgespecError
 
+TYPE_CHECKING = False  # typing itself takes longer to import than all else here: see __main__
 if TYPE_CHECKING:
+    from typing import Any
+
     from edgespec.config import GenerateOptions, LoadOptions
     from edgespec.generation.handle import Generation, Result
     from edgespec.runtime import Model, load

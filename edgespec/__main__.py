@@ -8,7 +8,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from typing import NoReturn
+
+TYPE_CHECKING = False  # importing typing would leave Ctrl-C unanswered for longer than all else here
+if TYPE_CHECKING:
+    from typing import NoReturn
 
 INTERRUPTED = 130
 

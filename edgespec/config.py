@@ -297,13 +297,17 @@ class GenerateOptions:
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
-    """What the command line shows, and how it builds the prompt. Does not change the output for a given prompt."""
+    """What the command line shows, and how it builds the prompt. Does not change the output for a given prompt.
+
+    `raw`: print the text exactly as the model wrote it in a terminal too, without word wrap or readable tool calls.
+    """
 
     system: str | None = None
     chat_template: bool = True
     show_draft: bool = False
     stats: bool = False
+    raw: bool = False
 
     def __post_init__(self) -> None:
         _optional_text("system", self.system)
-        _switches(self, "chat_template", "show_draft", "stats")
+        _switches(self, "chat_template", "show_draft", "stats", "raw")

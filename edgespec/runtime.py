@@ -15,6 +15,7 @@ from edgespec.control.run_cost import DraftCost
 from edgespec.decode import check_prompt
 from edgespec.drafters.base import Drafter
 from edgespec.engines.base import Engine
+from edgespec.engines.progress import OnProgress, reporting_to
 from edgespec.errors import ConfigError, PromptError, SamplingError
 from edgespec.formats.manifest import ModelPair
 from edgespec.generation.executor import Executor, Request
@@ -276,8 +277,16 @@ class Model(Closing):
         self._executor.close()
 
 
-def load(model: str | os.PathLike[str] | LoadOptions = "demo", **options: Unpack[LoadKeywords]) -> Model:
+def load(
+    model: str | os.PathLike[str] | LoadOptions = "demo",
+    *,
+    on_progress: OnProgress | None = None,
+    **options: Unpack[LoadKeywords],
+) -> Model:
     """Load a pair by registry name or path, with the fields of `LoadOptions` as keywords; or by one `LoadOptions`.
+
+    `on_progress`: called with (steps done, steps in all, what is being done) where loading takes long, as the first
+    load with `reproducible=True` does. If it raises an exception the load ends, and measurements so far are kept.
 
     Raises ConfigError for an unknown option or a bad value, ModelNotFound, ModelFileError, VocabularyMismatch (names
     the first token that differs), and CapabilityError if the model or engine does not support an option.
@@ -291,7 +300,8 @@ def load(model: str | os.PathLike[str] | LoadOptions = "demo", **options: Unpack
     else:
         given: dict[str, Any] = dict(options)
         chosen = LoadOptions(model=model, **given)  # type: ignore[arg-type]  # LoadOptions accepts any path
-    pair, target, drafters = open_models(chosen)
+    with reporting_to(on_progress):
+        pair, target, drafters = open_models(chosen)
     opened = Model(chosen, pair, target, drafters)
     try:
         opened.prepare()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from edgespec.errors import ConfigError
 from edgespec.formats.files import expanded, is_file, read_text, user_folder
 
 Part = Literal["load", "sampling", "generate", "session"]
+Group = Literal["Model", "Speculation", "Sampling", "Answer", "Output", "Hardware"]
 Kind = Literal["text", "path", "integer", "number", "switch", "texts", "length"]
 ENVIRONMENT_PREFIX = "EDGESPEC_"
 # Variables that are no settings but say where things lie; the last one a real model, for the tests that want one.
@@ -37,15 +38,20 @@ _SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "fals
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One option: the dataclass field `name` that it fills, in which `part`, and the `flags` that set it."""
+    """One option: the dataclass field `name` that it fills, in which `part`, and the `flags` that set it.
+
+    `group`: the section of --help that lists it; `is_basic`: listed by --help, the others by --help-all only.
+    """
 
     name: str
     part: Part
     kind: Kind
     flags: tuple[str, ...]
     help: str
+    group: Group
     choices: tuple[str, ...] = ()
     metavar: str = ""
+    is_basic: bool = False
 
     @property
     def key(self) -> str:
@@ -101,118 +107,113 @@ class Setting:
         return expanded(text) if self.kind == "path" else text
 
 
+# Listed by --help; the others by --help-all only.
+_BASIC = {
+    *("draft", "context_length", "threads", "gpu_layers", "drafter", "draft_length", "reproducible", "learn"),
+    *("temperature", "top_k", "seed", "max_tokens", "system", "stats"),
+}
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "engine": ENGINES,
+    "provider": PROVIDERS,
+    "cache_type_k": CACHE_TYPES,
+    "cache_type_v": CACHE_TYPES,
+    "drafter": DRAFTERS,
+    "verify": RULES,
+}
+_METAVARS = {"model": "MODEL", "draft_length": "N|auto", "max_slowdown": "SHARE"}
+
+
+def _of(group: Group, part: Part, *rows: tuple[str, Kind, str, str]) -> Iterator[Setting]:
+    """The settings of one section of --help: (field, kind, flags, help) each."""
+    for name, kind, flags, help in rows:
+        choices, metavar = _CHOICES.get(name, ()), _METAVARS.get(name, "")
+        yield Setting(name, part, kind, tuple(flags.split()), help, group, choices, metavar, name in _BASIC)
+
+
 SETTINGS: tuple[Setting, ...] = (
-    Setting("model", "load", "text", ("-m", "--model"), "Registry name or path of the target."),
-    Setting(
-        "draft", "load", "path", ("-md", "--model-draft", "--draft-model"), "Path of a draft model.", metavar="FILE"
-    ),
-    Setting(
-        "medium",
+    *_of(
+        "Model",
         "load",
-        "path",
-        ("--medium",),
-        "Path of a model between draft and target, for --drafter hierarchical.",
-        metavar="FILE",
+        ("model", "text", "-m --model", "Same as MODEL"),
+        ("draft", "path", "-md --model-draft --draft-model", "Draft model, a GGUF or ONNX file"),
+        ("medium", "path", "--medium", "Model between draft and target, for --drafter hierarchical"),
+        ("exit_layer", "integer", "--exit-layer", "Draft with the first N layers of an ONNX target (early-exit)"),
+        ("heads", "path", "--heads", "File of heads for --drafter medusa or eagle"),
+        ("context_length", "integer", "-c --ctx-size", "Context size in tokens"),
+        ("draft_context_length", "integer", "-cd --ctx-size-draft", "Context size of the draft model"),
     ),
-    Setting("exit_layer", "load", "integer", ("--exit-layer",), "Layers of an ONNX target that draft (early-exit)."),
-    Setting("heads", "load", "path", ("--heads",), "File of heads for drafter medusa or eagle.", metavar="FILE"),
-    Setting("engine", "load", "text", ("--engine",), "Engine whose files of a pair are taken.", ENGINES),
-    Setting("drafter", "load", "text", ("--drafter",), "What proposes tokens; auto: what should pay.", DRAFTERS),
-    Setting(
-        "draft_length",
+    *_of(
+        "Hardware",
         "load",
-        "length",
-        ("--draft-length", "--num-draft-tokens", "--draft-max"),
-        "Tokens drafted per round; auto: as many as are expected to pay.",
-        metavar="N|auto",
+        ("engine", "text", "--engine", "Inference engine"),
+        ("threads", "integer", "-t --threads", "CPU threads"),
+        ("gpu_layers", "integer", "-ngl --gpu-layers", "GGUF: layers on the GPU, -1 for all"),
+        ("draft_gpu_layers", "integer", "-ngld --gpu-layers-draft", "GGUF: layers of the draft model on the GPU"),
+        ("provider", "text", "--provider", "ONNX: device"),
+        ("cache_type_k", "text", "-ctk --cache-type-k", "Type of cached keys"),
+        ("cache_type_v", "text", "-ctv --cache-type-v", "Type of cached values"),
     ),
-    Setting(
-        "draft_temperature",
+    *_of(
+        "Speculation",
         "load",
-        "number",
-        ("--draft-temp", "--draft-temperature"),
-        "The draft model's temperature as a multiple of the target's.",
-        metavar="NUMBER",
+        ("drafter", "text", "--drafter", "What drafts tokens; none: no speculation"),
+        ("draft_length", "length", "--draft-length --num-draft-tokens --draft-max", "Draft tokens per step"),
+        (
+            "draft_temperature",
+            "number",
+            "--draft-temp --draft-temperature",
+            "Draft temperature as multiple of --temp",
+        ),
+        ("max_slowdown", "number", "--max-slowdown", "Caps the time that speculation can lose, as a share"),
+        ("verify", "text", "--verify", "Rule that accepts or rejects draft tokens"),
+        ("reproducible", "switch", "--reproducible", "Same text with and without speculation"),
+        ("corpus", "switch", "--corpus", "Draft from your texts (edgespec corpus add) too"),
+        ("recall", "switch", "--recall", "Draft from the answers that --learn stored"),
+        ("learn", "switch", "--learn", "Store answers on this disk and draft from them"),
     ),
-    Setting(
-        "max_slowdown",
-        "load",
-        "number",
-        ("--max-slowdown",),
-        "Share of plain decoding's time that automatic speculation may lose at most.",
-        metavar="SHARE",
+    *_of(
+        "Sampling",
+        "sampling",
+        ("temperature", "number", "--temp", "Temperature; 0 is greedy"),
+        ("top_k", "integer", "--top-k", "Keep the N most likely tokens; 0 keeps all"),
+        ("top_p", "number", "--top-p", "Keep the most likely tokens up to probability X; 1 keeps all"),
+        ("min_p", "number", "--min-p", "Drop tokens below X times the probability of the most likely one"),
+        ("repeat_penalty", "number", "--repeat-penalty", "Divide the logits of recent tokens; 1 is off"),
+        ("presence_penalty", "number", "--presence-penalty", "Subtract once from the logit of each recent token"),
+        (
+            "frequency_penalty",
+            "number",
+            "--frequency-penalty",
+            "Subtract from the logit of a recent token per occurrence",
+        ),
+        ("penalty_window", "integer", "--repeat-last-n", "How many tokens count as recent"),
+        ("seed", "integer", "--seed", "Random seed"),
     ),
-    Setting("verify", "load", "text", ("--verify",), "Acceptance rule.", RULES),
-    Setting(
-        "reproducible",
-        "load",
-        "switch",
-        ("--reproducible",),
-        "Same text with any drafter and draft length, or none.",
+    *_of(
+        "Answer",
+        "generate",
+        ("max_tokens", "integer", "-n --max-tokens", "Most tokens of an answer"),
+        ("stop", "texts", "--stop", "Text that ends the answer; repeatable"),
+        ("ignore_eos", "switch", "--ignore-eos", "Continue after end-of-text tokens"),
     ),
-    Setting("context_length", "load", "integer", ("-c", "--ctx-size"), "Context of the target, in tokens."),
-    Setting("draft_context_length", "load", "integer", ("-cd", "--ctx-size-draft"), "Context of the draft, in tokens."),
-    Setting(
-        "threads",
-        "load",
-        "integer",
-        ("-t", "--threads"),
-        "CPU threads; without it all cores, and fewer while the machine is busy.",
+    *_of(
+        "Answer",
+        "session",
+        ("system", "text", "-s --system", "System prompt"),
+        ("chat_template", "switch", "--chat-template", "Put the prompt into the chat template"),
     ),
-    Setting("gpu_layers", "load", "integer", ("-ngl", "--gpu-layers"), "Target layers on the GPU, -1 for all."),
-    Setting("draft_gpu_layers", "load", "integer", ("-ngld", "--gpu-layers-draft"), "Draft layers on the GPU."),
-    Setting("provider", "load", "text", ("--provider",), "Device of ONNX Runtime.", PROVIDERS),
-    Setting("corpus", "load", "switch", ("--corpus",), "Drafter suffix looks in your corpus (edgespec corpus) too."),
-    Setting(
-        "recall",
-        "load",
-        "switch",
-        ("--recall",),
-        "Draft from answers that --learn kept; on with --learn.",
+    *_of(
+        "Output",
+        "session",
+        ("show_draft", "switch", "--show-draft", "Show accepted draft tokens in another colour"),
+        ("stats", "switch", "--stats", "Show speed and acceptance after each answer"),
+        ("raw", "switch", "--raw", "In a terminal: no word wrap, tool calls as the model wrote them"),
     ),
-    Setting(
-        "learn",
-        "load",
-        "switch",
-        ("--learn",),
-        "Keep answers on this disk, to draft later ones from; edgespec corpus shows and clears them.",
-    ),
-    Setting(
-        "cache_type_k",
-        "load",
-        "text",
-        ("-ctk", "--cache-type-k"),
-        "Type of cached keys.",
-        CACHE_TYPES,
-    ),
-    Setting(
-        "cache_type_v",
-        "load",
-        "text",
-        ("-ctv", "--cache-type-v"),
-        "Type of cached values.",
-        CACHE_TYPES,
-    ),
-    Setting("temperature", "sampling", "number", ("--temp",), "Temperature; 0 is greedy."),
-    Setting("top_k", "sampling", "integer", ("--top-k",), "Keep the k likeliest tokens; 0 keeps all."),
-    Setting("top_p", "sampling", "number", ("--top-p",), "Keep the likeliest tokens up to this mass; 1 keeps all."),
-    Setting("min_p", "sampling", "number", ("--min-p",), "Drop tokens below this share of the best one's."),
-    Setting("repeat_penalty", "sampling", "number", ("--repeat-penalty",), "Divide logits of recent tokens; 1 is off."),
-    Setting("presence_penalty", "sampling", "number", ("--presence-penalty",), "Subtract once per recent token."),
-    Setting("frequency_penalty", "sampling", "number", ("--frequency-penalty",), "Subtract per recent occurrence."),
-    Setting("penalty_window", "sampling", "integer", ("--repeat-last-n",), "Tokens that count as recent."),
-    Setting("seed", "sampling", "integer", ("--seed",), "Seed of the sampling; a random one is chosen and reported."),
-    Setting("max_tokens", "generate", "integer", ("-n", "--max-tokens"), "Most tokens to generate."),
-    Setting("stop", "generate", "texts", ("--stop",), "Text that ends the answer; repeatable.", metavar="TEXT"),
-    Setting("ignore_eos", "generate", "switch", ("--ignore-eos",), "Go on past end-of-text tokens."),
-    Setting("system", "session", "text", ("-s", "--system"), "System prompt."),
-    Setting("chat_template", "session", "switch", ("--chat-template",), "Wrap the prompt in the model's template."),
-    Setting("show_draft", "session", "switch", ("--show-draft",), "Show drafted tokens in another colour."),
-    Setting("stats", "session", "switch", ("--stats",), "Print counters and rates after each answer."),
 )
-# Off unless a user asks: answers are private. What measures never heeds them: a prompt that is decoded again would meet
-# its own answer.
+# Off unless a user asks: answers are private. Commands that measure ignore them: a prompt that is decoded again would
+# find its own answer.
 REMEMBERING = ("recall", "learn")
+PRINTING = ("show_draft", "stats", "raw")  # how one answer is printed: for commands that print none to leave out
 _BY_KEY = {key: setting for setting in SETTINGS for key in setting.keys}
 
 

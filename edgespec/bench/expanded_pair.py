@@ -78,7 +78,7 @@ class ExpandedPair:
             with opened(self.folder, replace=True) as work:
                 work.begin(self._identity())
                 try:
-                    self._write(work.pair, demo, progress or _say_nothing)
+                    self._write(work.pair, demo, progress or _ignore)
                 except BaseException:
                     work.discard()
                     raise
@@ -128,8 +128,8 @@ class ExpandedPair:
         from edgespec.export.gguf import convert
 
         path = folder / "target.gguf"
-        checkpoint, tell = ExpandedCheckpoint.of(expansion), partial(_tell, progress)
-        convert(checkpoint, path, "q8_0", name=self.folder.name, progress=tell)
+        checkpoint, on_progress = ExpandedCheckpoint.of(expansion), partial(_report, progress)
+        convert(checkpoint, path, "q8_0", name=self.folder.name, progress=on_progress)
         return path
 
     def _copied_draft(self, folder: Path) -> Path:
@@ -165,7 +165,7 @@ def _write_graph(folder: Path, expansion: Expansion, progress: Progress) -> Path
 
     folder.mkdir(exist_ok=True)
     config = expansion.config()
-    write_llama(folder, LlamaConfig.from_hub(config), ExpandedWeights(expansion), partial(_tell, progress))
+    write_llama(folder, LlamaConfig.from_hub(config), ExpandedWeights(expansion), partial(_report, progress))
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for name in COMPANIONS:
         shutil.copyfile(expansion.small.folder / name, folder / name)
@@ -182,9 +182,9 @@ def _facts(folder: Path, path: Path) -> dict[str, Any]:
     return {"path": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
-def _tell(progress: Progress, done: int, total: int, what: str = "") -> None:
+def _report(progress: Progress, done: int, total: int, what: str = "") -> None:
     progress(done, total, "expanding the demo target")
 
 
-def _say_nothing(done: int, total: int, what: str) -> None:
+def _ignore(done: int, total: int, what: str) -> None:
     return None

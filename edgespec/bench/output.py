@@ -13,15 +13,21 @@ def has_matplotlib() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def check_outputs(plot_folder: Path | None, html_file: Path | None) -> None:
+def check_outputs(plot: Path | None, html_file: Path | None) -> None:
     """Raises CapabilityError when figures are wanted and matplotlib is missing, ConfigError for impossible places."""
-    if plot_folder is not None:
+    if plot is not None:
         if not has_matplotlib():
             raise CapabilityError(f"--plot needs matplotlib, which is not installed: {install_command('bench')}")
-        if plot_folder.exists() and not plot_folder.is_dir():
-            raise ConfigError(f"--plot {plot_folder} is a file: give a folder")
+        if plot.suffix.lower() == ".png":
+            _check_file("--plot", plot)
+        elif plot.exists() and not plot.is_dir():
+            raise ConfigError(f"--plot {plot} is a file: give a name that ends with .png, or a folder")
     if html_file is not None:
-        if html_file.is_dir():
-            raise ConfigError(f"--html {html_file} is a folder: give a file name")
-        if not html_file.absolute().parent.is_dir():
-            raise ConfigError(f"--html {html_file}: its folder does not exist")
+        _check_file("--html", html_file)
+
+
+def _check_file(option: str, path: Path) -> None:
+    if path.is_dir():
+        raise ConfigError(f"{option} {path} is a folder: give a file name")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{option} {path}: its folder does not exist")

@@ -15,8 +15,32 @@ _DPI = 110
 _LEAST_DRAFTED, _LEAST_TESTED, _LEAST_PASSES = 8, 5, 4  # with fewer the values are noise
 
 
-def draw(report: Report, folder: Path) -> list[Path]:
-    """Write every figure into `folder` as NAME.png, in place of an earlier run's. Raises StateError when it cannot."""
+def draw(report: Report, target: Path) -> list[Path]:
+    """Write the figures to `target`: into one PNG file if it ends with .png, else into that folder as NAME.png each.
+
+    Figures of an earlier run are replaced. Raises StateError when `target` cannot be written.
+    """
+    if target.suffix.lower() == ".png":
+        write_atomically(target, _sheet(report))
+        return [target]
+    return _draw_each(report, target)
+
+
+def _sheet(report: Report) -> bytes:
+    """All figures in one PNG, one below the other."""
+    from matplotlib.figure import Figure
+
+    names = list(images(report))
+    figure = Figure(figsize=(7.2, 4.0 * max(len(names), 1)), dpi=_DPI, layout="constrained")
+    for axes, name in zip(figure.subplots(max(len(names), 1), squeeze=False)[:, 0], names, strict=False):
+        PLOTS[name](axes, report)
+        axes.spines[["top", "right"]].set_visible(False)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _draw_each(report: Report, folder: Path) -> list[Path]:
     with write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for name in PLOTS:

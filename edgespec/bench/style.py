@@ -24,7 +24,16 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .2rem 0; padding: 
 .prompt { font-size: .85rem; opacity: .8; max-height: 9rem; overflow: auto; background: var(--panel); }
 .answer { font-family: inherit; border: 1px solid var(--line); }
 .token { border-bottom: 2px solid transparent; border-radius: 2px; }
-p .token { padding: .1rem .5rem; margin-right: .4rem; border: 1px solid var(--line); }
+p .token { padding: .1rem .5rem; margin-right: .4rem; border: 1px solid var(--line); white-space: nowrap; }
+@media (prefers-color-scheme: dark) {
+  figure img { filter: invert(.92) hue-rotate(180deg); }
+}
+@media (max-width: 40rem) {
+  body { margin: 1rem auto; padding: 0 .7rem; } h1 { font-size: 1.3rem; } ul { padding-left: 1.2rem; }
+  table { font-size: .8rem; } th, td { padding: .25rem .35rem; }
+  .figures { grid-template-columns: minmax(0, 1fr); } figure { overflow-x: auto; }
+  figure img { width: 34rem; max-width: none; } figcaption { position: sticky; left: 0; }
+}
 """
 
 

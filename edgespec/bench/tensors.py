@@ -13,7 +13,7 @@ Indices = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
 ROWS_AT_ONCE = 4096
-FAINT = 2.0**-6  # 4-bit types round the two signs of a weight differently, and what is left must not be heard
+FAINT = 2.0**-6  # 4-bit types round the two signs of a weight differently; the remainder must stay negligible
 
 # A padded row scores -CONSTANT * PUSH * GAIN / rms, where rms is that of the small model's last residual (13 to 37 for
 # the demo target), so -770 to -2200. Tied real rows gain CONSTANT^2 * GAIN / rms, all alike and below 2e-4. The gain

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 
 class Bar:
-    """What a long piece of work tells of itself."""
+    """The progress of one long piece of work."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress, self._task = progress, task
@@ -23,7 +23,7 @@ class Bar:
         total = self._progress.tasks[self._task].total or 0
         self._progress.update(self._task, total=total + steps)
 
-    def tell(self, text: str) -> None:
+    def on_progress(self, text: str) -> None:
         """What is being done now."""
         self._progress.update(self._task, description=text)
 

@@ -1,4 +1,4 @@
-"""`edgespec bench`: does speculation pay here? Standard against speculative decoding on prompts of several domains."""
+"""`edgespec bench`: speed of decoding with and without speculation, on prompts of several domains."""
 
 from __future__ import annotations
 
@@ -17,41 +17,42 @@ from edgespec.bench.report import Setup, report_of
 from edgespec.bench.runner import Runner, Task, load_standard, tasks_of
 from edgespec.bench.table import table_lines
 from edgespec.cli.bench_progress import progress, trial_line
+from edgespec.cli.help import SettingsCommand
 from edgespec.cli.interrupt import stops
 from edgespec.cli.options import resolve_settings, settings_options
-from edgespec.cli.session import Session, open_session, tell_configuration
+from edgespec.cli.session import Session, open_session, show_configuration
 from edgespec.cli.terminal import note
 from edgespec.control.measure import cost_key
 from edgespec.errors import ConfigError
 from edgespec.formats.files import write_atomically
-from edgespec.settings import REMEMBERING, Settings
+from edgespec.settings import PRINTING, REMEMBERING, Settings
 from edgespec.tuning.prompt_sources import built_in, read_data, read_prompts
 from edgespec.tuning.workload import SYNTHETIC, BenchPrompt, Domains, choose, with_synthetic
 
 INTERRUPTED = 130
 DEFAULT_TOKENS = 96
 DEFAULT_PER_DOMAIN = 4
-_LEFT_OUT = ("stop", "system", "show_draft", "stats", *REMEMBERING)
+_LEFT_OUT = ("stop", "system", *PRINTING, *REMEMBERING)
 _PATH = click.Path(path_type=Path)
 
 
-@click.command(short_help="Measure standard against speculative decoding on several domains.")
+@click.command(cls=SettingsCommand)
 @settings_options("load", "generate", "sampling", "session", leave_out=_LEFT_OUT)
-@click.option("--prompts", type=_PATH, metavar="FILE", help='Your own: lines of text, or {"domain", "text"} a line.')
-@click.option("--data", type=_PATH, metavar="FOLDER", help="Folder of data files; without either: built-in prompts.")
-@click.option("--domain", "domains", multiple=True, metavar="NAME", help="Only this domain; repeatable.")
-@click.option("--per-domain", type=click.IntRange(1), help="Prompts per domain.  [default: 4 of --data, else all]")
-@click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, help="Times that each is decoded.")
-@click.option("--plot", type=_PATH, metavar="FOLDER", help="Draw the figures as PNG files there.")
-@click.option("--html", "html_file", type=_PATH, metavar="FILE", help="Write a page that needs nothing else.")
-@click.option("--resume", type=_PATH, metavar="FILE", help="Journal to go on from and to keep.")
-@click.option("--restart", is_flag=True, help="Throw away what an earlier run left unfinished.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+@click.option("--prompts", type=_PATH, metavar="FILE", help='Your own: lines of text, or of {"domain", "text"}')
+@click.option("--data", type=_PATH, metavar="FOLDER", help="Folder of data files  [default: built-in prompts]")
+@click.option("--domain", "domains", multiple=True, metavar="NAME", help="Only this domain; repeatable")
+@click.option("--per-domain", type=click.IntRange(1), help="Prompts per domain  [default: 4 of --data, else all]")
+@click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, help="Runs of each prompt")
+@click.option("--plot", type=_PATH, metavar="PNG|FOLDER", help="Draw the figures, in one PNG or one each")
+@click.option("--html", "html_file", type=_PATH, metavar="FILE", help="Write the report as one HTML page")
+@click.option("--resume", type=_PATH, metavar="FILE", help="Journal to continue from and to keep")
+@click.option("--restart", is_flag=True, help="Discard what an earlier run left unfinished")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table")
 def command(model_name: str | None, config_file: Path | None, **given: Any) -> int:
-    """Decode each prompt plainly and with speculation, by turns and on empty caches, and say whether it pays.
+    """Decode each prompt with and without speculation, in turns and on empty caches, and compare the speed.
 
-    A run that was interrupted goes on when the same command is given again. Prompts are drawn and texts are sampled
-    with seed 0 unless --seed says otherwise. MODEL is a registry name or a path.
+    An interrupted run continues when the same command is given again. Prompts are drawn and answers sampled with seed
+    0 unless --seed says otherwise. MODEL is a name, a GGUF or ONNX file, or a folder with one.
     """
     own = {name: given.pop(name) for name in _OWN}
     settings = _checked(resolve_settings(given, model_name, config_file, speculates=True))
@@ -61,7 +62,7 @@ def command(model_name: str | None, config_file: Path | None, **given: Any) -> i
     if session.options.max_tokens is None:
         session.options = dataclasses.replace(session.options, max_tokens=DEFAULT_TOKENS)
     with session.model:
-        tell_configuration(session)
+        show_configuration(session)
         prompts = _choose(session, found, own)
         standard = load_standard(session.model)
         with standard:
@@ -92,7 +93,7 @@ def _sources(prompts: Path | None, data: Path | None) -> Domains:
 
 
 def _choose(session: Session, found: Domains, own: dict[str, Any]) -> list[BenchPrompt]:
-    """The prompts of this run: of a user's own file all domains in it, else the made ones as well."""
+    """The prompts of this run: all domains of a user's own file, else generated ones too."""
     model, seed = session.model, session.seed
     domains = with_synthetic(found, model.target.vocabulary, seed)
     per_domain, wanted = own["per_domain"], own["domains"]
@@ -113,7 +114,7 @@ def _choose(session: Session, found: Domains, own: dict[str, Any]) -> list[Bench
 
     chosen = choose(domains, wanted, per_domain, seed, fits)
     if too_long:
-        note(f"left out: {too_long} prompts that do not fit into the context with an answer of full length")
+        note(f"left out: {too_long} prompts, too long for the context with a full answer")
     return chosen
 
 
@@ -139,7 +140,7 @@ def _bench(session: Session, setup: Setup, prompts: list[BenchPrompt], own: dict
         report = report_of(setup, tasks, journal.trials)
         _show(report, own)
         if not is_complete:
-            note(f"interrupted: the same command goes on from {report['num_trials']} of {len(tasks)}, kept in {path}")
+            note(f"interrupted: the same command continues from {report['num_trials']} of {len(tasks)}, kept in {path}")
             return INTERRUPTED
         if kept is None:
             journal.remove()
@@ -156,7 +157,7 @@ def _run(setup: Setup, tasks: list[Task], journal: Journal) -> bool:
     missing = [task for task in tasks if task.key not in journal.trials]
     if len(missing) < len(tasks):
         done = len(tasks) - len(missing)
-        note(f"{done} of {len(tasks)} are done already, from {journal.path}; --restart measures them anew")
+        note(f"{done} of {len(tasks)} are done already, from {journal.path}; --restart measures them again")
 
     if missing:
         _ = setup.speculative.cost_curve  # measured now: it is part of the report, and measuring empties the caches
@@ -166,11 +167,11 @@ def _run(setup: Setup, tasks: list[Task], journal: Journal) -> bool:
         setup.standard.cancel()
 
     by_key = {task.key: task for task in missing}
-    with stops(cancel) as interruption, progress(len(tasks), len(tasks) - len(missing)) as tell:
+    with stops(cancel) as interruption, progress(len(tasks), len(tasks) - len(missing)) as on_trial:
         runner = Runner(setup.speculative, setup.standard, setup.options, lambda: interruption.happened)
         for trial in runner.run(missing):
             journal.add(trial)
-            tell(trial_line(by_key[trial.key], trial))
+            on_trial(trial_line(by_key[trial.key], trial))
     return all(task.key in journal.trials for task in tasks)
 
 

@@ -28,7 +28,7 @@ def trial_line(task: Task, trial: Trial) -> str:
 
 @contextmanager
 def progress(total: int, done: int) -> Iterator[Callable[[str], None]]:
-    """Tell of one more trial: a line, and a bar below where stderr is a terminal."""
+    """Show each finished trial: a line, and a bar below it where stderr is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -38,11 +38,11 @@ def progress(total: int, done: int) -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=console, disable=not console.is_terminal, auto_refresh=False) as bars:
         bar = bars.add_task("", total=total, completed=done)
 
-        def tell(line: str) -> None:
+        def on_trial(line: str) -> None:
             if console.is_terminal:
                 bars.console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
             else:
                 note(line)
             bars.update(bar, advance=1, refresh=True)
 
-        yield tell
+        yield on_trial

@@ -1,4 +1,4 @@
-"""`edgespec calibrate`: measures what passes cost on this machine, keeps it for later runs, and draws it."""
+"""`edgespec calibrate`: measures the time of model passes on this machine, stores it for later runs and draws it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from edgespec.cli.bar import bar
+from edgespec.cli.help import SettingsCommand
 from edgespec.cli.options import resolve_settings, settings_options
-from edgespec.cli.session import Session, open_session, tell_configuration
+from edgespec.cli.session import Session, open_session, show_configuration
 from edgespec.cli.terminal import note
 from edgespec.control.measure import cost_key, store_curve, store_draft_cost
 from edgespec.engines.base import Engine
@@ -35,7 +36,7 @@ _BUSY_SPREAD = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """All that one calibration measured. `padding`: seconds of a lone token by itself and padded, and their ratio."""
+    """Results of one calibration. `padding`: seconds of a single-token step, unpadded and padded, and their ratio."""
 
     facts: dict[str, Any]
     target: Calibration
@@ -43,12 +44,12 @@ class Found:
     padding: dict[str, float] | None
 
 
-@click.command(short_help="Measure what passes cost on this machine, and keep and draw it.")
+@click.command(cls=SettingsCommand)
 @settings_options("load", leave_out=REMEMBERING)
-@click.option("--contexts", metavar="N,N", help="Cached tokens to measure at.  [default: 64,512,2048, as far as fits]")
-@click.option("--passes", type=int, default=DEFAULT_TURNS, show_default=True, help="Passes per width and context.")
-@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw the curve as a PNG as well.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the drawing.")
+@click.option("--contexts", metavar="N,N", help="Cached tokens to measure at  [default: 64,512,2048]")
+@click.option("--passes", type=int, default=DEFAULT_TURNS, show_default=True, help="Passes per width and context")
+@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw the curve as a PNG too")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the drawing")
 def command(
     model_name: str | None,
     config_file: Path | None,
@@ -58,10 +59,10 @@ def command(
     as_json: bool,
     **given: Any,
 ) -> int:
-    """Measure how the time of a target pass grows with its width and context, and what a token of the draft costs.
+    """Measure how the time of a target pass grows with its width and context, and the time of a draft token.
 
-    Without it, a first load measures both in a second or two. The result is kept for later runs with the same files,
-    engine, threads, reproducible mode and machine. MODEL is a registry name or the path of a GGUF or ONNX file.
+    Automatic speculation learns both while it runs; this measures them carefully and stores them for later runs with
+    the same files, engine, threads, mode and machine. MODEL is a name, a GGUF or ONNX file, or a folder with one.
     """
     wanted = None if contexts is None else _numbers(contexts)
     if passes < 2:
@@ -72,7 +73,7 @@ def command(
     try:
         found = _calibrate(settings, wanted, passes)
     except KeyboardInterrupt:
-        note("interrupted: what was kept of earlier measurements stays as it was")
+        note("interrupted: earlier measurements are unchanged")
         return INTERRUPTED
     if plot is not None:
         draw(found.target, found.draft, f"{found.facts['model']}, {found.facts['engine']}", plot)
@@ -104,7 +105,7 @@ def _calibrate(settings: Settings, wanted: tuple[int, ...] | None, turns: int) -
     padding = None
     if pinned is not None and pinned[0] > 1:
         padding = _padding(model, pinned[0], target.contexts[0], turns)
-    # Only now: a model keeps what it believes of its costs when it is closed.
+    # Only now: a model stores its own estimate when it is closed.
     store_curve(target_key, target.curve)
     if draft is not None:
         store_draft_cost(draft_key, draft.cost)
@@ -117,7 +118,7 @@ def _measure(
     target, draft = engines
     widths = measuring.allowed_widths(target)
     contexts = measuring.allowed_contexts(target, wanted, max(widths))
-    tell_configuration(session)
+    show_configuration(session)
     with bar("the target's passes", measuring.num_passes(widths, contexts, turns)) as progress:
         fitted = measuring.fit_target(measuring.measure(target, widths, contexts, turns, progress.advance))
         if draft is None:
@@ -125,18 +126,18 @@ def _measure(
         widths = measuring.draft_widths(draft)
         room = draft.facts.context_length - max(widths)
         contexts = tuple(sorted({min(context, room) for context in contexts}))
-        progress.tell("the draft's passes")
+        progress.on_progress("the draft's passes")
         progress.grow(measuring.num_passes(widths, contexts, turns))
         samples = measuring.measure(draft, widths, contexts, turns, progress.advance)
     return fitted, measuring.fit_draft(samples, widths[-1])
 
 
 def _padding(model: Model, low: int, context: int, turns: int) -> dict[str, float]:
-    """Lone and padded tokens by turns on a copy of the target that does not pad; loaded when the other is closed."""
+    """Time single-token steps, unpadded and padded in turns, on a copy of the target without reproducible mode."""
     options = dataclasses.replace(model.options, reproducible=False, drafter="none")
     chosen = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
     steps = measuring.num_passes((1, low), (context,), turns)
-    with load(**chosen) as plain, bar("what padding costs", steps) as progress:
+    with load(**chosen) as plain, bar("the cost of padding", steps) as progress:
         samples = measuring.measure(plain.target, (1, low), (context,), turns, progress.advance)
     return dict(measuring.padding_cost(samples, low))
 
@@ -166,7 +167,7 @@ def _show(found: Found) -> None:
 
 
 def _table(target: Calibration) -> Table:
-    """A row per width: the times at every context, the ratio to a lone token, and a bar; useful widths are marked."""
+    """A row per width: times by context, ratio to a single token, and a bar; useful widths are marked."""
     table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
     context = target.middle_context
     table.add_column("width", justify="right")
@@ -195,12 +196,12 @@ def _conclusions(found: Found) -> list[str]:
     target, facts = found.target, found.facts
     context = target.curve.context
     lines = [
-        f"* widths worth a pass: {', '.join(map(str, target.useful_widths))} (any wider one costs more)",
+        f"* useful widths: {', '.join(map(str, target.useful_widths))} (a wider pass costs more)",
         f"each cached token adds {_micro(context.fixed_s)} to a pass and {_micro(context.row_s)} per row; the fitted "
         f"curve is off by {target.fit_error:.1%} (median)",
     ]
     length, speedup = target.ceiling(0.0)
-    lines.append(f"ceiling of any drafter: {speedup:.2f}x, if it cost nothing and all {length} tokens always stood")
+    lines.append(f"ceiling of any drafter: {speedup:.2f}x, if drafting were free and all {length} tokens were accepted")
     if found.draft is not None:
         cost = found.draft.cost
         length, speedup = target.ceiling(cost.token_s)
@@ -211,13 +212,12 @@ def _conclusions(found: Found) -> list[str]:
     if found.padding is not None:
         low, high = facts["pinned_class"]
         lines.append(
-            f"the reproducible mode keeps to widths {low} to {high}: a token without a draft takes "
-            f"{found.padding['ratio']:.2f} times as long as without the mode, {1e3 * found.padding['padded_s']:.2f} "
-            f"instead of {1e3 * found.padding['lone_s']:.2f} ms"
+            f"reproducible mode uses widths {low} to {high}: single-token steps are {found.padding['ratio']:.2f}x "
+            f"slower, {1e3 * found.padding['padded_s']:.2f} instead of {1e3 * found.padding['lone_s']:.2f} ms"
         )
     elif facts["pinned_class"] is not None:
-        lines.append("the reproducible mode costs a plain token nothing here: a width of 1 is in its class")
-    lines.append("kept: later runs with these files, this engine and these threads go by it")
+        lines.append("reproducible mode costs single-token steps nothing on this model")
+    lines.append("stored for later runs with these files, this engine and these threads")
     if target.spread > _BUSY_SPREAD:
         lines.append(
             f"the machine was busy: times of equal passes spread by {target.spread:.0%}; close other programs and "

@@ -27,18 +27,21 @@ from edgespec.types import TokenIds
 from edgespec.vocabulary import Vocabulary
 
 _MIB = 1 << 20
-_MODEL = click.option("-m", "--model", metavar="MODEL", help="Whose tokens the texts are kept in.  [default: demo]")
+_MODEL = click.option("-m", "--model", metavar="MODEL", help="Model that the texts are for.  [default: demo]")
 
 
-@click.group("corpus", short_help="Your own texts and code to draft from, and what was learnt from earlier answers.")
-def command() -> None:
-    """Texts that are kept on this disk to draft from. A draft changes the speed of an answer, never its words.
+@click.group("corpus", invoke_without_command=True)
+@click.pass_context
+def command(context: click.Context) -> None:
+    """Texts on this disk to draft from. They change the speed of an answer, never its words.
 
-    Two kinds, each in a file of its own per vocabulary, in the folder `texts` of EDGESPEC_HOME or of your data
-    folder: what you add here, from which the drafter suffix copies; and what models wrote in chat and generate with
-    --learn, from which the drafter cache copies, the latest 262144 tokens of the last 180 days. Without --learn
-    nothing is kept, prompts never are, and `edgespec corpus rm --learnt` removes what was.
+    There are two kinds, each stored per vocabulary in the folder `texts` of EDGESPEC_HOME or of your data folder:
+    what you add here (used by drafter suffix), and the answers of chat and generate with --learn (used by drafter
+    cache), the latest 262144 tokens of the last 180 days. Without --learn no answer is stored; prompts never are.
+    `edgespec corpus rm --learnt` deletes stored answers.
     """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 @command.command("add")
@@ -49,10 +52,10 @@ def command() -> None:
     "--budget",
     type=click.IntRange(1, MAX_BUDGET_BYTES // _MIB),
     metavar="MIB",
-    help="Memory that all texts together may take, from now on.  [default: 64]",
+    help="Most memory for all texts together, from now on.  [default: 64]",
 )
 def add(paths: tuple[Path, ...], model: str | None, name: str | None, budget: int | None) -> int:
-    """Add files of text or code, or folders of them; the same path again replaces what it gave before."""
+    """Add files of text or code, or folders of them. Adding a path again replaces it."""
     if name is not None and len(paths) > 1:
         raise ConfigError(f"--name names one text and {len(paths)} paths are given: add them one by one")
     budget_bytes = None if budget is None else budget * _MIB
@@ -72,7 +75,7 @@ def add(paths: tuple[Path, ...], model: str | None, name: str | None, budget: in
 @command.command("ls")
 @_MODEL
 def ls(model: str | None) -> int:
-    """List the texts, what they take of the budget, and how much was learnt."""
+    """List the texts and the memory they take, and how much --learn stored."""
     with _opened(model) as (_, corpus, learnt):
         texts = corpus.texts()
         table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
@@ -93,10 +96,10 @@ def ls(model: str | None) -> int:
 @command.command("rm")
 @click.argument("names", nargs=-1, metavar="[NAME...]")
 @_MODEL
-@click.option("--all", "everything", is_flag=True, help="All texts, damaged or not.")
-@click.option("--learnt", is_flag=True, help="What was learnt from earlier answers.")
+@click.option("--all", "everything", is_flag=True, help="All texts, damaged or not")
+@click.option("--learnt", is_flag=True, help="The answers that --learn stored")
 def rm(names: tuple[str, ...], model: str | None, everything: bool, learnt: bool) -> int:
-    """Remove texts by name, or all of them, or what was learnt."""
+    """Remove texts by name, or all of them, or the stored answers."""
     if bool(names) + everything + learnt != 1:
         raise ConfigError("say what to remove: names as corpus ls shows them, or --all, or --learnt")
     with _opened(model) as (_, corpus, answers):

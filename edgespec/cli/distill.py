@@ -39,8 +39,8 @@ NUMBERS = {
     "generated_share": "Share of the target's own text in a batch; the rest is data.",
     "share": "Share of cross-entropy in the loss; with kl it changes nothing.",
     "held_out_prompts": "Unseen prompts on which acceptance is measured.",
-    "patience": "Rounds without a rise before it ends.",
-    "min_rise": "Smallest rise of acceptance that counts.",
+    "patience": "Rounds without improvement before it ends.",
+    "min_rise": "Smallest improvement of acceptance that counts.",
     "rate": "Factor on the learning rates.",
     "seed": "The same seed gives the same weights on one machine.",
 }
@@ -71,25 +71,25 @@ def option(
     return click.option(flag(name), name, type=kind, default=default, show_default=default is not None, help=text)
 
 
-@click.command(short_help="Train a small draft for a target from its own outputs.")
+@click.command()
 @click.argument("target")
 @click.option(
     "--data",
     type=click.Path(path_type=Path),
     multiple=True,
     metavar="FILE",
-    help='Text, or .jsonl or .jsonl.xz with "text" or "messages"; repeatable. Without: the target begins on its own.',
+    help='Text, or .jsonl or .jsonl.xz with "text" or "messages"; repeatable. Without: text of the target itself.',
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to make.  [default: TARGET's name-draft]")
 @click.option("--init", metavar="layers:N,N", help="Start from these layers of a Llama-like target.")
 @_request_options
-@click.option("--restart", is_flag=True, help="Throw away what an earlier run left unfinished.")
+@click.option("--restart", is_flag=True, help="Discard what an earlier run left unfinished.")
 def command(
     target: str, data: tuple[Path, ...], output: Path | None, init: str | None, restart: bool, **given: Any
 ) -> int:
     """Train a draft for TARGET, a Hugging Face folder or hub id: it learns from text that the target writes.
 
-    The finished folder is one that `edgespec export TARGET --draft FOLDER` takes. A run that was stopped goes on when
+    The finished folder is one that `edgespec export TARGET --draft FOLDER` takes. A stopped run continues when
     the same command is given again.
     """
     from edgespec.export.hub import find_source
@@ -103,14 +103,14 @@ def command(
 
 
 def run_resumably(source: Any, prepared: Any, run: Callable[[Any], int], *, restart: bool) -> int:
-    """Fetch what is missing of `source` and `run` a training with its journal; an interrupt says how to go on."""
+    """Fetch what is missing of `source` and `run` a training with its journal; an interrupt says how to continue."""
     require_libraries()
     source.fetch(lambda name, num_bytes: note(f"fetches {name}, {num_bytes / 2**20:.0f} MiB"))
     journal = prepared.open_journal(restart=restart)
     try:
         return run(journal)
     except KeyboardInterrupt:
-        note(f"interrupted: the same command goes on from the last finished round, kept in {journal.folder}")
+        note(f"interrupted: the same command continues from the last finished round, stored in {journal.folder}")
         return INTERRUPTED
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from edgespec import __version__
-from edgespec.engines.cores import physical_cores
+from edgespec.engines.machine import physical_cores
 from edgespec.engines.onnx import library as onnxruntime
 from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.manifest import ModelFile

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 
 
-@click.command(short_help="Turn a Hugging Face model into a pair of GGUF or ONNX files.")
+@click.command()
 @click.argument("source")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FOLDER", help="Default: ./NAME-pair.")
 @click.option("--to", default="gguf", metavar="gguf|onnx|both", help="What to make.  [default: gguf]")
@@ -74,16 +74,15 @@ INTERRUPTED = 130
 @click.option(
     "--no-check",
     is_flag=True,
-    help="Leave the comparison of logits with transformers out: takes less memory, and GGUF then needs no torch, but a "
-    "wrong conversion is found by nobody; only tokenisation is compared. The manifest says so.",
+    help="Skip the comparison of logits with transformers: takes less memory, and GGUF then needs no torch, but a "
+    "wrong conversion is not noticed; only tokenisation is compared. The manifest says so.",
 )
 @click.option("--force", is_flag=True, help="Replace an existing pair, once the new one is whole.")
 @click.option("-t", "--threads", type=int, metavar="N", help="Most threads used.")
 def command(**given: Any) -> int:
     """Make a pair folder of SOURCE, the folder of a Hugging Face model or a hub id.
 
-    The result is compared with transformers before it gets its name. An interrupted export goes on when the same
-    command is run again.
+    The result is checked against transformers. An interrupted export continues when the same command is run again.
     """
     from edgespec.export.pair import export_pair
 
@@ -94,7 +93,7 @@ def command(**given: Any) -> int:
     except KeyboardInterrupt:
         kept = request.output.with_name(f".{request.output.name}.export")
         files = f"; finished files are kept in {kept}" if kept.exists() else ""
-        note(f"interrupted: run the same command again to go on{files}")
+        note(f"interrupted: run the same command again to continue{files}")
         return INTERRUPTED
     _print(request, done)
     return 0
@@ -132,13 +131,13 @@ def _request(
 
 
 def _chosen_exit(folder: Path, threads: int | None) -> str:
-    """The early exit that is expected to gain most, every one measured and told."""
+    """The early exit with the highest expected gain; each one is measured and shown."""
     from edgespec.export.exit_choice import best_exit, exits_of
 
     exits = exits_of(folder, threads)
     for found in exits:
         note(
-            f"exit after layer {found.layers}: agrees on {found.acceptance:.3f} of the target's tokens, expected "
+            f"exit after layer {found.layers}: matches {found.acceptance:.1%} of the target's tokens, expected "
             f"{found.speedup:.2f}x with drafts of {found.length}"
         )
     best = best_exit(exits)

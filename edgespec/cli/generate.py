@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
+from edgespec.cli.answer import AnswerPrinter
+from edgespec.cli.help import SettingsCommand
 from edgespec.cli.interrupt import stops
 from edgespec.cli.options import resolve_settings, settings_options
-from edgespec.cli.session import Session, open_session, tell_configuration
-from edgespec.cli.terminal import EventPrinter, note, stats_lines
+from edgespec.cli.session import Session, open_session, require_chat_template, show_beginning
+from edgespec.cli.terminal import length_note, note, reply, stats_lines
 from edgespec.config import SessionOptions
-from edgespec.errors import ConfigError, PromptError
+from edgespec.errors import ConfigError, ModelNotFound, PromptError, shown
 from edgespec.generation.handle import Result
+from edgespec.loading.registry import is_known, resolve
 from edgespec.types import Stats
 
 INTERRUPTED = 130
@@ -37,28 +41,42 @@ STATS_KEYS = (
 )
 
 
-@click.command(short_help="Continue or answer one prompt.")
+@click.command(cls=SettingsCommand)
 @settings_options("load", "generate", "sampling", "session")
-@click.option("-p", "--prompt", metavar="TEXT|-", help="The prompt; - reads it from standard input.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+@click.option("-p", "--prompt", metavar="TEXT|-", help="The prompt; - reads it from standard input")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text")
 def command(model_name: str | None, config_file: Path | None, prompt: str | None, as_json: bool, **given: Any) -> int:
-    """Answer one prompt through the model's chat template, or continue it as it is with --no-chat-template.
+    """Answer one prompt, given with -p or through a pipe; with --no-chat-template continue it as text.
 
-    MODEL is a registry name or the path of a GGUF file.
+    MODEL is a name (demo), a GGUF or ONNX file, or a folder with one.
     """
+    if prompt is None and model_name is not None:
+        _require_model(model_name)
     settings = resolve_settings(given, model_name, config_file)
     _check(SessionOptions(**settings.part("session")), as_json)
     text = read_prompt(prompt)
+    require_chat_template(settings)
     session = open_session(settings, remembers=True)
     with session.model:
         prompt_ids = encode_prompt(session, text)
         return _print_json(session, prompt_ids) if as_json else _print_text(session, prompt_ids)
 
 
-def _check(shown: SessionOptions, as_json: bool) -> None:
-    if as_json and shown.show_draft:
+def _require_model(name: str) -> None:
+    """Raises ModelNotFound for an argument that is no model: it may be meant as the prompt."""
+    if not is_known(name):
+        try:
+            resolve(name)
+        except ModelNotFound as exc:
+            raise ModelNotFound(
+                f"{exc}. If {shown(name)} is the prompt: edgespec generate -p {shlex.quote(name)}"
+            ) from exc
+
+
+def _check(session: SessionOptions, as_json: bool) -> None:
+    if as_json and session.show_draft:
         raise ConfigError("--show-draft colours text and --json prints none: keep one")
-    if shown.system and not shown.chat_template:
+    if session.system and not session.chat_template:
         raise ConfigError("--system needs the chat template, which --no-chat-template switches off: keep one")
 
 
@@ -91,28 +109,31 @@ def encode_prompt(session: Session, text: str) -> list[int]:
 def _print_text(session: Session, prompt_ids: list[int]) -> int:
     # The prompt is checked before anything is said.
     answer = session.model.stream(prompt_ids, session.sampling, session.options)
-    printer = EventPrinter(show_draft=session.shown.show_draft)
+    printer = AnswerPrinter(show_draft=session.shown.show_draft, raw=session.shown.raw)
     with answer, stops(answer.cancel) as interruption:
-        tell_configuration(session)
+        show_beginning(session)
         for event in answer:
             printer.push(event)
             if interruption.happened:
                 break
     printer.end_line()
-    session.tell_notes(answer.stats)
+    session.show_notes(answer.stats)
+    session.show_draft_hint()
+    if (cut := length_note(answer.stats, session.options)) is not None:
+        note(cut)
     if session.shown.stats:
         for line in stats_lines(answer.stats):
-            note(line)
+            reply(line)
     return INTERRUPTED if interruption.happened else 0
 
 
 def _print_json(session: Session, prompt_ids: list[int]) -> int:
     answer = session.model.stream(prompt_ids, session.sampling, session.options)
     with stops(answer.cancel) as interruption:
-        tell_configuration(session)
+        show_beginning(session)
         if not interruption.happened:
             result = answer.result()
-            session.tell_notes(result.stats)
+            session.show_notes(result.stats)
             click.echo(json.dumps(result_object(session, result), allow_nan=False))
     return INTERRUPTED if interruption.happened else 0
 

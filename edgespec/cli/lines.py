@@ -1,4 +1,4 @@
-"""Reading what the user says: line by line, with editing in a terminal, plainly from a pipe."""
+"""Reads the user's messages: with line editing in a terminal, line by line from a pipe."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 
 import click
 
+from edgespec.cli.terminal import has_escapes, note
 from edgespec.errors import PromptError
 from edgespec.formats.files import user_folder
 
 ReadLine = Callable[[str], str]
 FENCE = '"""'
+_HINT = "Type a message. /help lists commands, Ctrl-D leaves"  # in the first empty prompt
 
 
 def is_interactive() -> bool:
@@ -20,9 +22,14 @@ def is_interactive() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def line_reader(commands: Sequence[str], tell: Callable[[str], None]) -> ReadLine:
+def line_reader(commands: Sequence[str]) -> ReadLine:
     """A function that shows a prompt and reads one line; it raises EOFError at the end of input."""
-    return _terminal_reader(commands, tell) if is_interactive() else _plain_reader()
+    has_editor = is_interactive() and os.environ.get("TERM") != "dumb"
+    if has_editor:
+        return _terminal_reader(commands)
+    if is_interactive():
+        note(_HINT)
+    return _plain_reader()
 
 
 def read_message(read_line: ReadLine) -> str:
@@ -43,20 +50,27 @@ def read_message(read_line: ReadLine) -> str:
     return "\n".join(lines).strip("\n")
 
 
-def _terminal_reader(commands: Sequence[str], tell: Callable[[str], None]) -> ReadLine:
+def _terminal_reader(commands: Sequence[str]) -> ReadLine:
     # The answer to a cursor position request that comes late would appear as typed text.
     os.environ.setdefault("PROMPT_TOOLKIT_NO_CPR", "1")
     from prompt_toolkit import PromptSession  # a pipe never needs it
     from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.formatted_text import FormattedText
 
-    from edgespec.cli.history import FileHistory
+    from edgespec.cli.history import open_history
 
-    history = FileHistory(user_folder("state") / "chat-history.jsonl", tell)
-    completer = WordCompleter(list(commands), sentence=True)
     session: PromptSession[str] = PromptSession(
-        history=history, completer=completer, complete_while_typing=False, enable_history_search=True
+        history=open_history(user_folder("state") / "chat-history"),
+        completer=WordCompleter(list(commands), sentence=True),
+        complete_while_typing=False,
+        enable_history_search=True,
     )
-    return session.prompt
+    hints, colour = iter([_HINT]), "fg:ansibrightblack" if has_escapes() else ""
+
+    def read(prompt: str) -> str:
+        return session.prompt(prompt, placeholder=FormattedText([(colour, next(hints, ""))]))
+
+    return read
 
 
 def _plain_reader() -> ReadLine:

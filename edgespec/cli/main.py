@@ -20,21 +20,32 @@ from edgespec.errors import CapabilityError, EdgespecError, UsageError, Vocabula
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 # Modules are imported when their command runs: `edgespec --help` must not pay for numpy, jinja2 or an engine.
-COMMANDS = {
-    "bench": "Measure standard against speculative decoding on several domains.",
-    "calibrate": "Measure what passes cost on this machine, and keep and draw it.",
-    "chat": "Talk to a model.",
-    "corpus": "Your own texts and code to draft from, and what was learnt from earlier answers.",
-    "distill": "Train a small draft for a target from its own text.",
-    "doctor": "Show what is installed, what is missing and how to get it.",
-    "export": "Turn a Hugging Face model into a pair of GGUF or ONNX files.",
-    "generate": "Continue or answer one prompt.",
-    "plan-speedup": "Say what speculation should gain here, next to what it does gain.",
-    "race": "Plain and speculative decoding of one prompt, side by side.",
-    "train-heads": "Train Medusa or EAGLE heads for a target from its own text.",
-    "tune": "Find the best settings for your prompts, and keep them for later runs.",
-    "verify": "Check that speculation changes no token, and measure what it gains.",
+_SECTIONS = {
+    "Use": {
+        "chat": "Talk to a model.",
+        "generate": "Answer one prompt, or continue it.",
+        "race": "Watch plain and speculative decoding side by side.",
+        "corpus": "Your own texts to draft from, and what --learn stored.",
+    },
+    "Measure": {
+        "bench": "Measure the speedup on prompts of several domains.",
+        "verify": "Check that speculation changes no token.",
+        "tune": "Find the best settings for your prompts and keep them.",
+        "calibrate": "Measure the cost of model passes on this machine.",
+        "plan-speedup": "Predict the speedup and compare it with what is measured.",
+        "doctor": "Show what is installed, what is missing and how to get it.",
+    },
+    "Make models": {
+        "export": "Convert a Hugging Face model to GGUF or ONNX, with a draft.",
+        "distill": "Train a small draft model for a target.",
+        "train-heads": "Train Medusa or EAGLE heads for a target.",
+    },
 }
+COMMANDS = {name: text for commands in _SECTIONS.values() for name, text in commands.items()}
+_EPILOG = """\b
+First steps:  edgespec chat          or  edgespec generate -p "Hello"
+Completion:   eval "$(_EDGESPEC_COMPLETE=bash_source edgespec)" in ~/.bashrc
+              (zsh_source, fish_source for those shells)"""
 
 
 class CommandGroup(click.Group):
@@ -61,8 +72,9 @@ class CommandGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+        for title, commands in _SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(max(map(len, COMMANDS))), text) for name, text in commands.items()])
 
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run and leave the process. `extra` is click's; its error handling and argument expansion are replaced."""
@@ -77,6 +89,7 @@ class CommandGroup(click.Group):
             code = super().main(*args, **extra)
             sys.stdout.flush()  # here and not at exit, where a full disk would go unnoticed or end in a traceback
         except click.Abort:
+            click.echo("interrupted", err=True)
             code = INTERRUPTED
         except click.ClickException as exc:
             code = _report(describe(exc), BAD_INPUT)
@@ -104,10 +117,17 @@ class CommandGroup(click.Group):
 
 
 class _Notes(logging.Handler):
-    """Shows what the library says of work that takes a while, beside the output."""
+    """Shows what the library logs: warnings always, what it is busy with while the user waits or with --verbose."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        click.secho(f"note: {record.getMessage()}", err=True, dim=True)
+        from edgespec.cli.status import report_progress  # imports rich, which --help does without
+        from edgespec.cli.terminal import note, verbosity
+
+        message = record.getMessage()
+        if record.levelno >= logging.WARNING or verbosity() == "verbose":
+            note(f"note: {message}")
+        else:
+            report_progress(message)
 
 
 @click.group(
@@ -115,11 +135,12 @@ class _Notes(logging.Handler):
     cls=CommandGroup,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=_EPILOG,
 )
-@click.version_option(__version__, message="edgespec %(version)s")
+@click.version_option(__version__, "-V", "--version", message="edgespec %(version)s")
 @click.pass_context
 def cli(ctx: click.Context) -> None:
-    """On-device speculative decoding: the same text, faster, inside a byte budget."""
+    """Run language models on this machine, faster through speculative decoding."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 
@@ -150,7 +171,7 @@ def describe(error: click.ClickException) -> str:
 
 
 def _report(message: str, code: int) -> int:
-    with contextlib.suppress(OSError):  # nobody can be told, but for the code
+    with contextlib.suppress(OSError):  # stderr is gone; the exit code remains
         click.echo(f"error: {' '.join(message.split())}", err=True)
     return code
 

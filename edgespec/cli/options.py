@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -10,14 +9,13 @@ from typing import Any, TypeVar
 
 import click
 
-from edgespec.config import GenerateOptions, LoadOptions, SessionOptions
+from edgespec.cli.help import GroupedOption, SettingOption, help_all_option
+from edgespec.cli.terminal import set_verbosity
 from edgespec.errors import ConfigError
 from edgespec.formats.files import is_file
 from edgespec.sampling import Sampling
 from edgespec.settings import SETTINGS, Kind, Part, Setting, Settings, resolve
 from edgespec.tuning.profiles import with_profile
-
-_OWNERS = {"load": LoadOptions, "sampling": Sampling, "generate": GenerateOptions, "session": SessionOptions}
 
 
 class _Length(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases of click only
@@ -46,51 +44,55 @@ _TYPES: dict[Kind, Any] = {
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def settings_options(*parts: Part, leave_out: Collection[str] = ()) -> Callable[[Function], Function]:
-    """A decorator: MODEL, --config and a flag for every setting of `parts`."""
+def settings_options(
+    *parts: Part, leave_out: Collection[str] = (), hidden: Collection[str] = ()
+) -> Callable[[Function], Function]:
+    """A decorator: MODEL, a flag for every setting of `parts`, and what every such command takes.
+
+    `hidden`: settings that the command refuses with a reason, so that --help does not offer them.
+    """
 
     def decorate(function: Function) -> Function:
         chosen = [s for s in SETTINGS if s.part in parts and s.name not in leave_out]
-        options = [_option(setting) for setting in chosen]
-        config = click.option(
-            "--config", "config_file", type=click.Path(path_type=Path), metavar="FILE", help="TOML file with settings."
-        )
-        profile = click.option("--no-profile", is_flag=True, help="Ignore what edgespec tune found for this model.")
         model = click.argument("model_name", metavar="[MODEL]", required=False)
-        for option in (profile, config, *reversed(options), model):
+        settings = [_option(setting, hidden=setting.name in hidden) for setting in reversed(chosen)]
+        for option in (help_all_option(), *reversed(_common_options()), *settings, model):
             function = option(function)
         return function
 
     return decorate
 
 
-def _option(setting: Setting) -> Callable[[Function], Function]:
+def _common_options() -> list[Callable[[Function], Function]]:
+    config: dict[str, Any] = {"type": click.Path(path_type=Path), "metavar": "FILE", "help": "Settings file, TOML"}
+    return [
+        verbosity_option("-v", "--verbose", help="Show notes on what is measured and chosen"),
+        verbosity_option("-q", "--quiet", help="Show the result and errors only"),
+        click.option("--config", "config_file", cls=GroupedOption, **config),
+        click.option("--no-profile", cls=GroupedOption, is_flag=True, help="Ignore what edgespec tune found"),
+    ]
+
+
+def verbosity_option(*flags: str, help: str) -> Callable[[Function], Function]:
+    """-v or -q: how much is said beside the result, for as long as this command runs."""
+
+    def remember(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        if value:
+            set_verbosity(ctx, "verbose" if param.name == "verbose" else "quiet")
+
+    return click.option(
+        *flags, cls=GroupedOption, group="Output", is_flag=True, expose_value=False, callback=remember, help=help
+    )
+
+
+def _option(setting: Setting, *, hidden: bool) -> Callable[[Function], Function]:
     flags = list(setting.flags)
-    kwargs: dict[str, Any] = {"default": None, "help": _help(setting), "multiple": setting.kind == "texts"}
+    kwargs: dict[str, Any] = {"default": None, "multiple": setting.kind == "texts", "hidden": hidden}
     if setting.kind == "switch":
         flags[-1] += f"/--no-{setting.key}"
     else:
         kwargs["type"] = click.Choice(setting.choices) if setting.choices else _TYPES[setting.kind]
-        kwargs["metavar"] = setting.metavar or None
-    return click.option(setting.name, *flags, **kwargs)
-
-
-def _help(setting: Setting) -> str:
-    default = default_of(setting)
-    return setting.help if default in (None, (), "") else f"{setting.help}  [default: {show(default)}]"
-
-
-def default_of(setting: Setting) -> Any:
-    """What a setting is when nobody gives it; None when model and machine decide."""
-    if setting.name == "seed":
-        return None
-    (field,) = (field for field in dataclasses.fields(_OWNERS[setting.part]) if field.name == setting.name)
-    return field.default
-
-
-def show(value: Any) -> str:
-    """A setting's value as a user writes it."""
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+    return click.option(setting.name, *flags, cls=SettingOption, setting=setting, **kwargs)
 
 
 def resolve_settings(

@@ -1,4 +1,4 @@
-"""`edgespec plan-speedup`: what speculation should gain here by formula, next to what it does gain."""
+"""`edgespec plan-speedup`: the speedup that formulas predict, beside the measured one."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from rich.console import Console
 from rich.table import Table
 
 from edgespec.cli.bar import bar
+from edgespec.cli.help import SettingsCommand
 from edgespec.cli.options import resolve_settings, settings_options
-from edgespec.cli.session import open_session, tell_configuration
+from edgespec.cli.session import open_session, show_configuration
 from edgespec.cli.terminal import note
 from edgespec.config import DrafterName
 from edgespec.errors import ConfigError
 from edgespec.runtime import Model
 from edgespec.sampling import Sampling
-from edgespec.settings import REMEMBERING, Settings
+from edgespec.settings import PRINTING, REMEMBERING, Settings
 from edgespec.tuning.plan import LENGTHS, Costs, Row, Trials, given_costs, plan, run_trials
 from edgespec.tuning.prompts import Prompts, choose_prompts
 
@@ -33,7 +34,7 @@ _WORTH_TELLING = 1.05
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """All that is told. `padding`: what a lone token pays for the reproducible mode, as a factor; 1 without it."""
+    """All that is shown. `padding`: slowdown of single-token steps by reproducible mode, as a factor; 1 without it."""
 
     facts: dict[str, Any]
     rows: list[Row]
@@ -52,16 +53,16 @@ class Planned:
         return max(measured, key=lambda row: row.measured or 0.0) if measured else None
 
 
-@click.command("plan-speedup", short_help="Say what speculation should gain here, next to what it does gain.")
-@settings_options("load", "sampling", "session", leave_out=("system", "show_draft", "stats", *REMEMBERING))
-@click.option("--acceptance", type=float, metavar="A", help="Take this probability per token; nothing is decoded.")
-@click.option("--pass-ms", metavar="W:MS,W:MS", help="Take these costs of passes; with --acceptance nothing is loaded.")
-@click.option("--draft-ms", type=float, metavar="MS", help="Take this cost of a drafted token.")
-@click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE", help='JSON lines with "text", or lines.')
-@click.option("--max-prompts", type=int, default=DEFAULT_PROMPTS, show_default=True, help="Most prompts to decode.")
-@click.option("-n", "--max-tokens", type=int, default=DEFAULT_TOKENS, show_default=True, help="Tokens per answer.")
-@click.option("--repeats", type=int, default=1, show_default=True, help="How often each is decoded at each length.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+@click.command("plan-speedup", cls=SettingsCommand)
+@settings_options("load", "sampling", "session", leave_out=("system", *PRINTING, *REMEMBERING))
+@click.option("--acceptance", type=float, metavar="A", help="Assume this acceptance per token, decode nothing")
+@click.option("--pass-ms", metavar="W:MS,W:MS", help="Assume these pass times, load nothing")
+@click.option("--draft-ms", type=float, metavar="MS", help="Assume this time per draft token")
+@click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE", help='Lines, or JSON lines with "text"')
+@click.option("--max-prompts", type=int, default=DEFAULT_PROMPTS, show_default=True, help="Most prompts to decode")
+@click.option("-n", "--max-tokens", type=int, default=DEFAULT_TOKENS, show_default=True, help="Tokens per answer")
+@click.option("--repeats", type=int, default=1, show_default=True, help="Runs per prompt and length")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table")
 def command(
     model_name: str | None,
     config_file: Path | None,
@@ -72,10 +73,10 @@ def command(
     as_json: bool,
     **given: Any,
 ) -> int:
-    """Expected speedup by draft length: Leviathan's formula, ours with what a pass of that width costs, and measured.
+    """Speedup by draft length: by Leviathan's formula, by one that knows the cost of wide passes, and measured.
 
-    Measured on short answers to built-in or given prompts, lengths taking turns. With --acceptance it only calculates.
-    MODEL is a registry name or the path of a GGUF or ONNX file.
+    Measures short answers to built-in or given prompts; with --acceptance it only calculates. MODEL is a name, a GGUF
+    or ONNX file, or a folder with one.
     """
     counts = {name: given.pop(name) for name in ("max_prompts", "max_tokens", "repeats")}
     _check(acceptance, pass_ms, draft_ms, prompts, counts)
@@ -93,7 +94,7 @@ def command(
                 chosen = choose_prompts(prompts, counts["max_prompts"], chat_template=wraps)
                 planned = _measured(settings, chosen, counts["max_tokens"], counts["repeats"])
     except KeyboardInterrupt:
-        note("interrupted: too little was decoded to tell anything")
+        note("interrupted: nothing was measured")
         return INTERRUPTED
     if as_json:
         click.echo(json.dumps(_as_object(planned), allow_nan=False))
@@ -121,7 +122,7 @@ def _calculated(settings: Settings, acceptance: float, draft_ms: float | None) -
     """From the costs of this machine, as they were measured at first load or by calibrate."""
     session = open_session(settings)
     with session.model as model:
-        tell_configuration(session)
+        show_configuration(session)
         drafter = _drafter(model)
         token_s = _token_s(model, drafter) if draft_ms is None else draft_ms / 1e3
         costs = Costs(model.cost_curve.table(min(_TYPICAL_CONTEXT, model.context_length)), token_s)
@@ -133,7 +134,7 @@ def _calculated(settings: Settings, acceptance: float, draft_ms: float | None) -
 def _measured(settings: Settings, prompts: Prompts, max_tokens: int, repeats: int) -> Planned:
     session = open_session(settings)
     with session.model as model:
-        tell_configuration(session)
+        show_configuration(session)
         if not prompts.are_own:
             note(f"{len(prompts.chosen)} built-in prompts; --prompts FILE takes yours")
         drafter = _drafter(model)
@@ -212,7 +213,7 @@ def _conclusions(planned: Planned) -> list[str]:
     if measured is not None:
         lines.append(f"best length measured: {measured.draft_length}, {measured.measured:.2f}x")
     length, speedup = costs.ceiling(LENGTHS[-1])
-    lines.append(f"ceiling: {speedup:.2f}x, if all {length} tokens always stood")
+    lines.append(f"ceiling: {speedup:.2f}x, if all {length} tokens were accepted")
     if planned.trials is not None:
         lines.append(
             "the formulas know of drafting and target passes alone, with the costs of these runs; "

@@ -20,17 +20,18 @@ from rich.text import Text
 from edgespec.bench.race import Race
 from edgespec.bench.race_reasons import proof, reasons, speed
 from edgespec.cli.generate import encode_prompt, read_prompt
+from edgespec.cli.help import SettingsCommand
 from edgespec.cli.interrupt import Interruption, stops
 from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.race_pair import choose_pair
 from edgespec.cli.race_report import print_json, print_plainly
 from edgespec.cli.race_view import Side, frame, recorder, result, svg
-from edgespec.cli.session import Session, open_session, tell_configuration
+from edgespec.cli.session import Session, open_session, show_configuration
 from edgespec.cli.terminal import note
 from edgespec.config import SessionOptions
 from edgespec.errors import Cancelled, ConfigError
 from edgespec.loading.sample_prompts import PROMPTS
-from edgespec.settings import REMEMBERING
+from edgespec.settings import PRINTING, REMEMBERING
 from edgespec.tuning.profiles import with_profile
 
 FAILED, INTERRUPTED = 1, 130
@@ -42,8 +43,8 @@ HOW = (
 )
 
 
-@click.command(short_help="Plain and speculative decoding of one prompt, side by side.")
-@settings_options("load", "generate", "sampling", "session", leave_out=("show_draft", "stats", *REMEMBERING))
+@click.command(cls=SettingsCommand, short_help="Plain and speculative decoding of one prompt, side by side.")
+@settings_options("load", "generate", "sampling", "session", leave_out=(*PRINTING, *REMEMBERING))
 @click.option("-p", "--prompt", metavar="TEXT|-", help="The prompt; - reads it from standard input.")
 @click.option(
     "-y/--no",
@@ -78,7 +79,7 @@ def command(
     if session.options.max_tokens is None:
         session.options = dataclasses.replace(session.options, max_tokens=DEFAULT_TOKENS)
     with session.model:
-        tell_configuration(session)
+        show_configuration(session)
         with Race(session.model, encode_prompt(session, text), session.sampling, session.options) as race:
             return _run(session, race, as_json=as_json, picture=picture)
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from edgespec.bench.expanded_pair import WEIGHT_TYPES, ExpandedPair
-from edgespec.bench.expanded_pair import Progress as Tell
+from edgespec.bench.expanded_pair import Progress as OnProgress
 from edgespec.bench.offer import find_offer
 from edgespec.cli.lines import is_interactive
 from edgespec.cli.terminal import note
@@ -41,8 +41,8 @@ def choose_pair(settings: Settings, expands: bool | None) -> Settings:
     if not offer.is_built():
         if not expands and not _agrees(offer):
             return settings
-        with _progress() as tell:
-            offer.build(tell)
+        with _progress() as on_progress:
+            offer.build(on_progress)
     return settings.below({"model": str(offer.folder)}, "the demo pair, expanded")
 
 
@@ -66,17 +66,17 @@ def _agrees(offer: ExpandedPair) -> bool:
 
 
 @contextmanager
-def _progress() -> Iterator[Tell]:
-    """How building is told: a bar on stderr where that is a terminal, elsewhere a line when a part is done."""
+def _progress() -> Iterator[OnProgress]:
+    """Progress of building: a bar on stderr where that is a terminal, elsewhere a line when a part is done."""
     console = Console(stderr=True)
     columns = TextColumn("{task.percentage:>3.0f}%"), BarColumn(), TextColumn("{task.description}")
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("")
 
-        def tell(done: int, total: int, what: str) -> None:
+        def on_progress(done: int, total: int, what: str) -> None:
             if console.is_terminal:
                 bar.update(task, completed=done, total=total, description=what)
             elif done == total:
                 note(what)
 
-        yield tell
+        yield on_progress

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field
 
 from edgespec.cli.options import sampling_of
-from edgespec.cli.terminal import configuration_line, note
-from edgespec.config import GenerateOptions, SessionOptions
-from edgespec.errors import CapabilityError
+from edgespec.cli.status import waiting
+from edgespec.cli.terminal import configuration_line, detail, note, short_configuration, verbosity
+from edgespec.config import GenerateOptions, LoadOptions, SessionOptions
+from edgespec.drafters.factory import learnt_texts
+from edgespec.errors import CapabilityError, ConfigError, PromptError
+from edgespec.formats.files import exists
+from edgespec.loading.draft_hint import new_draft_hint
+from edgespec.loading.opening import has_chat_template
+from edgespec.loading.registry import resolve
 from edgespec.runtime import Model, load
 from edgespec.sampling import Sampling
 from edgespec.settings import REMEMBERING, Settings
@@ -24,26 +31,33 @@ class Session:
     sampling: Sampling
     options: GenerateOptions
     shown: SessionOptions
-    told: set[str] = field(default_factory=set)  # notes of answers that were shown
+    seen_notes: set[str] = field(default_factory=set)  # notes of answers that were shown
 
     @property
     def seed(self) -> int:
         """The seed of the next answer; `open_session` chose one where none was given."""
         return self.sampling.seed or 0
 
-    def tell_notes(self, stats: Stats) -> None:
-        """What a user must know of an answer, once each."""
+    def show_notes(self, stats: Stats) -> None:
+        """What went wrong in an answer, such as a drafter that failed; each note once."""
         for line in stats.notes:
-            if line not in self.told:
-                self.told.add(line)
+            if line not in self.seen_notes:
+                self.seen_notes.add(line)
                 note(f"note: {line}")
+
+    def show_draft_hint(self) -> None:
+        """Which draft model would make this model faster, if one would: once per model, after an answer."""
+        if self.model.options.drafter == "auto" and verbosity() != "quiet":
+            hint = new_draft_hint(self.model.pair)
+            if hint is not None:
+                note(f"note: {hint}")
 
 
 def open_session(settings: Settings, *, remembers: bool = False) -> Session:
     """Load what the settings name. Every option is checked before any file is opened.
 
-    `remembers`: a command whose answers may be kept on disk and drafted from, where the settings ask for it; any other
-    does neither, whatever they say. With `learn`, earlier answers are drafted from too, unless that is switched off.
+    `remembers`: a command whose answers may be stored on disk and drafted from, if the settings ask for it; the others
+    never do. With `learn`, stored answers are drafted from too, unless that is switched off.
     Raises ConfigError, SamplingError, and whatever `edgespec.load` raises.
     """
     if not remembers:
@@ -59,9 +73,32 @@ def open_session(settings: Settings, *, remembers: bool = False) -> Session:
     return Session(model, settings, sampling_of(settings), options, shown)
 
 
+def require_chat_template(settings: Settings, *, is_chat: bool = False) -> None:
+    """Check, before anything is loaded, that the model has the chat template that is wanted.
+
+    Raises PromptError for a base model, ConfigError for a chat without a template, and as `resolve`.
+    """
+    if not settings.values.get("chat_template", True):
+        if is_chat:
+            raise ConfigError(
+                f"a chat needs the chat template, which {settings.sources['chat_template']} switches off; without one "
+                "use edgespec generate --no-chat-template"
+            )
+        return
+    options = LoadOptions(**settings.part("load"))
+    pair = resolve(options.model, options.draft, options.engine, options.medium)
+    if not has_chat_template(pair.files["target"]):
+        command = f"edgespec generate {shlex.quote(options.model)} --no-chat-template -p 'Once upon a time'"
+        raise PromptError(
+            f"model {pair.name!r} has no chat template, as base models have none: it continues text, such as {command}"
+        )
+
+
 def _load(settings: Settings) -> Model:
+    options = settings.part("load")
     try:
-        return load(**settings.part("load"))
+        with waiting(f"loading {options.get('model', 'demo')}"):
+            return load(**options)
     except CapabilityError as exc:
         profile = profile_in_effect(settings)
         if profile is None:
@@ -69,14 +106,31 @@ def _load(settings: Settings) -> Model:
         raise CapabilityError(f"{exc} ({profile} is in effect; --no-profile ignores it)") from exc
 
 
-def tell_configuration(session: Session) -> None:
-    """The model's banner, the effective configuration and what a user must know of it, on stderr."""
+def show_beginning(session: Session) -> None:
+    """What a person should know before the first answer, on stderr: the model's banner and one line; more with -v."""
     model = session.model
     if model.pair.banner:
         note(model.pair.banner)
+    if model.options.learn and not exists(learnt_texts(model.target.vocabulary).path):
+        note("Learning from answers: on (edgespec corpus rm --learnt deletes it)")
+    if verbosity() == "verbose":
+        _show_all(session)
+        return
+    is_tuned = profile_in_effect(session.settings) is not None
+    note(short_configuration(model, session.sampling, session.options, is_tuned=is_tuned))
+
+
+def show_configuration(session: Session) -> None:
+    """The banner and the whole configuration, on stderr, for commands that measure; notes with --verbose."""
+    if session.model.pair.banner:
+        detail(session.model.pair.banner)
+    _show_all(session)
+
+
+def _show_all(session: Session) -> None:
     note(in_effect(session))
-    for line in model.notes:
-        note(f"note: {line}")
+    for line in session.model.notes:
+        detail(line)
 
 
 def in_effect(session: Session) -> str:

@@ -5,25 +5,26 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from edgespec.chat.conversation import Conversation
-from edgespec.cli.options import default_of, show
+from edgespec.cli.answer import readable
+from edgespec.cli.dialogue import Chat
+from edgespec.cli.help import default_of, show
 from edgespec.cli.session import in_effect
-from edgespec.cli.terminal import note, stats_lines
+from edgespec.cli.terminal import printable, reply, stats_lines
 from edgespec.config import MAX_DRAFT_LENGTH, DrafterName, DraftLength
 from edgespec.errors import ConfigError, StateError
 from edgespec.formats.files import exists, expanded
-from edgespec.settings import SETTINGS, Setting, did_you_mean, find
-
-if TYPE_CHECKING:
-    from edgespec.cli.chat import Chat
+from edgespec.settings import PRINTING, SETTINGS, Setting, did_you_mean, find
 
 # Settings of `load` that a generation can override as well.
 _CHANGEABLE_LATER = ("drafter", "draft_length", "verify")
+_SHOWN_TURNS = 20  # messages of a loaded conversation that are printed
+_ALIASES = {"/bye": "/exit", "/quit": "/exit", "/?": "/help"}
 
 
 class Command(NamedTuple):
@@ -33,12 +34,13 @@ class Command(NamedTuple):
 
 
 class _Leave(Exception):
-    """/exit."""
+    """The user asked to leave."""
 
 
 def run_slash(chat: Chat, line: str) -> bool:
     """Run one command line; False when the chat shall end. Raises ConfigError, StateError."""
     name, _, argument = line.partition(" ")
+    name = _ALIASES.get(name, name)
     if name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS) or "; /help lists them"
         raise ConfigError(f"no such command {name}{hint} (a message may begin with a space)")
@@ -56,13 +58,13 @@ def _help(chat: Chat, argument: str) -> None:
 
 def _clear(chat: Chat, argument: str) -> None:
     chat.conversation.clear()
-    note("forgotten; the system prompt stays")
+    reply("conversation cleared")
 
 
 def _system(chat: Chat, argument: str) -> None:
     if argument:
         chat.conversation.system = argument
-    note(f"system prompt: {chat.conversation.system or 'none'}")
+    reply(f"system prompt: {chat.conversation.system or 'none'}")
 
 
 def _save(chat: Chat, argument: str) -> None:
@@ -70,13 +72,24 @@ def _save(chat: Chat, argument: str) -> None:
     if exists(path):
         Conversation.load(path)  # refuses to overwrite anything but a conversation
     chat.conversation.save(path)
-    note(f"saved {chat.conversation.num_exchanges} exchange(s) to {path}")
+    reply(f"saved {chat.conversation.num_exchanges} exchange(s) to {path}")
 
 
 def _load(chat: Chat, argument: str) -> None:
     path = _path(argument, "/load")
     chat.conversation = Conversation.load(path)
-    note(f"loaded {chat.conversation.num_exchanges} exchange(s) from {path}")
+    _print_turns(chat.conversation)
+    reply(f"loaded {chat.conversation.num_exchanges} exchange(s) from {path}")
+
+
+def _print_turns(conversation: Conversation) -> None:
+    """The last exchanges, as they looked when they were made."""
+    earlier = max(len(conversation.turns) - _SHOWN_TURNS, 0)
+    if earlier:
+        reply(f"({earlier} earlier messages)")
+    for turn in conversation.turns[earlier:]:
+        text = printable(readable(str(turn["content"])))
+        reply(f"> {text}" if turn["role"] == "user" else text)
 
 
 def _path(argument: str, name: str) -> Path:
@@ -91,7 +104,7 @@ def _regen(chat: Chat, argument: str) -> None:
 
 def _undo(chat: Chat, argument: str) -> None:
     text = chat.conversation.undo()
-    note("nothing to undo" if text is None else f"forgotten: {text}")
+    reply("nothing to undo" if text is None else f"removed: {text}")
 
 
 def _set(chat: Chat, argument: str) -> None:
@@ -107,17 +120,17 @@ def _set(chat: Chat, argument: str) -> None:
         session.sampling = dataclasses.replace(session.sampling, **{setting.name: value})
     elif setting.part == "generate" or setting.name in _CHANGEABLE_LATER:
         session.options = dataclasses.replace(session.options, **{setting.name: value})
-    elif setting.name in ("show_draft", "stats"):
+    elif setting.name in PRINTING:
         session.shown = dataclasses.replace(session.shown, **{setting.name: value})
     else:
         raise ConfigError(f"{setting.key} cannot change while the model is loaded: start again with --{setting.key}")
-    note(f"{setting.key} = {show(value)}")
+    reply(f"{setting.key} = {show(value)}")
     return None
 
 
 def _show(chat: Chat, argument: str) -> None:
     session = chat.session
-    note(in_effect(session))
+    reply(in_effect(session))
     present = [(setting, _present(chat, setting)) for setting in SETTINGS]
     _table([(s.key, _spelled(value), _origin(chat, s, value)) for s, value in present if value not in (None, ())])
 
@@ -152,14 +165,15 @@ def _origin(chat: Chat, setting: Setting, value: Any) -> str:
 
 def _stats(chat: Chat, argument: str) -> None:
     if not chat.totals.num_generations:
-        note("no answer yet")
+        reply("no answer yet")
         return
     for line in stats_lines(chat.last):
-        note(line)
+        reply(line)
     totals = chat.totals
-    note(
+    accepted = f"{totals.acceptance_rate:.0%} of drafts accepted" if totals.drafted_tokens else "nothing drafted"
+    reply(
         f"all {totals.num_generations} answers: {totals.new_tokens} tokens at {totals.tokens_per_second:.1f} tokens/s, "
-        f"acceptance {totals.acceptance_rate:.0%}, {totals.mean_accepted_length:.2f} tokens per pass"
+        f"{accepted}, {totals.mean_accepted_length:.2f} tokens per pass"
     )
 
 
@@ -178,7 +192,7 @@ def _spec(chat: Chat, argument: str) -> None:
         raise ConfigError(f"/spec takes on, off, auto or a draft length of 0..{MAX_DRAFT_LENGTH}, got {argument!r}")
     drafter = session.options.drafter or loaded
     length = session.options.draft_length or session.model.options.draft_length
-    note("speculation off" if drafter == "none" else f"speculation on: drafter {drafter}, draft length {length}")
+    reply("speculation off" if drafter == "none" else f"speculation on: drafter {drafter}, draft length {length}")
 
 
 def _exit(chat: Chat, argument: str) -> None:
@@ -193,16 +207,16 @@ def _table(rows: list[tuple[str, ...]]) -> None:
 
 
 COMMANDS: dict[str, Command] = {
-    "/help": Command("/help", "this list", _help),
-    "/clear": Command("/clear", "forget the conversation, keep the system prompt", _clear),
+    "/help": Command("/help", "show this list", _help),
+    "/clear": Command("/clear", "start a new conversation, keep the system prompt", _clear),
     "/system": Command("/system [TEXT]", "set or show the system prompt", _system),
-    "/save": Command("/save FILE", "write the conversation to a file", _save),
-    "/load": Command("/load FILE", "go on with a saved conversation", _load),
-    "/regen": Command("/regen", "answer the last message again, with another seed", _regen),
-    "/undo": Command("/undo", "forget the last message and its answer", _undo),
+    "/save": Command("/save FILE", "save the conversation to a file", _save),
+    "/load": Command("/load FILE", "load a saved conversation and show it", _load),
+    "/regen": Command("/regen", "answer the last message again with another seed", _regen),
+    "/undo": Command("/undo", "remove the last message and its answer", _undo),
     "/set": Command("/set NAME VALUE", "change a setting, such as: /set temp 0.5", _set),
-    "/show": Command("/show", "all settings in effect and where they come from", _show),
-    "/stats": Command("/stats", "counters and rates of the last answer and of all", _stats),
-    "/spec": Command("/spec [on|off|auto|N]", "switch speculation, or set the draft length", _spec),
-    "/exit": Command("/exit", "leave (or Ctrl-D)", _exit),
+    "/show": Command("/show", "list all settings and where they come from", _show),
+    "/stats": Command("/stats", "show speed and acceptance of the answers so far", _stats),
+    "/spec": Command("/spec [on|off|auto|N]", "switch speculation on or off, or set the draft length", _spec),
+    "/exit": Command("/exit", "leave; also /bye, or Ctrl-D", _exit),
 }

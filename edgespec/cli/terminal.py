@@ -1,25 +1,67 @@
-"""What the commands print: token events as they come, notes, counters."""
+"""Lines beside the result, on stderr: notes, errors, counters, the configuration. Escape codes only where they work."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable
+from typing import Literal
 
 import click
 
+from edgespec.acceptance import LOSSY
 from edgespec.config import GenerateOptions, RuleName
 from edgespec.runtime import Model
 from edgespec.sampling import Sampling
-from edgespec.types import Stats, TokenEvent
+from edgespec.types import Stats
 
-DRAFT_COLOUR = "cyan"
-# A model's text must not move the cursor, retitle the window or answer for the user.
+Verbosity = Literal["quiet", "normal", "verbose"]
+_VERBOSITY = "edgespec.verbosity"
+# A model's text must not move the cursor, change the window title or answer for the user.
 _CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
+def set_verbosity(context: click.Context, chosen: Verbosity) -> None:
+    """Raises UsageError where the other one was chosen before."""
+    if context.meta.setdefault(_VERBOSITY, chosen) != chosen:
+        raise click.UsageError("--verbose and --quiet contradict each other: keep one", context)
+
+
+def verbosity() -> Verbosity:
+    """That of the command that is running."""
+    context = click.get_current_context(silent=True)
+    chosen: Verbosity = "normal" if context is None else context.meta.get(_VERBOSITY, "normal")
+    return chosen
+
+
+def has_escapes() -> bool:
+    """Whether escape codes may be written to a terminal; click drops them elsewhere."""
+    return os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
+
+
+def reply(text: str) -> None:
+    """Dimmed lines on stderr that answer what the user typed; in a terminal they are wrapped at words."""
+    if sys.stderr.isatty():
+        columns = shutil.get_terminal_size().columns
+        lines = [
+            textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False) for line in text.split("\n")
+        ]
+        text = "\n".join(lines)
+    click.secho(text, err=True, dim=True if has_escapes() else None)
+
+
 def note(text: str) -> None:
-    """One dimmed line beside the answer, on stderr."""
-    click.secho(text, err=True, dim=True)
+    """A line beside the result, unless --quiet is given."""
+    if verbosity() != "quiet":
+        reply(text)
+
+
+def detail(text: str) -> None:
+    """A line that only --verbose shows."""
+    if verbosity() == "verbose":
+        reply(f"note: {text}")
 
 
 def complain(text: str) -> None:
@@ -28,48 +70,44 @@ def complain(text: str) -> None:
 
 
 def printable(text: str) -> str:
-    """A model's text without what would move the cursor or change the terminal."""
+    """A model's text without control characters that would move the cursor or change the terminal."""
     return text.translate(_CONTROLS)
 
 
-class EventPrinter:
-    """Prints the text of events to stdout as it comes; remembers it whole in `text`.
+def short_configuration(model: Model, sampling: Sampling, options: GenerateOptions, *, is_tuned: bool) -> str:
+    """What a user should know of the configuration; for common models it fits on a line of 80 columns."""
+    facts = model.target.facts
+    parts = [model.pair.name, f"{facts.name} on {facts.device}", _drafting(model, options)]
+    rule = options.verify or model.options.verify
+    if rule != "coupled":
+        parts.append(f"verify {rule}{' (changes the text)' if rule in LOSSY else ''}")
+    if model.is_reproducible(rule):
+        parts.append("reproducible")
+    if is_tuned:
+        parts.append("tuned")
+    return " | ".join((*parts, f"seed {sampling.seed}"))
 
-    The last event ends the line: what is told of the answer afterwards must not stand behind its last word.
-    """
 
-    def __init__(self, *, show_draft: bool = False) -> None:
-        self.text = ""
-        self._show_draft = show_draft
-        self._is_terminal = sys.stdout.isatty()
-        self._has_ended = False
+def _drafting(model: Model, options: GenerateOptions) -> str:
+    if not model.target.facts.can_rollback:
+        return "no speculation (the model cannot roll back)"
+    drafter = options.drafter or model.drafter_name
+    length = _draft_length(model, options)
+    return (
+        f"drafter {drafter}" if drafter == "none" or length == "auto" else f"drafter {drafter}, draft length {length}"
+    )
 
-    def push(self, event: TokenEvent) -> None:
-        if event.text:
-            self._print(event)
-        if event.finish_reason is not None:
-            self.end_line()
 
-    def _print(self, event: TokenEvent) -> None:
-        self.text += event.text
-        shown = printable(event.text) if self._is_terminal else event.text
-        if self._show_draft and event.from_draft:
-            shown = click.style(shown, fg=DRAFT_COLOUR)
-        click.echo(shown, nl=False)
-
-    def end_line(self) -> None:
-        """Once: an answer that was stopped has no last event."""
-        if not (self._has_ended or self.text.endswith("\n")):
-            click.echo()
-        self._has_ended = True
+def _draft_length(model: Model, options: GenerateOptions) -> int | str:
+    return model.options.draft_length if options.draft_length is None else options.draft_length
 
 
 def configuration_line(model: Model, sampling: Sampling, options: GenerateOptions) -> str:
-    """What is really in effect, in one line."""
+    """The whole effective configuration in one line."""
     facts = model.target.facts
     drafter = options.drafter or model.drafter_name
-    length = model.options.draft_length if options.draft_length is None else options.draft_length
     rule = options.verify or model.options.verify
+    length = _draft_length(model, options)
     parts = (
         model.pair.name,
         f"{facts.name} on {facts.device}, threads {facts.threads}, context {facts.context_length}",
@@ -84,6 +122,15 @@ def _mode(model: Model, rule: RuleName) -> str:
     if model.is_reproducible(rule):
         return "reproducible"
     return "fastest mode" if rule == "coupled" else "not reproducible"
+
+
+def length_note(stats: Stats, options: GenerateOptions) -> str | None:
+    """Why the answer stops in the middle, and how to get more; None where the model ended it."""
+    if stats.finish_reason != "length":
+        return None
+    if stats.new_tokens == options.max_tokens:
+        return f"cut at {options.max_tokens} tokens: a larger -n (--max-tokens) gives more"
+    return "cut: the context is full; a larger -c (--ctx-size) gives more"
 
 
 def stats_lines(stats: Stats) -> Iterable[str]:

@@ -34,26 +34,31 @@ def _request_options(function: Callable[..., int]) -> Callable[..., int]:
     return function
 
 
-@click.command(short_help="Train Medusa or EAGLE heads for a target from its own text.")
+@click.command()
 @click.argument("target")
-@click.option("--kind", type=click.Choice(KINDS), required=True, help="Independent heads, or one that goes on.")
+@click.option(
+    "--kind",
+    type=click.Choice(KINDS),
+    required=True,
+    help="Medusa: independent heads; EAGLE: one head.",
+)
 @click.option(
     "--data",
     type=click.Path(path_type=Path),
     multiple=True,
     metavar="FILE",
-    help='Text, or .jsonl or .jsonl.xz with "text" or "messages"; repeatable. Without: the target begins on its own.',
+    help='Text, or .jsonl or .jsonl.xz with "text" or "messages"; repeatable. Without: text of the target itself.',
 )
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="File to make.  [default: TARGET's name-KIND.npz]"
 )
 @_request_options
-@click.option("--restart", is_flag=True, help="Throw away what an earlier run left unfinished.")
+@click.option("--restart", is_flag=True, help="Discard what an earlier run left unfinished.")
 def command(target: str, data: tuple[Path, ...], output: Path | None, restart: bool, **given: Any) -> int:
     """Train heads for TARGET, a Hugging Face folder or hub id, that draft from its last hidden state.
 
-    The finished file is one that `--heads FILE` takes, with any GGUF or ONNX file of that target. A run that was
-    stopped goes on when the same command is given again.
+    The finished file is one that `--heads FILE` takes, with any GGUF or ONNX file of that target. A stopped run
+    continues when the same command is given again.
     """
     from edgespec.export.hub import find_source
     from edgespec.export.training.heads_request import heads_shape

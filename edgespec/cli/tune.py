@@ -1,23 +1,24 @@
-"""`edgespec tune`: finds the best settings for a user's own prompts and keeps them for later runs."""
+"""`edgespec tune`: finds the fastest settings for a user's own prompts and stores them for later runs."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import click
 
 from edgespec.cli.bar import bar
+from edgespec.cli.help import SettingsCommand
 from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.terminal import note
-from edgespec.cli.tune_view import as_object, conclude, show
+from edgespec.cli.tune_view import Found, as_object, conclude, show
 from edgespec.config import EngineName, LoadOptions
 from edgespec.errors import ConfigError
 from edgespec.loading.registry import resolve
 from edgespec.sampling import Sampling
-from edgespec.settings import REMEMBERING, Settings
+from edgespec.settings import PRINTING, REMEMBERING, Settings
 from edgespec.tuning.profiles import (
     DEFAULT_MODEL,
     TUNED,
@@ -36,19 +37,21 @@ INTERRUPTED = 130
 DEFAULT_TOKENS, DEFAULT_PROMPTS = 48, 8
 
 
-@click.command(short_help="Find the best settings for your prompts, and keep them for later runs.")
-@settings_options("load", "sampling", "session", leave_out=("system", "show_draft", "stats", *REMEMBERING))
-@click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE", help='JSON lines with "text", or lines.')
-@click.option("--max-prompts", type=int, default=DEFAULT_PROMPTS, show_default=True, help="Most prompts to decode.")
-@click.option("-n", "--max-tokens", type=int, default=DEFAULT_TOKENS, show_default=True, help="Tokens per answer.")
+@click.command(cls=SettingsCommand)
+@settings_options("load", "sampling", "session", leave_out=("system", *PRINTING, *REMEMBERING))
+@click.option(
+    "--prompts", type=click.Path(path_type=Path), metavar="FILE", help='JSON lines with "text", or plain lines'
+)
+@click.option("--max-prompts", type=int, default=DEFAULT_PROMPTS, show_default=True, help="Most prompts to decode")
+@click.option("-n", "--max-tokens", type=int, default=DEFAULT_TOKENS, show_default=True, help="Tokens per answer")
 @click.option(
     "--weights",
     multiple=True,
     metavar="MODEL",
-    help="The same model in other weights, another quantisation, to be tried as well. May be repeated.",
+    help="The same model in another quantisation, to try as well; repeatable",
 )
-@click.option("--forget", is_flag=True, help="Remove what was found for this model on this machine.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+@click.option("--forget", is_flag=True, help="Remove the profile of this model")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table")
 def command(
     model_name: str | None,
     config_file: Path | None,
@@ -60,12 +63,12 @@ def command(
     as_json: bool,
     **given: Any,
 ) -> int:
-    """Try engines, threads, drafters and draft lengths on your prompts; what is given as an option stays as given.
+    """Try engines, threads, drafters and draft lengths on your prompts. Options that you give stay as given.
 
-    Settings take turns, and bad ones are dropped early. The best one is kept in a profile, from which later commands
-    on this model start wherever nothing else is said; --no-profile ignores it. Decoding is timed, reading prompts is
-    not. MODEL is a registry name or the path of a GGUF or ONNX file. With --weights, other quantisations of it take
-    turns too; each keeps a profile of its own, and which one you use stays your choice, since their texts differ.
+    The best setting is kept in a profile that later commands on this model use, if it is faster than the default by
+    more than the measured error; --no-profile ignores it. Only decoding is timed. MODEL is a name, a GGUF or ONNX
+    file, or a folder with one. Each of --weights gets a profile of its own; which one you use is your choice, since
+    their texts differ.
     """
     settings = resolve_settings({**given, "no_profile": True}, model_name, config_file).without(REMEMBERING)
     model = settings.values.get("model", DEFAULT_MODEL)
@@ -81,17 +84,25 @@ def command(
     sweep = _prepare(settings, list(paths), chosen, max_tokens)
     if not _run(sweep, chosen):
         return INTERRUPTED
-    kept: list[tuple[Profile, Path]] = []
-    for name, path in paths.items():
-        assert path is not None, "a model that could be loaded has an identity"
-        kept.append((_profile(sweep, name), path))
-        save_profile(path, kept[-1][0])
+    found = [_settle(sweep, name, path) for name, path in paths.items()]
     if as_json:
-        click.echo(json.dumps(as_object(sweep, kept), allow_nan=False))
+        click.echo(json.dumps(as_object(sweep, found), allow_nan=False))
     else:
         show(sweep)
-        conclude(sweep, kept)
+        conclude(sweep, found)
     return 0
+
+
+def _settle(sweep: Sweep, model: str, path: Path | None) -> Found:
+    """Keep a profile where the best setting gains more than its measured error; else none, nor an older one."""
+    assert path is not None, "a model that could be loaded has an identity"
+    gain, error = sweep.gain(sweep.best(model))
+    found = Found(_profile(sweep, model), path, gain, error)
+    if found.is_kept:
+        save_profile(path, found.profile)
+    elif forget_profile(path):
+        note(f"removed: {source_of(path)}, which was found earlier")
+    return found
 
 
 def _profile_paths(models: Sequence[str], draft: Path | None) -> dict[str, Path | None]:
@@ -106,14 +117,14 @@ def _profile_paths(models: Sequence[str], draft: Path | None) -> dict[str, Path 
 
 
 def _run(sweep: Sweep, prompts: Prompts) -> bool:
-    """Whether the search came to its end; if not, what it found so far is shown."""
+    """Whether the search finished; if not, its results so far are shown."""
     try:
-        _tell_beginning(sweep, prompts)
+        _show_beginning(sweep, prompts)
         with bar("", sweep.num_runs()) as progress:
-            sweep.advance, sweep.on_progress = progress.advance, progress.tell
+            sweep.advance, sweep.on_progress = progress.advance, progress.on_progress
             sweep.run()
     except KeyboardInterrupt:
-        note("interrupted: no profile is written; so far")
+        note("interrupted: no profile is written; results so far:")
         show(sweep)
         return False
     return True
@@ -139,10 +150,12 @@ def _prepare(settings: Settings, models: Sequence[str], prompts: Prompts, max_to
     )
     known: tuple[EngineName, ...] = get_args(EngineName) if options.engine == "auto" else (options.engine,)
     engines = {model: [name for name in known if name in own.engines] for model, own in pairs.items()}
-    return prepare(asked, engines, lambda loaded: prompts.encode(loaded, max_tokens))
+    sweep = prepare(asked, engines, lambda loaded: prompts.encode(loaded, max_tokens))
+    sweep.usual_engines = {model: cast("EngineName", own.files["target"].engine) for model, own in pairs.items()}
+    return sweep
 
 
-def _tell_beginning(sweep: Sweep, prompts: Prompts) -> None:
+def _show_beginning(sweep: Sweep, prompts: Prompts) -> None:
     if not prompts.are_own:
         note(f"{len(prompts.chosen)} built-in prompts: --prompts FILE tunes for yours")
     elif len(prompts.chosen) < prompts.num_given:
@@ -150,8 +163,8 @@ def _tell_beginning(sweep: Sweep, prompts: Prompts) -> None:
     note(f"{len(sweep.scores)} settings, at most {sweep.num_runs()} decodings of {sweep.request.max_tokens} tokens")
     if len({engine for _, engine in sweep.prompts}) > 1:
         note(
-            "engines may differ in the text they give, as two builds of one model do: the tokens are reproducible per "
-            "engine, and --engine keeps to one"
+            "engines may write different texts, as two builds of one model do: tokens are reproducible per engine; "
+            "--engine chooses one"
         )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,20 @@ from edgespec.tuning.profiles import Profile
 from edgespec.tuning.sweep import Score, Sweep
 
 _SHOWN = 12  # rows of the table
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The best setting of one model, as a factor over the default settings with its error, and where it is kept."""
+
+    profile: Profile
+    path: Path
+    gain: float
+    error: float
+
+    @property
+    def is_kept(self) -> bool:
+        return self.gain > 1 + self.error
 
 
 def show(sweep: Sweep) -> None:
@@ -59,36 +75,47 @@ def _row(sweep: Sweep, score: Score) -> tuple[str, ...]:
     )
 
 
-def conclude(sweep: Sweep, kept: Sequence[tuple[Profile, Path]]) -> None:
-    """The best setting of each model, where it is kept, and of several models which was fastest."""
+def conclude(sweep: Sweep, found: Sequence[Found]) -> None:
+    """The best setting of each model, whether it is kept, and of several models which was fastest."""
     labels = _labels(sweep.models)
-    for profile, path in kept:
-        whose = f"best for {labels[profile.model]}" if len(kept) > 1 else "best"
+    for one in found:
+        profile = one.profile
+        whose = f"best for {labels[profile.model]}" if len(found) > 1 else "best"
         named = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in profile.settings.items())
         click.echo(
-            f"{whose}: {named}: {profile.tokens_per_second:.1f} tokens/s, {profile.speedup:.2f}x of the best plain "
-            "decoding"
+            f"{whose}: {named}: {profile.tokens_per_second:.1f} tokens/s, {profile.speedup:.2f}x of plain decoding"
         )
-        click.echo(f"kept: {path}")
+        click.echo(_outcome(one))
         fastest = next(score for score in sweep.finalists() if score.candidate.loaded.model == profile.model)
         if fastest.candidate.loaded.reproducible is False:
             click.echo(
-                f"faster still was plain decoding with --no-reproducible, {fastest.rate():.1f} tokens/s: the "
-                "reproducible mode pads a lone token here, and is yours to give up"
+                f"plain decoding with --no-reproducible was faster still: {fastest.rate():.1f} tokens/s, since "
+                "reproducible mode pads single-token steps on this model"
             )
-    if len(kept) > 1:
-        click.echo(_compared([profile for profile, _ in kept], labels))
+    if len(found) > 1:
+        click.echo(_compared([one.profile for one in found], labels))
+
+
+def _outcome(one: Found) -> str:
+    if one.is_kept:
+        return f"{one.gain:.2f}x of the default settings (error {one.error:.2f}), kept: {one.path}"
+    if one.gain == 1 and one.error == 0:
+        return "nothing gained: these are the default settings, so no profile is kept"
+    within = "which was not measured" if math.isinf(one.error) else f"of {one.error:.2f}"
+    return (
+        f"nothing gained: {one.gain:.2f}x of the default settings is within the error {within}, so no profile is kept"
+    )
 
 
 def _compared(profiles: Sequence[Profile], labels: Mapping[str, str]) -> str:
-    """Which weights were fastest, and by how much; whether they are good enough is not for a clock to say."""
+    """Which weights were fastest, and by how much."""
     fastest, *others = sorted(profiles, key=lambda profile: -profile.tokens_per_second)
     gains = ", ".join(
         f"{fastest.tokens_per_second / other.tokens_per_second:.2f}x of {labels[other.model]}" for other in others
     )
     return (
-        f"fastest weights: {labels[fastest.model]}, {gains}. Other weights of a model write other texts: which quality "
-        "is enough is yours to say, so nothing switches to them by itself"
+        f"fastest weights: {labels[fastest.model]}, {gains}. Other weights write other texts: compare their quality "
+        "before you switch"
     )
 
 
@@ -108,20 +135,25 @@ def _short(labels: Mapping[str, str]) -> dict[str, str]:
     return dict(zip(labels, cut if all(cut) else labels.values(), strict=True))
 
 
-def as_object(sweep: Sweep, kept: Sequence[tuple[Profile, Path]]) -> dict[str, Any]:
-    """All that was found, for --json: the best of MODEL, of each of the `weights`, and every setting that was tried."""
+def as_object(sweep: Sweep, found: Sequence[Found]) -> dict[str, Any]:
+    """All that was found, for --json: the best of MODEL, of each of the `weights`, and every setting that was tried.
+
+    "profile" is null where the gain is within its error; an error that could not be measured is null too.
+    """
     best = [
         {
-            "model": profile.model,
-            "profile": str(path),
-            "settings": dict(profile.settings),
-            "tokens_per_second": profile.tokens_per_second,
-            "speedup": profile.speedup,
+            "model": one.profile.model,
+            "profile": str(one.path) if one.is_kept else None,
+            "settings": dict(one.profile.settings),
+            "tokens_per_second": one.profile.tokens_per_second,
+            "speedup": one.profile.speedup,
+            "gain": one.gain,
+            "gain_error": None if math.isinf(one.error) else one.error,
         }
-        for profile, path in kept
+        for one in found
     ]
     return {
-        "machine": kept[0][0].machine,
+        "machine": found[0].profile.machine,
         **best[0],
         "weights": sorted(best, key=lambda one: -one["tokens_per_second"]),
         "tried": [

@@ -63,11 +63,11 @@ class LearntTexts:
             self._replace_damaged(exc)
             return []
         except StateError as exc:
-            logger.info("earlier answers are not used for drafting: %s", exc)
+            logger.warning("earlier answers are not used for drafting: %s", exc)
             return []
         answers = [ids for digest, blob in rows if (ids := self._checked(digest, blob)) is not None]
         if len(answers) < len(rows):
-            logger.info("%d earlier answers in %s are damaged and are not used", len(rows) - len(answers), self.path)
+            logger.warning("%d earlier answers in %s are damaged and are not used", len(rows) - len(answers), self.path)
         sizes = accumulate(ids.size for ids in answers)
         return [ids for ids, size in zip(answers, sizes, strict=True) if size <= self._max_tokens][::-1]
 
@@ -83,7 +83,7 @@ class LearntTexts:
         except DamagedError as exc:
             self._replace_damaged(exc)
         except StateError as exc:
-            logger.info("this answer was not stored: %s", exc)
+            logger.warning("this answer was not stored: %s", exc)
 
     def kept(self) -> Kept:
         """Number of answers and tokens in the file. Raises StateError if it cannot be read."""
@@ -114,8 +114,8 @@ class LearntTexts:
             return None
 
     def _replace_damaged(self, reason: DamagedError) -> None:
-        logger.info("%s; it is replaced by a new file", reason)
+        logger.warning("%s; it is replaced by a new file", reason)
         try:
             remove(self.path)
         except StateError as exc:
-            logger.info("%s", exc)
+            logger.warning("%s", exc)

@@ -59,5 +59,5 @@ def user_corpus(vocabulary: Vocabulary) -> SuffixIndex | None:
     try:
         return Corpus(vocabulary_key(vocabulary), vocabulary.size).index()
     except StateError as exc:
-        logger.info("%s", exc)
+        logger.warning("%s", exc)
         return None

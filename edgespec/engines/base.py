@@ -1,8 +1,7 @@
-"""The contract of an engine: one loaded model that scores batches of token rows and can take tokens back.
+"""Base class of engines: one loaded model that scores batches of token rows and can roll back its KV cache.
 
-What an engine does not know: drafts, acceptance, sampling, text. Foreign exceptions end here: an implementation
-raises only the types of `edgespec.errors`, and checks every input in Python before a library sees it, since several
-libraries end the process on bad input.
+An engine knows nothing of drafts, acceptance, sampling or text. It raises only the types of `edgespec.errors`, and
+checks every input in Python, because several libraries end the process on bad input.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ class EngineFacts:
     """What a loaded model can do. Sizes in bytes; `context_length` in tokens per sequence.
 
     `width_classes`: the measured intervals (low, high) of pass widths within which a token's logits are bitwise
-    equal whatever the width; `pinned_class` is the one the reproducible mode keeps to, None when it is off or when
-    the model has none. `padding_cost`: with a pinned class, the time of a lone token padded up to it over that of the
-    same token by itself. `can_tree`: whether a batch may hold trees, here and now; chains always may come. `notes`:
-    what a user must be told of this load.
+    equal whatever the width; `pinned_class` is the one that reproducible mode uses, None when it is off or when the
+    model has none. `padding_cost`: with a pinned class, the time of a single-token pass padded into it over that of
+    one that is not padded. `can_tree`: whether a batch may hold trees; chains are always allowed. `notes`: what the
+    user should know about this load.
     """
 
     name: str
@@ -49,8 +48,8 @@ class EngineFacts:
 class EarlyExit(ABC):
     """The first layers and the head of a loaded target as a draft, over the target's own weights and cache.
 
-    What it reads the target's next pass need not compute again. It never changes what the target's cache holds.
-    `bytes_used`: memory of the states that are handed over; `layers` of the target's `num_layers` are its own.
+    The target's next pass reuses what these layers computed; the target's cache is never changed. `bytes_used`: memory
+    of the states that are passed on; it uses `layers` of the target's `num_layers`.
     """
 
     bytes_used: int
@@ -59,7 +58,7 @@ class EarlyExit(ABC):
 
     @abstractmethod
     def follow(self, token_ids: TokenIds) -> int | None:
-        """Go on from as much of `token_ids` [n] as was read; how many that are, at most n - 1.
+        """Continue from the longest prefix of `token_ids` [n] that was read; its length, at most n - 1.
 
         None when the target's cache holds another text, or more than n - 1 tokens of this one.
         """
@@ -77,7 +76,7 @@ class Engine(Closing, ABC):
 
     facts: EngineFacts
     vocabulary: Vocabulary
-    class_key: str = ""  # under which what is known of its width classes is kept between runs
+    class_key: str = ""  # of the cache entry with its width classes
 
     @abstractmethod
     def forward(self, batch: Batch) -> Logits:
@@ -86,7 +85,7 @@ class Engine(Closing, ABC):
         Returns logits [number of rows with `outputs`, vocabulary size], float32, in row order: a view that the next
         call overwrites. Chain rows are in the cache afterwards (`length` grows by their number). After a tree,
         `length` is unchanged and `keep_path` must be called before anything else touches that sequence.
-        In reproducible mode a batch narrower than the pinned class is padded with scratch rows that leave no trace.
+        In reproducible mode a batch narrower than the pinned class is padded with scratch rows, which are not kept.
 
         Raises BatchError for rows that no engine accepts (ids out of range, unknown sequence, empty, a parent that
         does not come first), ContextFull when they do not fit, Cancelled after `cancel()`; the caches are then as
@@ -99,7 +98,7 @@ class Engine(Closing, ABC):
 
     @abstractmethod
     def rollback(self, to_length: int, sequence: int = 0) -> None:
-        """Drop all tokens from position `to_length` on; afterwards the cache is bitwise as if they never were.
+        """Drop all tokens from position `to_length` on; the cache is then bitwise as if they had never been there.
 
         Raises BatchError when `to_length` is outside 0..length, CapabilityError when the model cannot roll back.
         """
@@ -121,7 +120,7 @@ class Engine(Closing, ABC):
         """Restore what `save_state` gave. Raises StateError when it is not from this model and settings."""
 
     def give_hidden_states(self, wanted: bool) -> None:
-        """Let passes from now on give hidden states of all their rows, or no longer; logits stay the same bits.
+        """From the next pass on, compute hidden states of all rows, or stop doing so; logits keep their bits.
 
         Raises CapabilityError where the engine or the export does not give them.
         """
@@ -131,8 +130,8 @@ class Engine(Closing, ABC):
     def hidden_states(self) -> NDArray[np.float32]:
         """Last hidden states [rows, hidden size] of the last pass, of one sequence only; a view as `forward`'s.
 
-        They are what the head turns into logits, the final norm included. Raises CapabilityError unless
-        `give_hidden_states` was called before that pass.
+        They are the input of the head, after the final norm. Raises CapabilityError unless `give_hidden_states` was
+        called before that pass.
         """
         raise CapabilityError(f"the {self.facts.name} engine gives no hidden states of this model")
 
@@ -141,9 +140,9 @@ class Engine(Closing, ABC):
         raise CapabilityError(f"the {self.facts.name} engine loaded this model in one piece: it has no early exit")
 
     def give_layer_inputs(self, layers: tuple[int, ...]) -> None:
-        """Let passes from now on keep what goes into `layers`, counted from 0, for all their rows; of none to end it.
+        """From the next pass on, keep the inputs of `layers`, counted from 0, for all rows; no layers: stop doing so.
 
-        Logits stay the same bits. Raises CapabilityError where the engine, the model or a layer gives none.
+        Logits keep their bits. Raises CapabilityError where the engine, the model or a layer gives none.
         """
         if layers:
             raise CapabilityError(f"the {self.facts.name} engine gives no layer inputs: use a GGUF target")
@@ -156,14 +155,14 @@ class Engine(Closing, ABC):
         raise CapabilityError(f"the {self.facts.name} engine gives no layer inputs: use a GGUF target")
 
     def drop_class(self) -> None:
-        """Leave reproducible mode: the pinned class was caught giving different bits. Passes are padded no longer."""
+        """Leave reproducible mode, because passes of the pinned class gave different bits; padding ends."""
         self.facts = replace(self.facts, pinned_class=None, padding_cost=1.0)
 
     def set_threads(self, threads: int) -> bool:
-        """Let passes from now on use so many threads, not while one runs; whether it can, and so did.
+        """Use `threads` threads from the next pass on; whether the engine can. Not to be called during a pass.
 
-        With a pinned class the logits stay the same bits. Without one an engine may round otherwise: llama.cpp does for
-        a lone row behind 512 cells or more. Raises ConfigError for a number outside 1..`facts.threads`.
+        With a pinned class the logits keep their bits. Without one they may change: llama.cpp's do for single-token
+        passes over 512 cells or more. Raises ConfigError for a number outside 1..`facts.threads`.
         """
         check_threads(threads, self.facts)
         return False
@@ -174,7 +173,7 @@ class Engine(Closing, ABC):
 
     @abstractmethod
     def clear_cancel(self) -> None:
-        """Forget a `cancel` that no pass has met yet."""
+        """Drop a `cancel` that has not ended a pass yet."""
 
     @abstractmethod
     def close(self) -> None:
@@ -182,24 +181,24 @@ class Engine(Closing, ABC):
 
     @property
     def widest_pass(self) -> int:
-        """Most rows a verifying pass may have and still be reproducible (or simply possible)."""
+        """Most rows of a verifying pass; in reproducible mode, of the pinned class."""
         pinned = self.facts.pinned_class
         return min(pinned[1], self.facts.max_batch) if pinned else self.facts.max_batch
 
     @property
     def most_branches(self) -> int:
-        """Most side branches that the trees of a batch may have; 0 where only chains may come."""
+        """Most side branches of the trees of a batch; 0 where only chains are allowed."""
         return self.facts.max_batch if self.facts.can_tree else 0
 
 
 def check_threads(threads: int, facts: EngineFacts) -> None:
-    """Raises ConfigError for a number of threads that a model loaded for `facts.threads` cannot have."""
+    """Raises ConfigError for a number of threads outside 1..`facts.threads`."""
     if not 1 <= threads <= facts.threads:
         raise ConfigError(f"{threads} threads were asked for, this model was loaded for 1..{facts.threads}")
 
 
 def check_batch(batch: Batch, facts: EngineFacts, vocabulary_size: int, lengths: list[int]) -> None:
-    """What every engine refuses before its library sees it; `lengths` are the sequences' present lengths."""
+    """Raises BatchError or ContextFull for what no engine accepts; `lengths` of the sequences now."""
     width = batch.width
     if width == 0:
         raise BatchError("a batch needs at least one row")
@@ -226,3 +225,15 @@ def check_batch(batch: Batch, facts: EngineFacts, vocabulary_size: int, lengths:
                 f"sequence {sequence} holds {lengths[sequence]} tokens; {rows} more do not fit the context of "
                 f"{facts.context_length}. Give a larger --ctx-size or a shorter prompt"
             )
+
+
+def fault_of(logits: Logits) -> str:
+    """What is wrong with the logits [rows, vocabulary] of a few different tokens; empty when nothing is.
+
+    Weights that are all zero load without an error and give every token the same score.
+    """
+    if not np.isfinite(logits).all():
+        return "its logits are not numbers"
+    if logits.shape[1] > 1 and (logits.max(axis=1) == logits.min(axis=1)).any():
+        return "it gives every token the same score, as weights that are all zero do"
+    return ""

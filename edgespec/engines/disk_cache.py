@@ -1,12 +1,12 @@
-"""Small results that are costly to measure, kept between runs in the user's cache folder as JSON.
+"""A cache of measurements between runs, as JSON files with checksums in the user's cache folder.
 
-Losing them costs time and nothing else, so what cannot be read, is damaged, or does not have the shape that its reader
-asks for counts as missing, and a folder that cannot be written as full. An entry is kept with its checksum: a number
-that a damaged disk changed would often still look like one.
+Losing an entry only costs time: one that cannot be read, is damaged or does not match its reader's schema counts as
+missing, and where the folder cannot be written nothing is kept.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -19,8 +19,8 @@ from edgespec.formats.files import resolved, user_folder, write_atomically
 
 logger = logging.getLogger(__name__)
 Schema = Callable[[Any], bool]
-"""Whether a JSON value has the shape that its reader relies on."""
-MOST_SECONDS = 1e4  # that anything timed may have taken
+"""Whether a JSON value has the shape that its reader needs."""
+MOST_SECONDS = 1e4  # longest plausible measurement
 _DEEPEST = 8
 _FORMAT = 1
 
@@ -31,18 +31,18 @@ def cache_folder() -> Path:
 
 
 def key_of(*parts: object) -> str:
-    """A file name for everything that a result depends on."""
+    """A file name made of everything that a result depends on."""
     return hashlib.sha256("\0".join(map(repr, parts)).encode()).hexdigest()[:32]
 
 
 def file_key(path: Path) -> tuple[str, int, int]:
-    """What tells a file from an older one of the same name: (path, size in bytes, time of change in ns)."""
+    """Identifies a version of a file: (path, size in bytes, time of change in ns)."""
     found = path.stat()
     return str(resolved(path)), found.st_size, found.st_mtime_ns
 
 
 def get(kind: str, key: str, schema: Schema) -> Any:
-    """What `put` stored under `kind` and `key`; None where that is nothing, damaged, or not as `schema` has it."""
+    """What `put` stored under `kind` and `key`; None when it is missing, damaged, or does not match `schema`."""
     try:
         kept = json.loads((cache_folder() / kind / f"{key}.json").read_bytes())
         if not isinstance(kept, dict) or kept.keys() != {"format", "sum", "value"} or kept["format"] != _FORMAT:
@@ -62,6 +62,12 @@ def put(kind: str, key: str, value: Any) -> None:
         logger.debug("the measurement %s/%s is not kept: %s", kind, key, exc)
 
 
+def delete(kind: str, key: str) -> None:
+    """Remove what `put` stored, if anything."""
+    with contextlib.suppress(OSError):
+        (cache_folder() / kind / f"{key}.json").unlink()
+
+
 def _sum_of(value: Any) -> str:
     text = json.dumps(value, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -71,7 +77,7 @@ def _sum_of(value: Any) -> str:
 
 
 def number(low: float, high: float) -> Schema:
-    """A finite number in `low`..`high`; a bool is none."""
+    """A finite number in `low`..`high`, not a bool."""
 
     def fits(value: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
@@ -80,7 +86,7 @@ def number(low: float, high: float) -> Schema:
 
 
 def whole(low: int, high: int) -> Schema:
-    """A whole number in `low`..`high`; a bool is none."""
+    """A whole number in `low`..`high`, not a bool."""
 
     def fits(value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
@@ -97,7 +103,7 @@ def flag(value: Any) -> bool:
 
 
 def a_list(element: Schema, *, least: int = 0, size: int | None = None) -> Schema:
-    """A list of at least `least` elements, or of just `size`."""
+    """A list of at least `least` elements, or of exactly `size`."""
 
     def fits(value: Any) -> bool:
         if not isinstance(value, list) or (len(value) < least if size is None else len(value) != size):
@@ -108,7 +114,7 @@ def a_list(element: Schema, *, least: int = 0, size: int | None = None) -> Schem
 
 
 def a_row(*elements: Schema) -> Schema:
-    """A list of just these elements."""
+    """A list of exactly these elements."""
 
     def fits(value: Any) -> bool:
         return (
@@ -121,7 +127,7 @@ def a_row(*elements: Schema) -> Schema:
 
 
 def a_record(fields: Mapping[str, Schema]) -> Schema:
-    """An object with just these fields."""
+    """An object with exactly these fields."""
 
     def fits(value: Any) -> bool:
         return (
@@ -134,7 +140,7 @@ def a_record(fields: Mapping[str, Schema]) -> Schema:
 
 
 def a_table(names: Collection[str], element: Schema) -> Schema:
-    """An object that is not empty, of fields that are among `names`."""
+    """An object with at least one field, all of them among `names`."""
 
     def fits(value: Any) -> bool:
         return (
@@ -145,7 +151,7 @@ def a_table(names: Collection[str], element: Schema) -> Schema:
 
 
 def numbers(value: Any, depth: int = 0) -> bool:
-    """Finite numbers in lists and objects of any shape, nested a few times at most."""
+    """Finite numbers in lists and objects of any shape, nested at most _DEEPEST levels."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):
@@ -154,9 +160,9 @@ def numbers(value: Any, depth: int = 0) -> bool:
 
 
 def seconds(value: Any) -> bool:
-    """What something took."""
+    """A duration in seconds."""
     return number(0.0, MOST_SECONDS)(value) and value > 0
 
 
 CHECKED_FILE = a_record({"path": text})
-"""Of the kinds that only say that a file was looked at."""
+"""Of entries that only record that a file was checked."""

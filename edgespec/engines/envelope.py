@@ -1,4 +1,4 @@
-"""The envelope of a saved sequence: an engine's library would read a foreign state without a check of its own."""
+"""Header of a saved sequence, which is checked because libraries would read the state of another model unchecked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAMPLE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class StateStamp:
-    """What a state must share with an engine to be read by it: weights, library, KV types. `magic` names the engine."""
+    """What a state and its loader must have in common: weights, library, KV types; `magic` names the engine."""
 
     magic: bytes
     digest: bytes
@@ -32,7 +32,7 @@ class StateStamp:
         return HEADER.pack(self.magic, self.digest, hashlib.sha256(payload).digest(), length) + payload
 
     def unwrap(self, state: bytes) -> tuple[bytes, int]:
-        """(payload, length in tokens). Raises StateError for anything but a whole state of this model."""
+        """(payload, length in tokens). Raises StateError for anything but a complete state of this model."""
         if len(state) < HEADER.size or not state.startswith(self.magic):
             raise StateError("this is not a saved sequence of this engine; start from the prompt instead")
         _, stamp, digest, length = HEADER.unpack_from(state)
@@ -47,7 +47,7 @@ class StateStamp:
 
 
 def fingerprint(path: Path) -> bytes:
-    """A digest of a model file: its size, its head (all metadata that differs) and its tail (trained numbers)."""
+    """A digest of a model file: its size, its beginning (metadata) and its end (weights)."""
     size = path.stat().st_size
     found = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:

@@ -1,7 +1,6 @@
-"""The hidden states of a sequence's latest tokens, for drafters that read them; as many as WINDOW, older ones go.
+"""The hidden states of a sequence's latest tokens, at most WINDOW of them, for drafters that read them.
 
-What is known may begin anywhere: passes before the drafter was wanted gave none, and of a long prompt only the end is
-worth its time.
+They may begin anywhere in the text: earlier passes may have given none, and of a long prompt only the end is computed.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 Features = NDArray[np.float32]
 WINDOW = 256  # tokens; at a width of 4096 these are 4 MiB
 LAYERS_WINDOW = 512  # tokens of which the inputs of layers are kept; at three layers of 4096 these are 24 MiB
-PROMPT_FEATURES = 64  # last tokens of a prompt whose hidden states are worth their time
+PROMPT_FEATURES = 64  # last tokens of a prompt whose hidden states are computed
 
 
 class FeatureRows:
@@ -30,7 +29,7 @@ class FeatureRows:
         return self._rows[self._first : self._first + self.end - self.start]
 
     def append(self, length: int, states: Features) -> None:
-        """The tokens at `length` and behind it have these `states` [n, hidden size]; what is not contiguous goes."""
+        """`states` [n, hidden size] of the tokens from `length` on; older ones that are not contiguous are dropped."""
         if len(states) > self._window:
             length, states = length + len(states) - self._window, states[-self._window :]
         count = len(states)
@@ -50,7 +49,7 @@ class FeatureRows:
         self._first, self.start = self._first + surplus, self.start + surplus
 
     def truncate(self, length: int) -> None:
-        """Forget the tokens from position `length` on."""
+        """Drop the tokens from position `length` on."""
         if length < self.end:
             self.end = length
             self.start = min(self.start, length)

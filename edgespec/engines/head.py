@@ -1,7 +1,7 @@
-"""The contract of a feature head: a small model that continues a text from what the target's layers made of it.
+"""Base class of feature heads: small models that draft from the inputs of some of the target's layers.
 
-It reads pairs: pair P is the state of the text up to token P, and token P + 1. From features of the target's own passes
-`encode` makes states; where the target has not been yet, the head's own last state stands for the next one.
+A head reads pairs: pair P is the state of the text up to token P, and token P + 1. `encode` makes states of features
+from the target's passes; beyond those, the head's own last state is used as the next one.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ States = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class HeadFacts:
-    """`context_length`: most pairs in its cache; `layers`: those of the target whose inputs it reads, side by side
-    `feature_width` wide; `width` of its states; `end_ids`, tokens behind which nothing is drafted; bytes in all."""
+    """`context_length`: most pairs in its cache; `layers` of the target whose inputs it reads, `feature_width` in all;
+    `width` of its states; `end_ids`: tokens after which nothing is drafted; `num_bytes` of memory."""
 
     context_length: int
     layers: tuple[int, ...]
@@ -43,9 +43,9 @@ class FeatureHead(Closing, ABC):
 
     @abstractmethod
     def decode(self, token_ids: TokenIds, states: States) -> tuple[Logits, States]:
-        """Append pairs of `states` [n, width] and the tokens behind them [n]; (logits [vocabulary], state [width]).
+        """Append pairs of `states` [n, width] and the tokens after them [n]; (logits [vocabulary], state [width]).
 
-        Both are of the last pair, views that the next call changes. Logits of tokens it cannot propose are -inf.
+        Both are of the last pair, and views that the next call overwrites. Tokens it cannot propose have logits -inf.
         Raises BatchError, ContextFull, Cancelled and EngineError; the cache is then as before the call.
         """
 
@@ -59,10 +59,10 @@ class FeatureHead(Closing, ABC):
 
     @abstractmethod
     def restart(self, position: int) -> None:
-        """Drop everything; the next pair stands at `position`."""
+        """Drop everything; the next pair is at `position`."""
 
     def set_threads(self, threads: int) -> None:
-        """Let passes from now on use so many threads, at least 1, where that can be changed."""
+        """Use `threads` threads, at least 1, from the next pass on, where that can be changed."""
 
     @abstractmethod
     def cancel(self) -> None:
@@ -70,7 +70,7 @@ class FeatureHead(Closing, ABC):
 
     @abstractmethod
     def clear_cancel(self) -> None:
-        """Forget a `cancel` that no pass has met yet."""
+        """Drop a `cancel` that has not ended a pass yet."""
 
     @abstractmethod
     def close(self) -> None:

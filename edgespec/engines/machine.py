@@ -1,12 +1,16 @@
-"""Which machine this is: what tells one from another where a home folder is shared."""
+"""The machine that this process runs on: its processor, the cores and threads to use, and the memory used so far."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
+import sys
 from pathlib import Path
 
 _CPUINFO = Path("/proc/cpuinfo")
+CPUS = Path("/sys/devices/system/cpu")
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def processor() -> str:
@@ -28,5 +32,73 @@ def usable_processors() -> int:
 
 
 def machine_name() -> str:
-    """Processor and how much of it is ours: with another number of processors other settings are best."""
+    """The processor, and how many logical ones this process may use: both decide which settings are best."""
     return f"{processor()}, {usable_processors()} processors"
+
+
+def physical_cores() -> int:
+    """Threads that a compute-bound library should use: physical cores that this process may run on, at least 1.
+
+    Two threads on one core compete for its vector units, and more threads than cores slow llama.cpp down tenfold.
+    """
+    if sys.platform == "darwin":
+        return _performance_cores() or os.cpu_count() or 1
+    if sys.platform != "linux":
+        # Hyper-threading cannot be read portably; half the logical processors is right on most x86 machines.
+        return max((os.cpu_count() or 2) // 2, 1)
+    allowed = os.sched_getaffinity(0)
+    cores = {_siblings(cpu) for cpu in allowed}
+    return max(min(len(cores), _quota() or len(cores)), 1)
+
+
+def _siblings(cpu: int) -> str:
+    """The hardware threads of one core, as the kernel lists them; the cpu itself where it does not."""
+    try:
+        return (CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip()
+    except OSError:
+        return str(cpu)
+
+
+def _quota() -> int | None:
+    """Whole processors that the control group allows, or None without a limit."""
+    try:
+        granted, period = QUOTA.read_text().split()
+        return None if granted == "max" else max(int(granted) // int(period), 1)
+    except (OSError, ValueError):
+        return None
+
+
+def _performance_cores() -> int | None:
+    """Apple's performance cores: all threads would wait for the efficiency cores at every barrier."""
+    value, size = ctypes.c_int32(0), ctypes.c_size_t(4)
+    failed = ctypes.CDLL(None).sysctlbyname(
+        b"hw.perflevel0.physicalcpu", ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0)
+    )
+    return None if failed or value.value < 1 else value.value
+
+
+def peak_rss_bytes() -> int:
+    """The largest resident set this process has had, in bytes."""
+    if sys.platform == "win32":
+        return _windows_peak_bytes()
+    import resource  # not there on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+class _ProcessMemoryCounters(ctypes.Structure):
+    _fields_ = [
+        ("cb", ctypes.c_uint32),
+        ("page_fault_count", ctypes.c_uint32),
+        ("peak_working_set_size", ctypes.c_size_t),
+        *((f"unused_{index}", ctypes.c_size_t) for index in range(7)),
+    ]
+
+
+def _windows_peak_bytes() -> int:
+    counters = _ProcessMemoryCounters(cb=ctypes.sizeof(_ProcessMemoryCounters))
+    library = ctypes.CDLL("psapi")
+    handle = ctypes.c_void_p(-1)  # the pseudo handle of the calling process
+    library.GetProcessMemoryInfo(handle, ctypes.byref(counters), counters.cb)
+    return int(counters.peak_working_set_size)

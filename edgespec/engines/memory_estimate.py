@@ -1,8 +1,8 @@
-"""Whether a model will fit into the memory that this process may have, said before it is loaded.
+"""Checks before a load whether a model fits into the memory that this process may use.
 
-An engine that gets no memory often ends the process. Estimated is the least that it cannot do without: what would have
-worked is not refused. Weights are mapped from their file, so that they count in full only against a limit of addresses
-(`ulimit -v`); the system can drop them from memory at any time.
+An engine that runs out of memory often ends the process. The estimate is a lower bound, so that nothing is refused that
+would have worked. Weights are mapped from their file: they count in full only against a limit of addresses
+(`ulimit -v`), since the system can drop them from memory at any time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from edgespec.errors import CapabilityError
 
 _STACK_BYTES = 8 << 20
-_ARENA_BYTES = 24 << 20  # of addresses, that the allocator cannot do without for a thread
+_ARENA_BYTES = 24 << 20  # of addresses that the allocator needs per thread
 _CGROUPS = ("/sys/fs/cgroup/memory", "/sys/fs/cgroup")
 
 
@@ -32,7 +32,7 @@ class Need:
 
 
 def check_room(name: str, need: Need, advice: str) -> None:
-    """Raise CapabilityError, naming what is needed and what is there, when `need` cannot be met."""
+    """Raise CapabilityError, with the sizes needed and available, when `need` cannot be met."""
     wanted = {"addresses": need.addresses, "data": need.own, "memory": need.own}
     for kind, (free, limit) in _free().items():
         if wanted[kind] > free:
@@ -44,12 +44,12 @@ def too_little(name: str, wanted: int, free: int, limit: str, advice: str) -> st
 
 
 def is_limited() -> bool:
-    """Whether the addresses that this process may use have a limit."""
+    """Whether this process has a limit of addresses."""
     return "addresses" in _free()
 
 
 def _free() -> dict[str, tuple[int, str]]:
-    """Bytes left and what limits them, by what is counted; only what this system tells."""
+    """Bytes left and what limits them, by kind; only the kinds that this system reports."""
     if sys.platform == "win32":
         return {}
     import resource
@@ -73,7 +73,7 @@ def _free() -> dict[str, tuple[int, str]]:
 
 
 def _fields(path: str) -> dict[str, int]:
-    """The sizes that a file of /proc tells, in bytes; none where there is no such file."""
+    """The sizes listed in a file of /proc, in bytes; none where there is no such file."""
     try:
         lines = Path(path).read_text().splitlines()
     except OSError:
@@ -83,7 +83,7 @@ def _fields(path: str) -> dict[str, int]:
 
 
 def _group_bytes() -> int | None:
-    """Bytes left to the control group of this process; files that it keeps in memory can be dropped."""
+    """Bytes left to the control group of this process, file caches counted as free."""
     for folder, most, used, dropped in (
         (_CGROUPS[1], "memory.max", "memory.current", "inactive_file"),
         (_CGROUPS[0], "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

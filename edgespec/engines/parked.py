@@ -1,7 +1,7 @@
-"""States of texts that lost the engine to another one, in memory, so that conversations that take turns are not reread.
+"""Saved KV states of other conversations, in memory, so that conversations in turn need not be read again.
 
-Several sequences in one engine would do the same without a copy, but llama.cpp keeps them in one cache and adds up in
-the order of its cells, which would change bits. A state that was saved and loaded alone gives those of a fresh model.
+Several sequences in one engine would avoid the copy, but llama.cpp keeps them in one cache and adds in the order of its
+cells, which would change bits. A state that is saved and loaded gives the bits of a fresh model.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from edgespec.types import TokenIds
 
 logger = logging.getLogger("edgespec")
 MOST_STATES, MOST_BYTES = 4, 256 << 20
-LEAST_TOKENS = 32  # fewer are read again sooner than a state is copied
-_COST = 8  # tokens whose states are copied while one is read, or more
+LEAST_TOKENS = 32  # reading fewer again is faster than copying a state
+_COST = 8  # tokens whose states can be copied in the time of reading one
 
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """A text [n] and the engine's state of it."""
+    """Token ids [n] and the engine's state after them."""
 
     token_ids: TokenIds
     state: bytes
 
 
 class ParkedStates:
-    """At most `most_states` of them, of `most_bytes` together; the one that was parked first goes first."""
+    """At most `most_states` states of `most_bytes` in all; the oldest one is removed first."""
 
     def __init__(self, most_states: int = MOST_STATES, most_bytes: int = MOST_BYTES) -> None:
         self._most_states, self._most_bytes = most_states, most_bytes
@@ -46,9 +46,9 @@ class ParkedStates:
         self._states.clear()
 
     def make_way(self, live: CachedSequence, wanted_ids: TokenIds) -> None:
-        """Before `wanted_ids` [n] are read: park the text of `live` that they end, and bring back one they go on from.
+        """Before `wanted_ids` [n] are read: save the state that they replace, and load one that they continue.
 
-        Either only where it saves more reading than copying costs. Whatever fails here is read again instead.
+        Each only where it saves more time than the copy takes. Where it fails, tokens are read again instead.
         """
         can_rollback = live.engine.facts.can_rollback
         held = live.reusable_length(wanted_ids)

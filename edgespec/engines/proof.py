@@ -1,11 +1,10 @@
-"""Proves which widths of a pass give the same bits, on real text and on tokens that the model itself emits.
+"""Tests which widths of a pass (its number of rows) give bitwise equal results, on real text and on emitted tokens.
 
-A matrix kernel is chosen by its number of rows, and another kernel adds in another order. Whether two kernels are in
-use shows only where numbers are far enough from a tie to differ after the last rounding, so what is compared is not
-the logits alone: it is every layer's new keys and values as well. Random token ids prove nothing: of a padded
-vocabulary most of them are never trained, and their rows agree whatever computes them.
+Libraries choose a matrix kernel by the number of rows, and another kernel adds in another order. The difference often
+disappears when logits are rounded, so the new keys and values of every layer are compared as well. Random token ids
+prove nothing: most of a padded vocabulary is untrained, and its rows agree whichever kernel computes them.
 
-`survey` compares every width; `confirm` compares one more carefully, before a lone row is believed to be like others.
+`survey` compares every width; `confirm` compares single-token passes over more rows before they join a class.
 """
 
 from __future__ import annotations
@@ -15,20 +14,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
+from typing import Any, Self
 
 import numpy as np
 
 from edgespec.engines.base import Engine
+from edgespec.engines.disk_cache import MOST_SECONDS, Schema, a_list, a_record, a_row, number, text, whole
+from edgespec.engines.progress import Work
 from edgespec.errors import CapabilityError, UsageError
 from edgespec.types import Batch, TokenIds
 
 WidthClass = tuple[int, int]
-# From 512 cells on llama.cpp's attention treats a lone row in its own way, and cells are counted in steps of 256.
+# From 512 cells on llama.cpp's attention has a path of its own for one row; cells are counted in steps of 256.
 PREFIX = 272
-EVERY_WIDTH_TO = 33  # verifying passes are narrow: each of their widths is compared; prompts use these and the widest
+EVERY_WIDTH_TO = 33  # every width of a verifying pass is compared; prompts use these and the widest
 SURVEY_ROWS, CONFIRM_ROWS = 16, 128
-EMITTED = 12  # of the survey's rows, tokens that the model itself chose
-# Text of the kinds that people give a model. It is tokenised with the model's own vocabulary.
+EMITTED = 12  # of the survey's rows: tokens that the model itself chose
+WHAT = "checking that passes of every width give the same bits (once per model)"
+MOST_POSITIONS = 1 << 20
+# Typical input: prose, code, JSON, several languages. It is tokenised with the model's own vocabulary.
 TEXT = """The committee met on Tuesday, 14 March 1989, to discuss the bridge over the Severn; nobody had expected rain.
 "Why not wait until spring?" asked Dr. Alvarez. She had measured 3.75 m of water at the north pier, up 12% in a week.
 def moving_average(values: list[float], window: int = 5) -> list[float]:
@@ -48,54 +52,112 @@ Once upon a time a fox lived at the edge of a dark forest, and every evening it 
 
 @dataclass(slots=True)
 class Bits:
-    """What passes of one width gave: a digest of each row of logits by position, and one of the whole KV cache."""
+    """Results of passes of one width: a digest of each row of logits by position, and one of the whole KV cache."""
 
     rows: dict[int, bytes] = field(default_factory=dict)
     cache: bytes = b""
     seconds: float = 0.0  # median of a pass
 
     def agrees(self, other: Bits) -> bool:
-        """Whether both gave the same bits wherever both looked."""
+        """Whether the caches are equal, and the logits at all positions that both have."""
         return self.cache == other.cache and all(
             self.rows[position] == other.rows[position] for position in self.rows.keys() & other.rows.keys()
         )
 
+    def as_json(self) -> dict[str, object]:
+        rows = [[position, digest.hex()] for position, digest in self.rows.items()]
+        return {"rows": rows, "cache": self.cache.hex(), "seconds": self.seconds}
 
-def survey(engine: Engine, widest: int) -> tuple[tuple[WidthClass, ...], dict[int, float]]:
-    """The classes of widths 1..`widest` and the seconds of a pass by width, on sequence 0, empty before and after.
+    @classmethod
+    def from_json(cls, kept: Mapping[str, Any]) -> Self:
+        rows = {int(position): bytes.fromhex(digest) for position, digest in kept["rows"]}
+        return cls(rows, bytes.fromhex(kept["cache"]), float(kept["seconds"]))
 
-    Widths up to EVERY_WIDTH_TO are each compared; the wider ones but the widest are taken to be like their neighbours.
+
+@dataclass(slots=True)
+class Survey:
+    """Results of a survey so far, by width, and a digest of its text. It can be saved and resumed."""
+
+    text: str = ""
+    found: dict[int, Bits] = field(default_factory=dict)
+
+    @property
+    def classes(self) -> tuple[WidthClass, ...]:
+        return classes(self.found)
+
+    @property
+    def seconds(self) -> dict[int, float]:
+        """Of a pass, by width."""
+        return {width: bits.seconds for width, bits in self.found.items()}
+
+    def as_json(self) -> dict[str, object]:
+        return {"text": self.text, "found": [[width, bits.as_json()] for width, bits in self.found.items()]}
+
+    @classmethod
+    def from_json(cls, kept: Mapping[str, Any]) -> Self:
+        return cls(kept["text"], {int(width): Bits.from_json(bits) for width, bits in kept["found"]})
+
+    @staticmethod
+    def schema(widest: int) -> Schema:
+        """Of what `as_json` gives."""
+        rows = a_list(a_row(whole(0, MOST_POSITIONS), _is_digest))
+        bits = a_record({"rows": rows, "cache": _is_digest, "seconds": number(0.0, MOST_SECONDS)})
+        return a_record({"text": text, "found": a_list(a_row(whole(1, widest), bits))})
+
+
+def _is_digest(value: object) -> bool:
+    return isinstance(value, str) and len(value) % 2 == 0 and not value.strip("0123456789abcdef")
+
+
+def survey(engine: Engine, widest: int, so_far: Survey) -> None:
+    """Add the results of widths 1..`widest` to `so_far`, on sequence 0, which is empty before and after.
+
+    Every width up to EVERY_WIDTH_TO is tested, of the wider ones only a few. After an interrupt `so_far` holds the
+    widths that were finished.
     """
+    widths = (widest, *range(1, min(EVERY_WIDTH_TO, widest - 1) + 1), *_between(widest))
+    work = Work(EMITTED + sum(_num_passes(width) for width in widths), WHAT)
     try:
         ids = proving_text(engine, widest)
-        found: dict[int, Bits] = {}
-        for width in (widest, *range(1, min(EVERY_WIDTH_TO, widest - 1) + 1), *_between(widest)):
-            found[width] = passes_of(engine, ids, max(ids.size - max(width, SURVEY_ROWS), 0), width)
+        digest = hashlib.blake2b(ids.tobytes(), digest_size=16).hexdigest()
+        if so_far.text != digest:
+            so_far.text, so_far.found = digest, {}
+        work.step(EMITTED)
+        for width in widths:
+            if width in so_far.found:
+                work.step(_num_passes(width))
+            else:
+                start = max(ids.size - max(width, SURVEY_ROWS), 0)
+                so_far.found[width] = passes_of(engine, ids, start, width, work)
     finally:
         engine.rollback(0)
-    return classes(found), {width: bits.seconds for width, bits in found.items()}
+
+
+def _num_passes(width: int) -> int:
+    return -(-max(width, SURVEY_ROWS) // width)
 
 
 def confirm(engine: Engine, width: int, pair: WidthClass) -> bool:
-    """Whether `width` gives the bits of the widest pass of its class `pair` over CONFIRM_ROWS rows of text.
+    """Whether `width` gives the same bits as the widest pass of its class `pair` over CONFIRM_ROWS rows of text.
 
-    n rows without a difference bound the share of rows that differ by 3/n at 95% (rule of three).
+    If n rows do not differ, at most 3/n of all rows do, at 95% confidence (rule of three).
     """
     high = min(pair[1], EVERY_WIDTH_TO)
     if width == high:
         return True
     ids = sample_text(engine, PREFIX + CONFIRM_ROWS)
     start = max(ids.size - CONFIRM_ROWS, 0)
+    work = Work(sum(-(-CONFIRM_ROWS // each) for each in (high, width)), WHAT)
     try:
         _read(engine, ids[:start])
-        wide = passes_of(engine, ids, start, high)
-        return wide.agrees(passes_of(engine, ids, start, width))
+        wide = passes_of(engine, ids, start, high, work)
+        return wide.agrees(passes_of(engine, ids, start, width, work))
     finally:
         engine.rollback(0)
 
 
-def passes_of(engine: Engine, ids: TokenIds, start: int, width: int) -> Bits:
-    """Score the tokens from `start` on in passes that are all exactly `width` wide, the last one over old rows too."""
+def passes_of(engine: Engine, ids: TokenIds, start: int, width: int, work: Work | None = None) -> Bits:
+    """Score the tokens from `start` on in passes of exactly `width` rows; the last one may repeat rows."""
     found = Bits()
     taken: list[float] = []
     for end in _ends(start, ids.size, width):
@@ -104,6 +166,8 @@ def passes_of(engine: Engine, ids: TokenIds, start: int, width: int) -> Bits:
         started_s = perf_counter()
         logits = engine.forward(Batch.chain(ids[end - width : end]))
         taken.append(perf_counter() - started_s)
+        if work is not None:
+            work.step()
         for position, row in enumerate(logits, start=end - width):
             found.rows[position] = hashlib.blake2b(row.tobytes(), digest_size=16).digest()
     found.cache, found.seconds = _cache_digest(engine), median(taken)
@@ -119,7 +183,7 @@ def _ends(start: int, size: int, width: int) -> Iterator[int]:
 
 
 def _cache_digest(engine: Engine) -> bytes:
-    """Of the keys and values of every layer; of nothing where the engine cannot give them."""
+    """A digest of the keys and values of every layer; empty where the engine cannot give them."""
     try:
         return hashlib.blake2b(engine.save_state(), digest_size=16).digest()
     except CapabilityError:
@@ -131,16 +195,16 @@ def _between(widest: int) -> tuple[int, ...]:
 
 
 def sample_text(engine: Engine, wanted: int) -> TokenIds:
-    """Token ids [at most `wanted`, and what the context holds] of real text in the model's own vocabulary."""
+    """Token ids [at most `wanted` and the context length] of real text in the model's own vocabulary."""
     try:
         ids = np.array(engine.vocabulary.encode(TEXT), np.int32)
-    except UsageError:  # a vocabulary of a few letters: any of its tokens are its text
+    except UsageError:  # a vocabulary of a few letters, in which any tokens are text
         ids = np.arange(engine.vocabulary.size, dtype=np.int32)
     return np.resize(ids, min(wanted, engine.facts.context_length))
 
 
 def proving_text(engine: Engine, widest: int) -> TokenIds:
-    """Token ids of real text that ends in EMITTED tokens that the model itself puts there; they are left cached."""
+    """Token ids of real text, followed by EMITTED tokens that the model chose; all are in the cache afterwards."""
     ids = sample_text(engine, PREFIX + max(widest, SURVEY_ROWS))
     start = max(ids.size - EMITTED, 1)
     _read(engine, ids[: start - 1])
@@ -169,7 +233,7 @@ def classes(found: Mapping[int, Bits]) -> tuple[WidthClass, ...]:
 
 
 def without(found: Sequence[WidthClass], width: int) -> tuple[WidthClass, ...]:
-    """The classes with `width`, the least of its class, in one of its own."""
+    """The classes, with `width`, the lowest of its class, split off into one of its own."""
     return tuple(
         part
         for low, high in found

@@ -23,7 +23,7 @@ class SequenceRows:
         return not is_chain(self.parents)
 
     def path(self, rows: tuple[int, ...]) -> list[int] | None:
-        """Batch rows as indices into `rows`, or None when they are no path from a root."""
+        """Batch rows as indices into `rows`, or None when they are not a path from a root."""
         index = {row: i for i, row in enumerate(self.rows)}
         local: list[int] = []
         for row in rows:
@@ -33,7 +33,7 @@ class SequenceRows:
         return local
 
     def positions(self) -> list[int]:
-        """Where in its text each row stands: one behind its parent."""
+        """Position of each row in its text: one after its parent."""
         found: list[int] = []
         for parent in self.parents:
             found.append(self.base if parent == NO_PARENT else found[parent] + 1)
@@ -60,7 +60,7 @@ def split_by_sequence(batch: Batch, lengths: Sequence[int]) -> dict[int, Sequenc
 
 
 class SequenceBook:
-    """How many tokens every sequence holds, and which rows of the last batch `keep_path` may still choose from."""
+    """The length of every sequence, and the rows of the last batch that `keep_path` may choose from."""
 
     def __init__(self, max_sequences: int) -> None:
         self.lengths = [0] * max_sequences
@@ -72,13 +72,13 @@ class SequenceBook:
             raise BatchError(f"sequence {sequence} does not exist, this engine has 0..{len(self.lengths) - 1}")
 
     def check_settled(self, sequence: int) -> None:
-        """Raises BatchError for a sequence that does not exist or whose tree waits for `keep_path`."""
+        """Raises BatchError for a sequence that does not exist or that needs a `keep_path` first."""
         self.check(sequence)
         if sequence in self._last and self._last[sequence].is_tree:
             raise BatchError(f"sequence {sequence} holds an unsettled tree; call keep_path or rollback first")
 
     def record(self, placed: dict[int, SequenceRows]) -> None:
-        """A pass has scored these rows: chains are in the cache now, trees wait."""
+        """A pass has scored these rows: chains are in the cache now, trees need a `keep_path`."""
         for sequence, part in placed.items():
             if not part.is_tree:
                 self.lengths[sequence] += len(part.rows)
@@ -91,7 +91,7 @@ class SequenceBook:
         part = self._last.get(sequence)
         path = part.path(rows) if part else None
         if part is None or path is None:
-            raise BatchError(f"rows {rows} are no path through what the last batch added to sequence {sequence}")
+            raise BatchError(f"rows {rows} are not a path through what the last batch added to sequence {sequence}")
         return part, path
 
     def check_rollback(self, to_length: int, sequence: int) -> None:
@@ -103,11 +103,11 @@ class SequenceBook:
             )
 
     def forget_last(self, sequence: int) -> bool:
-        """Nothing of the last batch can be chosen any more; whether it was a tree that nobody had chosen from."""
+        """Drop the last batch of a sequence; whether it was a tree that still needed a `keep_path`."""
         part = self._last.pop(sequence, None)
         return part is not None and part.is_tree
 
     def settle(self, sequence: int, length: int) -> None:
-        """The sequence holds `length` tokens now, and nothing of the last batch can be chosen any more."""
+        """The sequence holds `length` tokens now; drop its last batch."""
         self.forget_last(sequence)
         self.lengths[sequence] = length

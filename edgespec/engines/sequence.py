@@ -1,4 +1,4 @@
-"""One sequence of an engine together with the token ids it holds: the only owner of that knowledge."""
+"""One sequence of an engine together with the token ids in its cache, which only this class knows."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from edgespec.types import Batch, Draft, Logits, TokenIds
 class CachedSequence:
     """The KV cache of one sequence as a list of tokens that grows, is rolled back and is reused."""
 
-    most_per_token = 1  # places of the cache that a token takes at most
+    most_per_token = 1  # most places of the cache that a token takes
 
     def __init__(self, engine: Engine, sequence: int = 0) -> None:
         self.engine = engine
         self.sequence = sequence
-        # one slot more than the cache: the pending token stands behind the cached ones
+        # one more than the cache holds: the pending token comes after the cached ones
         self._ids = np.zeros(engine.facts.context_length + 1, np.int32)
         self._length = engine.length(sequence)
         self._features: FeatureRows | None = None
-        self._scored: Features | None = None  # hidden states of the rows that wait for `keep`
+        self._scored: Features | None = None  # hidden states of the rows that `keep` chooses from
         self._layers: tuple[int, ...] = ()
         self._layer_rows = FeatureRows(LAYERS_WINDOW)
         self._scored_layers: Features | None = None
@@ -45,14 +45,14 @@ class CachedSequence:
         return self._ids[: self._length]
 
     def with_pending(self, token_id: int) -> TokenIds:
-        """The cached tokens and `token_id` behind them [length + 1], a view that the next call may change."""
+        """The cached tokens and `token_id` after them [length + 1], a view that the next call may change."""
         self._ids[self._length] = token_id
         return self._ids[: self._length + 1]
 
     def keep_features(self, wanted: bool) -> None:
-        """Keep the hidden states of the latest tokens from the next pass on, or no longer.
+        """Keep the hidden states of the latest tokens from the next pass on, or stop doing so.
 
-        Of a prompt they are computed for its last tokens alone. Raises CapabilityError when the engine gives none.
+        For a prompt they are computed for its last tokens only. Raises CapabilityError when the engine gives none.
         """
         if wanted == (self._features is not None):
             return
@@ -63,14 +63,14 @@ class CachedSequence:
     def features(self) -> Features | None:
         """Hidden states [n, hidden size] of the last n cached tokens, a view; None unless they are kept.
 
-        n is 1 at least behind a pass and WINDOW at most.
+        n is from 1 after a pass to WINDOW.
         """
         if self._features is None:
             return None
         return self._features.states if self._features.end == self._length else self._features.states[:0]
 
     def keep_layer_inputs(self, layers: tuple[int, ...]) -> None:
-        """Keep what goes into `layers` for the latest tokens from the next pass on; of none to end it.
+        """Keep the inputs of `layers` for the latest tokens from the next pass on; no layers: stop doing so.
 
         Raises CapabilityError when the engine gives none.
         """
@@ -83,7 +83,7 @@ class CachedSequence:
     def layer_inputs(self) -> Features | None:
         """Inputs [n, layers * hidden size] of the last n cached tokens, a view; None unless they are kept.
 
-        n is 1 at least behind a pass and LAYERS_WINDOW at most.
+        n is from 1 after a pass to LAYERS_WINDOW.
         """
         if not self._layers:
             return None
@@ -96,22 +96,22 @@ class CachedSequence:
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """The tokens that end a text, as this sequence counts them."""
+        """The tokens that end a text, as ids of this sequence."""
         return self.engine.vocabulary.end_ids
 
     @property
     def most_branches(self) -> int:
-        """Side branches that a tree to `look` at may have; 0: chains only."""
+        """Most side branches of a tree for `look`; 0: chains only."""
         return self.engine.most_branches
 
     def latest_fitting(self, token_ids: TokenIds, capacity: int) -> int:
-        """How many of `token_ids` [n], from the last one back, take at most `capacity` places of the cache."""
+        """How many of the last `token_ids` [n] fit into `capacity` places of the cache."""
         return max(min(token_ids.size, capacity), 0)
 
     def reuse(self, wanted_ids: TokenIds) -> int:
-        """Roll back to the longest prefix of `wanted_ids` [n] that is cached and leaves a token to feed; its length.
+        """Roll back to the longest cached prefix of `wanted_ids` [n], at most n - 1 tokens; its length.
 
-        A model that cannot roll back keeps its cache only when `wanted_ids` goes on from all of it.
+        A model that cannot roll back keeps its cache only when `wanted_ids` continues all of it.
         """
         if (kept := self.reusable_length(wanted_ids)) < self._length:
             self.rollback(kept)
@@ -123,11 +123,11 @@ class CachedSequence:
         return shared if shared == self._length or self.engine.facts.can_rollback else 0
 
     def shared_length(self, wanted_ids: TokenIds) -> int:
-        """How many of `wanted_ids` [n], the last one excepted, the cache holds from the first on."""
+        """Length of the common prefix of the cache and `wanted_ids` [n], at most n - 1."""
         return shared_prefix(self.token_ids, wanted_ids)
 
     def adopt(self, state: bytes, token_ids: TokenIds) -> None:
-        """Hold `token_ids` [n] instead, of which `state` is what the engine saved; nothing where that fails.
+        """Load `state`, which the engine saved after `token_ids` [n]; the sequence is empty when that fails.
 
         Raises StateError, EngineError.
         """
@@ -142,10 +142,10 @@ class CachedSequence:
         self._length = int(token_ids.size)
 
     def feed(self, token_ids: TokenIds) -> Logits:
-        """Append tokens [n] in as few passes as exactness allows; the logits row [vocabulary] after the last one.
+        """Append tokens [n] in as few passes as possible; the logits row [vocabulary] after the last one.
 
-        In reproducible mode no pass leaves the pinned width class, so a prompt read whole, one read in parts and
-        tokens that were once decoded leave the same bits in the cache.
+        In reproducible mode all passes have widths of the pinned class, so that the cache has the same bits whether
+        the tokens came as one prompt, in parts, or were decoded.
         """
         for start, end in itertools.pairwise(self._borders(token_ids.size)):
             part = token_ids[start:end]
@@ -162,19 +162,19 @@ class CachedSequence:
         return last
 
     def _borders(self, num_tokens: int) -> list[int]:
-        """Where the passes of `feed` begin and end; one with hidden states has to be narrow."""
+        """Where the passes of `feed` begin and end; one with hidden states must be narrow."""
         step = self.engine.widest_pass
         ends = [*range(0, num_tokens, step), num_tokens]
         last = ends[-1] - ends[-2] if num_tokens else 0
         if self.engine.facts.pinned_class and EVERY_WIDTH_TO < last < step:
-            ends.insert(-1, ends[-2] + EVERY_WIDTH_TO)  # of the widths between, not each was proved
+            ends.insert(-1, ends[-2] + EVERY_WIDTH_TO)  # the widths between were not all tested
         late = num_tokens - PROMPT_FEATURES
         if self._features is None or step <= PROMPT_FEATURES or late <= 0:
             return ends
         return [*(end for end in ends if end < late), late, num_tokens]
 
     def passes_for(self, num_tokens: int) -> int:
-        """How many passes `feed` makes of so many tokens."""
+        """How many passes `feed` takes for `num_tokens` tokens."""
         return len(self._borders(num_tokens)) - 1 if num_tokens else 0
 
     def score(self, pending_token_id: int, draft: Draft) -> Logits:
@@ -188,9 +188,9 @@ class CachedSequence:
         return logits
 
     def look(self, token_ids: TokenIds, parents: TokenIds, outputs: NDArray[np.bool_]) -> Logits:
-        """Logits of a tree of tokens [n] behind the cached ones, for the rows of `outputs`; nothing of it stays.
+        """Logits of a tree of tokens [n] after the cached ones, for the rows of `outputs`; it is not kept.
 
-        `parents` [n]: rows, or -1 behind the last cached token. Raises as `Engine.forward`.
+        `parents` [n]: rows, or -1 after the last cached token. Raises as `Engine.forward`.
         """
         sequences = np.full(token_ids.size, self.sequence, np.int32)
         logits = self.engine.forward(Batch(token_ids, parents, sequences, outputs))
@@ -198,7 +198,7 @@ class CachedSequence:
         return logits
 
     def score_again(self, num_tokens: int) -> Logits:
-        """Logits [num_tokens, vocabulary] of the last cached tokens, from one more pass over them; all of them stay.
+        """Logits [num_tokens, vocabulary] of the last cached tokens, from another pass over them; they stay cached.
 
         Raises as `Engine.forward`; the sequence then ends before these tokens.
         """
@@ -231,7 +231,7 @@ class CachedSequence:
         self._append(np.array([pending_token_id, *draft.token_ids[list(accepted_nodes)]], np.int32))
 
     def rollback(self, to_length: int) -> None:
-        # Known first, then done: where that is interrupted the engine holds more than is known, and `restore` helps.
+        # The length first: after an interrupt the engine then holds too many tokens, which `restore` removes.
         self._length = to_length
         self._forget_rows(to_length)
         self.engine.rollback(to_length, self.sequence)
@@ -242,8 +242,8 @@ class CachedSequence:
         self._layer_rows.truncate(to_length)
 
     def restore(self) -> None:
-        """After an interruption: drop whatever a half-finished call left behind the known tokens."""
-        # also where the length is right: a tree that was scored and not settled does not show in it
+        """After an interrupt: drop what a half-finished call left after the known tokens."""
+        # even if the length is right: a tree that was scored but not settled does not count in it
         self.engine.rollback(self._length, self.sequence)
 
     def _append(self, token_ids: TokenIds) -> None:
@@ -252,7 +252,7 @@ class CachedSequence:
 
 
 def shared_prefix(held_ids: TokenIds, wanted_ids: TokenIds) -> int:
-    """How many of `wanted_ids` [n], the last one excepted, `held_ids` [m] begin with."""
+    """Length of the common prefix of `held_ids` [m] and `wanted_ids` [n], at most n - 1."""
     limit = min(held_ids.size, wanted_ids.size - 1)
     differs = np.flatnonzero(held_ids[:limit] != wanted_ids[:limit])
     return int(differs[0]) if differs.size else limit
@@ -260,10 +260,10 @@ def shared_prefix(held_ids: TokenIds, wanted_ids: TokenIds) -> int:
 
 @contextmanager
 def restored_on_failure(cache: CachedSequence) -> Iterator[None]:
-    """Whatever ends the block early, an interruption too, leaves the cache with the tokens it knows of."""
+    """If the block ends with any exception, KeyboardInterrupt included, restore the cache to its known tokens."""
     try:
         yield
     except BaseException:
-        with suppress(EdgespecError):  # what failed first is what is told
+        with suppress(EdgespecError):  # the first failure is the one to report
             cache.restore()
         raise

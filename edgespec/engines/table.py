@@ -1,7 +1,7 @@
 """A deterministic engine without weights: logits are a fixed function of the last few tokens, read from a table.
 
-It keeps the whole contract (trees, sequences, fork, state, cancel) and costs microseconds, so that everything above an
-engine can be tested exactly and timed by itself. Its distributions are known in closed form: `row` gives them.
+It implements the whole interface (trees, sequences, fork, state, cancel) in microseconds, so that everything above an
+engine can be tested exactly and timed alone. `row` gives its distributions.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ class TableEngine(Engine):
         )
 
     def related(self, sigma: float, seed: int = 1) -> Self:
-        """An engine like this one whose logits differ by normal noise of standard deviation `sigma`: a draft."""
-        # Two numbers seed another stream than `random` takes: noise equal to the table would change no order.
+        """A draft: an engine like this one whose logits differ by normal noise of standard deviation `sigma`."""
+        # A seed of two numbers, for another stream than `random` has: noise equal to the table would change nothing.
         noise = np.random.default_rng((seed, 1)).standard_normal(self._table.shape, np.float32)
         return type(self)(
             self._table + noise * np.float32(sigma),
@@ -195,7 +195,7 @@ class TableEngine(Engine):
         self._gives_hidden = wanted
 
     def hidden_states(self) -> NDArray[np.float32]:
-        """As the contract says: the rows of the table, as if the head were the identity."""
+        """The rows of the table, as if the head were the identity."""
         self._require_open()
         if self._hidden is None:
             raise CapabilityError("the last pass gave no hidden states: call give_hidden_states(True) before it")
@@ -206,7 +206,7 @@ class TableEngine(Engine):
         self._layers = layers
 
     def layer_inputs(self) -> NDArray[np.float32]:
-        """As the contract says: the rows of the table, once for every layer."""
+        """The rows of the table, once for every layer."""
         self._require_open()
         if self._layer_inputs is None:
             raise CapabilityError("the last pass gave no layer inputs: call give_layer_inputs before it")
@@ -233,7 +233,7 @@ class TableEngine(Engine):
         for row in rows:
             mine = batch is not None and 0 <= row < batch.width and batch.sequences[row] == sequence
             if batch is None or not mine or batch.parents[row] != parent:
-                raise BatchError(f"rows {rows} are no path through what the last batch added to sequence {sequence}")
+                raise BatchError(f"rows {rows} are not a path through what the last batch added to sequence {sequence}")
             parent = row
         if batch is None:
             raise BatchError(f"sequence {sequence} was not in the last batch, or was changed since")
@@ -260,7 +260,7 @@ class TableEngine(Engine):
         start = len(STATE_MAGIC) + len(self._stamp(b""))
         payload = state[start:]
         if not state.startswith(STATE_MAGIC) or state[len(STATE_MAGIC) : start] != self._stamp(payload):
-            raise StateError("this is not a whole state of this table; start from the prompt instead")
+            raise StateError("this is not a complete state of this table; start from the prompt instead")
         ids = np.frombuffer(payload, np.int32).tolist()
         if len(ids) > self.facts.context_length:
             raise StateError(f"the state holds {len(ids)} tokens, this context {self.facts.context_length}")
@@ -272,7 +272,7 @@ class TableEngine(Engine):
         return hashlib.sha256(self._table.tobytes()).digest()
 
     def _stamp(self, payload: bytes) -> bytes:
-        """A digest of the table and a payload: a state fits only where both are the same."""
+        """A digest of the table and a payload."""
         return hashlib.sha256(self._table_digest + payload).digest()
 
     def cancel(self) -> None:

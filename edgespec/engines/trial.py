@@ -1,8 +1,8 @@
-"""Loads files of unknown origin in a child process first: a file can end the process that loads it.
+"""Loads files of unknown origin in a child process first, because a bad file can end the process that loads it.
 
-The child is a fork where nothing in this process minds (`may_fork`), which saves it the start of Python; elsewhere it
-is a program (`python -m edgespec.engines.trial FILE...`). It tries each file the way an engine would use it and writes
-one JSON object per file before the next is touched: {"path": ..., "fault": null or the reason}.
+The child is a fork where that is safe (`may_fork`), which saves the start of Python, and otherwise a program
+(`python -m edgespec.engines.trial FILE...`). It uses each file as an engine would and writes one JSON object per file
+before it opens the next: {"path": ..., "fault": null or the reason}.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from pathlib import Path
 from time import monotonic
 from typing import NoReturn
 
-import numpy as np
-
 from edgespec.engines import disk_cache
+from edgespec.engines.base import fault_of
 from edgespec.engines.disk_cache import CHECKED_FILE, file_key, key_of
 from edgespec.engines.memory_estimate import is_limited
 from edgespec.errors import CapabilityError, EdgespecError, ModelFileError, ModelNotFound
@@ -32,14 +31,13 @@ from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.eagle3 import is_eagle3
 from edgespec.formats.gguf.split import model_files
 from edgespec.installation import require_engine
-from edgespec.types import Logits
 
-PROBE_VERSION = 2  # raise it when the probe learns to find more, and files are probed again
+PROBE_VERSION = 2  # increase it when the trial finds more faults, so that files are tried again
 START_S = 60.0
 READ_BYTES_PER_S = 50e6  # a slow disk
-# Libraries with threads or devices of their own, which a fork would lack.
+# Libraries with threads or devices of their own, which do not survive a fork.
 _UNFORKABLE = (b"libiomp", b"libomp", b"onnxruntime_pybind", b"libtorch", b"libcuda")
-_OPENMP = b"libgomp"  # llama.cpp's, whose threads begin with its first pass; before it is loaded, somebody else's
+_OPENMP = b"libgomp"  # of llama.cpp, which starts threads in its first pass; before that, of another library
 
 
 def check_model_file(path: Path, *, is_trusted: bool = False) -> None:
@@ -48,11 +46,10 @@ def check_model_file(path: Path, *, is_trusted: bool = False) -> None:
 
 
 def check_model_files(is_trusted: Mapping[Path, bool]) -> None:
-    """What the runtime calls before it loads the models of a pair.
+    """Check the models of a pair before they are loaded. Raises ModelNotFound and ModelFileError.
 
-    `is_trusted`, by path: the caller knows the checksums of its files; then only the header is read. Other models are
-    loaded once, all in one child process; those that passed are not tried again until a file of theirs changes. Raises
-    ModelNotFound and ModelFileError.
+    `is_trusted`, by path: the checksums of all files are known, so that only the header is read. Other models are
+    loaded once, all in one child process; those that pass are not tried again until one of their files changes.
     """
     for path in is_trusted:
         if not _is_graph(path):
@@ -101,7 +98,7 @@ def probe(path: Path, *, timeout_s: float | None = None) -> None:
 
 
 def faults(paths: Sequence[Path], *, timeout_s: float) -> Iterator[str | None]:
-    """What is wrong with each file, or None. One child, given `timeout_s`, serves many files until one ends it."""
+    """What is wrong with each file, or None. One child, with `timeout_s`, tries many files until one ends it."""
     waiting = list(paths)
     while waiting:
         run = _run_fork if may_fork() else _run_program
@@ -116,10 +113,10 @@ def faults(paths: Sequence[Path], *, timeout_s: float) -> Iterator[str | None]:
 
 
 def may_fork() -> bool:
-    """Whether a fork of this process can run an engine: one Python thread, and no library whose threads it would lack.
+    """Whether a fork of this process can run an engine: one Python thread, and no library with threads of its own.
 
-    Only on Linux: on a Mac the system's own libraries may not be used after a fork. numpy's threads are none to mind,
-    its library stops and starts them around a fork.
+    Only on Linux: on macOS the system's own libraries may not be used after a fork. numpy's threads do no harm: its
+    library stops and restarts them around a fork.
     """
     if sys.platform != "linux" or threading.active_count() > 1:
         return False
@@ -134,9 +131,9 @@ def may_fork() -> bool:
 
 
 def _run_fork(paths: Sequence[Path], timeout_s: float) -> tuple[bytes, str]:
-    """What a fork wrote of the files it got through, and how it ended."""
+    """What a fork reported of the files it finished, and how it ended."""
     if not all(map(_is_graph, paths)):
-        _load_library()  # which is needed anyway: loaded once for both
+        _load_library()  # needed later anyway: here the fork shares it
     receiving, sending = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads; see `may_fork`
@@ -158,7 +155,7 @@ def _run_fork(paths: Sequence[Path], timeout_s: float) -> tuple[bytes, str]:
 
 
 def _be_the_child(paths: Sequence[Path], sending: int, timeout_s: float) -> NoReturn:
-    """Try the files, saying nothing to anybody but the parent; ends the process whatever happens."""
+    """Try the files, report to the parent only, and end the process whatever happens."""
     try:
         import resource
 
@@ -166,7 +163,7 @@ def _be_the_child(paths: Sequence[Path], sending: int, timeout_s: float) -> NoRe
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         soft, hard = int(timeout_s) + 1, resource.getrlimit(resource.RLIMIT_CPU)[1]
         if hard == resource.RLIM_INFINITY or soft < hard:
-            resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))  # should the parent be killed meanwhile
+            resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))  # in case the parent is killed
         nowhere = os.open(os.devnull, os.O_RDWR)
         for stream in range(3):
             os.dup2(nowhere, stream)
@@ -179,7 +176,7 @@ def _be_the_child(paths: Sequence[Path], sending: int, timeout_s: float) -> NoRe
 
 
 def _received(pipe: int, deadline_s: float) -> tuple[bytes, bool]:
-    """What comes through a pipe until it is closed or the time is over, and which of them it was."""
+    """What arrives through a pipe until it is closed or the time is over; whether it was closed."""
     output = b""
     while (left_s := deadline_s - monotonic()) > 0:
         if select.select([pipe], [], [], left_s)[0]:
@@ -195,9 +192,10 @@ def _status(child: int) -> int:
 
 
 def _load_library() -> None:
+    import edgespec.engines.llamacpp.engine  # noqa: F401  # here, so that the child need not import it again
     from edgespec.engines.llamacpp.library import library
 
-    with contextlib.suppress(CapabilityError):  # said when a model is opened
+    with contextlib.suppress(CapabilityError):  # reported when a model is opened
         library()
 
 
@@ -222,7 +220,7 @@ def _run_program(paths: Sequence[Path], timeout_s: float) -> tuple[bytes, str]:
 
 
 def try_model(path: Path) -> str | None:
-    """In the child: use a model the way the engine will; the reason when it cannot be used."""
+    """In the child: use a model as the engine will. The reason when it cannot be used, else None."""
     try:
         if _is_graph(path):
             from edgespec.engines.onnx.opening import try_folder
@@ -245,24 +243,11 @@ def _try_gguf(path: Path) -> str | None:
         path, context_length=16, max_batch=8, threads=1, reproducible=False, check_tensors=not is_limited()
     ) as engine:
         ids = engine.vocabulary.encode("".join(map(chr, range(256))), parse_special=True)
-        _ = engine.vocabulary.pieces
         logits = engine.forward(Batch.chain(ids[:2] or [0]))
         if fault := fault_of(logits):
             return f"{path} is not a usable model: {fault}. Download or export it again"
         engine.forward(Batch.chain([0], last_only=True))
     return None
-
-
-def fault_of(logits: Logits) -> str:
-    """What is wrong with the logits [rows, vocabulary] of a few different tokens; empty when nothing shows.
-
-    Weights that are all zero load without complaint and give every token the same score.
-    """
-    if not np.isfinite(logits).all():
-        return "its logits are not numbers"
-    if logits.shape[1] > 1 and (logits.max(axis=1) == logits.min(axis=1)).any():
-        return "it gives every token the same score, as weights that are all zero do"
-    return ""
 
 
 def _report_of(path: Path) -> str:

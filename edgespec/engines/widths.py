@@ -1,7 +1,7 @@
-"""Chooses the mode: the fastest one, or one class of pass widths within which a token's bits never change.
+"""Chooses between the fastest mode and reproducible mode, in which all passes have widths of one class.
 
-Reproducible mode stays inside one class, so that a token's logits do not depend on what else is in its pass. Where the
-class does not hold a lone row, each undrafted token is padded, which costs time: it is then used only if asked for.
+Within a class a token's logits are bitwise equal whatever the number of rows in its pass. Where the class does not
+include single-token passes, each of them is padded, which costs time: reproducible mode is then used only on request.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from edgespec.engines import disk_cache, proof
 from edgespec.engines.base import Engine, EngineFacts
 from edgespec.engines.disk_cache import Schema, a_list, a_record, a_row, flag, text, whole
 from edgespec.engines.disk_cache import seconds as of_time
-from edgespec.engines.proof import PREFIX, WidthClass
+from edgespec.engines.proof import PREFIX, Survey, WidthClass
 from edgespec.errors import CapabilityError
 
 __all__ = ["METHOD", "PREFIX", "WidthClass", "choose_class", "pinned_facts", "refute"]
 logger = logging.getLogger("edgespec")
-METHOD = 3  # raise it when the proof changes, and what is kept of older ones is forgotten
+METHOD = 3  # increase it when the test changes, so that older results are not used
 MAX_PADDED_WIDTH = 4
 TYPICAL_ACCEPTANCE = 0.7
 TYPICAL_COST_OF_A_ROW = 0.25
@@ -28,7 +28,7 @@ WIDE_ENOUGH_FOR_PROMPTS = 32
 
 @dataclass(frozen=True, slots=True)
 class Proved:
-    """What a proof found: all classes, the seconds of a pass by width, and the class to keep to, if there is one."""
+    """The classes of a model, the seconds of a pass by width, and whether a class was later found to be wrong."""
 
     classes: tuple[WidthClass, ...]
     seconds: dict[int, float]
@@ -40,7 +40,7 @@ class Proved:
 
     @property
     def padding_cost(self) -> float:
-        """Time of a lone token padded into the class over that of the same token by itself."""
+        """Time of a single-token pass that is padded into the class, over one that is not."""
         pinned = self.pinned
         return self.seconds[pinned[0]] / self.seconds[1] if pinned and pinned[0] in self.seconds else 1.0
 
@@ -50,12 +50,12 @@ class Proved:
 
 
 def pinned_facts(engine: Engine, key: str, *, widest: int, reproducible: bool | None, advice: str) -> EngineFacts:
-    """The facts of an empty engine with the class to keep to, or without one; the engine is left empty.
+    """The facts of an empty engine with the class to use, or without one; the engine is left empty.
 
-    `key` names everything that the bits depend on: what is found is kept under it between runs. `reproducible` True
-    proves a class or raises CapabilityError, with `advice`. None takes the reproducible mode where a lone row is known
-    to be in the class, so that it costs nothing, and else the fastest one. On a processor that is known only where a
-    class was proved before, on request: proving takes longer than a user should wait for a first token.
+    `key` names everything that the bits depend on; results are cached under it. `reproducible` True finds a class or
+    raises CapabilityError, with `advice`. None takes reproducible mode where single-token passes are known to be in
+    the class, so that it costs nothing, and the fastest mode otherwise. On a CPU that is known only after an earlier
+    load with True: testing takes longer than a user should wait for a first token.
     """
     engine.class_key = key
     if reproducible is None and engine.facts.device == "cpu" and disk_cache.get("widths", key, _kept(widest)) is None:
@@ -68,7 +68,7 @@ def pinned_facts(engine: Engine, key: str, *, widest: int, reproducible: bool | 
         raise CapabilityError(_why_none(found, advice))
     max_batch = engine.facts.max_batch
     if pinned and pinned[1] >= WIDE_ENOUGH_FOR_PROMPTS:
-        # With prompts read at pinned widths too, a cache's bits depend on its tokens alone and not on how they came.
+        # Prompts are read at these widths too, so that a cache's bits depend on its tokens alone.
         max_batch = min(max_batch, pinned[1])
     return replace(
         engine.facts,
@@ -80,7 +80,7 @@ def pinned_facts(engine: Engine, key: str, *, widest: int, reproducible: bool | 
 
 
 def refute(engine: Engine) -> None:
-    """A pass gave other bits than its class promised: the class is dropped, now and in later runs."""
+    """Drop the class of an engine, now and in later runs, because a pass gave other bits than its class requires."""
     facts = engine.facts
     found = Proved(facts.width_classes, {}, refuted=True)
     disk_cache.put("widths", engine.class_key, found.kept())
@@ -88,7 +88,7 @@ def refute(engine: Engine) -> None:
 
 
 def _as_fastest(facts: EngineFacts, key: str) -> EngineFacts:
-    """The facts as they are, and a note of the choice where it is made for the first time."""
+    """The facts unchanged, with a note when the choice is made for the first time."""
     if disk_cache.get("modes", key, a_record({"mode": text})) is not None:
         return facts
     disk_cache.put("modes", key, {"mode": "fastest"})
@@ -100,17 +100,31 @@ def _as_fastest(facts: EngineFacts, key: str) -> EngineFacts:
 
 
 def _proved(engine: Engine, key: str, widest: int) -> Proved:
-    """As kept under `key`, or proved now."""
+    """From the cache, or tested now."""
     kept = disk_cache.get("widths", key, _kept(widest))
     if kept is not None:
         classes = tuple((low, high) for low, high in kept["classes"])
         seconds = {int(width): float(taken) for width, taken in kept["seconds"]}
         return Proved(classes, seconds, kept["refuted"])
-    logger.info("proving which widths of a pass give equal bits with this model, once")
-    found = Proved(*proof.survey(engine, widest))
+    logger.info("testing which pass widths give equal bits with this model, once")
+    surveyed = _surveyed(engine, key, widest)
+    found = Proved(surveyed.classes, surveyed.seconds)
     while (pinned := found.pinned) is not None and not proof.confirm(engine, pinned[0], pinned):
         found = replace(found, classes=proof.without(found.classes, pinned[0]))
     disk_cache.put("widths", key, found.kept())
+    disk_cache.delete("surveys", key)
+    return found
+
+
+def _surveyed(engine: Engine, key: str, widest: int) -> Survey:
+    """The survey, resumed where an interrupted one ended."""
+    kept = disk_cache.get("surveys", key, Survey.schema(widest))
+    found = Survey() if kept is None else Survey.from_json(kept)
+    try:
+        proof.survey(engine, widest, found)
+    except BaseException:
+        disk_cache.put("surveys", key, found.as_json())
+        raise
     return found
 
 
@@ -125,22 +139,22 @@ def _kept(widest: int) -> Schema:
 def _why_none(found: Proved, advice: str) -> str:
     if found.refuted:
         return (
-            "this model cannot be reproducible on this machine: passes of different widths were once caught giving "
-            f"different bits while it ran. {advice}"
+            "this model cannot be reproducible on this machine: in an earlier run passes of different widths gave "
+            f"different bits. {advice}"
         )
     return (
-        "this model cannot be reproducible on this machine: its narrow passes give other bits at every width "
+        "this model cannot be reproducible on this machine: narrow passes give different bits at every width "
         f"(classes {list(found.classes)}). {advice}"
     )
 
 
 def choose_class(found: Sequence[WidthClass]) -> WidthClass | None:
-    """The class to keep to: the one whose best width yields most tokens per time, or None.
+    """The class whose best width yields the most tokens per second, or None.
 
-    A class of one width, or one to which a lone token would have to be padded with many rows, is of no use.
+    A class of one width is of no use, nor one into which single tokens would be padded with many rows.
 
-    Acceptance and the cost of a row are nominal numbers: measured ones would choose differently from run to run, and
-    with the class the bits would change.
+    Acceptance and the cost of a row are nominal: with measured ones the class, and with it the bits, would change from
+    run to run.
     """
 
     def tokens_per_cost(pair: WidthClass) -> float:

@@ -21,7 +21,7 @@ from edgespec.control.pool import DrafterPool
 from edgespec.decode import Run, autoregressive, speculative
 from edgespec.drafters.base import Drafter
 from edgespec.engines.base import Engine
-from edgespec.engines.memory import peak_rss_bytes
+from edgespec.engines.machine import peak_rss_bytes
 from edgespec.engines.parked import ParkedStates
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.watch import ClassWatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 from edgespec.config import DrafterName, LoadOptions
@@ -15,8 +16,8 @@ from edgespec.engines import disk_cache
 from edgespec.engines.base import Engine
 from edgespec.engines.disk_cache import CHECKED_FILE, file_key, key_of
 from edgespec.engines.trial import check_model_files
-from edgespec.errors import CapabilityError, ConfigError
-from edgespec.formats.gguf.header import keeping_headers
+from edgespec.errors import CapabilityError, ConfigError, ModelFileError
+from edgespec.formats.gguf.header import keeping_headers, read_header
 from edgespec.formats.manifest import ModelFile, ModelPair, check_file
 from edgespec.loading.draft_vocabulary import draft_cache
 from edgespec.loading.heads import open_eagle3, open_heads, read_heads
@@ -45,7 +46,7 @@ def _open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterN
     wanted = wanted_drafters(options, pair, exit_layer)
     is_cut = exit_layer is not None  # the target's own file holds its exit then
     roles = {role for name in wanted for role in SPECS[name].roles if not (is_cut and EXIT in SPECS[name].needs)}
-    _check_contents([pair.files[role] for role in ("target", *sorted(roles & pair.files.keys()))])
+    weight_checks = _check_contents([pair.files[role] for role in ("target", *sorted(roles & pair.files.keys()))])
     heads = read_heads(options, pair, is_cut=is_cut)
     target = _open_target(options, pair.files["target"], exit_layer, hidden_states=bool(heads))
     drafters: dict[DrafterName, Drafter] = {}
@@ -53,6 +54,8 @@ def _open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterN
         for name in wanted:
             drafters |= _opened(name, options, pair, target, drafters, is_cut=is_cut)
         drafters |= {each.manifest.kind: open_heads(each, path, target) for path, each in heads.items()}
+        for check in weight_checks:
+            check.result()
     except BaseException:
         for drafter in drafters.values():
             drafter.close()
@@ -131,19 +134,57 @@ def open_vocabulary(options: LoadOptions) -> Iterator[tuple[ModelPair, Vocabular
             yield pair, engine.vocabulary
 
 
-def _check_contents(models: Sequence[ModelFile]) -> None:
+def has_chat_template(file: ModelFile) -> bool:
+    """Whether a model comes with a chat template; reads the header of a GGUF, or the files beside an ONNX graph.
+
+    True where the files cannot be read: loading says better what is wrong with them.
+    """
+    try:
+        if file.engine == "llamacpp":
+            return bool(read_header(file.path).metadata.get("tokenizer.chat_template"))
+        from edgespec.engines.onnx.tokenizer import read_chat_template
+
+        return read_chat_template(file.path.parent) is not None
+    except (ModelFileError, OSError):
+        return True
+
+
+def _check_contents(models: Sequence[ModelFile]) -> list[Future[None]]:
     """Hash large files that the manifest describes, once; try to load files of unknown contents in a child process.
 
-    A graph with damaged weights loads without an error, so only a checksum finds them.
+    A graph with damaged weights loads without an error, so only a checksum finds them. Weights of ONNX models, whose
+    contents cannot harm the process, are hashed while the models load: the results raise ModelFileError.
     """
+    later: list[ModelFile] = []
     for model in models:
         for file in model.all_files:
-            if file.sha256 is not None and not file.is_verified:
-                key = key_of("hashed", file_key(file.path), file.sha256)
-                if disk_cache.get("hashed", key, CHECKED_FILE) is None:
-                    check_file(file, is_large_too=True)
-                    disk_cache.put("hashed", key, {"path": str(file.path)})
+            if file.sha256 is not None and not file.is_verified and not _was_hashed(file):
+                check_file(file, hashed=False)
+                if file.path.suffix == ".data":
+                    later.append(file)
+                else:
+                    _check_hash(file)
     check_model_files({model.path: all(file.sha256 for file in model.all_files) for model in models})
+    if not later:
+        return []
+    thread = ThreadPoolExecutor(1, "edgespec-checksums")
+    checks = [thread.submit(_check_hash, file) for file in later]
+    thread.shutdown(wait=False)
+    return checks
+
+
+def _hash_key(file: ModelFile) -> str:
+    return key_of("hashed", file_key(file.path), file.sha256)
+
+
+def _was_hashed(file: ModelFile) -> bool:
+    return disk_cache.get("hashed", _hash_key(file), CHECKED_FILE) is not None
+
+
+def _check_hash(file: ModelFile) -> None:
+    key = _hash_key(file)
+    check_file(file, is_large_too=True)
+    disk_cache.put("hashed", key, {"path": str(file.path)})
 
 
 def _open_target(options: LoadOptions, file: ModelFile, exit_layer: int | None, *, hidden_states: bool) -> Engine:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +23,7 @@ from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair
 logger = logging.getLogger("edgespec")
 GRAPH = "model.onnx"
 SUFFIXES = (".gguf", ".onnx")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.gguf)(?<!\.onnx)")
 
 
 def models_folder() -> Path:
@@ -42,7 +45,7 @@ def _named_folders() -> Iterator[tuple[str, Path]]:
         try:
             folders = sorted(registry.iterdir()) if is_folder(registry) else []
         except OSError as exc:
-            logger.info("the models in %s cannot be listed: %s", registry, exc.strerror or exc)
+            logger.warning("the models in %s cannot be listed: %s", registry, exc.strerror or exc)
             continue
         for folder in folders:
             if is_file(folder / MANIFEST):
@@ -72,19 +75,56 @@ def _not_found(text: str) -> ModelNotFound:
     hint = f"did you mean {near[0]!r}? " if near else ""
     return ModelNotFound(
         f"no model {shown(text)}: {hint}known names: {', '.join(names) or 'none'}; or give a .gguf or .onnx file, or a "
-        f"folder with {MANIFEST}"
+        "folder with one"
+    )
+
+
+def is_known(text: str) -> bool:
+    """Whether there is a registered model, a file or a folder of this name."""
+    return text in registered_folders() or exists(expanded(text))
+
+
+def model_in(path: Path) -> Path:
+    """The model file of a folder without a manifest: its `model.onnx`, or the only .gguf or .onnx file in it.
+
+    Any other path comes back as it is. Raises ModelFileError for a folder without a model file, with the command that
+    converts a Hugging Face model, and for one with several.
+    """
+    if not is_folder(path) or is_file(path / MANIFEST):
+        return path
+    if is_file(path / GRAPH):
+        return path / GRAPH
+    try:
+        names = sorted(each.name for each in path.iterdir() if each.suffix in SUFFIXES)
+    except OSError as exc:
+        raise ModelFileError(f"folder {shown(str(path))} cannot be read: {exc.strerror or exc}") from exc
+    if len(names) == 1:
+        return path / names[0]
+    if names:
+        raise ModelFileError(
+            f"folder {shown(str(path))} holds several models, give one of the files: {', '.join(names)}"
+        )
+    if is_file(path / "config.json"):
+        raise ModelFileError(
+            f"{shown(str(path))} is a Hugging Face model, convert it first: edgespec export {shlex.quote(str(path))}"
+        )
+    raise ModelFileError(
+        f"folder {shown(str(path))} holds no {MANIFEST} and no .gguf or .onnx file: give one that does"
     )
 
 
 def _local_pair(text: str, engine: str) -> ModelPair:
-    path = expanded(text)
-    if is_folder(path) and not is_file(path / MANIFEST) and is_file(path / GRAPH):
-        path = path / GRAPH
+    path = model_in(expanded(text))
     if is_folder(path):
         return read_pair(path, engine)
     if not is_file(path):
+        hub = (
+            f", or if it is a Hugging Face hub id, convert it first: edgespec export {text}"
+            if _HUB_ID.fullmatch(text)
+            else ""
+        )
         raise ModelNotFound(
-            f"no file {shown(text)}: give a .gguf or .onnx file, a folder with {MANIFEST}, or a registered name"
+            f"no file {shown(text)}: give a .gguf or .onnx file, a folder with one, or a registered name{hub}"
         )
     if path.suffix not in SUFFIXES:
         raise ModelFileError(f"{text} is no .gguf or .onnx file; convert a Hugging Face folder first: edgespec export")

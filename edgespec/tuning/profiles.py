@@ -18,10 +18,10 @@ from typing import Any
 import tomli_w
 
 from edgespec.engines.machine import machine_name
-from edgespec.errors import ConfigError, StateError
+from edgespec.errors import ConfigError, ModelFileError, StateError
 from edgespec.formats.files import expanded, is_file, read_text, resolved, user_folder, write_atomically
 from edgespec.formats.manifest import MANIFEST
-from edgespec.loading.registry import GRAPH, registered_folders
+from edgespec.loading.registry import model_in, registered_folders
 from edgespec.settings import Settings, find
 
 PROFILE_FORMAT = 1
@@ -137,7 +137,11 @@ def _identity(model: str) -> tuple[object, ...] | None:
     """What tells a model from any other, whichever of its engines runs: its manifest's contents, else its file's place,
     size and time. None when there is no such model; loading says so better."""
     path = registered_folders().get(model) or expanded(model)
-    for file in (path / MANIFEST, path / GRAPH, path):
+    try:
+        path = model_in(path)
+    except ModelFileError:
+        return None
+    for file in (path / MANIFEST, path):
         if is_file(file):
             if file.name == MANIFEST:
                 return (hashlib.sha256(file.read_bytes()).hexdigest(),)

@@ -10,6 +10,7 @@ but each has its own best setting: speed does not say which quantisation is good
 from __future__ import annotations
 
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ KEPT_SHARE = 1 / 3  # fraction of the settings kept for the next round
 _LEAST_KEPT, _LEAST_PROMPTS = 4, 2  # with fewer, chance would decide
 ABOUT_AS_FAST = 0.98
 _WARM_UP_TOKENS = 6
+_MEDIAN_OF_DIFFERENCE = 0.954  # of two draws from a normal distribution, in standard deviations
 
 
 @dataclass(slots=True)
@@ -59,7 +61,7 @@ class Sweep:
     """A search, running or done. Results so far remain available after an interruption.
 
     `prompts`: token ids of each prompt, by (model, engine). `advance(n)` is called after n runs; `on_progress(text)`
-    when a round begins.
+    when a round begins. `usual_engines`: by model, the engine that runs it when none is named.
     """
 
     request: TuneRequest
@@ -67,6 +69,7 @@ class Sweep:
     scores: dict[Candidate, Score]
     advance: Callable[[int], None] = lambda steps: None
     on_progress: Callable[[str], None] = lambda text: None
+    usual_engines: Mapping[str, EngineName] = field(default_factory=dict)
 
     def run(self) -> None:
         """Run all rounds. Raises PromptError if no answer of a model has two tokens, and the errors of generating."""
@@ -137,6 +140,46 @@ class Sweep:
         best = max(plain, default=0.0)
         return score.rate() / best if best else 0.0
 
+    def default(self, model: str) -> Score | None:
+        """What a run without a profile would use: the usual engine, most threads, `auto`; None where it was left out.
+
+        What the user fixed is the same in every setting, so it is part of this one.
+        """
+        engine = self.usual_engines.get(model)
+        own = [score for score in self.scores.values() if score.candidate.loaded.model == model and score.seconds]
+        own = [s for s in own if s.candidate.loaded.engine == engine and s.candidate.loaded.reproducible is None]
+        options = self.request.options
+        drafter = options.drafter if "drafter" in self.request.fixed else "auto"
+        length = options.draft_length if "draft_length" in self.request.fixed else "auto"
+        wanted = [s for s in own if s.candidate.drafter == drafter and s.candidate.draft_length in (length, "auto")]
+        found = wanted or [score for score in own if score.candidate.is_plain]
+        return max(found, key=lambda score: score.candidate.loaded.threads, default=None)
+
+    def gain(self, score: Score) -> tuple[float, float]:
+        """(times the rate of the default setting on the same prompts, the error of that factor).
+
+        The error is two standard errors, from the rates of the last round's two visits: a machine that is busy during
+        one of them shows there. Infinite where nothing was decoded twice; (1, 0) for the default setting itself.
+        """
+        default = self.default(score.candidate.loaded.model)
+        if default is score:
+            return 1.0, 0.0
+        if default is None:
+            return 1.0, math.inf
+        prompts = score.seconds.keys() & default.seconds.keys()
+        factor = score.rate(prompts) / default.rate(prompts) if default.rate(prompts) else 1.0
+        spread = self._visit_spread()
+        return factor, 2 * factor * spread * math.sqrt(self.num_all_prompts / max(len(prompts), 1))
+
+    def _visit_spread(self) -> float:
+        """Standard deviation of the logarithm of a setting's rate in one visit, robust against a few disturbed ones."""
+        differences = [
+            abs(math.log(sum(times[-1] for times in all_times) / sum(times[-2] for times in all_times)))
+            for score in self.finalists()
+            if (all_times := list(score.seconds.values())) and min(map(len, all_times)) > 1
+        ]
+        return median(differences) / _MEDIAN_OF_DIFFERENCE if differences else math.inf
+
     def _survivors(self, alive: Sequence[Candidate], prompts: Iterable[int]) -> list[Candidate]:
         """Per model: the best third, the best plain decoding in each mode, and the best automatic setting."""
         kept: set[Candidate] = set()
@@ -179,7 +222,7 @@ class Sweep:
         except EdgespecError as exc:
             if loaded.opens == self.request.options.drafter:
                 raise
-            logger.info("drafter %s is skipped: %s", loaded.opens, exc)
+            logger.warning("drafter %s is skipped: %s", loaded.opens, exc)
         for candidate in chosen:
             self.scores.pop(candidate, None)
         return None
@@ -224,7 +267,7 @@ def prepare(
             try:
                 model = request.load(scout, scout.opens)
             except CapabilityError as exc:
-                logger.info("engine %s is skipped: %s", engine, exc)
+                logger.warning("engine %s is skipped: %s", engine, exc)
                 failure = exc
                 continue
             with model:

@@ -40,7 +40,7 @@ def known() -> Known:
     texts["cache"] = answer("demo", **_CACHED)
     (home / "note.txt").write_text("Hi, can you find me a restaurant? " * 20)
     assert command_line(["corpus", "add", str(home / "note.txt")]) == 0
-    assert command_line(["generate", "-p", PROMPT, "-n", "8", "--learn"]) == 0
+    assert command_line(["generate", "-p", PROMPT, "-n", "8", "--seed", "1", "--ignore-eos", "--learn"]) == 0
     profile = home / "profile.toml"
     profile.write_text(
         'format = 1\nmodel = "demo"\nmachine = "m"\ncreated = "c"\ntokens_per_second = 1.0\nspeedup = 1.0\n\n'

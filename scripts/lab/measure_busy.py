@@ -24,7 +24,7 @@ from typing import Any
 
 import edgespec
 from edgespec import GenerateOptions, Sampling
-from edgespec.engines.cores import physical_cores
+from edgespec.engines.machine import physical_cores
 
 PROMPT = "Explain in a few sentences how a bicycle stays upright, and what that has to do with its wheels."
 MOST_S = 200.0  # after which no further turn begins

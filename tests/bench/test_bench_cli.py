@@ -213,7 +213,7 @@ def test_an_interrupted_run_prints_what_is_done_and_goes_on(pair, prompts, tmp_p
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
-    assert "the same command goes on" in err
+    assert "the same command continues" in err
     assert "Traceback" not in err
     part = json.loads(out)
     assert not part["complete"]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import struct
 from collections import Counter
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -323,6 +325,13 @@ def test_the_page_is_complete_and_self_contained(model):
     assert 'title="model"' in text
 
 
+def test_a_page_suits_a_phone_and_the_dark(model):
+    text = page(report(model, repeat=1))
+    assert '<meta name="viewport" content="width=device-width' in text
+    assert "color-scheme: light dark" in text
+    assert "@media (prefers-color-scheme: dark)" in text and "@media (max-width: 40rem)" in text
+
+
 def test_a_page_without_matplotlib_names_the_extra(model, monkeypatch):
     monkeypatch.setattr("edgespec.bench.html.has_matplotlib", lambda: False)
     text = page(report(model, repeat=1))
@@ -343,6 +352,22 @@ def test_figures_are_drawn_and_an_earlier_runs_are_not_left(model, tmp_path):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
 
 
+def test_a_name_that_ends_with_png_is_one_picture_of_all_figures(model, tmp_path):
+    pytest.importorskip("matplotlib", reason="figures need pip install edgespec[bench]")
+    from edgespec.bench.plots import draw
+
+    found = report(model)
+    (each, *_), path = draw(found, tmp_path / "figures"), tmp_path / "all.png"
+    assert draw(found, path) == [path]
+    assert path.is_file()
+    width, height = _png_size(path)
+    assert (width, height) == (_png_size(each)[0], 4 * _png_size(each)[1])
+
+
+def _png_size(path: Path) -> tuple[int, ...]:
+    return struct.unpack(">II", path.read_bytes()[16:24])
+
+
 def test_all_figures_when_the_length_is_automatic(tmp_path):
     pytest.importorskip("matplotlib", reason="figures need scripts/run.py install bench")
     from edgespec.bench.plots import PLOTS, images
@@ -359,8 +384,10 @@ def test_output_places_are_checked_first(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="its folder does not exist"):
         check_outputs(None, tmp_path / "no" / "page.html")
     monkeypatch.setattr("edgespec.bench.output.has_matplotlib", lambda: True)
-    with pytest.raises(ConfigError, match="is a file: give a folder"):
+    with pytest.raises(ConfigError, match=r"is a file: give a name that ends with \.png, or a folder"):
         check_outputs(tmp_path / "file", None)
+    with pytest.raises(ConfigError, match="its folder does not exist"):
+        check_outputs(tmp_path / "no" / "figures.png", None)
     monkeypatch.setattr("edgespec.bench.output.has_matplotlib", lambda: False)
     with pytest.raises(CapabilityError, match=re.escape(install_command("bench"))):
         check_outputs(tmp_path / "plots", None)

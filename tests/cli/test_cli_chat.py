@@ -15,7 +15,7 @@ import gguf
 import pytest
 from click.testing import CliRunner, Result
 
-from edgespec.cli.history import MAX_LINES, FileHistory
+from edgespec.cli.history import open_history
 from edgespec.cli.lines import read_message
 from edgespec.cli.main import cli
 from edgespec.cli.slash import COMMANDS
@@ -73,7 +73,7 @@ def test_each_line_is_answered(model, tmp_path):
 
 def test_the_configuration_is_shown_once_and_not_on_stdout(model):
     result = chat(model, "hello")
-    assert len(re.findall("drafter auto, draft length auto, rule coupled", result.stderr)) == 1
+    assert len(re.findall("drafter auto", result.stderr)) == 1
     assert "drafter" not in result.stdout
 
 
@@ -225,39 +225,35 @@ def test_a_message_that_never_fits_is_refused_and_removed(model, tmp_path):
 
 
 def test_history_keeps_messages_of_several_lines_apart(tmp_path):
-    told: list[str] = []
-    history = FileHistory(tmp_path / "new" / "history.jsonl", told.append)
+    path = tmp_path / "new" / "history"
     for text in ("one", "two\nlines", "ünïcødé"):
-        history.store_string(text)
-    again = FileHistory(tmp_path / "new" / "history.jsonl", told.append)
-    assert list(again.load_history_strings()) == ["ünïcødé", "two\nlines", "one"]
-    assert not told
+        open_history(path).store_string(text)
+    assert list(open_history(path).load_history_strings()) == ["ünïcødé", "two\nlines", "one"]
 
 
 @POSIX
 def test_history_is_private(tmp_path):
-    path = tmp_path / "new" / "history.jsonl"
-    FileHistory(path, print).store_string("secret")
+    path = tmp_path / "new" / "history"
+    open_history(path).store_string("secret")
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_history_is_bounded_and_survives_damage(tmp_path):
-    path = tmp_path / "history.jsonl"
-    path.write_text("".join(f'"line {i}"\n' for i in range(3 * MAX_LINES)) + '{"cut')
-    loaded = list(FileHistory(path, print).load_history_strings())
-    assert loaded[0] == f"line {3 * MAX_LINES - 1}"
-    assert len(path.read_text().splitlines()) == MAX_LINES
-
-
-def test_a_history_that_cannot_be_written_is_told_once(tmp_path):
+def test_a_history_that_cannot_be_written_is_a_note(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    told: list[str] = []
-    history = FileHistory(tmp_path / "file" / "history.jsonl", told.append)
+    history = open_history(tmp_path / "file" / "history")
     history.store_string("one")
-    history.store_string("two")
-    assert len(told) == 1
-    assert "not remembered" in told[0]
+    assert list(history.get_strings()) == []
+    history.append_string("two")
+    assert history.get_strings() == ["two"]
+    assert capsys.readouterr().err.count("input history is off") == 1
+
+
+def test_a_history_that_becomes_a_folder_loses_a_line_and_no_chat(tmp_path):
+    history = open_history(tmp_path / "history")
+    (tmp_path / "history").unlink()
+    (tmp_path / "history").mkdir()
+    history.store_string("one")
 
 
 # a real terminal
@@ -352,7 +348,7 @@ def test_keys_in_a_terminal(target_path, private_home):
         terminal.wait_for(ASKING)
         terminal.type("\x04")
         assert terminal.process.wait(120) == 0
-    assert '"/spec off"' in (private_home / "chat-history.jsonl").read_text()
+    assert "+/spec off" in (private_home / "chat-history").read_text()
 
 
 @POSIX

@@ -152,7 +152,7 @@ def test_text_output_shows_the_curve_and_conclusions(target_path):
     assert [row[0].rstrip("*") for row in rows][:3] == ["1", "2", "3"]
     assert any(row[0].endswith("*") for row in rows)
     assert max(len(row[-1]) for row in rows if set(row[-1]) <= set("▏▎▍▌▋▊▉█")) == 20
-    for said in ("widths worth a pass", "ceiling of any drafter", "kept: "):
+    for said in ("useful widths: ", "ceiling of any drafter", "stored for later runs"):
         assert said in result.stdout
 
 

@@ -193,9 +193,9 @@ def test_forgetting_reports_whether_there_was_a_profile(profile):
 
 def test_runs_say_that_a_profile_is_in_effect(profile, target_path):
     said = run("generate", str(target_path), "-p", "hello", "-n", "2").stderr
-    assert source_of(profile) in said
-    assert "drafter ngram, draft length 3" in said
-    plain = run("generate", str(target_path), "-p", "hello", "-n", "2", "-t", "1", "--no-profile").stderr
+    assert "drafter ngram, draft length 3 | tuned |" in said
+    assert source_of(profile) in run("generate", str(target_path), "-p", "hello", "-n", "2", "-v").stderr
+    plain = run("generate", str(target_path), "-p", "hello", "-n", "2", "-t", "1", "-v", "--no-profile").stderr
     assert "profile" not in plain
     assert "draft length auto" in plain
 

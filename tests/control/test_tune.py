@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from edgespec.cli.tune_view import _labels, _short
 from edgespec.config import LoadOptions
 from edgespec.errors import CapabilityError
 from edgespec.sampling import Sampling
-from edgespec.tuning.profiles import load_profile, profile_path
+from edgespec.tuning.profiles import load_profile, new_profile, profile_path, save_profile
 from edgespec.tuning.settings_grid import (
     FEW_LENGTHS,
     LENGTHS,
@@ -101,6 +102,62 @@ def test_the_best_has_the_requested_mode_and_prefers_auto():
     assert sweep_of({PLAIN: 10.0, UNPADDED: 20.0, TRIED[0]: 12.0}).best("demo").candidate == TRIED[0]
     assert sweep_of({PLAIN: 10.0, AUTO: 11.9, TRIED[0]: 12.0}).best("demo").candidate == AUTO
     assert sweep_of({PLAIN: 10.0, AUTO: 11.0, TRIED[0]: 12.0}).best("demo").candidate == TRIED[0]
+
+
+def twice(found: Sweep, rates: dict[Candidate, float]) -> Sweep:
+    """A second visit of the last round, at these rates."""
+    for candidate, rate in rates.items():
+        for prompt in range(4):
+            found.scores[candidate].add(prompt, Stats(new_tokens=11, wall_s=10 / rate))
+    found.usual_engines = {"demo": "llamacpp", "other": "llamacpp"}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("second", "is_gain"),
+    [({PLAIN: 10.0, AUTO: 10.1, TRIED[0]: 12.1}, True), ({PLAIN: 9.0, AUTO: 11.9, TRIED[0]: 10.2}, False)],
+)
+def test_a_gain_must_exceed_the_error_of_two_visits(second, is_gain):
+    first = {PLAIN: 10.0, AUTO: 10.0, TRIED[0]: 12.0}
+    found = twice(sweep_of(first), second)
+    assert found.default("demo").candidate == AUTO
+    gain, error = found.gain(found.scores[TRIED[0]])
+    assert gain == pytest.approx(1.2, abs=0.2)
+    assert (gain > 1 + error) is is_gain
+    assert found.gain(found.scores[AUTO]) == (1.0, 0.0)
+
+
+def test_the_default_is_the_usual_engine_with_most_threads_and_what_was_fixed():
+    more = replace(HERE, threads=2)
+    onnx = replace(HERE, engine="onnx", threads=2)
+    rates = {
+        AUTO: 1.0,
+        replace(AUTO, loaded=more): 1.0,
+        replace(AUTO, loaded=onnx): 1.0,
+        replace(PLAIN, loaded=more): 1.0,
+    }
+    found = twice(sweep_of(rates), rates)
+    assert found.default("demo").candidate == replace(AUTO, loaded=more)
+    found.usual_engines = {"demo": "onnx"}
+    assert found.default("demo").candidate == replace(AUTO, loaded=onnx)
+    plain_only = twice(sweep_of({PLAIN: 1.0, TRIED[0]: 2.0}), {})
+    assert plain_only.default("demo").candidate == PLAIN  # a model that cannot roll back has no automatic setting
+    assert math.isinf(plain_only.gain(plain_only.scores[TRIED[0]])[1])  # nothing was decoded twice
+
+
+def test_what_gains_nothing_keeps_no_profile_and_says_so(target_path, prompts):
+    arguments = ["tune", str(target_path), "--drafter", "auto", "--prompts", str(prompts), "-n", "4"]
+    path = profile_path(str(target_path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_profile(path, new_profile(str(target_path), {"drafter": "ngram"}, 1.0, 1.05))
+    result = run(*arguments, "--threads", "1", "--draft-length", "auto", "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    if told["settings"]["drafter"] == "auto":
+        assert (told["profile"], told["gain"], path.is_file()) == (None, 1.0, False)
+        assert "removed: profile" in result.stderr
+    shown = run(*arguments).stdout
+    assert ("nothing gained" in shown) is not path.is_file()
 
 
 def test_each_weights_are_searched_by_themselves():
@@ -234,6 +291,13 @@ def test_no_more_runs_than_announced(target_path, draft_path, prompts):
 # the command
 
 
+@pytest.fixture
+def gains(monkeypatch):
+    """Whatever is fastest counts as faster than the default: of a few short answers no gain would be certain."""
+    monkeypatch.setattr(Sweep, "gain", lambda self, score: (self.speedup(score) + 1, 0.01))
+
+
+@pytest.mark.usefixtures("gains")
 def test_the_best_setting_is_what_later_runs_use(target_path, draft_path, prompts):
     pair = ["-m", str(target_path), "-md", str(draft_path)]
     result = run("tune", *pair, "--prompts", str(prompts), "-n", "6", "--json")
@@ -253,19 +317,29 @@ def test_the_best_setting_is_what_later_runs_use(target_path, draft_path, prompt
     assert {one["model"] for one in told["tried"]} == {told["model"]} == {str(target_path)}
     assert [one["profile"] for one in told["weights"]] == [told["profile"]]
 
-    after = run("generate", *pair, "-p", "hello", "-n", "2")
+    assert "| tuned |" in run("generate", *pair, "-p", "hello", "-n", "2").stderr
+    after = run("generate", *pair, "-p", "hello", "-n", "2", "-v")
     assert f"profile {path.stem}" in after.stderr
     assert f"drafter {told['settings']['drafter']}" in after.stderr
-    assert "profile" not in run("generate", *pair, "-p", "hello", "-n", "2", "--no-profile").stderr
+    assert "profile" not in run("generate", *pair, "-p", "hello", "-n", "2", "-v", "--no-profile").stderr
     assert run("tune", *pair, "--forget").stdout == f"removed: profile {path.stem}\n"
-    assert "profile" not in run("generate", *pair, "-p", "hello", "-n", "2").stderr
+    assert "profile" not in run("generate", *pair, "-p", "hello", "-n", "2", "-v").stderr
     assert "nothing to forget" in run("tune", *pair, "--forget").stderr
 
 
+@pytest.mark.usefixtures("gains")
 def test_a_person_gets_a_table(target_path, prompts):
     result = run("tune", str(target_path), "--prompts", str(prompts), "--drafter", "ngram", "-n", "4")
     assert result.exit_code == 0, result.output
-    for said in ("tokens/s", "speedup", "accepted", "llamacpp", "none", "best: engine llamacpp", "kept: "):
+    for said in (
+        "tokens/s",
+        "speedup",
+        "accepted",
+        "llamacpp",
+        "none",
+        "best: engine llamacpp",
+        "of the default settings (error 0.01), kept: ",
+    ):
         assert said in result.stdout
     assert "suffix" not in result.stdout
     assert "weights" not in result.stdout
@@ -288,6 +362,7 @@ def test_engines_of_a_pair_are_compared_and_may_differ_in_text(prompts):
     assert "per engine" not in one.stderr
 
 
+@pytest.mark.usefixtures("gains")
 def test_other_weights_take_turns_and_keep_their_own_profile(target_path, prompts):
     if not MEDIUM.is_file():
         pytest.skip("the demo family is not here")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.cli.options import default_of
+from edgespec.cli.help import default_of
 from edgespec.config import GenerateOptions, LoadOptions, SessionOptions
 from edgespec.errors import ConfigError
 from edgespec.sampling import Sampling

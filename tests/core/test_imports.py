@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ DRAFTERS_ASSEMBLE = {"drafters.factory", "drafters.spec"}  # what makes the othe
 SHARED_BY_DRAFTERS = {"corpus.index"}  # the data structure that the corpus drafter looks up
 # what puts engines and drafters together, or reads their files
 ASSEMBLING = {"engines", "drafters", "runtime", "export", "loading", "control.pool"}
-MEASURED = {"engines.disk_cache", "engines.machine", "engines.memory"}  # of the machine; they know no engine
+MEASURED = {"engines.disk_cache", "engines.machine"}  # of the machine; they know no engine
 HEAVY = {"torch", "tokenizers", "gguf", "safetensors", "transformers"}
 
 
@@ -124,6 +125,12 @@ def test_the_package_does_not_need_the_laboratory():
     laboratory = {path.stem for path in (PACKAGE.parent / "scripts" / "lab").iterdir()}
     for name, path in MODULES.items():
         assert not laboratory & {full.split(".")[0] for full in imports(path)}, name
+
+
+def test_commands_do_not_import_each_other_in_circles():
+    names = {name for name in MODULES if component(name) == "cli"}
+    graph = {name: names & set(own_imports(name)) for name in names}
+    assert set(TopologicalSorter(graph).static_order()) == names  # raises CycleError, naming the circle
 
 
 def test_llama_cpp_is_imported_in_one_file():

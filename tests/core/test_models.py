@@ -100,7 +100,7 @@ def test_other_files_are_refused(home: Path, tmp_path: Path):
     with pytest.raises(ModelFileError, match=r"no \.gguf or \.onnx file.*export"):
         resolve(str(tmp_path / "model.safetensors"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ModelFileError, match=r"has no manifest\.toml"):
+    with pytest.raises(ModelFileError, match=r"holds no manifest\.toml and no \.gguf or \.onnx file"):
         resolve(str(tmp_path / "empty"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -234,9 +235,9 @@ def test_a_corpus_is_added_listed_and_removed(home: Path, tmp_path: Path) -> Non
     assert "there was nothing" in run("corpus", "rm", "--all").output
 
 
-def test_what_is_told_of_an_answer_stands_on_a_line_of_its_own(home: Path) -> None:
+def test_a_note_on_an_answer_has_a_line_of_its_own(home: Path) -> None:
     done = run("generate", "-p", QUESTION, "-n", "24", "--temp", "0", "--ignore-eos", "--learn")
-    assert "\nnote: learning from answers: on" in done.output, "as a terminal shows both streams"
+    assert "\ncut at 24 tokens" in done.output, "as a terminal shows both streams"
     assert done.stdout.endswith("\n") and not done.stdout.endswith("\n\n")
 
 
@@ -304,18 +305,19 @@ def test_a_damaged_corpus_is_said_and_does_not_stop_an_answer(home: Path, tmp_pa
 def test_answers_are_kept_only_when_asked_and_can_be_cleared(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["generate", "-p", QUESTION, "-n", "24", "--temp", "0", "--ignore-eos"]
     plain = run(*arguments)
-    assert plain.exit_code == 0 and "learning" not in plain.output
+    assert plain.exit_code == 0 and "Learning" not in plain.output
     assert run("chat", "--temp", "0", "-n", "24", stdin=QUESTION).exit_code == 0
     assert run(*arguments, "--recall").exit_code == 0
     assert not (home / "texts").exists(), "nothing is kept unless it was asked for"
     done = run(*arguments, "--learn")
-    assert "learning from answers: on" in done.output and "corpus rm --learnt deletes it" in done.output
-    assert "learning" not in run(*arguments, "--learn").output, "it is said once"
+    said = "Learning from answers: on (edgespec corpus rm --learnt deletes it)"
+    assert said in done.stderr
+    assert "Learning" not in run(*arguments, "--learn").output, "it is said once"
     assert "tokens of 1 answers" in run("corpus", "ls").output
     assert run("corpus", "rm", "--learnt").exit_code == 0
     assert "learnt: 0 tokens of 0 answers" in run("corpus", "ls").output
     monkeypatch.setenv("EDGESPEC_LEARN", "on")
-    assert "learning from answers: on" in run(*arguments).output, "a setting asks for it too"
+    assert said in run(*arguments).stderr, "a setting asks for it too"
     assert "tokens of 1 answers" in run("corpus", "ls").output
 
 
@@ -344,7 +346,7 @@ def test_commands_that_measure_remember_nothing_whatever_the_settings_say(
     with open_session(resolve({}), remembers=True).model as model:
         assert model.options.learn and model.options.recall, "the settings ask for it"
     for command in ("bench", "race", "tune", "calibrate", "verify", "plan-speedup"):
-        assert "--learn" not in run(command, "--help").output
+        assert "-learn" not in re.sub(r"\[no-\]", "no-", run(command, "--help-all").output)
         assert "no such option" in run(command, "--learn").output
     done = run("verify", "-n", "8", "--drafter", "cache", "--json")
     assert json.loads(done.stdout)["identical"]

@@ -17,7 +17,7 @@ from demo import TEST_THREADS
 from edgespec.engines import proof, widths
 from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile, settings
 from edgespec.engines.llamacpp.library import library
-from edgespec.engines.llamacpp.stretches import bounded_parts
+from edgespec.engines.llamacpp.tokenizer import bounded_parts
 from edgespec.errors import (
     BatchError,
     Cancelled,
@@ -183,6 +183,16 @@ def test_the_class_that_yields_most_tokens_per_cost_is_chosen(found, chosen):
     assert widths.choose_class(found) == chosen
 
 
+def finding(*classes):
+    """A survey that finds these classes of widths."""
+
+    def survey(_engine, _widest, so_far):
+        for number, (low, high) in enumerate(classes):
+            so_far.found |= {width: proof.Bits(cache=bytes([number]), seconds=1.0) for width in range(low, high + 1)}
+
+    return survey
+
+
 def test_classes_are_measured_once_per_file_and_settings(target_path, monkeypatch):
     options = {"reproducible": True, "widest": 9, "context_length": 320}
     with load(target_path, **options) as engine:
@@ -193,7 +203,7 @@ def test_classes_are_measured_once_per_file_and_settings(target_path, monkeypatc
 
 
 def test_reproducible_is_refused_where_it_cannot_be(tiny_path, monkeypatch):
-    monkeypatch.setattr(proof, "survey", lambda *_: (tuple((width, width) for width in range(1, 8)), {}))
+    monkeypatch.setattr(proof, "survey", finding(*((width, width) for width in range(1, 8))))
     with pytest.raises(CapabilityError, match="--no-reproducible"):
         load(tiny_path, reproducible=True, widest=7)
     with load(tiny_path, reproducible=None, widest=7) as engine:
@@ -203,7 +213,7 @@ def test_reproducible_is_refused_where_it_cannot_be(tiny_path, monkeypatch):
 
 def test_padding_leaves_no_trace_in_the_cache(target_path, monkeypatch):
     ids = [5, 6, 7, 8, 9, 10, 11, 12]
-    monkeypatch.setattr(proof, "survey", lambda *_: (((1, 1), (2, 2), (3, 8)), {1: 1.0, 3: 1.5}))
+    monkeypatch.setattr(proof, "survey", finding((1, 1), (2, 2), (3, 8)))
     monkeypatch.setattr(proof, "confirm", lambda *_: True)
     with load(target_path, reproducible=True, widest=8) as engine:
         assert engine.facts.pinned_class == (3, 8)

@@ -15,6 +15,7 @@ from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.engines import disk_cache
 from edgespec.engines import disk_cache as measurements
+from edgespec.engines.base import fault_of
 from edgespec.engines.disk_cache import (
     CHECKED_FILE,
     a_list,
@@ -27,7 +28,6 @@ from edgespec.engines.disk_cache import (
     seconds,
     whole,
 )
-from edgespec.engines.trial import fault_of
 from tiny_gguf import write_model
 
 VALUES: tuple[Any, ...] = (1, 0.1, "é\udcff", [1, [2.5, None]], {"a": {"b": [True]}}, {"1": 2})

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from demo import TEST_THREADS
+from demo import DEMO, TEST_THREADS
 from edgespec.chat.template import render_chat
 from edgespec.config import LoadOptions
 from edgespec.engines import trial as probe
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.errors import EdgespecError, ModelFileError, PromptError
+from edgespec.formats import manifest
 from edgespec.loading.opening import open_models
 from edgespec.types import Batch, Logits
 
@@ -98,6 +99,13 @@ def with_flat_tables(graph: Any) -> None:
     table.dims[:] = [int(np.prod(table.dims))]
 
 
+def without_inner_weights(graph: Any) -> None:
+    """Zero what is kept in the graph itself, too: norms are small."""
+    for tensor in graph.initializer:
+        if tensor.data_location == 0 and tensor.data_type == 1 and tensor.raw_data:
+            tensor.raw_data = bytes(len(tensor.raw_data))
+
+
 FAULTS: dict[str, Callable[[Path], Any]] = {
     "an object was expected; export the model again": lambda folder: (folder / "config.json").write_text("[]"),
     "cannot be read": lambda folder: (folder / "config.json").write_text("[" * 100_000),
@@ -126,6 +134,35 @@ def test_a_tokenizer_that_ends_the_process_is_found_in_a_trial(folder: Path) -> 
     options = LoadOptions(model=str(folder), reproducible=False, threads=TEST_THREADS)
     with pytest.raises(ModelFileError, match=r"not a usable (model|tokenizer)"):
         open_models(options)
+
+
+def test_weights_that_are_all_zero_are_refused(folder: Path) -> None:
+    """As a download that was never written leaves them; it loads without complaint."""
+    weights = folder / "model.onnx.data"
+    weights.write_bytes(bytes(weights.stat().st_size))
+    changed_graph(folder, without_inner_weights)
+    with pytest.raises(ModelFileError, match="every token the same score"):
+        open_models(LoadOptions(model=str(folder), reproducible=False, threads=TEST_THREADS))
+
+
+@pytest.mark.skipif(not DEMO.is_dir(), reason="the demo family is not built")
+def test_large_weights_are_hashed_while_the_model_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Path(shutil.copytree(DEMO, tmp_path / "pair"))
+    weights = pair / "onnx" / "target" / "model.onnx.data"
+    sound = weights.read_bytes()
+    weights.write_bytes(sound[:5000] + bytes([sound[5000] ^ 1]) + sound[5001:])
+    monkeypatch.setattr(manifest, "MAX_HASHED_BYTES", 0)  # which makes all files large
+    closed: list[OnnxEngine] = []
+    close = OnnxEngine.close
+    monkeypatch.setattr(OnnxEngine, "close", lambda engine: closed.append(engine) or close(engine))
+    options = LoadOptions(
+        model=str(pair), engine="onnx", drafter="none", reproducible=False, threads=TEST_THREADS, context_length=64
+    )
+    with pytest.raises(ModelFileError, match="SHA-256"):
+        open_models(options)
+    assert len(closed) == 1
+    weights.write_bytes(sound)
+    open_models(options)[1].close()
 
 
 def test_a_sound_folder_is_tried_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from edgespec.acceptance import RULES
 from edgespec.control.base import FixedLength
 from edgespec.decode import Run, autoregressive, speculative
 from edgespec.drafters.ngram import NgramDrafter
-from edgespec.engines import proof, watch, widths
+from edgespec.engines import progress, proof, watch, widths
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.sequence import CachedSequence
@@ -67,21 +67,87 @@ def table(**settings: object) -> LyingTable:
     return engine
 
 
+def surveyed(engine: LyingTable) -> proof.Survey:
+    found = proof.Survey()
+    proof.survey(engine, 63, found)
+    return found
+
+
+class Enough(Exception):
+    """A user who does not want to wait."""
+
+
+def test_a_proof_reports_its_progress_and_an_interrupted_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[tuple[int, int, str]] = []
+
+    def on_progress(done: int, total: int, what: str) -> None:
+        heard.append((done, total, what))
+        if len(heard) == 40:
+            raise Enough
+
+    def prove(engine: LyingTable) -> widths.EngineFacts:
+        with progress.reporting_to(on_progress):
+            return widths.pinned_facts(engine, "interrupted", widest=63, reproducible=True, advice="")
+
+    first, seen = table(), []
+    with pytest.raises(Enough):
+        prove(first)
+    assert first.length() == 0
+    measured = proof.passes_of
+    monkeypatch.setattr(proof, "passes_of", lambda *given: seen.append(given[3]) or measured(*given))
+    facts = prove(table())
+    assert seen and 63 not in seen and 1 not in seen  # the first two widths of the survey, which were done
+    assert facts.width_classes == ((1, 1), (2, 63))
+    assert all(0 <= done <= total and "same bits" in what for done, total, what in heard)
+    ends = [done for done, total, _ in heard if done == total]
+    assert ends
+    assert widths.disk_cache.get("surveys", "interrupted", proof.Survey.schema(63)) is None
+
+
+def test_a_load_reports_the_progress_of_its_proof(
+    target_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
+    heard: list[tuple[int, int, str]] = []
+
+    def on_progress(done: int, total: int, what: str) -> None:
+        heard.append((done, total, what))
+        if len(heard) == 20:
+            raise Enough
+
+    options = {"drafter": "none", "reproducible": True, "context_length": 384, "threads": 1}
+    with pytest.raises(Enough):
+        edgespec.load(str(target_path), on_progress=on_progress, **options)  # type: ignore[arg-type]
+    edgespec.load(str(target_path), on_progress=on_progress, **options).close()  # type: ignore[arg-type]
+    assert heard[-1][0] == heard[-1][1] > 0
+    count = len(heard)
+    edgespec.load(str(target_path), on_progress=on_progress, **options).close()  # type: ignore[arg-type]
+    assert len(heard) == count
+
+
+def test_an_interrupted_proof_on_another_text_starts_again() -> None:
+    found = surveyed(table())
+    assert proof.Survey.from_json(found.as_json()) == found
+    stale = proof.Survey("00", {63: proof.Bits({0: b"x"})})
+    proof.survey(table(), 63, stale)
+    assert stale.classes == found.classes and stale.text == found.text
+
+
 def test_a_lone_row_that_differs_on_real_tokens_only_is_kept_apart() -> None:
     """Random ids of a padded vocabulary seldom meet a trained token: such a probe joined these widths."""
-    found, _ = proof.survey(table(), 63)
+    found = surveyed(table()).classes
     assert found == ((1, 1), (2, 63))
 
 
 def test_a_difference_that_shows_only_in_the_cache_is_seen() -> None:
-    found, _ = proof.survey(table(in_cache=True), 63)
+    found = surveyed(table(in_cache=True)).classes
     assert found[0] == (1, 1)
 
 
 def test_equal_widths_are_one_class() -> None:
-    found, seconds = proof.survey(table(is_honest=True), 63)
-    assert found == ((1, 63),)
-    assert min(seconds.values()) > 0
+    found = surveyed(table(is_honest=True))
+    assert found.classes == ((1, 63),)
+    assert min(found.seconds.values()) > 0
 
 
 def test_every_pass_of_a_width_is_exactly_that_wide(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,8 +242,8 @@ def test_a_class_that_lies_is_dropped_remembered_and_told(
     with caplog.at_level(logging.WARNING, "edgespec"):
         run_on(pinned, watching, drafts)
     assert watching.has_failed and pinned.facts.pinned_class is None
-    assert len([line for line in caplog.messages if "reproducible mode ended" in line]) == 1
-    with pytest.raises(CapabilityError, match="caught"):
+    assert len([line for line in caplog.messages if "reproducible mode is off" in line]) == 1
+    with pytest.raises(CapabilityError, match="in an earlier run"):
         widths.pinned_facts(table(is_honest=True), "watched", widest=63, reproducible=True, advice="")
 
 

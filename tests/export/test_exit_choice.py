@@ -46,7 +46,7 @@ def test_the_command_tells_what_it_measured_and_uses_it(tmp_path: Path) -> None:
     arguments = ["export", str(TARGET), "-o", str(tmp_path / "pair"), "--derive", "early-exit:auto", "--no-check"]
     done = CliRunner().invoke(cli, [*arguments, "-t", "1"])
     assert done.exit_code == 0, done.output
-    assert "exit after layer 8: agrees on 0.9" in done.output
+    assert "exit after layer 8: matches 9" in done.output
     chosen = int(done.output.partition("chosen: early-exit:")[2].split()[0])
     draft = read_pair(tmp_path / "pair").files["draft"]
     assert len(draft.parts) == 1

@@ -207,7 +207,7 @@ def test_a_second_export_goes_on_where_the_first_stopped(tmp_path, monkeypatch):
         patch.setattr(stages.Maker, "model_of", _failing(stages.Maker.model_of, "draft"))
         result = export(*arguments)
     assert result.exit_code == 130, result.output
-    assert "run the same command again to go on" in result.stderr
+    assert "run the same command again to continue" in result.stderr
     made = tmp_path / ".pair.export" / "pair" / "target-q8_0.gguf"
     before = made.stat()
     result = export(*arguments)

@@ -29,6 +29,7 @@ class Shape:
     merges: int = 40
     seed: int = 0
     weights: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32
+    has_template: bool = True
 
 
 def byte_letters() -> list[str]:
@@ -56,7 +57,8 @@ def write_vocabulary(writer: gguf.GGUFWriter, shape: Shape) -> int:
     writer.add_bos_token_id(first_special)
     writer.add_eos_token_id(first_special)
     writer.add_add_bos_token(False)
-    writer.add_chat_template(TEMPLATE)
+    if shape.has_template:
+        writer.add_chat_template(TEMPLATE)
     return len(tokens)
 
 

@@ -180,7 +180,7 @@ def test_an_interrupt_ends_with_130_and_says_that_it_goes_on(tiny: Path, tmp_pat
 
     monkeypatch.setattr("edgespec.export.training.on_policy.estimate", interrupt)
     done = run_command(tiny, "-o", tmp_path / "draft", "--window", "64", "--reply-tokens", "12")
-    assert done.exit_code == 130 and "the same command goes on" in done.stderr
+    assert done.exit_code == 130 and "the same command continues" in done.stderr
 
 
 def test_acceptance_rises_and_learning_stops_when_it_no_longer_does(tiny: Path, tmp_path: Path):

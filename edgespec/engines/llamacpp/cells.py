@@ -1,12 +1,12 @@
-"""Who owns which cells of the KV cache: the one place that adds and removes llama.cpp sequence ids.
+"""Assigns cells of the KV cache to sequences: the only module that adds and removes llama.cpp sequence ids.
 
 Ids: first our own sequences, then a pool of branch ids for trees, last a scratch id for padding rows. A branch id
-mirrors one of our sequences up to some length and is brought up to date when a tree needs it. Whatever shortens a
-sequence shortens its mirrors as well, so that no cell outlives its token.
+mirrors one of our sequences up to some length and is updated when a tree needs it. What shortens a sequence shortens
+its mirrors as well, so that no cell remains of a token that was dropped.
 
-A pass can fail, be cancelled, or be struck by Ctrl-C between any two calls. So `lengths` falls before cells are removed
-and rises after they are added: the library may hold more than `lengths` says, never less, and whoever reads or extends
-a sequence trims it first. Padding rows go the same way.
+A pass can fail, be cancelled, or be interrupted by Ctrl-C between any two calls. Therefore `lengths` decreases before
+cells are removed and increases after they are added: the library may hold more than `lengths` says, never less, and
+every method that reads or extends a sequence trims it first. Padding rows are removed in the same way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ END = -1
 
 
 class Cells:
-    """Keeps the library's cells in step with `book`, which says how many tokens each sequence holds."""
+    """Keeps the library's cells consistent with the lengths in `book`."""
 
     def __init__(self, context: Any, settings: ContextSettings, book: SequenceBook) -> None:
         llama = library()
@@ -38,14 +38,14 @@ class Cells:
 
     @property
     def most_branches(self) -> int:
-        """Side branches that the trees of one batch may have together."""
+        """Most side branches of all trees of a batch."""
         return len(self._branch_ids)
 
     def prepare(self, placed: dict[int, SequenceRows]) -> Branches:
-        """Make the cache fit to receive a batch, and give every branch of its trees an id.
+        """Prepare the cache for a batch, and give every branch of its trees an id.
 
         A side branch gets an id that mirrors its sequence; the main chain keeps the sequence's own. Raises BatchError
-        when the pool of ids is too small, before anything is changed.
+        when there are too few ids, before anything is changed.
         """
         trees = {sequence: part for sequence, part in placed.items() if part.is_tree}
         needed = {sequence: len(leaves(part.parents)) - 1 for sequence, part in trees.items()}
@@ -75,12 +75,12 @@ class Cells:
         self._mirrors[branch] = (sequence, self._lengths[sequence])
 
     def trim(self, sequence: int) -> None:
-        """Remove what an unfinished pass left of a sequence."""
+        """Remove what an unfinished pass added to a sequence."""
         self._trim(sequence, self._lengths[sequence])
 
     def _trim(self, owned: int, length: int) -> None:
         if self._last_position(self._memory, owned) >= length and not self._remove(self._memory, owned, length, END):
-            raise EngineError("an unfinished pass left a state that this model cannot take back; roll back to 0 first")
+            raise EngineError("an unfinished pass left a state that this model cannot roll back; roll back to 0 first")
 
     def drop_from(self, position: int, sequence: int) -> None:
         """Remove a sequence's tokens from `position` on. Raises CapabilityError when the library refuses."""
@@ -93,7 +93,7 @@ class Cells:
                 raise CapabilityError(f"llama.cpp cannot roll this cache back to {position} tokens; use --drafter none")
 
     def keep_branch(self, path: list[int], part: SequenceRows, sequence: int) -> None:
-        """Leave the rows of `path` to the sequence and remove the rest of its tree."""
+        """Keep the rows of `path` and remove the rest of the tree."""
         kept, branches = part.base + len(path), self._branches.pop(sequence)
         winner = branches[path[-1]][0] if path else sequence
         if winner == sequence:
@@ -106,7 +106,7 @@ class Cells:
         self._lengths[sequence] = kept
 
     def forget(self, sequence: int) -> None:
-        """Empty a sequence; unlike a rollback this always works."""
+        """Empty a sequence, which unlike a rollback always works."""
         self._lengths[sequence] = 0
         for branch in [branch for branch, (owner, _) in self._mirrors.items() if owner == sequence]:
             self._remove(self._memory, branch, -1, END)

@@ -1,23 +1,21 @@
-"""EAGLE-3 heads in llama.cpp: a context of its own, which may borrow embeddings and head from the target's.
+"""EAGLE-3 heads in llama.cpp: a context of its own, which may share embeddings and head with the target's.
 
-Two traps of llama-cpp-python 0.3.36 shape this file. The head's graph gives logits of all rows of a pass and the
-library copies as many as were asked for from the first on, so rows are asked for all or none. And a pass that encodes
-wants positions as if it decoded.
+Two properties of llama-cpp-python 0.3.36 matter here. The head's graph computes logits of all rows, of which the
+library copies as many as were requested from the first one on, so either all rows are requested or none. And a pass
+that encodes needs positions as if it decoded.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgespec.engines.head import FeatureHead, HeadFacts, States
 from edgespec.engines.llamacpp.extensions import extension
-from edgespec.engines.llamacpp.library import CancelFlag, complaints, forget_complaints, library
+from edgespec.engines.llamacpp.library import CancelFlag, complaints, forget_complaints, library, open_model
+from edgespec.engines.llamacpp.rows import PairRows
 from edgespec.engines.llamacpp.settings import AUTO, CACHE_TYPES, ON
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError, ModelFileError
@@ -32,7 +30,7 @@ DEFAULT_CONTEXT = 2048
 
 
 class Eagle3Head(FeatureHead):
-    """Owns a llama.cpp model and a context, and borrows the target's context where the head shares weights with it."""
+    """Owns a llama.cpp model and a context; uses the target's context where the head shares weights with it."""
 
     def __init__(
         self,
@@ -47,7 +45,7 @@ class Eagle3Head(FeatureHead):
         self._model, self._context, self._cancel, self._sizes = model, context, cancel, sizes
         self._memory = llama.llama_get_memory(context)
         self._step = _step(sizes)
-        self._rows = _Rows(self._step)
+        self._rows = PairRows(self._step)
         self.start = self.end = 0
         self.facts = HeadFacts(
             context_length=context_length,
@@ -57,7 +55,7 @@ class Eagle3Head(FeatureHead):
             end_ids=end_ids,
             num_bytes=_num_bytes(sizes, context_length),
         )
-        # Of all rows whose logits are asked for; unmasked, a pass without any would still copy its states.
+        # Of rows with logits only: otherwise a pass without any would still copy its states.
         extension("set_states")(context, True, True)
 
     @classmethod
@@ -95,7 +93,7 @@ class Eagle3Head(FeatureHead):
         target_context: Any,
         vocabulary: Vocabulary | None,
     ) -> Eagle3Head:
-        model = _open_weights(path, gpu_layers, check_tensors=vocabulary is None)
+        model = open_model(path, gpu_layers=gpu_layers, check_tensors=vocabulary is None)
         cancel = CancelFlag()
         try:
             if vocabulary is not None:
@@ -114,20 +112,20 @@ class Eagle3Head(FeatureHead):
 
     @classmethod
     def try_alone(cls, path: Path) -> None:
-        """Load all that needs no target, and use it if that is the whole head. Raises as `load`."""
+        """Load what needs no target, and run it if that is the whole head. Raises as `load`."""
         sizes = read_eagle3(path)
         if sizes.shares_embeddings or sizes.shares_output:
-            library().llama_model_free(_open_weights(path, 0, check_tensors=True))
+            library().llama_model_free(open_model(path, check_tensors=True))
         else:
             cls._open(path, sizes, min(16, sizes.context_length), 1, 0, None, None).close()
 
     def _try_out(self, path: Path) -> None:
-        """One pair of nothing: damaged weights are found before a text is begun."""
+        """Run one pair of arbitrary numbers to find damaged weights."""
         states = self.encode(np.ones((1, self._sizes.feature_width), np.float32))
         logits, state = self.decode(np.zeros(1, np.int32), states)
         if not (np.isfinite(state).all() and np.isfinite(logits.max())):
             raise ModelFileError(
-                f"{path} is not a usable EAGLE-3 head: what it computes is no number. Download or export it again"
+                f"{path} is not a usable EAGLE-3 head: its results are not numbers. Download or export it again"
             )
         self.restart(0)
 
@@ -193,7 +191,7 @@ class Eagle3Head(FeatureHead):
         return np.ctypeslib.as_array(extension("get_states")(self._context), (count, self._sizes.width))
 
     def _trim(self) -> None:
-        """Remove what an unfinished call left."""
+        """Remove what an unfinished call left behind."""
         if library().llama_memory_seq_pos_max(self._memory, 0) >= self.end:
             library().llama_memory_seq_rm(self._memory, 0, self.end, END)
 
@@ -241,66 +239,15 @@ class Eagle3Head(FeatureHead):
             raise EngineError("this head is closed; load the model again")
 
 
-class _Rows:
-    """A `llama_batch` over arrays owned here, of one sequence; floats are the caller's and outlive the pass only."""
-
-    def __init__(self, capacity: int) -> None:
-        self._token_ids = np.zeros(capacity, np.int32)
-        self._positions = np.zeros(capacity, np.int32)
-        self._ones = np.ones(capacity, np.int32)
-        self._sequence = np.zeros(1, np.int32)
-        self._sequences = np.full(capacity, self._sequence.ctypes.data, np.uintp)
-        self._outputs = np.zeros(capacity, np.int8)
-        self._floats: States | None = None
-        self.struct = library().llama_batch(
-            n_tokens=0,
-            token=None,
-            embd=None,
-            pos=_pointer(self._positions, ctypes.c_int32),
-            n_seq_id=_pointer(self._ones, ctypes.c_int32),
-            seq_id=_pointer(self._sequences, ctypes.POINTER(ctypes.c_int32)),
-            logits=_pointer(self._outputs, ctypes.c_int8),
-        )
-
-    def fill(self, position: int, token_ids: TokenIds | None, floats: States, *, outputs: bool) -> None:
-        width = len(floats)
-        self._floats = floats
-        self._positions[:width] = np.arange(position, position + width)
-        self._outputs[:width] = outputs
-        self.struct.n_tokens = width
-        self.struct.embd = _pointer(floats, ctypes.c_float)
-        if token_ids is None:
-            self.struct.token = None
-        else:
-            self._token_ids[:width] = token_ids
-            self.struct.token = _pointer(self._token_ids, ctypes.c_int32)
-
-
-def _pointer(array: NDArray[Any], kind: Any) -> Any:
-    return ctypes.cast(array.ctypes.data, ctypes.POINTER(kind))
-
-
 def _step(sizes: Eagle3Sizes) -> int:
     """Rows per pass: the library keeps logits of the whole vocabulary for all of them."""
     return min(max(LOGITS_BYTES // (4 * sizes.vocabulary_size), 1), WIDEST)
 
 
 def _num_bytes(sizes: Eagle3Sizes, context_length: int) -> int:
-    """Weights, cache, and for a widest pass the logits as kept and as computed, with the layer's own numbers."""
+    """Weights, cache, and for the widest pass two copies of the logits and the layer's activations."""
     row_bytes = 4 * (2 * sizes.vocabulary_size + sizes.num_drafted + sizes.feature_width + 8 * sizes.width)
     return sizes.weight_bytes + context_length * sizes.kv_bytes_per_token + _step(sizes) * row_bytes
-
-
-def _open_weights(path: Path, gpu_layers: int, *, check_tensors: bool) -> Any:
-    llama = library()
-    params = llama.llama_model_default_params()
-    params.n_gpu_layers = gpu_layers
-    params.check_tensors = check_tensors
-    forget_complaints()
-    model = llama.llama_model_load_from_file(os.fsencode(path), params)
-    if not model:
-        raise ModelFileError(f"{path} cannot be loaded by llama.cpp: {complaints()}. Download or export it again")
-    return model
 
 
 def _create_context(
@@ -321,7 +268,7 @@ def _create_context(
     forget_complaints()
     context = llama.llama_init_from_model(model, params)
     if not context:
-        params.flash_attn_type = AUTO  # not every device has it
+        params.flash_attn_type = AUTO  # not every device supports it
         context = llama.llama_init_from_model(model, params)
     if not context:
         raise CapabilityError(f"llama.cpp refused a context of {length} pairs for head {path.name}: {complaints()}")

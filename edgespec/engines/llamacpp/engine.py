@@ -42,8 +42,8 @@ NO_ROOM, ABORTED = 1, 2
 class LlamaCppEngine(Engine):
     """One GGUF model in llama.cpp. Make it with `load`. Logits stay valid until the next `forward`.
 
-    In reproducible mode the logits of a sequence are bitwise those of its tokens alone, however they came, as long as
-    no other sequence is changed in between: all share one cache, and attention adds in the order of its cells.
+    In reproducible mode the logits of a sequence depend bitwise on its tokens alone, as long as no other sequence is
+    changed meanwhile: all share one cache, and attention adds in the order of its cells.
     """
 
     vocabulary: LlamaCppVocabulary
@@ -67,7 +67,7 @@ class LlamaCppEngine(Engine):
         self._max_outputs = settings.max_outputs(self.vocabulary.size)
         self.facts: EngineFacts = read_facts(model, context, settings)
         if not self.facts.can_rollback:
-            # An aborted pass could not be taken back; `forward` still looks at the flag before each pass.
+            # An aborted pass could not be rolled back; `forward` still checks the flag before each pass.
             llama.llama_set_abort_callback(context, llama.ggml_abort_callback(), None)
 
     @classmethod
@@ -92,9 +92,9 @@ class LlamaCppEngine(Engine):
 
         `context_length` in tokens per sequence, None for the trained one (at most 4096); `threads` None for the
         physical cores; `gpu_layers` -1 for all; `max_branches`, side branches of all trees in a batch; `cache_type_k`
-        and `cache_type_v` None for f16, or q8_0 where reproducible mode would have to pad lone tokens otherwise;
-        `reproducible` True proves a width class, None takes one that costs nothing, False does without; `widest`, the
-        widest pass of a class; a class that wide also bounds `facts.max_batch`, so that prompts are read inside it;
+        and `cache_type_v` None for f16, or q8_0 where reproducible mode would have to pad single tokens otherwise;
+        `reproducible` True finds a width class, None uses one only if it costs nothing, False uses none; `widest`, the
+        widest pass of a class, which then limits `facts.max_batch`, so that prompts are read inside it;
         `check_tensors` reads all weights and refuses NaN.
 
         Raises ModelNotFound, ModelFileError, ConfigError for an option out of range, CapabilityError when this
@@ -103,8 +103,7 @@ class LlamaCppEngine(Engine):
         header = check_gguf(path)
         if header.architecture == EAGLE3:
             raise CapabilityError(
-                f"{path.name} is an EAGLE-3 head, which drafts for another model and writes nothing itself: give it "
-                "with -md/--model-draft"
+                f"{path.name} is an EAGLE-3 head, which only drafts for another model: give it with -md/--model-draft"
             )
         checked = partial(
             ContextSettings.checked,
@@ -132,10 +131,10 @@ class LlamaCppEngine(Engine):
 
     @classmethod
     def _open_unpadded(cls, path: Path, settings: ContextSettings, check_tensors: bool) -> Self | None:
-        """With the cache types of `settings`, where a lone row then has the bits of wider passes; None where not.
+        """With the cache types of `settings`, if single-token passes then have the bits of wider ones; else None.
 
-        Over an f16 cache of 512 cells and more llama.cpp's attention treats a lone row in its own way, so that lone
-        tokens have to be padded: 1.5 to 2 times the time. Over a q8_0 cache it does not.
+        With an f16 cache of 512 cells and more llama.cpp's attention has a path of its own for one row, so that single
+        tokens have to be padded, which takes 1.5 to 2 times as long. With a q8_0 cache it has not.
         """
         try:
             engine = cls._open(path, settings, check_tensors=check_tensors)
@@ -179,21 +178,21 @@ class LlamaCppEngine(Engine):
         if self._cancel.is_set:
             self._cancel.clear()
             raise Cancelled("the pass was cancelled before it began; the cache is as before")
-        self._held.check()
         placed = split_by_sequence(batch, self._book.lengths)
         for sequence in placed:
             self._book.check_settled(sequence)
-        kept = self._run(batch, placed)
+        with self._held:
+            kept = self._run(batch, placed)
         self._book.record(placed)
         return self._logits(kept)
 
     def _run(self, batch: Batch, placed: dict[int, SequenceRows]) -> Selection:
-        """One pass, padded into the pinned class. Whatever it adds counts only once `lengths` says so."""
+        """One pass, padded into the pinned class; the caller adds its rows to the sequences' lengths."""
         low = self.facts.pinned_class[0] if self.facts.pinned_class else 1
         self._rows.fill(batch, placed, self._cells.prepare(placed))
         self._rows.pad(low, self._scratch_id)
         self._choose_hidden(batch.width)
-        # The last layer and the head run on the rows with logits only: their number is a width of its own.
+        # The last layer and the head run on rows with logits only, whose number must be in the class as well.
         kept = self._rows.widen_outputs(batch.outputs, low)
         forget_complaints()
         result = self._decode(self._context, self._rows.struct)
@@ -205,7 +204,7 @@ class LlamaCppEngine(Engine):
         return kept
 
     def _choose_hidden(self, width: int) -> None:
-        """A pass that gives hidden states gives logits of all its rows too, and so must be narrow enough for them."""
+        """A pass with hidden states computes logits of all rows, so it must be narrow enough for them."""
         gives = self._gives_hidden and self._rows.struct.n_tokens <= self._max_outputs
         self._hidden_rows = width if gives else 0
         library().llama_set_embeddings(self._context, gives)
@@ -281,7 +280,7 @@ class LlamaCppEngine(Engine):
         self._cells.drop_from(to_length, sequence)
 
     def keep_path(self, rows: tuple[int, ...], sequence: int = 0) -> None:
-        """As the contract says. In reproducible mode an accepted side branch is decoded again as a chain."""
+        """As in the base class. In reproducible mode an accepted side branch is decoded again as a chain."""
         self._require_open()
         part, path = self._book.chosen(rows, sequence)
         if not part.is_tree:
@@ -293,11 +292,11 @@ class LlamaCppEngine(Engine):
         self._book.forget_last(sequence)
 
     def _decode_again(self, token_ids: TokenIds, base: int, sequence: int) -> None:
-        """A side branch's cells stand in another order than its tokens, and attention adds in cell order."""
+        """The cells of a side branch are in another order than its tokens, and attention adds in the order of cells."""
         self._cells.drop_from(base, sequence)
         self._book.forget_last(sequence)
         was_cancelled, gave_hidden = self._cancel.is_set, self._gives_hidden
-        self._gives_hidden = False  # it would write over more rows of logits than are saved here
+        self._gives_hidden = False  # it would overwrite more rows of logits than are saved here
         self._cancel.clear()
         low = self.facts.pinned_class[0] if self.facts.pinned_class else 1
         scored = self._logits(slice(0, low))

@@ -1,7 +1,7 @@
-"""Functions of llama.cpp that are exported but no part of its stable interface, by their C++ names.
+"""Functions that llama.cpp exports outside its stable interface, by their C++ names.
 
-What they do and on what they end the process was read from the sources of llama-cpp-python 0.3.36 and tried. A build
-without one of them gives a CapabilityError, so that nothing else depends on them.
+What they do, and which input ends the process, was read in the sources of llama-cpp-python 0.3.36 and tried. A build
+without one of them gives a CapabilityError; nothing else depends on them.
 """
 
 from __future__ import annotations
@@ -55,6 +55,6 @@ def extension(name: str) -> Any:
             found.argtypes, found.restype = arguments, result
             return found
     raise CapabilityError(
-        f"llama-cpp-python {version()} does not export what reads a target's layers ({itanium}): install "
+        f"llama-cpp-python {version()} does not export {itanium}, which EAGLE-3 heads need: install "
         "llama-cpp-python 0.3.36, or leave the EAGLE-3 head out"
     )

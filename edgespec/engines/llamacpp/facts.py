@@ -1,4 +1,4 @@
-"""What a loaded model is and can do: read from the library, then measured with a few passes."""
+"""Facts about a loaded model: read from the library, then measured with a few passes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from edgespec.types import Batch
 
 
 def keeps_running_state(model: Any) -> bool:
-    """Whether tokens cannot be taken back: recurrent caches refuse it, some hybrids agree and are silently wrong."""
+    """Whether the cache cannot be rolled back: recurrent ones refuse it, some hybrids accept it and are then wrong."""
     return bool(library().llama_model_is_recurrent(model) or library().llama_model_is_hybrid(model))
 
 
 def read_facts(model: Any, context: Any, settings: ContextSettings) -> EngineFacts:
-    """Everything but what only a pass can tell."""
+    """The facts that need no pass."""
     llama = library()
     can_rollback = not keeps_running_state(model)
     return EngineFacts(
@@ -59,7 +59,7 @@ def measured_facts(engine: Engine, path: Path, settings: ContextSettings, state_
 
 
 def _widths_key(path: Path, settings: ContextSettings) -> str:
-    """Measured once per file, machine, library and settings."""
+    """The cache key: files, machine, library and settings."""
     kernels = (settings.threads, settings.gpu_layers, settings.cache_type_k, settings.cache_type_v)
     measured = (settings.flash_attention_type, settings.widest, settings.context_length > PREFIX + settings.widest)
     files = tuple(map(file_key, model_files(path)))

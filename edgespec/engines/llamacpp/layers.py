@@ -1,7 +1,7 @@
-"""What goes into some of a model's layers, for heads that read it: kept by llama.cpp beside the logits of a pass.
+"""Inputs of some of a model's layers, for EAGLE-3 heads: llama.cpp keeps them beside the logits of a pass.
 
-Logits stay the same bits. llama.cpp ends the process on a layer that its graph does not name, so architectures are
-listed here; the list is of those whose graphs name all layers in llama-cpp-python 0.3.36.
+Logits keep their bits. llama.cpp ends the process on a layer that its graph does not name; ARCHITECTURES are
+those whose graphs name all layers in llama-cpp-python 0.3.36.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ARCHITECTURES = frozenset({"llama", "qwen3", "qwen3moe", "gpt-oss", "gemma4", "m
 
 
 class LayerInputs:
-    """The inputs of the layers asked for, row by row, of the last pass of one context."""
+    """The inputs of chosen layers in the last pass of one context."""
 
     def __init__(self, model: Any, context: Any) -> None:
         llama = library()
@@ -30,25 +30,25 @@ class LayerInputs:
         self.num_rows = 0  # of the last pass; 0 when it gave none
 
     def ask(self, layers: tuple[int, ...], architecture: str) -> None:
-        """Keep the inputs of `layers`, counted from 0, from the next pass on; of none to end it.
+        """Keep the inputs of `layers`, counted from 0, from the next pass on; no layers: stop doing so.
 
-        Raises CapabilityError for a layer, an `architecture` or a build that has none.
+        Raises CapabilityError for a layer, an `architecture` or a build that does not give them.
         """
         if layers and architecture not in ARCHITECTURES:
             raise CapabilityError(
-                f"llama.cpp gives no layer inputs of {architecture} models, which an EAGLE-3 head reads; it does of: "
+                f"llama.cpp gives no layer inputs of {architecture} models, which an EAGLE-3 head needs; it does for: "
                 f"{', '.join(sorted(ARCHITECTURES))}"
             )
         outside = [layer for layer in layers if not 0 <= layer < self._num_layers]
         if outside:
-            raise CapabilityError(f"layer {outside[0]} is not there, this model has 0..{self._num_layers - 1}")
+            raise CapabilityError(f"there is no layer {outside[0]}, this model has 0..{self._num_layers - 1}")
         for layer in {*self._layers} ^ {*layers}:
             extension("set_layer_input")(self._context, layer, layer in layers)
         self._layers = layers
         self.num_rows = 0
 
     def passed(self, num_rows: int) -> None:
-        """A pass whose first `num_rows` rows are the caller's is over."""
+        """A pass has ended whose first `num_rows` rows are the caller's."""
         self.num_rows = num_rows if self._layers else 0
 
     def read(self) -> NDArray[np.float32]:

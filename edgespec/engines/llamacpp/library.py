@@ -1,7 +1,7 @@
-"""The one file that imports llama_cpp: loads the library quietly, keeps what it complains about, ends a pass early.
+"""The only module that imports llama_cpp: loads the library, collects its error messages, cancels passes.
 
-llama.cpp says *why* something failed only through its log callback, so the last complaints are kept here and put into
-the typed error that the caller sees.
+llama.cpp reports why something failed only through its log callback, so its last error messages are kept here for the
+typed error that the caller gets.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ ERROR, CONTINUED = 4, 5  # ggml_log_level
 _complaints: deque[str] = deque(maxlen=8)
 _listeners: list[Callable[[str], None]] = []
 _NO_MEMORY = ("allocate memory", "Resource temporarily unavailable", "bad_alloc", "failed to allocate")
-_opened = 0  # models, ever
+_opened = 0  # models in this process
 
 
 @cache
 def library() -> Any:
-    """The module `llama_cpp.llama_cpp`, its log silenced. Raises CapabilityError when it is not installed."""
+    """The module `llama_cpp.llama_cpp`, with its log turned off. Raises CapabilityError when it is not installed."""
     # On a failed assertion ggml otherwise starts a debugger to print a backtrace, which can take minutes.
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
     try:
@@ -51,7 +51,7 @@ def is_loaded() -> bool:
 
 
 def has_worked() -> bool:
-    """Whether a model was opened in this process: from then on the library has threads."""
+    """Whether a model was opened in this process, after which the library has threads."""
     return _opened > 0
 
 
@@ -88,7 +88,7 @@ def complaints() -> str:
 
 @contextlib.contextmanager
 def listening(listener: Callable[[str], None]) -> Iterator[None]:
-    """Give each line that the library logs to `listener`, which must not raise and may be called from any thread."""
+    """Pass each line that the library logs to `listener`, which must not raise and may be called from any thread."""
     _listeners.append(listener)
     try:
         yield
@@ -97,7 +97,7 @@ def listening(listener: Callable[[str], None]) -> Iterator[None]:
 
 
 def open_model(path: Path, *, gpu_layers: int = 0, vocabulary_only: bool = False, check_tensors: bool = False) -> Any:
-    """Load a model that passed `gguf_check`, with its shards. Raises ModelFileError with the library's own reason."""
+    """Load a model that passed `check_gguf`, with its shards. Raises ModelFileError with the library's own reason."""
     global _opened
     llama = library()
     _opened += 1

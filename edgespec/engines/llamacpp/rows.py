@@ -1,7 +1,7 @@
-"""Rows as llama.cpp wants them, and who sees whom in a tree.
+"""Batches in llama.cpp's layout.
 
-llama.cpp knows no parents. A tree is told by sets of sequence ids: each branch has an id, a row carries the ids of all
-branches that pass through it, and so a row sees exactly its own ancestors.
+llama.cpp has no parents of rows. A tree is given by sets of sequence ids: each branch has an id, a row has the ids of
+all branches that pass through it, and so attends to its own ancestors only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from edgespec.engines.llamacpp.library import library
 from edgespec.engines.rows import SequenceRows
-from edgespec.types import NO_PARENT, Batch
+from edgespec.types import NO_PARENT, Batch, TokenIds
 
 Selection = slice | NDArray[np.intp]
 Branches = dict[int, list[list[int]]]  # sequence -> per row of its tree, the ids of the branches through it
@@ -39,7 +39,7 @@ def branches_through(parents: Sequence[int], leaf_ids: Sequence[int]) -> list[li
 
 
 class RowBuffer:
-    """A `llama_batch` whose fields point at arrays owned here. Never pass `struct` to `llama_batch_free`."""
+    """A `llama_batch` whose fields point to arrays owned here. Never pass `struct` to `llama_batch_free`."""
 
     def __init__(self, capacity: int, ids_per_row: int) -> None:
         self.token_ids = np.zeros(capacity, np.int32)
@@ -53,17 +53,14 @@ class RowBuffer:
         self.struct = self._point_at_arrays()
 
     def _point_at_arrays(self) -> Any:
-        def pointer(array: NDArray[Any], kind: Any) -> Any:
-            return ctypes.cast(array.ctypes.data, ctypes.POINTER(kind))
-
         return library().llama_batch(
             n_tokens=0,
-            token=pointer(self.token_ids, ctypes.c_int32),
+            token=_pointer(self.token_ids, ctypes.c_int32),
             embd=None,
-            pos=pointer(self.positions, ctypes.c_int32),
-            n_seq_id=pointer(self.num_ids, ctypes.c_int32),
-            seq_id=pointer(self._id_pointers, ctypes.POINTER(ctypes.c_int32)),
-            logits=pointer(self.outputs, ctypes.c_int8),
+            pos=_pointer(self.positions, ctypes.c_int32),
+            n_seq_id=_pointer(self.num_ids, ctypes.c_int32),
+            seq_id=_pointer(self._id_pointers, ctypes.POINTER(ctypes.c_int32)),
+            logits=_pointer(self.outputs, ctypes.c_int8),
         )
 
     def fill(self, batch: Batch, placed: dict[int, SequenceRows], branches: Branches) -> None:
@@ -103,7 +100,7 @@ class RowBuffer:
         self.struct.n_tokens = low
 
     def widen_outputs(self, wanted: NDArray[np.bool_], low: int) -> Selection:
-        """Ask for at least `low` rows of logits, the last ones first; where the `wanted` rows will stand among them."""
+        """Request at least `low` rows of logits, the last ones first; where the `wanted` rows will be among them."""
         outputs = self.outputs[: self.struct.n_tokens]
         asked = int(np.count_nonzero(outputs))
         count = int(np.count_nonzero(wanted))
@@ -116,3 +113,45 @@ class RowBuffer:
         found = np.flatnonzero(is_ours[outputs != 0])
         first, last = int(found[0]), int(found[-1])
         return slice(first, last + 1) if last - first == count - 1 else found
+
+
+class PairRows:
+    """A `llama_batch` of one sequence whose rows are floats, with or without tokens, for heads that read states.
+
+    Its arrays are owned here but for the floats, which the caller keeps until the pass is over.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._token_ids = np.zeros(capacity, np.int32)
+        self._positions = np.zeros(capacity, np.int32)
+        self._ones = np.ones(capacity, np.int32)
+        self._sequence = np.zeros(1, np.int32)
+        self._sequences = np.full(capacity, self._sequence.ctypes.data, np.uintp)
+        self._outputs = np.zeros(capacity, np.int8)
+        self._floats: NDArray[np.float32] | None = None
+        self.struct = library().llama_batch(
+            n_tokens=0,
+            token=None,
+            embd=None,
+            pos=_pointer(self._positions, ctypes.c_int32),
+            n_seq_id=_pointer(self._ones, ctypes.c_int32),
+            seq_id=_pointer(self._sequences, ctypes.POINTER(ctypes.c_int32)),
+            logits=_pointer(self._outputs, ctypes.c_int8),
+        )
+
+    def fill(self, position: int, token_ids: TokenIds | None, floats: NDArray[np.float32], *, outputs: bool) -> None:
+        width = len(floats)
+        self._floats = floats
+        self._positions[:width] = np.arange(position, position + width)
+        self._outputs[:width] = outputs
+        self.struct.n_tokens = width
+        self.struct.embd = _pointer(floats, ctypes.c_float)
+        if token_ids is None:
+            self.struct.token = None
+        else:
+            self._token_ids[:width] = token_ids
+            self.struct.token = _pointer(self._token_ids, ctypes.c_int32)
+
+
+def _pointer(array: NDArray[Any], kind: Any) -> Any:
+    return ctypes.cast(array.ctypes.data, ctypes.POINTER(kind))

@@ -1,4 +1,4 @@
-"""What a context is made with, checked here because llama.cpp ends the process on several bad values."""
+"""Settings of a llama.cpp context, checked here because llama.cpp ends the process on several bad values."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from edgespec.engines.cores import physical_cores
 from edgespec.engines.llamacpp.library import CancelFlag, complaints, forget_complaints, has_worked, library
+from edgespec.engines.machine import physical_cores
 from edgespec.engines.memory_estimate import Need
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.formats.gguf.header import GgufHeader
@@ -44,7 +44,7 @@ class ContextSettings:
 
     @classmethod
     def checked(cls, *, threads: int | None, **given: Any) -> Self:
-        """Raises ConfigError for a value out of range, CapabilityError for one that this build cannot serve."""
+        """Raises ConfigError for a value out of range, CapabilityError for one that this build does not support."""
         settings = cls(threads=physical_cores() if threads is None else threads, **given)
         settings._check_ranges()
         for kind in (settings.cache_type_k, settings.cache_type_v):
@@ -94,8 +94,8 @@ class ContextSettings:
 
     @property
     def flash_attention_type(self) -> int:
-        """llama.cpp's number. Left open, it is on where bits matter: a plain softmax adds over empty cells too, so
-        that its rounding depends on where in the cache a token stands."""
+        """llama.cpp's number. None turns it on in reproducible mode: without it softmax adds over empty cells too, and
+        rounding depends on a token's place in the cache."""
         if self.flash_attention is None:
             return AUTO if self.reproducible is False and self.cache_type_v in PLAIN_TYPES else ON
         return ON if self.flash_attention else OFF
@@ -121,7 +121,7 @@ _LEAST_BUFFERS = 24 << 20  # of a context, besides its cache and logits
 
 
 def needed_bytes(path: Path, header: GgufHeader, settings: ContextSettings) -> Need:
-    """What a model with this header and a context with these settings need at least."""
+    """The least memory that a model with this header and a context with these settings need."""
 
     def numbers(name: str) -> list[int]:
         found = header.metadata.get(f"{header.architecture}.{name}")
@@ -134,7 +134,7 @@ def needed_bytes(path: Path, header: GgufHeader, settings: ContextSettings) -> N
     size = width // heads if heads else 0
     sizes = {name: max(numbers(f"attention.{name}_length"), default=size) for name in ("key", "value")}
     kinds = {"key": settings.cache_type_k, "value": settings.cache_type_v}
-    is_plain = not any("ssm" in key or "wkv" in key for key in header.metadata)  # others keep less
+    is_plain = not any("ssm" in key or "wkv" in key for key in header.metadata)  # others need less
     per_cell = sum(total_heads * sizes[name] * _CACHE_BYTES[kinds[name]] for name in sizes) if is_plain else 0
     logits = 4 * settings.max_outputs(len(header.tokens)) * len(header.tokens)
     mapped = sum(file.stat().st_size for file in model_files(path))
@@ -145,7 +145,7 @@ def needed_bytes(path: Path, header: GgufHeader, settings: ContextSettings) -> N
 def choose_context_length(path: Path, trained: int | None, asked: int | None) -> int:
     """Tokens per sequence: as asked, or what the model was trained for, at most DEFAULT_CONTEXT.
 
-    Raises ConfigError beyond the trained length: positions that the model never saw give text that is wrong quietly.
+    Raises ConfigError beyond the trained length, where the model would write nonsense.
     """
     if asked is None:
         return min(trained or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
@@ -183,7 +183,7 @@ def create_context(model: Any, path: Path, settings: ContextSettings, cancel: Ca
     forget_complaints()
     context = llama.llama_init_from_model(model, params)
     if not context and settings.flash_attention is None and params.flash_attn_type == ON:
-        params.flash_attn_type = AUTO  # not every model and device has it
+        params.flash_attn_type = AUTO  # not every model and device supports it
         context = llama.llama_init_from_model(model, params)
     if not context:
         raise CapabilityError(

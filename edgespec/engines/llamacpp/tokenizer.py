@@ -1,14 +1,16 @@
-"""A model's vocabulary through llama.cpp. Ids are checked here: the library ends the process on one out of range."""
+"""A model's vocabulary in llama.cpp. Ids are checked here: the library ends the process on one out of range."""
 
 from __future__ import annotations
 
 import ctypes
+import re
+import unicodedata
+from collections.abc import Iterator
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from edgespec.engines.llamacpp.library import library, open_model
-from edgespec.engines.llamacpp.stretches import bounded_parts
 from edgespec.errors import EngineError, PromptError, UsageError
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.types import Closing
@@ -17,10 +19,15 @@ from edgespec.vocabulary import Vocabulary
 MAX_TEXT_BYTES = 1 << 28
 NORMAL = 4  # llama.cpp's attribute of an ordinary token
 _PIECE_BYTES = 256
+# Many vocabularies (of GPT-4o, Llama 4, Mistral and DeepSeek among others) make llama.cpp split text into words with
+# std::regex, which recurses for every character of a match: 343 bytes of stack each as measured. 24,400 equal letters
+# overflow a stack of 8 MiB and 1,500 one of 512 KiB, which is what a thread gets on macOS, and end the process.
+_LIMIT = 500  # characters; a match can join a stretch and the blanks behind it
+_LONG_STRETCH = re.compile(rf"\S{{{_LIMIT + 1},}}|\s{{{_LIMIT + 1},}}")
 
 
 class LlamaCppVocabulary(Vocabulary):
-    """Borrows a loaded model; usable until that model is closed."""
+    """The vocabulary of a loaded model, usable until that model is closed."""
 
     def __init__(self, model: Any) -> None:
         llama = library()
@@ -39,7 +46,7 @@ class LlamaCppVocabulary(Vocabulary):
 
     def encode(self, text: str, *, parse_special: bool = False, add_bos: bool = False) -> list[int]:
         self._require_open()
-        # The library's own add_special may append an end token as well, so the bos is put in front here.
+        # The library's add_special may also append an end token, so the begin-of-text token is added here.
         ids = [self.bos_id] if add_bos and self.bos_id is not None else []
         for part in bounded_parts(text) if self._splits_by_regex else (text,):
             ids += self._encode_part(part, parse_special)
@@ -78,7 +85,7 @@ class LlamaCppVocabulary(Vocabulary):
 
     @cached_property
     def pieces(self) -> list[bytes]:
-        """`token_bytes` of every id, in a tenth of the time that so many calls take."""
+        """`token_bytes` of every id, in a tenth of the time of as many calls."""
         vocab, to_piece = self._require_open(), library().llama_token_to_piece
         piece = ctypes.create_string_buffer(_PIECE_BYTES)
         found: list[bytes] = []
@@ -89,7 +96,7 @@ class LlamaCppVocabulary(Vocabulary):
 
     @cached_property
     def control_names(self) -> tuple[str, ...]:
-        """As the base says. Ordinary tokens print something, so that only the others are asked what."""
+        """As in the base class. Ordinary tokens all print something, so only the others are checked."""
         vocab, kind_of = self._require_open(), library().llama_vocab_get_attr
         others = [token_id for token_id in range(self.size) if kind_of(vocab, token_id) != NORMAL]
         return tuple(self.token_name(token_id) for token_id in others if not self.token_bytes(token_id))
@@ -99,7 +106,7 @@ class LlamaCppVocabulary(Vocabulary):
         return [(name or b"").decode("utf-8", errors="backslashreplace") for name in map(name_of, range(self.size))]
 
     def close(self) -> None:
-        """The model is gone: any further call raises EngineError. Texts already read stay."""
+        """Called when the model is freed: any further call raises EngineError."""
         self._model = None
 
     def _check_id(self, token_id: int) -> None:
@@ -113,7 +120,7 @@ class LlamaCppVocabulary(Vocabulary):
 
 
 class VocabularyFile(LlamaCppVocabulary, Closing):
-    """The vocabulary of a GGUF without its weights: for tokenising and for comparing before a model is loaded."""
+    """The vocabulary of a GGUF without its weights, to tokenise or compare before a model is loaded."""
 
     def __init__(self, path: Path) -> None:
         check_gguf(path)
@@ -123,3 +130,26 @@ class VocabularyFile(LlamaCppVocabulary, Closing):
         if self._model is not None:
             library().llama_model_free(self._model)
         super().close()
+
+
+def bounded_parts(text: str) -> Iterator[str]:
+    """Parts of `text`, in order, without a stretch of over _LIMIT blanks or of over _LIMIT other characters.
+
+    Cuts are made before punctuation where there is some, since word patterns do not join it to the word before.
+    """
+    begin = 0
+    for stretch in _LONG_STRETCH.finditer(text):
+        at = stretch.start()
+        while stretch.end() - at > _LIMIT:
+            at = _last_boundary(text, at, at + _LIMIT)
+            yield text[begin:at]
+            begin = at
+    yield text[begin:]
+
+
+def _last_boundary(text: str, start: int, end: int) -> int:
+    """Where to cut in `text[start:end]`: in its second half between a word and punctuation, else at `end`."""
+    for at in range(end, start + (end - start) // 2, -1):
+        if text[at - 1].isalnum() and not text[at].isalnum() and unicodedata.category(text[at])[0] != "M":
+            return at
+    return end

@@ -1,4 +1,8 @@
-"""What an ONNX engine needs of its KV caches; there are two ways to lay them out, see `separate` and `packed`."""
+"""The KV caches of an ONNX engine: what it needs of them, and one cache per sequence. `packed` holds all in one.
+
+With a cache of its own the bits of a sequence depend on its own tokens alone, whatever the others do: so in
+reproducible mode, and for exports without an attention bias.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,13 @@ from abc import ABC, abstractmethod
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.engines.onnx.passes import Passes, PassRows
 from edgespec.engines.rows import SequenceRows
-from edgespec.types import Batch, Logits
+from edgespec.types import Batch, Logits, TokenIds
 
 
 class Caches(ABC):
-    """The caches of all sequences. Lengths are the engine's business: it says how long a sequence is."""
+    """The caches of all sequences; the engine keeps their lengths."""
 
     can_tree: bool
 
@@ -26,15 +31,15 @@ class Caches(ABC):
 
     @abstractmethod
     def truncate(self, sequence: int, to_length: int) -> None:
-        """Forget all tokens from position `to_length` on, and an unsettled tree."""
+        """Drop all tokens from position `to_length` on, and an unsettled tree."""
 
     @abstractmethod
     def fork(self, source: int, destination: int, length: int) -> None:
-        """Let `destination` hold the first `length` tokens of `source`."""
+        """Make `destination` the first `length` tokens of `source`."""
 
     @abstractmethod
     def save(self, sequence: int, length: int) -> bytes:
-        """Tokens and keys and values of a sequence."""
+        """Tokens, keys and values of a sequence."""
 
     @abstractmethod
     def load(self, sequence: int, payload: bytes, length: int) -> None:
@@ -43,3 +48,77 @@ class Caches(ABC):
     @abstractmethod
     def hidden(self, width: int) -> NDArray[np.float32]:
         """Last hidden states [width, hidden size] of the last batch, if that was of one sequence."""
+
+
+class SeparateCaches(Caches):
+    """One cache and one pass per sequence, chains only. Narrower passes are padded to `least_rows` rows."""
+
+    can_tree = False
+
+    def __init__(self, passes: Passes, max_sequences: int) -> None:
+        self._passes = passes
+        self.least_rows = 1
+        self._ids = np.zeros((max_sequences, passes.capacity), np.int32)
+        self._gathered = np.zeros((0, passes.logits.shape[1]), np.float32)
+        self._shift = 0
+
+    def run(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
+        if len(placed) == 1:
+            ((sequence, part),) = placed.items()
+            return self._run(sequence, part, batch.outputs)
+        count = int(np.count_nonzero(batch.outputs))
+        if len(self._gathered) < count:
+            self._gathered = np.zeros((count, self._gathered.shape[1]), np.float32)
+        place = np.cumsum(batch.outputs) - 1
+        for sequence, part in placed.items():
+            wanted = batch.outputs[part.rows]
+            if not wanted.any():  # the rows are needed in the cache all the same
+                self._run(sequence, part, np.arange(wanted.size) == wanted.size - 1)
+            else:
+                self._gathered[place[np.array(part.rows)[wanted]]] = self._run(sequence, part, wanted)
+        return self._gathered[:count]
+
+    def _run(self, sequence: int, part: SequenceRows, wanted: NDArray[np.bool_]) -> Logits:
+        """One pass over a chain, with at least `least_rows` rows, with and without logits.
+
+        Tokens before the chain are scored again, with the same bits, so that no cell after it is needed; at the start
+        of a text, where there are too few, scratch rows follow instead.
+        """
+        missing = max(self.least_rows - len(part.rows), 0)
+        shift = self._shift = missing if missing <= part.base else 0
+        ids = part.token_ids
+        if missing:
+            before = self._ids[sequence, part.base - shift : part.base]
+            ids = np.concatenate((before, ids, np.zeros(missing - shift, np.int32)))
+        outputs = np.flatnonzero(wanted) + shift
+        count = outputs.size
+        if count < self.least_rows:
+            outputs = np.concatenate((outputs, np.repeat(outputs[-1:], self.least_rows - count)))
+        logits = self._passes.run(sequence, PassRows(part.base - shift, ids, outputs))
+        self._ids[sequence, part.base : part.base + len(part.rows)] = part.token_ids
+        return logits[:count]
+
+    def token_ids(self, sequence: int) -> TokenIds:
+        """The tokens that the cells of a sequence were last filled with [capacity], a view."""
+        found: TokenIds = self._ids[sequence]
+        return found
+
+    def keep(self, sequence: int, part: SequenceRows, path: list[int]) -> None:
+        """Nothing to do: the path of a chain is its beginning, which is in place."""
+
+    def truncate(self, sequence: int, to_length: int) -> None:
+        """Nothing to do: cells beyond a sequence's length are overwritten before they are read."""
+
+    def fork(self, source: int, destination: int, length: int) -> None:
+        self._passes.copy(source, destination, length)
+        self._ids[destination] = self._ids[source]
+
+    def save(self, sequence: int, length: int) -> bytes:
+        return self._ids[sequence, :length].tobytes() + self._passes.read(sequence, slice(0, length))
+
+    def load(self, sequence: int, payload: bytes, length: int) -> None:
+        self._ids[sequence, :length] = np.frombuffer(payload, np.int32, length)
+        self._passes.write(sequence, slice(0, length), payload[4 * length :])
+
+    def hidden(self, width: int) -> NDArray[np.float32]:
+        return self._passes.hidden()[self._shift : self._shift + width]

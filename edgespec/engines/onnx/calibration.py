@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgespec.engines.disk_cache import Schema, a_list, a_record, number
-from edgespec.engines.onnx.graph import CacheScales, Graph
+from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.onnx.passes import PassRows, SharedPasses
+from edgespec.engines.onnx.rewriting import CacheScales
 from edgespec.types import TokenIds
 
-MARGIN = 1.25  # a larger value than any seen is cut off at this many times the largest
+MARGIN = 1.25  # values are clipped at this multiple of the largest one seen
 STEP = 32
-_LEAST_VALUE, _MOST_VALUE = 1e-6, 1e6  # that a channel's largest may be: no model's keys and values are beyond
+_LEAST_VALUE, _MOST_VALUE = 1e-6, 1e6  # plausible largest magnitude of a channel
 TEXT = """The old harbour was quiet in the morning, and only two boats were out. "When do we leave?" she asked.
 User: I need a table for four people at 7:30 pm on March 8th, please. Something Italian, not too expensive.
 Assistant: I found 3 restaurants in San Jose. The first one has 4.5 stars and asks for about $25 a person.
@@ -30,7 +31,7 @@ Grüße aus München: 25 °C, € 4,50. ¿Dónde está la estación?
 
 
 def measure_scales(passes: SharedPasses, graph: Graph, token_ids: TokenIds) -> dict[str, list[list[float]]]:
-    """By name of the cache's input: [heads, head size], what 1 of an int8 stands for; uses sequence 0."""
+    """The step of an int8 code [heads, head size] by name of the cache's input; uses sequence 0."""
     for start in range(0, token_ids.size, STEP):
         ids = token_ids[start : start + STEP]
         passes.run(0, PassRows(start, ids, np.array([ids.size - 1], np.intp)))
@@ -42,7 +43,7 @@ def measure_scales(passes: SharedPasses, graph: Graph, token_ids: TokenIds) -> d
 
 
 def scales_schema(graph: Graph, head_size: int) -> Schema:
-    """Of what `measure_scales` gives: a plausible scale for every channel of every head."""
+    """Schema of `measure_scales`: a plausible scale for every channel of every head."""
     scale = number(0.99 * _LEAST_VALUE * MARGIN / 127, _MOST_VALUE * MARGIN / 127)
     head = a_list(scale, size=head_size)
     return a_record({entry.past: a_list(head, size=entry.heads) for entry in graph.cache})

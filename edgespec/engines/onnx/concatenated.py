@@ -1,6 +1,6 @@
 """Passes of exports whose cache grows by concatenation (Optimum): every pass copies all keys and values.
 
-1.6 to 1.9 times slower per token than the shared buffer; chains only, since such a graph makes its own causal mask.
+1.6 to 1.9 times slower per token than a shared buffer; chains only, because such a graph makes its own causal mask.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.onnx.graph import MASK, POSITIONS, Graph
+from edgespec.engines.onnx.graph import MASK, Graph
 from edgespec.engines.onnx.head import HIDDEN, LOGITS
 from edgespec.engines.onnx.library import Device, library, translated
 from edgespec.engines.onnx.passes import Cells, Passes, PassRows, element_of
+from edgespec.engines.onnx.rewriting import POSITIONS
 from edgespec.errors import CapabilityError
 from edgespec.types import Logits
 

@@ -1,6 +1,7 @@
 """The ONNX Runtime engine: in reproducible mode a cache and a pass per sequence, otherwise one for all.
 
-The first keeps the bits of a sequence apart from the others', the second takes trees and several sequences in one pass.
+The first makes the bits of a sequence independent of the others, the second takes trees and several sequences in one
+pass.
 """
 
 from __future__ import annotations
@@ -11,19 +12,18 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.base import EarlyExit, Engine, EngineFacts, check_batch
+from edgespec.engines.base import EarlyExit, Engine, EngineFacts, check_batch, fault_of
 from edgespec.engines.disk_cache import file_key, key_of
 from edgespec.engines.envelope import StateStamp
 from edgespec.engines.held import HeldFiles
 from edgespec.engines.machine import processor
-from edgespec.engines.onnx.caches import Caches
+from edgespec.engines.onnx.caches import Caches, SeparateCaches
 from edgespec.engines.onnx.exits import ExitPasses, OnnxExit
 from edgespec.engines.onnx.graph import Graph, read_graph
 from edgespec.engines.onnx.library import library, version
 from edgespec.engines.onnx.opening import cache_scales, check_path, open_passes, weight_files
 from edgespec.engines.onnx.packed import PackedCaches
 from edgespec.engines.onnx.passes import SharedPasses
-from edgespec.engines.onnx.separate import SeparateCaches
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.engines.rows import SequenceBook, split_by_sequence
@@ -90,10 +90,10 @@ class OnnxEngine(Engine):
         """Load `path` (model.onnx, its weights and tokenizer beside it) and measure what it can do.
 
         `context_length` in tokens per sequence, None for the trained one (at most 4096); `threads` None for the
-        physical cores; `provider`: auto, cpu, cuda, dml, webgpu; `cache_type`: f32 for what the export has, int8 for
-        a quarter of its bytes; `reproducible` True demands a width class, None takes one if the model has it, False
-        skips the measurement; `widest`, the widest pass measured; `exit_layer`: cut after so many layers, for
-        `early_exit`; `hidden_states`: make it able to give them.
+        physical cores; `provider`: auto, cpu, cuda, dml, webgpu; `cache_type`: f32 for the export's own, int8 for a
+        quarter of its bytes; `reproducible` True demands a width class, None uses one only if it costs nothing, False
+        skips the measurement; `widest`, the widest pass measured; `exit_layer`: cut the graph after this layer, for
+        `early_exit`; `hidden_states`: allow `give_hidden_states`.
 
         Raises ModelNotFound, ModelFileError, ConfigError for an option out of range, CapabilityError when this build
         or model cannot do what was asked.
@@ -122,6 +122,7 @@ class OnnxEngine(Engine):
         if scales is not None or (graph.max_positions is not None and graph.max_positions < cells):
             graph = read_graph(path, scales, cells, hidden_states=hidden_states)
         engine = cls(path, graph, settings, config)
+        engine._check_logits(path)
         if reproducible is not False:
             widest = settings.measured_widths
             kernels = (settings.threads, settings.provider, cache_type, exit_layer, hidden_states)
@@ -132,6 +133,14 @@ class OnnxEngine(Engine):
             if engine.facts.pinned_class:
                 engine._pad_to(engine.facts.pinned_class[0])
         return engine
+
+    def _check_logits(self, path: Path) -> None:
+        """Raises ModelFileError where a first pass shows that the weights are damaged; the engine stays empty."""
+        count = min(2, self.facts.max_batch, self.vocabulary.size)
+        if fault := fault_of(self.forward(Batch.chain(list(range(count))))):
+            self.close()
+            raise ModelFileError(f"{path} is not a usable model: {fault}. Download or export it again")
+        self.rollback(0)
 
     def drop_class(self) -> None:
         super().drop_class()
@@ -155,16 +164,16 @@ class OnnxEngine(Engine):
         if self._options.terminate:
             self._options.terminate = False
             raise Cancelled("the pass was cancelled before it began; the cache is as before")
-        self._held.check()
-        logits = self._caches.run(batch, placed)
+        with self._held:
+            logits = self._caches.run(batch, placed)
         self._book.record(placed)
         self._last_width = batch.width
         return logits
 
     def _chains_only(self) -> str:
-        if self._can_pack:  # a branch is added up among masked siblings, in another order than alone
-            return "loaded for reproducible text, ONNX Runtime scores chains only; trees need reproducible=False"
-        return "this export scores chains only: its attention cannot be told who sees whom"
+        if self._can_pack:  # attention adds over masked siblings too, in another order than without them
+            return "in reproducible mode ONNX Runtime scores chains only; trees need reproducible=False"
+        return "this export scores chains only: its attention takes no bias"
 
     def length(self, sequence: int = 0) -> int:
         self._require_open()
@@ -210,7 +219,7 @@ class OnnxEngine(Engine):
         self._book.settle(sequence, length)
 
     def give_hidden_states(self, wanted: bool) -> None:
-        """As the contract says; a graph that has them as an output gives them with every pass, at no cost."""
+        """As in the base class; a graph that has them as an output computes them in every pass, at no cost."""
         self._require_open()
         if wanted and not self._has_hidden:
             raise CapabilityError("this model was loaded without hidden states: load it with hidden_states=True")

@@ -1,8 +1,8 @@
-"""Passes of a graph in three parts: what a draft computed in the first layers, the verifying pass does not again.
+"""Passes of a graph in three parts, so that verifying does not repeat what drafting computed in the first layers.
 
-An early exit drafts with the first layers and the head. It leaves their keys and values in the target's own cache and
-their states here; the target's pass takes the states of the rows whose tokens are those that were drafted. In
-reproducible mode no part leaves the pinned width class, so the states' bits do not depend on who computed them.
+An early exit drafts with the first layers and the head. Their keys and values stay in the target's own cache and their
+states here; the target's pass reuses the states of rows whose tokens were drafted. In reproducible mode all parts have
+passes of the pinned width class, so that the bits of a state do not depend on which pass computed it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import EarlyExit
+from edgespec.engines.onnx.caches import SeparateCaches
 from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.onnx.library import Device, open_session
 from edgespec.engines.onnx.partition import HIDDEN_IN, HIDDEN_OUT, partition
 from edgespec.engines.onnx.passes import ELEMENTS, Cells, Passes, PassRows, SharedPasses
-from edgespec.engines.onnx.separate import SeparateCaches
 from edgespec.engines.onnx.settings import OnnxSettings
 from edgespec.errors import ContextFull
 from edgespec.types import Logits, TokenIds
@@ -48,7 +48,7 @@ class Part(SharedPasses):
 
 @dataclass(slots=True)
 class Drafted:
-    """Tokens behind a cache's text that the first layers have read: their states are rows of the buffer, in order."""
+    """Tokens after a cache's text that the first layers have read: their states are rows of the buffer, in order."""
 
     cache: int = -1
     start: int = 0
@@ -59,7 +59,7 @@ class Drafted:
         return self.start + len(self.token_ids)
 
     def shared(self, cache: int, base: int, token_ids: TokenIds) -> int:
-        """How many of `token_ids` [n], which come from cell `base` on, are the ones that were read there."""
+        """How many of `token_ids` [n], for the cells from `base` on, are the ones that were read there."""
         if cache != self.cache or not self.start <= base <= self.end:
             return 0
         held = self.token_ids[base - self.start :][: token_ids.size]
@@ -68,7 +68,7 @@ class Drafted:
 
 
 class ExitPasses(Passes):
-    """`least_rows`: of every pass of the first layers, as `SeparateCaches`'s for the whole; `bytes_used` by states."""
+    """`least_rows` of every pass of the first layers, as in `SeparateCaches`; `bytes_used` by states."""
 
     def __init__(self, path: Path, graph: Graph, settings: OnnxSettings, run_options: Any, layers: int) -> None:
         cut = partition(graph, path, layers)
@@ -111,7 +111,7 @@ class ExitPasses(Passes):
     def draft(self, cache: int, base: int, token_ids: TokenIds) -> Logits:
         """Let the first layers read `token_ids` [n] into the cells from `base` on; the exit's logits [1, vocabulary].
 
-        Rows of scratch follow where there are fewer tokens than a pass needs.
+        Scratch rows follow if there are fewer tokens than a pass needs.
         """
         scratch = max(self.least_rows - token_ids.size, 0)
         padded = np.concatenate((token_ids, np.zeros(scratch, np.int32)))
@@ -121,9 +121,9 @@ class ExitPasses(Passes):
         return self._run_head(np.zeros(1, np.intp), self._states[:, row : row + 1])
 
     def drafted_length(self, cache: int, length: int, token_ids: TokenIds) -> int:
-        """Of the text `token_ids` [n], of which the cache holds `length` tokens, how many the first layers have read.
+        """How many of `token_ids` [n] the first layers have read, if the cache holds the first `length` of them.
 
-        What they read that is not of this text is forgotten.
+        States of other tokens are dropped.
         """
         drafted = self._drafted
         if drafted.cache != cache or not drafted.start <= length <= drafted.end:
@@ -134,7 +134,7 @@ class ExitPasses(Passes):
         return max(length, drafted.end)
 
     def _run_first(self, cache: int, base: int, token_ids: TokenIds) -> int:
-        """Make the states of rows that come into the cells from `base` on known; the first one's row in the buffer."""
+        """Compute missing states of `token_ids` for the cells from `base` on; the first one's row in the buffer."""
         drafted = self._drafted
         known = drafted.shared(cache, base, token_ids)
         fits = base - drafted.start + token_ids.size <= self._states.shape[1]
@@ -151,7 +151,7 @@ class ExitPasses(Passes):
         return start
 
     def _run_head(self, outputs: NDArray[np.intp], states: NDArray[Any]) -> Logits:
-        """Logits of the rows `outputs`; the head looks at no more of the states [2, n, hidden size] than those."""
+        """Logits of the rows `outputs` of the states [2, n, hidden size]."""
         low, high = int(outputs[0]), int(outputs[-1]) + 1
         ids = np.zeros(high - low, np.int32)
         return self._parts[2].run_part(0, PassRows(0, ids, outputs - low), states[:, low:high])
@@ -175,7 +175,7 @@ class ExitPasses(Passes):
 
 
 class OnnxExit(EarlyExit):
-    """The exit of sequence 0. `lengths` and `caches` are the engine's own; `widest`: rows that a pass may have."""
+    """The exit of sequence 0. `lengths` and `caches` are the engine's own; `widest`: most rows of a pass."""
 
     def __init__(self, passes: ExitPasses, lengths: list[int], caches: SeparateCaches, widest: int) -> None:
         self._passes, self._lengths, self._caches, self._widest = passes, lengths, caches, widest

@@ -1,7 +1,7 @@
-"""The output projection of an exported graph: found, run on wanted rows alone, what it reads given as an output.
+"""The output projection of an exported graph: finds it, limits it to chosen rows, makes its input an output.
 
-In a w8a8 export the rows are turned into whole numbers before the projection and scaled back behind it; a row is
-quantised by itself, so leaving rows out changes none of the others.
+In a w8a8 export rows are quantised before the projection and scaled back after it, each row by itself, so leaving rows
+out does not change the others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from edgespec.formats.onnx import WHOLE_PRODUCT
 FLOAT = 1
 LOGITS, HIDDEN, OUTPUT_ROWS = "logits", "hidden_states", "edgespec.output_rows"
 UNARY_AFTER_HEAD = frozenset({"Cast", "Div", "Mul", "Tanh", "Where", "Add"})
-TO_CODES = frozenset({"Cast", "Add", "Round", "Div"})  # from the rows to what a product of whole numbers reads
+TO_CODES = frozenset({"Cast", "Add", "Round", "Div"})  # from the rows to the inputs of an integer product
 READ_ROWS = frozenset({"Abs", "Div"})  # for the scale, for the codes
 
 
@@ -25,7 +25,7 @@ def shape_of(value: Any) -> list[int | str]:
 
 
 def head_of(graph: Any, path: Path) -> Any:
-    """The operator that turns hidden states into logits. Raises ModelFileError for an unknown kind of it."""
+    """The operator that turns hidden states into logits. Raises ModelFileError for one of an unknown kind."""
     producers = {name: node for node in graph.node for name in node.output}
     head = producers[LOGITS]
     while head.op_type in UNARY_AFTER_HEAD and head.input[0] in producers:
@@ -36,7 +36,7 @@ def head_of(graph: Any, path: Path) -> Any:
 
 
 def _rows_of(graph: Any, head: Any) -> tuple[str, list[Any]]:
-    """The hidden states that a head reads, and the operators by which it reads them."""
+    """Name of the hidden states that a head reads, and the operators that read them."""
     if head.op_type != WHOLE_PRODUCT:
         return head.input[0], [head]
     producers = {name: node for node in graph.node for name in node.output}
@@ -47,7 +47,7 @@ def _rows_of(graph: Any, head: Any) -> tuple[str, list[Any]]:
 
 
 def give_hidden(graph: Any, path: Path) -> None:
-    """Make what the head reads an output of the graph, in float32. Raises CapabilityError for an unknown width."""
+    """Make the input of the head an output of the graph, in float32. Raises CapabilityError for an unknown width."""
     from onnx import helper
 
     if any(value.name == HIDDEN for value in graph.output):
@@ -59,13 +59,13 @@ def give_hidden(graph: Any, path: Path) -> None:
     widths += [shape[-1] for v in graph.value_info if v.name == rows and (shape := shape_of(v))]
     width = next((width for width in widths if isinstance(width, int) and width > 0), None)
     if width is None:
-        raise CapabilityError(f"{path} does not tell the width of its hidden states: export it again")
+        raise CapabilityError(f"{path} does not contain the width of its hidden states: export it again")
     graph.node.append(helper.make_node("Cast", [rows], [HIDDEN], to=FLOAT, name="give_hidden_states"))
     graph.output.append(helper.make_tensor_value_info(HIDDEN, FLOAT, [1, "sequence_length", width]))
 
 
 def keep_wanted_rows(graph: Any, path: Path) -> None:
-    """Cut the head's input down to the rows whose logits are wanted: the head is a large part of a narrow pass."""
+    """Limit the head to the rows whose logits are wanted: it takes a large part of a narrow pass."""
     from onnx import TensorProto, helper
 
     rows, readers = _rows_of(graph, head_of(graph, path))

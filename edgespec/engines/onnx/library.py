@@ -1,4 +1,4 @@
-"""The one file that imports onnxruntime: makes sessions, chooses the device, translates its exceptions."""
+"""The only module that imports onnxruntime: makes sessions, chooses the device, translates its exceptions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from edgespec.errors import Cancelled, CapabilityError, ConfigError, EngineError
 from edgespec.formats.onnx import WHOLE_PRODUCT
 from edgespec.installation import install_command, reinstall_command
 
-# By preference; the second name is what onnxruntime calls the memory of the device.
+# Best first; the second name is onnxruntime's for the memory of the device.
 PROVIDERS = {
     "cuda": ("CUDAExecutionProvider", "cuda"),
     "dml": ("DmlExecutionProvider", "dml"),
@@ -30,7 +30,7 @@ SATURATION_SIZE = 64
 
 @cache
 def library() -> Any:
-    """The module `onnxruntime`, its log quiet. Raises CapabilityError when it is not installed."""
+    """The module `onnxruntime`, with its log turned off. Raises CapabilityError when it is not installed."""
     try:
         import onnxruntime
     except ImportError as exc:
@@ -47,24 +47,24 @@ def version() -> str:
 
 
 def installed_providers() -> tuple[str, ...]:
-    """Our names of the devices that this build of ONNX Runtime knows, best first. It may know one it cannot reach."""
+    """Our names of the devices that this build of ONNX Runtime supports, best first; the machine may lack them."""
     available = library().get_available_providers()
     return tuple(name for name, (provider, _) in PROVIDERS.items() if provider in available)
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Where a session computes: our name of the provider, and onnxruntime's name of its memory."""
+    """Where a session runs: our name of the provider, and onnxruntime's name of its memory."""
 
     provider: str
     memory: str
 
 
 def open_session(graph: bytes, folder: Path, *, threads: int, provider: str) -> tuple[Any, Device]:
-    """A session over a serialised graph whose weights lie in `folder`.
+    """A session of a serialised graph whose weights are in `folder`.
 
     `provider` "auto" takes the best one that is installed and works. Raises ConfigError for an unknown name,
-    CapabilityError for one that is not there or lacks an operator of this model, ModelFileError for a bad model.
+    CapabilityError for one that is not installed or lacks an operator of this model, ModelFileError for a bad model.
     """
     installed = installed_providers()
     if provider != "auto" and provider not in PROVIDERS:
@@ -88,7 +88,8 @@ def _open(graph: bytes, folder: Path, threads: int, name: str) -> Any:
     options, graph, weights = _options(graph, folder, threads, name)
     try:
         session = ort.InferenceSession(graph, options, providers=[PROVIDERS[name][0]])
-        session.edgespec_weights = weights  # it reads them as long as it lives, and holds no reference to them
+        if weights and not reads_packed_weights():
+            session.edgespec_weights = weights  # it reads them as long as it lives, and holds no reference to them
         return session
     except _failures() as exc:
         reason = " ".join(str(exc).split())
@@ -98,11 +99,9 @@ def _open(graph: bytes, folder: Path, threads: int, name: str) -> Any:
 
 
 def try_graph(graph: bytes, folder: Path) -> None:
-    """Open a session that neither improves the graph nor packs its weights, for what ends a process. Raises as it."""
+    """Open a session without optimising the graph or packing its weights. Raises ModelFileError for a bad model."""
     ort = library()
-    options = ort.SessionOptions()
-    options.log_severity_level = ERRORS_ONLY + 1
-    options.intra_op_num_threads = 1
+    options = _plain_options(1)
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.disable_prepacking", "1")
     graph, place = with_real_files(graph, folder)
@@ -115,10 +114,10 @@ def try_graph(graph: bytes, folder: Path) -> None:
 
 
 def with_real_files(graph: bytes, folder: Path) -> tuple[bytes, Path]:
-    """The graph with its weight files named as they really are, and the folder that these names count from.
+    """The graph with symbolic links to weight files resolved, and the folder that their names are relative to.
 
-    ONNX Runtime reads nothing outside the folder it is given, and follows links before it looks where a file lies;
-    caches of downloads keep every file as a link into another folder.
+    ONNX Runtime reads nothing outside the folder it is given, links followed; caches of downloads keep every file as a
+    link into another folder.
     """
     if not any(entry.is_symlink() for entry in folder.iterdir()):
         return graph, folder
@@ -135,21 +134,58 @@ def with_real_files(graph: bytes, folder: Path) -> tuple[bytes, Path]:
     return model.SerializeToString(), place
 
 
-def _options(graph: bytes, folder: Path, threads: int, name: str) -> tuple[Any, bytes, Weights]:
-    """How a session is opened, the graph that it opens, and weights that have to live as long as the session."""
-    ort = library()
-    weights: Weights = {}
-    options = ort.SessionOptions()
+@cache
+def reads_packed_weights() -> bool:
+    """Whether a session, once made, no longer reads the weights of integer products that it was given.
+
+    Tried on a small product: its weights are overwritten after the session is made.
+    """
+    from onnx import TensorProto, helper
+
+    weights = np.random.default_rng(0).integers(0, 256, (SATURATION_SIZE, SATURATION_SIZE), np.uint8)
+    given = TensorProto(name="weights", data_type=TensorProto.UINT8, dims=weights.shape)
+    given.data_location = TensorProto.EXTERNAL
+    given.external_data.add(key="location", value="weights")
+    sums = helper.make_tensor_value_info("sums", TensorProto.FLOAT, ["rows", SATURATION_SIZE])
+    codes = helper.make_tensor_value_info("codes", TensorProto.UINT8, ["rows", SATURATION_SIZE])
+    one = helper.make_tensor("one", TensorProto.FLOAT, [], [1.0])
+    middle = helper.make_tensor("middle", TensorProto.UINT8, [], [128])
+    product = helper.make_node(
+        WHOLE_PRODUCT, ["codes", "weights", "one", "one", "middle", "middle"], ["sums"], domain="com.microsoft"
+    )
+    graph = helper.make_graph([product], "packing", [codes], [sums], [given, one, middle])
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    options = _plain_options(1)
+    options.add_external_initializers(["weights"], [library().OrtValue.ortvalue_from_numpy(weights)])
+    session = library().InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    exact = weights.astype(np.int64) - 128
+    weights[:] = 0
+    rows = (np.arange(count * SATURATION_SIZE, dtype=np.uint8).reshape(count, -1) for count in (1, 2, 5, 16, 64))
+    return all((session.run(None, {"codes": x})[0] == (x.astype(np.int64) - 128) @ exact).all() for x in rows)
+
+
+def _plain_options(threads: int) -> Any:
+    """Options of every session."""
+    options = library().SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = ERRORS_ONLY + 1
-    # Threads that spin on after a pass take the cores from the other model of the pair: a round took 57 ms, not 8.
+    # Threads that spin after a pass slow the other model of the pair down: a round took 57 ms instead of 8.
     options.add_session_config_entry("session.force_spinning_stop", "1")
+    return options
+
+
+def _options(graph: bytes, folder: Path, threads: int, name: str) -> tuple[Any, bytes, Weights]:
+    """Options of a session, its graph, and weights that must be kept at least until it is made."""
+    ort = library()
+    weights: Weights = {}
+    options = _plain_options(threads)
     if name != "cpu":
-        # Without this an operator that the device lacks runs on the CPU unseen, with a copy each way.
+        # Otherwise operators that the device lacks would silently run on the CPU, with copies in between.
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     if name == "cpu" and WHOLE_PRODUCT.encode() in graph and products_saturate():
-        # Signed weights become unsigned ones, for which every processor has an exact kernel; it takes a second copy.
+        # Unsigned weights have exact kernels on every processor.
         graph, weights, is_left = make_unsigned(graph, folder)
         values = [ort.OrtValue.ortvalue_from_numpy(array) for array in weights.values()]
         options.add_external_initializers(list(weights), values)
@@ -162,7 +198,7 @@ def _options(graph: bytes, folder: Path, threads: int, name: str) -> tuple[Any, 
 
 @cache
 def products_saturate() -> bool:
-    """Whether sums of unsigned times signed bytes are cut off at 16 bits, as on x86 processors without VNNI."""
+    """Whether sums of products of unsigned and signed bytes saturate at 16 bits, as on x86 without VNNI."""
     from onnx import TensorProto, helper, numpy_helper
 
     weights = np.full((SATURATION_SIZE, SATURATION_SIZE), 127, np.int8)
@@ -175,7 +211,9 @@ def products_saturate() -> bool:
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     session = _open(model.SerializeToString(), Path(), 1, "cpu")
     exact = 255 * 127 * SATURATION_SIZE
-    rows = (np.full((count, SATURATION_SIZE), 255, np.uint8) for count in (1, 8))  # a lone row has its own kernel
+    rows = (
+        np.full((count, SATURATION_SIZE), 255, np.uint8) for count in (1, 8)
+    )  # a single row has a kernel of its own
     return any((session.run(None, {"codes": codes})[0] != exact).any() for codes in rows)
 
 
@@ -184,12 +222,12 @@ def _failures() -> tuple[type[Exception], ...]:
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
     names = "EPFail Fail InvalidArgument InvalidGraph InvalidProtobuf NoSuchFile NotImplemented RuntimeException"
-    return RuntimeError, *(getattr(state, name) for name in names.split())  # a bound run raises the built-in
+    return RuntimeError, *(getattr(state, name) for name in names.split())  # which a run with IO binding raises
 
 
 @contextmanager
 def translated(run_options: Any) -> Iterator[None]:
-    """Failures of a pass as our own errors; a pass that `run_options.terminate` ended is Cancelled."""
+    """Turn exceptions of a pass into ours: Cancelled if `run_options.terminate` ended it, else EngineError."""
     try:
         yield
     except _failures() as exc:

@@ -1,4 +1,4 @@
-"""From a graph to passes that can run: the session, the caches, and the scales of an int8 cache."""
+"""Opens an ONNX model: its session, its caches, and the scales of an int8 cache."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from edgespec.engines.disk_cache import file_key, key_of
 from edgespec.engines.onnx.calibration import TEXT, as_scales, measure_scales, scales_schema
 from edgespec.engines.onnx.concatenated import ConcatenatedPasses
 from edgespec.engines.onnx.exits import ExitPasses
-from edgespec.engines.onnx.graph import CacheScales, Graph, read_graph
+from edgespec.engines.onnx.graph import Graph, read_graph
 from edgespec.engines.onnx.library import Device, library, open_session, try_graph, version
 from edgespec.engines.onnx.passes import Passes, SharedPasses
+from edgespec.engines.onnx.rewriting import CacheScales
 from edgespec.engines.onnx.settings import CONFIGS, ModelConfig, OnnxSettings
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.errors import CapabilityError, ModelFileError
@@ -27,23 +28,24 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def check_path(path: Path) -> None:
-    """Raise ModelFileError for a path that the libraries cannot be told: they take text, and this is none."""
+    """Raise ModelFileError for a path that is not valid UTF-8, which the libraries need."""
     try:
         str(path).encode()
     except UnicodeEncodeError as exc:
-        raise ModelFileError(f"{str(path)!a} is no valid UTF-8: rename the folder of the model") from exc
+        raise ModelFileError(f"{str(path)!a} is not valid UTF-8: rename the folder of the model") from exc
 
 
 def all_files(path: Path) -> list[Path]:
-    """Everything that a model is opened from."""
+    """All files that a model is opened from."""
     named = (path.parent / name for name in (*CONFIGS, "tokenizer.json", "tokenizer_config.json"))
     return [*weight_files(path), *(file for file in named if file.is_file())]
 
 
 def try_folder(path: Path) -> None:
-    """In a trial process: read what may end one. Raises EdgespecError for what merely does not work.
+    """In a trial process: read everything that may end one. Raises EdgespecError for a model that cannot be used.
 
-    Not tried is a pass: packing the weights of a large model for it would take as long as the load itself.
+    It runs no pass: without packed weights one takes 17 s on a model of 1.2 billion weights, and packing them takes as
+    long as the load itself. `OnnxEngine.load` checks the logits of its first pass instead.
     """
     check_path(path)
     graph = read_graph(path)
@@ -75,7 +77,7 @@ def open_passes(path: Path, graph: Graph, settings: OnnxSettings, run_options: A
 
 
 def cache_scales(path: Path, graph: Graph, settings: OnnxSettings) -> CacheScales:
-    """Measured once per file: the model reads a text with the cache of its export."""
+    """Measured once per file, on a text, with the export's own cache type."""
     if not graph.is_shared:
         raise CapabilityError("an int8 cache needs GroupQueryAttention; this export concatenates its cache, use f32")
     key = key_of("cache scales", TEXT, *map(file_key, weight_files(path)), version())
@@ -87,6 +89,6 @@ def cache_scales(path: Path, graph: Graph, settings: OnnxSettings) -> CacheScale
         ids = TokenizerFile(path.parent, graph.vocabulary_size).encode(TEXT)[: settings.context_length]
         measured = measure_scales(passes, graph, np.array(ids, np.int32))
         if not schema(measured):
-            raise ModelFileError(f"the keys and values of {path} are no plausible numbers: export the model again")
+            raise ModelFileError(f"the keys and values of {path} are not plausible numbers: export the model again")
         disk_cache.put("cache-scales", key, measured)
     return as_scales(measured)

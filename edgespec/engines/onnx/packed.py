@@ -1,10 +1,10 @@
 """One cache for all sequences: rows of several sequences and of trees go through the model in one pass.
 
-New rows always come behind all others, and a bias lets each row see its own ancestors only. So a token's cell is not
-its position, a fork copies no cells, and accepting a branch means remembering which cells it has. Cells that nobody
-owns are given back when the end of the cache is reached.
+New rows always go after all others, and a bias lets each row attend to its own ancestors only. A token's cell is
+therefore not its position, a fork copies no cells, and accepting a branch only records which cells it has. Cells that
+are no longer used are freed when the end of the cache is reached.
 
-Cell 0 is seen by nobody: on an empty cache the attention operator would count positions by itself.
+Cell 0 is never used: on an empty cache the attention operator would count positions by itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def cells_needed(context_length: int, max_sequences: int) -> int:
 
 
 class PackedCaches(Caches):
-    """Bits depend on what else is in the cache, so not for the reproducible mode."""
+    """Bits depend on what else is in the cache, so this is not for reproducible mode."""
 
     can_tree = True
 
@@ -92,7 +92,7 @@ class PackedCaches(Caches):
         self._end = max((int(cells[-1]) + 1 for cells in owned if cells.size), default=FIRST)
 
     def _make_room(self, count: int) -> None:
-        """Move all owned cells to the front when `count` new ones do not fit behind them."""
+        """Move all used cells to the front when `count` new ones do not fit after them."""
         if self._end + count <= self._passes.capacity:
             return
         owned = np.unique(np.concatenate((*self._cells, *self._waiting.values())))

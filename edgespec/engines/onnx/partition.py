@@ -1,21 +1,20 @@
-"""Cuts a graph after some of its layers, so that a draft's states of the first ones are not computed again.
+"""Cuts a graph after some of its layers, so that a target can reuse what an early exit computed in them.
 
-first: embeddings and the first layers; rest: the other layers; head: final norm and logits. first, rest, head is the
-target, first, head the early exit. Between two layers the hidden state exists as two values, `residual` and `delta`,
-which the next layer's first norm adds; parts hand over both, so that they compute bit for bit what the whole computes.
+first: embeddings and the first layers; rest: the other layers; head: final norm and logits. first, rest, head make the
+target; first, head the early exit. Between two layers the hidden state exists as two values, `residual` and `delta`,
+which the next layer's first norm adds; parts pass on both, so that their results are bitwise those of the whole graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from edgespec.engines.onnx.extract import extract
 from edgespec.engines.onnx.graph import PAST, CacheEntry, Graph, read_graph
 from edgespec.engines.onnx.head import LOGITS
-from edgespec.errors import CapabilityError, ConfigError
+from edgespec.errors import CapabilityError, ConfigError, ModelFileError
 
 HIDDEN_IN = ("edgespec.in.residual", "edgespec.in.delta")
 HIDDEN_OUT = ("edgespec.out.residual", "edgespec.out.delta")
@@ -23,7 +22,7 @@ HIDDEN_OUT = ("edgespec.out.residual", "edgespec.out.delta")
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """The three parts of one graph; `hidden_size` of a state, `element_type` by onnx's number."""
+    """The three parts of one graph; `hidden_size` of a state, `element_type` as onnx numbers it."""
 
     first: Graph
     rest: Graph
@@ -49,7 +48,7 @@ def partition(graph: Graph, path: Path, layers: int) -> Partition:
     entry = nodes.get(f"/model/layers.{layers}/input_layernorm/SkipLayerNorm")
     if entry is None or final is None or not graph.is_shared:
         raise CapabilityError(
-            f"{path} cannot be cut between layers: it was not written by onnxruntime-genai's model builder. Export it "
+            f"{path} cannot be cut between layers: it was not made by onnxruntime-genai's model builder. Export it "
             "again with --exporter builder, or use another drafter"
         )
     cut, end = list(entry.input[:2]), list(final.input[:2])
@@ -118,3 +117,44 @@ def _renamed(model: Any, pairs: Sequence[tuple[str, str]]) -> Any:
         node.input[:] = [names.get(value, value) for value in node.input]
         node.output[:] = [names.get(value, value) for value in node.output]
     return copy
+
+
+def producers(graph: Any) -> dict[str, Any]:
+    """The node that makes each value of a GraphProto."""
+    return {output: node for node in graph.node for output in node.output if output}
+
+
+def extract(model: Any, name: str, inputs: Iterable[Any], outputs: Iterable[Any]) -> Any:
+    """The part of a ModelProto that computes `outputs` from `inputs`, both ValueInfoProto, as a ModelProto.
+
+    Weights keep their places in the data file. Raises ModelFileError when `outputs` need something that is neither
+    computed nor among `inputs`.
+    """
+    import onnx
+
+    made = producers(model.graph)
+    inputs, outputs = list(inputs), list(outputs)
+    known = {value.name for value in inputs}
+    weights = {tensor.name for tensor in model.graph.initializer}
+    wanted, used = [value.name for value in outputs], set[str]()
+    kept: set[int] = set()
+    while wanted:
+        value = wanted.pop()
+        if not value or value in known or value in used:
+            continue
+        used.add(value)
+        if value in weights:
+            continue
+        if value not in made:
+            raise ModelFileError(f"{name} needs {value!r}, which the graph does not compute")
+        kept.add(id(made[value]))
+        wanted.extend(made[value].input)
+    graph = onnx.GraphProto(name=name)
+    graph.node.extend(node for node in model.graph.node if id(node) in kept)
+    graph.initializer.extend(tensor for tensor in model.graph.initializer if tensor.name in used)
+    read = {value for node in graph.node for value in node.input}
+    graph.input.extend(value for value in inputs if value.name in read)
+    graph.output.extend(outputs)
+    part = onnx.ModelProto(ir_version=model.ir_version, producer_name=model.producer_name, graph=graph)
+    part.opset_import.extend(model.opset_import)
+    return part

@@ -1,8 +1,8 @@
-"""One pass over rows that stand behind one another in one KV cache, and the caches that passes read and extend.
+"""One pass over consecutive rows of one KV cache, and the caches that passes read and extend.
 
 `SharedPasses`: GroupQueryAttention writes new keys and values into the buffer that holds the old ones, so nothing is
-copied and taking tokens back means counting fewer. Everything is bound once per width; only the bias, whose shape
-grows with the text, is bound anew.
+copied and a rollback only changes a length. Inputs and outputs are bound once per width; only the bias, whose shape
+grows with the text, is bound in every pass.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.onnx.graph import BIAS, LENGTHS, POSITIONS, TOTAL, CacheEntry, Graph
+from edgespec.engines.onnx.graph import CacheEntry, Graph
 from edgespec.engines.onnx.head import HIDDEN, LOGITS, OUTPUT_ROWS
 from edgespec.engines.onnx.library import Device, library, translated
+from edgespec.engines.onnx.rewriting import BIAS, LENGTHS, POSITIONS, TOTAL
 from edgespec.errors import CapabilityError
 from edgespec.types import NO_PARENT, Logits, TokenIds
 
@@ -28,10 +29,10 @@ ELEMENTS = {1: np.float32, 10: np.float16, 3: np.int8, 2: np.uint8}
 
 @dataclass(slots=True)
 class PassRows:
-    """`token_ids` [n], which come into the cells from `base` on; `outputs` [m], rows whose logits count.
+    """`token_ids` [n], for the cells from `base` on; `outputs` [m], rows whose logits are wanted.
 
-    A chain sees all cells before it and needs no more. Otherwise `parents` [n] (rows or -1), `positions` [n], and
-    `sees` [n], for each row the cells before `base` that it sees.
+    A chain attends to all cells before it. Otherwise `parents` [n] (rows or -1), `positions` [n], and `sees` [n], for
+    each row the cells before `base` that it attends to.
     """
 
     base: int
@@ -63,7 +64,7 @@ class Passes(ABC):
 
     @abstractmethod
     def write(self, cache: int, cells: Cells, payload: bytes) -> None:
-        """Put what `read` gave into `cells`."""
+        """Write what `read` returned into `cells`."""
 
     def hidden(self) -> NDArray[np.float32]:
         """Last hidden states [rows, hidden size] of the last pass, which the next one overwrites."""
@@ -77,7 +78,7 @@ def element_of(entry: CacheEntry) -> Any:
 
 
 class SharedPasses(Passes):
-    """Caches as one buffer per layer, made when first used; several have nothing to do with one another."""
+    """Independent caches of one buffer per layer, made when first used."""
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class SharedPasses(Passes):
             self._session.run_with_iobinding(binding, self._options)
 
     def _bound(self, cache: int, rows: PassRows) -> Any:
-        """A binding of all that the pass over `rows` reads and writes."""
+        """The binding of everything that the pass over `rows` reads and writes."""
         width, count, total = rows.token_ids.size, rows.outputs.size, rows.base + rows.token_ids.size
         self._ids[:width] = rows.token_ids
         self._positions[:width] = self._counting[rows.base : total] if rows.positions is None else rows.positions
@@ -130,7 +131,7 @@ class SharedPasses(Passes):
         return binding
 
     def _tree_bias(self, rows: PassRows) -> NDArray[np.float32]:
-        """[n, base + n]: 0 where a row sees a cell, -inf where it does not."""
+        """[n, base + n]: 0 where a row attends to a cell, -inf where it does not."""
         width = rows.token_ids.size
         total = rows.base + width
         if self._bias.size < width * total:
@@ -188,7 +189,7 @@ class SharedPasses(Passes):
         return self._buffers[cache]
 
     def _put(self, buffer: Any, cells: Cells, values: NDArray[Any]) -> None:
-        """`values` [heads, n, head size] into cells of a buffer; memory of a device is read, changed and sent back."""
+        """Write `values` [heads, n, head size] into cells of a buffer; device memory is read, changed and sent back."""
         whole = buffer.numpy()
         whole[0, :, cells] = values if isinstance(cells, slice) else values.swapaxes(0, 1)
         if self._device.memory != "cpu":

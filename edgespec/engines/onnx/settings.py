@@ -1,4 +1,4 @@
-"""What an ONNX model is opened with: the options, checked, and what its folder says of it."""
+"""Settings that an ONNX model is opened with, checked, and the configuration files in its folder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from edgespec.engines.cores import physical_cores
+from edgespec.engines.machine import physical_cores
 from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.onnx.packed import cells_needed
 from edgespec.errors import ConfigError, ModelFileError
@@ -20,7 +20,7 @@ CONFIGS = ("config.json", "genai_config.json")
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What the files beside a graph tell: lengths in tokens; None where they are silent."""
+    """From the files beside a graph: lengths in tokens; None where they do not say."""
 
     architecture: str
     trained_length: int | None
@@ -60,7 +60,7 @@ def _part(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _size(config: dict[str, Any], *names: str) -> int | None:
-    """The first of `names` that is there, a whole number; None for none of them. Raises ModelFileError."""
+    """The value of the first of `names` that exists, a whole number, or None. Raises ModelFileError."""
     found = next((config[name] for name in names if config.get(name) is not None), None)
     if found is not None and (not isinstance(found, int) or isinstance(found, bool) or not 0 < found < 1 << 31):
         raise ModelFileError(f"the model's configuration says {names[0]} {str(found)[:40]!r}, a size is needed")
@@ -89,10 +89,10 @@ class OnnxSettings:
         """Raises ConfigError for a value out of range, or a context longer than the model was trained for."""
         longest = min((n for n in (config.trained_length, graph.max_positions) if n), default=DEFAULT_CONTEXT)
         if context_length is not None and context_length > longest:
-            raise ConfigError(f"a context of {context_length} tokens was asked for, this model goes to {longest}")
+            raise ConfigError(f"a context of {context_length} tokens was asked for, this model allows {longest}")
         head_size = graph.cache[0].head_size or config.head_size
         if head_size is None:
-            raise ModelFileError("neither the graph nor the files beside it tell the size of an attention head")
+            raise ModelFileError("neither the graph nor the files beside it contain the size of an attention head")
         settings = cls(
             context_length=min(longest, DEFAULT_CONTEXT) if context_length is None else context_length,
             threads=physical_cores() if threads is None else threads,
@@ -100,7 +100,7 @@ class OnnxSettings:
             **given,
         )
         if settings.cache_type not in CACHE_TYPES:
-            raise ConfigError(f"a cache of type {settings.cache_type!r} is not known to this engine: use f32 or int8")
+            raise ConfigError(f"a cache of type {settings.cache_type!r} is not supported here: use f32 or int8")
         limits = {"context_length": 1, "threads": 512, "max_sequences": 1 << 10, "max_batch": 1 << 14, "widest": 64}
         for name, high in {**limits, "context_length": longest}.items():
             value = getattr(settings, name)
@@ -110,7 +110,7 @@ class OnnxSettings:
 
     @property
     def measured_widths(self) -> int:
-        """The widest pass worth measuring."""
+        """The widest pass to measure."""
         return min(self.widest, self.max_batch, self.context_length // 2 + 1)
 
     def max_outputs(self, vocabulary_size: int) -> int:
@@ -118,11 +118,11 @@ class OnnxSettings:
         return min(max(LOGITS_BYTES // (4 * vocabulary_size), 64), max(self.max_batch, self.widest))
 
     def can_pack(self, graph: Graph) -> bool:
-        """Whether sequences may share a cache, where a cell is not a position: a sliding window counts cells."""
+        """Whether sequences may share a cache. With a sliding window they may not: it counts cells, not positions."""
         return graph.is_shared and not (graph.window is not None and graph.window < self.context_length)
 
     def packs(self, graph: Graph) -> bool:
-        """Whether they do: only where bits need not be kept apart."""
+        """Whether they do: not in reproducible mode."""
         return self.reproducible is False and self.can_pack(graph)
 
     def cells(self, graph: Graph) -> int:

@@ -12,7 +12,7 @@ from edgespec.installation import install_command
 from edgespec.vocabulary import Vocabulary
 
 _FIX = "export the model again"
-# Tokens that end a turn by custom; configurations often name only the end of a text.
+# Tokens that usually end a turn; configurations often name only the end of a text.
 END_NAMES = (
     *(
         "<|im_end|>",
@@ -44,7 +44,7 @@ class TokenizerFile(Vocabulary):
         self.size = size
         path = folder / "tokenizer.json"
         self._plain, self._special = _open(path), _open(path)
-        self._plain.encode_special_tokens = True  # a control token written in a text stays text
+        self._plain.encode_special_tokens = True  # control tokens in a text are encoded as text
         source = read_json(path, fix=_FIX)
         try:
             added = source.get("added_tokens") or []
@@ -86,7 +86,7 @@ class TokenizerFile(Vocabulary):
         return name.replace("▁", " ").encode()
 
     def token_name(self, token_id: int) -> str:
-        # Widths beyond the tokenizer are padding; the converters to GGUF name it so too.
+        # Ids beyond the tokenizer are padding, named as the converters to GGUF do.
         return self._text(token_id) or f"[PAD{token_id}]"
 
     def _text(self, token_id: int) -> str | None:
@@ -118,7 +118,7 @@ class TokenizerFile(Vocabulary):
 
 
 def _byte_letters() -> dict[str, int]:
-    """The letters by which byte-level BPE spells bytes: printable ones stand for themselves (GPT-2)."""
+    """The letters that byte-level BPE (GPT-2) uses for bytes: printable ones stand for themselves."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -138,3 +138,8 @@ def _open(path: Path) -> Any:
         return Tokenizer.from_file(str(path))
     except Exception as exc:  # the library raises plain Exception
         raise ModelFileError(f"{path} is not a usable tokenizer: {exc}. Export the model again") from exc
+
+
+def read_chat_template(folder: Path) -> str | None:
+    """The chat template beside an ONNX model, None without one. Raises ModelFileError for damaged files."""
+    return chat_template(folder, read_optional_json(folder / "tokenizer_config.json", fix=_FIX), fix=_FIX)

@@ -1,18 +1,25 @@
-"""Signed int8 weights as unsigned ones, for processors that add up signed products wrongly (`products_saturate`).
+"""Turns signed int8 weights into unsigned ones, for processors on which signed products saturate.
 
-ONNX Runtime does this itself under `session.x64quantprecision`, byte by byte: of the 15 s that a session of a model of
-1.2 billion weights took, 13. Here it is one pass over each matrix, at the speed of memory. A weight w becomes w + 128
-and its zero point 128 more, so that the products are the same integers.
+ONNX Runtime can do this itself (`session.x64quantprecision`), byte by byte: for 1.2 billion weights that took 13 of the
+15 s of loading. Here it is one pass over each matrix. A weight w becomes w + 128 and its zero point 128, so that the
+products are the same integers.
+
+A session packs these weights when it is made and then reads the packed copy only (`reads_packed_weights` checks this),
+so that the unsigned ones can be freed.
 """
 
 from __future__ import annotations
 
+import mmap
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.engines.machine import usable_processors
 from edgespec.formats.onnx import WHOLE_PRODUCT
 from edgespec.formats.onnx.tensors import read_tensor
 
@@ -20,18 +27,17 @@ from edgespec.formats.onnx.tensors import read_tensor
 _WEIGHTS, _ZERO_POINT = 1, 5
 _INT8, _UINT8 = 3, 2
 _MIDDLE = "edgespec.middle"
+_MOST_THREADS = 4  # memory is not faster for more
 # Operators that read int8 one by one.
 _READ_EXACTLY = frozenset({"DequantizeLinear", "Gather", "GatherBlockQuantized", "Cast", "MatMulNBits"})
 Weights = dict[str, NDArray[np.uint8]]
 
 
 def make_unsigned(serialised: bytes, folder: Path) -> tuple[bytes, Weights, bool]:
-    """The graph with unsigned weights, these by name, and whether signed ones are left for ONNX Runtime.
+    """The graph with unsigned weights, these by name, and whether it still has signed ones.
 
-    The weights are to be given to the session in place of those in the file.
-
-    Left as they are: weights with a zero point of their own, or that other operators read too.
-    Raises ModelFileError when the weights cannot be read.
+    The session must be given these weights in place of those in the file. Weights with a zero point of their own, or
+    that other operators read too, stay signed. Raises ModelFileError when the weights cannot be read.
     """
     import onnx
 
@@ -41,11 +47,12 @@ def make_unsigned(serialised: bytes, folder: Path) -> tuple[bytes, Weights, bool
     products = [node for node in graph.node if node.op_type == WHOLE_PRODUCT]
     wanted = {node.input[_WEIGHTS] for node in products if not any(node.input[_ZERO_POINT:])}
     others = {name for node in graph.node for name in _read_otherwise(node)}
-    found: Weights = {}
-    for name in wanted - others:
-        if name in tensors and tensors[name].data_type == _INT8:
-            found[name] = _shifted(tensors[name], folder)
-            tensors[name].data_type = _UINT8
+    changed = [tensors[n] for n in sorted(wanted - others) if n in tensors and tensors[n].data_type == _INT8]
+    with ThreadPoolExecutor(min(usable_processors(), _MOST_THREADS)) as threads:
+        shifted = threads.map(lambda tensor: _shifted(tensor, folder), changed)
+        found = {tensor.name: codes for tensor, codes in zip(changed, shifted, strict=True)}
+    for tensor in changed:
+        tensor.data_type = _UINT8
     for node in products:
         if node.input[_WEIGHTS] in found:
             node.input[:] = [*node.input, *[""] * (_ZERO_POINT - len(node.input)), _MIDDLE][: _ZERO_POINT + 1]
@@ -57,14 +64,16 @@ def make_unsigned(serialised: bytes, folder: Path) -> tuple[bytes, Weights, bool
 
 
 def _read_otherwise(node: Any) -> list[str]:
-    """What a node reads as anything but the weights of a product without a zero point of theirs."""
+    """Inputs of a node, except the weights of a product without a zero point for them."""
     if node.op_type != WHOLE_PRODUCT or any(node.input[_ZERO_POINT:]):
         return list(node.input)
     return [name for place, name in enumerate(node.input) if place != _WEIGHTS]
 
 
 def _shifted(tensor: Any, folder: Path) -> NDArray[np.uint8]:
-    found = read_tensor(tensor, folder).view(np.uint8)
-    codes = found if found.flags.writeable else found.copy()
-    np.bitwise_xor(codes, 128, out=codes)
+    """The unsigned weights, in memory pages of their own, which go back to the system as soon as they are freed."""
+    signed = read_tensor(tensor, folder, mapped=True).view(np.uint8)
+    private = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
+    codes = np.frombuffer(mmap.mmap(-1, max(signed.nbytes, 1), **private), np.uint8, signed.size).reshape(signed.shape)
+    np.bitwise_xor(signed, 128, out=codes)
     return codes

@@ -13,8 +13,8 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.cores import physical_cores
 from edgespec.engines.llamacpp.library import complaints, forget_complaints, library, listening
+from edgespec.engines.machine import physical_cores
 from edgespec.errors import ConfigError, ModelFileError
 from edgespec.export.checkpoint import Checkpoint
 from edgespec.export.gguf.convert import OUTPUT_TYPES, Conversion, OutputType, convert

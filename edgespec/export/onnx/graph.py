@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edgespec.engines.onnx.extract import extract, producers
+from edgespec.engines.onnx.partition import extract, producers
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.files import write_atomically
 from edgespec.formats.onnx import DATA, MODEL

@@ -20,8 +20,8 @@ def external_entry(tensor: Any) -> dict[str, str]:
     return {item.key: item.value for item in tensor.external_data} if tensor.data_location == 1 else {}
 
 
-def read_tensor(tensor: Any, folder: Path) -> NDArray[Any]:
-    """The values of a weight, in the graph or in a file of `folder`. Raises ModelFileError.
+def read_tensor(tensor: Any, folder: Path, *, mapped: bool = False) -> NDArray[Any]:
+    """The values of a weight, in the graph or in a file of `folder`; `mapped`: read-only. Raises ModelFileError.
 
     onnx's own reader refuses files with several names, which caches of downloads are full of.
     """
@@ -35,6 +35,8 @@ def read_tensor(tensor: Any, folder: Path) -> NDArray[Any]:
         kind = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type))
         shape = tuple(tensor.dims)
         file, offset = folder / entry["location"], int(entry.get("offset", 0))
+        if mapped:
+            return np.memmap(file, kind, "r", offset, (math.prod(shape),)).reshape(shape)
         return np.fromfile(file, kind, math.prod(shape), offset=offset).reshape(shape)
     except (OSError, ValueError, KeyError, TypeError) as exc:
         raise ModelFileError(f"the weights {tensor.name!r} in {folder} cannot be read: {exc}. Export it again") from exc

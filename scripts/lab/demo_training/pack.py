@@ -34,10 +34,7 @@ DESCRIPTION = (
     "A demonstration family trained from scratch on task dialogues with tool calls, Python functions and arithmetic "
     "word problems: it shows how speculative decoding works and invents names, numbers and facts"
 )
-BANNER = (
-    "demo is a demonstration model of 8 million parameters: it talks like a booking assistant, looks nothing up, and "
-    "invents names, numbers and facts."
-)
+BANNER = "demo is an 8M-parameter demonstration model: it invents names, numbers and facts"
 EVALUATION_PROMPTS = 32  # per domain
 EVALUATION_LENGTH = 96  # tokens the target writes after each
 

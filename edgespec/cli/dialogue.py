@@ -1,0 +1,97 @@
+"""One conversation with a loaded model: asks, prints the answer and remembers it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from edgespec.chat.conversation import Conversation, fit_context
+from edgespec.cli.answer import AnswerPrinter
+from edgespec.cli.interrupt import stops
+from edgespec.cli.session import Session
+from edgespec.cli.terminal import length_note, note, reply, stats_lines
+from edgespec.generation.totals import Totals
+from edgespec.types import Stats
+
+LEAST_ANSWER = 256  # tokens kept free for an answer of unlimited length, where the context allows
+
+
+class Chat:
+    """The conversation, the session it runs in, and the counters of its answers."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.conversation = Conversation(session.shown.system)
+        self.totals = Totals()
+        self.last = Stats()  # of the last answer
+
+    def say(self, text: str) -> None:
+        """Ask `text` and print the answer; a failure leaves the conversation as it was."""
+        before = list(self.conversation.turns)
+        self.conversation.ask(text)
+        self._answer(before)
+
+    def say_again(self) -> None:
+        """Answer the last message again with the next seed; the same seed would give the same text."""
+        before = list(self.conversation.turns)
+        if not self.conversation.regen():
+            reply("there is nothing to answer yet")
+            return
+        sampling = dataclasses.replace(self.session.sampling, seed=self.session.seed + 1)
+        self.session.sampling = sampling
+        reply("temperature 0: the same again" if sampling.temperature == 0 else f"seed {sampling.seed}")
+        self._answer(before)
+
+    def _answer(self, before: list[dict[str, Any]]) -> None:
+        """Fit, generate, print, remember. `before`: the turns to return to when there is no answer."""
+        try:
+            self._make_room()
+            text, noise_end = self._generate()
+        except BaseException:
+            self.conversation.turns[:] = before
+            raise
+        if text:
+            self.conversation.answer(text, noise_end)
+        else:
+            self.conversation.turns[:] = before
+            note("no answer; the message is dropped")
+        self._show_end()
+
+    def _make_room(self) -> None:
+        model, wanted = self.session.model, self.session.options.max_tokens
+        reserve = min(wanted or LEAST_ANSWER, model.context_length // 4)
+        dropped = fit_context(
+            self.conversation, lambda messages: len(model.encode_chat(messages)), model.context_length, reserve
+        )
+        if dropped:
+            note(f"the context of {model.context_length} tokens is full: dropped the oldest {dropped} exchange(s)")
+
+    def _generate(self) -> tuple[str, int]:
+        """(the answer, where its noise ended)."""
+        session = self.session
+        prompt_ids = session.model.encode_chat(self.conversation.messages)
+        offset = self.conversation.noise_offset(len(prompt_ids))
+        options = dataclasses.replace(session.options, noise_offset=offset)
+        printer = AnswerPrinter(show_draft=session.shown.show_draft, raw=session.shown.raw)
+        with session.model.stream(prompt_ids, session.sampling, options) as answer:
+            self.last = answer.stats
+            with stops(answer.cancel) as interruption:
+                for event in answer:
+                    printer.push(event)
+                    if interruption.happened:
+                        break
+        printer.end_line()
+        if interruption.happened:
+            note("stopped")
+        return printer.text, offset + len(prompt_ids) + self.last.new_tokens
+
+    def _show_end(self) -> None:
+        stats, options = self.last, self.session.options
+        self.totals.add(stats)
+        self.session.show_notes(stats)
+        self.session.show_draft_hint()
+        if (cut := length_note(stats, options)) is not None:
+            note(cut)
+        if self.session.shown.stats:
+            for line in stats_lines(stats):
+                reply(line)

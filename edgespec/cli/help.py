@@ -1,0 +1,139 @@
+"""`--help` of the commands that take settings: options by group, the common ones first, all of them with --help-all."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+from edgespec.config import GenerateOptions, LoadOptions, SessionOptions
+from edgespec.sampling import Sampling
+from edgespec.settings import Setting
+
+_OWNERS = {"load": LoadOptions, "sampling": Sampling, "generate": GenerateOptions, "session": SessionOptions}
+OWN, OTHER = "Options", "Other"  # the sections of what one command alone takes, and of what all take
+_SECTIONS = (OWN, "Model", "Hardware", "Speculation", "Sampling", "Answer", "Output", OTHER)
+_TITLES = {"Sampling": "Sampling (a model may come with defaults of its own)"}
+_SHOWS_ALL = "edgespec.help-all"
+_MOST_CHOICES = 40  # characters of choices that stand beside a flag; longer lists only with --help-all
+_WIDEST_FLAGS = 28  # columns; a longer flag has its text on the next line
+# Defaults that depend on the model, the machine or another option, and that no dataclass can say.
+_DEFAULTS = {
+    "model": "demo",
+    "draft": "the pair's",
+    "context_length": "the model's",
+    "draft_context_length": "the draft's",
+    "threads": "all free cores",
+    "reproducible": "on if free",
+    "recall": "on with --learn",
+    "draft_gpu_layers": "as --gpu-layers",
+    "cache_type_k": "f16, ONNX f32",
+    "cache_type_v": "f16, ONNX f32",
+    "seed": "random",
+    "max_tokens": "until it ends",
+}
+
+
+def default_of(setting: Setting) -> Any:
+    """What a setting is when nobody gives it; None when model and machine decide."""
+    if setting.name == "seed":
+        return None
+    (field,) = (field for field in dataclasses.fields(_OWNERS[setting.part]) if field.name == setting.name)
+    return field.default
+
+
+def show(value: Any) -> str:
+    """A setting's value as a user writes it."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+class GroupedOption(click.Option):
+    """An option with its section of --help; `is_basic`: listed without --help-all too."""
+
+    def __init__(
+        self, declarations: Sequence[str], *, group: str = OTHER, is_basic: bool = True, **attributes: Any
+    ) -> None:
+        super().__init__(declarations, **attributes)
+        self.group, self.is_basic = group, is_basic
+
+
+class SettingOption(GroupedOption):
+    """The option of one setting."""
+
+    def __init__(self, declarations: Sequence[str], *, setting: Setting, **attributes: Any) -> None:
+        super().__init__(declarations, group=setting.group, is_basic=setting.is_basic, **attributes)
+        self.setting = setting
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
+        shows_all = ctx.meta.get(_SHOWS_ALL, False)
+        flags = [
+            flag for flag in self.opts if shows_all or flag == f"--{self.setting.key}" or not flag.startswith("--")
+        ]
+        if self.setting.kind == "switch":
+            flags = [f"--[no-]{self.setting.key}"]
+        value = "" if self.setting.kind == "switch" else f" {_value(self.setting)}"
+        choices = "|".join(self.setting.choices)
+        listed = f": {', '.join(self.setting.choices)}" if shows_all and len(choices) > _MOST_CHOICES else ""
+        return f"{', '.join(flags)}{value}", f"{self.setting.help}{listed}{_default(self.setting)}"
+
+
+def _value(setting: Setting) -> str:
+    choices = "|".join(setting.choices)
+    if choices:
+        return choices if len(choices) <= _MOST_CHOICES else "NAME"
+    kinds = {"integer": "N", "number": "X", "path": "FILE"}
+    return setting.metavar or kinds.get(setting.kind, "TEXT")
+
+
+def _default(setting: Setting) -> str:
+    known = default_of(setting)
+    text = _DEFAULTS.get(setting.name) or ("" if known in (None, (), "") else show(known))
+    return f" [{text}]" if text else ""
+
+
+class SettingsCommand(click.Command):
+    """A command whose options are listed by group."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        shows_all = ctx.meta.get(_SHOWS_ALL, False)
+        sections: dict[str, list[tuple[str, str]]] = {name: [] for name in _SECTIONS}
+        for param in self.get_params(ctx):
+            if (
+                not isinstance(param, click.Option)
+                or param.hidden
+                or not (shows_all or getattr(param, "is_basic", True))
+            ):
+                continue
+            record = param.get_help_record(ctx)
+            if record is not None:
+                sections[OTHER if "--help" in param.opts else getattr(param, "group", OWN)].append(record)
+        rows = [row for section in sections.values() for row in section]
+        width = max(len(flags) for flags, _ in rows if len(flags) <= _WIDEST_FLAGS)
+        formatter.write_paragraph()
+        for name, section in sections.items():
+            if section:  # without the empty line that click puts before each: all of it should fit on a screen
+                formatter.write(f"{_TITLES.get(name, name)}:\n")
+                with formatter.indentation():
+                    formatter.write_dl([(flags.ljust(width), text) for flags, text in section], col_max=width)
+
+
+def help_all_option() -> Callable[[Any], Any]:
+    """`--help-all`: every option, with all its spellings and choices."""
+
+    def print_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        if value and not ctx.resilient_parsing:
+            ctx.meta[_SHOWS_ALL] = True
+            click.echo(ctx.get_help(), color=ctx.color)
+            ctx.exit()
+
+    return click.option(
+        "--help-all",
+        cls=GroupedOption,
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=print_all,
+        help="All options, every spelling",
+    )

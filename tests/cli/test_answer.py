@@ -1,0 +1,119 @@
+"""How an answer is printed: words whole at the margin, tool calls readable, the exact text where nobody looks on."""
+
+from __future__ import annotations
+
+import pytest
+
+from edgespec.cli.answer import AnswerPrinter, ToolCalls, WordWrap, readable
+from edgespec.types import TokenEvent
+
+TEXT = "The quick brown fox jumps over the lazy dog, twice.\nThen it sleeps."
+
+
+def wrapped(text: str, columns: int, step: int = 1) -> str:
+    wrap = WordWrap(columns)
+    out = [piece for i in range(0, len(text), step) for piece, _ in wrap.push(text[i : i + step])]
+    return "".join([*out, *(piece for piece, _ in wrap.end())])
+
+
+@pytest.mark.parametrize("step", [1, 3, 7, 1000])
+@pytest.mark.parametrize("columns", [8, 12, 20, 80])
+def test_lines_end_between_words_however_the_text_comes(step, columns):
+    lines = wrapped(TEXT, columns, step).split("\n")
+    assert all(len(line.rstrip()) <= columns for line in lines)
+    assert " ".join(" ".join(lines).split()) == " ".join(TEXT.split())
+    assert lines[-1] == "Then it sleeps." or columns < 15
+
+
+def test_a_text_that_fits_is_unchanged():
+    assert wrapped(TEXT, 60) == TEXT
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "    indented = 'a line of code that is wider than twenty'\n",
+        "```\nx = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]\n```\n",
+        "| a table | with a very wide | row |\n",
+        "https://example.org/a/long/address/without/blanks\n",
+        "trailing blanks   \n\n  \n",
+    ],
+)
+def test_code_tables_and_long_words_stay_as_they_are(text):
+    assert wrapped(text, 20) == text
+
+
+def test_text_after_code_is_wrapped_again():
+    assert wrapped("```\na b c d e f g h\n```\naa bb cc dd", 8) == "```\na b c d e f g h\n```\naa bb cc\ndd"
+
+
+def test_wide_characters_break_anywhere_and_count_twice():
+    assert wrapped("今日は天気", 6) == "今日は\n天気"
+
+
+def test_nothing_is_held_back_at_the_end_of_a_line():
+    wrap = WordWrap(80)
+    assert "".join(piece for piece, _ in wrap.push("one two\n")) == "one two\n"
+
+
+def test_colours_stay_with_their_words():
+    wrap = WordWrap(7)
+    pieces = [*wrap.push("one ", False), *wrap.push("two", True), *wrap.push(" three", False), *wrap.end()]
+    assert [piece for piece in pieces if piece[1]] == [("two", True)]
+    assert "".join(piece for piece, _ in pieces) == "one two\nthree"
+
+
+CALL = '<tool_call>{"name": "FindBus", "arguments": {"to": "Fresno", "seats": 2}}</tool_call>'
+
+
+@pytest.mark.parametrize("step", [1, 4, 1000])
+def test_a_tool_call_is_readable(step):
+    calls = ToolCalls()
+    text = f"Let me see. {CALL}\nDone."
+    shown = "".join(calls.push(text[i : i + step]) for i in range(0, len(text), step)) + calls.end()
+    assert shown == 'Let me see. [calls FindBus(to="Fresno", seats=2)]\nDone.'
+
+
+def test_a_tool_result_is_readable():
+    text = '<tool_response>{"city": "Oakland", "open": true}</tool_response>\nYes.'
+    assert readable(text) == '[tool result: city="Oakland", open=true]\nYes.'
+    assert readable(CALL + text) == f"{readable(CALL)}{readable(text)}"
+
+
+@pytest.mark.parametrize(
+    "text", ["a < b and <tool", "<tool_call>{broken</tool_call>", "<tool_call>never ends", "<tool_call>[1]</tool_call>"]
+)
+def test_what_is_no_tool_call_is_shown_as_it_is(text):
+    calls = ToolCalls()
+    assert calls.push(text) + calls.end() == text
+
+
+def printed(monkeypatch, capsys, *texts: str, is_terminal: bool, **options: bool) -> str:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    monkeypatch.setenv("COLUMNS", "20")
+    printer = AnswerPrinter(**options)
+    for index, text in enumerate(texts):
+        printer.push(TokenEvent(0, text, index, "ngram"))
+    printer.end_line()
+    assert printer.text == "".join(texts)
+    return capsys.readouterr().out
+
+
+def test_a_pipe_and_raw_get_the_exact_text(monkeypatch, capsys):
+    texts = ("four words in a row, and ", "more of them. ", CALL)
+    whole = "".join(texts) + "\n"
+    assert printed(monkeypatch, capsys, *texts, is_terminal=False) == whole
+    assert printed(monkeypatch, capsys, *texts, is_terminal=True, raw=True) == whole
+    laid_out = printed(monkeypatch, capsys, *texts, is_terminal=True)
+    assert laid_out == 'four words in a row,\nand more of them.\n[calls\nFindBus(to="Fresno",\nseats=2)]\n'
+
+
+@pytest.mark.parametrize(("variable", "value"), [("TERM", "dumb"), ("NO_COLOR", "1")])
+def test_no_escapes_where_they_are_not_wanted(monkeypatch, capsys, variable, value):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr("click.utils.should_strip_ansi", lambda *_: False)
+    assert "\x1b[36m" in printed(monkeypatch, capsys, "text", is_terminal=True, show_draft=True)
+    monkeypatch.setenv(variable, value)
+    printed_text = printed(monkeypatch, capsys, "text", is_terminal=True, show_draft=True)
+    assert printed_text == "text\n"

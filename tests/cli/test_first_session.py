@@ -1,0 +1,231 @@
+"""What a new user meets: help on one screen, one line before an answer, errors that name the next command."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+from click.testing import CliRunner, Result
+
+from edgespec.cli.lines import line_reader
+from edgespec.cli.main import cli
+from edgespec.cli.status import waiting
+from edgespec.cli.terminal import length_note
+from edgespec.config import GenerateOptions
+from edgespec.settings import SETTINGS
+from edgespec.types import Stats
+from tiny_gguf import Shape, write_model
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setenv("EDGESPEC_THREADS", "1")
+
+
+@pytest.fixture
+def model(target_path, draft_path):
+    return ["-m", str(target_path), "-md", str(draft_path), "--seed", "1", "-n", "8"]
+
+
+@pytest.fixture(scope="module")
+def base_path(tmp_path_factory):
+    """A model without a chat template."""
+    return write_model(tmp_path_factory.mktemp("base") / "base.gguf", Shape(has_template=False))
+
+
+def run(*arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(cli, list(arguments), input=stdin)
+
+
+# help
+
+
+@pytest.mark.parametrize("name", ["chat", "generate"])
+def test_help_fits_on_a_screen_and_help_all_has_everything(name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = run(name, "--help").stdout.splitlines()
+    assert 24 <= len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    for title in ("Model:", "Hardware:", "Speculation:", "Answer:", "Output:"):
+        assert title in lines
+    everything = run(name, "--help-all").stdout
+    for setting in SETTINGS:
+        is_refused = name == "chat" and setting.name == "chat_template"
+        flags = [f"--[no-]{setting.key}"] if setting.kind == "switch" else setting.flags
+        assert all((flag in everything) is not is_refused for flag in flags)
+    assert len(everything.splitlines()) > 60
+
+
+def test_the_version_and_completion_are_offered():
+    assert run("-V").stdout == run("--version").stdout
+    assert "_EDGESPEC_COMPLETE=bash_source" in run("--help").stdout
+    environ = {**os.environ, "_EDGESPEC_COMPLETE": "bash_complete", "COMP_WORDS": "edgespec ch", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", "from edgespec.cli.main import cli; cli.main(prog_name='edgespec')"],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "plain,chat" in done.stdout
+
+
+def test_a_group_without_a_subcommand_shows_its_help():
+    result = run("corpus")
+    assert result.exit_code == 0
+    assert len(result.stdout.splitlines()) > 10
+    assert "Commands:" in result.stdout
+
+
+# beside an answer
+
+
+def test_one_line_comes_before_an_answer_more_with_verbose_none_with_quiet(model, monkeypatch, tmp_path):
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))  # a first run, which has most to say
+    (line,) = run("generate", *model, "-p", "hello", "--ignore-eos", "-n", "64").stderr.splitlines()[:-1]
+    assert "drafter auto" in line and "seed 1" in line and len(line) < 100
+    shutil.rmtree(tmp_path / "cache")
+    verbose = run("generate", *model, "-p", "hello", "-v").stderr
+    assert "context" in verbose and "note: " in verbose
+    quiet = run("generate", *model, "-p", "hello", "-q")
+    assert quiet.stderr == "" and quiet.stdout
+    both = run("generate", *model, "-p", "hello", "-q", "-v")
+    assert both.exit_code == 2 and "contradict" in both.stderr
+
+
+def test_quiet_keeps_the_answers_of_commands_and_the_errors(model):
+    result = run("chat", *model, "-q", stdin="hello\n/stats\n/nonsense\n")
+    assert "tokens/s" in result.stderr
+    assert "error: no such command" in result.stderr
+    assert "seed" not in result.stderr
+
+
+def test_an_answer_that_is_cut_says_so(model):
+    result = run("generate", *model, "-p", "hello", "--ignore-eos")
+    assert "cut at 8 tokens: a larger -n (--max-tokens) gives more" in result.stderr
+    assert (
+        json.loads(run("generate", *model, "-p", "hello", "--ignore-eos", "--json").stdout)["finish_reason"] == "length"
+    )
+    full = Stats(new_tokens=5, finish_reason="length")
+    assert "context is full" in (length_note(full, GenerateOptions()) or "")
+    assert length_note(Stats(new_tokens=5, finish_reason="stop"), GenerateOptions()) is None
+
+
+def test_a_long_load_says_what_it_waits_for(monkeypatch, capsys):
+    monkeypatch.setattr("edgespec.cli.status.LOG_PATIENCE_S", 0.01)
+    with waiting("loading x") as on_progress:
+        until = time.monotonic() + 30
+        said = ""
+        while "loading x" not in said and time.monotonic() < until:
+            said += capsys.readouterr().err
+        for done in range(3):
+            on_progress(done, 3, "measuring y")
+    assert said == "note: loading x\n"
+    assert capsys.readouterr().err == "note: measuring y\n"
+    with waiting("loading z"):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_sees_a_long_load_and_then_it_is_gone(monkeypatch, capsys):
+    monkeypatch.setattr("edgespec.cli.status.PATIENCE_S", 0.01)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    said, until = "", time.monotonic() + 30
+    with waiting("loading [x]") as on_progress:
+        on_progress(2, 9, "proving [y]")
+        while "proving [y]: 2 of 9 (Ctrl-C stops)" not in said and time.monotonic() < until:
+            said += capsys.readouterr().err
+    assert "proving [y]: 2 of 9 (Ctrl-C stops)" in said
+    assert "\x1b[2K" in capsys.readouterr().err, "the line is erased"
+
+
+# MODEL
+
+
+def test_a_prompt_in_place_of_the_model_names_the_command():
+    result = run("generate", "hello there")
+    assert result.exit_code == 2
+    assert "edgespec generate -p 'hello there'" in result.stderr
+
+
+def test_a_folder_with_one_model_runs(target_path, tmp_path):
+    shutil.copy(target_path, tmp_path / "only.gguf")
+    result = run("generate", str(tmp_path), "-p", "hello", "-n", "2")
+    assert result.exit_code == 0, result.stderr
+    assert "only |" in result.stderr
+    shutil.copy(target_path, tmp_path / "second.gguf")
+    several = run("generate", str(tmp_path), "-p", "hello")
+    assert several.exit_code == 2 and "give one of the files: only.gguf, second.gguf" in several.stderr
+
+
+def test_a_hugging_face_model_names_the_command_that_converts_it(tmp_path):
+    folder = tmp_path / "my model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    assert f"edgespec export '{folder}'" in run("chat", str(folder)).stderr
+    assert "edgespec export some-org/Some-Model-1B" in run("chat", "some-org/Some-Model-1B").stderr
+    assert "edgespec export" not in run("chat", "folder/missing.gguf").stderr
+
+
+def test_a_base_model_is_refused_before_it_is_loaded_with_what_works(base_path, monkeypatch):
+    def load(**options: object) -> None:
+        raise AssertionError("loaded")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("edgespec.cli.session.load", load)
+        for name in ("chat", "generate"):
+            result = run(name, str(base_path), *(["-p", "x"] if name == "generate" else []))
+            assert result.exit_code == 2
+            assert f"edgespec generate {base_path} --no-chat-template -p 'Once upon a time'" in result.stderr
+    works = run("generate", str(base_path), "--no-chat-template", "-p", "Once upon a time", "-n", "2")
+    assert works.exit_code == 0, works.stderr
+
+
+def test_an_onnx_model_without_a_template_is_refused_before_it_is_loaded(onnx_path, tmp_path):
+    pytest.importorskip("onnxruntime")
+    folder = tmp_path / "base"
+    shutil.copytree(onnx_path.parent, folder)
+    (folder / "chat_template.jinja").unlink()
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert "has no chat template" in run("chat", str(folder)).stderr
+
+
+# in the chat
+
+
+def test_a_loaded_conversation_is_shown(model, tmp_path):
+    path = tmp_path / "saved.json"
+    first = run("chat", *model, stdin=f"what time is it\n/save {path}\n")
+    shown = run("chat", *model, stdin=f"/load {path}\n").stderr
+    assert "> what time is it" in shown
+    assert first.stdout.strip() in shown
+    assert "loaded 1 exchange(s)" in shown
+
+
+@pytest.mark.parametrize("word", ["/bye", "/quit", "/exit"])
+def test_several_words_leave(model, word):
+    result = run("chat", *model, stdin=f"{word}\nhello\n")
+    assert (result.exit_code, result.stdout) == (0, "")
+
+
+def test_a_dumb_terminal_gets_no_escapes(monkeypatch, capsys):
+    monkeypatch.setattr("edgespec.cli.lines.is_interactive", lambda: True)
+    monkeypatch.setenv("TERM", "dumb")
+    read_end, write_end = os.pipe()
+    os.write(write_end, b"hello\n")
+    os.close(write_end)
+    with os.fdopen(read_end) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        assert line_reader([])("> ") == "hello"
+    printed = capsys.readouterr()
+    assert "\x1b" not in printed.out + printed.err

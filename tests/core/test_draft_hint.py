@@ -1,0 +1,82 @@
+"""Which draft is named for a GGUF without one, and for which models nothing is said."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from click.testing import CliRunner
+
+from edgespec.cli.main import cli
+from edgespec.loading import draft_hint as hints
+from edgespec.loading.registry import resolve
+from tiny_gguf import Shape, write_model
+
+
+@pytest.fixture
+def big(tmp_path, monkeypatch):
+    """A model that counts as large; its neighbours are chosen by each test."""
+    path = write_model(tmp_path / "big.gguf", Shape(layers=8))
+    monkeypatch.setattr(hints, "_LEAST_TARGET_BYTES", path.stat().st_size)
+    return path
+
+
+def hint(path) -> str | None:
+    return hints.draft_hint(resolve(str(path)))
+
+
+def test_the_largest_neighbour_with_the_same_vocabulary_is_named(big):
+    folder = big.parent
+    small = write_model(folder / "small one.gguf", Shape(layers=1, width=32, hidden=32))
+    write_model(folder / "other.gguf", Shape(layers=1, width=32, hidden=32, merges=30))
+    write_model(folder / "as-big.gguf", Shape(layers=8))
+    (folder / "damaged.gguf").write_bytes(b"GGUF")
+    assert small.stat().st_size * 4 <= big.stat().st_size
+    assert hint(big) == f"big has no draft model; small one.gguf beside it fits: -md '{small}'"
+
+
+def test_a_family_is_named_where_its_smallest_model_is_small_enough(big, monkeypatch):
+    assert hint(big) is None
+    monkeypatch.setattr(hints, "_FAMILIES", (("^llama", "Tiny-Llama", 1),))
+    assert hint(big) == "big has no draft model; a GGUF of Tiny-Llama usually makes it faster: -md FILE"
+    monkeypatch.setattr(hints, "_FAMILIES", (("^llama", "Tiny-Llama", big.stat().st_size),))
+    assert hint(big) is None
+
+
+@pytest.mark.parametrize(
+    ("described", "family"),
+    [
+        ("qwen3 qwen3 8b qwen2", "Qwen3-0.6B"),
+        ("qwen2 qwen2.5 7b instruct qwen2", "Qwen2.5-0.5B-Instruct"),
+        ("llama meta llama 3.1 8b instruct llama-bpe", "Llama-3.2-1B-Instruct"),
+        ("llama smollm2 1.7b smollm2 smollm", "SmolLM2-135M-Instruct"),
+        ("gemma3 gemma 3 12b it default", "gemma-3-270m-it"),
+        ("llama mistral 7b default", None),
+        ("qwen3moe qwen3 30b qwen2", None),
+    ],
+)
+def test_families_are_told_by_architecture_name_and_tokenizer(described, family):
+    found = [name for pattern, name, _ in hints._FAMILIES if hints.re.search(pattern, described)]
+    assert found[:1] == ([family] if family else [])
+
+
+def test_nothing_is_said_of_a_small_model_or_one_with_a_draft(big, tiny_path):
+    folder = big.parent
+    small = write_model(folder / "small.gguf", Shape(layers=1, width=32, hidden=32))
+    assert hint(small) is None
+    assert hints.draft_hint(resolve(str(big), draft=small)) is None
+    assert hints.draft_hint(resolve("demo")) is None
+
+
+def test_it_is_said_once_and_only_where_drafting_is_left_to_the_program(big, monkeypatch, tmp_path):
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("EDGESPEC_THREADS", "1")
+    write_model(big.parent / "small.gguf", Shape(layers=1, width=32, hidden=32))
+
+    def said(*options: str) -> bool:
+        arguments = ["generate", str(big), "-p", "x", "-n", "2", "--no-chat-template", *options]
+        return "has no draft model" in CliRunner().invoke(cli, arguments).stderr
+
+    assert [said("--drafter", "none"), said("-q"), said(), said()] == [False, False, True, False]
+    shutil.rmtree(tmp_path / "home")
+    assert said()
