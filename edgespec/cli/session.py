@@ -97,8 +97,8 @@ def require_chat_template(settings: Settings, *, is_chat: bool = False) -> None:
 def _load(settings: Settings) -> Model:
     options = settings.part("load")
     try:
-        with waiting(f"loading {options.get('model', 'demo')}"):
-            return load(**options)
+        with waiting(f"loading {options.get('model', 'demo')}") as on_progress:
+            return load(**options, on_progress=on_progress)
     except CapabilityError as exc:
         profile = profile_in_effect(settings)
         if profile is None:

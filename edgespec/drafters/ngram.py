@@ -45,7 +45,7 @@ class NgramDrafter(Drafter):
         self._source = None
         self._is_new = True  # the prompt is indexed with the first draft, if there is one
         if not prompt_ids.size:
-            self._forget()
+            self._clear()
 
     def draft(self, request: DraftRequest) -> Draft:
         self._extend(request.token_ids)
@@ -71,7 +71,7 @@ class NgramDrafter(Drafter):
         if self._is_new:
             self._is_new, shared = False, len(self._ids)
             if token_ids.size < shared or token_ids[:shared].tolist() != self._ids:
-                self._forget()
+                self._clear()
         for token_id in token_ids[len(self._ids) :].tolist():
             # the n-grams that end here are indexed when their continuation arrives, so none matches itself
             end = len(self._ids)
@@ -85,7 +85,7 @@ class NgramDrafter(Drafter):
                     del places[: -self._places_kept]
             self._ids.append(token_id)
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self._ids, self._places, self._older_places = [], {}, {}
         self._next_half = self._max_indexed // 2
 

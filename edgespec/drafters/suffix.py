@@ -40,7 +40,7 @@ class SuffixDrafter(Drafter):
     def begin(self, prompt_ids: TokenIds) -> None:
         self._is_new = True  # the prompt is indexed with the first draft, if there is one
         if not prompt_ids.size:
-            self._forget()
+            self._clear()
 
     def draft(self, request: DraftRequest) -> Draft:
         """A copy of what followed the longest match, at most `_GROWTH` times as long as the match."""
@@ -85,7 +85,7 @@ class SuffixDrafter(Drafter):
         if self._is_new:
             self._is_new, known = False, len(self._ids)
             if token_ids.size < known or token_ids[:known].tolist() != self._ids:
-                self._forget()
+                self._clear()
         new = token_ids[len(self._ids) :].tolist()
         self._ids += new
         if self._automaton.num_tokens + len(new) <= self._max_indexed:
@@ -96,7 +96,7 @@ class SuffixDrafter(Drafter):
             self._automaton = SuffixAutomaton()
             self._automaton.extend(self._ids[self._start :])
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self._ids, self._start, self._automaton = [], 0, SuffixAutomaton()
         if self._corpus is not None:
             self._corpus.restart()

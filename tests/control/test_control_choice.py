@@ -26,7 +26,7 @@ def test_the_best_expected_is_believed_at_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gains", "hopes", "wanted"),
+    ("gains", "bonuses", "wanted"),
     [
         ({"ngram": 2.0, "model": 1.0, "eagle": 1.4}, {"model": 1.2, "eagle": 0.3}, {"model": 1.4, "eagle": 1.0}),
         ({"ngram": 2.0, "model": 1.0, "eagle": 1.4}, {"model": 0.5, "eagle": 0.3}, {"model": 1.0, "eagle": 1.4}),
@@ -37,9 +37,9 @@ def test_the_best_expected_is_believed_at_first() -> None:
     ids=["changed", "too little", "nothing to gain", "none", "alone"],
 )
 def test_hope_changes_which_is_asked_and_not_whether(
-    gains: dict[str, float], hopes: dict[str, float], wanted: dict[str, float]
+    gains: dict[str, float], bonuses: dict[str, float], wanted: dict[str, float]
 ) -> None:
-    add_ucb_bonus(gains, hopes)
+    add_ucb_bonus(gains, bonuses)
     assert gains == {"ngram": 2.0, **wanted}
 
 

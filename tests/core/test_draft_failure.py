@@ -116,7 +116,7 @@ def test_eagle_reads_its_pairs_again_after_a_failure() -> None:
 
 def test_an_eagle3_head_reads_its_pairs_again_after_a_failure() -> None:
     head = OpenHead(64)
-    drafter = Eagle3Drafter(head, most_told=64)
+    drafter = Eagle3Drafter(head, max_features=64)
     sampler = Sampler(Sampling(temperature=0.0), VOCABULARY)
     text, other = np.arange(20, dtype=np.int32) % VOCABULARY, np.arange(20, dtype=np.int32)[::-1] % VOCABULARY
 
