@@ -13,7 +13,8 @@ EdgespecError
 │   ├── BatchError              rows that no engine accepts: a bug in the caller, never passed to the library
 │   ├── ContextFull             the KV cache is full
 │   └── Cancelled               `cancel()` was called during a pass; the cache is as before the pass
-└── StateError                  a saved state, conversation or cache of another model; a closed model
+└── StateError                  a saved state, conversation or cache of another model; a closed model; a file that
+                                cannot be written
     └── Busy                    another generation uses the model, and waiting would deadlock or exceed the limit
 """
 

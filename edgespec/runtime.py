@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 from edgespec.acceptance import LOSSY
 from edgespec.config import DrafterName, GenerateOptions, LoadKeywords, LoadOptions, RuleName
@@ -24,7 +23,7 @@ from edgespec.generation.handle import Generation, Result
 from edgespec.generation.inputs import checked_chat, checked_ids, of_kind, refuses_unknown_keywords
 from edgespec.loading.opening import open_models
 from edgespec.sampling import Sampler, Sampling
-from edgespec.types import RoundRecord, Stats, TokenIds
+from edgespec.types import Closing, RoundRecord, Stats, TokenIds
 
 __all__ = ["Generation", "Messages", "Model", "Prompt", "Result", "load"]
 Prompt = str | Sequence[int]
@@ -34,7 +33,7 @@ Value = TypeVar("Value")
 _NOTABLE_PADDING_COST = 1.15  # slowdown of single-token steps by padding, from which on a note reports it
 
 
-class Model:
+class Model(Closing):
     """A loaded target with its drafters. Made by `load`; also a context manager that closes it.
 
     Any thread or asyncio task may call it. Generations run one at a time; others wait in a queue. Every method raises
@@ -276,14 +275,6 @@ class Model:
         Raises Busy inside `on_round`, where waiting would deadlock.
         """
         self._executor.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def load(

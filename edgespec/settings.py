@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from typing import Any, Literal
 
 from edgespec.config import CACHE_TYPES, DRAFTERS, ENGINES, PROVIDERS, RULES
 from edgespec.errors import ConfigError
-from edgespec.formats.files import expanded, home_folder, is_file, read_text
+from edgespec.formats.files import expanded, is_file, read_text, user_folder
 
 Part = Literal["load", "sampling", "generate", "session"]
 Group = Literal["Model", "Speculation", "Sampling", "Answer", "Output", "Hardware"]
@@ -273,20 +272,6 @@ def resolve(
     return Settings(values, sources)
 
 
-def user_folder(variable: str, unix: str, environ: Mapping[str, str] | None = None) -> Path:
-    """The user's own folder of one kind: EDGESPEC_HOME, else `variable` (XDG), else the platform's, else ~/`unix`."""
-    environ = os.environ if environ is None else environ
-    if home := environ.get(ENVIRONMENT_PREFIX + "HOME"):
-        return Path(home)
-    if chosen := environ.get(variable):
-        return Path(chosen) / "edgespec"
-    if sys.platform == "darwin":
-        return home_folder() / "Library" / "Application Support" / "edgespec"
-    if sys.platform == "win32":
-        return Path(environ.get("LOCALAPPDATA") or home_folder() / "AppData" / "Local") / "edgespec"
-    return home_folder() / unix / "edgespec"
-
-
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """'; did you mean ...?' with the nearest of `known`, or nothing when none is near."""
     options = sorted(set(known))
@@ -307,7 +292,7 @@ def _config_file(environ: Mapping[str, str]) -> Path | None:
     chosen = environ.get(ENVIRONMENT_PREFIX + "CONFIG")
     if chosen is not None:
         return expanded(chosen) if chosen else None
-    own = user_folder("XDG_CONFIG_HOME", ".config", environ) / "config.toml"
+    own = user_folder("config", environ) / "config.toml"
     return own if is_file(own) else None
 
 

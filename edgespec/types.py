@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,25 @@ FinishReason = Literal["stop", "length", "cancelled"]
 Evidence = tuple[float, ...]
 """Features of one drafted token, from which its acceptance is predicted; each drafter defines its own."""
 NO_PARENT = -1
+Progress = Callable[[int, int, str], None]
+"""Called while something long is made, with (done, total, what is being done)."""
+
+
+def no_progress(_done: int, _total: int, _what: str) -> None:
+    """For callers who do not want to know."""
+
+
+class Closing:
+    """What has to be closed: a `with` block closes it at its end."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Distribution(NamedTuple):

@@ -26,6 +26,18 @@ def private_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield home
 
 
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More threads than free cores make a tiny model a hundred times slower."""
+    monkeypatch.setenv("EDGESPEC_THREADS", "1")
+
+
+@pytest.fixture
+def pair(target_path: Path, draft_path: Path) -> list[str]:
+    """The options that name the demo target and its draft."""
+    return ["-m", str(target_path), "-md", str(draft_path)]
+
+
 @pytest.fixture(scope="session")
 def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of two layers with a vocabulary of 299 tokens, float32."""

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from edgespec.bench.expansion import LLAMA_1B, Expansion, Shape
 from edgespec.bench.heads import expand_heads
-from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.errors import CapabilityError, ModelFileError, StateError
 from edgespec.export.manifest import write_manifest
 from edgespec.export.workspace import opened
 from edgespec.formats.manifest import HEADS, ModelFile, ModelPair, read_pair, sha256_of
@@ -83,9 +83,10 @@ class ExpandedPair:
                     work.discard()
                     raise
                 work.publish()
-        except OSError as exc:
+        except (OSError, StateError) as exc:
+            reason = getattr(exc, "strerror", None) or exc
             raise CapabilityError(
-                f"the expanded pair cannot be written to {self.folder}: {exc.strerror or exc}. Make room there, or set "
+                f"the expanded pair cannot be written to {self.folder}: {reason}. Make room there, or set "
                 "EDGESPEC_HOME to a folder on another disk"
             ) from exc
         return self.folder

@@ -9,11 +9,12 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any
 
 from edgespec.bench.record import Trial
 from edgespec.engines.disk_cache import cache_folder, key_of
 from edgespec.errors import ConfigError, StateError
+from edgespec.types import Closing
 
 FORMAT = 1
 
@@ -23,7 +24,7 @@ def default_path(settings: Mapping[str, Any]) -> Path:
     return cache_folder() / "bench" / f"{key_of(sorted(settings.items()))}.jsonl"
 
 
-class Journal:
+class Journal(Closing):
     """Trials by (prompt digest, repeat) in the file `path`, for one set of settings. `restart`: discard the file.
 
     Raises ConfigError if the file is not a journal or has other settings, StateError if it cannot be written.
@@ -58,12 +59,6 @@ class Journal:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _write(self, value: Any) -> None:
         try:

@@ -1,11 +1,11 @@
-"""The files that a benchmark leaves where the user asked: checked before the work, replaced whole after it."""
+"""The files that a benchmark leaves where the user asked: checked before the work."""
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
 
-from edgespec.errors import CapabilityError, ConfigError, StateError
+from edgespec.errors import CapabilityError, ConfigError
 from edgespec.installation import install_command
 
 
@@ -31,13 +31,3 @@ def _check_file(option: str, path: Path) -> None:
         raise ConfigError(f"{option} {path} is a folder: give a file name")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"{option} {path}: its folder does not exist")
-
-
-def write_whole(path: Path, contents: bytes) -> None:
-    """Replace `path` in one step. Raises StateError when it cannot be written."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_bytes(contents)
-        temporary.replace(path)
-    except OSError as exc:
-        raise StateError(f"{path} cannot be written: {exc.strerror or exc}") from exc

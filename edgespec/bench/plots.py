@@ -7,10 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from edgespec.bench.output import write_whole
 from edgespec.bench.report import Report
 from edgespec.bench.style import VERDICT_COLOURS, colour
-from edgespec.errors import StateError
+from edgespec.formats.files import write_atomically, write_errors
 
 _DPI = 110
 _LEAST_DRAFTED, _LEAST_TESTED, _LEAST_PASSES = 8, 5, 4  # with fewer the values are noise
@@ -22,7 +21,7 @@ def draw(report: Report, target: Path) -> list[Path]:
     Figures of an earlier run are replaced. Raises StateError when `target` cannot be written.
     """
     if target.suffix.lower() == ".png":
-        write_whole(target, _sheet(report))
+        write_atomically(target, _sheet(report))
         return [target]
     return _draw_each(report, target)
 
@@ -42,15 +41,13 @@ def _sheet(report: Report) -> bytes:
 
 
 def _draw_each(report: Report, folder: Path) -> list[Path]:
-    try:
+    with write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for name in PLOTS:
             (folder / f"{name}.png").unlink(missing_ok=True)
-    except OSError as exc:
-        raise StateError(f"{folder} cannot be written: {exc.strerror or exc}") from exc
     drawn = {folder / f"{name}.png": png for name, png in images(report).items()}
     for path, png in drawn.items():
-        write_whole(path, png)
+        write_atomically(path, png)
     return list(drawn)
 
 

@@ -17,8 +17,7 @@ import dataclasses
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from edgespec.config import GenerateOptions
 from edgespec.control.cost import CostCurve
@@ -28,7 +27,7 @@ from edgespec.loading.sample_prompts import PROMPTS
 from edgespec.runtime import Model, load
 from edgespec.sampling import Sampling
 from edgespec.tuning.verify import Divergence, first_divergence
-from edgespec.types import RoundRecord, Stats, TokenEvent
+from edgespec.types import Closing, RoundRecord, Stats, TokenEvent
 
 _WARM_UP_TOKENS = 16
 _CHECK_S, _CHECK_TOKENS = 1.5, 8  # the pace is checked for so long, and with so many tokens at least
@@ -103,7 +102,7 @@ class Outcome:
         return self.drafted.stats.tokens_per_second / plain if plain else 0.0
 
 
-class Race:
+class Race(Closing):
     """Runs both sides of one race; takes over `model`, the speculative side, and closes it."""
 
     def __init__(self, model: Model, prompt_ids: Sequence[int], sampling: Sampling, options: GenerateOptions) -> None:
@@ -192,14 +191,6 @@ class Race:
         self._model.close()
         if self._plain_model is not None:
             self._plain_model.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _open_plain(self) -> Model:
         if self._model.target.facts.pinned_class is None:

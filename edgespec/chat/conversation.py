@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from edgespec.chat.template import Message, checked_messages
 from edgespec.errors import PromptError, StateError
-from edgespec.formats.files import read_text
+from edgespec.formats.files import read_text, write_atomically
 
 _FORMAT, _VERSION = "edgespec-conversation", 1
 _NOISE_END = "noise_end"  # field of an answer: position after its last token, plus the noise offset in use
@@ -101,7 +99,8 @@ class Conversation:
         content = {"format": _FORMAT, "version": _VERSION, "messages": self._kept}
         if self._dropped_end:
             content["dropped_" + _NOISE_END] = self._dropped_end
-        write_atomically(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
+        text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
+        write_atomically(path, text, parents=True, private=True)
 
     @staticmethod
     def load(path: Path) -> Conversation:
@@ -156,19 +155,3 @@ def fit_context(
         )
     conversation.turns[:], conversation._dropped_end = kept.turns, kept._dropped_end
     return dropped
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` by a file with `text` in one step. Raises StateError when that fails."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-    except OSError as exc:
-        raise StateError(f"{path} cannot be written: {exc.strerror}") from exc

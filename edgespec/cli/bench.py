@@ -12,7 +12,7 @@ import click
 from edgespec import __version__
 from edgespec.bench.html import page
 from edgespec.bench.journal import Journal, default_path
-from edgespec.bench.output import check_outputs, write_whole
+from edgespec.bench.output import check_outputs
 from edgespec.bench.report import Setup, report_of
 from edgespec.bench.runner import Runner, Task, load_standard, tasks_of
 from edgespec.bench.table import table_lines
@@ -24,6 +24,7 @@ from edgespec.cli.session import Session, open_session, show_configuration
 from edgespec.cli.terminal import note
 from edgespec.control.measure import cost_key
 from edgespec.errors import ConfigError
+from edgespec.formats.files import write_atomically
 from edgespec.settings import PRINTING, REMEMBERING, Settings
 from edgespec.tuning.prompt_sources import built_in, read_data, read_prompts
 from edgespec.tuning.workload import SYNTHETIC, BenchPrompt, Domains, choose, with_synthetic
@@ -185,5 +186,5 @@ def _show(report: dict[str, Any], own: dict[str, Any]) -> None:
 
         note(f"figures: {', '.join(str(path) for path in draw(report, own['plot']))}")
     if own["html_file"] is not None:
-        write_whole(own["html_file"], page(report).encode())
+        write_atomically(own["html_file"], page(report))
         note(f"page: {own['html_file']}")

@@ -17,8 +17,9 @@ from edgespec.formats.files import expanded, resolved
 
 if TYPE_CHECKING:
     from edgespec.export.pair import Exported
-    from edgespec.export.reporting import Progress, Reporter
     from edgespec.export.request import ExportRequest
+    from edgespec.export.stages import Reporter
+    from edgespec.types import Progress
 
 INTERRUPTED = 130
 

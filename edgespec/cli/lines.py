@@ -10,7 +10,7 @@ import click
 
 from edgespec.cli.terminal import has_escapes, note
 from edgespec.errors import PromptError
-from edgespec.settings import user_folder
+from edgespec.formats.files import user_folder
 
 ReadLine = Callable[[str], str]
 FENCE = '"""'
@@ -60,7 +60,7 @@ def _terminal_reader(commands: Sequence[str]) -> ReadLine:
     from edgespec.cli.history import open_history
 
     session: PromptSession[str] = PromptSession(
-        history=open_history(user_folder("XDG_STATE_HOME", ".local/state") / "chat-history"),
+        history=open_history(user_folder("state") / "chat-history"),
         completer=WordCompleter(list(commands), sentence=True),
         complete_while_typing=False,
         enable_history_search=True,

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from edgespec.bench.race import Lap, Mark
 from edgespec.cli.terminal import printable
-from edgespec.errors import StateError
+from edgespec.formats.files import write_atomically
 
 COLOURS = {"model": "cyan", "ngram": "yellow", "suffix": "magenta", "cache": "blue"}
 OTHER_COLOUR = "green"
@@ -97,14 +97,7 @@ def svg(picture: Console, path: Path, title: str) -> None:
     drawn = picture.export_svg(title=title, unique_id="race")
     # rich names a web font; a viewer's own monospaced one does, since every run of text carries its width
     drawn = re.sub(r"@font-face\s*\{.*?\}\s*", "", drawn, flags=re.DOTALL)
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.write_text(drawn, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as exc:
-        raise StateError(f"the picture {path} cannot be written: {exc.strerror}") from exc
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomically(path, drawn)
 
 
 def recorder(columns: int = SVG_COLUMNS) -> Console:

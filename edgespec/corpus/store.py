@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from edgespec.errors import StateError
-from edgespec.formats.files import exists
-from edgespec.settings import user_folder
+from edgespec.formats.files import exists, user_folder
 from edgespec.types import TokenIds
 from edgespec.vocabulary import Vocabulary
 
@@ -29,7 +28,7 @@ class DamagedError(StateError):
 
 def texts_folder() -> Path:
     """The folder for texts: `texts` in EDGESPEC_HOME, or in the platform's folder for user data."""
-    return user_folder("XDG_DATA_HOME", ".local/share") / "texts"
+    return user_folder("data") / "texts"
 
 
 def vocabulary_key(vocabulary: Vocabulary) -> str:

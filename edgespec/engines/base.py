@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import BatchError, CapabilityError, ConfigError, ContextFull
-from edgespec.types import NO_PARENT, Batch, Logits, TokenIds
+from edgespec.types import NO_PARENT, Batch, Closing, Logits, TokenIds
 from edgespec.vocabulary import Vocabulary
 
 
@@ -73,7 +71,7 @@ class EarlyExit(ABC):
         """
 
 
-class Engine(ABC):
+class Engine(Closing, ABC):
     """One loaded model with KV caches for `facts.max_sequences` sequences. Not thread safe, `cancel` excepted."""
 
     facts: EngineFacts
@@ -191,14 +189,6 @@ class Engine(ABC):
     def most_branches(self) -> int:
         """Most side branches of the trees of a batch; 0 where only chains are allowed."""
         return self.facts.max_batch if self.facts.can_tree else 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def check_threads(threads: int, facts: EngineFacts) -> None:

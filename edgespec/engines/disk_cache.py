@@ -10,14 +10,12 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
-import sys
-import tempfile
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from edgespec.formats.files import home_folder, resolved
+from edgespec.errors import StateError
+from edgespec.formats.files import resolved, user_folder, write_atomically
 
 logger = logging.getLogger(__name__)
 Schema = Callable[[Any], bool]
@@ -28,16 +26,8 @@ _FORMAT = 1
 
 
 def cache_folder() -> Path:
-    """`EDGESPEC_HOME`/cache, or the platform's folder for caches."""
-    if home := os.environ.get("EDGESPEC_HOME"):
-        return Path(home) / "cache"
-    if chosen := os.environ.get("XDG_CACHE_HOME"):
-        return Path(chosen) / "edgespec"
-    if sys.platform == "darwin":
-        return home_folder() / "Library" / "Caches" / "edgespec"
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or home_folder() / "AppData" / "Local") / "edgespec" / "cache"
-    return home_folder() / ".cache" / "edgespec"
+    """Where files lie that may be deleted at any time."""
+    return user_folder("cache")
 
 
 def key_of(*parts: object) -> str:
@@ -63,23 +53,13 @@ def get(kind: str, key: str, schema: Schema) -> Any:
 
 
 def put(kind: str, key: str, value: Any) -> None:
-    """Store a JSON value, completely or not at all."""
-    folder = cache_folder() / kind
-    temporary = None
+    """Keep a JSON value; written whole or not at all."""
     try:
-        value = json.loads(json.dumps(value, allow_nan=False))  # as `get` returns it: keys become text, tuples lists
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
-        with os.fdopen(handle, "w") as file:
-            json.dump({"format": _FORMAT, "sum": _sum_of(value), "value": value}, file)
-        Path(temporary).replace(folder / f"{key}.json")
-        temporary = None
-    except (OSError, ValueError) as exc:  # ValueError: a number that JSON cannot hold
-        logger.debug("the measurement %s/%s cannot be saved: %s", kind, key, exc)
-    finally:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                Path(temporary).unlink()
+        value = json.loads(json.dumps(value, allow_nan=False))  # as `get` returns it: names are text, tuples lists
+        text = json.dumps({"format": _FORMAT, "sum": _sum_of(value), "value": value})
+        write_atomically(cache_folder() / kind / f"{key}.json", text, parents=True, durable=False)
+    except (StateError, ValueError) as exc:  # the latter for a number that JSON has no word for
+        logger.debug("the measurement %s/%s is not kept: %s", kind, key, exc)
 
 
 def delete(kind: str, key: str) -> None:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.types import Logits, TokenIds
+from edgespec.types import Closing, Logits, TokenIds
 
 States = NDArray[np.float32]
 
@@ -32,7 +30,7 @@ class HeadFacts:
     num_bytes: int
 
 
-class FeatureHead(ABC):
+class FeatureHead(Closing, ABC):
     """One head with a cache of pairs `start`..`end`, one generation at a time. Not thread safe, `cancel` excepted."""
 
     facts: HeadFacts
@@ -77,11 +75,3 @@ class FeatureHead(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free everything; closing twice is allowed."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -44,6 +44,7 @@ from edgespec.types import Batch
 
 DECIDED = 0.1  # of the logits' standard deviation
 HEAD_TOKENS = 96  # behind which a head's logits are compared
+Rows = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]
 BLOCK = 32  # rows compared at once: of a vocabulary of 150k tokens they take 20 MB, as float64 twice that
 
 
@@ -60,21 +61,19 @@ class Limits:
     max_kl: float
 
 
+_LIMITS = {
+    ("f32", "fp32"): Limits(0.005, 0.99, 1e-4),
+    ("f16", "bf16", "fp16"): Limits(None, 0.98, 0.001),
+    ("q8_0", "int8"): Limits(None, 0.97, 0.005),
+    ("q6_k", "w8a8"): Limits(None, 0.95, 0.02),
+    ("q5",): Limits(None, 0.85, 0.1),
+    ("q4", "iq4", "int4"): Limits(None, 0.60, 0.4),
+}
+
+
 def limits_of(quant: str) -> Limits:
     """The table above."""
-    if quant in ("f32", "fp32"):
-        return Limits(0.005, 0.99, 1e-4)
-    if quant in ("f16", "bf16", "fp16"):
-        return Limits(None, 0.98, 0.001)
-    if quant in ("q8_0", "int8"):
-        return Limits(None, 0.97, 0.005)
-    if quant in ("q6_k", "w8a8"):
-        return Limits(None, 0.95, 0.02)
-    if quant.startswith("q5"):
-        return Limits(None, 0.85, 0.1)
-    if quant.startswith(("q4", "iq4", "int4")):
-        return Limits(None, 0.60, 0.4)
-    return Limits(None, 0.40, 1.5)
+    return next((limits for begins, limits in _LIMITS.items() if quant.startswith(begins)), Limits(None, 0.40, 1.5))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +135,7 @@ def compare(reference: Reference, engine: Engine) -> Comparison:
         for start in range(0, token_ids.size, BLOCK):
             found = engine.forward(Batch.chain(token_ids[start : start + BLOCK]))
             blocks.append(_compare_rows(wanted[start : start + BLOCK], found, spread))
-    differences, divergences, agreed = (np.concatenate(part) for part in zip(*blocks, strict=True))
-    return Comparison(
-        num_tokens=differences.size,
-        max_difference=float(differences.max()),
-        top1_agreement=float(agreed.mean()) if agreed.size else 1.0,
-        mean_kl=float(divergences.mean()),
-    )
+    return _summed(blocks)
 
 
 def compare_head(reference: FeatureHead, target: Engine, path: Path) -> Comparison:
@@ -168,7 +161,11 @@ def compare_head(reference: FeatureHead, target: Engine, path: Path) -> Comparis
         )
     drafted = np.isfinite(wanted[0])
     wanted, found = wanted[:, drafted], found[:, drafted]
-    differences, divergences, agreed = _compare_rows(wanted, found, _spread([wanted]))
+    return _summed([_compare_rows(wanted, found, _spread([wanted]))])
+
+
+def _summed(blocks: Sequence[Rows]) -> Comparison:
+    differences, divergences, agreed = (np.concatenate(part) for part in zip(*blocks, strict=True))
     return Comparison(
         num_tokens=differences.size,
         max_difference=float(differences.max()),
@@ -177,9 +174,7 @@ def compare_head(reference: FeatureHead, target: Engine, path: Path) -> Comparis
     )
 
 
-def _compare_rows(
-    wanted: NDArray[np.float32], found: NDArray[np.float32], spread: float
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]:
+def _compare_rows(wanted: NDArray[np.float32], found: NDArray[np.float32], spread: float) -> Rows:
     """Per row [n] the largest difference and the KL divergence; per decided row whether the best token is the same."""
     width = min(found.shape[1], wanted.shape[1])  # either may be padded
     found, wanted = found[:, :width], wanted[:, :width]

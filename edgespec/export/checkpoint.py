@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import ModelFileError
+from edgespec.formats.hub_folder import read_json
 
 Config = dict[str, Any]
 Weights = NDArray[np.float32]
@@ -41,19 +42,6 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """One JSON object. Raises ModelFileError for a missing file and for text that is not a JSON object."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelFileError(f"{path} is missing: give a folder as Hugging Face models are stored") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ModelFileError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelFileError(f"{path} holds a {type(value).__name__}, an object was expected")
-    return value
 
 
 @dataclass(frozen=True)
@@ -183,3 +171,28 @@ def _stored_tensor(file: Path, size: int, start: int, name: str, entry: Any) -> 
     if start + end > size:
         raise ModelFileError(f"{file} is truncated: tensor {name} ends at byte {start + end} of {size}")
     return StoredTensor(file, dtype, shape, start + begin, end - begin)
+
+
+# EAGLE-3 heads
+
+PREFIXES = ("midlayer.", "layers.0.")
+NESTED = "transformer_layer_config"  # where speculators keep the settings of the layer
+
+
+def is_head_config(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json describes an EAGLE-3 head: one layer and a vocabulary of its own to draft in."""
+    return "draft_vocab_size" in config and _flat(config).get("num_hidden_layers") == 1
+
+
+def head_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """All settings on one level. Raises ModelFileError for a folder that holds something else."""
+    if not is_head_config(config):
+        raise ModelFileError(
+            f"{folder} is no EAGLE-3 head: its config.json has no draft_vocab_size, or more layers than one"
+        )
+    return _flat(config)
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    nested = config.get(NESTED)
+    return {**config, **nested} if isinstance(nested, dict) else dict(config)

@@ -13,9 +13,10 @@ from typing import Any, BinaryIO
 from edgespec.errors import ConfigError, ModelFileError, UsageError
 from edgespec.export.checkpoint import Checkpoint, Config, StoredTensor
 from edgespec.export.gguf.architectures import ARCHITECTURES, architecture_of
-from edgespec.export.gguf.files import Progress, no_progress
 from edgespec.export.gguf.layers import layer_kinds
 from edgespec.export.gguf.rows import Architecture
+from edgespec.formats.files import atomic_folder
+from edgespec.types import Progress, no_progress
 
 CHUNK_BYTES = 1 << 22
 LAYER_COUNTS = ("num_hidden_layers", "n_layer")
@@ -42,7 +43,7 @@ def prune(folder: Path, output: Path, layers: Sequence[int], *, progress: Progre
 
     Embeddings, norms and head are kept, tensors are copied as they are stored. `output` appears only when whole.
     Raises ModelFileError for a checkpoint that is damaged or unknown, ConfigError for layers that are not there,
-    UsageError when `output` exists or cannot be written.
+    UsageError when `output` exists, StateError when it cannot be written.
     """
     checkpoint = Checkpoint.open(folder)
     found = _architecture(checkpoint)
@@ -50,10 +51,7 @@ def prune(folder: Path, output: Path, layers: Sequence[int], *, progress: Progre
     _check_layers(folder, layers, depth)
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise UsageError(f"{output} exists and is not empty; give another folder, or delete it")
-    temporary = output.with_name(output.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
+    with atomic_folder(output) as temporary:
         config = pruned_config(checkpoint, found, layers, depth)
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for pattern in CARRIED:
@@ -61,12 +59,6 @@ def prune(folder: Path, output: Path, layers: Sequence[int], *, progress: Progre
                 if file.is_file():
                     shutil.copyfile(file, temporary / file.name)
         _write_weights(temporary / "model.safetensors", checkpoint, layers, progress or no_progress)
-        temporary.replace(output)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise UsageError(f"{output} cannot be written: {reason}. Free some space, or give another folder") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return output
 
 

@@ -13,7 +13,7 @@ from edgespec.engines.head import FeatureHead, HeadFacts, States
 from edgespec.errors import BatchError, ContextFull
 from edgespec.export.checkpoint import Checkpoint
 from edgespec.export.gguf.eagle3 import HeadPlan
-from edgespec.export.gguf.rotary import llama3_frequency_factors, rotary_settings
+from edgespec.export.gguf.layers import llama3_frequency_factors, rotary_settings
 from edgespec.types import Logits, TokenIds
 
 Weights = Mapping[str, NDArray[np.float32]]

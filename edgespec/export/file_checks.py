@@ -16,10 +16,10 @@ from edgespec.errors import EngineError, ModelFileError
 from edgespec.export.accuracy import ExportRefused, compare, compare_head, limits_of, open_engine
 from edgespec.export.plan import STRAIGHT_GGUF
 from edgespec.export.reference import reference_of
-from edgespec.export.reporting import Progress, Reporter
 from edgespec.export.request import ExportRequest
-from edgespec.export.stages import Artefact, Maker, Model
+from edgespec.export.stages import Artefact, Maker, Model, Reporter
 from edgespec.export.workspace import Workspace
+from edgespec.types import Progress
 from edgespec.vocabulary import check_same_vocabulary
 
 CHECK_CONTEXT = 320

@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.errors import CapabilityError, ModelFileError, UsageError
+from edgespec.errors import ModelFileError, UsageError
 from edgespec.export.checkpoint import Checkpoint
-from edgespec.installation import install_command
+from edgespec.export.reference import in_transformers
+from edgespec.export.tokens import read_tokenizer
+from edgespec.formats.files import atomic_file
+from edgespec.types import Progress, no_progress
 
-Progress = Callable[[int, int, str], None]
 Importance = dict[str, NDArray[np.float32]]
 CHUNK_TOKENS = 512
 MAX_CHUNKS = 256
@@ -31,7 +33,7 @@ def measure_importance(
     *,
     chunk_tokens: int = CHUNK_TOKENS,
     max_chunks: int = MAX_CHUNKS,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> Importance:
     """Run the model of `folder` over `text` with transformers and write its importance matrix to `output` (.npz).
 
@@ -39,29 +41,20 @@ def measure_importance(
     that cannot be read or is shorter than two tokens, ModelFileError for a model that cannot be converted,
     CapabilityError without torch and transformers.
     """
-    from edgespec.export.gguf.files import whole_file
-
     checkpoint = Checkpoint.open(folder)
     names = _linear_names(checkpoint)
-    model, tokenizer, torch = _load(folder)
-    chunks = list(_chunks(tokenizer, text, chunk_tokens))[:max_chunks]
     sums: dict[str, Any] = {}
     counts: dict[str, int] = {}
-    hooks = _watch(model, names, sums, counts, torch)
-    try:
-        with torch.no_grad():
-            for done, ids in enumerate(chunks):
-                if progress:
-                    progress(done, len(chunks), "measuring importance")
-                model(torch.tensor([ids]), use_cache=False)
-    finally:
-        for handle in hooks:
-            handle.remove()
+    with in_transformers(folder, None) as (torch, _, model):
+        chunks = list(_chunks(read_tokenizer(folder), text, chunk_tokens))[:max_chunks]
+        _watch(model, names, sums, counts, torch)
+        for done, ids in enumerate(chunks):
+            progress(done, len(chunks), "measuring importance")
+            model(torch.tensor([ids]), use_cache=False)
     found = {name: (sums[name] / counts[name]).to(torch.float32).numpy() for name in sums}
-    with whole_file(output) as temporary, temporary.open("wb") as file:
+    with atomic_file(output) as temporary, temporary.open("wb") as file:
         np.savez(file, **found)
-    if progress:
-        progress(len(chunks), len(chunks), "done")
+    progress(len(chunks), len(chunks), "done")
     return found
 
 
@@ -96,35 +89,19 @@ def _linear_names(checkpoint: Checkpoint) -> dict[str, str]:
     return names
 
 
-def _load(folder: Path) -> tuple[Any, Any, Any]:
-    try:
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-    except ImportError as exc:
-        raise CapabilityError(
-            f"measuring importance needs the package {exc.name}: {install_command('export')}"
-        ) from exc
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise ModelFileError(f"{folder} cannot be loaded by transformers: {error}") from error
-    return model.eval(), tokenizer, torch
-
-
 def _chunks(tokenizer: Any, text: Path, chunk_tokens: int) -> Iterator[list[int]]:
     try:
         content = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{text} cannot be read as UTF-8 text: {error}") from error
-    ids: list[int] = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
+    ids: list[int] = tokenizer.encode(content, add_special_tokens=False).ids
     if len(ids) < 2:
         raise UsageError(f"{text} is {len(ids)} tokens long; give some pages of text like that of later use")
     for start in range(0, len(ids), chunk_tokens):
         yield ids[start : start + chunk_tokens]
 
 
-def _watch(model: Any, names: dict[str, str], sums: dict[str, Any], counts: dict[str, int], torch: Any) -> list[Any]:
+def _watch(model: Any, names: dict[str, str], sums: dict[str, Any], counts: dict[str, int], torch: Any) -> None:
     """Hooks on every matrix, which add up squared inputs per channel. Raises ModelFileError when one is not found."""
     modules = dict(model.named_modules())
     if missing := [module for module in names if module not in modules]:
@@ -138,4 +115,5 @@ def _watch(model: Any, names: dict[str, str], sums: dict[str, Any], counts: dict
 
         return add
 
-    return [modules[module].register_forward_hook(watch(name)) for module, name in names.items()]
+    for module, name in names.items():
+        modules[module].register_forward_hook(watch(name))

@@ -8,7 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from edgespec.errors import SamplingError
+from edgespec.formats.files import write_atomically
 from edgespec.formats.manifest import MANIFEST, MANIFEST_FORMAT
 from edgespec.sampling import Sampling
 
@@ -20,7 +23,6 @@ SAMPLING_NAMES = {
     "min_p": "min_p",
     "repetition_penalty": "repeat_penalty",
 }
-_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def card_licence(folder: Path) -> str:
@@ -65,46 +67,7 @@ def _is_allowed(key: str, value: float) -> bool:
 
 
 def write_manifest(folder: Path, values: Mapping[str, Any]) -> Path:
-    """Write `values` as the folder's manifest, whole or not at all."""
+    """Write `values` as the folder's manifest. Raises StateError when it cannot be written."""
     path = folder / MANIFEST
-    temporary = path.with_name(f"{MANIFEST}.tmp")
-    temporary.write_text(to_toml({"format": MANIFEST_FORMAT, **values}), encoding="utf-8")
-    return temporary.replace(path)
-
-
-def to_toml(values: Mapping[str, Any]) -> str:
-    """Strings, numbers, booleans, lists of them, lists of tables and nested tables as TOML."""
-    return "\n".join(_table(values, "")).strip("\n") + "\n"
-
-
-def _table(values: Mapping[str, Any], prefix: str) -> list[str]:
-    lines, below = [], []
-    for key, value in values.items():
-        name = key if _BARE_KEY.fullmatch(key) else _string(key)
-        if isinstance(value, Mapping):
-            inner = _table(value, f"{prefix}{name}.")
-            has_values = any(not isinstance(v, Mapping) for v in value.values())
-            below += ["", f"[{prefix}{name}]", *inner] if has_values else inner
-        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
-            for entry in value:
-                below += ["", f"[[{prefix}{name}]]", *_table(entry, f"{prefix}{name}.")]
-        else:
-            lines.append(f"{name} = {_value(value)}")
-    return lines + below
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return _string(value)
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_value, value))}]"
-    if isinstance(value, float):
-        return repr(value) if "." in repr(value) or "e" not in repr(value) else repr(value).replace("e", ".0e")
-    return str(value)
-
-
-def _string(text: str) -> str:
-    # JSON's escapes are TOML's, but for DEL, which JSON leaves as it is
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+    write_atomically(path, tomli_w.dumps({"format": MANIFEST_FORMAT, **values}))
+    return path

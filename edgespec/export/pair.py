@@ -9,24 +9,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from edgespec.errors import CapabilityError, ConfigError, ModelFileError
+from edgespec.errors import ConfigError, ModelFileError
 from edgespec.export.file_checks import check_stages
 from edgespec.export.hub import find_source
 from edgespec.export.manifest import card_licence, recommended_sampling, write_manifest
+from edgespec.export.onnx.convert import Exporter, choose_exporter, require_exporter
 from edgespec.export.plan import Facts, needs_of, read_facts
 from edgespec.export.reference import require_packages
-from edgespec.export.reporting import Reporter
 from edgespec.export.request import ExportRequest
 from edgespec.export.resources import check_room, human
-from edgespec.export.stages import Artefact, Model, Stage, stages_of
+from edgespec.export.stages import Artefact, Model, Reporter, Stage, stages_of
 from edgespec.export.tokens import check_round_trip, check_same_tokens, token_names
 from edgespec.export.workspace import Workspace, check_output, opened
 from edgespec.formats.manifest import read_pair, sha256_of
-from edgespec.installation import install_command
 
 ENGINES = {"gguf": "llamacpp", "onnx": "onnx"}
 
@@ -120,16 +118,7 @@ def check_architectures(request: ExportRequest, models: Mapping[str, Model]) -> 
                 known = ", ".join(ARCHITECTURES)
                 raise ModelFileError(f"{model.source.name} is a {name}; edgespec converts to GGUF: {known}")
         if "onnx" in request.formats:
-            from edgespec.export.onnx.builder import ARCHITECTURES as BUILDABLE
-
-            exporter = request.exporter
-            if exporter == "auto":
-                exporter = "builder" if name in BUILDABLE else "transformers"
-            package = {"builder": "onnxruntime_genai", "transformers": "onnxscript"}.get(exporter)
-            if package is not None and find_spec(package) is None:
-                raise CapabilityError(
-                    f"the ONNX exporter {exporter!r} needs the package {package}: {install_command('export')}"
-                )
+            require_exporter(choose_exporter(name, cast(Exporter, request.exporter)))
 
 
 def _identity(request: ExportRequest, models: Mapping[str, Model]) -> dict[str, Any]:

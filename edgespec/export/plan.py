@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelFileError
-from edgespec.export.checkpoint import Checkpoint, read_json
+from edgespec.export.checkpoint import Checkpoint
 from edgespec.export.hub import Source
 from edgespec.export.request import ExportRequest, Format
+from edgespec.formats.hub_folder import read_json
 
 # Bits per weight, block scales included; a mixture counts its heavier tensors.
 BITS = {

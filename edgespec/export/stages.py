@@ -11,20 +11,31 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
-from edgespec.export.checkpoint import read_json
-from edgespec.export.eagle3_config import is_head_config
+from edgespec.export.checkpoint import is_head_config
 from edgespec.export.hub import Source, local_source
 from edgespec.export.plan import Facts, read_facts
-from edgespec.export.reporting import Progress
 from edgespec.export.request import ExportRequest, Format
 from edgespec.export.workspace import Workspace
+from edgespec.formats.hub_folder import read_json
+from edgespec.types import Progress
 
 TABLES: Mapping[Format, str] = {"gguf": "files", "onnx": "onnx"}
 PRUNED = "pruned"
+
+
+class Reporter(Protocol):
+    """Who is told how an export goes; the command line implements it."""
+
+    def note(self, text: str) -> None:
+        """One thing a user should know."""
+
+    def stage(self, title: str) -> AbstractContextManager[Progress]:
+        """A piece of work, and what its progress is reported to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,55 +120,32 @@ class Maker:
         return Model(source, read_facts(source))
 
     def gguf(self, role: str, progress: Progress) -> list[Artefact]:
-        from edgespec.export.gguf import export_gguf
-
         quant, model = self.request.quant_of(role, "gguf"), self.model_of(role)
         name = f"{role}-{quant}.gguf"
-        if role == "draft" and model.is_head:
-            return self._gguf_head(model, quant, name, progress)
-        export_gguf(
-            model.source.folder,
-            self.workspace.pair / name,
-            quant,
-            importance=self._importance(role, progress),
-            name=self._name(role),
-            licence=self.request.licence,
-            threads=self.request.threads,
-            progress=progress,
-        )
+        self._write_gguf(role, model, quant, self.workspace.pair / name, progress)
         return [Artefact(f"gguf.{role}", "gguf", role, quant, name, (), model.facts.num_parameters)]
 
-    def _gguf_head(self, model: Model, quant: str, name: str, progress: Progress) -> list[Artefact]:
+    def _write_gguf(self, role: str, model: Model, quant: str, path: Path, progress: Progress) -> None:
+        from edgespec.export.gguf import export_gguf
         from edgespec.export.gguf.eagle3 import convert_head
 
-        convert_head(
-            model.source.folder,
-            self.models["target"].source.folder,
-            self.workspace.pair / name,
-            quant,
-            name=self._name("draft"),
-            licence=self.request.licence,
-            progress=progress,
+        folder, name, licence = model.source.folder, self._name(role), self.request.licence
+        if role == "draft" and model.is_head:
+            target = self.models["target"].source.folder
+            convert_head(folder, target, path, quant, name=name, licence=licence, progress=progress)
+            return
+        importance, threads = self._importance(role, progress), self.request.threads
+        export_gguf(
+            folder, path, quant, importance=importance, name=name, licence=licence, threads=threads, progress=progress
         )
-        return [Artefact("gguf.draft", "gguf", "draft", quant, name, (), model.facts.num_parameters)]
 
     def gguf_early_exit(self, progress: Progress) -> list[Artefact]:
-        from edgespec.export.gguf import export_gguf
         from edgespec.export.gguf.early_exit import early_exit_gguf
 
         assert self.request.derivation is not None
         quant, model = self.request.quants["gguf"], self.models["target"]
         whole = self.workspace.temporary / f"model-{quant}.gguf"
-        export_gguf(
-            model.source.folder,
-            whole,
-            quant,
-            importance=self._importance("target", progress),
-            name=self._name("target"),
-            licence=self.request.licence,
-            threads=self.request.threads,
-            progress=progress,
-        )
+        self._write_gguf("target", model, quant, whole, progress)
         made = early_exit_gguf(whole, self.workspace.pair, self.request.derivation.exit_layer, progress=progress)
         whole.unlink()
         return [

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import UsageError
+from edgespec.formats.files import replace_folder, restore_folder, write_atomically
 from edgespec.formats.manifest import MANIFEST, sha256_of
 
 JOURNAL_FORMAT = 1
@@ -38,7 +39,6 @@ class Workspace:
         self.folder = output.with_name(f".{output.name}.export")
         self.pair = self.folder / "pair"
         self.temporary = self.folder / "temporary"
-        self._replaced = output.with_name(f".{output.name}.replaced")
         self._replace = replace
         self._journal: dict[str, Any] = {}
 
@@ -111,23 +111,10 @@ class Workspace:
 
     def publish(self) -> None:
         """Give `pair` its final name in one step, replacing an old output only if that was allowed."""
-        if self.output.exists() and any(self.output.iterdir()):
-            if not self._replace:
-                raise UsageError(f"{self.output} appeared while the export ran: move it away, or give --force")
-            self.output.replace(self._replaced)
-        elif self.output.exists():
-            self.output.rmdir()
-        self.pair.replace(self.output)
-        shutil.rmtree(self._replaced, ignore_errors=True)
+        if self.output.exists() and any(self.output.iterdir()) and not self._replace:
+            raise UsageError(f"{self.output} appeared while the export ran: move it away, or give --force")
+        replace_folder(self.pair, self.output)
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    def recover(self) -> None:
-        """Undo an exchange that was cut off between its two renames."""
-        if self._replaced.exists():
-            if self.output.exists():
-                shutil.rmtree(self._replaced)
-            else:
-                self._replaced.replace(self.output)
 
     def tidy(self) -> None:
         """Remove what no later run could go on with."""
@@ -147,11 +134,7 @@ class Workspace:
         return journal if isinstance(journal, dict) else {}
 
     def _write_journal(self) -> None:
-        path = self.folder / "journal.json"
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self._journal, indent=1), encoding="utf-8")
-        _to_disk(temporary)
-        temporary.replace(path)
+        write_atomically(self.folder / "journal.json", json.dumps(self._journal, indent=1))
 
 
 @contextmanager
@@ -163,7 +146,7 @@ def opened(output: Path, *, replace: bool) -> Iterator[Workspace]:
     workspace = Workspace(output, replace=replace)
     output.parent.mkdir(parents=True, exist_ok=True)
     with _locked(output.with_name(f".{output.name}.export.lock"), output):
-        workspace.recover()
+        restore_folder(output)
         check_output(output, replace=replace)
         yield workspace
 

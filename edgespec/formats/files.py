@@ -1,19 +1,31 @@
-"""Paths as users and the environment give them: a path that cannot be followed is one where nothing is.
+"""Files and folders: paths as users give them, the folders that hold a user's own files, and writing atomically.
 
-`pathlib` raises for some of them (RuntimeError for a loop of links or an unknown user, OSError for a name that is too
-long or a folder that may not be entered, ValueError for a NUL), in the middle of questions that have a plain answer.
+A path that cannot be followed counts as one where nothing is. `pathlib` raises for some of them (RuntimeError for a
+loop of links or an unknown user, OSError for a name that is too long or a folder that may not be entered, ValueError
+for a NUL), in the middle of questions that have a plain answer.
+
+Files and folders are written under a temporary name beside the final one and renamed when they are complete, so an
+interrupted run never leaves half a file under its final name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Literal
 
-from edgespec.errors import ConfigError
+from edgespec.errors import ConfigError, StateError
 
 MAX_TEXT_BYTES = 256 << 20  # of a file that is read whole; devices never end
+TEMPORARY, REPLACED = ".tmp", ".replaced"
 AnyPath = str | os.PathLike[str]
+WRITE_FIX = "free some space, or give another place"
+FolderKind = Literal["config", "data", "state", "cache"]
 
 
 def is_file(path: AnyPath) -> bool:
@@ -52,6 +64,29 @@ def home_folder() -> Path:
     return Path(found)
 
 
+def user_folder(kind: FolderKind, environ: Mapping[str, str] | None = None) -> Path:
+    """The folder for edgespec's files of one kind: in EDGESPEC_HOME, else under XDG_<KIND>_HOME, else the platform's.
+
+    Raises ConfigError where none of them is set and the user has no home folder.
+    """
+    environ = os.environ if environ is None else environ
+    if home := environ.get("EDGESPEC_HOME"):
+        return Path(home, "cache") if kind == "cache" else Path(home)
+    if chosen := environ.get(f"XDG_{kind.upper()}_HOME"):
+        return Path(chosen, "edgespec")
+    home_folder()
+    from platformdirs import PlatformDirs  # 10 ms that EDGESPEC_HOME saves
+
+    folders = PlatformDirs("edgespec", appauthor=False)
+    places = {
+        "config": folders.user_config_path,
+        "data": folders.user_data_path,
+        "state": folders.user_state_path,
+        "cache": folders.user_cache_path,
+    }
+    return places[kind]
+
+
 def read_text(path: AnyPath) -> str:
     """The text of a file in UTF-8, or of a pipe that somebody writes to; a pipe without a writer is empty.
 
@@ -71,3 +106,106 @@ def _open_at_once(path: str, flags: int) -> int:
     if at_once:
         os.set_blocking(handle, True)
     return handle
+
+
+@contextlib.contextmanager
+def write_errors(path: Path, *others: type[Exception], fix: str = WRITE_FIX) -> Iterator[None]:
+    """Raises OSError of the block as a StateError that names `path` and the `fix`.
+
+    `others`: what a library raises in place of OSError when the disk is full.
+    """
+    kinds: tuple[type[Exception], ...] = (OSError, *others)
+    try:
+        yield
+    except kinds as exc:
+        reason = getattr(exc, "strerror", None) or f"is the disk full? ({exc})"
+        raise StateError(f"{path} cannot be written: {reason}; {fix}") from exc
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path, *others: type[Exception], fix: str = WRITE_FIX) -> Iterator[Path]:
+    """Yields the path `NAME.tmp` for the block to write; it becomes `path` at the end, or is removed if that fails.
+
+    For large files with one writer at a time: what a killed process left is overwritten by the next one. Raises
+    StateError, as `write_errors` does.
+    """
+    temporary = path.with_name(path.name + TEMPORARY)
+    with write_errors(path, *others, fix=fix):
+        try:
+            yield temporary
+            with temporary.open("rb+") as file:  # Windows flushes only what may be written
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+
+
+def write_atomically(
+    path: Path,
+    contents: str | bytes,
+    *,
+    parents: bool = False,
+    private: bool = False,
+    durable: bool = True,
+    fix: str = WRITE_FIX,
+) -> None:
+    """Replace `path` by a file with `contents`, text as UTF-8; several processes may do so at the same time.
+
+    `parents`: make missing folders. `private`: only its owner may read it. `durable`: wait until the disk has it, so
+    that it outlives a loss of power. Raises StateError when the file cannot be written.
+    """
+    data = contents.encode() if isinstance(contents, str) else contents
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
+    with write_errors(path, fix=fix):
+        if parents:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        mode = 0o600 if private else 0o666
+        try:
+            with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+                file.write(data)
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yields a new folder `NAME.tmp` for the block to fill; it becomes `path` at the end, in place of an older folder.
+
+    It is removed if the block fails. Raises StateError, as `write_errors` does.
+    """
+    temporary = path.with_name(path.name + TEMPORARY)
+    with write_errors(path):
+        restore_folder(path)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        try:
+            yield temporary
+            replace_folder(temporary, path)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def replace_folder(new: Path, path: Path) -> None:
+    """Rename `new` to `path`; an older folder there is set aside first and removed afterwards. Raises OSError."""
+    replaced = path.with_name(f".{path.name}{REPLACED}")
+    if path.exists():
+        path.replace(replaced)
+    try:
+        new.replace(path)
+    finally:
+        restore_folder(path)
+
+
+def restore_folder(path: Path) -> None:
+    """Finish or undo a `replace_folder` that was interrupted between its two renames. Raises OSError."""
+    replaced = path.with_name(f".{path.name}{REPLACED}")
+    if replaced.is_dir() and not path.exists():
+        replaced.replace(path)
+    shutil.rmtree(replaced, ignore_errors=True)

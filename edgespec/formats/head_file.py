@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import ModelFileError, ModelNotFound
-from edgespec.formats.files import is_file
+from edgespec.formats.files import WRITE_FIX, atomic_file, is_file
 
 FORMAT = 1
 Matrix = NDArray[np.float32]
@@ -134,8 +134,11 @@ class HeadFile:
         return float(cosines.mean()) >= _LEAST_LIKENESS
 
 
-def write_head_file(path: Path, heads: HeadFile, storage: str = "int8") -> None:
-    """Write `heads` to `path` in one step; matrices as `storage`, int8 with a scale per row or f16. Raises OSError."""
+def write_head_file(path: Path, heads: HeadFile, storage: str = "int8", fix: str = WRITE_FIX) -> None:
+    """Write `heads` to `path`; matrices as `storage`, int8 with a scale per row or f16.
+
+    Raises StateError, which names `fix`, when the file cannot be written.
+    """
     stored: dict[str, NDArray[Any]] = {TOKEN_IDS: heads.token_ids, PROBE_IDS: heads.probe_ids}
     stored[PROBE_STATES] = heads.probe_states.astype(np.float16)
     for name, array in {**heads.arrays, VOCABULARY: heads.vocabulary}.items():
@@ -147,10 +150,8 @@ def write_head_file(path: Path, heads: HeadFile, storage: str = "int8") -> None:
             stored[name] = array.astype(np.float16 if array.ndim == 2 else np.float32)
     text = json.dumps({"format": FORMAT, **asdict(heads.manifest)}, sort_keys=True)
     stored[MANIFEST] = np.frombuffer(text.encode(), np.uint8)
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as handle:
+    with atomic_file(path, fix=fix) as temporary, temporary.open("wb") as handle:
         np.savez(handle, allow_pickle=False, **stored)
-    temporary.replace(path)
 
 
 def read_head_file(path: Path) -> HeadFile:

@@ -13,7 +13,7 @@ from edgespec.config import DrafterName, RuleName
 from edgespec.errors import Cancelled
 from edgespec.generation.executor import Events, Executor, Request
 from edgespec.generation.turn import Caller, Claim
-from edgespec.types import FinishReason, Stats, TokenEvent
+from edgespec.types import Closing, FinishReason, Stats, TokenEvent
 
 Returned = TypeVar("Returned")
 
@@ -42,7 +42,7 @@ class Result:
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
-class Generation:
+class Generation(Closing):
     """The handle of one request; returned by `Model.stream` and `Model.chat`.
 
     Iterate over it (`for` or `async for`) for its token events, or call `result()` (`await aresult()`) for all of them.
@@ -231,14 +231,6 @@ class Generation:
         import asyncio
 
         await asyncio.to_thread(self.close)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -11,14 +11,13 @@ import logging
 import os
 import re
 import shlex
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound, shown
-from edgespec.formats.files import exists, expanded, home_folder, is_file, is_folder, resolved
+from edgespec.formats.files import exists, expanded, is_file, is_folder, resolved, user_folder
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair
 
 logger = logging.getLogger("edgespec")
@@ -27,19 +26,10 @@ SUFFIXES = (".gguf", ".onnx")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.gguf)(?<!\.onnx)")
 
 
-def user_folder() -> Path:
-    """Where a user's own pairs live: `EDGESPEC_MODELS`, `models` in `EDGESPEC_HOME`, or the platform's data folder."""
-    if chosen := os.environ.get("EDGESPEC_MODELS"):
-        return Path(chosen)
-    if home := os.environ.get("EDGESPEC_HOME"):
-        return Path(home) / "models"
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or home_folder() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = home_folder() / "Library" / "Application Support"
-    else:
-        base = Path(os.environ.get("XDG_DATA_HOME") or home_folder() / ".local" / "share")
-    return base / "edgespec" / "models"
+def models_folder() -> Path:
+    """Where a user's own pairs live: `EDGESPEC_MODELS`, or `models` in the user's data folder."""
+    chosen = os.environ.get("EDGESPEC_MODELS")
+    return Path(chosen) if chosen else user_folder("data") / "models"
 
 
 def _registry_folders() -> tuple[Path, ...]:
@@ -47,7 +37,7 @@ def _registry_folders() -> tuple[Path, ...]:
     checkout = package.parent
     # Installed, the parent is site-packages, where a folder `models` would be somebody else's.
     own = (checkout / "models",) if is_file(checkout / "pyproject.toml") else ()
-    return user_folder(), *own, package / "data" / "models"
+    return models_folder(), *own, package / "data" / "models"
 
 
 def _named_folders() -> Iterator[tuple[str, Path]]:

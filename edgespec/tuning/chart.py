@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from edgespec.errors import CapabilityError, ConfigError
+from edgespec.formats.files import atomic_file
 from edgespec.installation import install_command
 from edgespec.tuning.calibration import Calibration, DraftCalibration
 
@@ -52,7 +51,8 @@ def draw(calibration: Calibration, draft: DraftCalibration | None, title: str, p
         axes.legend(frameon=False, fontsize=8)
     left.set(title=title, ylabel="milliseconds per pass", xlabel="width of the pass, tokens (filled: useful)")
     right.set(title="Highest speedup that a width allows", ylabel="width x t(1) / t(width), fitted")
-    _save(figure, path)
+    with atomic_file(path) as temporary:
+        figure.savefig(temporary, dpi=_DOTS_PER_INCH, format="png")
 
 
 def _draw_context(axes: Any, calibration: Calibration, context: int, colour: str) -> None:
@@ -74,14 +74,3 @@ def _draw_share(axes: Any, calibration: Calibration, context: int, colour: str) 
     pass_s, widths = calibration.curve.table(context), calibration.widths
     gains = [width * pass_s[1] / pass_s[width] for width in widths]
     axes.plot(widths, gains, marker="o", markersize=3, color=colour, label=f"{context} tokens cached")
-
-
-def _save(figure: Any, path: Path) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".png.tmp")
-    os.close(handle)
-    try:
-        figure.savefig(temporary, dpi=_DOTS_PER_INCH, format="png")
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

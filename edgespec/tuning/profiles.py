@@ -7,11 +7,7 @@ it takes the part of it along that was found under the opposite.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
-import os
-import tempfile
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,12 +15,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from edgespec.engines.machine import machine_name
 from edgespec.errors import ConfigError, ModelFileError, StateError
-from edgespec.formats.files import expanded, is_file, read_text, resolved
+from edgespec.formats.files import expanded, is_file, read_text, resolved, user_folder, write_atomically
 from edgespec.formats.manifest import MANIFEST
 from edgespec.loading.registry import model_in, registered_folders
-from edgespec.settings import Settings, find, user_folder
+from edgespec.settings import Settings, find
 
 PROFILE_FORMAT = 1
 TUNED = ("engine", "drafter", "draft_length", "exit_layer", "threads")  # the settings that a profile may hold
@@ -67,7 +65,7 @@ def profile_path(model: str, draft: Path | None = None) -> Path | None:
     whole = (identity, None if draft is None else _identity(str(draft)), machine_name())
     key = hashlib.sha256(repr(whole).encode()).hexdigest()[:16]
     name = "".join(letter if letter.isalnum() else "-" for letter in Path(model).stem)[:40]
-    return user_folder("XDG_CONFIG_HOME", ".config") / "profiles" / f"{name}-{key}.toml"
+    return user_folder("config") / "profiles" / f"{name}-{key}.toml"
 
 
 def with_profile(settings: Settings, *, leaves_plain: bool = False) -> Settings:
@@ -115,18 +113,7 @@ def load_profile(path: Path) -> Profile:
 
 def save_profile(path: Path, profile: Profile) -> None:
     """Write a profile whole or not at all, over an older one. Raises StateError when the folder cannot be written."""
-    temporary = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(_as_toml(profile))
-        Path(temporary).replace(path)
-    except OSError as exc:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                Path(temporary).unlink()
-        raise StateError(f"the profile {path} cannot be written: {exc.strerror}; make its folder writable") from exc
+    write_atomically(path, _as_toml(profile), parents=True)
 
 
 def forget_profile(path: Path) -> bool:
@@ -184,19 +171,9 @@ def _damaged(path: Path, problem: str) -> ConfigError:
 
 
 def _as_toml(profile: Profile) -> str:
-    lines = [
-        "# Written by `edgespec tune`; `edgespec tune --forget` removes it, --no-profile ignores it.",
-        f"format = {PROFILE_FORMAT}",
-        *(f"{key} = {_quoted(getattr(profile, key))}" for key in ("model", "machine", "created")),
-        f"tokens_per_second = {profile.tokens_per_second:.2f}",
-        f"speedup = {profile.speedup:.3f}",
-        "",
-        "[settings]",
-        *(f"{find(name, 'profile').key} = {_quoted(value)}" for name, value in profile.settings.items()),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _quoted(value: Any) -> str:
-    """A string or number as TOML: as JSON, but that TOML does not take a raw DEL."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    found = {find(name, "profile").key: value for name, value in profile.settings.items()}
+    figures = {"tokens_per_second": round(profile.tokens_per_second, 2), "speedup": round(profile.speedup, 3)}
+    about = {"model": profile.model, "machine": profile.machine, "created": profile.created}
+    table = {"format": PROFILE_FORMAT, **about, **figures, "settings": found}
+    first = "# Written by `edgespec tune`; `edgespec tune --forget` removes it, --no-profile ignores it.\n"
+    return first + tomli_w.dumps(table)

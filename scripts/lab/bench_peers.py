@@ -25,6 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from edgespec.errors import ConfigError, EdgespecError
+from edgespec.formats.files import write_atomically
 from edgespec.loading.sample_prompts import PROMPTS
 from peers.base import Request
 from peers.child import PEERS
@@ -96,10 +97,10 @@ def run(given: argparse.Namespace) -> None:
         libraries = {name: peer.library for name, peer in competition.peers.items()}
     rows = make_rows(chosen.contestants, journal, libraries)
     written = table(rows, competition.out)
-    write(given.output / "report.md", written)
+    write_atomically(given.output / "report.md", written)
     about = {**identity_of(given, prompts), "pair": pair.name, "libraries": libraries}
     found = as_json(rows, competition.out, journal, [domain for domain, _ in prompts], about)
-    write(given.output / "report.json", json.dumps(found, indent=1))
+    write_atomically(given.output / "report.json", json.dumps(found, indent=1))
     print(written)
     if rows and not given.no_plot:
         title = f"{pair.name}: {len(prompts)} prompts of {given.tokens} tokens, temperature {given.temp:g}"
@@ -164,12 +165,6 @@ def pythons_of(options: list[str]) -> dict[str, str]:
             raise ConfigError(f"--python must be PEER=PATH with PEER of {', '.join(PEERS)}, got {option!r}")
         pythons[name] = path
     return pythons
-
-
-def write(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 def say(text: str) -> None:

@@ -15,8 +15,8 @@ import json
 from pathlib import Path
 
 from demo_training.corpus import BOS, TURN_START, turn
-from edgespec.bench.output import write_whole
 from edgespec.errors import EdgespecError
+from edgespec.formats.files import write_atomically
 from edgespec.tuning.prompt_sources import read_data
 from edgespec.tuning.workload import BenchPrompt, choose
 
@@ -43,7 +43,7 @@ def main() -> None:
     except EdgespecError as exc:
         parser.error(str(exc))
     lines = [json.dumps({"domain": prompt.domain, "text": rendered(prompt)}) for prompt in prompts]
-    write_whole(chosen.out, ("\n".join(lines) + "\n").encode())
+    write_atomically(chosen.out, "\n".join(lines) + "\n")
     print(f"{chosen.out}: {len(lines)} prompts")
 
 

@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +17,7 @@ from edgespec.bench.runner import needs_second_model
 from edgespec.cli.main import cli
 from edgespec.engines.disk_cache import cache_folder
 from edgespec.installation import install_command
+from waiting import until
 
 KEYS = {
     *("format", "edgespec", "model", "engine", "device", "threads", "context_length", "drafter", "draft_length"),
@@ -37,15 +36,7 @@ PROMPT = {"domain", "text", "num_turns", "temperature", "num_prompt_tokens", "fi
 QUICK = ["-n", "10", "--repeat", "1", "--temp", "0"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """More threads than free cores make a tiny model a hundred times slower."""
-    monkeypatch.setenv("EDGESPEC_THREADS", "1")
-
-
-@pytest.fixture
-def pair(target_path, draft_path):
-    return ["-m", str(target_path), "-md", str(draft_path)]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -218,7 +209,7 @@ def test_an_interrupted_run_prints_what_is_done_and_goes_on(pair, prompts, tmp_p
     ]
     command = [sys.executable, "-m", "edgespec", "bench", *arguments, "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        _wait_for_lines(journal, 3, process)
+        until(lambda: journal.exists() and journal.read_bytes().count(b"\n") >= 3, 120, process)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
@@ -240,16 +231,8 @@ def test_a_killed_run_goes_on(pair, prompts, tmp_path):
     arguments = [*pair, "-n", "24", "--temp", "0", "--prompts", str(prompts), "--resume", str(journal)]
     command = [sys.executable, "-m", "edgespec", "bench", *arguments, "--repeat", "60"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        _wait_for_lines(journal, 3, process)
+        until(lambda: journal.exists() and journal.read_bytes().count(b"\n") >= 3, 120, process)
         process.kill()
     result = run(*arguments, "--repeat", "1", "--json")
     assert "2 of 2 are done already" in result.stderr
     assert json.loads(result.stdout)["complete"]
-
-
-def _wait_for_lines(journal: Path, count: int, process: subprocess.Popen[Any]) -> None:
-    deadline_s = time.monotonic() + 120
-    while not journal.exists() or journal.read_bytes().count(b"\n") < count:
-        assert process.poll() is None, "it ended by itself"
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)

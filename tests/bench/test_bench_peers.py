@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +29,7 @@ from peers.journal import Journal
 from peers.process import PeerProcess
 from peers.report import as_json, make_rows, quartiles, table
 from peers.tuning import tune
+from waiting import until
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "models" / "demo"
@@ -151,10 +151,7 @@ def test_late_answer_ends_the_child_and_what_it_started(stand_in, tmp_path):
     )
     with pytest.raises(EngineError, match="took longer than 3 s"):
         peer.generate(REQUEST, 3)
-    deadline = time.monotonic() + 10
-    while is_running(int((tmp_path / "pid").read_text())):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not is_running(int((tmp_path / "pid").read_text())))
 
 
 def is_running(pid: int) -> bool:
@@ -187,10 +184,7 @@ def test_a_parent_that_is_killed_leaves_no_child(tmp_path):
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 10
-    while is_running(pid):
-        assert time.monotonic() < deadline, "the child outlived its parent"
-        time.sleep(0.05)
+    until(lambda: not is_running(pid))
 
 
 class FakePeer:

@@ -17,7 +17,7 @@ import pytest
 from bench_table import table_model
 from edgespec.bench.html import page
 from edgespec.bench.journal import Journal, default_path
-from edgespec.bench.output import check_outputs, write_whole
+from edgespec.bench.output import check_outputs
 from edgespec.bench.record import Trial
 from edgespec.bench.report import Setup, report_of
 from edgespec.bench.runner import Runner, Task, load_standard, needs_second_model, tasks_of
@@ -391,11 +391,3 @@ def test_output_places_are_checked_first(tmp_path, monkeypatch):
     monkeypatch.setattr("edgespec.bench.output.has_matplotlib", lambda: False)
     with pytest.raises(CapabilityError, match=re.escape(install_command("bench"))):
         check_outputs(tmp_path / "plots", None)
-
-
-def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
-    write_whole(tmp_path / "page.html", b"one")
-    write_whole(tmp_path / "page.html", b"two")
-    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
-    with pytest.raises(StateError, match="cannot be written"):
-        write_whole(tmp_path / "no" / "page.html", b"x")

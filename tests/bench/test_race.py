@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -47,9 +46,7 @@ FEW = GenerateOptions(max_tokens=24)
 POSIX = pytest.mark.skipif(os.name == "nt", reason="signals and terminals of POSIX")
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    monkeypatch.setenv("EDGESPEC_THREADS", "1")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run(*arguments: str, stdin: str | None = None) -> Result:
@@ -430,14 +427,27 @@ def test_the_finish_is_drawn(tmp_path: Path):
     assert list(tmp_path.iterdir()) == [picture]
 
 
+RACE_ALOUD = """
+import sys
+from edgespec.bench.race import Race
+from edgespec.cli.main import main
+plain_lap = Race.plain_lap
+def said(race):
+    for mark in plain_lap(race):
+        print("a token", file=sys.stderr, flush=True)
+        yield mark
+Race.plain_lap = said
+main()
+"""
+
+
 @POSIX
 def test_an_interrupt_ends_it_with_130_and_no_result():
-    arguments = [sys.executable, "-m", "edgespec", "race", "demo", "--ignore-eos", "-n", "2000"]
+    arguments = [sys.executable, "-c", RACE_ALOUD, "race", "demo", "--ignore-eos", "-n", "2000"]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
-        while b"seed" not in process.stderr.readline():
-            pass
-        time.sleep(0.5)
+        while process.stderr.readline() != b"a token\n":
+            assert process.poll() is None
         process.send_signal(signal.SIGINT)
         output, said = process.communicate(timeout=120)
     assert process.returncode == 130, said.decode()

@@ -25,9 +25,7 @@ from tiny_gguf import Shape, write_model
 POSIX = pytest.mark.skipif(os.name == "nt", reason="signals and terminals of POSIX")
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    monkeypatch.setenv("EDGESPEC_THREADS", "1")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="session")
@@ -300,6 +298,13 @@ class Terminal:
         seen, _, self._unread = self._unread.partition(text)
         return seen
 
+    def wait_for_more(self) -> None:
+        """Wait until a letter has appeared that was not waited for."""
+        while not any(letter.isalpha() for letter in self._unread):
+            ready, _, _ = select.select([self._master], [], [], 60)
+            assert ready, f"waited for anything, saw {self._unread!r}"
+            self._unread += os.read(self._master, 65536).decode(errors="replace")
+
     def enter(self, line: str) -> None:
         """Type a line at the prompt, and wait until it is taken."""
         self.wait_for(ASKING)
@@ -311,7 +316,7 @@ class Terminal:
 def test_ctrl_c_stops_the_answer_and_not_the_program(slow_path):
     with Terminal(str(slow_path), "--drafter", "none", "--ignore-eos", "--seed", "1") as terminal:
         terminal.enter("hello")
-        time.sleep(0.3)
+        terminal.wait_for_more()
         terminal.type("\x03")
         terminal.wait_for("stopped")
         terminal.enter("/stats")

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 
@@ -252,21 +251,24 @@ def test_a_failed_step_shows_the_end_and_the_likely_fix(script, tmp_path, capsys
     assert fix in likely
 
 
-def test_a_second_setup_waits_for_the_first(script, tmp_path):
+def test_a_second_setup_waits_for_the_first(script, tmp_path, monkeypatch):
     holder = (
-        "import importlib.util, pathlib, sys, time\n"
+        "import importlib.util, pathlib, sys\n"
         f"spec = importlib.util.spec_from_file_location('run_script', {str(SCRIPT)!r})\n"
         "run = importlib.util.module_from_spec(spec); spec.loader.exec_module(run)\n"
         f"run.ROOT = pathlib.Path({str(tmp_path)!r})\n"
-        "with run.setup_lock():\n    print('held', flush=True); time.sleep(0.7)\n"
+        "with run.setup_lock():\n    print('held', flush=True); sys.stdin.read()\n"
     )
-    with subprocess.Popen([sys.executable, "-c", holder], stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", holder], **pipes) as other:
+        assert other.stdin is not None and other.stdout is not None
         assert other.stdout.readline() == "held\n"
-        started_s = time.monotonic()
+        said = []
+        # what it says while it waits lets the first one go on
+        monkeypatch.setattr(script, "say", lambda text: (said.append(text), other.stdin.close()))
         with script.setup_lock():
-            assert time.monotonic() - started_s > 0.3
-        assert other.wait(10) == 0
+            assert said == ["another installation is running in this checkout: waiting for it"]
+        assert other.wait(60) == 0
 
 
 def test_help_needs_no_setup():

@@ -27,9 +27,7 @@ from edgespec.tuning.chart import bar
 STAIRS = {1: 0.010, 2: 0.014, 3: 0.014, 4: 0.014, 5: 0.022, 6: 0.0221, 8: 0.0222, 16: 0.06}
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    monkeypatch.setenv("EDGESPEC_THREADS", "1")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def samples(context: ContextCost, contexts: tuple[int, ...] = (10, 100, 1000)) -> list[Sample]:

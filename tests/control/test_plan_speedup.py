@@ -17,9 +17,7 @@ from edgespec.types import RoundRecord, Stats
 GIVEN = ["--acceptance", "0.7", "--pass-ms", "1:24.6,2:30,4:36,8:72"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    monkeypatch.setenv("EDGESPEC_THREADS", "1")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run(*arguments: str) -> Result:

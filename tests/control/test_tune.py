@@ -45,9 +45,7 @@ OTHER_TRIED = [replace(OTHER_PLAIN, drafter="ngram", draft_length=length) for le
 MEDIUM = DEMO / "demo-medium-q8_0.gguf"
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    monkeypatch.setenv("EDGESPEC_THREADS", "1")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)

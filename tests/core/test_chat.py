@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.chat.conversation import Conversation, fit_context, write_atomically
+from edgespec.chat.conversation import Conversation, fit_context
 from edgespec.chat.template import MAX_PROMPT_CHARACTERS, render_chat
 from edgespec.errors import CapabilityError, PromptError, StateError
 
@@ -175,12 +175,6 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         exchanges(2).save(path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path], "no temporary file stays behind"
-
-
-def test_a_folder_that_cannot_be_made_is_a_state_error(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StateError, match="cannot be written"):
-        write_atomically(tmp_path / "file" / "below.json", "{}")
 
 
 def ten_per_message(messages: list[dict[str, object]]) -> int:

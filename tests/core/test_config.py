@@ -11,7 +11,7 @@ from edgespec.cli.help import default_of
 from edgespec.config import GenerateOptions, LoadOptions, SessionOptions
 from edgespec.errors import ConfigError
 from edgespec.sampling import Sampling
-from edgespec.settings import SETTINGS, did_you_mean, find, resolve, user_folder
+from edgespec.settings import SETTINGS, did_you_mean, find, resolve
 
 OWNERS = {"load": LoadOptions, "sampling": Sampling, "generate": GenerateOptions, "session": SessionOptions}
 # Fields that no flag sets: overridden per generation, or only by the Python API.
@@ -61,10 +61,6 @@ def test_the_users_own_file_is_found_and_can_be_switched_off(tmp_path):
     assert resolve({}, {"EDGESPEC_HOME": str(tmp_path)}).part("load") == {"threads": 3}
     assert resolve({}, {"EDGESPEC_HOME": str(tmp_path), "EDGESPEC_CONFIG": ""}).values == {}
     assert resolve({}, {"EDGESPEC_HOME": str(tmp_path / "none"), "EDGESPEC_MODELS": str(tmp_path)}).values == {}
-
-
-def test_xdg_folders_are_honoured(tmp_path):
-    assert user_folder("XDG_STATE_HOME", ".local/state", {"XDG_STATE_HOME": "/x"}) == Path("/x/edgespec")
 
 
 @pytest.mark.parametrize(

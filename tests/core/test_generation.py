@@ -7,7 +7,6 @@ import gc
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +21,7 @@ from edgespec import Busy, EdgespecError, GenerateOptions, Generation, Model, Sa
 from edgespec.errors import EngineError, StateError
 from edgespec.generation import turn
 from edgespec.types import Batch, RoundRecord
+from waiting import reached, until
 
 LONG = GenerateOptions(max_tokens=200, ignore_eos=True)
 SHORT = GenerateOptions(max_tokens=24, ignore_eos=True)
@@ -125,13 +125,6 @@ def test_turns_are_first_come_first_served(model: Model) -> None:
     for thread in waiting:
         thread.join()
     assert order == [0, 1, 2, 3, 4]
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_who_has_the_turn_itself_is_refused_and_loses_nothing(model: Model, expected: Callable[..., str]) -> None:
@@ -348,14 +341,16 @@ def test_every_call_after_closing_raises_state_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["main", "daemon"])
 def test_an_open_stream_at_exit_ends_without_errors(where: str, tmp_path: Path) -> None:
     code = (
-        f"import sys, threading, time; sys.path[:0] = [{str(Path(__file__).parents[1] / 'support')!r}]\n"
+        f"import sys, threading; sys.path[:0] = [{str(Path(__file__).parents[1] / 'support')!r}]\n"
         "from pathlib import Path\nfrom bench_table import table_model\n"
         f"model = table_model(Path({str(tmp_path)!r}), 0.001, drafter='model', draft_length=4)\n"
         "stream = model.stream('abc')\nnext(stream)\n"
         "keep = [stream]; keep.append(keep)\n"
         f"if {where!r} == 'daemon':\n"
-        "    threading.Thread(target=lambda: [list(stream), model.generate('abc')], daemon=True).start()\n"
-        "    time.sleep(.05)\n"
+        "    begun = threading.Event()\n"
+        "    read = lambda: [begun.set() for _ in stream] + [model.generate('abc')]\n"
+        "    threading.Thread(target=read, daemon=True).start()\n"
+        "    assert begun.wait(20)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -451,9 +446,10 @@ def test_a_cancelled_task_ends_its_generation(tmp_path: Path) -> None:
     async def stopped(model: Model) -> None:
         generation = model.stream("abc", options=LONG)
         reading = asyncio.ensure_future(generation.aresult())
-        await asyncio.sleep(0.02)
-        waiting = asyncio.ensure_future(model.stream("abc", options=LONG).aresult())
-        await asyncio.sleep(0.02)
+        await reached(lambda: generation.stats.new_tokens)
+        second = model.stream("abc", options=LONG)
+        waiting = asyncio.ensure_future(second.aresult())
+        await reached(lambda: second._claim in model._executor.turn._queue)
         for task in (waiting, reading):
             task.cancel()
             with pytest.raises(asyncio.CancelledError):

@@ -12,15 +12,10 @@ from edgespec import GenerateOptions, Sampling
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.table import TableEngine
 from laws import ALPHA_1E6, law_score
-from lossless import PLAIN, PROMPTS, VOCABULARY, make_drafter, run_once
+from lossless import PROMPTS, SAMPLINGS, VOCABULARY, make_drafter, run_once
 
 
-@pytest.mark.parametrize("settings", [
-    Sampling(temperature=0.0),
-    PLAIN,
-    Sampling(temperature=0.8, top_k=5, top_p=0.9, min_p=0.05, seed=9),
-    Sampling(temperature=1.2, repeat_penalty=1.3, frequency_penalty=0.2, penalty_window=8, logit_bias={3: -2}, seed=4),
-])  # fmt: skip
+@pytest.mark.parametrize("settings", SAMPLINGS)
 @pytest.mark.parametrize("drafter_name", ["model", "ngram"])
 def test_coupled_text_is_plain_text_token_by_token(settings: Sampling, drafter_name: str) -> None:
     target = TableEngine.random(VOCABULARY, seed=1, context_length=400)

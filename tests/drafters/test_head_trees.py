@@ -29,11 +29,10 @@ from edgespec.stopping import StopRules
 from edgespec.types import Draft, Logits, RoundRecord, Verdict
 from head_tables import KINDS, VOCABULARY, request, table, with_features
 from laws import ALPHA_1E6, law_score
-from lossless import DEMO, PLAIN, PROMPTS, run_once, side_branches
+from lossless import DEMO, GREEDY, PENALISED_GREEDY, PLAIN, PROMPTS, SAMPLINGS, run_once, side_branches
 from simulation import Timed, Watched
 from tiny_heads import drafter_of, random_heads, table_heads
 
-GREEDY = Sampling(temperature=0.0)
 HIDDEN, TOKENS = 64, 299  # of the tiny model
 
 
@@ -57,13 +56,7 @@ def tree_request(most: int = 16, temperature: float = 0.0, branches: int = 8, **
 # -- losslessness
 
 
-@pytest.mark.parametrize("settings", [
-    GREEDY,
-    Sampling(temperature=0.0, repeat_penalty=1.5, presence_penalty=0.5, logit_bias={3: -2}),
-    PLAIN,
-    Sampling(temperature=0.8, top_k=5, top_p=0.9, min_p=0.05, seed=9),
-    Sampling(temperature=1.2, repeat_penalty=1.3, frequency_penalty=0.2, penalty_window=8, logit_bias={3: -2}, seed=4),
-])  # fmt: skip
+@pytest.mark.parametrize("settings", (*SAMPLINGS, PENALISED_GREEDY))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("order", [1, 2])
 def test_coupled_text_is_plain_text_token_by_token(settings: Sampling, kind: str, order: int) -> None:

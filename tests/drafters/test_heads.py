@@ -31,11 +31,9 @@ from edgespec.formats.manifest import read_pair
 from edgespec.sampling import Sampler
 from head_tables import KINDS, VOCABULARY, request, table, with_features
 from laws import ALPHA_1E6, chi_square_score
-from lossless import PLAIN, PROMPTS, run_once
+from lossless import GREEDY, PLAIN, PROMPTS, SAMPLINGS, run_once
 from tiny_gguf import Shape, write_model
 from tiny_heads import drafter_of, random_heads, table_heads, write
-
-GREEDY = Sampling(temperature=0.0)
 
 
 class Chains(TableEngine):
@@ -47,12 +45,7 @@ class Chains(TableEngine):
 # -- losslessness
 
 
-@pytest.mark.parametrize("settings", [
-    GREEDY,
-    PLAIN,
-    Sampling(temperature=0.8, top_k=5, top_p=0.9, min_p=0.05, seed=9),
-    Sampling(temperature=1.2, repeat_penalty=1.3, frequency_penalty=0.2, penalty_window=8, logit_bias={3: -2}, seed=4),
-])  # fmt: skip
+@pytest.mark.parametrize("settings", SAMPLINGS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("order", [1, 2])
 def test_coupled_text_is_plain_text_token_by_token(settings: Sampling, kind: str, order: int) -> None:

@@ -22,21 +22,14 @@ from edgespec.sampling import Sampler
 from edgespec.stopping import StopRules
 from edgespec.types import Draft, TokenIds, Verdict
 from laws import ALPHA_1E6, law_score
-from lossless import PLAIN, PROMPTS, VOCABULARY, run_once
-
-GREEDY = Sampling(temperature=0.0)
+from lossless import GREEDY, PLAIN, PROMPTS, SAMPLINGS, VOCABULARY, run_once
 
 
 def request(token_ids: TokenIds, most: int = 32, branches: int = 15) -> DraftRequest:
     return DraftRequest(token_ids, most, Sampler(GREEDY, VOCABULARY), max_branches=branches)
 
 
-@pytest.mark.parametrize("settings", [
-    GREEDY,
-    PLAIN,
-    Sampling(temperature=0.8, top_k=5, top_p=0.9, min_p=0.05, seed=9),
-    Sampling(temperature=1.2, repeat_penalty=1.3, frequency_penalty=0.2, penalty_window=8, logit_bias={3: -2}, seed=4),
-])  # fmt: skip
+@pytest.mark.parametrize("settings", SAMPLINGS)
 def test_coupled_text_is_plain_text_token_by_token(settings: Sampling) -> None:
     target = TableEngine.random(VOCABULARY, seed=1, context_length=400)
     cached = CachedSequence(target)

@@ -27,7 +27,7 @@ from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.table import TableEngine
 from edgespec.settings import resolve
 from laws import ALPHA_1E6, chi_square_score
-from lossless import PROMPTS, VOCABULARY, run_once
+from lossless import PROMPTS, SAMPLINGS, VOCABULARY, run_once
 
 NUM_TEXTS = 12  # with 51, which take a minute, the laws were tested on 2e5 tokens
 QUESTION = "Find me a cheap Italian restaurant in San Jose for tonight."
@@ -60,11 +60,7 @@ def make_drafter(name: str, texts: list[np.ndarray]) -> Drafter:
     return SuffixDrafter(corpus=SuffixIndex.of(joined(texts)))
 
 
-@pytest.mark.parametrize("settings", [
-    Sampling(temperature=0.0),
-    Sampling(temperature=0.8, top_k=5, top_p=0.9, min_p=0.05, seed=9),
-    Sampling(temperature=1.2, repeat_penalty=1.3, frequency_penalty=0.2, penalty_window=8, logit_bias={3: -2}, seed=4),
-])  # fmt: skip
+@pytest.mark.parametrize("settings", SAMPLINGS)
 @pytest.mark.parametrize("name", ["suffix", "cache"])
 def test_coupled_text_is_plain_text_token_by_token(settings: Sampling, name: str) -> None:
     target = TableEngine.random(VOCABULARY, seed=1, context_length=400)

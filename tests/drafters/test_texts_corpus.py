@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from damage import damaged
 from edgespec.corpus import database as module
 from edgespec.corpus.database import Corpus, CorpusText, joined
 from edgespec.corpus.documents import Documents
@@ -21,6 +22,7 @@ from edgespec.corpus.index import sorted_places
 from edgespec.corpus.store import texts_folder, vocabulary_key
 from edgespec.engines.table import LetterVocabulary
 from edgespec.errors import ConfigError, StateError
+from waiting import until
 
 SIZE = 1000
 SPAWN = multiprocessing.get_context("spawn")
@@ -149,13 +151,8 @@ def test_any_damage_is_refused_or_harmless(tmp_path: Path) -> None:
     ids = joined(documents(0))
     rng = random.Random(0)
     refused = 0
-    for trial in range(150):
-        damaged = bytearray(whole)
-        for _ in range(rng.choice((1, 8, 64))):
-            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
-        if trial % 3 == 0:
-            damaged = damaged[: rng.randrange(len(damaged))]
-        corpus.path.write_bytes(damaged)
+    for _ in range(150):
+        corpus.path.write_bytes(damaged(whole, rng))
         try:
             index = corpus.index()
         except StateError:
@@ -235,9 +232,8 @@ def test_killed_while_writing(tmp_path: Path) -> None:
     for delay_s in (0.1, 0.17, 0.31):
         worker = SPAWN.Process(target=add_for_ever, args=(tmp_path,))
         worker.start()
-        while not any(text.name == "growing" for text in make(tmp_path).texts()):
-            time.sleep(0.01)
-        time.sleep(delay_s)
+        until(lambda: any(text.name == "growing" for text in make(tmp_path).texts()))
+        time.sleep(delay_s)  # to kill it at several moments; every one will do
         worker.kill()
         worker.join(60)
         index = make(tmp_path).index()

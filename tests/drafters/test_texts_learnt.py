@@ -13,7 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from damage import damaged
 from edgespec.corpus.learnt import MAX_ANSWER_TOKENS, LearntTexts
+from waiting import until
 
 SIZE = 1000
 SPAWN = multiprocessing.get_context("spawn")
@@ -109,9 +111,8 @@ def test_killed_while_writing(tmp_path: Path) -> None:
     for delay_s in (0.05, 0.11, 0.23):
         worker = SPAWN.Process(target=write_for_ever, args=(tmp_path,))
         worker.start()
-        while not make(tmp_path).read():
-            time.sleep(0.01)
-        time.sleep(delay_s)
+        until(lambda: make(tmp_path).read())
+        time.sleep(delay_s)  # to kill it at several moments; every one will do
         worker.kill()
         worker.join(60)
         found = make(tmp_path).read()
@@ -161,13 +162,8 @@ def test_any_damage_gives_what_was_written_or_less(tmp_path: Path) -> None:
     written = {tuple(answer(seed, 300).tolist()) for seed in range(20)}
     rng = random.Random(0)
     lost = 0
-    for trial in range(120):
-        damaged = bytearray(whole)
-        for _ in range(rng.choice((1, 8, 64))):
-            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
-        if trial % 3 == 0:
-            damaged = damaged[: rng.randrange(len(damaged))]
-        learnt.path.write_bytes(damaged)
+    for _ in range(120):
+        learnt.path.write_bytes(damaged(whole, rng))
         found = {tuple(ids.tolist()) for ids in learnt.read()}
         assert found <= written
         lost += len(found) < 20

@@ -24,7 +24,7 @@ from edgespec.sampling import Sampler
 from edgespec.stopping import StopRules
 from edgespec.types import Batch, Draft, Logits, RoundRecord
 from laws import ALPHA_1E6, law_score
-from lossless import DEMO, PLAIN, PROMPTS, VOCABULARY, run_once, side_branches
+from lossless import DEMO, PENALISED_GREEDY, PLAIN, PROMPTS, SAMPLINGS, VOCABULARY, run_once, side_branches
 
 TEXT = np.array([0, 1, 2, 3], np.int32)
 
@@ -42,13 +42,7 @@ def request(most: int = 16, branches: int = 8, sampling: Sampling = PLAIN, **mor
     return DraftRequest(TEXT, most, Sampler(sampling, VOCABULARY), max_branches=branches, **more)
 
 
-@pytest.mark.parametrize("settings", [
-    Sampling(temperature=0.0),
-    Sampling(temperature=0.0, repeat_penalty=1.5, presence_penalty=0.5, logit_bias={3: -2}),
-    PLAIN,
-    Sampling(temperature=0.8, top_k=5, top_p=0.9, min_p=0.05, seed=9),
-    Sampling(temperature=1.2, repeat_penalty=1.3, frequency_penalty=0.2, penalty_window=8, logit_bias={3: -2}, seed=4),
-])  # fmt: skip
+@pytest.mark.parametrize("settings", (*SAMPLINGS, PENALISED_GREEDY))
 def test_coupled_text_is_plain_text_token_by_token(target: TableEngine, settings: Sampling) -> None:
     cached = CachedSequence(target)
     plain = run_once(cached, None, "coupled", 0, settings, 100)

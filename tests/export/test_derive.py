@@ -117,13 +117,13 @@ def test_what_progress_raises_leaves_nothing(tmp_path: Path):
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from edgespec.errors import UsageError
+from edgespec.errors import StateError
 from edgespec.export.derive import prune
 resource.setrlimit(resource.RLIMIT_FSIZE, (300000, 300000))
 try:
     prune(Path(sys.argv[1]), Path(sys.argv[2]), (0, 1))
-except UsageError as error:
-    sys.exit(f"UsageError: {error}")
+except StateError as error:
+    sys.exit(f"StateError: {error}")
 """
 
 
@@ -131,7 +131,7 @@ except UsageError as error:
 def test_a_full_disk_leaves_nothing(tmp_path: Path):
     command = [sys.executable, "-c", LIMITED, str(DEMO / "target"), str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "UsageError" in done.stderr and "cannot be written" in done.stderr, done.stderr
+    assert "StateError" in done.stderr and "cannot be written" in done.stderr, done.stderr
     assert not any(tmp_path.iterdir())
 
 

@@ -32,10 +32,7 @@ TARGET, DRAFT = (str(ROOT / "models" / "demo" / "hf" / role) for role in ("targe
 POSIX = pytest.mark.skipif(os.name == "nt", reason="signals and fork of POSIX")
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """More threads than free cores make a tiny model a hundred times slower."""
-    monkeypatch.setenv("EDGESPEC_THREADS", "1")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def export(source: str | Path, output: Path, *arguments: str) -> Result:

@@ -16,12 +16,13 @@ pytest.importorskip("tokenizers", reason="the test folders need the package toke
 from edgespec.engines.envelope import fingerprint
 from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile
 from edgespec.engines.trial import probe
-from edgespec.errors import ConfigError, ModelFileError, ModelNotFound, StateError, UsageError
+from edgespec.errors import ConfigError, ModelFileError, ModelNotFound, StateError
 from edgespec.export.derive import prune
 from edgespec.export.gguf import EarlyExit, convert, early_exit_gguf
 from edgespec.formats.gguf.check import check_gguf
-from edgespec.formats.gguf.header import GgufNumbers, read_header
+from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.split import FILES, ID, model_files
+from edgespec.formats.gguf.values import GgufNumbers
 from edgespec.types import Batch
 from tiny_checkpoints import CASES, TOKEN_IDS, write_checkpoint
 from tiny_gguf import Shape, write_model
@@ -203,7 +204,7 @@ def test_what_cannot_be_cut(split: EarlyExit, tmp_path: Path, tiny_path: Path):
     convert(folder, tmp_path / "deep.gguf", "q8_0")
     with pytest.raises(ModelFileError, match="scales the attention of a gemma2 of 46 layers in its own way"):
         early_exit_gguf(tmp_path / "deep.gguf", tmp_path, 2)
-    with pytest.raises(UsageError, match="cannot be written"):
+    with pytest.raises(StateError, match="cannot be written"):
         early_exit_gguf(tiny_path, tmp_path / "no", 1)
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "deep.gguf"}
 
@@ -222,13 +223,13 @@ def test_what_progress_raises_leaves_nothing(tmp_path: Path, moment: float):
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from edgespec.errors import UsageError
+from edgespec.errors import StateError
 from edgespec.export.gguf import early_exit_gguf
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), int(sys.argv[3])))
 try:
     early_exit_gguf(Path(sys.argv[1]), Path(sys.argv[2]), 3)
-except UsageError as error:
-    sys.exit(f"UsageError: {error}")
+except StateError as error:
+    sys.exit(f"StateError: {error}")
 """
 
 
@@ -238,7 +239,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, limit: int):
     """In the middle of the first shard, and of the second, which is longer."""
     command = [sys.executable, "-c", LIMITED, str(TARGET), str(tmp_path), str(limit)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "UsageError" in done.stderr and "cannot be written" in done.stderr, done.stderr
+    assert "StateError" in done.stderr and "cannot be written" in done.stderr, done.stderr
     assert not any(tmp_path.iterdir())
 
 

@@ -23,7 +23,6 @@ import edgespec
 from edgespec.errors import CapabilityError, ConfigError, EdgespecError, ModelFileError
 from edgespec.export.onnx import ONNX_QUANTS, export_onnx
 from edgespec.export.onnx.child import failure
-from edgespec.export.onnx.staging import staged
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -233,66 +232,17 @@ def test_an_embedding_reads_the_rows_of_the_head(tmp_path: Path, bits: int) -> N
 # Folders.
 
 
-def test_a_folder_appears_only_whole(tmp_path: Path) -> None:
-    output = tmp_path / "model"
-    with pytest.raises(RuntimeError, match="half-way"), staged(output) as partial:
-        (partial / "model.onnx").write_text("half")
-        raise RuntimeError("half-way")
-    assert list(tmp_path.iterdir()) == []
-    for content in ("first", "second"):
-        with staged(output) as partial:
-            (partial / "model.onnx").write_text(content)
-            assert not output.exists() or (output / "model.onnx").read_text() == "first"
-        assert (output / "model.onnx").read_text() == content
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_a_killed_replacement_is_undone(tmp_path: Path) -> None:
-    replaced = tmp_path / "model.replaced"
-    replaced.mkdir()
-    (replaced / "model.onnx").write_text("old")
-    with pytest.raises(RuntimeError), staged(tmp_path / "model"):
-        raise RuntimeError
-    assert (tmp_path / "model" / "model.onnx").read_text() == "old"
-
-
 def test_a_foreign_folder_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "to_mother.txt").write_text("dear")
-    with pytest.raises(ModelFileError, match="is no ONNX export"), staged(tmp_path / "letters"):
-        pass
+    with pytest.raises(ModelFileError, match="is no ONNX export"):
+        export_onnx(DEMO / "hf" / "draft", tmp_path / "letters", "int8")
     assert (tmp_path / "letters" / "to_mother.txt").read_text() == "dear"
-
-
-HOLD_OPEN = """
-import sys, time
-from pathlib import Path
-from edgespec.export.onnx.staging import staged
-with staged(Path(sys.argv[1])) as partial:
-    (partial / "model.onnx").write_text("half")
-    print("ready", flush=True)
-    time.sleep(60)
-"""
-
-
-def test_a_killed_export_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
-    output = tmp_path / "model"
-    command = [sys.executable, "-c", HOLD_OPEN, str(output)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=REPOSITORY) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        process.kill()
-    assert [path.name for path in tmp_path.iterdir()] == ["model.partial"]
-    with staged(output) as partial:
-        assert list(partial.iterdir()) == []
-        (partial / "model.onnx").write_text("whole")
-    assert (output / "model.onnx").read_text() == "whole"
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 FOLLOW = """
 import time
-from edgespec.export.onnx.lifeline import follow_parent
+from edgespec.export.onnx.child import follow_parent
 follow_parent()
 print("ready", flush=True)
 time.sleep({seconds})

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from edgespec.export import resources as room
 from edgespec.export.accuracy import Comparison, ExportRefused, Limits, compare, limits_of, open_engine
 from edgespec.export.gguf import GGUF_QUANTS, export_gguf
 from edgespec.export.hub import find_source, local_source
-from edgespec.export.manifest import card_licence, recommended_sampling, to_toml, write_manifest
+from edgespec.export.manifest import card_licence, recommended_sampling, write_manifest
 from edgespec.export.onnx import ONNX_QUANTS
 from edgespec.export.plan import read_facts
 from edgespec.export.reference import Reference
@@ -260,20 +259,6 @@ def test_the_identity_of_a_folder_follows_its_contents(tmp_path):
 
 
 # manifests
-
-
-def test_toml_round_trips():
-    values = {
-        "text": 'quo"te \\ tab\t new\nline \x7f emoji 🙂 ' + "".join(map(chr, range(32))),
-        "numbers": [1, -2, 0.5, 1e-9, 1e22, 3.0],
-        "flag": True,
-        "table": {"inner": {"a": 1, "odd key.": "x"}, "empty": {}, "b": False},
-        "parts": {"target": {"path": "a", "parts": [{"path": "b", "bytes": 1}, {"path": "c", "bytes": 2}]}},
-    }
-    found = tomllib.loads(to_toml(values))
-    assert found["table"].pop("empty", {}) == {}
-    values["table"].pop("empty")
-    assert found == values
 
 
 @pytest.mark.parametrize(

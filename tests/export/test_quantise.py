@@ -14,7 +14,7 @@ pytest.importorskip("gguf", reason="quantising needs the package gguf: scripts/r
 pytest.importorskip("tokenizers", reason="the test folders need the package tokenizers")
 
 from edgespec.engines.llamacpp import LlamaCppEngine
-from edgespec.errors import ConfigError, ModelFileError, UsageError
+from edgespec.errors import ConfigError, ModelFileError, StateError, UsageError
 from edgespec.export.gguf import GGUF_QUANTS, NEEDS_IMPORTANCE, convert, export_gguf, quantise
 from edgespec.export.importance import measure_importance, read_importance
 from edgespec.formats.gguf.check import check_gguf
@@ -143,7 +143,7 @@ def test_bad_requests(wide: Path, wide_gguf: Path, tmp_path: Path):
     quantise(wide_gguf, tmp_path / "q4.gguf", "q4_0", threads=1)
     with pytest.raises(ModelFileError, match=r"cannot be quantised by llama\.cpp: .*requantizing from type q4_0"):
         quantise(tmp_path / "q4.gguf", tmp_path / "out.gguf", "q5_0", threads=1)
-    with pytest.raises(UsageError, match=r"out\.gguf cannot be written"):
+    with pytest.raises(StateError, match=r"out\.gguf cannot be written"):
         quantise(wide_gguf, tmp_path / "no" / "out.gguf", "q4_0", threads=1)
     assert [path.name for path in tmp_path.iterdir()] == ["q4.gguf"]
 
@@ -225,14 +225,14 @@ def test_importance_of_a_text_that_cannot_be_read(tmp_path: Path):
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from edgespec.errors import UsageError
+from edgespec.errors import StateError
 from edgespec.export.gguf import export_gguf, quantise
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[4]), int(sys.argv[4])))
 source, output, quant = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 try:
     (export_gguf if source.is_dir() else quantise)(source, output, quant, threads=1)
-except UsageError as error:
-    sys.exit(f"UsageError: {error}")
+except StateError as error:
+    sys.exit(f"StateError: {error}")
 """
 
 
@@ -243,5 +243,5 @@ def test_a_full_disk_leaves_nothing(wide: Path, wide_gguf: Path, tmp_path: Path,
     kind = "q4_0" if quant == "from a gguf" else quant
     command = [sys.executable, "-c", LIMITED, str(source), str(tmp_path / "out.gguf"), kind, "300000"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "UsageError" in done.stderr and "cannot be written" in done.stderr, done.stderr
+    assert "StateError" in done.stderr and "cannot be written" in done.stderr, done.stderr
     assert not any(tmp_path.iterdir())

@@ -20,7 +20,15 @@ from edgespec.types import Draft, TokenEvent
 
 VOCABULARY = 10
 DEMO = ROOT / "models" / "demo" / "manifest.toml"
+GREEDY = Sampling(temperature=0.0)
 PLAIN = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+PENALISED_GREEDY = Sampling(temperature=0.0, repeat_penalty=1.5, presence_penalty=0.5, logit_bias={3: -2})
+SAMPLINGS = (
+    GREEDY,
+    PLAIN,
+    Sampling(temperature=0.8, top_k=5, top_p=0.9, min_p=0.05, seed=9),
+    Sampling(temperature=1.2, repeat_penalty=1.3, frequency_penalty=0.2, penalty_window=8, logit_bias={3: -2}, seed=4),
+)
 PROMPTS = (
     "Find me a cheap Italian restaurant in San Jose for tonight.",
     "Write a Python function `clamp(value, low, high)`: Limit a value to a range.",

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from edgespec.export.training.card import write_folder  # noqa: E402
 from edgespec.export.training.inherit import new_student, principal_embedding  # noqa: E402
 from edgespec.export.training.on_policy import build_trainer, distill  # noqa: E402
 from edgespec.export.training.writing import write  # noqa: E402
+from waiting import until  # noqa: E402
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -164,10 +164,7 @@ def test_a_killed_process_loses_one_round_at_most(tiny: Path, tmp_path: Path):
     command += ["-o", str(output), *options]
     process = subprocess.Popen(command, env=os.environ, stderr=subprocess.DEVNULL)
     rounds = tmp_path / "killed.partial" / "rounds.csv"
-    deadline = time.monotonic() + 120
-    while not (rounds.exists() and rounds.read_text().count("\n") >= 3) and process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    until(lambda: process.poll() is not None or (rounds.exists() and rounds.read_text().count("\n") >= 3), 120)
     process.send_signal(signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
     process.wait()
     if not output.exists():  # else it was done before the signal came

@@ -10,8 +10,9 @@ from edgespec.engines.llamacpp.library import CancelFlag, complaints, forget_com
 from edgespec.engines.machine import physical_cores
 from edgespec.engines.memory_estimate import Need
 from edgespec.errors import CapabilityError, ConfigError
-from edgespec.formats.gguf.header import GgufHeader, GgufNumbers
+from edgespec.formats.gguf.header import GgufHeader
 from edgespec.formats.gguf.split import model_files
+from edgespec.formats.gguf.values import GgufNumbers
 
 HEADS = "attention.head_count"
 DEFAULT_CONTEXT = 4096

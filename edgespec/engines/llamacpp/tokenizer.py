@@ -8,11 +8,12 @@ import unicodedata
 from collections.abc import Iterator
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from edgespec.engines.llamacpp.library import library, open_model
 from edgespec.errors import EngineError, PromptError, UsageError
 from edgespec.formats.gguf.check import check_gguf
+from edgespec.types import Closing
 from edgespec.vocabulary import Vocabulary
 
 MAX_TEXT_BYTES = 1 << 28
@@ -118,7 +119,7 @@ class LlamaCppVocabulary(Vocabulary):
         return self._vocab
 
 
-class VocabularyFile(LlamaCppVocabulary):
+class VocabularyFile(LlamaCppVocabulary, Closing):
     """The vocabulary of a GGUF without its weights, to tokenise or compare before a model is loaded."""
 
     def __init__(self, path: Path) -> None:
@@ -129,12 +130,6 @@ class VocabularyFile(LlamaCppVocabulary):
         if self._model is not None:
             library().llama_model_free(self._model)
         super().close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def bounded_parts(text: str) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -11,6 +10,7 @@ from edgespec.engines.machine import physical_cores
 from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.onnx.packed import cells_needed
 from edgespec.errors import ConfigError, ModelFileError
+from edgespec.formats.hub_folder import read_json
 
 DEFAULT_CONTEXT = 4096
 LOGITS_BYTES = 32 << 20
@@ -32,12 +32,7 @@ class ModelConfig:
         for name in CONFIGS:
             path = folder / name
             if path.is_file():
-                try:
-                    found = json.loads(path.read_text(encoding="utf-8"))
-                except (OSError, ValueError, RecursionError) as exc:
-                    raise ModelFileError(f"{path} cannot be read: {exc}. Export the model again") from exc
-                if not isinstance(found, dict):
-                    raise ModelFileError(f"{path} does not hold a JSON object. Export the model again")
+                found = read_json(path, fix="export the model again")
                 return cls._from_hub(found) if name == CONFIGS[0] else cls._from_genai(found)
         raise ModelFileError(f"{folder} has neither {' nor '.join(CONFIGS)}: copy the one of the export there")
 

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import CapabilityError, ModelFileError, PromptError, UsageError
+from edgespec.formats.hub_folder import chat_template, read_json, read_optional_json
 from edgespec.installation import install_command
 from edgespec.vocabulary import Vocabulary
 
+_FIX = "export the model again"
 # Tokens that usually end a turn; configurations often name only the end of a text.
 END_NAMES = (
     *(
@@ -43,7 +45,7 @@ class TokenizerFile(Vocabulary):
         path = folder / "tokenizer.json"
         self._plain, self._special = _open(path), _open(path)
         self._plain.encode_special_tokens = True  # control tokens in a text are encoded as text
-        source = _read_json(path)
+        source = read_json(path, fix=_FIX)
         try:
             added = source.get("added_tokens") or []
             self._control = {int(token["id"]) for token in added if token["special"]}
@@ -51,11 +53,11 @@ class TokenizerFile(Vocabulary):
         except (TypeError, KeyError, ValueError) as exc:
             raise ModelFileError(f"{path} lists its added tokens wrongly ({exc!r}). Export the model again") from exc
         self._is_byte_level = '"ByteLevel"' in json.dumps([source.get("decoder"), source.get("pre_tokenizer")])
-        settings = _read_json(folder / "tokenizer_config.json", needed=False)
+        settings = read_optional_json(folder / "tokenizer_config.json", fix=_FIX)
         self.bos_id = self._named(settings.get("bos_token"))
         self.adds_bos = self.bos_id is not None and self._begins_with_bos(settings)
         self.end_ids = self._ends(settings, folder)
-        self.chat_template = _chat_template(folder, settings)
+        self.chat_template = chat_template(folder, settings, fix=_FIX)
 
     def encode(self, text: str, *, parse_special: bool = False, add_bos: bool = False) -> list[int]:
         try:
@@ -110,7 +112,7 @@ class TokenizerFile(Vocabulary):
     def _ends(self, settings: dict[str, Any], folder: Path) -> frozenset[int]:
         found = {self._named(settings.get("eos_token")), *(self._named(name) for name in END_NAMES)}
         for name in ("generation_config.json", "config.json"):
-            ids = _read_json(folder / name, needed=False).get("eos_token_id")
+            ids = read_optional_json(folder / name, fix=_FIX).get("eos_token_id")
             found.update(i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int))
         return frozenset(token_id for token_id in found if isinstance(token_id, int) and 0 <= token_id < self.size)
 
@@ -138,29 +140,6 @@ def _open(path: Path) -> Any:
         raise ModelFileError(f"{path} is not a usable tokenizer: {exc}. Export the model again") from exc
 
 
-def _read_json(path: Path, *, needed: bool = True) -> dict[str, Any]:
-    if not needed and not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as exc:
-        raise ModelFileError(f"{path} cannot be read: {exc}. Export the model again") from exc
-    if not isinstance(found, dict):
-        raise ModelFileError(f"{path} does not hold a JSON object. Export the model again")
-    return found
-
-
 def read_chat_template(folder: Path) -> str | None:
     """The chat template beside an ONNX model, None without one. Raises ModelFileError for damaged files."""
-    return _chat_template(folder, _read_json(folder / "tokenizer_config.json", needed=False))
-
-
-def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, ValueError) as exc:
-            raise ModelFileError(f"{file} cannot be read: {exc}. Export the model again") from exc
-    template = settings.get("chat_template")
-    return template if isinstance(template, str) else None
+    return chat_template(folder, read_optional_json(folder / "tokenizer_config.json", fix=_FIX), fix=_FIX)

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 
 from edgespec.errors import ModelFileError
 from edgespec.export.checkpoint import Checkpoint
-from edgespec.export.gguf.layers import check_unrotated_layers
-from edgespec.export.gguf.rotary import rotary_settings
+from edgespec.export.gguf.layers import check_unrotated_layers, rotary_settings
 from edgespec.export.gguf.rows import (
     ADD_ONE,
     PERMUTE_K,

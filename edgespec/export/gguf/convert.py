@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import gguf
 import numpy as np
 from gguf.quants import quantize
+from numpy.typing import NDArray
 
 from edgespec.errors import ModelFileError
 from edgespec.export.checkpoint import Checkpoint, Weights
 from edgespec.export.gguf.architectures import architecture_of
-from edgespec.export.gguf.files import Progress, no_progress, whole_file
 from edgespec.export.gguf.hyperparameters import write_hyperparameters
-from edgespec.export.gguf.layers import canonical_name, layer_number
-from edgespec.export.gguf.rotary import llama3_frequency_factors, rotary_settings
-from edgespec.export.gguf.rows import TRANSPOSE, Architecture, Sizes, Tensor
+from edgespec.export.gguf.layers import canonical_name, layer_number, llama3_frequency_factors, rotary_settings
+from edgespec.export.gguf.rows import TRANSPOSE, Architecture, Sizes, Tensor, apply
 from edgespec.export.gguf.tokenizer import write_tokenizer
-from edgespec.export.gguf.transforms import apply
+from edgespec.formats.files import atomic_file
+from edgespec.types import Progress, no_progress
 
 OutputType = Literal["f32", "f16", "bf16", "q8_0"]
 OUTPUT_TYPES: dict[OutputType, tuple[gguf.GGMLQuantizationType, gguf.LlamaFileType]] = {
@@ -45,6 +48,20 @@ class Conversion:
     path: Path
     architecture: str
     types: dict[str, int] = field(default_factory=dict)
+
+
+Tensors = dict[str, tuple[tuple[int, ...], Callable[[], Weights]]]
+"""GGUF name -> shape, and what gives the numbers when their turn comes."""
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """A file's metadata; `describe` writes those of the architecture and of the tokenizer."""
+
+    architecture: str
+    name: str
+    licence: str | None
+    describe: Callable[[gguf.GGUFWriter], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,29 +84,70 @@ def convert(
 ) -> Conversion:
     """Write a model, opened or the folder of one, to `output` as GGUF; norms stay F32.
 
-    Raises ModelFileError when the folder is incomplete or holds something this converter does not know, UsageError
+    Raises ModelFileError when the folder is incomplete or holds something this converter does not know, StateError
     when `output` cannot be written. The output appears only when it is whole.
     """
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
     found = architecture_of(checkpoint)
     sizes = found.sizes(checkpoint)
     plan = plan_tensors(checkpoint, found, sizes)
-    quantisation, file_type = OUTPUT_TYPES[output_type]
-    with whole_file(output) as temporary:
-        writer = gguf.GGUFWriter(temporary, found.name)
+    tensors: Tensors = {
+        tensor: (planned.shape, partial(_weights, checkpoint, found, sizes, planned))
+        for tensor, planned in plan.items()
+    }
+
+    def describe(writer: gguf.GGUFWriter) -> None:
+        write_hyperparameters(writer, checkpoint, found, sizes)
+        write_tokenizer(writer, checkpoint, sizes.vocabulary)
+
+    about = About(found.name, name or checkpoint.folder.name, licence, describe)
+    tensors |= rotary_tensors(checkpoint, sizes)
+    return write_gguf(output, about, tensors, output_type, progress=progress)
+
+
+def write_gguf(
+    output: Path,
+    about: About,
+    tensors: Tensors,
+    output_type: OutputType,
+    *,
+    indices: Mapping[str, NDArray[np.int64]] = MappingProxyType({}),
+    progress: Progress = no_progress,
+) -> Conversion:
+    """Describe all tensors, write the header, then stream the data, one tensor in memory at a time.
+
+    `indices` are stored as they are, behind the `tensors`. Raises StateError when `output` cannot be written.
+    """
+    wanted, file_type = OUTPUT_TYPES[output_type]
+    stored = {name: stored_type(shape, wanted) for name, (shape, _) in tensors.items()}
+    with atomic_file(output) as temporary:
+        writer = gguf.GGUFWriter(temporary, about.architecture)
         try:
-            writer.add_name(name or checkpoint.folder.name)
-            if licence is not None:
-                writer.add_license(licence)
+            writer.add_name(about.name)
+            if about.licence is not None:
+                writer.add_license(about.licence)
             writer.add_file_type(file_type)
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-            write_hyperparameters(writer, checkpoint, found, sizes)
-            write_tokenizer(writer, checkpoint, sizes.vocabulary)
-            extra = _extra_tensors(checkpoint, sizes)
-            types = _write_tensors(writer, checkpoint, found, sizes, plan, extra, quantisation, progress)
+            about.describe(writer)
+            for name, (shape, _) in tensors.items():
+                block, block_bytes = gguf.GGML_QUANT_SIZES[stored[name]]
+                size = math.prod(shape) // block * block_bytes
+                writer.add_tensor_info(name, shape, np.dtype(np.float32), size, stored[name])
+            for name, array in indices.items():
+                kind = gguf.GGMLQuantizationType.I64
+                writer.add_tensor_info(name, array.shape, array.dtype, array.nbytes, kind)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for done, (name, (_, load)) in enumerate(tensors.items()):
+                progress(done, len(tensors), name)
+                writer.write_tensor_data(_quantised(load(), stored[name], name))
+            for array in indices.values():
+                writer.write_tensor_data(array)
+            progress(len(tensors), len(tensors), "done")
         finally:
             writer.close()
-    return Conversion(output, found.name, types)
+    return Conversion(output, about.architecture, dict(Counter(kind.name for kind in stored.values())))
 
 
 def plan_tensors(checkpoint: Checkpoint, found: Architecture, sizes: Sizes) -> dict[str, Planned]:
@@ -144,12 +202,13 @@ def _check_complete(
         raise ModelFileError(f"{checkpoint.folder} lacks {len(missing)} tensors, the first is {missing[0]}")
 
 
-def _extra_tensors(checkpoint: Checkpoint, sizes: Sizes) -> dict[str, Weights]:
-    """Tensors that the checkpoint does not have, by GGUF name."""
+def rotary_tensors(checkpoint: Checkpoint, sizes: Sizes) -> Tensors:
+    """The frequency factors of Llama 3.1's rotary positions, which are no tensor of the checkpoint."""
     settings = rotary_settings(checkpoint.config)
-    if settings["rope_type"] == "llama3":
-        return {"rope_freqs.weight": llama3_frequency_factors(settings, sizes.head_dim)}
-    return {}
+    if settings["rope_type"] != "llama3":
+        return {}
+    factors = llama3_frequency_factors(settings, sizes.head_dim)
+    return {"rope_freqs.weight": (factors.shape, lambda: factors)}
 
 
 def stored_type(shape: tuple[int, ...], wanted: gguf.GGMLQuantizationType) -> gguf.GGMLQuantizationType:
@@ -157,33 +216,6 @@ def stored_type(shape: tuple[int, ...], wanted: gguf.GGMLQuantizationType) -> gg
         return gguf.GGMLQuantizationType.F32
     block, _ = gguf.GGML_QUANT_SIZES[wanted]
     return wanted if shape[-1] % block == 0 else gguf.GGMLQuantizationType.F16
-
-
-def _write_tensors(
-    writer: gguf.GGUFWriter,
-    checkpoint: Checkpoint,
-    found: Architecture,
-    sizes: Sizes,
-    plan: dict[str, Planned],
-    extra: dict[str, Weights],
-    wanted: gguf.GGMLQuantizationType,
-    progress: Progress,
-) -> dict[str, int]:
-    """Describe all tensors, write the header, then stream the data. Returns the number of tensors by stored type."""
-    shapes = {name: planned.shape for name, planned in plan.items()} | {n: w.shape for n, w in extra.items()}
-    stored = {name: stored_type(shape, wanted) for name, shape in shapes.items()}
-    for name, shape in shapes.items():
-        block, block_bytes = gguf.GGML_QUANT_SIZES[stored[name]]
-        writer.add_tensor_info(name, shape, np.dtype(np.float32), math.prod(shape) // block * block_bytes, stored[name])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for done, name in enumerate(shapes):
-        progress(done, len(shapes), name)
-        weights = extra[name] if name in extra else _weights(checkpoint, found, sizes, plan[name])
-        writer.write_tensor_data(quantised(weights, stored[name], name))
-    progress(len(shapes), len(shapes), "done")
-    return dict(Counter(kind.name for kind in stored.values()))
 
 
 def _weights(checkpoint: Checkpoint, found: Architecture, sizes: Sizes, planned: Planned) -> Weights:
@@ -194,7 +226,7 @@ def _weights(checkpoint: Checkpoint, found: Architecture, sizes: Sizes, planned:
     return apply(planned.tensor.change, weights, checkpoint, found, sizes)
 
 
-def quantised(weights: Weights, kind: gguf.GGMLQuantizationType, name: str) -> Any:
+def _quantised(weights: Weights, kind: gguf.GGMLQuantizationType, name: str) -> Any:
     if kind == gguf.GGMLQuantizationType.F16 and np.abs(_extremes(weights)).max() > np.finfo(np.float16).max:
         raise ModelFileError(f"tensor {name} has numbers beyond what f16 holds; export it as bf16 or f32")
     return quantize(weights, kind)

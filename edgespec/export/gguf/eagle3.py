@@ -6,28 +6,33 @@ speculators (`layers.0.*`, the layer's settings nested). A head without embeddin
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import gguf
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import ConfigError, ModelFileError
-from edgespec.export.checkpoint import Checkpoint, Config, Weights
-from edgespec.export.eagle3_config import PREFIXES, head_config
-from edgespec.export.gguf.convert import OUTPUT_TYPES, Conversion, quantised, stored_type
-from edgespec.export.gguf.files import Progress, no_progress, whole_file
+from edgespec.export.checkpoint import PREFIXES, Checkpoint, Config, Weights, head_config
+from edgespec.export.gguf.convert import (
+    OUTPUT_TYPES,
+    About,
+    Conversion,
+    OutputType,
+    Tensors,
+    rotary_tensors,
+    write_gguf,
+)
 from edgespec.export.gguf.hyperparameters import write_hyperparameters
-from edgespec.export.gguf.rotary import llama3_frequency_factors, rotary_settings
-from edgespec.export.gguf.rows import Architecture, Sizes, read_sizes
+from edgespec.export.gguf.layers import rotary_settings
+from edgespec.export.gguf.rows import Architecture, Sizes, interleave_rotary, read_sizes
 from edgespec.export.gguf.tokenizer import write_tokenizer
-from edgespec.export.gguf.transforms import interleave_rotary
 from edgespec.formats.gguf.eagle3 import ARCHITECTURE, DRAFTED, NUM_LAYERS_READ
+from edgespec.types import Progress, no_progress
 
 HEAD = Architecture(ARCHITECTURE, {}, {})
 # Hugging Face's name -> (GGUF's, shape); t the target's layers side by side, w what it proposes, i embedding and state
@@ -101,27 +106,25 @@ def convert_head(
 ) -> Conversion:
     """Write the head of `folder`, made for the model of `target_folder`, to `output`; norms stay F32.
 
-    Raises ModelFileError as `plan_head`, ConfigError for a `quant` that is not in OUTPUT_TYPES, UsageError when
+    Raises ModelFileError as `plan_head`, ConfigError for a `quant` that is not in OUTPUT_TYPES, StateError when
     `output` cannot be written. The output appears only when it is whole.
     """
     check_head_quant(quant)
     plan = plan_head(folder, target_folder)
-    quantisation, file_type = OUTPUT_TYPES[quant]  # type: ignore[index]  # checked above
-    with whole_file(output) as temporary:
-        writer = gguf.GGUFWriter(temporary, ARCHITECTURE)
-        try:
-            writer.add_name(name or folder.name)
-            if licence is not None:
-                writer.add_license(licence)
-            writer.add_file_type(file_type)
-            writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-            write_hyperparameters(writer, plan.checkpoint, HEAD, plan.sizes)
-            _write_head(writer, plan)
-            write_tokenizer(writer, Checkpoint.open(target_folder), plan.sizes.vocabulary)
-            types = _write_tensors(writer, plan, quantisation, progress)
-        finally:
-            writer.close()
-    return Conversion(output, ARCHITECTURE, types)
+    tensors: Tensors = {
+        tensor: (plan.checkpoint.shape(source), partial(_weights, plan, tensor))
+        for tensor, source in plan.tensors.items()
+    }
+
+    def describe(writer: gguf.GGUFWriter) -> None:
+        write_hyperparameters(writer, plan.checkpoint, HEAD, plan.sizes)
+        _write_head(writer, plan)
+        write_tokenizer(writer, Checkpoint.open(target_folder), plan.sizes.vocabulary)
+
+    about = About(ARCHITECTURE, name or folder.name, licence, describe)
+    tensors |= rotary_tensors(plan.checkpoint, plan.sizes)
+    indices = {} if plan.drafted is None else {DRAFTED: plan.drafted}
+    return write_gguf(output, about, tensors, cast(OutputType, quant), indices=indices, progress=progress)
 
 
 def check_head_quant(quant: str) -> None:
@@ -215,40 +218,6 @@ def _write_head(writer: gguf.GGUFWriter, plan: HeadPlan) -> None:
     writer.add_uint32(f"{ARCHITECTURE}.target_hidden_size", plan.target_width)
     for setting in ("norm_before_residual", "norm_before_fc"):
         writer.add_bool(f"{ARCHITECTURE}.{setting}", bool(config.get(setting, False)))
-
-
-def _write_tensors(
-    writer: gguf.GGUFWriter, plan: HeadPlan, wanted: gguf.GGMLQuantizationType, progress: Progress
-) -> dict[str, int]:
-    """Describe all tensors, write the header, then stream the data. Returns the number of tensors by stored type."""
-    extra = _frequencies(plan)
-    shapes = {name: plan.checkpoint.shape(source) for name, source in plan.tensors.items()}
-    shapes |= {name: weights.shape for name, weights in extra.items()}
-    stored = {name: stored_type(shape, wanted) for name, shape in shapes.items()}
-    for name, shape in shapes.items():
-        block, block_bytes = gguf.GGML_QUANT_SIZES[stored[name]]
-        writer.add_tensor_info(name, shape, np.dtype(np.float32), math.prod(shape) // block * block_bytes, stored[name])
-    if plan.drafted is not None:
-        kind = gguf.GGMLQuantizationType.I64
-        writer.add_tensor_info(DRAFTED, plan.drafted.shape, plan.drafted.dtype, plan.drafted.nbytes, kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for done, name in enumerate(shapes):
-        progress(done, len(shapes), name)
-        weights = extra[name] if name in extra else _weights(plan, name)
-        writer.write_tensor_data(quantised(weights, stored[name], name))
-    if plan.drafted is not None:
-        writer.write_tensor_data(plan.drafted)
-    progress(len(shapes), len(shapes), "done")
-    return dict(Counter(kind.name for kind in stored.values()))
-
-
-def _frequencies(plan: HeadPlan) -> dict[str, Weights]:
-    settings = rotary_settings(plan.checkpoint.config)
-    if settings["rope_type"] != "llama3":
-        return {}
-    return {"rope_freqs.weight": llama3_frequency_factors(settings, plan.sizes.head_dim)}
 
 
 def _weights(plan: HeadPlan, name: str) -> Weights:

@@ -18,10 +18,12 @@ from typing import BinaryIO
 
 from edgespec.errors import ConfigError, ModelFileError
 from edgespec.export.gguf.architectures import ARCHITECTURES
-from edgespec.export.gguf.files import Progress, no_progress, whole_file
+from edgespec.formats.files import atomic_file
 from edgespec.formats.gguf.check import check_gguf
-from edgespec.formats.gguf.header import ARRAY, STRING, TENSOR_TYPES, GgufHeader, GgufNumbers, TensorInfo
+from edgespec.formats.gguf.header import GgufHeader, TensorInfo
 from edgespec.formats.gguf.split import COUNT, FILES, ID, NUMBER, TENSORS
+from edgespec.formats.gguf.values import ARRAY, STRING, TENSOR_TYPES, GgufNumbers
+from edgespec.types import Progress, no_progress
 
 ALIGNMENT = 32
 CHUNK_BYTES = 1 << 22
@@ -54,7 +56,7 @@ def early_exit_gguf(source: Path, output_folder: Path, layers: int, *, progress:
 
     Writes `<stem>-shared.gguf`, `-rest.gguf`, `-draft.gguf` and `-target.gguf`; the last two are the models. Raises
     ModelNotFound, ModelFileError when `source` is damaged or of a kind whose layers depend on their number, ConfigError
-    for a number of layers outside 1..all but one, UsageError when the disk is full.
+    for a number of layers outside 1..all but one, StateError when the disk is full.
     """
     header = check_gguf(source)
     _check(source, header, layers)
@@ -147,7 +149,7 @@ def _write_header(
     kept = [changed.get(key) or _span(source, header, key) for key in header.metadata if key not in left_out]
     split = [_number(NUMBER, UINT16, 0), _number(COUNT, UINT16, len(names) + 1), _number(TENSORS, INT32, tensors)]
     entries = [*kept, *split, _texts(FILES, names), _text(ID, identity)]
-    with whole_file(path) as temporary, temporary.open("wb") as file:
+    with atomic_file(path) as temporary, temporary.open("wb") as file:
         file.write(_head(entries, ()))
 
 
@@ -155,7 +157,7 @@ def _write_shard(
     path: Path, source: BinaryIO, header: GgufHeader, tensors: Sequence[TensorInfo], entries: Sequence[bytes]
 ) -> Generator[int, None, None]:
     """Write `tensors` with their bytes as they are; yields the number of bytes of each piece."""
-    with whole_file(path) as temporary, temporary.open("wb") as file:
+    with atomic_file(path) as temporary, temporary.open("wb") as file:
         file.write(_head(entries, tensors))
         for tensor in tensors:
             for chunk in _read(source, header.data_start + tensor.offset, tensor.num_bytes):

@@ -6,8 +6,7 @@ import gguf
 
 from edgespec.errors import ModelFileError
 from edgespec.export.checkpoint import Checkpoint
-from edgespec.export.gguf.layers import layer_kinds, window_of
-from edgespec.export.gguf.rotary import rotary_settings, window_frequency_base
+from edgespec.export.gguf.layers import layer_kinds, rotary_settings, window_frequency_base, window_of
 from edgespec.export.gguf.rows import Architecture, Sizes
 
 

@@ -18,10 +18,11 @@ from edgespec.engines.machine import physical_cores
 from edgespec.errors import ConfigError, ModelFileError
 from edgespec.export.checkpoint import Checkpoint
 from edgespec.export.gguf.convert import OUTPUT_TYPES, Conversion, OutputType, convert
-from edgespec.export.gguf.files import Progress, no_progress, whole_file
 from edgespec.export.importance import read_importance
+from edgespec.formats.files import atomic_file
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.header import GgufHeader, read_header
+from edgespec.types import Progress, no_progress
 
 # Our name -> llama.cpp's number of a file type (llama_ftype).
 FILE_TYPES = {
@@ -116,7 +117,7 @@ def quantise(
 
     llama.cpp falls back silently for rows that its blocks do not divide (256 values for the k types), so the types
     found in the written file are what counts. Raises ModelFileError with llama.cpp's reason, ConfigError for a type
-    that is unknown or lacks its importance matrix, UsageError when the disk is full.
+    that is unknown or lacks its importance matrix, StateError when the disk is full.
     """
     check_quant(quant, importance)
     header = check_gguf(source)
@@ -129,7 +130,7 @@ def quantise(
     entries = _importance_entries(llama, weights)
     if weights:
         params.imatrix = entries
-    with whole_file(output) as temporary:
+    with atomic_file(output) as temporary:
         _run(llama, source, temporary, params, progress or no_progress)
     return dict(Counter(tensor.kind for tensor in read_header(output).tensors))
 

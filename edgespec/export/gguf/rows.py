@@ -1,4 +1,4 @@
-"""What an architecture is made of: rows of a table of tensors, sizes that shapes follow from, peculiarities."""
+"""What an architecture is made of: its tensors and what happens to their numbers, sizes, peculiarities."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from edgespec.export.checkpoint import Checkpoint
+import numpy as np
 
-# What happens to the numbers of a tensor on its way; `transforms.apply` knows how.
+from edgespec.export.checkpoint import Checkpoint, Weights
+
+# What happens to the numbers of a tensor on its way; see `apply`.
 AS_IS, PERMUTE_Q, PERMUTE_K, ADD_ONE, TRANSPOSE, SCALE_Q, SCALE_Q_NORM = range(7)
 
 
@@ -96,3 +98,33 @@ class Architecture:
     has_window: bool = False
     window_pattern: int = 0  # without layer_types: every n-th layer sees everything
     fixed_attention_scale_layers: int = 0  # at this depth llama.cpp scales attention by width / heads
+
+
+def interleave_rotary(weights: Weights, heads: int) -> Weights:
+    """Rows [heads * head_dim, ...] from Hugging Face's (first half, second half) to pairs side by side."""
+    halves = weights.reshape(heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weights.shape))
+
+
+def attention_factor(checkpoint: Checkpoint, found: Architecture, sizes: Sizes) -> float:
+    """By what queries must be multiplied: Gemma's config names a scale, llama.cpp knows one by the model's shape."""
+    wanted = float(checkpoint.config.get("query_pre_attn_scalar") or sizes.head_dim)
+    is_fixed = sizes.layers == found.fixed_attention_scale_layers
+    built_in = sizes.width // sizes.heads if is_fixed else sizes.head_dim
+    return float((built_in / wanted) ** 0.5)
+
+
+def apply(change: int, weights: Weights, checkpoint: Checkpoint, found: Architecture, sizes: Sizes) -> Weights:
+    if change == PERMUTE_Q:
+        return interleave_rotary(weights, sizes.heads)
+    if change == PERMUTE_K:
+        return interleave_rotary(weights, sizes.kv_heads)
+    if change == TRANSPOSE:
+        return np.ascontiguousarray(weights.T)
+    if change == ADD_ONE:
+        return weights + np.float32(1)
+    if change in (SCALE_Q, SCALE_Q_NORM):
+        shifted = weights + np.float32(1) if change == SCALE_Q_NORM else weights
+        factor = attention_factor(checkpoint, found, sizes)
+        return shifted if factor == 1 else shifted * np.float32(factor)
+    return weights

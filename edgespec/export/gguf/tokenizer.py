@@ -9,8 +9,9 @@ from typing import Any
 import gguf
 
 from edgespec.errors import ModelFileError
-from edgespec.export.checkpoint import Checkpoint, read_json
+from edgespec.export.checkpoint import Checkpoint
 from edgespec.export.gguf.splitters import SPACE, begins_with_space, is_spm, pre_tokenizer_name
+from edgespec.formats.hub_folder import chat_template, read_json
 
 Settings = dict[str, Any]
 BYTE_TOKENS = {f"<0x{byte:02X}>" for byte in range(256)}
@@ -182,18 +183,3 @@ def adds_bos(tokenizer: Settings, settings: Settings) -> bool:
     templates = [step.get("single") or [{}] for step in steps if step.get("type") == "TemplateProcessing"]
     first = templates[0][0] if templates else {}
     return bos is not None and first.get("SpecialToken", {}).get("id") == bos
-
-
-def chat_template(folder: Path, settings: Settings) -> str | None:
-    """From chat_template.jinja or tokenizer_config.json; of several named ones the default."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelFileError(f"{file} cannot be read: {error}") from error
-    found = settings.get("chat_template")
-    if isinstance(found, list):
-        named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
-        found = named.get("default", next(iter(named.values()), None))
-    return None if found is None else str(found)

@@ -13,9 +13,10 @@ from typing import Any
 
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.export.checkpoint import read_json
 from edgespec.export.gguf.splitters import flatten
 from edgespec.export.gguf.tokenizer import adds_bos, read_settings
+from edgespec.export.tokens import read_tokenizer
+from edgespec.formats.hub_folder import read_json
 from edgespec.installation import install_command
 
 PROBES = (
@@ -41,7 +42,9 @@ def check_tokenizer(folder: Path, gguf_path: Path) -> int:
 
     Raises ModelFileError naming the first text that differs, CapabilityError without the package tokenizers.
     """
-    theirs, source = _open_tokenizer(folder)
+    theirs, source = read_tokenizer(folder), read_json(folder / "tokenizer.json")
+    if theirs is None:
+        raise CapabilityError(f"checking a tokenizer needs the package tokenizers: {install_command()}")
     with VocabularyFile(gguf_path) as ours:
         checked = 0
         for text in probes(theirs, source, ours.size):
@@ -56,24 +59,6 @@ def check_tokenizer(folder: Path, gguf_path: Path) -> int:
         if wants_bos != ours.adds_bos:
             raise ModelFileError(f"{gguf_path}: add_bos is {ours.adds_bos}, {folder} says {wants_bos}")
     return checked
-
-
-def _open_tokenizer(folder: Path) -> tuple[Any, dict[str, Any]]:
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as exc:
-        raise CapabilityError(f"checking a tokenizer needs the package tokenizers: {install_command()}") from exc
-    path = folder / "tokenizer.json"
-    source = read_json(path)
-    try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as exc:
-        if type(exc) is not Exception:  # the library raises that very class and nothing narrower
-            raise
-        raise ModelFileError(f"{path} cannot be used: {exc}") from exc
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer, source
 
 
 def probes(tokenizer: Any, source: dict[str, Any], vocab_size: int) -> Iterator[str]:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from edgespec.export.onnx.lifeline import follow_parent
+from edgespec.export.onnx.child import follow_parent
 
 
 def _wrap(owner: type, method: str, around: Callable[..., Any]) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -37,7 +38,7 @@ def run_command(command: list[str], on_line: Callable[[str], None], *, what: str
     said: deque[str] = deque(maxlen=LINES_KEPT)
     with subprocess.Popen(
         command,
-        stdin=subprocess.PIPE,  # closed by our end, which ends the child: see lifeline
+        stdin=subprocess.PIPE,  # closed by our end, which ends the child: see follow_parent
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -70,3 +71,17 @@ def failure(returncode: int, said: list[str], what: str) -> CapabilityError | Mo
     if returncode in KILLED:
         return CapabilityError(f"exporting {what} was killed, most likely for lack of memory: {last}")
     return ModelFileError(f"{what} cannot be exported: {last}")
+
+
+def follow_parent() -> None:
+    """For the child: end this process when the parent closes our standard input, which its death does too.
+
+    Without it a killed export would leave a child that goes on writing into the folder of the next one.
+    """
+
+    def watch() -> None:
+        while os.read(0, 4096):  # not sys.stdin: its lock, held here, would abort the interpreter's exit
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="lifeline").start()

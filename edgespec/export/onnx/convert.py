@@ -1,28 +1,28 @@
 """Hugging Face folder -> folder with an ONNX graph, through whichever exporter knows the architecture.
 
-The exporters do their work in child processes and in a folder `NAME.partial` beside the wanted one, which takes its
+The exporters do their work in child processes and in a folder `NAME.tmp` beside the wanted one, which takes its
 name only when everything is in it. What this module does not know: whether the logits are right; that is checked by
 whoever calls it, against transformers.
 """
 
 from __future__ import annotations
 
-import errno
 import importlib.util
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError
-from edgespec.export.onnx import builder, staging
+from edgespec.export.onnx import exporters
 from edgespec.export.onnx.source import Source, open_source
+from edgespec.formats.files import atomic_folder
 from edgespec.installation import install_command
+from edgespec.types import Progress, no_progress
 
 Quant = Literal["int4", "int8", "w8a8", "fp16", "fp32"]
 Exporter = Literal["auto", "builder", "transformers", "optimum"]
-Progress = Callable[[int, int, str], None]
 ONNX_QUANTS: tuple[Quant, ...] = ("int4", "int8", "w8a8", "fp16", "fp32")
 EXPORTERS: tuple[Exporter, ...] = ("auto", "builder", "transformers", "optimum")
 GROUP_SIZES = (16, 32, 64, 128, 256)
@@ -61,27 +61,28 @@ def export_onnx(
     `aux_hidden_state_layers` an output `aux_hidden_states` [batch, width, layers * hidden] of the states that enter
     those layers, counted from 1; both need the builder. `progress` gets (done, total, what). Raises ConfigError for a
     bad option, ModelFileError for a folder that is incomplete, damaged or of an architecture that no exporter knows,
-    CapabilityError for a missing package or a full disk.
+    CapabilityError for a missing package, StateError for an output that cannot be written.
     """
     group_size = DEFAULT_GROUP_SIZES.get(quant, GROUP_SIZES[-1]) if group_size is None else group_size
     _check_options(quant, group_size, exporter)
+    check_folder(output)
     source = open_source(folder)
     options = _hidden_state_options(source, include_hidden_states, aux_hidden_state_layers)
     chosen = _choose(source, exporter, bool(options))
-    report: Progress = progress or _say_nothing
-    try:
-        with staging.staged(output) as partial:
-            _run_exporter(chosen, source, partial, quant, group_size, options, report)
-            source.copy_companions(partial)
-            files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
-    except OSError as error:
-        raise _file_problem(error, output) from error
+    report: Progress = progress or no_progress
+    with atomic_folder(output) as partial:
+        _run_exporter(chosen, source, partial, quant, group_size, options, report)
+        source.copy_companions(partial)
+        files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
     report(1, 1, "done")
     return OnnxExport(output / "model.onnx", source.architecture, chosen, files)
 
 
-def _say_nothing(done: int, total: int, what: str) -> None:
-    return None
+def check_folder(output: Path) -> None:
+    """Raises ModelFileError unless `output` is new, empty or an older export, which may be replaced."""
+    is_ours = output.is_dir() and ((output / "model.onnx").is_file() or not any(output.iterdir()))
+    if output.exists() and not is_ours:
+        raise ModelFileError(f"{output} exists and is no ONNX export: name a folder that does not exist yet")
 
 
 def _check_options(quant: str, group_size: int, exporter: str) -> None:
@@ -102,20 +103,31 @@ def _hidden_state_options(source: Source, last: bool, layers: Sequence[int]) -> 
     return options | ({"aux_hidden_state_layers": ",".join(map(str, layers))} if layers else {})
 
 
+def choose_exporter(architecture: str, exporter: Exporter = "auto") -> Exporter:
+    """The one that exports an architecture."""
+    if exporter != "auto":
+        return exporter
+    return "builder" if architecture in exporters.ARCHITECTURES else "transformers"
+
+
+def require_exporter(exporter: Exporter) -> None:
+    """Raises CapabilityError when the package that it needs is missing."""
+    needed = {"builder": "onnxruntime_genai", "transformers": "onnxscript"}.get(exporter)
+    if needed is not None and importlib.util.find_spec(needed) is None:
+        raise CapabilityError(f"the ONNX exporter {exporter!r} needs the package {needed}: {install_command('export')}")
+
+
 def _choose(source: Source, exporter: Exporter, needs_builder: bool) -> Exporter:
-    if exporter == "auto":
-        exporter = "builder" if source.architecture in builder.ARCHITECTURES else "transformers"
-    if needs_builder and exporter != "builder":
+    chosen = choose_exporter(source.architecture, exporter)
+    if needs_builder and chosen != "builder":
         raise CapabilityError(f"hidden states of a {source.architecture} need the builder, which does not know it")
-    if exporter == "builder" and source.head_size % HEAD_MULTIPLE:
+    if chosen == "builder" and source.head_size % HEAD_MULTIPLE:
         raise ModelFileError(
             f"this {source.architecture} has attention heads of {source.head_size} values, ONNX Runtime's rotary "
             f"attention needs a multiple of {HEAD_MULTIPLE}: export it as GGUF"
         )
-    needed = {"builder": "onnxruntime_genai", "transformers": "onnxscript"}.get(exporter)
-    if needed is not None and importlib.util.find_spec(needed) is None:
-        raise CapabilityError(f"the exporter {exporter!r} needs {needed}: {install_command('export')}")
-    return exporter
+    require_exporter(chosen)
+    return chosen
 
 
 def _run_exporter(
@@ -128,10 +140,10 @@ def _run_exporter(
     report: Progress,
 ) -> None:
     if chosen == "builder":
-        order = builder.builder_order(
+        order = exporters.builder_order(
             source.folder, partial, quant, group_size, architecture=source.architecture, options=options
         )
-        builder.build(order, source.layers, report)
+        exporters.build(order, source.layers, report)
         if quant == "w8a8":
             from edgespec.export.onnx.integer import to_integer
 
@@ -143,16 +155,8 @@ def _run_exporter(
         shutil.rmtree(partial / "cache", ignore_errors=True)
         return
     if chosen == "transformers":
-        from edgespec.export.onnx.traced import trace
-
-        trace(source, partial, quant, group_size, report)
+        exporters.trace(source, partial, quant, group_size, report)
         return
     from edgespec.export.onnx.optimum_env import export_with_optimum
 
     export_with_optimum(source, partial, quant, group_size, report)
-
-
-def _file_problem(error: OSError, output: Path) -> Exception:
-    if error.errno == errno.ENOSPC:
-        return CapabilityError(f"the disk of {output} is full: free some space and run it again")
-    return ModelFileError(f"{output} cannot be written: {error.strerror or error}")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from edgespec.engines.onnx.partition import extract, producers
 from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.formats.files import write_atomically
 from edgespec.formats.onnx import DATA, MODEL
 from edgespec.installation import install_command
 
@@ -37,12 +38,7 @@ def read_graph(path: Path) -> onnx.ModelProto:
 
 def write_graph(model: onnx.ModelProto, path: Path) -> Path:
     """Write the graph beside its data file; the name appears only when the file is whole."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_bytes(model.SerializeToString())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomically(path, model.SerializeToString())
     return path
 
 

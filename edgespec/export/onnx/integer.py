@@ -18,6 +18,7 @@ from edgespec.errors import ModelFileError
 from edgespec.export.onnx.datafile import Stored
 from edgespec.export.onnx.graph import read_graph, write_graph
 from edgespec.export.onnx.tied import find_lookup, look_up_blocks
+from edgespec.formats.files import atomic_file
 from edgespec.formats.onnx import DATA, MICROSOFT, MODEL
 from edgespec.formats.onnx.tensors import DataWriter
 from edgespec.formats.onnx.w8a8 import CONSTANTS, GROUP_SIZES, Products, quantise_columns, quantise_rows
@@ -31,19 +32,15 @@ def to_integer(folder: Path, group_size: int, progress: Progress | None = None) 
 
     `group_size` weights share a scale in the embeddings. `progress` gets operators (done, total). The folder must not
     be in use yet: data and graph are replaced one after the other. Raises ModelFileError for a graph without a product
-    that can be rewritten and for weights that are no numbers, and OSError.
+    that can be rewritten and for weights that are no numbers, and StateError when the disk is full.
     """
     model = read_graph(folder / MODEL)
-    temporary = (folder / DATA).with_name(DATA + ".tmp")
-    try:
+    with atomic_file(folder / DATA) as temporary:
         with Stored(model.graph, folder) as stored, temporary.open("wb") as file:
             found = _Rewriting(model, stored, group_size)
             found.run(DataWriter(file, DATA), progress)
         if not found.num_products:
             raise ModelFileError(f"{folder / MODEL} has no matrix product with constant weights: nothing to quantise")
-        temporary.replace(folder / DATA)
-    finally:
-        temporary.unlink(missing_ok=True)
     write_graph(model, folder / MODEL)
     return found.num_products
 

@@ -22,7 +22,7 @@ from edgespec.export.onnx.graph import DATA, MODEL
 from edgespec.export.onnx.integer import to_integer
 from edgespec.export.onnx.quantise import save
 from edgespec.export.onnx.source import Source
-from edgespec.loading.registry import user_folder
+from edgespec.loading.registry import models_folder
 
 PACKAGES = ("optimum-onnx==0.1.0", "transformers>=4.56,<4.58")
 OPTIMUM_DATA = "model.onnx_data"
@@ -31,7 +31,7 @@ STEPS = 4
 
 def environment_folder() -> Path:
     """Where the environment is kept: beside the folder of the user's models."""
-    return user_folder().parent / "optimum-environment"
+    return models_folder().parent / "optimum-environment"
 
 
 def export_with_optimum(

@@ -14,8 +14,8 @@ from pathlib import Path
 import onnx
 
 from edgespec.engines.onnx.library import library
+from edgespec.export.onnx.child import follow_parent
 from edgespec.export.onnx.graph import DATA, MODEL
-from edgespec.export.onnx.lifeline import follow_parent
 
 
 def quantise(model: onnx.ModelProto, quant: str, group_size: int) -> onnx.ModelProto:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.installation import install_command
+from edgespec.errors import ModelFileError
+from edgespec.export.checkpoint import Checkpoint
+from edgespec.formats.hub_folder import CHAT_TEMPLATE, chat_template, read_json
 
-CHAT_TEMPLATE = "chat_template.jinja"
 REQUIRED = ("tokenizer.json", "tokenizer_config.json")
 _WIDTH, _HEADS = ("hidden_size", "n_embd"), ("num_attention_heads", "n_head")
 COPIED = ("config.json", "generation_config.json", "special_tokens_map.json", CHAT_TEMPLATE, *REQUIRED)
@@ -53,27 +52,15 @@ class Source:
         for name in COPIED:
             if (self.folder / name).is_file():
                 shutil.copyfile(self.folder / name, target / name)
-        template = self._template_text()
+        template = chat_template(self.folder, read_json(self.folder / "tokenizer_config.json"))
         if template is not None and not (self.folder / CHAT_TEMPLATE).is_file():
             (target / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
-
-    def _template_text(self) -> str | None:
-        """The chat template of tokenizer_config.json: a text, or a list of named ones of which `default` counts."""
-        settings = json.loads((self.folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        template = settings.get("chat_template")
-        if isinstance(template, list):
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
-        return template if isinstance(template, str) else None
 
 
 def open_source(folder: Path) -> Source:
     """Check a folder before work starts. Raises ModelFileError for a missing, damaged or strange part."""
     if not folder.is_dir():
         raise ModelFileError(f"{folder} is no folder: give one as Hugging Face models are stored")
-    try:
-        from edgespec.export.checkpoint import Checkpoint, read_json
-    except ImportError as error:
-        raise CapabilityError(f"reading checkpoints needs {error.name}: {install_command('export')}") from error
     config = Checkpoint.open(folder).config
     for name in REQUIRED:
         read_json(folder / name)

@@ -13,6 +13,7 @@ import onnx
 
 from edgespec.errors import ModelFileError
 from edgespec.export.onnx.graph import DATA, attribute, read_graph, write_graph
+from edgespec.formats.files import atomic_file
 
 COPY_BYTES = 16 * 2**20
 
@@ -83,8 +84,7 @@ def look_up_blocks(
 def _compact(model: onnx.ModelProto, data: Path) -> None:
     """Rewrite the data file without bytes that no tensor uses; tensors over the same bytes stay over the same bytes."""
     moved: dict[tuple[int, int], int] = {}
-    temporary = data.with_name(data.name + ".tmp")
-    with data.open("rb") as source, temporary.open("wb") as target:
+    with atomic_file(data) as temporary, data.open("rb") as source, temporary.open("wb") as target:
         for tensor in model.graph.initializer:
             if tensor.data_location != onnx.TensorProto.EXTERNAL:
                 continue
@@ -99,4 +99,3 @@ def _compact(model: onnx.ModelProto, data: Path) -> None:
                 for start in range(0, length, COPY_BYTES):
                     target.write(source.read(min(COPY_BYTES, length - start)))
             place["offset"].value = str(moved[offset, length])
-    temporary.replace(data)

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from edgespec.engines.onnx.library import library, open_session
 from edgespec.export.onnx.canonical import canonicalise, store_transposed
+from edgespec.export.onnx.child import follow_parent
 from edgespec.export.onnx.graph import MODEL, read_graph
 from edgespec.export.onnx.integer import to_integer
-from edgespec.export.onnx.lifeline import follow_parent
 from edgespec.export.onnx.quantise import quantise, save
 from edgespec.export.onnx.tied import share_embedding
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from edgespec import __version__
-from edgespec.export.training.journal import ROUNDS, RoundResult, best_round, rounds_csv, write_whole
+from edgespec.export.training.journal import ROUNDS, RoundResult, best_round, rounds_csv
 from edgespec.export.training.request import DistillRequest, file_hash
 from edgespec.export.training.students import StudentShape
 from edgespec.export.training.target import TOKENIZER_FILES, TargetFacts
@@ -39,9 +39,9 @@ def write_folder(
         if (facts.folder / name).is_file():
             shutil.copyfile(facts.folder / name, folder / name)
     name = request.output.name
-    write_whole(folder / ROUNDS, rounds_csv(rounds))
-    write_whole(folder / "README.md", model_card(name, request, facts, shape, rounds))
-    write_whole(folder / "NOTICE", notice(name, request, facts))
+    texts = {"README.md": model_card(name, request, facts, shape, rounds), "NOTICE": notice(name, request, facts)}
+    for file, text in {ROUNDS: rounds_csv(rounds), **texts}.items():
+        (folder / file).write_text(text, encoding="utf-8")
 
 
 def model_card(

@@ -11,13 +11,12 @@ import hashlib
 import numpy as np
 import torch
 
-from edgespec.export.training.documents import Corpus, Document
+from edgespec.export.training.documents import Corpus
 from edgespec.export.training.heads_network import EagleHead, MedusaHeads
 from edgespec.export.training.heads_request import HeadsRequest
 from edgespec.export.training.heads_trainer import HeadsTrainer, last_states, new_heads
-from edgespec.export.training.inherit import load_target, pick_device
-from edgespec.export.training.journal import Journal, RoundResult, best_round, translated
-from edgespec.export.training.on_policy import Distilled, Say, load_encoder, reason_of, run_rounds
+from edgespec.export.training.journal import RESUME_FIX, Journal, RoundResult, best_round
+from edgespec.export.training.on_policy import Distilled, Say, load_parts, reason_of, run_rounds
 from edgespec.export.training.preparation import Preparation
 from edgespec.export.training.target import TargetFacts
 from edgespec.export.training.trainer import Advance
@@ -30,16 +29,9 @@ def build_heads_trainer(prepared: Preparation) -> tuple[HeadsTrainer, Corpus | N
     """Load the target, make the heads; returns both in a trainer, and the corpus of held-out prompts."""
     request, facts = prepared.request, prepared.facts
     assert isinstance(request, HeadsRequest)
-    encode = load_encoder(facts)
-
-    def corpus_of(documents: list[Document]) -> Corpus | None:
-        return Corpus(documents, facts, encode) if documents else None
-
-    dtype = torch.bfloat16 if request.precision == "bf16" else torch.float32
-    target = load_target(facts, pick_device(request.device), dtype)
-    corpus = corpus_of(prepared.documents)
+    target, corpus, held_out = load_parts(prepared)
     heads = new_heads(request, facts, prepared.shape, target, corpus)
-    return HeadsTrainer(request, facts, prepared.shape, target, heads, corpus), corpus_of(prepared.held_out)
+    return HeadsTrainer(request, facts, prepared.shape, target, heads, corpus), held_out
 
 
 def train_heads(prepared: Preparation, journal: Journal, say: Say, advance: Advance) -> Distilled:
@@ -50,8 +42,7 @@ def train_heads(prepared: Preparation, journal: Journal, say: Say, advance: Adva
     journal.need_space(32 * sum(weight.numel() for weight in trainer.student.parameters()))
     run_rounds(trainer, held_out, journal, say, advance)
     trainer.student.load_state_dict(trainer.best)
-    with translated(journal.result):
-        write_head_file(journal.result, head_file(trainer, prepared.facts), request.storage)
+    write_head_file(journal.result, head_file(trainer, prepared.facts), request.storage, RESUME_FIX)
     journal.publish()
     return Distilled(request.output, tuple(trainer.rounds), reason_of(request, trainer))
 

@@ -15,10 +15,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from edgespec.errors import CapabilityError, ConfigError, StateError
+from edgespec.errors import CapabilityError, ConfigError
 from edgespec.export.training.request import flag
+from edgespec.formats.files import write_atomically, write_errors
 
 SUFFIX, REQUEST, ROUNDS = ".partial", "request.json", "rounds.csv"
+RESUME_FIX = "nothing of the last finished round is lost, run the same command again when that is mended"
 
 
 @dataclass(frozen=True)
@@ -100,14 +102,11 @@ class Journal:
             return
         if self.folder.exists() and any(self.folder.iterdir()):
             raise ConfigError(f"{self.folder} holds other files: give another --output, or remove it")
-        with translated(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(path, text)
+        write_atomically(path, text, parents=True, fix=RESUME_FIX)
 
     def write_rounds(self, rounds: Sequence[RoundResult]) -> None:
         """Replace rounds.csv; it follows the state, so an interrupted round never appears in it."""
-        with translated(self.folder):
-            write_whole(self.folder / ROUNDS, rounds_csv(rounds))
+        write_atomically(self.folder / ROUNDS, rounds_csv(rounds), fix=RESUME_FIX)
 
     def need_space(self, num_bytes: int) -> None:
         """Raises CapabilityError when the disk has less than `num_bytes` free."""
@@ -120,42 +119,13 @@ class Journal:
 
     def publish(self) -> None:
         """Let the finished folder appear as OUTPUT and remove the rest."""
-        with translated(self.output):
+        with write_errors(self.output, fix=RESUME_FIX):
             self.result.replace(self.output)
         shutil.rmtree(self.folder)
 
 
-class translated:  # noqa: N801 - reads as a phrase: with translated(path)
-    """A block whose failed writes become StateError: the disk is full, the folder read-only.
-
-    `others`: what a library raises in place of OSError.
-    """
-
-    def __init__(self, path: Path, *others: type[Exception]) -> None:
-        self._path = path
-        self._kinds: tuple[type[Exception], ...] = (OSError, *others)
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, self._kinds):
-            reason = getattr(error, "strerror", None) or f"is the disk full? ({error})"
-            raise StateError(
-                f"{self._path} cannot be written: {reason}; nothing of the last finished round is lost, run the same "
-                "command again when that is mended"
-            ) from error
-
-
 def _same_bytes(one: Path, other: Path) -> bool:
     return one.is_file() and other.is_file() and one.read_bytes() == other.read_bytes()
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replace `path` in one step."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 def rounds_csv(rounds: Sequence[RoundResult]) -> str:

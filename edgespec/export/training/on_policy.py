@@ -20,14 +20,15 @@ from safetensors import SafetensorError
 from edgespec.errors import ModelFileError, StateError
 from edgespec.export.tokens import read_tokenizer
 from edgespec.export.training.card import write_folder
-from edgespec.export.training.documents import Corpus, Document, Encode
+from edgespec.export.training.documents import Corpus, Encode
 from edgespec.export.training.inherit import load_target, new_student, pick_device
-from edgespec.export.training.journal import Journal, RoundResult, best_round, stale_rounds, translated
+from edgespec.export.training.journal import RESUME_FIX, Journal, RoundResult, best_round, stale_rounds
 from edgespec.export.training.preparation import Preparation
 from edgespec.export.training.request import DistillRequest
 from edgespec.export.training.target import TOKENIZER_FILE, TargetFacts
 from edgespec.export.training.trainer import LOGIT_COPIES, Advance, Trainer, temperatures
 from edgespec.export.training.writing import write
+from edgespec.formats.files import write_errors
 
 TIMED_TOKENS = 4
 STATE_COPIES = 5  # of the student in float32: itself, the best one, two moments of its gradients, one to spare
@@ -62,22 +63,26 @@ def load_encoder(facts: TargetFacts) -> Encode:
     return encode
 
 
-def build_trainer(prepared: Preparation) -> tuple[Trainer, Corpus | None]:
-    """Load the target, make the student; returns both in a trainer, and the corpus of held-out prompts."""
+def load_parts(prepared: Preparation) -> tuple[Any, Corpus | None, Corpus | None]:
+    """(the target, the corpus to learn from, that of held-out prompts)."""
     request, facts = prepared.request, prepared.facts
     device = pick_device(request.device)
     if device.type == "cuda":  # sums in one order, or the same seed would give other weights
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
     encode = load_encoder(facts)
-
-    def corpus_of(documents: list[Document]) -> Corpus | None:
-        return Corpus(documents, facts, encode) if documents else None
-
     target = load_target(facts, device, torch.bfloat16 if request.precision == "bf16" else torch.float32)
-    student = new_student(prepared.shape, facts, target, request.seed)
-    trainer = Trainer(request, facts, prepared.shape, target, student, corpus_of(prepared.documents))
-    return trainer, corpus_of(prepared.held_out)
+    given = (prepared.documents, prepared.held_out)
+    corpus, held_out = (Corpus(documents, facts, encode) if documents else None for documents in given)
+    return target, corpus, held_out
+
+
+def build_trainer(prepared: Preparation) -> tuple[Trainer, Corpus | None]:
+    """Load the target, make the student; returns both in a trainer, and the corpus of held-out prompts."""
+    request, facts, shape = prepared.request, prepared.facts, prepared.shape
+    target, corpus, held_out = load_parts(prepared)
+    student = new_student(shape, facts, target, request.seed)
+    return Trainer(request, facts, shape, target, student, corpus), held_out
 
 
 def estimate(trainer: Trainer) -> str:
@@ -169,7 +174,7 @@ def distill(prepared: Preparation, journal: Journal, say: Say, advance: Advance)
 def _finish(prepared: Preparation, journal: Journal, trainer: Trainer) -> Distilled:
     request = prepared.request
     trainer.student.load_state_dict(trainer.best)
-    with translated(journal.result, SafetensorError):
+    with write_errors(journal.result, SafetensorError, fix=RESUME_FIX):
         write_folder(journal.result, trainer.student, request, prepared.facts, prepared.shape, trainer.rounds)
     journal.publish()
     return Distilled(request.output, tuple(trainer.rounds), reason_of(request, trainer))

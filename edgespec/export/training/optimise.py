@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from edgespec.export.training.journal import RESUME_FIX
+from edgespec.formats.files import atomic_file
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -58,7 +61,7 @@ def set_rate(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
             group["lr"] = group["base_lr"] * factor
 
 
-def atomic_save(value: Any, path: Path) -> None:
-    temporary = path.with_suffix(".tmp")
-    torch.save(value, temporary)
-    temporary.replace(path)
+def save_checkpoint(value: Any, path: Path) -> None:
+    """Raises StateError when the disk is full, which torch reports as RuntimeError."""
+    with atomic_file(path, RuntimeError, fix=RESUME_FIX) as temporary:
+        torch.save(value, temporary)

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelFileError, ModelNotFound
-from edgespec.export.checkpoint import read_json
+from edgespec.formats.hub_folder import chat_template, read_json, read_optional_json
 
 TOKENIZER_FILE = "tokenizer.json"
+SETTINGS_FILES = ("tokenizer_config.json", "generation_config.json")
 TOKENIZER_FILES = (
     TOKENIZER_FILE,
     "tokenizer_config.json",
@@ -92,8 +93,7 @@ def read_target(folder: Path, name: str = "") -> TargetFacts:
             f"{folder} has no {TOKENIZER_FILE}: save the tokenizer as a fast one (AutoTokenizer.from_pretrained(...)"
             ".save_pretrained(...) of transformers writes it)"
         )
-    settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
-    generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
+    settings, generation = (read_optional_json(folder / name) for name in SETTINGS_FILES)
     ids = _added_ids(folder)
     special = _special_tokens(settings)
     has_begin = settings.get("bos_token", "not said") is not None
@@ -102,7 +102,7 @@ def read_target(folder: Path, name: str = "") -> TargetFacts:
     if special.get("eos_token") in ids:
         stops.add(ids[special["eos_token"]])
     name = name or folder.resolve().name
-    return TargetFacts(name, folder, config, special, _chat_template(folder, settings), begin, frozenset(stops))
+    return TargetFacts(name, folder, config, special, chat_template(folder, settings), begin, frozenset(stops))
 
 
 def _added_ids(folder: Path) -> dict[str, int]:
@@ -126,14 +126,3 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
         if isinstance(text, str):
             found[key] = text
     return found
-
-
-def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
-    """The template in its own file, else in tokenizer_config.json, where it may be one of several by name."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
-    return template if isinstance(template, str) else None

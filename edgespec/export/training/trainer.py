@@ -24,8 +24,8 @@ from torch import Tensor
 from edgespec.errors import CapabilityError
 from edgespec.export.training.acceptance import OwnText, agreement
 from edgespec.export.training.documents import Corpus
-from edgespec.export.training.journal import Journal, RoundResult, best_round, stale_rounds, translated
-from edgespec.export.training.optimise import Schedule, atomic_save, make_optimizers, set_rate
+from edgespec.export.training.journal import Journal, RoundResult, best_round, stale_rounds
+from edgespec.export.training.optimise import Schedule, make_optimizers, save_checkpoint, set_rate
 from edgespec.export.training.request import DistillRequest
 from edgespec.export.training.students import StudentShape
 from edgespec.export.training.target import TargetFacts
@@ -100,8 +100,7 @@ class Trainer:
             "rounds": [tuple(getattr(r, name) for name in RoundResult.__dataclass_fields__) for r in self.rounds],
             "counters": [self.tokens_seen, self.step_index],
         }
-        with translated(journal.state, RuntimeError):  # which torch raises when the disk is full
-            atomic_save(state, journal.state)
+        save_checkpoint(state, journal.state)
         journal.write_rounds(self.rounds)
 
     def load(self, journal: Journal) -> None:

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from edgespec.errors import ModelFileError
-from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, GgufStrings, Scalar, once, read_header
+from edgespec.formats.gguf.header import GgufHeader, once, read_header
 from edgespec.formats.gguf.split import with_shards
+from edgespec.formats.gguf.values import GgufNumbers, GgufStrings, Scalar
 
 MAX_LAYERS = 512
 MAX_EXPERTS = 512

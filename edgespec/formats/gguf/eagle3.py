@@ -14,7 +14,8 @@ import numpy as np
 
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.gguf.check import check_gguf
-from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, GgufStrings, TensorInfo, Value, read_header
+from edgespec.formats.gguf.header import GgufHeader, TensorInfo, read_header
+from edgespec.formats.gguf.values import GgufNumbers, GgufStrings, Value
 
 ARCHITECTURE = "eagle3"
 NUM_LAYERS_READ = 3  # llama.cpp knows no other number

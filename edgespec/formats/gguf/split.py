@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from edgespec.errors import ModelFileError, ModelNotFound
-from edgespec.formats.gguf.header import GgufHeader, GgufStrings, read_header
+from edgespec.formats.gguf.header import GgufHeader, read_header
+from edgespec.formats.gguf.values import GgufStrings
 
 FILES, ID = "edgespec.split.files", "edgespec.split.id"
 NUMBER, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"

@@ -11,6 +11,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+from edgespec.formats.files import atomic_file
+
 DOMAINS = ("dialogue", "code", "arithmetic")
 
 
@@ -43,7 +45,6 @@ def draw_curves(target_log: Path, distill_log: Path, output: Path) -> None:
             right.plot(millions, values, style, color=f"C{index}", label=f"{name}, {domain}")
     right.set_ylim(bottom=0.0)
     _decorate(right, "Students, on held-out text", "share of greedy choices equal to the target's", "lower right")
-    temporary = output.with_suffix(".tmp")
-    figure.savefig(temporary, dpi=110, format="png")
-    temporary.replace(output)
+    with atomic_file(output) as temporary:
+        figure.savefig(temporary, dpi=110, format="png")
     plt.close(figure)

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from demo_training.generation import generate
 from demo_training.network import NORM_EPS, Network, NetworkShape
 from demo_training.pretrain import RunLog, TokenStream
-from edgespec.export.training.optimise import Schedule, atomic_save, make_optimizers, set_rate
+from edgespec.export.training.optimise import Schedule, make_optimizers, save_checkpoint, set_rate
 
 STUDENTS = {
     "draft": NetworkShape(4096, 128, 384, num_layers=2, num_heads=2, num_kv_heads=1),
@@ -141,7 +141,7 @@ class Distiller:
             "pool": [torch.from_numpy(tokens) for tokens in self.pool],
             "counters": [self.tokens_seen, self.step_index, self.round_index],
         }
-        atomic_save(state, self.checkpoint)
+        save_checkpoint(state, self.checkpoint)
 
     def load(self) -> None:
         state = torch.load(self.checkpoint, weights_only=True)

@@ -22,6 +22,7 @@ from demo_training.vocabulary import mark_id, save_hf_tokenizer, special_ids
 from edgespec.export.gguf import convert
 from edgespec.export.manifest import write_manifest
 from edgespec.export.onnx import export_onnx
+from edgespec.formats.files import atomic_file
 from edgespec.formats.manifest import sha256_of
 from edgespec.loading.registry import GRAPH
 
@@ -45,10 +46,9 @@ def save_hf_model(network: Network, tokenizer: Tokenizer, chat_template: str, fo
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_hf_tokenizer(tokenizer, folder, chat_template)
     weights = {name: value.to(torch.float16).contiguous() for name, value in network.state_dict().items()}
-    temporary = folder / "model.safetensors.tmp"
-    save_file(weights, temporary, metadata={"format": "pt"})
-    temporary.chmod(0o644)  # safetensors writes files that only their owner may read
-    temporary.replace(folder / "model.safetensors")
+    with atomic_file(folder / "model.safetensors") as temporary:
+        save_file(weights, temporary, metadata={"format": "pt"})
+        temporary.chmod(0o644)  # safetensors writes files that only their owner may read
 
 
 def evaluation_prompts(tokenizer: Tokenizer, documents: list[str], count: int) -> list[list[int]]:

@@ -22,6 +22,7 @@ from demo_training.pretrain import TokenStream, pretrain, split_documents
 from demo_training.streams import load_streams
 from demo_training.vocabulary import mark_id, train_tokenizer
 from edgespec.export.training.optimise import Schedule
+from edgespec.formats.files import atomic_file
 
 STAGES = ("tokenizer", "target", "distill", "pack")
 EDITS = "edits"
@@ -53,9 +54,8 @@ class Run:
             train["dialogue"] = train["dialogue"][:TOKENIZER_DIALOGUES]
             texts = (document for documents in train.values() for document in documents)
             tokenizer = train_tokenizer(texts, TARGET.vocab_size)
-            temporary = self.work / "tokenizer.json.tmp"
-            tokenizer.save(str(temporary))
-            temporary.replace(self.tokenizer_path)
+            with atomic_file(self.tokenizer_path) as temporary:
+                tokenizer.save(str(temporary))
         return Tokenizer.from_file(str(self.tokenizer_path))
 
     def streams(self) -> tuple[dict[str, TokenStream], dict[str, TokenStream]]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from demo_training.network import Network, NetworkShape
-from edgespec.export.training.optimise import Schedule, atomic_save, make_optimizers, set_rate
+from edgespec.export.training.optimise import Schedule, make_optimizers, save_checkpoint, set_rate
 
 TokenStream = NDArray[np.int32]
 
@@ -158,7 +158,7 @@ def pretrain(
             "tokens_seen": tokens_seen,
             "step": step,
         }
-        atomic_save(state, checkpoint)
+        save_checkpoint(state, checkpoint)
 
     bar = tqdm(total=schedule.total_tokens, initial=tokens_seen, unit="tok", desc="target")
     last_save = last_log = time.monotonic()

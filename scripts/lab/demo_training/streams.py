@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from demo_training.corpus import load_corpus
 from demo_training.pretrain import TokenStream
 from demo_training.vocabulary import encode_documents
+from edgespec.formats.files import atomic_file
 
 HELD_OUT_DOCUMENTS = 60  # per domain: enough for a curve, few enough to score every five minutes
 
@@ -29,7 +30,6 @@ def load_streams(
         few = {domain: documents[:HELD_OUT_DOCUMENTS] for domain, documents in held_out.items()}
         for kind, documents in (("train", train), ("held_out", few)):
             streams = {domain: encode_documents(tokenizer, texts) for domain, texts in documents.items()}
-            temporary = paths[kind].with_name(f"{kind}.tmp.npz")
-            np.savez(temporary, allow_pickle=False, **streams)
-            temporary.replace(paths[kind])
+            with atomic_file(paths[kind]) as temporary, temporary.open("wb") as file:
+                np.savez(file, allow_pickle=False, **streams)
     return _read(paths["train"]), _read(paths["held_out"])

@@ -15,6 +15,7 @@ import numpy as np
 from edgespec.bench.expansion import Expansion
 from edgespec.bench.tensors import Floats, TensorPlan
 from edgespec.errors import ModelFileError
+from edgespec.formats.files import atomic_file, write_atomically
 from edgespec.formats.manifest import sha256_of
 
 Progress = Callable[[int, int, str], None]
@@ -64,7 +65,7 @@ def expand(expansion: NoisyExpansion, output: Path, progress: Progress | None = 
     if not plan_file.is_file() or plan_file.read_text(encoding="utf-8") != wanted:
         for stale in (*output.glob("model*.safetensors*"), output / "config.json"):
             stale.unlink(missing_ok=True)
-        _write_text(plan_file, wanted)
+        write_atomically(plan_file, wanted)
     total = expansion.shape.num_layers + 1
     weight_map: dict[str, str] = {}
     for number, plans in enumerate(expansion.shards(), 1):
@@ -79,17 +80,11 @@ def expand(expansion: NoisyExpansion, output: Path, progress: Progress | None = 
             shutil.copyfile(expansion.small.folder / name, output / name)
     size = sum(path.stat().st_size for path in output.glob("model-*.safetensors"))
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-    _write_text(output / "model.safetensors.index.json", json.dumps(index, indent=1))
-    _write_text(output / "config.json", json.dumps(expansion.config(), indent=2) + "\n")
+    write_atomically(output / "model.safetensors.index.json", json.dumps(index, indent=1))
+    write_atomically(output / "config.json", json.dumps(expansion.config(), indent=2) + "\n")
     if progress is not None:
         progress(total, total, "done")
     return output
-
-
-def _write_text(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 def _dtype(plan: TensorPlan) -> np.dtype[Any]:
@@ -107,16 +102,11 @@ def write_shard(path: Path, plans: list[TensorPlan], seed: int) -> None:
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for plan in plans:
-                for block in plan.blocks(seed):
-                    stored = block.astype(_dtype(plan))
-                    if not np.isfinite(stored).all():
-                        raise ModelFileError(f"a weight of {plan.name} is too large for float16")
-                    file.write(stored.tobytes())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with atomic_file(path) as temporary, temporary.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for plan in plans:
+            for block in plan.blocks(seed):
+                stored = block.astype(_dtype(plan))
+                if not np.isfinite(stored).all():
+                    raise ModelFileError(f"a weight of {plan.name} is too large for float16")
+                file.write(stored.tobytes())

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from edgespec.bench.heads import expand_heads
 from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.formats.files import atomic_file, atomic_folder, write_atomically
 from edgespec.formats.manifest import HEADS, MANIFEST, ModelFile, ModelPair, read_pair, sha256_of
 from edgespec.installation import install_command
 from expansion.checkpoint import NoisyExpansion, expand
@@ -63,9 +64,7 @@ class Records:
 
     def add(self, path: Path, key: str) -> None:
         self._made[self._name(path)] = key
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self._made, indent=1), encoding="utf-8")
-        temporary.replace(self._path)
+        write_atomically(self._path, json.dumps(self._made, indent=1))
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self._output).as_posix()
@@ -257,16 +256,13 @@ def check_packages(engines: tuple[Engine, ...]) -> None:
 
 def _copy(files: Sequence[Path], result: Path) -> None:
     """Copy one file to the file `result`, several into the folder `result`, which appears only when it is whole."""
-    temporary = result.with_name(result.name + ".tmp")
     if result.suffix:
-        shutil.copyfile(files[0], temporary)
+        with atomic_file(result) as temporary:
+            shutil.copyfile(files[0], temporary)
     else:
-        for folder in (temporary, result):
-            shutil.rmtree(folder, ignore_errors=True)
-        temporary.mkdir()
-        for file in files:
-            shutil.copyfile(file, temporary / file.name)
-    temporary.replace(result)
+        with atomic_folder(result) as folder:
+            for file in files:
+                shutil.copyfile(file, folder / file.name)
 
 
 def _entry(folder: Path, model: Path) -> dict[str, Any]:

@@ -6,10 +6,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from edgespec.errors import EdgespecError
+from edgespec.types import Closing
 from peers.base import Request
 from peers.field import Contestant, Field
 from peers.journal import Answers, Journal
@@ -20,7 +19,7 @@ Tell = Callable[[str], None]
 WARM_TOKENS = 4
 
 
-class Competition:
+class Competition(Closing):
     """The children, who of the field is still in, and why the others are not (`out`).
 
     With `keeps_one`, a child ends when another one's turn comes: a machine with little memory holds one library's
@@ -106,14 +105,6 @@ class Competition:
     def close(self) -> None:
         for peer in self.peers.values():
             peer.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _turn(self, contestant: Contestant) -> PeerProcess:
         """The child whose turn it is."""

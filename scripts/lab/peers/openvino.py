@@ -8,7 +8,6 @@ Batching without prefix caching, so that no prompt is read from a cache.
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,6 +16,7 @@ from time import perf_counter
 from typing import Any
 
 from edgespec.errors import CapabilityError
+from edgespec.formats.files import atomic_folder
 from peers.base import Answer, Arrivals, Files, Library, Peer, Request, Slots
 
 INSTALL = "in an environment of its own (--python openvino-genai=PATH): pip install openvino-genai optimum-intel nncf"
@@ -113,16 +113,11 @@ def _export(checkpoint: Path, result: Path) -> Path:
     program = Path(sys.executable).with_name("optimum-cli")
     if not program.is_file():
         raise CapabilityError(f"optimum-intel, which exports the checkpoint, is not installed: {INSTALL}")
-    temporary = result.with_name(result.name + ".partial")
-    for folder in (temporary, result):
-        shutil.rmtree(folder, ignore_errors=True)
-    temporary.parent.mkdir(parents=True, exist_ok=True)
     order = ["export", "openvino", "-m", str(checkpoint), "--task", "text-generation-with-past"]
-    done = subprocess.run(
-        [str(program), *order, "--weight-format", "int8", str(temporary)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise CapabilityError(f"optimum-intel cannot export {checkpoint}: {done.stderr.strip()[-TAIL:]}")
-    (temporary / record.name).write_text(made_of, encoding="utf-8")
-    temporary.replace(result)
+    with atomic_folder(result) as folder:
+        command = [str(program), *order, "--weight-format", "int8", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise CapabilityError(f"optimum-intel cannot export {checkpoint}: {done.stderr.strip()[-TAIL:]}")
+        (folder / record.name).write_text(made_of, encoding="utf-8")
     return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from edgespec.formats.files import atomic_file
 from edgespec.installation import install_command
 from peers.base import Library
 from peers.report import Row
@@ -39,9 +40,8 @@ def save_plot(rows: Sequence[Row], path: Path, title: str) -> None:
     axes.set_title(title, fontsize=10)
     axes.legend(handles=[Patch(color=colour, label=text) for colour, text in LEGEND], loc="lower right", fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-    temporary = path.with_suffix(".tmp")
-    figure.savefig(temporary, format="png", dpi=130)
-    temporary.replace(path)
+    with atomic_file(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=130)
 
 
 def _colour(row: Row) -> str:

@@ -1,4 +1,9 @@
-"""The default exporter: onnxruntime-genai's model builder, driven through `builder_child`."""
+"""The exporters: onnxruntime-genai's model builder, and transformers' own for what the builder refuses.
+
+Each runs in a child process, `builder_child` or `traced_child`. The traced graph is brought into the builder's form
+(names of inputs and outputs, cache lengths from the attention mask), so that past and present may be one buffer, and
+is compared with the model itself before it is quantised.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from edgespec.errors import CapabilityError
 from edgespec.export.onnx.child import run_child
+from edgespec.export.onnx.source import Source
 
 # The architectures whose graphs the tests compare with transformers, and their close relatives.
 ARCHITECTURES = (
@@ -27,6 +34,7 @@ ARCHITECTURES = (
     "PhiForCausalLM",
     "Phi3ForCausalLM",
 )
+TRACING_STEPS = ("tracing", "rewriting", "comparing", "quantising and writing")
 _LAYER = re.compile(r"Reading (?:decoder )?layer (\d+)")
 _STEPS_AROUND_LAYERS = 4  # embedding, final norm and head, saving, the files around the graph
 
@@ -63,3 +71,27 @@ def builder_order(
         "options": settings,
         "architecture": architecture,
     }
+
+
+def trace(source: Source, output: Path, quant: str, group_size: int, progress: Callable[[int, int, str], None]) -> None:
+    """Write model.onnx and model.onnx.data into `output`. Raises as `run_child`, CapabilityError for fp16."""
+    if quant == "fp16":
+        raise CapabilityError(
+            f"a {source.architecture} cannot be exported as fp16: the builder does not know it; allowed: int4, int8, "
+            "w8a8, fp32"
+        )
+    progress(0, len(TRACING_STEPS), TRACING_STEPS[0])
+
+    def on_line(line: str) -> None:
+        if line in TRACING_STEPS:
+            progress(TRACING_STEPS.index(line), len(TRACING_STEPS), line)
+
+    order = {
+        "source": str(source.folder),
+        "output": str(output),
+        "quant": quant,
+        "group_size": group_size,
+        "architecture": source.architecture,
+        "is_tied": source.is_tied,
+    }
+    run_child("edgespec.export.onnx.traced_child", order, on_line)

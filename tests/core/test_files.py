@@ -1,0 +1,197 @@
+"""Files and folders appear complete or not at all, a failure names the file and the fix; where a user's files lie."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from edgespec.errors import ConfigError, StateError
+from edgespec.formats.files import atomic_file, atomic_folder, home_folder, user_folder, write_atomically, write_errors
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# writing
+
+
+def test_contents_replace_a_file_and_leave_nothing_else(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "a", "one")
+    write_atomically(tmp_path / "a", b"tw\xc3\xb6")
+    assert (tmp_path / "a").read_text(encoding="utf-8") == "twö"
+    assert names(tmp_path) == ["a"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="modes are a POSIX matter")
+def test_a_file_is_private_only_when_asked(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        write_atomically(tmp_path / "shared", "x")
+        write_atomically(tmp_path / "own", "x", private=True)
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("shared", "own")]
+    assert modes == [0o644, 0o600]
+
+
+def test_folders_are_made_only_when_asked(tmp_path: Path) -> None:
+    with pytest.raises(
+        StateError, match=r"page cannot be written: No such file or directory; free some space, or give"
+    ):
+        write_atomically(tmp_path / "no" / "page", "x")
+    write_atomically(tmp_path / "new" / "deep" / "page", "x", parents=True)
+    with pytest.raises(StateError, match="cannot be written"):
+        write_atomically(tmp_path / "new" / "deep" / "page" / "below", "x", parents=True)
+
+
+def test_a_file_that_many_write_at_once_is_one_of_theirs(tmp_path: Path) -> None:
+    texts = [letter * 200_000 for letter in "abcdefgh"]
+    writers = [threading.Thread(target=write_atomically, args=(tmp_path / "a", text)) for text in texts]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert (tmp_path / "a").read_text() in texts
+    assert names(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_what_a_block_raises_leaves_the_old_file(tmp_path: Path, error: type[BaseException]) -> None:
+    (tmp_path / "a").write_text("old")
+    with pytest.raises(error), atomic_file(tmp_path / "a") as temporary:
+        temporary.write_text("half")
+        raise error
+    assert (tmp_path / "a").read_text() == "old" and names(tmp_path) == ["a"]
+    with atomic_file(tmp_path / "a") as temporary:
+        temporary.write_text("new")
+        assert (tmp_path / "a").read_text() == "old"
+    assert (tmp_path / "a").read_text() == "new" and names(tmp_path) == ["a"]
+
+
+def test_a_failure_names_the_file_the_reason_and_the_fix(tmp_path: Path) -> None:
+    with (
+        pytest.raises(StateError, match=r"a cannot be written: No space left on device; try again$"),
+        atomic_file(tmp_path / "a", fix="try again"),
+    ):
+        raise OSError(28, "No space left on device")
+    with (
+        pytest.raises(StateError, match=r"is the disk full\? \(stopped at byte 9\)"),
+        write_errors(tmp_path, RuntimeError),
+    ):
+        raise RuntimeError("stopped at byte 9")  # as torch says it
+    with pytest.raises(RuntimeError), write_errors(tmp_path):
+        raise RuntimeError("a bug")
+
+
+# folders
+
+
+def test_a_folder_appears_only_complete(tmp_path: Path) -> None:
+    output = tmp_path / "model"
+    with pytest.raises(RuntimeError, match="half-way"), atomic_folder(output) as folder:
+        (folder / "a").write_text("half")
+        raise RuntimeError("half-way")
+    assert names(tmp_path) == []
+    for content in ("first", "second"):
+        with atomic_folder(output) as folder:
+            (folder / "a").write_text(content)
+            assert not output.exists() or (output / "a").read_text() == "first"
+        assert (output / "a").read_text() == content
+    assert names(tmp_path) == ["model"]
+
+
+def test_a_replacement_that_was_killed_between_its_renames_is_undone(tmp_path: Path) -> None:
+    (tmp_path / ".model.replaced").mkdir()
+    (tmp_path / ".model.replaced" / "a").write_text("old")
+    with pytest.raises(RuntimeError), atomic_folder(tmp_path / "model"):
+        raise RuntimeError
+    assert (tmp_path / "model" / "a").read_text() == "old"
+    assert names(tmp_path) == ["model"]
+
+
+def test_a_replacement_that_fails_between_its_renames_is_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "a").write_text("old")
+    rename = Path.replace
+
+    def refuse(self: Path, target: Path) -> Path:
+        if self.suffix == ".tmp":
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(StateError, match="Input/output error"), atomic_folder(tmp_path / "model") as folder:
+        (folder / "a").write_text("new")
+    assert (tmp_path / "model" / "a").read_text() == "old"
+    assert names(tmp_path) == ["model"]
+
+
+HOLD_OPEN = """
+import sys
+from pathlib import Path
+from edgespec.formats.files import atomic_folder
+with atomic_folder(Path(sys.argv[1])) as folder:
+    (folder / "a").write_text("half")
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_killed_process_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
+    output = tmp_path / "model"
+    command = [sys.executable, "-c", HOLD_OPEN, str(output)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=REPOSITORY) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.kill()
+    assert names(tmp_path) == ["model.tmp"]
+    with atomic_folder(output) as folder:
+        assert names(folder) == []
+        (folder / "a").write_text("whole")
+    assert (output / "a").read_text() == "whole"
+    assert names(tmp_path) == ["model"]
+
+
+# a user's own folders
+
+
+def test_edgespec_home_holds_everything(tmp_path: Path) -> None:
+    given = {"EDGESPEC_HOME": str(tmp_path), "XDG_CACHE_HOME": "/x"}
+    assert {kind: user_folder(kind, given) for kind in ("config", "data", "state")} == dict.fromkeys(
+        ("config", "data", "state"), tmp_path
+    )
+    assert user_folder("cache", given) == tmp_path / "cache"
+
+
+@pytest.mark.parametrize("kind", ["config", "data", "state", "cache"])
+def test_xdg_folders_are_honoured(kind: str) -> None:
+    assert user_folder(kind, {f"XDG_{kind.upper()}_HOME": "/x"}) == Path("/x/edgespec")  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have other folders")
+def test_the_folders_of_linux_stay_where_they_have_always_been(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("CONFIG", "DATA", "STATE", "CACHE"):
+        monkeypatch.delenv(f"XDG_{kind}_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    places = {"config": ".config", "data": ".local/share", "state": ".local/state", "cache": ".cache"}
+    for kind, place in places.items():
+        assert user_folder(kind, {}) == Path("/home/somebody", place, "edgespec")  # type: ignore[arg-type]
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with pytest.raises(ConfigError, match="EDGESPEC_HOME"):
+        home_folder()
+    with pytest.raises(ConfigError, match="EDGESPEC_HOME"):
+        user_folder("config", {})
