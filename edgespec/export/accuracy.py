@@ -1,10 +1,10 @@
-"""Whether an exported file is the model it was made from: its tokens and its logits against transformers in float32.
+"""Checks that an exported file is the same model as its source: compares its logits with transformers in float32.
 
-The reference runs first and is freed before an engine opens a file, so both are never in memory together. Compared are
-the same token ids in both, so a tokenizer that differs cannot hide behind logits or the other way round.
+The reference runs first and is freed before an engine opens the file, so that both are never in memory together. Both
+get the same token ids, so tokenizer errors and weight errors are detected separately.
 
-Limits by quantisation, on the probe texts below. Top-1 agreement counts positions where the reference is decided: its
-best logit leads by a tenth of the logits' standard deviation, since any rounding may turn a near-tie.
+Limits by quantisation, on the probe texts (`tokens.PROBE_TEXTS`). Top-1 agreement counts only positions where the
+reference's best logit leads by a tenth of the logits' standard deviation, since any rounding may change a near-tie.
 
 | types                        | largest difference / std | top-1 agreement | mean KL, nats |
 |------------------------------|--------------------------|-----------------|---------------|
@@ -17,11 +17,11 @@ best logit leads by a tenth of the logits' standard deviation, since any roundin
 | all below 4 bits             |                          | 0.40            | 1.5           |
 
 Measured on the demo target (KL, agreement): f32 0 and 1.00, f16 6e-7 and 1.00, bf16 8e-5 and 1.00, q8_0 and int8 9e-4
-and 1.00, w8a8 0.002 and 1.00, q6_k 0.007 and 1.00, q4_k_m 0.06 and 0.96, int4 0.1 and 0.91, q3_k_m 0.13 and 0.91; on
-its draft, of 0.9 M parameters, agreement falls to 0.90 with q5_k_m, 0.83 with iq4_nl and 0.73 with int4. Random models
+and 1.00, w8a8 0.002 and 1.00, q6_k 0.007 and 1.00, q4_k_m 0.06 and 0.96, int4 0.1 and 0.91, q3_k_m 0.13 and 0.91. On
+its draft with 0.9 M parameters, agreement falls to 0.90 with q5_k_m, 0.83 with iq4_nl and 0.73 with int4. Random models
 of nine architectures: f32 at most 9e-4 of the spread, q8_0 at most 0.002 and at least 0.985, q4_k_m 0.04 and 0.78. A
-rotary base that is wrong by a factor of two gives KL 0.06, queries in the wrong order 1.0; what 4 bits would hide of
-such faults, a 16-bit file of the same conversion shows (see checking).
+rotary base that is wrong by a factor of two gives KL 0.06, queries in the wrong order 1.0. Faults that 4 bits would
+hide are found in a 16-bit file of the same conversion (see `file_checks`).
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from edgespec.export.tokens import PROBE_TEXTS
 from edgespec.types import Batch
 
 DECIDED = 0.1  # of the logits' standard deviation
-HEAD_TOKENS = 96  # behind which a head's logits are compared
+HEAD_TOKENS = 96  # positions at which a head's logits are compared
 Rows = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]
-BLOCK = 32  # rows compared at once: of a vocabulary of 150k tokens they take 20 MB, as float64 twice that
+BLOCK = 32  # rows compared at once: 20 MB for a vocabulary of 150k, twice that as float64
 
 
 class ExportRefused(EdgespecError):
-    """An exported file is not the model it was made from."""
+    """An exported file differs from the model it was made from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a quantisation may change; `max_difference` is in standard deviations of the logits."""
+    """Allowed differences. `max_difference` in standard deviations of the logits, `max_kl` in nats."""
 
     max_difference: float | None
     min_agreement: float
@@ -72,13 +72,13 @@ _LIMITS = {
 
 
 def limits_of(quant: str) -> Limits:
-    """The table above."""
+    """The limits of a quantisation, as in the table above."""
     return next((limits for begins, limits in _LIMITS.items() if quant.startswith(begins)), Limits(None, 0.40, 1.5))
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What differs over `num_tokens` positions; `max_difference` in standard deviations, `mean_kl` in nats."""
+    """Differences over `num_tokens` positions; `max_difference` in standard deviations, `mean_kl` in nats."""
 
     num_tokens: int
     max_difference: float
@@ -86,9 +86,9 @@ class Comparison:
     mean_kl: float
 
     def complaint(self, limits: Limits) -> str:
-        """What is beyond the limits, or nothing."""
+        """The exceeded limits as text; empty if there are none."""
         wrong = []
-        # written so that NaN fails
+        # `not a <= b` rather than `a > b`, so that NaN fails
         if limits.max_difference is not None and not self.max_difference <= limits.max_difference:
             wrong.append(
                 f"logits differ by {self.max_difference:.2g} of their spread (limit {limits.max_difference:g})"
@@ -101,7 +101,7 @@ class Comparison:
 
 
 def open_engine(wanted: Format, path: Path, context_length: int, threads: int | None) -> Engine:
-    """The file in edgespec's own engine, as exact as the engine can be. Raises what its `load` raises."""
+    """Open a file in edgespec's engine with its most exact settings. Raises the errors of the engine's `load`."""
     if wanted == "gguf":
         from edgespec.engines.llamacpp import LlamaCppEngine
 
@@ -121,7 +121,7 @@ def open_engine(wanted: Format, path: Path, context_length: int, threads: int | 
 
 
 def compare(reference: Reference, engine: Engine) -> Comparison:
-    """An open engine against the reference. Raises ExportRefused when they begin texts differently."""
+    """Compare an open engine with the reference. Raises ExportRefused if their begin-of-text tokens differ."""
     vocabulary = engine.vocabulary
     begins_with = vocabulary.bos_id if vocabulary.adds_bos else None
     if begins_with != reference.begins_with:
@@ -139,9 +139,9 @@ def compare(reference: Reference, engine: Engine) -> Comparison:
 
 
 def compare_head(reference: FeatureHead, target: Engine, path: Path) -> Comparison:
-    """The EAGLE-3 head `path` behind an open target against the same head computed otherwise.
+    """Compare the EAGLE-3 head in `path`, on an open target, with a reference implementation of it.
 
-    Both heads are closed. Raises what `load_head` raises.
+    Closes both heads. Raises the errors of `load_head`.
     """
     from edgespec.engines.llamacpp import LlamaCppEngine
 
@@ -175,7 +175,7 @@ def _summed(blocks: Sequence[Rows]) -> Comparison:
 
 
 def _compare_rows(wanted: NDArray[np.float32], found: NDArray[np.float32], spread: float) -> Rows:
-    """Per row [n] the largest difference and the KL divergence; per decided row whether the best token is the same."""
+    """Per row: largest difference [n], KL divergence [n]; per row with a clear lead: is the best token equal."""
     width = min(found.shape[1], wanted.shape[1])  # either may be padded
     found, wanted = found[:, :width], wanted[:, :width]
     difference = np.abs(found - wanted).max(axis=1) / spread
@@ -186,7 +186,7 @@ def _compare_rows(wanted: NDArray[np.float32], found: NDArray[np.float32], sprea
 
 
 def _spread(logits: Sequence[NDArray[np.float32]]) -> float:
-    """Standard deviation of all logits, without a copy of them."""
+    """Standard deviation of all logits, computed without copying them."""
     count = sum(rows.size for rows in logits)
     mean = sum(float(rows.sum(dtype=np.float64)) for rows in logits) / count
     return float(np.sqrt(sum(float(np.square(rows - mean).sum(dtype=np.float64)) for rows in logits) / count))

@@ -1,6 +1,6 @@
-"""A Hugging Face model folder, read without torch: its config, its weights one at a time, its tokenizer.
+"""Reads a Hugging Face model folder without torch: config, weights one tensor at a time, tokenizer.
 
-Safetensors files are read in plain Python, so that every fault can name the file and the tensor. Format: 8 bytes of
+Safetensors files are read in plain Python, so that error messages name the file and the tensor. Format: 8 bytes of
 header length, a JSON header (name -> dtype, shape, byte range), the tensors' bytes.
 https://huggingface.co/docs/safetensors
 """
@@ -26,7 +26,7 @@ Weights = NDArray[np.float32]
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
 READABLE = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-# Of types that are not converted only the size matters: a file with one of them is still a whole file.
+# The sizes of types that cannot be converted are needed to check that a file is complete.
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 ITEM_BYTES |= {"F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "U32": 4, "U64": 8}
 OTHER_WEIGHTS = ("pytorch_model*.bin", "consolidated*.pth", "tf_model.h5", "*.gguf")
@@ -35,7 +35,7 @@ _SHARD_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one tensor lies: `offset` in bytes from the start of `file`."""
+    """Location of one tensor: `offset` in bytes from the start of `file`."""
 
     file: Path
     dtype: str
@@ -46,7 +46,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened folder. `config` is config.json; weights stay on disk until `weights` asks for them."""
+    """An opened model folder. `config`: config.json; `weights` reads single tensors from disk."""
 
     folder: Path
     config: Config
@@ -54,14 +54,14 @@ class Checkpoint:
 
     @staticmethod
     def open(folder: Path) -> Checkpoint:
-        """Raises ModelFileError when a file is missing, truncated, or of a kind that is not understood."""
+        """Read config and tensor headers. Raises ModelFileError if a file is missing, truncated or not supported."""
         config = read_json(folder / "config.json")
         listed = _listed_tensors(folder)
         tensors: dict[str, StoredTensor] = {}
         for file in sorted({folder / name for name in listed.values()}) if listed else _weight_files(folder):
             for name, tensor in read_safetensors(file).items():
                 if name in tensors:
-                    raise ModelFileError(f"tensor {name} stands in both {tensors[name].file.name} and {file}")
+                    raise ModelFileError(f"tensor {name} is in both {tensors[name].file.name} and {file}")
                 tensors[name] = tensor
         for name, file_name in listed.items():
             if name not in tensors or tensors[name].file.name != file_name:
@@ -70,7 +70,7 @@ class Checkpoint:
 
     @property
     def architecture(self) -> str:
-        """What config.json calls it, or 'none'."""
+        """The architecture named in config.json, or 'none'."""
         named = self.config.get("architectures")
         return str(named[0]) if isinstance(named, list) and named else "none"
 
@@ -81,7 +81,7 @@ class Checkpoint:
         return self.tensors[name].shape
 
     def weights(self, name: str) -> Weights:
-        """One tensor as float32, in its own shape. Raises ModelFileError for a type other than F64/F32/F16/BF16."""
+        """One tensor as float32, in its stored shape. Raises ModelFileError for types other than F64/F32/F16/BF16."""
         tensor = self.tensors[name]
         if tensor.dtype not in READABLE:
             allowed = ", ".join(READABLE)
@@ -99,21 +99,21 @@ class Checkpoint:
         return raw.astype(np.float32, copy=False).reshape(tensor.shape)
 
     def require(self, key: str) -> Any:
-        """A value of config.json that no model of this kind may lack."""
+        """A required value of config.json. Raises ModelFileError if it is missing."""
         if self.config.get(key) is None:
             raise ModelFileError(f"{self.folder / 'config.json'} lacks {key!r}")
         return self.config[key]
 
     def count(self, key: str) -> int:
-        """A positive whole number of config.json."""
+        """A required positive integer of config.json. Raises ModelFileError."""
         value = self.require(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ModelFileError(f"{self.folder / 'config.json'} has {key} {value!r}, a positive number is needed")
+            raise ModelFileError(f"{self.folder / 'config.json'} has {key} {value!r}, must be a positive integer")
         return value
 
 
 def _listed_tensors(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name, as the index of a sharded checkpoint says; empty without an index."""
+    """Tensor name -> file name, from the index of a sharded checkpoint; empty without an index."""
     if not (folder / INDEX).exists():
         return {}
     listed = read_json(folder / INDEX).get("weight_map")
@@ -121,7 +121,7 @@ def _listed_tensors(folder: Path) -> dict[str, str]:
         raise ModelFileError(f"{folder / INDEX} has no weight_map")
     for file_name in set(listed.values()):
         if not isinstance(file_name, str) or Path(file_name).name != file_name:
-            raise ModelFileError(f"{folder / INDEX} names the file {file_name!r}, names inside the folder are allowed")
+            raise ModelFileError(f"{folder / INDEX} names the file {file_name!r}; allowed: names inside the folder")
         if not (folder / file_name).is_file():
             raise ModelFileError(f"{folder / file_name} is missing, which {INDEX} names. Download it again")
     return listed
@@ -142,7 +142,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def read_safetensors(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file by name, sorted. Raises ModelFileError for anything but a whole safetensors file."""
+    """The tensors of one file, sorted by name. Raises ModelFileError for anything but a complete safetensors file."""
     try:
         size = file.stat().st_size
         with file.open("rb") as opened:
@@ -153,7 +153,7 @@ def read_safetensors(file: Path) -> dict[str, StoredTensor]:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ModelFileError(f"{file} is not a safetensors file: {error}") from error
     if not isinstance(header, dict):
-        raise ModelFileError(f"{file} is not a safetensors file: its header is no object")
+        raise ModelFileError(f"{file} is not a safetensors file: its header is not an object")
     header.pop("__metadata__", None)
     return {name: _stored_tensor(file, size, 8 + length, name, header[name]) for name in sorted(header)}
 
@@ -176,19 +176,19 @@ def _stored_tensor(file: Path, size: int, start: int, name: str, entry: Any) -> 
 # EAGLE-3 heads
 
 PREFIXES = ("midlayer.", "layers.0.")
-NESTED = "transformer_layer_config"  # where speculators keep the settings of the layer
+NESTED = "transformer_layer_config"  # key under which `speculators` checkpoints nest the layer's settings
 
 
 def is_head_config(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json describes an EAGLE-3 head: one layer and a vocabulary of its own to draft in."""
+    """Whether a config.json describes an EAGLE-3 head: one layer and a draft vocabulary."""
     return "draft_vocab_size" in config and _flat(config).get("num_hidden_layers") == 1
 
 
 def head_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """All settings on one level. Raises ModelFileError for a folder that holds something else."""
+    """All settings on one level. Raises ModelFileError if the folder is not an EAGLE-3 head."""
     if not is_head_config(config):
         raise ModelFileError(
-            f"{folder} is no EAGLE-3 head: its config.json has no draft_vocab_size, or more layers than one"
+            f"{folder} is not an EAGLE-3 head: its config.json has no draft_vocab_size or more than one layer"
         )
     return _flat(config)
 

@@ -1,4 +1,4 @@
-"""Smaller models from a Hugging Face folder, without torch: some of its layers, as a folder of their own."""
+"""Prunes a Hugging Face model to some of its layers, without torch; writes a new model folder."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from edgespec.types import Progress, no_progress
 
 CHUNK_BYTES = 1 << 22
 LAYER_COUNTS = ("num_hidden_layers", "n_layer")
-# Settings that hold one value per layer.
+# Settings with one value per layer.
 PER_LAYER = ("layer_types", "no_rope_layers")
-# Settings that only say how layers differ by their number; `layer_types` and `no_rope_layers` say it outright.
+# Settings that derive a layer's kind from its number; replaced by `layer_types` and `no_rope_layers`.
 BY_NUMBER = ("sliding_window_pattern", "_sliding_window_pattern", "no_rope_layer_interval", "max_window_layers")
 CARRIED = (
     "tokenizer*",
@@ -39,11 +39,11 @@ _LAYER = re.compile(r"((?:.*\.)?(?:layers|h)\.)(\d+)(\..+)")
 
 
 def prune(folder: Path, output: Path, layers: Sequence[int], *, progress: Progress | None = None) -> Path:
-    """Write to `output` the model of `folder` with only `layers` (numbers from 0, ascending), renumbered from 0.
+    """Write the model of `folder` with only `layers` (from 0, ascending) to `output`, with layers renumbered from 0.
 
-    Embeddings, norms and head are kept, tensors are copied as they are stored. `output` appears only when whole.
-    Raises ModelFileError for a checkpoint that is damaged or unknown, ConfigError for layers that are not there,
-    UsageError when `output` exists, StateError when it cannot be written.
+    Embeddings, norms and head are kept; tensors are copied bit by bit. `output` is written atomically. Raises
+    ModelFileError for a damaged or unsupported checkpoint, ConfigError for layers that do not exist, UsageError if
+    `output` exists, StateError if it cannot be written.
     """
     checkpoint = Checkpoint.open(folder)
     found = _architecture(checkpoint)
@@ -63,7 +63,7 @@ def prune(folder: Path, output: Path, layers: Sequence[int], *, progress: Progre
 
 
 def _architecture(checkpoint: Checkpoint) -> Architecture:
-    """What is pruned need not be convertible as it is, but how its layers differ must be known."""
+    """The architecture of a checkpoint. Pruning supports more than conversion, but must know how layers differ."""
     if checkpoint.architecture not in ARCHITECTURES:
         return architecture_of(checkpoint)
     return ARCHITECTURES[checkpoint.architecture]
@@ -72,13 +72,13 @@ def _architecture(checkpoint: Checkpoint) -> Architecture:
 def _check_layers(folder: Path, layers: Sequence[int], depth: int) -> None:
     if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < depth:
         raise ConfigError(
-            f"layers {','.join(map(str, layers)) or 'none'} were asked for; {folder} has 0..{depth - 1}: "
-            "name one or more of them, ascending"
+            f"layers {','.join(map(str, layers)) or 'none'} were requested; {folder} has 0..{depth - 1}: "
+            "give one or more of them, ascending"
         )
 
 
 def pruned_config(checkpoint: Checkpoint, found: Architecture, layers: Sequence[int], depth: int) -> Config:
-    """config.json for the kept layers; what depends on a layer's number is written out per layer."""
+    """config.json for the kept layers; settings that depend on a layer's number become per-layer lists."""
     config: Config = dict(checkpoint.config)
     windowed = layer_kinds(checkpoint, found, depth)
     if "layer_types" in config or any(windowed):
@@ -107,7 +107,7 @@ def _kept(checkpoint: Checkpoint, key: str, values: list[Any], layers: Sequence[
 
 
 def _write_weights(path: Path, checkpoint: Checkpoint, layers: Sequence[int], progress: Progress) -> None:
-    """One safetensors file, its tensors' bytes copied in pieces. The folder it lies in is a temporary one."""
+    """Write one safetensors file, copying tensors in pieces. The caller writes into a temporary folder."""
     numbers = {old: new for new, old in enumerate(layers)}
     kept = {new: tensor for name, tensor in checkpoint.tensors.items() if (new := _renamed(name, numbers))}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -132,7 +132,7 @@ def _write_weights(path: Path, checkpoint: Checkpoint, layers: Sequence[int], pr
 
 
 def _renamed(name: str, numbers: dict[int, int]) -> str | None:
-    """The new name of a tensor, None for one of a layer that is left out."""
+    """The new name of a tensor; None if its layer is removed."""
     found = _LAYER.fullmatch(name)
     if found is None:
         return name

@@ -1,4 +1,5 @@
-"""An EAGLE-3 head in numpy, float32, straight from its checkpoint: slow, plain, and what the GGUF is compared with."""
+"""Reference implementation of an EAGLE-3 head in numpy float32, read from its checkpoint; exported GGUFs are checked
+against it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ Weights = Mapping[str, NDArray[np.float32]]
 
 
 class NumpyHead(FeatureHead):
-    """The head of a plan. `target_weights`: embeddings and head [vocabulary, width] that its folder lacks."""
+    """The head of a plan. `target_weights`: the target's embeddings and head [vocabulary, width], if shared."""
 
     def __init__(self, plan: HeadPlan, target_weights: Weights | None = None, context_length: int = 1 << 16) -> None:
         own = {name: plan.checkpoint.weights(source) for name, source in plan.tensors.items()}
@@ -44,7 +45,7 @@ class NumpyHead(FeatureHead):
 
     @classmethod
     def of(cls, plan: HeadPlan, target_folder: Path, context_length: int = 1 << 16) -> Self:
-        """The head of a plan with what it shares with the model of `target_folder`."""
+        """The head of a plan, with the weights that it shares with the model in `target_folder`."""
         target = Checkpoint.open(target_folder)
         shared: dict[str, NDArray[np.float32]] = {}
         if plan.shares_weights:
@@ -55,13 +56,13 @@ class NumpyHead(FeatureHead):
 
     def encode(self, features: States) -> States:
         if features.ndim != 2 or features.shape[1] != self.facts.feature_width:
-            raise BatchError(f"features of the shape [n, {self.facts.feature_width}] are needed, got {features.shape}")
+            raise BatchError(f"features must have the shape [n, {self.facts.feature_width}], got {features.shape}")
         fused = self._norm(features, "enc.output_norm") if self._norms_features else features
         return fused @ self._weights["fc.weight"].T
 
     def decode(self, token_ids: TokenIds, states: States) -> tuple[Logits, States]:
         if states.shape != (token_ids.size, self.facts.width) or not token_ids.size:
-            raise BatchError(f"one state per token is needed, got {token_ids.size} tokens and states {states.shape}")
+            raise BatchError(f"decode needs one state per token, got {token_ids.size} tokens and states {states.shape}")
         if self.end - self.start + token_ids.size > self.facts.context_length:
             raise ContextFull(f"the head's context holds {self.facts.context_length} pairs")
         for token_id, state in zip(token_ids.tolist(), states, strict=True):
@@ -75,7 +76,7 @@ class NumpyHead(FeatureHead):
         return logits, last
 
     def _pair(self, token_id: int, state: States) -> States:
-        """The state behind one pair, which joins the cache."""
+        """Append one (token, state) pair to the cache; returns the head's state [width] after it."""
         sizes, weights = self._sizes, self._weights
         normed = self._norm(state, "blk.0.attn_norm_2")
         embedding = self._norm(weights["token_embd.weight"][token_id], "blk.0.attn_norm")
@@ -102,7 +103,7 @@ class NumpyHead(FeatureHead):
         return found
 
     def _rotated(self, heads: NDArray[np.float32]) -> NDArray[np.float32]:
-        """[heads, head_dim] turned to the next pair's position; Hugging Face keeps rotary pairs as two halves."""
+        """[heads, head_dim] rotated to the next position; Hugging Face stores rotary pairs as two halves."""
         half = heads.shape[-1] // 2
         angles = (self.end * self._frequencies).astype(np.float32)
         cosine, sine = np.cos(angles), np.sin(angles)
@@ -127,16 +128,16 @@ class NumpyHead(FeatureHead):
 
     def _check_position(self, position: int) -> None:
         if not self.start <= position <= self.end:
-            raise BatchError(f"the head's cache holds pairs {self.start}..{self.end}, {position} is outside")
+            raise BatchError(f"the head's cache holds positions {self.start}..{self.end}; {position} is outside")
 
     def cancel(self) -> None:
-        """Its passes are short."""
+        """Does nothing: passes are short."""
 
     def clear_cancel(self) -> None:
-        """Nothing is ever set."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """It owns nothing but arrays."""
+        """Does nothing: there are only arrays to free."""
 
 
 def _frequencies(config: Mapping[str, Any], head_dim: int) -> NDArray[np.float64]:

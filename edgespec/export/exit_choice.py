@@ -1,8 +1,8 @@
-"""After which layer a model should end early: each exit is asked along the model's own text. Needs torch.
+"""Chooses the best early-exit layer of a model by measuring the acceptance of every exit. Needs torch.
 
-The model writes greedily behind the built-in prompts; an exit after layer E is its final norm and head over the hidden
-state there, and its acceptance is the share of tokens that it would have chosen too. What that is worth follows from
-the weights that a pass reads: an exit's token costs its share of them, and a verifying pass grows with its width.
+The model answers the built-in prompts greedily. An exit after layer E applies the final norm and head to the hidden
+state there; its acceptance is the share of positions at which it picks the model's token. The expected speedup follows
+from the weights that a pass reads: a drafted token costs its share of them, a verifying pass costs more per extra row.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from edgespec.loading.sample_prompts import PROMPTS
 
 TOKENS = 48  # per prompt
 LONGEST = 8
-ROW_COST = 0.2  # of one more row in a verifying pass, in passes of one row: int8 and Q8_0 on a processor
+ROW_COST = 0.2  # cost of an extra row in a verifying pass, relative to a pass of one row: int8 and Q8_0 on a CPU
 FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "embedding_norm")
 
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """`acceptance` in 0..1; `speedup` expected over plain decoding with the best draft length, `length`."""
+    """An exit after `layers` layers. `acceptance`: 0..1; `speedup`: expected at the best draft length, `length`."""
 
     layers: int
     acceptance: float
@@ -34,13 +34,13 @@ class Exit:
 
 
 def exits_of(folder: Path, threads: int | None = None) -> list[Exit]:
-    """Every exit of the model in `folder`, in order of its layers.
+    """All exits of the model in `folder`, ordered by layer.
 
-    Raises CapabilityError without torch and for a model whose final norm is not known, ConfigError for a folder that
-    is not there, ModelFileError for one that transformers cannot load.
+    Raises CapabilityError without torch or if the model's final norm is not known, ConfigError if the folder does not
+    exist, ModelFileError if transformers cannot load it.
     """
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"early-exit:auto measures a folder on this disk, {folder} is none: give a number instead")
+        raise ConfigError(f"early-exit:auto needs a local model folder, {folder} is not one: give a number instead")
     with in_transformers(folder, threads) as (torch, transformers, model):
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
         head, norm = model.get_output_embeddings(), _final_norm(model, folder)
@@ -61,7 +61,7 @@ def exits_of(folder: Path, threads: int | None = None) -> list[Exit]:
 
 
 def best_exit(exits: Sequence[Exit]) -> Exit:
-    """The one with the highest expected speedup, of equals the shortest."""
+    """The exit with the highest expected speedup; the shortest of equal ones."""
     return max(exits, key=lambda found: (round(found.speedup, 3), -found.layers))
 
 
@@ -73,7 +73,7 @@ def _valued(layers: int, acceptance: float, token_cost: float) -> Exit:
 
 
 def _prompt_ids(tokenizer: Any, text: str) -> list[int]:
-    """A user's turn where the model has a chat template, else the bare text."""
+    """The text as a user's turn if the model has a chat template, else as it is."""
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if has_template:
         turn = [{"role": "user", "content": text}]
@@ -88,7 +88,7 @@ def _body(model: Any) -> Any:
 def _final_norm(model: Any, folder: Path) -> Any:
     norm = next((getattr(_body(model), name) for name in FINAL_NORMS if hasattr(_body(model), name)), None)
     if norm is None:
-        raise CapabilityError(f"the final norm of {folder} is not known by name: give --derive early-exit:LAYERS")
+        raise CapabilityError(f"{folder} has no final norm under a known name: give --derive early-exit:LAYERS")
     return norm
 
 

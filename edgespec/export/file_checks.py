@@ -1,7 +1,7 @@
-"""Every finished file of an export is checked, and refused when it is not the model that it was made from.
+"""Checks every exported file against its source model, and rejects files that differ.
 
-Types that round coarsely hide small faults of a conversion, so a 16-bit GGUF of the same conversion is checked with
-them and thrown away.
+Coarse quantisations would hide small conversion errors, so for these a temporary 16-bit GGUF of the same conversion is
+checked as well.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check_stages(
     workspace: Workspace,
     reporter: Reporter,
 ) -> dict[str, Any]:
-    """Figures for the manifest. A file that fails is forgotten, so that it is made again; raises ExportRefused."""
+    """Check all files; returns figures for the manifest. Raises ExportRefused after deleting the failed file."""
     maker = Maker(request, models, workspace)
     figures: dict[str, Any] = {"performed": request.check, "tokenisation": _check_vocabularies(maker, artefacts)}
     if not request.check:
@@ -51,7 +51,7 @@ def check_stages(
 def _check_role(
     maker: Maker, role: str, artefacts: list[Artefact], progress: Progress
 ) -> tuple[str, dict[str, dict[str, float]]]:
-    """What one role's files were compared with, and the figures by format."""
+    """(name of the reference, figures by format) for the files of one role."""
     model, threads = maker.model_of(role), maker.request.threads
     if role == "draft" and model.is_head:
         return _check_head(maker, artefacts[0])
@@ -71,10 +71,10 @@ def _check_role(
             with open_engine(artefact.format, path, context_length, threads) as engine:
                 found = compare(reference, engine)
             complaint = found.complaint(limits_of(quant))
-        except (ExportRefused, ModelFileError, EngineError) as error:  # wrong, or no model at all
+        except (ExportRefused, ModelFileError, EngineError) as error:  # a wrong model, or not a model
             complaint = str(error)
         if complaint:
-            what = "" if quant == artefact.quant else f"before it is quantised, as {quant}, "
+            what = "" if quant == artefact.quant else f"before quantisation, as {quant}, "
             raise _refused(maker.workspace, artefact, what + complaint)
         name = artefact.format if quant == artefact.quant else f"{artefact.format}_{quant}"
         figures[name] = {key: float(f"{value:.4g}") for key, value in dataclasses.asdict(found).items()}
@@ -83,7 +83,7 @@ def _check_role(
 
 
 def _check_head(maker: Maker, artefact: Artefact) -> tuple[str, dict[str, dict[str, float]]]:
-    """An EAGLE-3 head against the same head in numpy, both behind the exported target."""
+    """Compare an EAGLE-3 head with its numpy reference, both on the exported target."""
     from edgespec.export.eagle3_reference import NumpyHead
     from edgespec.export.gguf.eagle3 import plan_head
 
@@ -103,7 +103,7 @@ def _check_head(maker: Maker, artefact: Artefact) -> tuple[str, dict[str, dict[s
 
 
 def _exact_file(maker: Maker, role: str) -> Path:
-    """The same conversion in 16 bits: faults that the rounding of fewer bits would hide show there."""
+    """A 16-bit file of the same conversion, for errors that a coarser quantisation would hide."""
     from edgespec.export.gguf import export_gguf
 
     path = maker.workspace.temporary / f"{role}-{EXACT_GGUF}.gguf"
@@ -112,10 +112,10 @@ def _exact_file(maker: Maker, role: str) -> Path:
 
 
 def _check_vocabularies(maker: Maker, artefacts: list[Artefact]) -> str:
-    """Tokenisation of every GGUF, weights unread, and target against draft; 'equal', or 'not compared'."""
+    """Check the tokenizer of every GGUF, and target against draft; returns 'equal' or 'not compared'."""
     ggufs = {artefact.role: artefact for artefact in artefacts if artefact.format == "gguf"}
     if not ggufs:
-        return "equal"  # an ONNX model's tokenizer is the checkpoint's own
+        return "equal"  # an ONNX model has the checkpoint's tokenizer
     from edgespec.engines.llamacpp.tokenizer import VocabularyFile
     from edgespec.export.gguf import check_tokenizer
 
@@ -137,5 +137,5 @@ def _refused(workspace: Workspace, artefact: Artefact, complaint: str) -> Export
     workspace.forget(artefact.stage)
     return ExportRefused(
         f"the export of {artefact.label} is wrong and was removed: {complaint}. Try another --quant or --exporter, and "
-        "report it with the model's name"
+        "please report this with the model's name"
     )

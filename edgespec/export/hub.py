@@ -1,8 +1,8 @@
-"""Where a model comes from: a local folder, or a hub id whose needed files are fetched into the hub's own cache.
+"""Finds the source model of an export: a local folder, or a hub id whose files are fetched into the hub's cache.
 
-Small files (configuration, tokenizer, model card) come first, so that an architecture or a vocabulary that does not
-fit is found before gigabytes travel. The endpoint is HF_ENDPOINT or huggingface_hub's default; HF_HUB_OFFLINE,
-HF_TOKEN and HF_HOME are honoured by that library. What this module does not know: what is inside the files.
+Small files (configuration, tokenizer, model card) are fetched first, so that an unsupported architecture or vocabulary
+is reported before gigabytes are downloaded. Endpoint: HF_ENDPOINT or huggingface_hub's default; the library also reads
+HF_HUB_OFFLINE, HF_TOKEN and HF_HOME.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _FULL_HASHES = ("config.json", "tokenizer.json", "tokenizer_config.json", "gener
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model as Hugging Face stores it. `folder` holds the small files from the start, the weights after `fetch`.
+    """A model in Hugging Face format. `folder` contains the small files; the weights only after `fetch`.
 
-    `weights` are sizes in bytes by file name; `identity` changes whenever the contents may have; `missing_bytes` are
-    still to be fetched; `note` is what a user should know of where it was found.
+    `weights`: size in bytes by file name; `missing`: those not fetched yet; `identity`: changes whenever the contents
+    may have changed; `note`: a remark for the user about where the model was found.
     """
 
     name: str
@@ -51,24 +51,24 @@ class Source:
     def missing_bytes(self) -> int:
         return sum(self.missing.values())
 
-    def fetch(self, told: Callable[[str, int], None]) -> None:
-        """Get the weights; `told(file name, bytes)` is called before each. Raises ModelNotFound when that fails."""
+    def fetch(self, on_progress: Callable[[str, int], None]) -> None:
+        """Fetch the weights; calls `on_progress(file name, bytes)` before each file. Raises ModelNotFound."""
         for name, size in self.missing.items():
             assert self._fetch_file is not None
-            told(name, size)
+            on_progress(name, size)
             self._fetch_file(name)
 
 
 def find_source(text: str, revision: str | None = None) -> Source:
-    """The model that `text` names: a folder if there is one, otherwise a hub id at `revision`.
+    """The model that `text` names: a folder if it exists, else a hub id at `revision`.
 
-    Raises ModelNotFound (no folder, unknown id, a hub out of reach without a cached copy), ModelFileError (a folder
-    without safetensors weights) and CapabilityError (huggingface_hub is missing).
+    Raises ModelNotFound (no folder, unknown id, or hub not reachable and no cached copy), ModelFileError (no
+    safetensors weights) and CapabilityError (huggingface_hub is not installed).
     """
     path = Path(text).expanduser()
     if path.is_dir():
         if revision is not None:
-            raise ModelNotFound(f"--revision {revision!r} is for hub ids, and {text} is a folder: leave it out")
+            raise ModelNotFound(f"--revision {revision!r} is only for hub ids, and {text} is a folder: omit it")
         return local_source(path)
     if path.is_file():
         raise ModelFileError(f"{text} is a file: give the folder of a Hugging Face model, or a hub id")
@@ -80,7 +80,7 @@ def find_source(text: str, revision: str | None = None) -> Source:
 
 
 def local_source(folder: Path) -> Source:
-    """A folder on this disk. Raises ModelFileError when it holds no safetensors weights."""
+    """A local folder. Raises ModelFileError if it has no safetensors weights."""
     folder = folder.resolve()
     names = [path.name for path in folder.iterdir() if path.is_file()]
     weights = {name: (folder / name).stat().st_size for name in _weight_names(str(folder), names)}
@@ -94,7 +94,7 @@ def local_source(folder: Path) -> Source:
 
 
 def hub_source(hub_id: str, revision: str) -> Source:
-    """A model of the hub: its small files are fetched, or its cached copy is used when the hub is out of reach."""
+    """A model of the hub: fetches its small files, or uses the cached copy if the hub is not reachable."""
     hub = _huggingface_hub()
     endpoint = os.environ.get("HF_ENDPOINT") or str(hub.constants.ENDPOINT)
     try:
@@ -122,8 +122,8 @@ def hub_source(hub_id: str, revision: str) -> Source:
             ) from error
 
     if "config.json" not in sizes:
-        raise ModelFileError(f"{hub_id} at {endpoint} has no config.json: it is no transformers model")
-    folder = fetch("config.json", revision).parent  # by its branch, which the cache then remembers for offline use
+        raise ModelFileError(f"{hub_id} at {endpoint} has no config.json: it is not a transformers model")
+    folder = fetch("config.json", revision).parent  # by branch name, so that the cache resolves it offline
     if folder.name != info.sha:
         raise ModelNotFound(f"{hub_id} changed at {endpoint} while it was fetched: run the same command again")
     for name in _matching(list(sizes), SMALL_FILES):
@@ -134,7 +134,7 @@ def hub_source(hub_id: str, revision: str) -> Source:
 
 
 def _cached_source(hub: ModuleType, hub_id: str, revision: str, endpoint: str, error: Exception) -> Source:
-    """The cached copy of a model whose hub did not answer."""
+    """The cached copy of a model, used because of `error`. Raises ModelNotFound if there is none."""
     is_offline = isinstance(error, hub.errors.OfflineModeIsEnabled)
     reach = f"the hub {endpoint} is switched off by HF_HUB_OFFLINE" if is_offline else _trouble(hub, endpoint, error)
     config = hub.try_to_load_from_cache(hub_id, "config.json", revision=revision)
@@ -157,12 +157,12 @@ def _cached_source(hub: ModuleType, hub_id: str, revision: str, endpoint: str, e
 
 
 def local_source_of_snapshot(folder: Path) -> dict[str, int]:
-    """Sizes of a cached snapshot's weights. Raises ModelFileError when a shard is missing."""
+    """Sizes of the weight files of a cached snapshot. Raises ModelFileError if a shard is missing."""
     return {n: (folder / n).stat().st_size for n in _weight_names(str(folder), [p.name for p in folder.iterdir()])}
 
 
 def _weight_names(where: str, names: Sequence[str]) -> list[str]:
-    """The safetensors files of a model, or ModelFileError that says what is there instead."""
+    """The safetensors files of a model. Raises ModelFileError that names what was found instead."""
     found = sorted(_matching(names, WEIGHT_FILES))
     shards = [name for name in found if name != "model.safetensors"]
     if "model.safetensors" in found:
@@ -180,7 +180,7 @@ def _weight_names(where: str, names: Sequence[str]) -> list[str]:
             "with safe_serialization=True, or take a revision that has model.safetensors"
         )
     if ggufs := [name for name in names if name.endswith(".gguf")]:
-        raise ModelFileError(f"{where} holds GGUF files already ({ggufs[0]}): give one to edgespec generate")
+        raise ModelFileError(f"{where} already holds GGUF files ({ggufs[0]}): run one with edgespec generate -m FILE")
     raise ModelFileError(f"{where} has no model.safetensors: give the folder or hub id of a transformers model")
 
 
@@ -200,7 +200,7 @@ def _reason(error: Exception) -> str:
 
 
 def _foreign(hub: ModuleType) -> tuple[type[Exception], ...]:
-    """What huggingface_hub raises; the base of its HTTP library's errors differs between its releases."""
+    """The exceptions of huggingface_hub; its HTTP error class differs between releases."""
     http_error: type[Exception] = getattr(hub.errors, "HTTPError", OSError)
     return OSError, ValueError, http_error
 

@@ -1,7 +1,7 @@
-"""How much each input channel of a model's matrices matters on a text: what quantisation should keep precise.
+"""Importance matrices: which input channels of a model's matrices quantisation should keep precise.
 
-The importance matrix holds, for every matrix, the mean of its squared inputs per channel over all tokens of the text.
-It is kept as an .npz file: one float32 array [channels] per GGUF tensor name.
+An importance matrix holds, for every weight matrix, the mean squared input per channel over all tokens of a text.
+Stored as .npz: one float32 array [channels] per GGUF tensor name.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ def measure_importance(
     max_chunks: int = MAX_CHUNKS,
     progress: Progress = no_progress,
 ) -> Importance:
-    """Run the model of `folder` over `text` with transformers and write its importance matrix to `output` (.npz).
+    """Run the model in `folder` on `text` with transformers and write its importance matrix to `output` (.npz).
 
-    The text is read in pieces of `chunk_tokens` tokens, at most `max_chunks` of them. Raises UsageError for a text
-    that cannot be read or is shorter than two tokens, ModelFileError for a model that cannot be converted,
-    CapabilityError without torch and transformers.
+    Uses at most `max_chunks` pieces of `chunk_tokens` tokens. Raises UsageError if the text cannot be read or has
+    fewer than two tokens, ModelFileError for an unsupported model, CapabilityError without torch and transformers.
     """
     checkpoint = Checkpoint.open(folder)
     names = _linear_names(checkpoint)
@@ -59,7 +58,7 @@ def measure_importance(
 
 
 def read_importance(path: Path) -> Importance:
-    """What `measure_importance` wrote. Raises ModelFileError for anything else."""
+    """Read a file of `measure_importance`. Raises ModelFileError for anything else."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             found = {name: np.ascontiguousarray(stored[name], dtype=np.float32) for name in stored.files}
@@ -69,14 +68,14 @@ def read_importance(path: Path) -> Importance:
         raise ModelFileError(f"{path} is not an importance matrix (.npz): {error}") from error
     for name, values in found.items():
         if values.ndim != 1 or not np.isfinite(values).all() or (values < 0).any():
-            raise ModelFileError(f"{path} holds no usable importance for {name}: finite numbers from 0 on are needed")
+            raise ModelFileError(f"{path} has values for {name} that are not finite numbers of at least 0")
     if not found:
         raise ModelFileError(f"{path} is an empty importance matrix")
     return found
 
 
 def _linear_names(checkpoint: Checkpoint) -> dict[str, str]:
-    """Name of a module that multiplies by a matrix -> GGUF name of that matrix."""
+    """Name of each linear module -> GGUF name of its matrix."""
     from edgespec.export.gguf.architectures import architecture_of
 
     found = architecture_of(checkpoint)
@@ -96,16 +95,16 @@ def _chunks(tokenizer: Any, text: Path, chunk_tokens: int) -> Iterator[list[int]
         raise UsageError(f"{text} cannot be read as UTF-8 text: {error}") from error
     ids: list[int] = tokenizer.encode(content, add_special_tokens=False).ids
     if len(ids) < 2:
-        raise UsageError(f"{text} is {len(ids)} tokens long; give some pages of text like that of later use")
+        raise UsageError(f"{text} has {len(ids)} tokens; give some pages of text similar to later use")
     for start in range(0, len(ids), chunk_tokens):
         yield ids[start : start + chunk_tokens]
 
 
 def _watch(model: Any, names: dict[str, str], sums: dict[str, Any], counts: dict[str, int], torch: Any) -> None:
-    """Hooks on every matrix, which add up squared inputs per channel. Raises ModelFileError when one is not found."""
+    """Register hooks that sum the squared inputs per channel. Raises ModelFileError if a module is not found."""
     modules = dict(model.named_modules())
     if missing := [module for module in names if module not in modules]:
-        raise ModelFileError(f"transformers' model has no {missing[0]}: this version of transformers is not understood")
+        raise ModelFileError(f"transformers' model has no module {missing[0]}: this version is not supported")
 
     def watch(name: str) -> Callable[..., None]:
         def add(_module: Any, inputs: tuple[Any, ...], _output: Any) -> None:

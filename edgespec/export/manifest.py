@@ -1,4 +1,4 @@
-"""The manifest of an exported pair: what model card and generation settings say, and the files with checksums."""
+"""Writes the manifest of an exported pair: licence, recommended sampling, and the files with checksums."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAMPLING_NAMES = {
 
 
 def card_licence(folder: Path) -> str:
-    """The licence that a model card's front matter names, empty when there is none."""
+    """The licence named in a model card's front matter; empty if there is none."""
     path = folder / "README.md"
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     matter = re.match(r"---\s*\n(.*?)\n---\s*(?:\n|$)", text, re.DOTALL)
@@ -43,7 +43,7 @@ def _entry(matter: str, key: str) -> str:
 
 
 def recommended_sampling(folder: Path) -> dict[str, float]:
-    """Sampling settings of generation_config.json by their name in `Sampling`; none when it does not sample."""
+    """Sampling settings of generation_config.json, by their name in `Sampling`; empty if it does not sample."""
     try:
         settings = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -67,7 +67,7 @@ def _is_allowed(key: str, value: float) -> bool:
 
 
 def write_manifest(folder: Path, values: Mapping[str, Any]) -> Path:
-    """Write `values` as the folder's manifest. Raises StateError when it cannot be written."""
+    """Write `values` atomically as the folder's manifest. Raises StateError if that fails."""
     path = folder / MANIFEST
     write_atomically(path, tomli_w.dumps({"format": MANIFEST_FORMAT, **values}))
     return path

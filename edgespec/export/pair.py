@@ -1,7 +1,7 @@
-"""From a request to a finished pair folder: find, plan, convert, check, describe, publish.
+"""The export: find the source, plan, convert, check, write the manifest, publish the pair folder.
 
-Every file is a stage of the workspace's journal, so that an interrupted export goes on where it stopped. Nothing gets
-its final name before all files are there and have passed the check.
+Every file is a stage in the workspace's journal, so that an interrupted export can be resumed. The folder gets its
+final name only after all files passed the check.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ENGINES = {"gguf": "llamacpp", "onnx": "onnx"}
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A finished pair: its folder, sizes in bytes by file, and what the check found (empty when left out)."""
+    """A finished pair: its folder, sizes in bytes by file, and the figures of the check (empty if skipped)."""
 
     folder: Path
     files: Mapping[str, int]
@@ -39,10 +39,10 @@ class Exported:
 
 
 def export_pair(request: ExportRequest, reporter: Reporter) -> Exported:
-    """Make the pair folder that `request` describes.
+    """Export the pair folder that `request` describes.
 
-    Raises UsageError and its kinds (source, options, output), VocabularyMismatch (a draft of another family),
-    CapabilityError (a missing package, too little disk or memory), ExportRefused (a file is not the model).
+    Raises UsageError and its subclasses (source, options, output), VocabularyMismatch (draft of another family),
+    CapabilityError (missing package, not enough disk or memory), ExportRefused (a file differs from its source).
     """
     require_packages(request.formats, torch=request.check or request.imatrix is not None)
     _check_quants(request)
@@ -50,7 +50,7 @@ def export_pair(request: ExportRequest, reporter: Reporter) -> Exported:
     with opened(request.output, replace=request.force) as workspace:
         models = _found(request, reporter)
         if workspace.begin(_identity(request, models)):
-            reporter.note(f"going on with an interrupted export: {len(workspace.finished_files)} files are finished")
+            reporter.note(f"resuming an interrupted export: {len(workspace.finished_files)} files are finished")
         try:
             models = _fetched(request, models, workspace, reporter)
             artefacts = _made(request, models, workspace, reporter)
@@ -63,7 +63,7 @@ def export_pair(request: ExportRequest, reporter: Reporter) -> Exported:
 
 
 def _check_quants(request: ExportRequest) -> None:
-    """Raise ConfigError for a type that needs an importance matrix and has none."""
+    """Raise ConfigError if a quantisation needs an importance matrix and none is given."""
     if "gguf" in request.formats:
         from edgespec.export.gguf.quantise import check_quant
 
@@ -72,7 +72,7 @@ def _check_quants(request: ExportRequest) -> None:
 
 
 def _found(request: ExportRequest, reporter: Reporter) -> dict[str, Model]:
-    """The models by role with what their small files say; everything is refused that these can show to be wrong."""
+    """The models by role. Raises all errors that can be detected from the small files, before weights are fetched."""
     sources = {"target": find_source(request.source, request.revision)}
     if request.draft is not None:
         sources["draft"] = find_source(request.draft)
@@ -81,7 +81,7 @@ def _found(request: ExportRequest, reporter: Reporter) -> dict[str, Model]:
         if source.note:
             reporter.note(source.note)
         if request.output.resolve().is_relative_to(source.folder.resolve()):
-            raise ConfigError(f"--output {request.output} lies inside the source {source.folder}: choose another")
+            raise ConfigError(f"--output {request.output} is inside the source folder {source.folder}: choose another")
         models[role] = Model(source, read_facts(source))
         if role == "draft" and models[role].is_head:
             _check_head(request)
@@ -97,16 +97,16 @@ def _found(request: ExportRequest, reporter: Reporter) -> dict[str, Model]:
 
 
 def _check_head(request: ExportRequest) -> None:
-    """Raise ConfigError for what cannot be made of an EAGLE-3 head."""
+    """Raise ConfigError for a format or quantisation that EAGLE-3 heads do not support."""
     if "onnx" in request.formats:
-        raise ConfigError(f"--draft {request.draft} is an EAGLE-3 head, which llama.cpp alone runs: give --to gguf")
+        raise ConfigError(f"--draft {request.draft} is an EAGLE-3 head, which only llama.cpp runs: give --to gguf")
     from edgespec.export.gguf.eagle3 import check_head_quant
 
     check_head_quant(request.quant_of("draft", "gguf"))
 
 
 def check_architectures(request: ExportRequest, models: Mapping[str, Model]) -> None:
-    """Raise ModelFileError naming an architecture that cannot be converted, CapabilityError for a missing exporter."""
+    """Raise ModelFileError for an unsupported architecture, CapabilityError if the exporter's package is missing."""
     for role, model in models.items():
         if role == "draft" and model.is_head:
             continue
@@ -116,13 +116,13 @@ def check_architectures(request: ExportRequest, models: Mapping[str, Model]) -> 
 
             if name not in ARCHITECTURES:
                 known = ", ".join(ARCHITECTURES)
-                raise ModelFileError(f"{model.source.name} is a {name}; edgespec converts to GGUF: {known}")
+                raise ModelFileError(f"{model.source.name} is a {name}; supported for GGUF: {known}")
         if "onnx" in request.formats:
             require_exporter(choose_exporter(name, cast(Exporter, request.exporter)))
 
 
 def _identity(request: ExportRequest, models: Mapping[str, Model]) -> dict[str, Any]:
-    """Everything that the files depend on."""
+    """All settings that the files depend on."""
     return {
         "made_by": request.made_by,
         "models": {role: model.source.identity for role, model in models.items()},
@@ -140,7 +140,7 @@ def _identity(request: ExportRequest, models: Mapping[str, Model]) -> dict[str, 
 def _fetched(
     request: ExportRequest, models: Mapping[str, Model], workspace: Workspace, reporter: Reporter
 ) -> dict[str, Model]:
-    """The models with their weights on this disk, after disk and memory were found to suffice for everything."""
+    """The models with their weights fetched, after checking that disk and memory suffice."""
     finished = sum(facts["bytes"] for facts in workspace.file_facts().values())
     planned = {role: (model.source, model.facts) for role, model in models.items()}
     if request.derivation is not None and request.derivation.kind == "prune":
@@ -164,7 +164,7 @@ def _fetched(
 
 
 def pruned_facts(facts: Facts, num_kept: int) -> Facts:
-    """Estimated facts of a model that keeps some of its layers."""
+    """Estimated facts of a model pruned to `num_kept` layers."""
     outside = min(facts.table_parameters, facts.num_parameters)
     kept = (facts.num_parameters - outside) * num_kept // max(facts.num_layers, 1)
     return dataclasses.replace(facts, num_parameters=outside + kept, num_layers=num_kept)
@@ -173,7 +173,7 @@ def pruned_facts(facts: Facts, num_kept: int) -> Facts:
 def _made(
     request: ExportRequest, models: Mapping[str, Model], workspace: Workspace, reporter: Reporter
 ) -> list[Artefact]:
-    """All files, made now or found finished."""
+    """Run all stages that are not finished yet; returns all files."""
     stages = list(stages_of(request, models, workspace))
     results: dict[str, Any] = {}
     for stage in stages:
@@ -204,7 +204,7 @@ def _described(
     figures: Mapping[str, Any],
     workspace: Workspace,
 ) -> dict[str, int]:
-    """Write the manifest and read it back as a user's program will; sizes by file."""
+    """Write the manifest and check that it can be read; returns sizes in bytes by file."""
     target = models["target"]
     facts = workspace.file_facts()
     values: dict[str, Any] = {

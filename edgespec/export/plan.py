@@ -1,7 +1,7 @@
-"""What an export will need, from headers alone: parameters, bytes on disk for every file, memory.
+"""Estimates what an export needs, from headers alone: parameters, disk and memory.
 
-Sizes are estimates on the safe side: the weights of a quantisation by its bits per weight, tables that stay wide
-counted as such. What this module does not know: how a file is made.
+Estimates are upper limits: weights by the quantisation's bits per weight, and embedding tables that are not quantised
+at their full size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from edgespec.export.hub import Source
 from edgespec.export.request import ExportRequest, Format
 from edgespec.formats.hub_folder import read_json
 
-# Bits per weight, block scales included; a mixture counts its heavier tensors.
+# Bits per weight, block scales included; for mixtures, of their heavier tensors.
 BITS = {
     "f32": 32, "fp32": 32, "f16": 16, "bf16": 16, "fp16": 16,
     "q8_0": 8.5, "q6_k": 6.6, "q5_k_m": 5.8, "q5_k_s": 5.6, "q5_1": 6, "q5_0": 5.6,
@@ -28,8 +28,8 @@ BITS = {
     "iq1_m": 2.3, "iq1_s": 2.2, "int8": 9, "w8a8": 8.1, "int4": 5,
 }  # fmt: skip
 WIDEST_BITS = 16.0
-STRAIGHT_GGUF = ("f32", "f16", "bf16", "q8_0")  # written from the checkpoint; the rest goes through a 16-bit file
-PROGRAM_BYTES = 400 * 2**20  # the interpreter with its libraries
+STRAIGHT_GGUF = ("f32", "f16", "bf16", "q8_0")  # written directly; others are quantised from a 16-bit file
+PROGRAM_BYTES = 400 * 2**20  # the interpreter and its libraries
 TORCH_BYTES = 500 * 2**20
 PROBE_TOKENS = 800  # their logits are held twice
 SPARE = 1.05
@@ -37,9 +37,10 @@ SPARE = 1.05
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """One model as its headers describe it. `parameters` counts a tied table once; `table` is the input embedding.
+    """Facts of one model from its headers. A tied embedding table is counted once.
 
-    `num_parameters`, `table_parameters`, `largest_parameters` are numbers of weights; `stored_bytes` on disk.
+    `num_parameters`, `table_parameters` (input embedding) and `largest_parameters` (largest tensor) are numbers of
+    weights; `stored_bytes`: size on disk; `context_length`: tokens.
     """
 
     architecture: str
@@ -52,38 +53,38 @@ class Facts:
     context_length: int | None
 
     def output_bytes(self, wanted: Format, quant: str) -> int:
-        """Size of the exported weights."""
+        """Size of the exported weights in bytes."""
         bits = BITS.get(quant, WIDEST_BITS)
         if wanted == "gguf":
             return round(self.num_parameters * bits / 8 * SPARE)
-        # ONNX graphs look tokens up in a table of their own, a plain one but in w8a8.
+        # ONNX graphs have a separate embedding table, which only w8a8 quantises.
         wide = self.table_parameters * {"fp16": 2, "w8a8": 1.1}.get(quant, 4)
         return round((self.num_parameters * bits / 8 + wide) * SPARE)
 
     def temporary_bytes(self, wanted: Format, quant: str) -> int:
-        """Disk that is needed while a file is made, besides the file."""
+        """Temporary disk space for making a file, in bytes."""
         if wanted == "gguf":
             return 0 if quant in STRAIGHT_GGUF else self.num_parameters * 2
-        if quant == "w8a8":  # goes through a float32 graph
+        if quant == "w8a8":  # made from a float32 graph
             return self.output_bytes(wanted, "fp32")
         return self.output_bytes(wanted, quant)
 
     def memory_bytes(self, wanted: Format, quant: str, *, with_imatrix: bool) -> int:
-        """Memory that making one file takes."""
+        """Memory for making one file, in bytes."""
         if wanted == "onnx":
-            table = self.table_parameters * 4 if quant == "w8a8" else 0  # the float32 graph has a table of its own
+            table = self.table_parameters * 4 if quant == "w8a8" else 0  # the float32 graph has a separate table
             return PROGRAM_BYTES + TORCH_BYTES + self.num_parameters * 4 + table + self.output_bytes(wanted, quant)
         resident = TORCH_BYTES + self.num_parameters * 4 if with_imatrix else 0
         return PROGRAM_BYTES + 12 * self.largest_parameters + resident
 
     def check_bytes(self) -> int:
-        """Memory that comparing with transformers takes: its float32 weights; the exported file comes after them."""
+        """Memory for the comparison with transformers, in bytes. The exported file is opened after it is freed."""
         return PROGRAM_BYTES + TORCH_BYTES + self.num_parameters * 4 + PROBE_TOKENS * self.vocabulary_size * 8
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Bytes on the disk of the output and of the hub's cache, and the most memory at one time."""
+    """Bytes on the disks of the output and of the hub's cache, and peak memory."""
 
     output_bytes: int
     temporary_bytes: int
@@ -92,7 +93,7 @@ class Needs:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a model. Raises ModelFileError when it is unreadable, or the model is quantised already."""
+    """config.json of a model. Raises ModelFileError if it cannot be read or the model is already quantised."""
     config = read_json(folder / "config.json")
     if settings := config.get("quantization_config"):
         method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings
@@ -101,9 +102,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_facts(source: Source) -> Facts:
-    """Facts of a model; exact once its weights are there, estimated from their sizes before.
+    """Facts of a model: exact if its weights are fetched, else estimated from the file sizes.
 
-    Raises ModelFileError for an unreadable config.json and for truncated or corrupt safetensors.
+    Raises ModelFileError if config.json cannot be read or a safetensors file is truncated or corrupt.
     """
     config = read_config(source.folder)
     text = {**config, **(config.get("text_config") or {})}
@@ -124,10 +125,10 @@ def read_facts(source: Source) -> Facts:
 
 
 def _sizes(checkpoint: Checkpoint) -> dict[str, int]:
-    """Numbers of weights by tensor; a head that is the embeddings once more does not count."""
+    """Number of weights by tensor, without a head that is tied to the embeddings."""
     sizes = {name: math.prod(checkpoint.shape(name)) for name in checkpoint.names()}
     if not sizes:
-        raise ModelFileError(f"{checkpoint.folder} holds no tensors")
+        raise ModelFileError(f"{checkpoint.folder} has no tensors")
     if checkpoint.config.get("tie_word_embeddings") and len(sizes) > 1:
         sizes.pop("lm_head.weight", None)
     return sizes
@@ -144,7 +145,7 @@ def _number(config: Mapping[str, Any], *keys: str) -> int:
 
 
 def needs_of(request: ExportRequest, models: Mapping[str, tuple[Source, Facts]]) -> Needs:
-    """What an export needs; `models` are the ones converted by role. A pruned draft counts as large as its target."""
+    """Needs of an export; `models`: the models to convert, by role. A pruned draft counts like its target."""
     outputs, temporary, memory = 0, [0], [0]
     for role, (_, facts) in models.items():
         for wanted in request.formats:
@@ -156,7 +157,7 @@ def needs_of(request: ExportRequest, models: Mapping[str, tuple[Source, Facts]])
             memory.append(facts.check_bytes())
     target = models["target"][1]
     derived = 0
-    if request.derivation is not None:  # layers copied to a checkpoint of their own; an early exit rewrites the file
+    if request.derivation is not None:  # pruning writes a checkpoint of these layers, an early exit rewrites the file
         derived = target.stored_bytes * len(request.derivation.kept) // max(target.num_layers, 1)
         if "gguf" in request.quants:
             derived += target.output_bytes("gguf", request.quants["gguf"])

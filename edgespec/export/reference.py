@@ -1,4 +1,4 @@
-"""transformers in float32 over the probe texts: what an exported file is compared with. Needs torch."""
+"""The reference for checking exported files: logits of transformers in float32 on the probe texts. Needs torch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from edgespec.export.request import Format
 from edgespec.export.tokens import PROBE_TEXTS, read_tokenizer
 from edgespec.installation import install_command, require_engine
 
-MAX_TOKENS = 64  # of each text; a row of a 150k vocabulary takes 600 kB
-LONG_TOKENS = 256  # of all texts in one, since errors in positions grow with distance
+MAX_TOKENS = 64  # per text; a row of a 150k vocabulary takes 600 kB
+LONG_TOKENS = 256  # of all texts joined, because position errors grow with distance
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """transformers' answer: per probe text the token ids [n] and float32 logits [n, vocabulary]."""
+    """Per probe text the token ids [n] and transformers' float32 logits [n, vocabulary]."""
 
     token_ids: tuple[NDArray[np.int32], ...]
     logits: tuple[NDArray[np.float32], ...]
@@ -33,9 +33,9 @@ class Reference:
 
 
 def require_packages(formats: tuple[Format, ...], *, torch: bool) -> None:
-    """Raise CapabilityError naming the extra when a package is missing, before any work.
+    """Raise CapabilityError that names the missing packages and the extra to install.
 
-    `torch`: something is to be run in transformers, as every ONNX export is.
+    `torch`: the export runs transformers, as every ONNX export does.
     """
     wanted = ["gguf"] if "gguf" in formats else []
     if torch or "onnx" in formats:
@@ -50,7 +50,7 @@ def require_packages(formats: tuple[Format, ...], *, torch: bool) -> None:
 
 
 def reference_of(folder: Path, threads: int | None = None) -> Reference:
-    """Run transformers in float32 over the probe texts. Raises CapabilityError and ModelFileError."""
+    """Run transformers in float32 on the probe texts. Raises CapabilityError and ModelFileError."""
     tokenizer = read_tokenizer(folder)
     assert tokenizer is not None
     texts = [tokenizer.encode(text, add_special_tokens=False).ids for text in PROBE_TEXTS.values()]
@@ -65,7 +65,10 @@ def reference_of(folder: Path, threads: int | None = None) -> Reference:
 
 @contextlib.contextmanager
 def in_transformers(folder: Path, threads: int | None) -> Iterator[tuple[Any, Any, Any]]:
-    """(torch, transformers, the model of `folder` in float32), quiet. Raises CapabilityError and ModelFileError."""
+    """(torch, transformers, the model of `folder` in float32), without log output.
+
+    Raises CapabilityError if a package is missing, ModelFileError if transformers cannot load the folder.
+    """
     try:
         import torch
         import transformers
@@ -84,14 +87,14 @@ def in_transformers(folder: Path, threads: int | None) -> Iterator[tuple[Any, An
 
 
 def _probe_ids(texts: list[list[int]], longest: int) -> list[NDArray[np.int32]]:
-    """Every text by itself and all in one, cut to what the model can read."""
+    """Each text alone and all texts joined, cut to `longest` tokens."""
     parts = [text[: min(longest, MAX_TOKENS)] for text in texts]
     together = [token_id for text in texts for token_id in text][: min(longest, LONG_TOKENS)]
     return [np.array(part, np.int32) for part in (*parts, together)]
 
 
 def _begin_token(transformers: Any, folder: Path) -> int | None:
-    """The token that the tokenizer puts before every text, if any."""
+    """The begin-of-text token that the tokenizer adds, or None."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     plain, full = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
     return int(full[0]) if len(full) > len(plain) and full[0] == tokenizer.bos_token_id else None
@@ -99,7 +102,7 @@ def _begin_token(transformers: Any, folder: Path) -> int | None:
 
 @contextlib.contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Its loading bars and advice would tear our own progress apart."""
+    """Suppress transformers' log messages and progress bars, which would break our own progress display."""
     logging = transformers.utils.logging
     before = logging.get_verbosity()
     logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""What a user asks of an export, checked before anything is read: formats, quantisations, where a draft comes from."""
+"""The checked options of an export: formats, quantisations, source of the draft."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from edgespec.settings import did_you_mean
 
 Format = Literal["gguf", "onnx"]
 FORMATS: tuple[Format, ...] = ("gguf", "onnx")
-# A draft reads one row after another, where products of whole numbers gain nothing and int8 is the more exact.
+# A draft runs single-row passes, in which integer products are not faster and int8 is more accurate.
 DRAFT_QUANTS: Mapping[str, str] = {"w8a8": "int8"}
 DEFAULT_QUANTS: Mapping[Format, str] = {"gguf": "q8_0", "onnx": "int8"}
 
 
 @dataclass(frozen=True, slots=True)
 class Derivation:
-    """A draft made from the target itself: the first `exit_layer` layers, or the layers `kept` (ascending)."""
+    """A draft derived from the target: its first `exit_layer` layers, or the layers `kept` (ascending)."""
 
     kind: Literal["early-exit", "prune"]
     kept: tuple[int, ...]
@@ -33,7 +33,7 @@ class Derivation:
 
     @staticmethod
     def parse(text: str) -> Derivation:
-        """`early-exit:5` or `prune:0-3,8` (layers that stay, counted from 0). Raises ConfigError."""
+        """Parse `early-exit:5` or `prune:0-3,8` (layers to keep, from 0). Raises ConfigError."""
         kind, _, layers = text.partition(":")
         if kind == "early-exit":
             if not re.fullmatch(r"[1-9]\d{0,3}", layers):
@@ -47,11 +47,11 @@ class Derivation:
         raise ConfigError(f"--derive {text!r} is not known; allowed: early-exit:LAYERS, prune:LAYERS{hint}")
 
     def check(self, num_layers: int) -> None:
-        """Raise ConfigError unless some layers of a model of `num_layers` stay and some go."""
+        """Raise ConfigError unless this keeps some but not all layers of a model of `num_layers`."""
         if self.kept[-1] >= num_layers:
             raise ConfigError(
-                f"--derive {self}: the target has {num_layers} layers, 0..{num_layers - 1}; layer {self.kept[-1]} is "
-                "not there"
+                f"--derive {self}: the target has {num_layers} layers, 0..{num_layers - 1}; layer {self.kept[-1]} "
+                "does not exist"
             )
         if len(self.kept) == num_layers:
             raise ConfigError(f"--derive {self} keeps all {num_layers} layers: a draft must have fewer than its target")
@@ -69,17 +69,17 @@ def _layers(text: str, spec: str) -> tuple[int, ...]:
         first = int(found.group(1)) if found else 0
         last = int(found.group(2) or first) if found else -1
         if last < first:
-            raise ConfigError(f"--derive {text!r}: give the layers that stay, counted from 0, such as prune:0-3,8")
+            raise ConfigError(f"--derive {text!r}: give the layers to keep, from 0, such as prune:0-3,8")
         kept.update(range(first, last + 1))
     return tuple(sorted(kept))
 
 
 @dataclass(frozen=True, slots=True)
 class ExportRequest:
-    """One export. `quants` and `draft_quants` hold one type for every wanted format; `threads` None: as many as
-    help; `made_by` is the program with its version, which the files may depend on.
+    """One export. `source` and `draft` are folders or hub ids.
 
-    `source` and `draft` are folders or hub ids. Raises ConfigError for options that contradict each other.
+    `quants`: one quantisation per requested format; `draft_quants`: those of the draft that differ; `threads` None:
+    automatic; `made_by`: program and version. Raises ConfigError for conflicting options.
     """
 
     source: str
@@ -101,7 +101,7 @@ class ExportRequest:
 
     def __post_init__(self) -> None:
         if self.draft is not None and self.derivation is not None:
-            raise ConfigError("--draft and --derive both name a draft: keep one of them")
+            raise ConfigError("--draft and --derive both give a draft: use one of them")
         if self.draft_quants and not self.has_own_draft_files:
             what = "an early-exit draft shares the target's weights" if self.derivation else "there is no draft"
             raise ConfigError(f"--draft-quant has nothing to quantise: {what}")
@@ -125,7 +125,7 @@ class ExportRequest:
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--imatrix {self.imatrix} cannot be read as UTF-8 text: {error}") from error
         if not text.strip():
-            raise UsageError(f"--imatrix {self.imatrix} is empty: give text of the kind that the model will see")
+            raise UsageError(f"--imatrix {self.imatrix} is empty: give text similar to later use")
 
     @property
     def formats(self) -> tuple[Format, ...]:
@@ -133,17 +133,17 @@ class ExportRequest:
 
     @property
     def has_own_draft_files(self) -> bool:
-        """Whether a draft is converted by itself: all drafts but an early exit, which shares the target's weights."""
+        """Whether the draft has files of its own; an early exit shares the target's weights."""
         return self.draft is not None or (self.derivation is not None and self.derivation.kind == "prune")
 
     def quant_of(self, role: str, wanted: Format) -> str:
-        """The quantisation of one role; a draft takes the target's, or what serves it better, unless given its own."""
+        """The quantisation of one role. A draft's default is the target's, except for DRAFT_QUANTS."""
         quant = self.quants[wanted]
         return self.draft_quants.get(wanted, DRAFT_QUANTS.get(quant, quant)) if role == "draft" else quant
 
 
 def known_quants(wanted: Format) -> tuple[str, ...]:
-    """Names of a format's quantisations. Raises CapabilityError when the package that makes them is missing."""
+    """Names of a format's quantisations. Raises CapabilityError if the package for them is missing."""
     if wanted == "onnx":
         return ONNX_QUANTS
     from edgespec.export.gguf import GGUF_QUANTS
@@ -163,10 +163,10 @@ def parse_formats(to: str) -> tuple[Format, ...]:
 
 
 def parse_quants(flag: str, given: Sequence[str], formats: Sequence[Format]) -> dict[Format, str]:
-    """One quantisation per format from values such as `q4_k_m` or `onnx=int8`; formats not named are absent.
+    """Quantisation by format, from values such as `q4_k_m` or `onnx=int8`; formats without a value are absent.
 
-    Raises ConfigError for an unknown name (with the nearest one), a format that is not exported, and a second value
-    for the same format.
+    Raises ConfigError for an unknown name (suggests the closest one), a format that is not exported, and a second
+    value for a format.
     """
     known = {wanted: known_quants(wanted) for wanted in formats}
     chosen: dict[Format, str] = {}
@@ -186,7 +186,7 @@ def _unknown_quant(
     flag: str, text: str, prefix: str, name: str, known: Mapping[Format, tuple[str, ...]]
 ) -> ConfigError:
     if prefix and prefix not in known:
-        return ConfigError(f"{flag} {text!r}: {prefix!r} is not exported; wanted: {_listed(tuple(known))}")
+        return ConfigError(f"{flag} {text!r}: {prefix!r} is not exported; allowed: {_listed(tuple(known))}")
     names = known[prefix] if prefix in known else tuple(name for names in known.values() for name in names)  # type: ignore[index]
     hint = did_you_mean(name, names)
     return ConfigError(

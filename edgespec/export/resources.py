@@ -1,4 +1,4 @@
-"""Whether the machine has the disk and the memory that an export needs, asked before work starts."""
+"""Checks before an export that disk space and memory suffice."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from edgespec.export.plan import Needs
 
 
 def check_room(needs: Needs, output: Path, cache: Path | None, finished_bytes: int = 0) -> None:
-    """Raise CapabilityError naming needed and available bytes when disk or memory do not suffice.
+    """Raise CapabilityError with needed and available bytes if disk or memory do not suffice.
 
-    `finished_bytes` of the output are there already, from an export that was interrupted.
+    `finished_bytes`: the part of the output that an interrupted export already wrote.
     """
     parent = _existing(output)
     wanted = max(needs.output_bytes + needs.temporary_bytes - finished_bytes, 0)
@@ -27,14 +27,14 @@ def check_room(needs: Needs, output: Path, cache: Path | None, finished_bytes: i
         free = free_bytes(place)
         if needed > free:
             raise CapabilityError(
-                f"not enough disk: the export needs {human(needed)} in {place}, {human(free)} are free. Make room, "
+                f"not enough disk: the export needs {human(needed)} in {place}, {human(free)} are free. Free space, "
                 "choose another disk with -o, or a smaller --quant"
             )
     available = available_memory()
     if available is not None and needs.memory_bytes > available:
         raise CapabilityError(
             f"not enough memory: the export needs {human(needs.memory_bytes)}, {human(available)} are available. Close "
-            "other programs, or leave the comparison with transformers out with --no-check"
+            "other programs, or skip the comparison with transformers by --no-check"
         )
 
 
@@ -44,12 +44,12 @@ def _existing(path: Path) -> Path:
 
 
 def free_bytes(place: Path) -> int:
-    """Bytes that this user may still write on the disk of `place`."""
+    """Free bytes on the disk of `place`."""
     return shutil.disk_usage(place).free
 
 
 def available_memory() -> int | None:
-    """Bytes that can be taken without swapping, a container's limit included; None where the system does not tell."""
+    """Bytes available without swapping, within a container's limit; None if unknown."""
     if sys.platform == "win32":
         return None
     limits = []
@@ -67,14 +67,14 @@ def available_memory() -> int | None:
 
 
 def _reclaimable() -> int:
-    """A container's page cache counts as used, and goes when the memory is wanted."""
+    """Bytes of a container's page cache, which counts as used but is reclaimed on demand."""
     statistics = Path("/sys/fs/cgroup/memory.stat")
     lines = dict(line.split() for line in statistics.read_text().splitlines()) if statistics.exists() else {}
     return int(lines.get("inactive_file", 0)) + int(lines.get("active_file", 0))
 
 
 def human(num_bytes: float) -> str:
-    """Bytes as people read them."""
+    """A size in bytes as readable text."""
     for unit in ("B", "kB", "MB"):
         if num_bytes < 1000:
             return f"{num_bytes:.3g} {unit}" if unit != "B" else f"{num_bytes:.0f} B"

@@ -1,10 +1,10 @@
-"""The pieces of an export: which file is made of which model.
+"""The stages of an export: which files are made from which model.
 
-A stage makes the files of one role in one format below the workspace's `pair` folder. Layout of a pair:
+A stage makes the files of one role in one format in the workspace's `pair` folder. Layout of a pair:
 
     target-QUANT.gguf  draft-QUANT.gguf  onnx/target/model.onnx ...  onnx/draft/model.onnx ...
 
-An early exit shares the target's weights: its GGUF stage makes both roles, its graph lies beside the target's.
+An early exit shares the target's weights: its GGUF stage makes both roles, its ONNX graph is in the target's folder.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ PRUNED = "pruned"
 
 
 class Reporter(Protocol):
-    """Who is told how an export goes; the command line implements it."""
+    """The interface for an export's progress messages; the command line implements it."""
 
     def note(self, text: str) -> None:
-        """One thing a user should know."""
+        """Show one message to the user."""
 
     def stage(self, title: str) -> AbstractContextManager[Progress]:
-        """A piece of work, and what its progress is reported to."""
+        """A stage of the work; the yielded function receives its progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A checkpoint and what its headers say."""
+    """A checkpoint and the facts of its headers."""
 
     source: Source
     facts: Facts
 
     @property
     def is_head(self) -> bool:
-        """Whether it is an EAGLE-3 head, which drafts from its target's layers and has no tokenizer of its own."""
+        """Whether it is an EAGLE-3 head, which reads its target's hidden states and has no tokenizer."""
         return is_head_config(read_json(self.source.folder / "config.json"))
 
 
 @dataclass(frozen=True, slots=True)
 class Artefact:
-    """One role in one format: `path` and `parts` relative to the pair, `stage` that made it."""
+    """One role in one format. `path` and `parts`: relative to the pair folder; `stage`: the stage that made it."""
 
     stage: str
     format: Format
@@ -79,7 +79,7 @@ class Artefact:
         return Artefact(**{**entry, "parts": tuple(entry["parts"])})
 
     def manifest_entry(self, facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """The role's table; `facts` are `bytes` and `sha256` by path."""
+        """The role's table in the manifest. `facts`: `bytes` and `sha256` by path."""
         entry: dict[str, Any] = {"path": self.path, **facts[self.path]}
         if self.parameters is not None:
             entry["parameters"] = self.parameters
@@ -90,12 +90,12 @@ class Artefact:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One unit of the journal. `make` leaves whole files below the pair folder, or raises and leaves none."""
+    """One unit of the journal. `make` writes complete files into the pair folder, or raises and writes none."""
 
     name: str
     title: str
     make: Callable[[Progress], list[Artefact]]
-    after: str | None = None  # the stage among whose files it writes; it does not outlive that one
+    after: str | None = None  # the stage into whose folder it writes, and with which it is deleted
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Maker:
     workspace: Workspace
 
     def model_of(self, role: str) -> Model:
-        """The checkpoint of a role; a draft derived from the target is written to the temporary folder when needed."""
+        """The checkpoint of a role. A pruned draft is written to the temporary folder on first use."""
         if role in self.models:
             return self.models[role]
         from edgespec.export.derive import prune
@@ -190,7 +190,7 @@ class Maker:
         return [Artefact("onnx.draft", "onnx", "draft", self.request.quants["onnx"], draft, parts)]
 
     def _importance(self, role: str, progress: Progress) -> Path | None:
-        """A measured importance matrix in the temporary folder, when a text for it was given."""
+        """Measure an importance matrix into the temporary folder; None if no text for it was given."""
         if self.request.imatrix is None:
             return None
         from edgespec.export.importance import measure_importance
@@ -208,7 +208,7 @@ class Maker:
 
 
 def stages_of(request: ExportRequest, models: Mapping[str, Model], workspace: Workspace) -> Iterator[Stage]:
-    """The stages in the order in which they run."""
+    """The stages, in the order in which they run."""
     maker = Maker(request, models, workspace)
     early = request.derivation is not None and request.derivation.kind == "early-exit"
     roles = ("target", "draft") if request.has_own_draft_files else ("target",)

@@ -1,4 +1,4 @@
-"""Tokenizers of model folders: token texts by id, round trips of probe texts."""
+"""Tokenizers of model folders: token texts by id, and round-trip checks on probe texts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROBE_TEXTS = {
 
 
 def token_names(folder: Path) -> list[str]:
-    """Token text by id as tokenizer.json has it; ids between that it lacks are empty. Raises ModelFileError."""
+    """Token text by id, from tokenizer.json; empty for missing ids. Raises ModelFileError."""
     path = folder / "tokenizer.json"
     try:
         tokenizer = json.loads(path.read_text(encoding="utf-8"))
@@ -34,12 +34,12 @@ def token_names(folder: Path) -> list[str]:
     except FileNotFoundError as error:
         raise ModelFileError(f"{path} is missing: save the model's fast tokenizer beside it") from error
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ModelFileError(f"{path} is no tokenizer of the tokenizers library: {error!r}") from error
+        raise ModelFileError(f"{path} is not a tokenizer of the tokenizers library: {error!r}") from error
     return [ids.get(index, "") for index in range(max(ids, default=-1) + 1)]
 
 
 def check_same_tokens(target: Path, draft: Path) -> None:
-    """Raise VocabularyMismatch naming the first id whose text differs in two model folders; padding may differ."""
+    """Raise VocabularyMismatch, naming the first id whose text differs in two model folders. Padding may differ."""
     for index, (ours, theirs) in enumerate(zip(token_names(target), token_names(draft), strict=False)):
         if ours != theirs:
             raise VocabularyMismatch(
@@ -49,7 +49,7 @@ def check_same_tokens(target: Path, draft: Path) -> None:
 
 
 def read_tokenizer(folder: Path) -> Any | None:
-    """The folder's tokenizer, None where the library is missing. Raises ModelFileError when it cannot be read."""
+    """The folder's tokenizer; None if the library is not installed. Raises ModelFileError if it cannot be read."""
     try:
         import tokenizers
     except ModuleNotFoundError:
@@ -57,24 +57,24 @@ def read_tokenizer(folder: Path) -> Any | None:
     path = folder / "tokenizer.json"
     try:
         tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # the library raises nothing narrower
-        raise ModelFileError(f"{path} is no tokenizer of the tokenizers library: {error}") from error
+    except Exception as error:  # the library raises plain Exception
+        raise ModelFileError(f"{path} is not a tokenizer of the tokenizers library: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
 def check_round_trip(folder: Path) -> None:
-    """Raise ModelFileError when the tokenizer does not give a probe text back. Does nothing without `tokenizers`."""
+    """Raise ModelFileError if encoding and decoding changes a probe text. Does nothing without `tokenizers`."""
     tokenizer = read_tokenizer(folder)
     if tokenizer is None:
         return
     for kind, text in PROBE_TEXTS.items():
         back = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids, skip_special_tokens=False)
-        if back not in (text, f" {text}"):  # tokenizers of SentencePiece begin a text with a space
+        if back not in (text, f" {text}"):  # SentencePiece tokenizers add a leading space
             raise ModelFileError(
-                f"the tokenizer of {folder} does not give text back ({kind}): {_first_difference(text, back)}; a model "
-                "that cannot read or write some text cannot be exported"
+                f"the tokenizer of {folder} does not round-trip text ({kind}): {_first_difference(text, back)}; "
+                "models with such a tokenizer cannot be exported"
             )
 
 

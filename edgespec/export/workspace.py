@@ -1,14 +1,12 @@
-"""The folder an export works in: locked, with a journal of finished files, renamed to its final name in one step.
+"""The working folder of an export: locked, with a journal of finished files, and renamed atomically at the end.
 
-Beside an output `NAME` there are, while an export runs or after it was interrupted:
+Files beside an output `NAME` while an export runs or after it was interrupted:
 
-    .NAME.export.lock       held by the running export; the system releases it when that process ends, however it ends
-    .NAME.export/journal.json   what is finished, by stage, with checksums; for one request only
-    .NAME.export/pair/      what becomes NAME
+    .NAME.export.lock       file lock of the running export; the system releases it when the process ends
+    .NAME.export/journal.json   finished stages with checksums, for one request
+    .NAME.export/pair/      becomes NAME
     .NAME.export/temporary/ emptied at every start
-    .NAME.replaced          the old output during the moment in which --force exchanges it
-
-What this module does not know: what the files are.
+    .NAME.replaced          the old output while --force replaces it
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ JOURNAL_FORMAT = 1
 
 
 class Workspace:
-    """One export's working folder. Use inside `opened`, which holds the lock."""
+    """The working folder of one export. Made by `opened`, which holds the lock."""
 
     def __init__(self, output: Path, *, replace: bool) -> None:
         self.output = output
@@ -43,9 +41,9 @@ class Workspace:
         self._journal: dict[str, Any] = {}
 
     def begin(self, identity: Mapping[str, Any]) -> bool:
-        """Keep what an interrupted export of the same `identity` finished, drop everything else; whether it was kept.
+        """Start, or resume an interrupted export with the same `identity`; returns whether finished stages were kept.
 
-        `identity` holds JSON values that determine every byte of the result.
+        `identity`: JSON values that determine every byte of the result. Anything else in the folder is deleted.
         """
         key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         self._journal = self._read_journal()
@@ -60,9 +58,9 @@ class Workspace:
         return is_same and bool(self._journal["stages"])
 
     def finished(self, stage: str) -> Any:
-        """What `finish` recorded of a stage, or None when one of its files is missing or not the one recorded.
+        """The recorded result of a stage; None if it is not finished or one of its files is missing or has changed.
 
-        A stage that does not count is forgotten with its files.
+        In the latter case the stage and its files are deleted.
         """
         entry = self._journal["stages"].get(stage)
         if entry is None:
@@ -75,7 +73,7 @@ class Workspace:
         return entry["result"]
 
     def finish(self, stage: str, files: list[str], result: Any) -> None:
-        """Record a stage: its files, relative to `pair`, with size and checksum; `result` is any JSON value."""
+        """Record a finished stage: its files (relative to `pair`) with size and checksum, and a JSON `result`."""
         facts = {}
         for name in files:
             path = self.pair / name
@@ -85,7 +83,7 @@ class Workspace:
         self._write_journal()
 
     def forget(self, stage: str) -> None:
-        """Drop a stage and its files."""
+        """Delete a stage and its files."""
         entry = self._journal["stages"].pop(stage, {"files": {}})
         self._write_journal()
         for name in entry["files"]:
@@ -97,11 +95,11 @@ class Workspace:
 
     @property
     def finished_files(self) -> list[str]:
-        """Names of the files that an interrupted export would keep."""
+        """Names of the files of finished stages."""
         return sorted(self.file_facts()) if self._journal else []
 
     def drop_strays(self, wanted: set[str]) -> None:
-        """Remove files of `pair` that no finished stage recorded: a killed export may have left some."""
+        """Delete all files of `pair` except `wanted`: a killed export may have left incomplete ones."""
         for path in sorted(self.pair.rglob("*"), reverse=True):
             if path.is_dir():
                 with contextlib.suppress(OSError):  # not empty
@@ -110,20 +108,20 @@ class Workspace:
                 path.unlink()
 
     def publish(self) -> None:
-        """Give `pair` its final name in one step, replacing an old output only if that was allowed."""
+        """Rename `pair` to the output, replacing an old output if `replace` was given. Raises UsageError if not."""
         if self.output.exists() and any(self.output.iterdir()) and not self._replace:
             raise UsageError(f"{self.output} appeared while the export ran: move it away, or give --force")
         replace_folder(self.pair, self.output)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def tidy(self) -> None:
-        """Remove what no later run could go on with."""
+        """Delete what a later run cannot use."""
         shutil.rmtree(self.temporary, ignore_errors=True)
         if not self.finished_files:
             self.discard()
 
     def discard(self) -> None:
-        """Remove everything that is not the output."""
+        """Delete the working folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _read_journal(self) -> dict[str, Any]:
@@ -139,9 +137,9 @@ class Workspace:
 
 @contextmanager
 def opened(output: Path, *, replace: bool) -> Iterator[Workspace]:
-    """The workspace of `output`, locked for this process until the block ends.
+    """The workspace of `output`, locked until the block ends.
 
-    Raises UsageError when the output exists and may not be replaced, and when another export is writing it.
+    Raises UsageError if the output exists and `replace` is False, or another export is writing it.
     """
     workspace = Workspace(output, replace=replace)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -152,11 +150,11 @@ def opened(output: Path, *, replace: bool) -> Iterator[Workspace]:
 
 
 def check_output(output: Path, *, replace: bool) -> None:
-    """Raise UsageError when a finished export may not take the place of what is at `output`."""
+    """Raise UsageError if the export must not replace what exists at `output`."""
     if not output.exists() and not output.is_symlink():
         return
     if not output.is_dir() or output.is_symlink():
-        raise UsageError(f"{output} exists and is no folder: choose another --output")
+        raise UsageError(f"{output} exists and is not a folder: choose another --output")
     if not any(output.iterdir()):
         return
     if not (output / MANIFEST).is_file():
@@ -167,7 +165,7 @@ def check_output(output: Path, *, replace: bool) -> None:
 
 @contextmanager
 def _locked(path: Path, output: Path) -> Iterator[None]:
-    """Hold a lock file that names this process; one left by a dead process is simply taken over."""
+    """Hold a lock file that contains this process id; the lock of a dead process is taken over."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -178,7 +176,7 @@ def _locked(path: Path, output: Path) -> Iterator[None]:
             raise UsageError(
                 f"another export (process {owner}) is writing {output}: wait for it, or choose another --output"
             ) from error
-        # Whoever held it before may have removed the file between our two calls.
+        # The previous holder may have deleted the file between open and lock; then try again.
         if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
             break
         os.close(handle)
@@ -187,17 +185,17 @@ def _locked(path: Path, output: Path) -> Iterator[None]:
         os.write(handle, str(os.getpid()).encode())
         yield
     finally:
-        if sys.platform != "win32":  # there an open file cannot be removed
+        if sys.platform != "win32":  # an open file cannot be deleted on Windows
             path.unlink(missing_ok=True)
         os.close(handle)
 
 
 def _lock(handle: int) -> None:
-    """Raises OSError when another process has it."""
+    """Lock without waiting. Raises OSError if another process holds the lock."""
     if sys.platform == "win32":
         import msvcrt
 
-        os.lseek(handle, 64, os.SEEK_SET)  # beyond the process id, which stays readable
+        os.lseek(handle, 64, os.SEEK_SET)  # after the process id, which stays readable
         msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
         os.lseek(handle, 0, os.SEEK_SET)
     else:
@@ -207,8 +205,8 @@ def _lock(handle: int) -> None:
 
 
 def _to_disk(path: Path) -> None:
-    """Ask the system to write a file out, so that a journal never knows more than the disk."""
-    if sys.platform == "win32":  # a read-only handle cannot be flushed there
+    """fsync a file, so that the journal never lists a file that is not on disk."""
+    if sys.platform == "win32":  # a read-only handle cannot be flushed on Windows
         return
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -212,7 +212,7 @@ def test_a_second_export_goes_on_where_the_first_stopped(tmp_path, monkeypatch):
     before = made.stat()
     result = export(*arguments)
     assert result.exit_code == 0, result.output
-    assert "going on with an interrupted export: 1 files" in result.stderr
+    assert "resuming an interrupted export: 1 files" in result.stderr
     assert "target to GGUF" not in result.stderr
     after = (tmp_path / "pair" / "target-q8_0.gguf").stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)

@@ -167,11 +167,11 @@ def test_both_ways_to_say_which_layers_have_a_window(tmp_path: Path):
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "MixtralForCausalLM; this converter knows: LlamaForCausalLM, Mistral": (
+    "MixtralForCausalLM; supported for GGUF: LlamaForCausalLM, Mistral": (
         "llama",
         {"architectures": ["MixtralForCausalLM"]},
     ),
-    "is a none; this converter knows": ("llama", {"architectures": None}),
+    "is a none; supported for GGUF": ("llama", {"architectures": None}),
     "hidden_act 'relu'; allowed: 'silu'": ("llama", {"hidden_act": "relu"}),
     "quantization_config .*gptq.*; allowed: none": ("llama", {"quantization_config": {"quant_method": "gptq"}}),
     "rotary scaling 'longrope' cannot be converted; allowed: default": (
@@ -182,13 +182,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "no rotary positions in layers 3, 7, 11.* differs at .2, 3.": ("smollm3", {"no_rope_layers": [1, 1, 0, 1, 1]}),
     "layer_types must hold 3 of": ("gemma3", {"layer_types": ["full_attention"]}),
     "lacks attn_logit_softcapping": ("gemma2", {"attn_logit_softcapping": None}),
-    "takes the embeddings as its output head": ("gemma", {"tie_word_embeddings": False}),
+    "needs tied embeddings": ("gemma", {"tie_word_embeddings": False}),
     "scale_attn_by_inverse_layer_idx True": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
     "lacks 'hidden_size'": ("llama", {"hidden_size": None}),
-    "num_hidden_layers 0, a positive number": ("llama", {"num_hidden_layers": 0}),
+    "num_hidden_layers 0, must be a positive integer": ("llama", {"num_hidden_layers": 0}),
     r"k_proj.bias has the shape \(32,\), config.json implies \(64,\)": ("llama", {"head_dim": 32}),
     "layers.2.* has no place in a qwen2 GGUF of 2 layers": ("qwen2", {"num_hidden_layers": 2}),
-    "rotates only a part of each head": ("qwen3", {"partial_rotary_factor": 0.5}),
+    "partial_rotary_factor below 1": ("qwen3", {"partial_rotary_factor": 0.5}),
 }
 
 
@@ -218,15 +218,15 @@ def test_faults_of_tensors_are_named(tmp_path: Path):
     faults: list[tuple[Any, str]] = [
         (None, f"lacks 1 tensors, the first is {name}"),
         (sound[:, :-1], rf"model.safetensors: tensor {name} has the shape \(96, 63\), config.json implies \(96, 64\)"),
-        (np.where(sound == sound.max(), np.float32(np.nan), sound), f"tensor {name} holds infinite numbers or NaN"),
-        (np.where(sound == sound.max(), np.float32(np.inf), sound), f"tensor {name} holds infinite numbers or NaN"),
+        (np.where(sound == sound.max(), np.float32(np.nan), sound), f"tensor {name} contains infinity or NaN"),
+        (np.where(sound == sound.max(), np.float32(np.inf), sound), f"tensor {name} contains infinity or NaN"),
     ]
     for values, message in faults:
         rewrite(folder, **{name: values})
         with pytest.raises(ModelFileError, match=message):
             convert(folder, tmp_path / "out.gguf", "f32")
     rewrite(folder, **{name: np.where(sound == sound.max(), np.float32(1e6), sound)})
-    with pytest.raises(ModelFileError, match="beyond what f16 holds; export it as bf16"):
+    with pytest.raises(ModelFileError, match="outside the range of f16; export it as bf16"):
         convert(folder, tmp_path / "out.gguf", "f16")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
@@ -255,7 +255,7 @@ NORM = "model.norm.weight"
         (lambda h: h | {NORM: h[NORM] | {"data_offsets": [1, 2, 3]}}, f"damaged: tensor {NORM} is described"),
         (lambda h: h | {NORM: "x"}, f"damaged: tensor {NORM} is described"),
         (lambda h: h | {NORM: h[NORM] | {"data_offsets": [1 << 40, (1 << 40) + 256]}}, f"truncated: tensor {NORM}"),
-        (lambda _: [1], "its header is no object"),
+        (lambda _: [1], "its header is not an object"),
     ],
 )
 def test_corrupt_safetensors_name_the_file_and_the_tensor(tmp_path: Path, change: Any, message: str):

@@ -194,15 +194,15 @@ def test_names_that_lead_out_of_the_folder(tmp_path: Path, names: Any):
 
 def test_what_cannot_be_cut(split: EarlyExit, tmp_path: Path, tiny_path: Path):
     for layers in (0, 9, -1, 40):
-        with pytest.raises(ConfigError, match=rf"after {layers} layers was asked for; .* allows 1\.\.8"):
+        with pytest.raises(ConfigError, match=rf"after {layers} layers was requested; .* allows 1\.\.8"):
             early_exit_gguf(TARGET, tmp_path, layers)
-    with pytest.raises(ModelFileError, match="is split already; give the model in one file"):
+    with pytest.raises(ModelFileError, match="is already split; give the model in one file"):
         early_exit_gguf(split.target, tmp_path, 2)
     with pytest.raises(ModelNotFound):
         early_exit_gguf(tmp_path / "none.gguf", tmp_path, 2)
     folder = write_checkpoint(tmp_path / "hf", "gemma2", num_hidden_layers=46)
     convert(folder, tmp_path / "deep.gguf", "q8_0")
-    with pytest.raises(ModelFileError, match="scales the attention of a gemma2 of 46 layers in its own way"):
+    with pytest.raises(ModelFileError, match="scales the attention of a gemma2 of 46 layers differently"):
         early_exit_gguf(tmp_path / "deep.gguf", tmp_path, 2)
     with pytest.raises(StateError, match="cannot be written"):
         early_exit_gguf(tiny_path, tmp_path / "no", 1)

@@ -170,11 +170,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         {"pre_tokenizer": {"type": "Digits", "individual_digits": False}},
     ),
     "add_prefix_space": ("gpt-2", {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}}),
-    "changes text by .'Lowercase'.": ("gpt-2", {"normalizer": {"type": "Lowercase"}}),
-    "treats spaces by": ("llama-spm", {"pre_tokenizer": {"type": "Whitespace"}}),
-    "treats spaces by .*'Nmt'": ("gemma-spm", {"normalizer": {"type": "Nmt"}}),
+    "has the normalizers .'Lowercase'.": ("gpt-2", {"normalizer": {"type": "Lowercase"}}),
+    "handles spaces by": ("llama-spm", {"pre_tokenizer": {"type": "Whitespace"}}),
+    "handles spaces by .*'Nmt'": ("gemma-spm", {"normalizer": {"type": "Nmt"}}),
     "holds a WordPiece tokenizer; allowed": ("gpt-2", {"model": {"type": "WordPiece", "vocab": {}}}),
-    "is not built as tokenizers are: KeyError 'id'": ("gpt-2", {"added_tokens": [{"content": "x"}]}),
+    "is not a valid tokenizer: KeyError 'id'": ("gpt-2", {"added_tokens": [{"content": "x"}]}),
     "no token for 256 of 256 bytes, such as <0x00>": (
         "gemma-spm",
         {"model": {"type": "BPE", "byte_fallback": True, "vocab": {"a": 0}, "merges": []}},
@@ -196,7 +196,7 @@ def test_merges_ignored_where_llama_cpp_does_not(tmp_path: Path):
     folder = folder_with(tmp_path, "qwen2")
     model = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     change(folder, "tokenizer.json", model=model | {"ignore_merges": True})
-    with pytest.raises(ModelFileError, match=r"ignores merges, which llama\.cpp does for llama-bpe, tekken and not"):
+    with pytest.raises(ModelFileError, match=r"sets ignore_merges; llama\.cpp does so for llama-bpe, tekken, not"):
         convert(folder, tmp_path / "out.gguf", "f16")
 
 
@@ -207,7 +207,7 @@ def test_metaspace_instead_of_a_normaliser(tmp_path: Path):
     assert fields_of(folder)["tokenizer.ggml.add_space_prefix"] is True
     assert check_tokenizer(folder, tmp_path / "out.gguf") > 200
     change(folder, "tokenizer.json", pre_tokenizer=scheme | {"split": True})
-    with pytest.raises(ModelFileError, match="treats spaces by"):
+    with pytest.raises(ModelFileError, match="handles spaces by"):
         fields_of(folder)
 
 

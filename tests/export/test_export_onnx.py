@@ -235,7 +235,7 @@ def test_an_embedding_reads_the_rows_of_the_head(tmp_path: Path, bits: int) -> N
 def test_a_foreign_folder_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "to_mother.txt").write_text("dear")
-    with pytest.raises(ModelFileError, match="is no ONNX export"):
+    with pytest.raises(ModelFileError, match="is not an ONNX export"):
         export_onnx(DEMO / "hf" / "draft", tmp_path / "letters", "int8")
     assert (tmp_path / "letters" / "to_mother.txt").read_text() == "dear"
 
@@ -309,10 +309,10 @@ def _forget_architecture(folder: Path) -> None:
         (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
         (lambda folder: (folder / "model.safetensors").unlink(), "has no model"),
         (lambda folder: (folder / "tokenizer.json").write_text("{"), "cannot be read as JSON"),
-        (shutil.rmtree, "is no folder"),
+        (shutil.rmtree, "is not a folder"),
         (_truncate, "truncated"),
         (_scramble, "not a safetensors file"),
-        (_forget_architecture, "names no architecture"),
+        (_forget_architecture, "lacks 'architectures'"),
     ],
 )
 def test_a_damaged_folder_is_refused(
@@ -331,8 +331,8 @@ def test_a_damaged_folder_is_refused(
         (1, ["Traceback", "KeyError: 'rope_type'"], ModelFileError, "cannot be exported: KeyError: 'rope_type'"),
         (1, ["ModuleNotFoundError: No module named 'onnx_ir'"], CapabilityError, r"needs onnx_ir: .* install "),
         (1, ["OSError: [Errno 28] No space left on device"], CapabilityError, "filled the disk"),
-        (-signal.SIGKILL if hasattr(signal, "SIGKILL") else 137, ["layer 3"], CapabilityError, "lack of memory"),
-        (3, [], ModelFileError, "it said nothing"),
+        (-signal.SIGKILL if hasattr(signal, "SIGKILL") else 137, ["layer 3"], CapabilityError, "memory ran out"),
+        (3, [], ModelFileError, "no output"),
     ],
 )
 def test_the_reason_of_a_failed_child(

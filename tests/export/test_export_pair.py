@@ -128,7 +128,7 @@ def test_a_quantisation_that_does_not_fit_is_refused(given, said):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"draft": "a", "derivation": Derivation.parse("prune:0")}, "keep one"),
+        ({"draft": "a", "derivation": Derivation.parse("prune:0")}, "use one of them"),
         ({"draft_quants": {"gguf": "f16"}}, "there is no draft"),
         ({"draft_quants": {"gguf": "f16"}, "derivation": Derivation.parse("early-exit:2")}, "shares the target"),
         ({"group_size": 7}, "allowed: 16, 32"),
@@ -230,7 +230,7 @@ def test_bytes_as_people_read_them(size, text):
         (["pytorch_model.bin"], "pickled"),
         (["adapter_config.json", "adapter_model.safetensors"], "adapter"),
         (["model-00001-of-00003.safetensors"], "1 of 3"),
-        (["x.gguf"], "GGUF files already"),
+        (["x.gguf"], "already holds GGUF files"),
         ([], r"no model\.safetensors"),
     ],
 )
@@ -376,7 +376,7 @@ def test_a_folder_of_other_things_is_never_replaced(tmp_path):
     with pytest.raises(UsageError, match="other files"), opened(tmp_path / "home", replace=True):
         pass
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UsageError, match="no folder"), opened(tmp_path / "file", replace=True):
+    with pytest.raises(UsageError, match="is not a folder"), opened(tmp_path / "file", replace=True):
         pass
 
 

@@ -71,14 +71,14 @@ def result(index: int, greedy: float, sampled: float | None = None) -> RoundResu
         ({"window": 64, "reply_tokens": 64}, "--window 64 must be longer"),
         ({"batch_tokens": 256}, "--batch-tokens 256 must hold at least one --window of 512"),
         ({"window": 2048}, "longer than the target's context of 1024"),
-        ({"hidden": 100}, "no multiple of 64: take 64 or 128"),
+        ({"hidden": 100}, "not a multiple of 64: give 64 or 128"),
         ({"hidden": 100, "heads": 3}, "--hidden 100 must be a multiple of --heads 3"),
         ({"hidden": 96, "heads": 32}, "even width"),
         ({"hidden": 192, "kv_heads": 2}, "--heads 3 is not divisible by --kv-heads 2"),
         ({"init": (0, 8)}, "--init must name different layers from 0 to 7"),
         ({"init": (0, 0)}, "--init must name different layers"),
-        ({"init": (0, 7), "hidden": 128}, "--hidden 128 contradicts --init, which makes it 256"),
-        ({"init": (0, 7), "layers": 3}, "--layers 3 contradicts --init, which makes it 2"),
+        ({"init": (0, 7), "hidden": 128}, "--hidden 128 conflicts with --init, which sets it to 256"),
+        ({"init": (0, 7), "layers": 3}, "--layers 3 conflicts with --init, which sets it to 2"),
     ],
 )
 def test_a_bad_request_is_refused_by_name(folder: Path, changes: dict[str, Any], message: str):
@@ -127,10 +127,10 @@ def test_the_target_is_read_from_its_json(folder: Path):
     before = facts.fingerprint()
     (folder / "chat_template.jinja").write_text("other")
     assert read_target(folder).chat_template == "other" and read_target(folder).fingerprint() != before
-    with pytest.raises(ModelNotFound, match="is no folder"):
+    with pytest.raises(ModelNotFound, match="is not a folder"):
         read_target(folder / "nowhere")
     (folder / "tokenizer.json").write_text('{"added_tokens": [7]}')
-    with pytest.raises(ModelFileError, match="added tokens in an unknown way"):
+    with pytest.raises(ModelFileError, match="unknown format of added_tokens"):
         read_target(folder)
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ModelFileError, match=r"has no tokenizer\.json: save the tokenizer as a fast one"):
@@ -142,7 +142,7 @@ def test_a_gpt2_names_its_sizes_differently_and_lends_no_layers(folder: Path):
     (folder / "config.json").write_text(json.dumps(config))
     shape = prepare(ask(folder)).shape
     assert (shape.layers, shape.hidden) == (1, 64)
-    with pytest.raises(CapabilityError, match="works for llama, mistral, qwen2, qwen3, the target is 'gpt2'"):
+    with pytest.raises(CapabilityError, match="is supported for llama, mistral, qwen2, qwen3; the target is 'gpt2'"):
         prepare(ask(folder, init=(0,)))
 
 
@@ -173,13 +173,13 @@ def test_documents_are_read_once_from_every_kind_of_file(tmp_path: Path):
         ("a.jsonl", b"{}\n", 'line 1 has neither a "text"'),
         ("a.jsonl", b'{"text": "x"}\n{"text": ', "line 2 is not JSON"),
         ("a.jsonl", b'{"messages": [{"role": "pirate", "content": "x"}]}', "line 1: message 0 has the role 'pirate'"),
-        ("a.jsonl", b'{"messages": ["x"]}', "line 1 has a message that is no object"),
-        ("a.jsonl", b"", "holds no document"),
-        ("a.txt", b"  \n", "holds no document"),
+        ("a.jsonl", b'{"messages": ["x"]}', "line 1 has a message that is not an object"),
+        ("a.jsonl", b"", "has no document"),
+        ("a.txt", b"  \n", "has no document"),
         ("a.txt", b"caf\xe9", "is not UTF-8 text"),
         ("a.jsonl.xz", b"not packed", "cannot be read"),
         ("missing.txt", None, "cannot be read: No such file"),
-        ("a.txt", b"only one", "two are the least"),
+        ("a.txt", b"only one", "at least two are needed"),
     ],
 )
 def test_bad_data_is_refused_by_file_and_line(folder: Path, name: str, content: bytes | None, message: str):
@@ -197,7 +197,7 @@ def test_conversations_need_a_template_and_no_data_needs_a_begin_token(folder: P
     with pytest.raises(ConfigError, match="no chat template"):
         prepare(ask(folder, data=tuple(data)))
     assert prepare(ask(folder, data=(data[2],))).held_out
-    with pytest.raises(ConfigError, match="no begin token to write from: give texts with --data"):
+    with pytest.raises(ConfigError, match="no begin token to generate from: give texts with --data"):
         prepare(ask(folder))
 
 
@@ -252,9 +252,9 @@ def test_the_journal_takes_up_the_same_request_alone(folder: Path):
     journal.state.write_bytes(b"state")
     journal.write_rounds([result(0, 0.5)])
     assert Journal(request.output, identity).is_resumed
-    with pytest.raises(ConfigError, match=r"\(--hidden was 128, is 192\): ask the same, .* --restart"):
+    with pytest.raises(ConfigError, match=r"\(--hidden was 128, is 192\): use the same, .* --restart"):
         Journal(request.output, replace(request, hidden=192).identity("fingerprint"))
-    with pytest.raises(ConfigError, match="target is another"):
+    with pytest.raises(ConfigError, match="target has changed"):
         Journal(request.output, request.identity("changed"))
     assert Journal(request.output, identity).is_resumed, "a refusal leaves the state alone"
     assert not Journal(request.output, request.identity("changed"), restart=True).is_resumed
@@ -279,7 +279,7 @@ def test_the_journal_never_touches_what_is_not_its_own(folder: Path):
             Journal(request.output, request.identity(""), restart=restart)
     assert (own / "thesis.txt").read_text() == "x"
     request.output.mkdir()
-    with pytest.raises(ConfigError, match="exists already: give another --output"):
+    with pytest.raises(ConfigError, match="already exists: give another --output"):
         Journal(request.output, request.identity(""))
 
 
@@ -302,7 +302,7 @@ def test_what_a_kill_after_publishing_left_is_tidied_up(folder: Path):
     request.output.mkdir()
     for content, left in (("another run\n", True), (rounds_csv([result(0, 0.5)]), False)):
         (request.output / "rounds.csv").write_text(content)
-        with pytest.raises(ConfigError, match="exists already"):
+        with pytest.raises(ConfigError, match="already exists"):
             Journal(request.output, request.identity(""))
         assert journal.folder.exists() is left
 
@@ -310,7 +310,7 @@ def test_what_a_kill_after_publishing_left_is_tidied_up(folder: Path):
 def test_a_full_disk_is_one_line(folder: Path):
     request = ask(folder)
     journal = Journal(request.output, request.identity(""))
-    with pytest.raises(CapabilityError, match="make room, or give an --output on another disk"):
+    with pytest.raises(CapabilityError, match="free space, or give an --output on another disk"):
         journal.need_space(2**60)
 
 
@@ -323,11 +323,11 @@ def test_the_command_refuses_in_one_line(folder: Path):
     data = folder.parent / "a.txt"
     data.write_text("")
     for arguments, message in (
-        ((folder, "--data", data), "holds no document"),
+        ((folder, "--data", data), "has no document"),
         ((folder.parent / "nowhere",), "no folder"),
         ((folder, "--hiden", "64"), "did you mean '--hidden'?"),
         ((folder, "--loss", "l2"), "l2"),
-        ((folder, "--hidden", "100"), "no multiple of 64"),
+        ((folder, "--hidden", "100"), "not a multiple of 64"),
     ):
         done = run_command(*arguments)
         assert done.exit_code == 2 and message in done.stderr, (arguments, done.stderr, done.exception)

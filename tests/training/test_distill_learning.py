@@ -169,7 +169,7 @@ def test_a_killed_process_loses_one_round_at_most(tiny: Path, tmp_path: Path):
     process.wait()
     if not output.exists():  # else it was done before the signal came
         done = run_command(tiny, "--data", tiny.parent / "talks.jsonl", "-o", output, *options)
-        assert done.exit_code == 0 and "goes on after round" in done.stderr, done.stderr
+        assert done.exit_code == 0 and "resuming after round" in done.stderr, done.stderr
     whole = run(small(tiny, tmp_path / "whole"))
     assert weights_of(output) == weights_of(whole.folder)
 
@@ -314,7 +314,7 @@ def test_damaged_weights_and_foreign_tokenizers_are_refused(tiny: Path, tmp_path
     with pytest.raises(ModelFileError, match="vocabulary ends at 99"):
         build_trainer(prepare(request))
     (copy / "tokenizer.json").write_text('{"version": "1.0"}')
-    with pytest.raises(ModelFileError, match="is no tokenizer"):
+    with pytest.raises(ModelFileError, match="is not a tokenizer"):
         build_trainer(prepare(request))
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints as GGUF: conversion, quantisation, early exits, and the check of the tokenizer."""
+"""Conversion of Hugging Face checkpoints to GGUF: quantisation, early exits, tokenizer check."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The architectures that can be converted, as data: tensors with their shapes, settings that must hold, metadata.
+"""The supported architectures as tables: tensors with shapes, required settings, metadata.
 
-What llama.cpp cannot express is refused here, by name, before anything is written.
+Settings that llama.cpp does not support are rejected by name before anything is written.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ HEAD_NORMS = {
     "self_attn.q_norm.weight": Tensor("attn_q_norm.weight", "h"),
     "self_attn.k_norm.weight": Tensor("attn_k_norm.weight", "h"),
 }
-# Hugging Face keeps a head's rotary pairs as two halves; llama.cpp's Llama and SmolLM3 want them side by side.
+# Hugging Face stores a head's rotary pairs as two halves; llama.cpp's Llama and SmolLM3 need them interleaved.
 INTERLEAVED = {
     "self_attn.q_proj.weight": Tensor("attn_q.weight", "q d", PERMUTE_Q),
     "self_attn.k_proj.weight": Tensor("attn_k.weight", "k d", PERMUTE_K),
@@ -180,10 +180,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 
 def architecture_of(checkpoint: Checkpoint) -> Architecture:
-    """Raises ModelFileError naming an architecture, or a setting of one, that cannot be converted."""
+    """The table of a checkpoint's architecture. Raises ModelFileError if it or one of its settings is not supported."""
     kind, config = checkpoint.architecture, checkpoint.config
     if kind not in ARCHITECTURES:
-        raise ModelFileError(f"{checkpoint.folder} is a {kind}; this converter knows: {', '.join(ARCHITECTURES)}")
+        raise ModelFileError(f"{checkpoint.folder} is a {kind}; supported for GGUF: {', '.join(ARCHITECTURES)}")
     found = ARCHITECTURES[kind]
     for key, allowed in {**found.must, "quantization_config": (None,)}.items():
         if config.get(key) not in allowed:

@@ -1,7 +1,7 @@
-"""Hugging Face folder -> GGUF, through the `gguf` package alone: no torch, one tensor in memory at a time.
+"""Converts a Hugging Face folder to GGUF with the `gguf` package: no torch, one tensor in memory at a time.
 
-What the converter does not know: quantisation other than the types of OUTPUT_TYPES (`quantise` makes the rest),
-Unigram and WordPiece tokenizers, vision towers, mixtures of experts.
+Not supported: Unigram and WordPiece tokenizers, vision models, mixtures of experts. Quantisations other than
+OUTPUT_TYPES are made by `quantise`.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ OUTPUT_TYPES: dict[OutputType, tuple[gguf.GGMLQuantizationType, gguf.LlamaFileTy
     "bf16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
     "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
 }
-# Not weights: masks and frequencies that old checkpoints carry along.
+# Masks and frequencies in old checkpoints, which are not weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was written. `types` counts tensors by stored type: rows that no block fits fall back to another."""
+    """The result. `types`: number of tensors by stored type; rows that are not a multiple of the block are f16."""
 
     path: Path
     architecture: str
@@ -51,12 +51,12 @@ class Conversion:
 
 
 Tensors = dict[str, tuple[tuple[int, ...], Callable[[], Weights]]]
-"""GGUF name -> shape, and what gives the numbers when their turn comes."""
+"""GGUF name -> (shape, function that returns the weights)."""
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """A file's metadata; `describe` writes those of the architecture and of the tokenizer."""
+    """A file's metadata; `describe` writes that of architecture and tokenizer."""
 
     architecture: str
     name: str
@@ -66,7 +66,7 @@ class About:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One tensor to be written: its place in the checkpoint and what it becomes."""
+    """One tensor to write: its name in the checkpoint, its row in the architecture's table, its shape in the GGUF."""
 
     source: str
     tensor: Tensor
@@ -82,10 +82,9 @@ def convert(
     licence: str | None = None,
     progress: Progress = no_progress,
 ) -> Conversion:
-    """Write a model, opened or the folder of one, to `output` as GGUF; norms stay F32.
+    """Write a model (its folder or an opened checkpoint) to `output` as GGUF, atomically; norms are F32.
 
-    Raises ModelFileError when the folder is incomplete or holds something this converter does not know, StateError
-    when `output` cannot be written. The output appears only when it is whole.
+    Raises ModelFileError if the folder is incomplete or not supported, StateError if `output` cannot be written.
     """
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
     found = architecture_of(checkpoint)
@@ -114,9 +113,9 @@ def write_gguf(
     indices: Mapping[str, NDArray[np.int64]] = MappingProxyType({}),
     progress: Progress = no_progress,
 ) -> Conversion:
-    """Describe all tensors, write the header, then stream the data, one tensor in memory at a time.
+    """Write the header with all tensor infos, then stream the data, one tensor in memory at a time.
 
-    `indices` are stored as they are, behind the `tensors`. Raises StateError when `output` cannot be written.
+    `indices` are stored unchanged, after the `tensors`. Raises StateError if `output` cannot be written.
     """
     wanted, file_type = OUTPUT_TYPES[output_type]
     stored = {name: stored_type(shape, wanted) for name, (shape, _) in tensors.items()}
@@ -151,13 +150,13 @@ def write_gguf(
 
 
 def plan_tensors(checkpoint: Checkpoint, found: Architecture, sizes: Sizes) -> dict[str, Planned]:
-    """GGUF name -> what it comes from, in the checkpoint's order.
+    """The tensors to write by GGUF name, in the checkpoint's order.
 
-    Raises ModelFileError for a tensor that is missing, unknown, or of another shape than config.json implies.
+    Raises ModelFileError for a tensor that is missing, unknown, or has another shape than config.json implies.
     """
     is_tied = bool(checkpoint.config.get("tie_word_embeddings", found.head_is_tied or False))
     if found.head_is_tied and not is_tied:
-        raise ModelFileError(f"{checkpoint.folder}: llama.cpp's {found.name} takes the embeddings as its output head")
+        raise ModelFileError(f"{checkpoint.folder}: llama.cpp's {found.name} needs tied embeddings, but they are not")
     plan: dict[str, Planned] = {}
     for source in checkpoint.names():
         if source.endswith(BUFFERS) or (is_tied and source == "lm_head.weight"):
@@ -175,7 +174,7 @@ def plan_tensors(checkpoint: Checkpoint, found: Architecture, sizes: Sizes) -> d
 
 
 def _place(checkpoint: Checkpoint, found: Architecture, sizes: Sizes, source: str) -> tuple[str, Tensor]:
-    """(GGUF name, row of the architecture's table) of one of the checkpoint's tensors."""
+    """(GGUF name, row of the architecture's table) of a checkpoint's tensor."""
     name = canonical_name(found, source)
     if name in found.outer:
         return found.outer[name].name, found.outer[name]
@@ -203,7 +202,7 @@ def _check_complete(
 
 
 def rotary_tensors(checkpoint: Checkpoint, sizes: Sizes) -> Tensors:
-    """The frequency factors of Llama 3.1's rotary positions, which are no tensor of the checkpoint."""
+    """The frequency factors of Llama 3.1's rotary positions, computed from config.json."""
     settings = rotary_settings(checkpoint.config)
     if settings["rope_type"] != "llama3":
         return {}
@@ -222,17 +221,17 @@ def _weights(checkpoint: Checkpoint, found: Architecture, sizes: Sizes, planned:
     weights = checkpoint.weights(planned.source)
     if not np.isfinite(_extremes(weights)).all():
         file = checkpoint.tensors[planned.source].file
-        raise ModelFileError(f"{file}: tensor {planned.source} holds infinite numbers or NaN. Download it again")
+        raise ModelFileError(f"{file}: tensor {planned.source} contains infinity or NaN. Download it again")
     return apply(planned.tensor.change, weights, checkpoint, found, sizes)
 
 
 def _quantised(weights: Weights, kind: gguf.GGMLQuantizationType, name: str) -> Any:
     if kind == gguf.GGMLQuantizationType.F16 and np.abs(_extremes(weights)).max() > np.finfo(np.float16).max:
-        raise ModelFileError(f"tensor {name} has numbers beyond what f16 holds; export it as bf16 or f32")
+        raise ModelFileError(f"tensor {name} has numbers outside the range of f16; export it as bf16 or f32")
     return quantize(weights, kind)
 
 
 def _extremes(weights: Weights) -> Weights:
-    """[smallest, largest], which are NaN where any number is: a large tensor has no room for a copy."""
+    """[smallest, largest]; NaN if any element is. Avoids a copy of the tensor."""
     with np.errstate(invalid="ignore"):
         return np.array([weights.min(), weights.max()], np.float32)

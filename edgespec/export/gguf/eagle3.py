@@ -1,7 +1,7 @@
-"""EAGLE-3 heads as Hugging Face folders hold them -> GGUF, with the tokenizer of the target they were trained for.
+"""Converts EAGLE-3 heads in Hugging Face format to GGUF, with the tokenizer of their target.
 
-Two layouts are known: that of the method's authors (`midlayer.*`; SpecForge and AngelSlim write it too) and that of
-speculators (`layers.0.*`, the layer's settings nested). A head without embeddings takes its target's.
+Supported layouts: that of the method's authors, SpecForge and AngelSlim (`midlayer.*`), and that of `speculators`
+(`layers.0.*`, the layer's settings nested). A head without embeddings uses its target's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from edgespec.formats.gguf.eagle3 import ARCHITECTURE, DRAFTED, NUM_LAYERS_READ
 from edgespec.types import Progress, no_progress
 
 HEAD = Architecture(ARCHITECTURE, {}, {})
-# Hugging Face's name -> (GGUF's, shape); t the target's layers side by side, w what it proposes, i embedding and state
+# Hugging Face name -> (GGUF name, shape); t: target layers concatenated, w: draft vocabulary, i: embedding + state
 OUTER: Mapping[str, tuple[str, str]] = {
     "fc.weight": ("fc.weight", "d t"),
     "input_norm.weight": ("enc.output_norm.weight", "t"),
@@ -61,9 +61,9 @@ NOT_NEEDED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 
 @dataclass(frozen=True, slots=True)
 class HeadPlan:
-    """A head with its target's sizes: `layers` whose inputs it reads, `tensors` as GGUF name -> name in the folder.
+    """A head, matched with its target. `layers`: target layers whose inputs it reads; `tensors`: GGUF name -> source.
 
-    `drafted` [draft vocabulary]: ids of the target's tokens that it proposes, or None for all of them.
+    `drafted` [draft vocabulary]: target ids of the tokens that it can propose; None: all.
     """
 
     checkpoint: Checkpoint
@@ -75,12 +75,14 @@ class HeadPlan:
 
     @property
     def shares_weights(self) -> bool:
-        """Whether embeddings or head are its target's."""
+        """Whether it uses the target's embeddings or output head."""
         return not {"token_embd.weight", "output.weight"} <= self.tensors.keys()
 
 
 def plan_head(folder: Path, target_folder: Path) -> HeadPlan:
-    """Raises ModelFileError for what is no EAGLE-3 head, damaged, or does not fit the target of `target_folder`."""
+    """Read a head's headers. Raises ModelFileError if it is not an EAGLE-3 head, is damaged, or does not fit the
+    target in `target_folder`.
+    """
     found, target = Checkpoint.open(folder), Checkpoint.open(target_folder)
     checkpoint = replace(found, config=head_config(found.config, folder))
     vocabulary = target.count("vocab_size")
@@ -104,10 +106,10 @@ def convert_head(
     licence: str | None = None,
     progress: Progress = no_progress,
 ) -> Conversion:
-    """Write the head of `folder`, made for the model of `target_folder`, to `output`; norms stay F32.
+    """Write the head of `folder` for the target of `target_folder` to `output`, atomically; norms are F32.
 
-    Raises ModelFileError as `plan_head`, ConfigError for a `quant` that is not in OUTPUT_TYPES, StateError when
-    `output` cannot be written. The output appears only when it is whole.
+    Raises the errors of `plan_head`, ConfigError for a `quant` that is not in OUTPUT_TYPES, StateError if `output`
+    cannot be written.
     """
     check_head_quant(quant)
     plan = plan_head(folder, target_folder)
@@ -128,7 +130,7 @@ def convert_head(
 
 
 def check_head_quant(quant: str) -> None:
-    """Raises ConfigError for a type that heads are not written in."""
+    """Raise ConfigError unless `quant` is supported for heads."""
     if quant not in OUTPUT_TYPES:
         raise ConfigError(
             f"an EAGLE-3 head cannot be written as {quant}; allowed: {', '.join(OUTPUT_TYPES)}. Give --draft-quant q8_0"
@@ -144,13 +146,13 @@ def _check_settings(checkpoint: Checkpoint, target: Checkpoint) -> None:
     wanted = config.get("target_hidden_size")
     if wanted is not None and wanted != target.count("hidden_size"):
         raise ModelFileError(
-            f"{folder} is a head for a target of width {wanted!r:.20}, {target.folder.name} has "
+            f"{folder} is a head for a target of width {wanted!r:.20}; {target.folder.name} has width "
             f"{target.count('hidden_size')}: give the target that it was trained for"
         )
 
 
 def _layers(config: Config, num_layers: int, folder: Path) -> tuple[int, ...]:
-    """The target's layers whose inputs the head reads: named, or those that the method's authors take."""
+    """The target's layers whose inputs the head reads, from its config or the defaults of the method's authors."""
     nested = config.get("eagle_config")
     named = config.get("eagle_aux_hidden_state_layer_ids")
     if named is None and isinstance(nested, dict):
@@ -159,14 +161,14 @@ def _layers(config: Config, num_layers: int, folder: Path) -> tuple[int, ...]:
     sound = isinstance(layers, list) and all(type(layer) is int and 0 <= layer < num_layers for layer in layers)
     if not sound or len(set(layers)) != NUM_LAYERS_READ or len(layers) != NUM_LAYERS_READ:
         raise ModelFileError(
-            f"{folder} reads the target's layers {layers!r:.60}; {NUM_LAYERS_READ} different ones of 0.."
-            f"{num_layers - 1} are needed"
+            f"{folder} reads the target's layers {layers!r:.60}; it must read {NUM_LAYERS_READ} different ones of 0.."
+            f"{num_layers - 1}"
         )
     return tuple(layers)
 
 
 def _tensors(checkpoint: Checkpoint, sizes: Sizes, numbers: Mapping[str, int]) -> dict[str, str]:
-    """GGUF name -> name in the checkpoint. Raises ModelFileError for one that is missing, unknown or misshapen."""
+    """GGUF name -> name in the checkpoint. Raises ModelFileError for a missing or unknown tensor or a wrong shape."""
     found: dict[str, str] = {}
     for source in checkpoint.names():
         name = source.removeprefix("model.")
@@ -192,23 +194,21 @@ def _tensors(checkpoint: Checkpoint, sizes: Sizes, numbers: Mapping[str, int]) -
 
 
 def _drafted(checkpoint: Checkpoint, vocabulary: int) -> NDArray[np.int64] | None:
-    """Ids of the tokens that the head proposes; `d2t` holds what is to be added to the place of each."""
+    """Target ids [draft vocabulary] of the head's tokens, from `d2t`, which stores id minus index; None without it."""
     tensor = checkpoint.tensors.get(DRAFTED)
     if tensor is None:
         return None
     kinds = {"I64": "<i8", "I32": "<i4"}
     if tensor.dtype not in kinds or len(tensor.shape) != 1 or not tensor.shape[0]:
         raise ModelFileError(
-            f"{tensor.file}: tensor {DRAFTED} is {tensor.dtype} {tensor.shape}, a list of I64 is needed"
+            f"{tensor.file}: tensor {DRAFTED} is {tensor.dtype} {tensor.shape}; it must be a list of I64 or I32"
         )
     offsets: NDArray[Any] = np.fromfile(tensor.file, kinds[tensor.dtype], tensor.shape[0], offset=tensor.offset)
     ids: NDArray[np.int64] = offsets.astype(np.int64) + np.arange(offsets.size)
     if ids.min() < 0 or ids.max() >= vocabulary or np.unique(ids).size < ids.size:
-        raise ModelFileError(f"{tensor.file}: {DRAFTED} does not name different tokens of the target's {vocabulary}")
+        raise ModelFileError(f"{tensor.file}: {DRAFTED} must name different tokens of the target's {vocabulary}")
     if "lm_head.weight" not in checkpoint.tensors:
-        raise ModelFileError(
-            f"{checkpoint.folder} lists the tokens that it proposes but has no lm_head of their number"
-        )
+        raise ModelFileError(f"{checkpoint.folder} has {DRAFTED} but no lm_head.weight for these tokens")
     return ids
 
 
@@ -224,6 +224,6 @@ def _weights(plan: HeadPlan, name: str) -> Weights:
     source = plan.tensors[name]
     weights = plan.checkpoint.weights(source)
     if not np.isfinite(weights).all():
-        raise ModelFileError(f"{plan.checkpoint.tensors[source].file}: tensor {source} holds infinite numbers or NaN")
+        raise ModelFileError(f"{plan.checkpoint.tensors[source].file}: tensor {source} contains infinity or NaN")
     heads = {"blk.0.attn_q.weight": plan.sizes.heads, "blk.0.attn_k.weight": plan.sizes.kv_heads}.get(name)
     return weights if heads is None else interleave_rotary(weights, heads)

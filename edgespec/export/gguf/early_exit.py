@@ -1,8 +1,8 @@
-"""A draft from a target's own first layers, both over the same shards, so that memory holds them once.
+"""Splits a GGUF into an early-exit draft and its target over shared shards, so that the weights are in memory once.
 
-One rewrite of the model on disk gives four files: `shared` (embeddings, first layers, output norm, head), `rest` (the
-other layers), and two headers without tensors that name them. The headers are written last: without one of them
-nothing can be loaded, and shards of another model are refused by their ID.
+Writes four files: `shared` (embeddings, first layers, output norm, head), `rest` (the other layers), and for target
+and draft a header without tensors that names its shards. The headers are written last, since nothing can be loaded
+without one; shards of another model are rejected by their ID.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BLOCK = re.compile(r"blk\.(\d+)\.")
 
 @dataclass(frozen=True)
 class EarlyExit:
-    """The files of an early exit: load `target` or `draft`; keep all four in one folder."""
+    """The files of an early exit. Load `target` or `draft`; all four must be in one folder."""
 
     target: Path
     draft: Path
@@ -52,11 +52,11 @@ class EarlyExit:
 
 
 def early_exit_gguf(source: Path, output_folder: Path, layers: int, *, progress: Progress | None = None) -> EarlyExit:
-    """Cut the GGUF `source` so that its first `layers` layers are a draft that shares its weights.
+    """Split the GGUF `source` so that its first `layers` layers are a draft that shares its weights.
 
-    Writes `<stem>-shared.gguf`, `-rest.gguf`, `-draft.gguf` and `-target.gguf`; the last two are the models. Raises
-    ModelNotFound, ModelFileError when `source` is damaged or of a kind whose layers depend on their number, ConfigError
-    for a number of layers outside 1..all but one, StateError when the disk is full.
+    Writes `<stem>-shared.gguf`, `-rest.gguf`, `-draft.gguf` and `-target.gguf`; load the last two. Raises
+    ModelNotFound, ModelFileError if `source` is damaged or its layers depend on the model's depth, ConfigError unless
+    `layers` is from 1 to one less than the depth, StateError if the disk is full.
     """
     header = check_gguf(source)
     _check(source, header, layers)
@@ -94,16 +94,16 @@ def _cut(source: Path, header: GgufHeader, files: EarlyExit, layers: int, report
 def _check(source: Path, header: GgufHeader, layers: int) -> None:
     depth = _depth(header)
     if FILES in header.metadata or header.metadata.get(COUNT, 1) != 1:
-        raise ModelFileError(f"{source} is split already; give the model in one file")
+        raise ModelFileError(f"{source} is already split; give the model in one file")
     known = {found.name: found.fixed_attention_scale_layers for found in ARCHITECTURES.values()}
     if header.architecture not in known:
-        raise ModelFileError(f"{source} is a {header.architecture}; early exits are made of: {', '.join(known)}")
+        raise ModelFileError(f"{source} is a {header.architecture}; early exits are supported for: {', '.join(known)}")
     if not 1 <= layers < depth:
-        raise ConfigError(f"an early exit after {layers} layers was asked for; {source.name} allows 1..{depth - 1}")
+        raise ConfigError(f"an early exit after {layers} layers was requested; {source.name} allows 1..{depth - 1}")
     if known[header.architecture] in (depth, layers):
         raise ModelFileError(
             f"{source}: llama.cpp scales the attention of a {header.architecture} of {known[header.architecture]} "
-            "layers in its own way, so its first layers would compute other things in a shorter model. Use prune"
+            "layers differently, so an early exit would not compute the same as the model. Use --derive prune:LAYERS"
         )
 
 
@@ -113,13 +113,13 @@ def _depth(header: GgufHeader) -> int:
 
 
 def _layer(tensor: TensorInfo) -> int:
-    """The layer a tensor belongs to; -1 for embeddings, output norm and head."""
+    """The layer number of a tensor; -1 for embeddings, output norm and head."""
     found = _BLOCK.match(tensor.name)
     return int(found[1]) if found else -1
 
 
 def _digest(file: BinaryIO, layers: int, total: int, report: Progress) -> str:
-    """Names what is cut, by all of its bytes: equal shards of two exports are interchangeable, others are not."""
+    """The ID of the shards: a hash of the whole file and of `layers`, so that only equal shards are interchangeable."""
     found = hashlib.sha256(f"{layers} layers of ".encode())
     file.seek(0)
     while chunk := file.read(CHUNK_BYTES):
@@ -137,7 +137,7 @@ def _write_header(
     tensors: int,
     depth: int | None,
 ) -> None:
-    """All metadata of the model, with `depth` layers where that is given, and the names of its shards."""
+    """Write a GGUF without tensors: the model's metadata, for `depth` layers if given, and the names of its shards."""
     arch = header.architecture
     changed: dict[str, bytes] = {}
     if depth is not None:
@@ -156,7 +156,7 @@ def _write_header(
 def _write_shard(
     path: Path, source: BinaryIO, header: GgufHeader, tensors: Sequence[TensorInfo], entries: Sequence[bytes]
 ) -> Generator[int, None, None]:
-    """Write `tensors` with their bytes as they are; yields the number of bytes of each piece."""
+    """Write `tensors`, copying their bytes; yields the number of bytes of each piece written."""
     with atomic_file(path) as temporary, temporary.open("wb") as file:
         file.write(_head(entries, tensors))
         for tensor in tensors:
@@ -194,7 +194,7 @@ def _span(source: BinaryIO, header: GgufHeader, key: str) -> bytes:
 
 
 def _shortened(entry: bytes, key: str, value: GgufNumbers, length: int) -> bytes:
-    """A metadata array with its first `length` items."""
+    """A metadata array entry, cut to its first `length` items."""
     start = len(_string(key)) + 4 + 4 + 8  # key, type, item type, count
     width = (len(entry) - start) // len(value.items)
     return entry[: start - 8] + struct.pack("<Q", length) + entry[start : start + length * width]

@@ -1,4 +1,4 @@
-"""The numbers of config.json as the metadata that llama.cpp reads for an architecture."""
+"""Writes the settings of config.json as the metadata that llama.cpp reads for an architecture."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write_hyperparameters(writer: gguf.GGUFWriter, checkpoint: Checkpoint, found
 
 
 def _context_length(checkpoint: Checkpoint, found: Architecture, sizes: Sizes, windowed: list[bool]) -> int:
-    """Where llama.cpp has no sliding window for an architecture, a longer context would be another model's."""
+    """The context length, limited to the window if llama.cpp has no sliding window for this architecture."""
     window = window_of(checkpoint)
     if any(windowed) and not found.has_window and window is not None:
         return min(sizes.context, window)
@@ -43,7 +43,7 @@ def _context_length(checkpoint: Checkpoint, found: Architecture, sizes: Sizes, w
 def _write_rotary(writer: gguf.GGUFWriter, checkpoint: Checkpoint, sizes: Sizes) -> None:
     settings = rotary_settings(checkpoint.config)
     if float(settings.get("partial_rotary_factor", checkpoint.config.get("partial_rotary_factor")) or 1.0) != 1.0:
-        raise ModelFileError(f"{checkpoint.folder} rotates only a part of each head, which cannot be converted")
+        raise ModelFileError(f"{checkpoint.folder} has partial_rotary_factor below 1, which is not supported")
     writer.add_rope_dimension_count(sizes.head_dim)
     writer.add_rope_freq_base(float(settings["rope_theta"]))
     if settings["rope_type"] == "linear":
@@ -54,7 +54,7 @@ def _write_rotary(writer: gguf.GGUFWriter, checkpoint: Checkpoint, sizes: Sizes)
 def _write_window(writer: gguf.GGUFWriter, checkpoint: Checkpoint, found: Architecture, windowed: list[bool]) -> None:
     window = window_of(checkpoint)
     if window is None:
-        raise ModelFileError(f"{checkpoint.folder / 'config.json'} has layers with a window and no sliding_window")
+        raise ModelFileError(f"{checkpoint.folder / 'config.json'} has sliding layers but no sliding_window")
     writer.add_sliding_window(window)
     if found.has_window:
         writer.add_sliding_window_pattern(windowed)
@@ -64,7 +64,7 @@ def _write_window(writer: gguf.GGUFWriter, checkpoint: Checkpoint, found: Archit
 
 
 def _write_softcapping(writer: gguf.GGUFWriter, checkpoint: Checkpoint, found: Architecture) -> None:
-    """Absent or null means none, which llama.cpp does not know for Gemma 2's attention."""
+    """Write logit softcapping of Gemma 2 and 3; llama.cpp requires it for Gemma 2."""
     if found.name not in ("gemma2", "gemma3"):
         return
     attention, final = (checkpoint.config.get(f"{part}_logit_softcapping") for part in ("attn", "final"))

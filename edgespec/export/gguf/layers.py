@@ -1,4 +1,4 @@
-"""The layers of one checkpoint: sliding windows, rotary positions, and which layer a tensor belongs to."""
+"""The layers of a checkpoint: sliding windows, rotary positions, layer numbers of tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edgespec.export.gguf.rows import Architecture
 
 
 def check_unrotated_layers(checkpoint: Checkpoint, found: Architecture) -> None:
-    """llama.cpp leaves rotary positions out of every fourth layer of a SmolLM3, whatever its metadata say."""
+    """Raise ModelFileError unless every fourth layer of a SmolLM3 has no rotary positions, as llama.cpp hard-codes."""
     if found.name != "smollm3":
         return
     layers, config = checkpoint.count("num_hidden_layers"), checkpoint.config
@@ -29,7 +29,7 @@ def check_unrotated_layers(checkpoint: Checkpoint, found: Architecture) -> None:
 
 
 def layer_kinds(checkpoint: Checkpoint, found: Architecture, layers: int) -> list[bool]:
-    """For each layer, whether it sees a sliding window only."""
+    """Whether each layer has sliding attention, [layers]."""
     config = checkpoint.config
     if kinds := config.get("layer_types"):
         known = {"sliding_attention": True, "full_attention": False}
@@ -41,25 +41,25 @@ def layer_kinds(checkpoint: Checkpoint, found: Architecture, layers: int) -> lis
         return [(index + 1) % every != 0 for index in range(layers)]
     if checkpoint.architecture == "MistralForCausalLM":
         return [window_of(checkpoint) is not None] * layers
-    if config.get("use_sliding_window") and config.get("sliding_window"):  # Qwen: the first layers see everything
+    if config.get("use_sliding_window") and config.get("sliding_window"):  # Qwen: the first layers have full attention
         return [index >= int(config.get("max_window_layers", layers)) for index in range(layers)]
     return [False] * layers
 
 
 def window_of(checkpoint: Checkpoint) -> int | None:
-    """Tokens that a layer with a sliding window sees. Mistral and Gemma say 4096 by not saying anything."""
+    """Sliding window in tokens, or None. The default of Mistral and Gemma, 4096, is omitted in their config.json."""
     found = checkpoint.config.get("sliding_window", 4096)
     return int(found) if found else None
 
 
 def layer_number(found: Architecture, name: str) -> tuple[int, str] | None:
-    """(layer, rest) of a tensor's canonical name, None for one outside the layers."""
+    """(layer, rest) of a tensor's canonical name; None if it belongs to no layer."""
     match = re.fullmatch(re.escape(found.layer_prefix) + r"(\d+)\.(.+)", name)
     return (int(match[1]), match[2]) if match else None
 
 
 def canonical_name(found: Architecture, name: str) -> str:
-    """Checkpoints saved from the bare model lack the first part of their names."""
+    """The tensor name with the optional prefix, which checkpoints saved from the bare model lack."""
     if name.startswith((found.optional_prefix, "lm_head.")):
         return name
     return found.optional_prefix + name
@@ -69,13 +69,13 @@ def canonical_name(found: Architecture, name: str) -> str:
 
 
 def rotary_settings(config: Config) -> dict[str, Any]:
-    """Rotary settings under one name: transformers 5 says `rope_parameters`, 4 `rope_theta` and `rope_scaling`.
+    """Rotary settings of transformers 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`) as one dict.
 
-    Where each kind of layer has its own (Gemma 3), those of the layers that see everything.
+    For a model with settings per kind of layer (Gemma 3), those of full attention. Raises ModelFileError.
     """
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(found, dict):
-        raise ModelFileError(f"config.json has rotary settings {str(found)[:60]!r}, an object was expected")
+        raise ModelFileError(f"config.json has rotary settings {str(found)[:60]!r}; they must be an object")
     settings = dict(found.get("full_attention") or found)
     settings.pop("sliding_attention", None)
     settings.setdefault("rope_theta", config.get("rope_theta", 10000.0))
@@ -84,7 +84,7 @@ def rotary_settings(config: Config) -> dict[str, Any]:
 
 
 def window_frequency_base(config: Config) -> float | None:
-    """The rotary base of the layers with a sliding window, where it differs (Gemma 3)."""
+    """The rotary base of layers with sliding attention if it differs (Gemma 3), else None."""
     found = config.get("rope_parameters")
     if isinstance(found, dict) and isinstance(found.get("sliding_attention"), dict):
         return float(found["sliding_attention"].get("rope_theta", 10000.0))
@@ -93,7 +93,7 @@ def window_frequency_base(config: Config) -> float | None:
 
 
 def llama3_frequency_factors(settings: dict[str, Any], head_dim: int) -> Weights:
-    """Divisors [head_dim / 2] of the rotary frequencies, as Llama 3.1 stretches its context."""
+    """Divisors [head_dim / 2] of the rotary frequencies for Llama 3.1's context extension. Raises ModelFileError."""
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     if missing := [key for key in keys if key not in settings]:
         raise ModelFileError(f"config.json's llama3 rotary scaling lacks {', '.join(missing)}")

@@ -1,4 +1,4 @@
-"""Quantisation through llama.cpp, and the whole way from a Hugging Face folder to a quantised GGUF."""
+"""Quantises GGUF files with llama.cpp, and exports a Hugging Face folder to a quantised GGUF."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.header import GgufHeader, read_header
 from edgespec.types import Progress, no_progress
 
-# Our name -> llama.cpp's number of a file type (llama_ftype).
+# Name -> llama.cpp's file type number (llama_ftype).
 FILE_TYPES = {
     "q8_0": 7,
     "q6_k": 18,
@@ -71,10 +71,10 @@ def export_gguf(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Write the Hugging Face model of `folder` to `output`, converted and quantised to one of GGUF_QUANTS.
+    """Convert the Hugging Face model of `folder` to `output`, quantised to one of GGUF_QUANTS.
 
-    `importance`: a file of `importance.measure_importance`, which types below 3.5 bits need. What lies between, a file
-    in the checkpoint's own precision beside `output`, is deleted. Raises as `convert` and `quantise` do.
+    `importance`: a file of `importance.measure_importance`, required below 3.5 bits. A temporary file in the
+    checkpoint's precision is written beside `output`. Raises the errors of `convert` and `quantise`.
     """
     report = progress or no_progress
     check_quant(quant, importance)
@@ -90,7 +90,7 @@ def export_gguf(
 
 
 def check_quant(quant: str, importance: Path | None = None) -> None:
-    """Raises ConfigError for an unknown type, and for one that needs an importance matrix and has none."""
+    """Raise ConfigError for an unknown type, or if the type needs an importance matrix and none is given."""
     if quant not in GGUF_QUANTS:
         raise ConfigError(f"the quantisation {quant!r} is not known; allowed: {', '.join(GGUF_QUANTS)}")
     if quant in NEEDS_IMPORTANCE and importance is None:
@@ -98,7 +98,7 @@ def check_quant(quant: str, importance: Path | None = None) -> None:
 
 
 def _own_precision(folder: Path) -> OutputType:
-    """The type that holds a checkpoint's numbers without loss."""
+    """The smallest type that stores a checkpoint's weights without loss."""
     kinds = {tensor.dtype for tensor in Checkpoint.open(folder).tensors.values() if len(tensor.shape) > 1}
     narrow: dict[str, Literal["f16", "bf16"]] = {"F16": "f16", "BF16": "bf16"}
     return narrow.get(kinds.pop(), "f32") if len(kinds) == 1 else "f32"
@@ -113,11 +113,11 @@ def quantise(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, int]:
-    """Quantise a GGUF of f32, f16 or bf16 to one of FILE_TYPES. Returns the number of tensors by FINAL type.
+    """Quantise a GGUF of f32, f16 or bf16 to one of FILE_TYPES. Returns the number of tensors by stored type.
 
-    llama.cpp falls back silently for rows that its blocks do not divide (256 values for the k types), so the types
-    found in the written file are what counts. Raises ModelFileError with llama.cpp's reason, ConfigError for a type
-    that is unknown or lacks its importance matrix, StateError when the disk is full.
+    The types are read from the written file: llama.cpp silently uses another type for rows that are not a multiple of
+    its block (256 values for the k types). Raises ModelFileError with llama.cpp's message, ConfigError for an unknown
+    type or a missing importance matrix, StateError if the disk is full.
     """
     check_quant(quant, importance)
     header = check_gguf(source)
@@ -136,14 +136,14 @@ def quantise(
 
 
 def _run(llama: Any, source: Path, temporary: Path, params: Any, progress: Progress) -> None:
-    """One call of the library. What `progress` raises comes out when the library is done: it cannot be stopped."""
+    """Call the library. An exception of `progress` is raised after the call, which cannot be interrupted."""
     raised: list[BaseException] = []
 
     def hear(line: str) -> None:
         if not raised and (found := _TENSOR_LINE.match(line)):
             try:
                 progress(int(found[1]), int(found[2]), found[3])
-            except BaseException as error:  # it must not pass through the library, and is raised below
+            except BaseException as error:  # must not propagate through the C library; raised below
                 raised.append(error)
 
     forget_complaints()
@@ -163,10 +163,10 @@ def _failure(source: Path, temporary: Path) -> Exception:
 
 
 def _check_importance(header: GgufHeader, weights: Importance, path: Path | None) -> None:
-    """A matrix of another model: some sizes make llama.cpp fail late, none of its names would go unnoticed."""
+    """Raise ModelFileError for a matrix of another model: llama.cpp would fail late or ignore it."""
     columns = {tensor.name: tensor.shape[0] for tensor in header.tensors}
     if weights and not columns.keys() & weights.keys():
-        raise ModelFileError(f"{path} measures none of the model's tensors; it was made for another model")
+        raise ModelFileError(f"{path} has values for none of the model's tensors; it was made for another model")
     for name, values in weights.items():
         if name in columns and values.size != columns[name]:
             raise ModelFileError(
@@ -175,7 +175,7 @@ def _check_importance(header: GgufHeader, weights: Importance, path: Path | None
 
 
 def _importance_entries(llama: Any, weights: Importance) -> Any:
-    """A C array of (name, numbers, count), ended by an empty entry; it borrows the numbers of `weights`."""
+    """A C array of (name, values, count) with an empty last entry; the values are not copied from `weights`."""
     entries = (llama.llama_model_imatrix_data * (len(weights) + 1))()
     for entry, (name, values) in zip(entries, weights.items(), strict=False):
         entry.name = name.encode()

@@ -1,4 +1,4 @@
-"""What an architecture is made of: its tensors and what happens to their numbers, sizes, peculiarities."""
+"""Types that describe an architecture: tensor table, sizes, special settings; and transformations of tensor values."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import numpy as np
 
 from edgespec.export.checkpoint import Checkpoint, Weights
 
-# What happens to the numbers of a tensor on its way; see `apply`.
+# Transformations of a tensor's values, done by `apply`.
 AS_IS, PERMUTE_Q, PERMUTE_K, ADD_ONE, TRANSPOSE, SCALE_Q, SCALE_Q_NORM = range(7)
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """`shape` as letters: d hidden, f inner, q query rows, k key rows, h head, v vocabulary, c context, 3d = 3 x d."""
+    """A row of the tensor table. `shape` in letters: d hidden, f inner, q query rows, k key rows, h head size,
+    v vocabulary, c context, 3d = 3 x d.
+    """
 
     name: str
     shape: str
@@ -26,7 +28,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The numbers of a config that shapes follow from, by the names transformers gives them in most models."""
+    """The sizes in config.json that determine tensor shapes."""
 
     layers: int
     width: int
@@ -78,11 +80,11 @@ def read_gpt2_sizes(checkpoint: Checkpoint) -> Sizes:
 
 @dataclass(frozen=True)
 class Architecture:
-    """How one kind of model is written.
+    """How one architecture is converted.
 
-    `name` is llama.cpp's; `outer` and `layer` are its tensors by Hugging Face's name, those of a layer after
-    `layer_prefix` and the layer's number; `must` lists the allowed values of settings that llama.cpp has built in;
-    `head_is_tied` None leaves that to config.json.
+    `name`: llama.cpp's name; `outer`: tensors outside the layers by Hugging Face name; `layer`: those of a layer by the
+    rest of the name after `layer_prefix` and number; `must`: allowed values of settings that llama.cpp hard-codes;
+    `head_is_tied` None: as config.json says.
     """
 
     name: str
@@ -96,18 +98,18 @@ class Architecture:
     head_is_tied: bool | None = None
     rope_kinds: tuple[str, ...] = ("default", "linear")
     has_window: bool = False
-    window_pattern: int = 0  # without layer_types: every n-th layer sees everything
-    fixed_attention_scale_layers: int = 0  # at this depth llama.cpp scales attention by width / heads
+    window_pattern: int = 0  # without layer_types: every n-th layer has full attention
+    fixed_attention_scale_layers: int = 0  # at this number of layers llama.cpp scales attention by width / heads
 
 
 def interleave_rotary(weights: Weights, heads: int) -> Weights:
-    """Rows [heads * head_dim, ...] from Hugging Face's (first half, second half) to pairs side by side."""
+    """Reorder rows [heads * head_dim, ...] from Hugging Face's two halves to interleaved rotary pairs."""
     halves = weights.reshape(heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weights.shape))
 
 
 def attention_factor(checkpoint: Checkpoint, found: Architecture, sizes: Sizes) -> float:
-    """By what queries must be multiplied: Gemma's config names a scale, llama.cpp knows one by the model's shape."""
+    """Factor for the queries: Gemma's config gives an attention scale, llama.cpp derives it from the model's shape."""
     wanted = float(checkpoint.config.get("query_pre_attn_scalar") or sizes.head_dim)
     is_fixed = sizes.layers == found.fixed_attention_scale_layers
     built_in = sizes.width // sizes.heads if is_fixed else sizes.head_dim

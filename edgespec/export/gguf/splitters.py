@@ -1,6 +1,6 @@
-"""How tokenizer.json splits text before BPE -> llama.cpp's name of the same splitter.
+"""Maps the pre-tokenizer of tokenizer.json to llama.cpp's name for the same one.
 
-A wrong name loads silently and tokenises wrongly, so what is not in these tables is refused.
+llama.cpp accepts a wrong name silently and tokenises wrongly, so anything that is not in these tables is rejected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GPT_4O = (
     rf"{_LEAD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_LEAD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|\p{{N}}{{1,3}}" + _SLASHES
 )
 _BYTES_ONLY, _BYTES_AND_WORDS = ("ByteLevel", False), ("ByteLevel", True)
-# Stages of the pre-tokenizer -> llama.cpp's name.
+# Pre-tokenizer stages -> llama.cpp's name.
 PRE_TOKENIZERS: dict[tuple[Stage, ...], str] = {
     (("Split", QWEN2, "Isolated"), _BYTES_ONLY): "qwen2",
     (("Split", LLAMA3, "Isolated"), _BYTES_ONLY): "llama-bpe",
@@ -32,7 +32,7 @@ PRE_TOKENIZERS: dict[tuple[Stage, ...], str] = {
     (("Split", TEKKEN, "Isolated"), _BYTES_ONLY): "tekken",
     (("Split", GPT_4O, "Isolated"), _BYTES_ONLY): "gpt-4o",
 }
-# Those under which llama.cpp takes a word that is a token as it is, without merging it up.
+# With these, llama.cpp does not apply merges to a word that is a token.
 IGNORE_MERGES = frozenset({"llama-bpe", "tekken"})
 SPACE = "\u2581"
 
@@ -64,12 +64,12 @@ def _pattern(node: dict[str, Any]) -> str:
 
 
 def is_spm(tokenizer: Tokenizer) -> bool:
-    """Whether this is BPE in SentencePiece's manner: unknown characters fall back to byte tokens."""
+    """Whether this is SentencePiece-style BPE, in which unknown characters become byte tokens."""
     return bool(tokenizer.get("model", {}).get("byte_fallback"))
 
 
 def pre_tokenizer_name(tokenizer: Tokenizer) -> str:
-    """llama.cpp's name of a byte-level tokenizer's splitter. Raises ModelFileError when llama.cpp may not have it."""
+    """llama.cpp's name for a byte-level tokenizer's pre-tokenizer. Raises ModelFileError if it has none."""
     stages = tuple(_stage(node) for node in flatten(tokenizer.get("pre_tokenizer"), "pretokenizers"))
     name = PRE_TOKENIZERS.get(stages)
     if name is None:
@@ -77,15 +77,15 @@ def pre_tokenizer_name(tokenizer: Tokenizer) -> str:
         raise ModelFileError(f"tokenizer.json splits text by {stages or None!r}, which is none of: {known}")
     normalisers = [node.get("type") for node in flatten(tokenizer.get("normalizer"), "normalizers")]
     if set(normalisers) - {"NFC"}:
-        raise ModelFileError(f"tokenizer.json changes text by {normalisers} before it splits it; allowed: none, NFC")
+        raise ModelFileError(f"tokenizer.json has the normalizers {normalisers}; allowed: none, NFC")
     if tokenizer.get("model", {}).get("ignore_merges") and name not in IGNORE_MERGES:
         allowed = ", ".join(sorted(IGNORE_MERGES))
-        raise ModelFileError(f"tokenizer.json ignores merges, which llama.cpp does for {allowed} and not for {name}")
+        raise ModelFileError(f"tokenizer.json sets ignore_merges; llama.cpp does so for {allowed}, not for {name}")
     return name
 
 
 def begins_with_space(tokenizer: Tokenizer) -> bool:
-    """Whether an SPM tokenizer puts a space before a text. Raises ModelFileError for other ways to split text."""
+    """Whether an SPM tokenizer adds a leading space. Raises ModelFileError for unsupported normalizers."""
     normalisers = [_normaliser(node) for node in flatten(tokenizer.get("normalizer"), "normalizers")]
     splitters = flatten(tokenizer.get("pre_tokenizer"), "pretokenizers")
     replace, prepend = ("Replace", " ", SPACE), ("Prepend", SPACE)
@@ -98,8 +98,8 @@ def begins_with_space(tokenizer: Tokenizer) -> bool:
         if not settings.get("split", True) and settings.get("replacement") == SPACE:
             return bool(scheme != "never")
     raise ModelFileError(
-        f"tokenizer.json treats spaces by {normalisers} and {splitters}; allowed are those of Llama 2 and Mistral "
-        "(a space in front, spaces as \u2581) and of Gemma (spaces as \u2581)"
+        f"tokenizer.json handles spaces by {normalisers} and {splitters}; allowed: as Llama 2 and Mistral "
+        "(leading space, spaces as \u2581), as Gemma (spaces as \u2581)"
     )
 
 

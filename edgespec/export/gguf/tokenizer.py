@@ -1,4 +1,4 @@
-"""tokenizer.json, tokenizer_config.json and generation_config.json -> the tokenizer entries of a GGUF."""
+"""Writes a GGUF's tokenizer metadata from tokenizer.json, tokenizer_config.json and generation_config.json."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from edgespec.formats.hub_folder import chat_template, read_json
 
 Settings = dict[str, Any]
 BYTE_TOKENS = {f"<0x{byte:02X}>" for byte in range(256)}
-UNREACHABLE = -1e6  # the score of a token that no merge makes
+UNREACHABLE = -1e6  # the score of a token that no merge produces
 
 
 def write_tokenizer(writer: gguf.GGUFWriter, checkpoint: Checkpoint, vocab_size: int) -> None:
-    """Raises ModelFileError for a tokenizer that llama.cpp would not follow, and for a damaged one."""
+    """Write the tokenizer metadata. Raises ModelFileError for a damaged tokenizer or one that llama.cpp lacks."""
     try:
         _write_tokenizer(writer, checkpoint, vocab_size)
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         raise ModelFileError(
-            f"{checkpoint.folder / 'tokenizer.json'} is not built as tokenizers are: {type(error).__name__} {error}"
+            f"{checkpoint.folder / 'tokenizer.json'} is not a valid tokenizer: {type(error).__name__} {error}"
         ) from error
 
 
@@ -53,7 +53,7 @@ def _write_tokenizer(writer: gguf.GGUFWriter, checkpoint: Checkpoint, vocab_size
 
 
 def read_settings(folder: Path) -> Settings:
-    """tokenizer_config.json, completed by special_tokens_map.json where older checkpoints name special tokens."""
+    """tokenizer_config.json, plus special_tokens_map.json, in which older checkpoints name special tokens."""
     named = folder / "special_tokens_map.json"
     return (read_json(named) if named.is_file() else {}) | read_json(folder / "tokenizer_config.json")
 
@@ -76,7 +76,7 @@ def _write_spm(
 
 
 def merge_scores(texts: list[str], merges: list[tuple[str, ...]]) -> list[float]:
-    """SPM merges the pair whose token scores best: the earlier a token is first merged, the better its score."""
+    """Token scores that make SPM merge in the order of `merges`: the earlier a merge, the higher its token's score."""
     ranks: dict[str, int] = {}
     for rank, pair in enumerate(merges):
         ranks.setdefault("".join(pair), rank)
@@ -84,7 +84,7 @@ def merge_scores(texts: list[str], merges: list[tuple[str, ...]]) -> list[float]
 
 
 def token_list(tokenizer: Settings, vocab_size: int) -> tuple[list[str], list[int]]:
-    """Texts and llama.cpp types of ids 0..vocab_size-1; ids that the tokenizer lacks become unused padding."""
+    """Texts and llama.cpp types of ids 0..vocab_size-1; ids missing in the tokenizer become unused padding."""
     vocab: dict[str, int] = tokenizer["model"]["vocab"]
     texts: list[str] = [""] * vocab_size
     types = [int(gguf.TokenType.UNUSED)] * vocab_size
@@ -95,7 +95,7 @@ def token_list(tokenizer: Settings, vocab_size: int) -> tuple[list[str], list[in
         kind = gguf.TokenType.BYTE if text in byte_texts else gguf.TokenType.NORMAL
         texts[index], types[index] = text, int(kind)
     for added in tokenizer.get("added_tokens", []):
-        # Ids that the model has no embedding for exist (Gemma 3's image token); it cannot be given one here.
+        # Skip ids without an embedding, such as Gemma 3's image token.
         if added["id"] < vocab_size:
             texts[added["id"]], types[added["id"]] = added["content"], _added_type(added, tokenizer)
     taken = set(texts)
@@ -116,13 +116,13 @@ def _added_type(added: Settings, tokenizer: Settings) -> int:
     if added["special"]:
         return int(gguf.TokenType.CONTROL)
     if is_spm(tokenizer) and SPACE in added["content"]:
-        # Runs of spaces: as user-defined ones they would be looked for, and written, with the stand-in for a space.
+        # Runs of spaces. As user-defined tokens, llama.cpp would match and print them with the space placeholder.
         return int(gguf.TokenType.NORMAL)
     return int(gguf.TokenType.USER_DEFINED)
 
 
 def _token_text(value: Any) -> str | None:
-    """A special token as tokenizer_config.json gives it: a text, or an object with its content."""
+    """The text of a special token in tokenizer_config.json, given as a string or an object."""
     found = value.get("content") if isinstance(value, dict) else value
     return None if found is None else str(found)
 
@@ -150,7 +150,7 @@ def _write_special_ids(
 
 
 def _write_unnamed_ids(writer: gguf.GGUFWriter, checkpoint: Checkpoint, found: dict[str, int], vocab_size: int) -> None:
-    """What tokenizer_config.json does not name; without an entry llama.cpp would take id 11 (or 1 and 2)."""
+    """Write special ids that tokenizer_config.json omits; llama.cpp would otherwise use id 11 (or 1 and 2)."""
     ends = [index for index in _end_ids(checkpoint) if 0 <= index < vocab_size and index != found.get("eos")]
     if "eos" not in found:
         if not ends:
@@ -165,7 +165,7 @@ def _write_unnamed_ids(writer: gguf.GGUFWriter, checkpoint: Checkpoint, found: d
 
 
 def _end_ids(checkpoint: Checkpoint) -> list[int]:
-    """Ids that end a text, as generation_config.json (or else config.json) lists them."""
+    """End token ids, from generation_config.json or else config.json."""
     path = checkpoint.folder / "generation_config.json"
     value = read_json(path).get("eos_token_id") if path.exists() else None
     value = checkpoint.config.get("eos_token_id") if value is None else value
@@ -174,7 +174,7 @@ def _end_ids(checkpoint: Checkpoint) -> list[int]:
 
 
 def adds_bos(tokenizer: Settings, settings: Settings) -> bool:
-    """Whether texts begin with the bos token: as tokenizer_config.json says, or else as tokenizer.json's template."""
+    """Whether texts begin with the bos token, from tokenizer_config.json or else tokenizer.json's template."""
     if settings.get("add_bos_token") is not None:
         return bool(settings["add_bos_token"])
     bos = _token_text(settings.get("bos_token"))

@@ -1,7 +1,7 @@
-"""Whether a GGUF splits text as its Hugging Face folder does: a wrong splitter loads silently and tokenises wrongly.
+"""Checks that a GGUF tokenises text like its Hugging Face folder: llama.cpp silently accepts a wrong pre-tokenizer.
 
-Two known differences of llama.cpp are not held against a file: it does not compose characters (NFC), and with
-Metaspace tokenizers (Mistral's newer ones) it puts a space before text that begins with one or follows a special token.
+Two known differences of llama.cpp are ignored: it does not compose characters (NFC), and with Metaspace tokenizers
+(newer Mistral) it adds a space before text that begins with one or follows a special token.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ SAMPLED_SPECIALS = 8
 
 
 def check_tokenizer(folder: Path, gguf_path: Path) -> int:
-    """The number of probe texts that both tokenise alike.
+    """Check all probe texts; returns their number.
 
-    Raises ModelFileError naming the first text that differs, CapabilityError without the package tokenizers.
+    Raises ModelFileError, naming the first text that differs, and CapabilityError without the package tokenizers.
     """
     theirs, source = read_tokenizer(folder), read_json(folder / "tokenizer.json")
     if theirs is None:
@@ -52,7 +52,7 @@ def check_tokenizer(folder: Path, gguf_path: Path) -> int:
             if wanted != given:
                 raise ModelFileError(
                     f"{gguf_path} does not tokenise as {folder}: {text[:80]!r} becomes {given[:12]}, "
-                    f"the tokenizer says {wanted[:12]}. This tokenizer cannot be converted"
+                    f"expected {wanted[:12]}. This tokenizer is not supported"
                 )
             checked += 1
         wants_bos = adds_bos(source, read_settings(folder))
@@ -62,7 +62,7 @@ def check_tokenizer(folder: Path, gguf_path: Path) -> int:
 
 
 def probes(tokenizer: Any, source: dict[str, Any], vocab_size: int) -> Iterator[str]:
-    """Texts on which both must agree: fixed ones, single tokens of the vocabulary, and texts around special tokens."""
+    """The probe texts: fixed ones, single tokens of the vocabulary, and texts around special tokens."""
     splitters = [node.get("type") for node in flatten(source.get("pre_tokenizer"), "pretokenizers")]
     composes = bool(flatten(source.get("normalizer"), "normalizers"))
     has_metaspace = "Metaspace" in splitters

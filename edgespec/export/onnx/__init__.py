@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints -> ONNX graphs for the ONNX Runtime engine."""
+"""Export of Hugging Face checkpoints to ONNX graphs for the ONNX Runtime engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["EXPORTERS", "GROUP_SIZES", "ONNX_QUANTS", "OnnxExport", "early_exit_
 
 
 def __getattr__(name: str) -> object:
-    # Cutting needs onnx, which choosing a weight type does not.
+    # Imported on use: cutting needs onnx, the rest of this package's API does not.
     if name in ("early_exit_onnx", "partition_onnx"):
         from edgespec.export.onnx import cut
 

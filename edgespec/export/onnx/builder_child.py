@@ -1,11 +1,11 @@
-"""Run inside a child process: onnxruntime-genai's model builder on one local folder, with its known faults corrected.
+"""Child process that runs onnxruntime-genai's model builder on one local folder, with fixes for known bugs.
 
 `python -m edgespec.export.onnx.builder_child ORDER` where ORDER is JSON: {source, output, precision, provider, cache,
-options}. Corrections, each for a fault of version 0.18 with transformers 5 and harmless where it is mended:
-- Mistral drops its sliding window, so rows beyond the window differ from the model's own;
-- SmolLM3 stops at its first layer without rotary positions;
-- Gemma 3 does not know rotary settings that are given per kind of layer;
-- Gemma rounds the scale of its embeddings to two decimals.
+options}. Fixes for bugs of version 0.18 with transformers 5; they do no harm in versions without the bug:
+- Mistral: the sliding window is dropped, so results differ beyond the window;
+- SmolLM3: the builder fails at the first layer without rotary positions;
+- Gemma 3: rotary settings per kind of layer are not supported;
+- Gemma: the embedding scale is rounded to two decimals.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _gemma3(original: Callable[..., Any], model: Any, config: Any, *arguments: A
 
 
 def _gemma3_caches(_: Callable[..., Any], model: Any) -> None:
-    """Global and local rotary tables; only the global ones are stretched."""
+    """Global and local rotary tables; context extension applies to the global ones only."""
     model.cos_cache_global_name, model.sin_cache_global_name = "cos_cache_global", "sin_cache_global"
     model.cos_cache_local_name, model.sin_cache_local_name = "cos_cache_local", "sin_cache_local"
     model.make_rotary_embedding_caches(cos_cache_name="cos_cache_global", sin_cache_name="sin_cache_global")
@@ -69,7 +69,7 @@ def _smollm3(original: Callable[..., Any], model: Any, layer: int, *arguments: A
 
 
 def correct_builder(builders: Any) -> None:
-    """Put the corrections in place; `builders` holds the builder's classes by name."""
+    """Apply the fixes to the builder's classes."""
     _wrap(builders.MistralModel, "__init__", _mistral)
     _wrap(builders.GemmaModel, "__init__", _gemma)
     _wrap(builders.Gemma3Model, "__init__", _gemma3)

@@ -1,8 +1,8 @@
-"""A graph traced by transformers, rewritten into the form that the model builder gives its graphs.
+"""Rewrites a graph traced by transformers into the form of the model builder's graphs.
 
-Traced, a graph takes the past's length from the shape of its cache, which a cache with room to spare does not tell,
-and masks by an attention bias. Rewritten, GroupQueryAttention counts the ones of the attention mask, as in the
-builder's graphs, and knows sliding windows as an attribute. Needs the weights in memory.
+A traced graph takes the past length from the shape of its cache, which is wrong for a preallocated cache, and masks by
+an attention bias. After rewriting, GroupQueryAttention takes the length from the attention mask, as in the builder's
+graphs, and sliding windows are an attribute. The weights must be in memory.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ LENGTHS, TOTAL = "seqlens_k", "total_sequence_length"
 
 
 def canonicalise(model: onnx.ModelProto, windows: Sequence[int], evaluate: Evaluate) -> None:
-    """Rewrite `model` in place. `windows` holds the sliding window of each layer, or -1.
+    """Rewrite `model` in place. `windows`: sliding window of each layer, or -1.
 
-    `evaluate` runs a part of the graph over every position of the context, for rotary tables. Raises ModelFileError
-    for a graph whose attention the exporter did not fuse, or that depends on the cache's shape elsewhere.
+    `evaluate` runs a part of the graph on all positions of the context, for rotary tables. Raises ModelFileError if the
+    exporter did not fuse all attention layers, or the graph uses the cache's shape elsewhere.
     """
     _rename_cache(model.graph)
     attention = [node for node in model.graph.node if node.op_type == "GroupQueryAttention"]
@@ -71,7 +71,7 @@ def _rename_cache(graph: onnx.GraphProto) -> None:
 
 
 def _plain_cache_shape(value: onnx.ValueInfoProto, is_past: bool) -> None:
-    """[batch, heads, length, head size] with numbers where the exporter wrote digits."""
+    """Set the shape [batch, heads, length, head size]; the exporter writes fixed sizes as strings."""
     dims = value.type.tensor_type.shape.dim
     heads, size = (int(dims[axis].dim_param or dims[axis].dim_value) for axis in (1, 3))
     length = "past_sequence_length" if is_past else "total_sequence_length"
@@ -81,7 +81,7 @@ def _plain_cache_shape(value: onnx.ValueInfoProto, is_past: bool) -> None:
 
 
 def _fix_rotary_tables(model: onnx.ModelProto, attention: Sequence[onnx.NodeProto], evaluate: Evaluate) -> None:
-    """Replace cosines and sines that are computed in every pass by tables [positions, half a head]."""
+    """Replace cosines and sines that are computed in every pass by tables [positions, head size / 2]."""
     weights = {tensor.name for tensor in model.graph.initializer}
     names = list(dict.fromkeys(n for node in attention for n in node.input[7:9] if n and n not in weights))
     if not names:
@@ -113,7 +113,7 @@ def _count_mask(graph: onnx.GraphProto) -> None:
 
 
 def _bypass_row_guards(graph: onnx.GraphProto) -> None:
-    """Drop the `Where` that zeroes rows which attend to nothing: under a causal mask every row attends to itself."""
+    """Remove the `Where` that zeroes rows without attended positions: with a causal mask there are none."""
     made = producers(graph)
     names = {}
     for node in graph.node:
@@ -126,7 +126,7 @@ def _bypass_row_guards(graph: onnx.GraphProto) -> None:
 
 
 def _flat_products_to_matmul(graph: onnx.GraphProto) -> None:
-    """Turn Reshape, Gemm, Reshape into one MatMul over [batch, width, features], which can be quantised."""
+    """Replace Reshape, Gemm, Reshape by one MatMul over [batch, width, features], which can be quantised."""
     made = producers(graph)
     readers: dict[str, list[onnx.NodeProto]] = {}
     for node in graph.node:
@@ -154,7 +154,7 @@ def _flat_products_to_matmul(graph: onnx.GraphProto) -> None:
 
 
 def _transposed(graph: onnx.GraphProto, weight: str) -> str:
-    """A weight [rows, columns] turned round by an operator, so that it is stored once; the runtime folds it away."""
+    """Transpose a weight [rows, columns] by an operator, which the runtime folds, so that it is stored once."""
     name = f"{weight}.transposed"
     if not any(name in node.output for node in graph.node):
         graph.node.insert(0, onnx.helper.make_node("Transpose", [weight], [name], name=f"/{name}", perm=[1, 0]))
@@ -162,7 +162,7 @@ def _transposed(graph: onnx.GraphProto, weight: str) -> str:
 
 
 def _plain_head(graph: onnx.GraphProto) -> None:
-    """The output projection as MatMul, and token ids straight into the embedding, as the engine expects them."""
+    """Make the output projection a MatMul and feed token ids directly into the embedding, as the engine expects."""
     names = {n.output[0]: "input_ids" for n in graph.node if n.op_type == "Reshape" and n.input[0] == "input_ids"}
     for node in list(graph.node):
         node.input[:] = [names.get(value, value) for value in node.input]
@@ -176,7 +176,7 @@ def _plain_head(graph: onnx.GraphProto) -> None:
 
 
 def store_transposed(graph: onnx.GraphProto) -> None:
-    """Store turned weights as such: quantising takes stored weights only."""
+    """Store transposed weights instead of transposing by an operator: quantisation needs stored weights."""
     weights = {tensor.name: tensor for tensor in graph.initializer}
     for node in [n for n in graph.node if n.op_type == "Transpose" and n.input[0] in weights]:
         turned = np.ascontiguousarray(numpy_helper.to_array(weights[node.input[0]]).T)
@@ -185,6 +185,6 @@ def store_transposed(graph: onnx.GraphProto) -> None:
 
 
 def _drop_dead(model: onnx.ModelProto) -> None:
-    """Keep what the outputs need, inputs included."""
+    """Remove nodes, weights and inputs that no output depends on."""
     part = extract(model, model.graph.name, model.graph.input, model.graph.output)
     model.graph.CopyFrom(part.graph)

@@ -1,4 +1,4 @@
-"""Run an exporter in a child process: its memory, prints and habits stay out of ours, its failure becomes one line."""
+"""Runs an exporter in a child process, which isolates its memory and output, and turns its failure into one error."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ KILLED = (-9, 137)
 
 
 def run_child(module: str, order: Mapping[str, Any], on_line: Callable[[str], None]) -> None:
-    """`python -m module ORDER`, offline. `on_line` gets every line that it prints.
+    """Run `python -m module ORDER` offline; `on_line` is called with every line that it prints.
 
-    Raises CapabilityError when a package is missing, the disk is full or the process was killed, ModelFileError with
-    the last line that it said for any other failure.
+    Raises CapabilityError if a package is missing, the disk is full or the process was killed; ModelFileError with the
+    last line of output for any other failure.
     """
     command = [sys.executable, "-P", "-m", module, json.dumps(dict(order))]
     run_command(command, on_line, what=f"{order['architecture']} from {order['source']}")
 
 
 def run_command(command: list[str], on_line: Callable[[str], None], *, what: str) -> None:
-    """Any command, its output read line by line. Raises as `run_child`; `what` names the work in messages."""
+    """Run a command and read its output line by line; `what` names the work in errors, which are as in `run_child`."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONUNBUFFERED": "1"}
     package_root = str(Path(__file__).parents[3])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
     said: deque[str] = deque(maxlen=LINES_KEPT)
     with subprocess.Popen(
         command,
-        stdin=subprocess.PIPE,  # closed by our end, which ends the child: see follow_parent
+        stdin=subprocess.PIPE,  # closes when this process ends, which ends the child: see follow_parent
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -60,8 +60,8 @@ def run_command(command: list[str], on_line: Callable[[str], None], *, what: str
 
 
 def failure(returncode: int, said: list[str], what: str) -> CapabilityError | ModelFileError:
-    """The error that a failed exporter's last lines stand for."""
-    last = said[-1] if said else "it said nothing"
+    """The error for a failed exporter, derived from its last lines."""
+    last = said[-1] if said else "no output"
     text = "\n".join(said)
     if MISSING in text:
         name = text.rpartition(MISSING)[2].splitlines()[0].strip("'\"")
@@ -69,18 +69,18 @@ def failure(returncode: int, said: list[str], what: str) -> CapabilityError | Mo
     if "No space left on device" in text:
         return CapabilityError(f"exporting {what} filled the disk: free some space and run it again")
     if returncode in KILLED:
-        return CapabilityError(f"exporting {what} was killed, most likely for lack of memory: {last}")
+        return CapabilityError(f"exporting {what} was killed, most likely because memory ran out: {last}")
     return ModelFileError(f"{what} cannot be exported: {last}")
 
 
 def follow_parent() -> None:
-    """For the child: end this process when the parent closes our standard input, which its death does too.
+    """For the child: end this process when its standard input is closed, which also happens when the parent dies.
 
-    Without it a killed export would leave a child that goes on writing into the folder of the next one.
+    Otherwise the child of a killed export would continue to write into the folder of the next export.
     """
 
     def watch() -> None:
-        while os.read(0, 4096):  # not sys.stdin: its lock, held here, would abort the interpreter's exit
+        while os.read(0, 4096):  # not sys.stdin, whose lock, held here, would abort the interpreter's exit
             pass
         os._exit(1)
 

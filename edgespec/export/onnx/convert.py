@@ -1,8 +1,7 @@
-"""Hugging Face folder -> folder with an ONNX graph, through whichever exporter knows the architecture.
+"""Exports a Hugging Face folder to a folder with an ONNX graph, with an exporter that supports the architecture.
 
-The exporters do their work in child processes and in a folder `NAME.tmp` beside the wanted one, which takes its
-name only when everything is in it. What this module does not know: whether the logits are right; that is checked by
-whoever calls it, against transformers.
+Exporters run in child processes and write to a folder `NAME.tmp`, which is renamed at the end. This module does not
+compare logits with transformers; its caller does.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ Exporter = Literal["auto", "builder", "transformers", "optimum"]
 ONNX_QUANTS: tuple[Quant, ...] = ("int4", "int8", "w8a8", "fp16", "fp32")
 EXPORTERS: tuple[Exporter, ...] = ("auto", "builder", "transformers", "optimum")
 GROUP_SIZES = (16, 32, 64, 128, 256)
-# Reading fewer scales makes int8 products of ONNX Runtime 7 to 14% shorter at 64 than at 32, most at 2 to 8 rows, which
-# is what a draft is verified in. 128 are faster still, by another kernel whose bits depend on the width of a pass, so
-# that no text would be reproducible. 4 bits need their scales.
+# int8 products of ONNX Runtime take 7 to 14% less time with groups of 64 than of 32, most at the 2 to 8 rows of a
+# verifying pass. Groups of 128 are faster still, but use a kernel whose bits depend on the width of a pass, so output
+# would not be reproducible. 4-bit weights need the accuracy of small groups.
 DEFAULT_GROUP_SIZES = {"int8": 64, "w8a8": 64, "int4": 32}
 HEAD_MULTIPLE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class OnnxExport:
-    """What was written: `path` is model.onnx, `files` every file of its folder, sizes in bytes by name."""
+    """The result. `path`: model.onnx; `files`: size in bytes of every file of its folder, by name."""
 
     path: Path
     architecture: str
@@ -54,14 +53,14 @@ def export_onnx(
     aux_hidden_state_layers: Sequence[int] = (),
     progress: Progress | None = None,
 ) -> OnnxExport:
-    """Write the model of `folder` into the folder `output`, which appears only when it is whole.
+    """Export the model of `folder` to the folder `output`, atomically.
 
-    `group_size` weights share a scale, None: 64 in int8, 32 in int4; in w8a8, 64 of embeddings alone.
-    `include_hidden_states` adds an output `hidden_states` [batch, width, hidden] after the final norm;
-    `aux_hidden_state_layers` an output `aux_hidden_states` [batch, width, layers * hidden] of the states that enter
-    those layers, counted from 1; both need the builder. `progress` gets (done, total, what). Raises ConfigError for a
-    bad option, ModelFileError for a folder that is incomplete, damaged or of an architecture that no exporter knows,
-    CapabilityError for a missing package, StateError for an output that cannot be written.
+    `group_size`: number of weights that share a scale; None: 64 in int8, 32 in int4; w8a8 has groups in the embeddings
+    only (64). `include_hidden_states` adds an output `hidden_states` [batch, width, hidden] after the final norm;
+    `aux_hidden_state_layers` adds an output `aux_hidden_states` [batch, width, layers * hidden], the inputs of those
+    layers, counted from 1; both need the builder. `progress(done, total, step)`. Raises ConfigError for a bad option,
+    ModelFileError for a folder that is incomplete, damaged or not supported, CapabilityError for a missing package,
+    StateError if the output cannot be written.
     """
     group_size = DEFAULT_GROUP_SIZES.get(quant, GROUP_SIZES[-1]) if group_size is None else group_size
     _check_options(quant, group_size, exporter)
@@ -79,10 +78,10 @@ def export_onnx(
 
 
 def check_folder(output: Path) -> None:
-    """Raises ModelFileError unless `output` is new, empty or an older export, which may be replaced."""
+    """Raise ModelFileError unless `output` is new, empty or an older export, which is replaced."""
     is_ours = output.is_dir() and ((output / "model.onnx").is_file() or not any(output.iterdir()))
     if output.exists() and not is_ours:
-        raise ModelFileError(f"{output} exists and is no ONNX export: name a folder that does not exist yet")
+        raise ModelFileError(f"{output} exists and is not an ONNX export: give a folder that does not exist")
 
 
 def _check_options(quant: str, group_size: int, exporter: str) -> None:
@@ -95,7 +94,7 @@ def _check_options(quant: str, group_size: int, exporter: str) -> None:
 
 
 def _hidden_state_options(source: Source, last: bool, layers: Sequence[int]) -> dict[str, str]:
-    """The builder's options for extra outputs."""
+    """The builder's options for additional outputs. Raises ConfigError."""
     outside = [layer for layer in layers if not 0 < layer < source.layers]
     if outside:
         raise ConfigError(f"auxiliary hidden states of layers {outside}: allowed are 1 to {source.layers - 1}")
@@ -104,14 +103,14 @@ def _hidden_state_options(source: Source, last: bool, layers: Sequence[int]) -> 
 
 
 def choose_exporter(architecture: str, exporter: Exporter = "auto") -> Exporter:
-    """The one that exports an architecture."""
+    """The exporter for an architecture."""
     if exporter != "auto":
         return exporter
     return "builder" if architecture in exporters.ARCHITECTURES else "transformers"
 
 
 def require_exporter(exporter: Exporter) -> None:
-    """Raises CapabilityError when the package that it needs is missing."""
+    """Raise CapabilityError if the exporter's package is missing."""
     needed = {"builder": "onnxruntime_genai", "transformers": "onnxscript"}.get(exporter)
     if needed is not None and importlib.util.find_spec(needed) is None:
         raise CapabilityError(f"the ONNX exporter {exporter!r} needs the package {needed}: {install_command('export')}")
@@ -120,10 +119,10 @@ def require_exporter(exporter: Exporter) -> None:
 def _choose(source: Source, exporter: Exporter, needs_builder: bool) -> Exporter:
     chosen = choose_exporter(source.architecture, exporter)
     if needs_builder and chosen != "builder":
-        raise CapabilityError(f"hidden states of a {source.architecture} need the builder, which does not know it")
+        raise CapabilityError(f"hidden states need the exporter builder, which does not support {source.architecture}")
     if chosen == "builder" and source.head_size % HEAD_MULTIPLE:
         raise ModelFileError(
-            f"this {source.architecture} has attention heads of {source.head_size} values, ONNX Runtime's rotary "
+            f"this {source.architecture} has attention heads of {source.head_size} values; ONNX Runtime's rotary "
             f"attention needs a multiple of {HEAD_MULTIPLE}: export it as GGUF"
         )
     require_exporter(chosen)

@@ -1,8 +1,8 @@
-"""Cutting a target's graph between layers: an early-exit draft, or three parts that share the first layers.
+"""Cuts a target's graph between layers: an early-exit draft, or three parts that share the first layers.
 
-The cuts work on the names that onnxruntime-genai's model builder gives its nodes. Between two layers the hidden state
-exists as two values, `residual` and `delta`, which the next layer's first norm adds; parts hand over both, so that
-they compute bit for bit what the whole graph computes. All files read the weights of the one `model.onnx.data`.
+Cuts are found by the node names of onnxruntime-genai's model builder. Between two layers the hidden state is two
+values, `residual` and `delta`, which the next layer's first norm adds. Parts pass on both, so that they compute bit for
+bit the same as the whole graph. All files use the weights in `model.onnx.data`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ HIDDEN_OUT = ("hidden_out.residual", "hidden_out.delta")
 class Parts:
     """`first`: embeddings and the first layers; `rest`: the other layers; `head`: final norm and logits.
 
-    Between them go two values, both [batch, width, hidden]: outputs `hidden_out.residual` and `hidden_out.delta` of
-    one part are the inputs `hidden_in.residual` and `hidden_in.delta` of the next. first, head is the early-exit
-    draft; first, rest, head is the target.
+    The outputs `hidden_out.residual` and `hidden_out.delta` of one part, both [batch, width, hidden], are the inputs
+    `hidden_in.residual` and `hidden_in.delta` of the next. The early-exit draft is first, head; the target is first,
+    rest, head.
     """
 
     first: Path
@@ -36,20 +36,20 @@ class Parts:
 
 
 def early_exit_onnx(folder: Path, layers: int) -> Path:
-    """Write `draft.onnx` beside `model.onnx`: its first `layers` layers, then its final norm and head.
+    """Write `draft.onnx` beside `model.onnx`: its first `layers` layers, final norm and head. Returns the path.
 
-    Returns the path. The file holds the graph only; the weights are those of `model.onnx.data`. Raises ConfigError
-    for a number of layers outside 1..layers-1, CapabilityError for a graph that the model builder did not write,
-    ModelFileError for a file that is no graph.
+    The file contains only the graph; it uses the weights in `model.onnx.data`. Raises ConfigError unless `layers` is
+    from 1 to one less than the depth, CapabilityError for a graph that the model builder did not write, ModelFileError
+    for a file that is not a graph.
     """
     cut = _Cut(folder, layers)
     return write_graph(cut.draft(), folder / DRAFT)
 
 
 def partition_onnx(folder: Path, layers: int) -> Parts:
-    """Write `first.onnx`, `rest.onnx` and `head.onnx` beside `model.onnx`, cut after layer `layers`.
+    """Write `first.onnx`, `rest.onnx` and `head.onnx` beside `model.onnx`, cut after `layers` layers.
 
-    Raises as `early_exit_onnx`.
+    Raises the errors of `early_exit_onnx`.
     """
     cut = _Cut(folder, layers)
     return Parts(
@@ -60,7 +60,7 @@ def partition_onnx(folder: Path, layers: int) -> Parts:
 
 
 class _Cut:
-    """One graph and the place where it is cut."""
+    """One graph and the layer after which it is cut."""
 
     def __init__(self, folder: Path, layers: int) -> None:
         self.path = folder / MODEL
@@ -92,7 +92,7 @@ class _Cut:
         return self._caches(self.model.graph.output, low, high)
 
     def _hidden(self, names: Sequence[str]) -> list[onnx.ValueInfoProto]:
-        """Descriptions of the two values at a cut, of the cache's type."""
+        """Value infos of the two values at a cut; their type is that of the cache."""
         kind = self._caches(self.model.graph.input, 0, 1)[0].type.tensor_type.elem_type
         shape = ["batch_size", "sequence_length", None]
         return [onnx.helper.make_tensor_value_info(name, kind, shape) for name in names]
@@ -131,7 +131,7 @@ def _copy(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _renamed(model: onnx.ModelProto, old: Sequence[str], new: Sequence[str]) -> onnx.ModelProto:
-    """A copy in which some values have other names."""
+    """A copy with values renamed from `old` to `new`."""
     names = dict(zip(old, new, strict=True))
     copy = _copy(model)
     for node in copy.graph.node:

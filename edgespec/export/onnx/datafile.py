@@ -1,4 +1,4 @@
-"""The weights of a float32 graph in its data file: mapped, and moved to another one. Never all in memory."""
+"""Reads the weights of a float32 graph from its memory-mapped data file, and copies them to another one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from edgespec.formats.onnx.tensors import DataWriter
 
 
 class Stored:
-    """The initialisers of `graph`, whose data file lies in `folder`, by name."""
+    """The initialisers of `graph` by name; its data file is in `folder`."""
 
     def __init__(self, graph: onnx.GraphProto, folder: Path) -> None:
         self._graph, self._folder = graph, folder
@@ -37,12 +37,12 @@ class Stored:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Let go of the file: a mapped one cannot be replaced everywhere. No matrix may be in use any more."""
+        """Unmap the file, which Windows cannot replace while mapped. No matrix may be in use any more."""
         if isinstance(self._bytes, mmap.mmap) and error[0] is None:
             self._bytes.close()
 
     def matrix(self, name: str) -> NDArray[np.float32] | None:
-        """Float32 weights [rows, columns] that are stored, or stored and turned round by an operator."""
+        """Stored float32 weights [rows, columns], transposed if an operator does so; None for other values."""
         turned = name in self._turned
         tensor = self._tensors.get(self._turned[name].input[0] if turned else name)
         if tensor is None or tensor.data_type != TensorProto.FLOAT or len(tensor.dims) != 2:
@@ -55,7 +55,7 @@ class Stored:
         return found
 
     def moved(self, tensor: onnx.TensorProto, data: DataWriter) -> onnx.TensorProto:
-        """`tensor` with its bytes in another file, where it has any outside of the graph."""
+        """A copy of `tensor` whose external data, if any, is written to `data`."""
         copy = onnx.TensorProto()
         copy.CopyFrom(tensor)
         if tensor.data_location == TensorProto.EXTERNAL:
@@ -74,7 +74,7 @@ class Stored:
         length = int(place.get("length", 0)) or _size(tensor)
         if place.get("location") != DATA or start + length > len(self._bytes):
             raise ModelFileError(
-                f"tensor {tensor.name} is not stored in {self._folder / DATA}, which ends before it or is another file"
+                f"tensor {tensor.name} is not in {self._folder / DATA}: the file ends before it or is another file"
             )
         return memoryview(self._bytes)[start : start + length]
 

@@ -1,8 +1,8 @@
-"""The exporters: onnxruntime-genai's model builder, and transformers' own for what the builder refuses.
+"""The exporters: onnxruntime-genai's model builder, and transformers' exporter for architectures it does not support.
 
-Each runs in a child process, `builder_child` or `traced_child`. The traced graph is brought into the builder's form
-(names of inputs and outputs, cache lengths from the attention mask), so that past and present may be one buffer, and
-is compared with the model itself before it is quantised.
+Each runs in a child process, `builder_child` or `traced_child`. The traced graph is rewritten to the builder's form
+(names of inputs and outputs, cache lengths from the attention mask), so that past and present can share a buffer, and
+is compared with the model before it is quantised.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from edgespec.errors import CapabilityError
 from edgespec.export.onnx.child import run_child
 from edgespec.export.onnx.source import Source
 
-# The architectures whose graphs the tests compare with transformers, and their close relatives.
+# Architectures whose graphs the tests compare with transformers, and close relatives.
 ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
@@ -40,7 +40,7 @@ _STEPS_AROUND_LAYERS = 4  # embedding, final norm and head, saving, the files ar
 
 
 def build(order: dict[str, Any], layers: int, progress: Callable[[int, int, str], None]) -> None:
-    """Write model.onnx, model.onnx.data and genai_config.json into `order["output"]`. Raises as `run_child`."""
+    """Write model.onnx, its data and genai_config.json to `order["output"]`. Raises the errors of `run_child`."""
     total = layers + _STEPS_AROUND_LAYERS
     progress(0, total, "loading weights")
 
@@ -57,15 +57,15 @@ def build(order: dict[str, Any], layers: int, progress: Callable[[int, int, str]
 def builder_order(
     source: Path, output: Path, quant: str, group_size: int, *, architecture: str, options: dict[str, str]
 ) -> dict[str, Any]:
-    """What the child needs to know. fp16 graphs take the builder's GPU layout: its CPU one has no shared KV cache."""
-    # Windowed caches cannot be rolled back beyond the window, and have a layout of their own.
+    """The child's settings. fp16 uses the builder's GPU layout, because its CPU layout has no shared KV cache."""
+    # Windowed caches cannot be rolled back beyond the window, and have another layout.
     settings = {"hf_token": "false", "windowed_kv_cache": "false", **options}
     if quant in ("int4", "int8"):
         settings |= {"accuracy_level": "4", "block_size": str(group_size)}
     return {
         "source": str(source),
         "output": str(output),
-        "precision": "fp32" if quant == "w8a8" else quant,  # products are rewritten afterwards
+        "precision": "fp32" if quant == "w8a8" else quant,  # its matrix products are rewritten afterwards
         "provider": "webgpu" if quant == "fp16" else "cpu",
         "cache": str(output / "cache"),
         "options": settings,
@@ -74,10 +74,10 @@ def builder_order(
 
 
 def trace(source: Source, output: Path, quant: str, group_size: int, progress: Callable[[int, int, str], None]) -> None:
-    """Write model.onnx and model.onnx.data into `output`. Raises as `run_child`, CapabilityError for fp16."""
+    """Write model.onnx and model.onnx.data to `output`. Raises the errors of `run_child`; CapabilityError for fp16."""
     if quant == "fp16":
         raise CapabilityError(
-            f"a {source.architecture} cannot be exported as fp16: the builder does not know it; allowed: int4, int8, "
+            f"a {source.architecture} cannot be exported as fp16, which needs the builder; allowed: int4, int8, "
             "w8a8, fp32"
         )
     progress(0, len(TRACING_STEPS), TRACING_STEPS[0])

@@ -1,7 +1,6 @@
-"""ONNX graphs as files: read without weights, walk, write whole or not at all.
+"""Reads and writes ONNX graph files, without their weights.
 
-Weights live in one external data file, `model.onnx.data`, and are never read here: a graph that is rewritten keeps
-pointing at the same bytes. What this module does not know: which exporter made a graph.
+Weights are in one external data file, `model.onnx.data`, to which a rewritten graph still refers.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ __all__ = ["DATA", "MODEL", "attribute", "extract", "producers", "read_graph", "
 
 
 def read_graph(path: Path) -> onnx.ModelProto:
-    """The graph of `path`, its weights left on disk. Raises ModelFileError for anything but an ONNX file."""
+    """Read the graph of `path` without its weights. Raises ModelFileError for anything but an ONNX file."""
     try:
         model = onnx.load(path, load_external_data=False)
     except FileNotFoundError as error:
@@ -32,16 +31,16 @@ def read_graph(path: Path) -> onnx.ModelProto:
     except (OSError, DecodeError) as error:
         raise ModelFileError(f"{path} is not an ONNX file: {error}") from error
     if not model.graph.node:
-        raise ModelFileError(f"{path} holds no graph: it is truncated or another kind of file")
+        raise ModelFileError(f"{path} has no graph: it is truncated or not an ONNX file")
     return model
 
 
 def write_graph(model: onnx.ModelProto, path: Path) -> Path:
-    """Write the graph beside its data file; the name appears only when the file is whole."""
+    """Write the graph atomically; `path` must be beside its data file."""
     write_atomically(path, model.SerializeToString())
     return path
 
 
 def attribute(node: onnx.NodeProto, name: str, default: int = 0) -> int:
-    """An integer attribute of a node."""
+    """An integer attribute of a node, or `default`."""
     return next((item.i for item in node.attribute if item.name == name), default)

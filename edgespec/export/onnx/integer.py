@@ -1,7 +1,4 @@
-"""A float32 graph becomes a w8a8 one (`edgespec.formats.onnx.w8a8` says what that is).
-
-Works on the files of an export, one tensor in memory at a time. What it does not know: who exported the graph.
-"""
+"""Rewrites a float32 graph as w8a8 (described in `edgespec.formats.onnx.w8a8`), one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -23,16 +20,16 @@ from edgespec.formats.onnx import DATA, MICROSOFT, MODEL
 from edgespec.formats.onnx.tensors import DataWriter
 from edgespec.formats.onnx.w8a8 import CONSTANTS, GROUP_SIZES, Products, quantise_columns, quantise_rows
 
-LEAST_SIDE = 32  # of a product worth the operators around it
+LEAST_SIDE = 32  # smaller products are not worth the additional operators
 Progress = Callable[[int, int], None]
 
 
 def to_integer(folder: Path, group_size: int, progress: Progress | None = None) -> int:
-    """Rewrite `model.onnx`, a float32 graph, and its data; returns how many products became products of whole numbers.
+    """Rewrite `model.onnx`, a float32 graph, and its data file; returns the number of rewritten products.
 
-    `group_size` weights share a scale in the embeddings. `progress` gets operators (done, total). The folder must not
-    be in use yet: data and graph are replaced one after the other. Raises ModelFileError for a graph without a product
-    that can be rewritten and for weights that are no numbers, and StateError when the disk is full.
+    `group_size`: number of embedding weights that share a scale. `progress(done, total)` counts operators. The folder
+    must not be in use, since data and graph are replaced one after the other. Raises ModelFileError if no product can
+    be rewritten or weights are not finite, StateError if the disk is full.
     """
     model = read_graph(folder / MODEL)
     with atomic_file(folder / DATA) as temporary:
@@ -46,7 +43,7 @@ def to_integer(folder: Path, group_size: int, progress: Progress | None = None) 
 
 
 class _Rewriting:
-    """One graph on its way; `num_products` so far."""
+    """The rewriting of one graph. `num_products`: number of rewritten products."""
 
     def __init__(self, model: onnx.ModelProto, stored: Stored, group_size: int) -> None:
         self.model, self.graph, self.stored, self.group_size = model, model.graph, stored, group_size
@@ -87,7 +84,7 @@ class _Rewriting:
         return names
 
     def _take(self, data: DataWriter) -> None:
-        """Leave what is read: tensors made anew, and old ones with their bytes moved to the new file."""
+        """Keep the tensors that are still used, moved to the new data file, and add the new ones."""
         self.stored.drop_unused_transposes()
         read = {name for node in self.graph.node for name in node.input}
         kept = [tensor for tensor in self.graph.initializer if tensor.name in read]
@@ -99,7 +96,7 @@ class _Rewriting:
             self.model.opset_import.append(helper.make_opsetid(MICROSOFT, 1))
 
     def _weight_of(self, node: onnx.NodeProto) -> NDArray[np.float32] | None:
-        """The constant weights [K, N] of a product, where they are large enough."""
+        """The constant weights [K, N] of a product; None for other nodes or small weights."""
         if node.op_type != "MatMul":
             return None
         weight = self.stored.matrix(node.input[1])

@@ -1,8 +1,8 @@
-"""Optimum's exporter, asked for by name: it runs in a virtual environment of its own, which this module makes.
+"""Optimum's exporter (`--exporter optimum`), run in a separate virtual environment that this module creates.
 
-Optimum pins an older transformers and cannot live beside the other exporters. The environment lies in the user's
-data folder, sees this one's packages behind its own (so that torch is not installed twice), and is made once. Its
-graphs concatenate the KV cache in every pass: the engine takes them, at a cost in speed.
+Optimum needs an older transformers than the other exporters. The environment is created once, in the user's data
+folder; it falls back to this environment's packages, so that torch is not installed twice. Optimum's graphs
+concatenate the KV cache in every pass, which makes them slower.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ STEPS = 4
 
 
 def environment_folder() -> Path:
-    """Where the environment is kept: beside the folder of the user's models."""
+    """The environment's folder, beside the folder of the user's models."""
     return models_folder().parent / "optimum-environment"
 
 
 def export_with_optimum(
     source: Source, output: Path, quant: str, group_size: int, progress: Callable[[int, int, str], None]
 ) -> None:
-    """Write model.onnx and model.onnx.data into `output`.
+    """Write model.onnx and model.onnx.data to `output`.
 
-    Raises CapabilityError when the environment cannot be made (no network, no pip) or for fp16, and as `run_child`.
+    Raises CapabilityError if the environment cannot be created (no network, no pip) or for fp16, and the errors of
+    `run_child`.
     """
     if quant == "fp16":
-        raise CapabilityError("the exporter 'optimum' writes no fp16 here; allowed: int4, int8, w8a8, fp32")
+        raise CapabilityError("the exporter 'optimum' does not support fp16; allowed: int4, int8, w8a8, fp32")
     progress(0, STEPS, "preparing Optimum's environment")
     python = prepare_environment()
     progress(1, STEPS, "tracing")
@@ -63,7 +64,7 @@ def export_with_optimum(
 
 
 def prepare_environment() -> Path:
-    """The environment's Python; made, or made again, unless an earlier run finished it."""
+    """The environment's Python; creates the environment unless it is complete and up to date."""
     folder = environment_folder()
     ready = folder / "ready"
     place = "Scripts/python.exe" if sys.platform == "win32" else "bin/python"
@@ -77,7 +78,7 @@ def prepare_environment() -> Path:
     try:
         run_command(install, _ignore, what="environment")
     except (CapabilityError, ModelFileError) as error:
-        raise CapabilityError(f"Optimum's environment could not be made in {folder}: {error}") from error
+        raise CapabilityError(f"Optimum's environment could not be created in {folder}: {error}") from error
     ready.write_text(_recipe(), encoding="utf-8")
     return folder / place
 
@@ -91,7 +92,7 @@ def _ignore(line: str) -> None:
 
 
 def _take_over(made: Path, output: Path) -> None:
-    """Move the graph under our names, all larger weights into one data file; drop the rest."""
+    """Move the graph and its data file to edgespec's file names and delete Optimum's other files."""
     if not (made / MODEL).is_file():
         raise ModelFileError(f"Optimum wrote no {MODEL} but: {', '.join(sorted(p.name for p in made.iterdir()))}")
     if (made / OPTIMUM_DATA).is_file():

@@ -1,4 +1,4 @@
-"""Group-wise quantisation of a graph's matrix products, and writing weights into one data file. Runs in a child.
+"""Group-wise quantisation of a graph's matrix products; weights are written to one data file. Runs in a child process.
 
 `python -m edgespec.export.onnx.quantise ORDER` where ORDER is JSON: {output, quant, group_size}; quantises
 `output/model.onnx` in place.
@@ -19,8 +19,8 @@ from edgespec.export.onnx.graph import DATA, MODEL
 
 
 def quantise(model: onnx.ModelProto, quant: str, group_size: int) -> onnx.ModelProto:
-    """Matrix products of a graph in memory as MatMulNBits: symmetric groups, int8 arithmetic."""
-    library()  # says which extra is missing
+    """Replace the matrix products of a graph in memory by MatMulNBits: symmetric groups, int8 arithmetic."""
+    library()  # raises an error that names the missing extra
     tool = importlib.import_module("onnxruntime.quantization.matmul_nbits_quantizer")
     bits = int(quant.removeprefix("int"))
     quantiser = tool.MatMulNBitsQuantizer(model, bits, group_size, is_symmetric=True, accuracy_level=4)
@@ -31,7 +31,7 @@ def quantise(model: onnx.ModelProto, quant: str, group_size: int) -> onnx.ModelP
 
 def save(model: onnx.ModelProto, folder: Path) -> None:
     """Write model.onnx and model.onnx.data."""
-    (folder / DATA).unlink(missing_ok=True)  # an existing file would be appended to
+    (folder / DATA).unlink(missing_ok=True)  # onnx would append to an existing file
     onnx.save_model(model, folder / MODEL, save_as_external_data=True, location=DATA, size_threshold=1024)
 
 

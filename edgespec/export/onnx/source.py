@@ -1,4 +1,4 @@
-"""The Hugging Face folder that an ONNX export starts from: what is checked before, and copied after."""
+"""The Hugging Face folder of an ONNX export: checked before the export, tokenizer and config copied after it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COPIED = ("config.json", "generation_config.json", "special_tokens_map.json", CH
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A folder whose files are there and whole. `config` is config.json."""
+    """A checked folder; `config` is config.json."""
 
     folder: Path
     config: dict[str, Any]
@@ -36,19 +36,19 @@ class Source:
 
     @property
     def is_tied(self) -> bool:
-        """Whether embeddings serve as output projection. Gemma and GPT-2 say so only in transformers' defaults."""
+        """Whether the output projection is tied to the embeddings; a default in transformers for Gemma and GPT-2."""
         implied = self.config.get("model_type") in ("gemma", "gemma2", "gemma3_text", "gpt2", "smollm3")
         return bool(self.text_config.get("tie_word_embeddings", implied))
 
     @property
     def head_size(self) -> int:
-        """Values in one attention head."""
+        """Number of values per attention head."""
         config = self.text_config
         width, heads = (config.get(new, config.get(old, 0)) for new, old in (_WIDTH, _HEADS))
         return int(config.get("head_dim") or width // max(heads, 1))
 
     def copy_companions(self, target: Path) -> None:
-        """Tokenizer, config and template as the model's authors wrote them, over what an exporter wrote anew."""
+        """Copy tokenizer, config and chat template of the source over the files that an exporter wrote."""
         for name in COPIED:
             if (self.folder / name).is_file():
                 shutil.copyfile(self.folder / name, target / name)
@@ -58,15 +58,15 @@ class Source:
 
 
 def open_source(folder: Path) -> Source:
-    """Check a folder before work starts. Raises ModelFileError for a missing, damaged or strange part."""
+    """Check a folder. Raises ModelFileError for missing, damaged or unsupported files."""
     if not folder.is_dir():
-        raise ModelFileError(f"{folder} is no folder: give one as Hugging Face models are stored")
+        raise ModelFileError(f"{folder} is not a folder: give a model folder in Hugging Face format")
     config = Checkpoint.open(folder).config
     for name in REQUIRED:
         read_json(folder / name)
     architecture = next(iter(config.get("architectures") or []), None)
     if not isinstance(architecture, str):
-        raise ModelFileError(f"{folder / 'config.json'} names no architecture: it lacks 'architectures'")
+        raise ModelFileError(f"{folder / 'config.json'} lacks 'architectures'")
     source = Source(folder.resolve(), config, architecture)
     if not {"num_hidden_layers", "n_layer"} & source.text_config.keys():
         raise ModelFileError(f"{folder / 'config.json'} lacks 'num_hidden_layers'")

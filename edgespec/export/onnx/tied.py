@@ -1,8 +1,8 @@
-"""One copy of tied embeddings in a quantised graph: the lookup reads the rows of the output projection.
+"""Stores tied embeddings of a quantised graph once: the lookup reads the rows of the output projection.
 
-The model builder shares 4-bit rows by itself and keeps an 8-bit model's embeddings as float32 beside the quantised
-projection, which is a third of a small model's file. GatherBlockQuantized reads the very bytes of MatMulNBits, as both
-store a row's blocks one after another. Rows carry the rounding that the projection has, as in a GGUF Q8_0 file.
+The model builder does this for 4 bits, but stores an 8-bit model's embeddings as float32 beside the quantised
+projection, a third of a small model's file. GatherBlockQuantized can read the data of MatMulNBits: both store a row's
+blocks one after another. The embeddings then have the projection's rounding, as in a GGUF Q8_0 file.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ COPY_BYTES = 16 * 2**20
 
 
 def share_embedding(folder: Path) -> bool:
-    """Rewrite `model.onnx` and its data so that a quantised output projection serves as embedding too.
+    """Rewrite `model.onnx` and its data file so that the embedding lookup reads the quantised output projection.
 
-    Only for a checkpoint with tied embeddings. Returns whether there was anything to share. The folder must not be
-    in use yet: data and graph are replaced one after the other.
+    Only for a checkpoint with tied embeddings. Returns False, changing nothing, if the graph does not allow it. The
+    folder must not be in use, since data and graph are replaced one after the other.
     """
     path = folder / "model.onnx"
     model = read_graph(path)
@@ -42,18 +42,18 @@ def share_embedding(folder: Path) -> bool:
 
 
 def find_lookup(graph: onnx.GraphProto) -> onnx.NodeProto | None:
-    """The operator that turns token ids into embeddings."""
+    """The embedding lookup; None if there is none."""
     return next((n for n in graph.node if n.op_type == "Gather" and n.input[1] == "input_ids"), None)
 
 
 def _same_bytes_fit(head: onnx.NodeProto) -> bool:
-    """Whether rows are whole blocks without stored zero points."""
+    """Whether rows consist of whole blocks, without stored zero points."""
     whole = attribute(head, "K") % attribute(head, "block_size") == 0
     return whole and attribute(head, "bits") in (4, 8) and len(head.input) == 3
 
 
 def _view_of(rows: onnx.TensorProto, head: onnx.NodeProto) -> onnx.TensorProto:
-    """The same stored bytes [N, blocks, bytes of a block] under a name of their own as [N, bytes of a row]."""
+    """A second tensor over the same bytes [N, blocks, bytes of a block], with the shape [N, bytes of a row]."""
     view = onnx.TensorProto()
     view.CopyFrom(rows)
     view.name = f"model.embed_tokens.weight_Q{attribute(head, 'bits')}"
@@ -64,7 +64,7 @@ def _view_of(rows: onnx.TensorProto, head: onnx.NodeProto) -> onnx.TensorProto:
 def look_up_blocks(
     graph: onnx.GraphProto, lookup: onnx.NodeProto, rows: str, scales: str, *, bits: int, block_size: int
 ) -> None:
-    """Let `lookup` read quantised `rows` [tokens, bytes], of which `block_size` weights share one of `scales`."""
+    """Make `lookup` read quantised `rows` [tokens, bytes]; `block_size` weights share one of `scales`."""
     shared = onnx.helper.make_node(
         "GatherBlockQuantized",
         [rows, "input_ids", scales],
@@ -82,7 +82,7 @@ def look_up_blocks(
 
 
 def _compact(model: onnx.ModelProto, data: Path) -> None:
-    """Rewrite the data file without bytes that no tensor uses; tensors over the same bytes stay over the same bytes."""
+    """Rewrite the data file without unused bytes; tensors that share bytes still share them."""
     moved: dict[tuple[int, int], int] = {}
     with atomic_file(data) as temporary, data.open("rb") as source, temporary.open("wb") as target:
         for tensor in model.graph.initializer:
@@ -90,7 +90,7 @@ def _compact(model: onnx.ModelProto, data: Path) -> None:
                 continue
             place = {entry.key: entry for entry in tensor.external_data}
             if place["location"].value != data.name:
-                raise ModelFileError(f"tensor {tensor.name} is stored in {place['location'].value}, not in {data.name}")
+                raise ModelFileError(f"tensor {tensor.name} is in {place['location'].value}, not in {data.name}")
             offset, length = int(place["offset"].value), int(place["length"].value)
             if (offset, length) not in moved:
                 target.seek(-target.tell() % 4096, 1)  # aligned, so that ONNX Runtime can map it

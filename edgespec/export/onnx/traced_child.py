@@ -1,4 +1,4 @@
-"""Run inside a child process: trace a checkpoint with transformers' ONNX exporter, rewrite, compare, quantise, write.
+"""Child process that traces a checkpoint with transformers' ONNX exporter, rewrites, compares, quantises and writes it.
 
 `python -m edgespec.export.onnx.traced_child ORDER` where ORDER is JSON: {source, output, quant, group_size, is_tied}.
 """
@@ -24,7 +24,7 @@ from edgespec.export.onnx.integer import to_integer
 from edgespec.export.onnx.quantise import quantise, save
 from edgespec.export.onnx.tied import share_embedding
 
-PAST, WIDTH = 6, 4  # lengths of the traced sample; anything above 1, which the tracer would take for fixed
+PAST, WIDTH = 6, 4  # lengths of the traced sample, above 1, because the tracer would treat 1 as fixed
 PROBE, ROOM = 20, 32
 TOLERANCE = 1e-3  # of the logits' spread: GELU approximations differ by about this much
 
@@ -40,7 +40,7 @@ def windows_of(config: Any) -> list[int]:
 
 
 def trace(folder: str, output: Path) -> tuple[Any, onnx.ModelProto]:
-    """The torch model and its graph, weights in memory."""
+    """(torch model, traced graph with weights in memory)."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
@@ -67,7 +67,7 @@ def session(model: onnx.ModelProto, folder: Path) -> Any:
 
 
 def evaluate_part(part: onnx.ModelProto, positions: int) -> Sequence[NDArray[np.float32]]:
-    """The outputs of a part of the graph for a first pass over `positions` tokens."""
+    """The outputs of a part of the graph for a pass over `positions` tokens with an empty cache."""
     feeds: dict[str, NDArray[Any]] = {}
     for value in part.graph.input:
         if value.name.startswith("past_key_values."):
@@ -81,7 +81,7 @@ def evaluate_part(part: onnx.ModelProto, positions: int) -> Sequence[NDArray[np.
 
 
 def check_against(model: Any, path: Path) -> None:
-    """Two passes over shared buffers give the model's own logits. Raises ValueError when they do not."""
+    """Raise ValueError unless two passes with shared past and present buffers give the torch model's logits."""
     import torch
 
     ids = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, PROBE + WIDTH))

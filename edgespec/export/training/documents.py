@@ -1,7 +1,7 @@
-"""The texts that a distillation begins from: files of plain text, JSON lines of texts or of conversations.
+"""The training texts of a distillation: plain text files, or JSON lines of texts or conversations.
 
-A corpus renders and encodes documents only when a prompt or a window is drawn, so data of any size costs no wait.
-What this file does not know: torch, and which tokenizer does the encoding.
+Documents are rendered and encoded only when a prompt or window is drawn, so large data sets cause no delay. Does not
+need torch.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from edgespec.chat.template import checked_messages, render_chat
 from edgespec.errors import ConfigError, PromptError
 from edgespec.export.training.target import TargetFacts
 
-PIECE_CHARACTERS = 8192  # a longer text is cut: one book is not one document
+PIECE_CHARACTERS = 8192  # longer texts are cut into documents of this size
 MESSAGE_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name")
 HELD_OUT_FRACTION = 0.1
 MAX_REFUSALS = 100
-Encode = Callable[[str, bool], list[int]]  # (text, whether the tokenizer adds its own begin token)
+Encode = Callable[[str, bool], list[int]]  # (text, whether to add the begin token)
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text, or a conversation when `messages` is not empty."""
+    """A text, or a conversation if `messages` is not empty."""
 
     text: str = ""
     messages: tuple[dict[str, Any], ...] = ()
 
     @property
     def key(self) -> bytes:
-        """The same for equal documents; its order is unrelated to that of the files."""
+        """A hash of the content; its order does not depend on the order of the files."""
         content = json.dumps(self.messages, sort_keys=True) if self.messages else self.text
         return hashlib.sha256(content.encode("utf-8", "surrogatepass")).digest()
 
 
 def read_documents(paths: Sequence[Path]) -> list[Document]:
-    """All documents of `paths`, equal ones once. Raises ConfigError naming the file, and the line where there is one.
+    """All documents of `paths`, without duplicates. Raises ConfigError, naming the file and the line.
 
-    `*.jsonl` and `*.jsonl.xz` hold an object a line, with "text" or with "messages"; any other file is one text.
+    `*.jsonl` and `*.jsonl.xz` have one object per line, with "text" or "messages"; any other file is one text.
     """
     found: dict[bytes, Document] = {}
     for path in paths:
@@ -59,7 +59,7 @@ def read_documents(paths: Sequence[Path]) -> list[Document]:
         except UnicodeDecodeError as exc:
             raise ConfigError(f"--data {path} is not UTF-8 text: {exc.reason} at byte {exc.start}") from exc
         if len(found) == before:
-            raise ConfigError(f"--data {path} holds no document that an earlier one does not: leave it out or fill it")
+            raise ConfigError(f"--data {path} has no document that is not in an earlier file: omit it")
     return list(found.values())
 
 
@@ -91,9 +91,9 @@ def _documents_of_record(line: str, place: str) -> Iterator[Document]:
 
 
 def _usable_messages(messages: list[Any], place: str) -> tuple[dict[str, Any], ...]:
-    """Messages with the keys that templates know: what else a data set notes about a turn is not for the model."""
+    """The messages with only the keys that chat templates use. Raises ConfigError."""
     if not all(isinstance(message, dict) for message in messages):
-        raise ConfigError(f"{place} has a message that is no object")
+        raise ConfigError(f"{place} has a message that is not an object")
     kept = [{key: message[key] for key in MESSAGE_KEYS if key in message} for message in messages]
     try:
         return tuple(checked_messages(kept))
@@ -102,7 +102,7 @@ def _usable_messages(messages: list[Any], place: str) -> tuple[dict[str, Any], .
 
 
 def _pieces(text: str) -> Iterator[Document]:
-    """Documents of at most PIECE_CHARACTERS, cut behind a line where there is one."""
+    """Documents of at most PIECE_CHARACTERS, cut after a line break if possible."""
     while text.strip():
         end = text.rfind("\n", PIECE_CHARACTERS // 2, PIECE_CHARACTERS) + 1 if len(text) > PIECE_CHARACTERS else 0
         end = end or PIECE_CHARACTERS
@@ -112,19 +112,19 @@ def _pieces(text: str) -> Iterator[Document]:
 
 
 def split_held_out(documents: Sequence[Document], at_most: int) -> tuple[list[Document], list[Document]]:
-    """(training, held-out): by the documents' own hashes, so that their order in the files does not matter.
+    """(training, held-out) documents, split by hash, so that the order of the files does not matter.
 
-    Raises ConfigError when there are fewer than two.
+    Raises ConfigError if there are fewer than two.
     """
     if len(documents) < 2:
-        raise ConfigError("--data holds one document, two are the least: acceptance is measured on an unseen one")
+        raise ConfigError("--data has one document; at least two are needed, one of them to measure acceptance on")
     ordered = sorted(documents, key=lambda document: document.key)
     count = max(1, min(at_most, round(len(ordered) * HELD_OUT_FRACTION)))
     return ordered[count:], ordered[:count]
 
 
 class Corpus:
-    """Draws prompts and windows of token ids; what is drawn depends on the documents and on the generator alone."""
+    """Draws prompts and windows of token ids, determined by the documents and the random generator."""
 
     def __init__(self, documents: Sequence[Document], target: TargetFacts, encode: Encode) -> None:
         self.documents, self._target, self._encode = documents, target, encode
@@ -144,7 +144,10 @@ class Corpus:
         return ids if begin is None or ids[:1] == [begin] else [begin, *ids]
 
     def _draw(self, rng: np.random.Generator, use: Callable[[Document], list[int]], least: int) -> list[int]:
-        """What `use` makes of a random document, `least` tokens or more. A template may refuse a conversation."""
+        """`use` of a random document that gives at least `least` tokens; skips conversations that the template rejects.
+
+        Raises ConfigError after MAX_REFUSALS attempts.
+        """
         reason = "they are all too short"
         for _ in range(MAX_REFUSALS):
             document = self.documents[int(rng.integers(len(self.documents)))]
@@ -158,7 +161,7 @@ class Corpus:
         raise ConfigError(f"--data: {MAX_REFUSALS} documents in a row cannot be used: {reason}")
 
     def prompt(self, rng: np.random.Generator, max_tokens: int) -> list[int]:
-        """A conversation up to one of its answers, or the beginning of a text: the last `max_tokens` tokens of it."""
+        """The last `max_tokens` tokens of a conversation up to one of its answers, or of the beginning of a text."""
 
         def use(document: Document) -> list[int]:
             if document.messages:
@@ -171,7 +174,7 @@ class Corpus:
         return self._draw(rng, use, 1)[-max_tokens:]
 
     def window(self, rng: np.random.Generator, length: int) -> NDArray[np.int32]:
-        """`length` token ids of documents one after the other; a document that is longer begins anywhere in it."""
+        """Token ids [length] of consecutive documents; a longer document starts at a random position."""
 
         def use(document: Document) -> list[int]:
             if document.messages:

@@ -1,7 +1,7 @@
-"""Training heads for any Hugging Face target, from first check to the finished file.
+"""Trains Medusa or EAGLE heads for any Hugging Face target, and writes the heads file.
 
-Round by round the target writes, the heads learn, and it is measured how much of their drafts would stand on held-out
-prompts. It ends as a distillation does; the best heads are kept.
+In each round the target generates text, the heads train on it, and their acceptance is measured on held-out prompts. It
+stops like a distillation; the best heads are kept.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PROBE_TOKENS = 12
 
 
 def build_heads_trainer(prepared: Preparation) -> tuple[HeadsTrainer, Corpus | None]:
-    """Load the target, make the heads; returns both in a trainer, and the corpus of held-out prompts."""
+    """Load the target and create the heads; returns (trainer, corpus of held-out prompts or None)."""
     request, facts = prepared.request, prepared.facts
     assert isinstance(request, HeadsRequest)
     target, corpus, held_out = load_parts(prepared)
@@ -35,7 +35,7 @@ def build_heads_trainer(prepared: Preparation) -> tuple[HeadsTrainer, Corpus | N
 
 
 def train_heads(prepared: Preparation, journal: Journal, say: Say, advance: Advance) -> Distilled:
-    """Train until done and write the file; returns what came of it. Raises and resumes as `on_policy.distill`."""
+    """Train until done and write the file; returns the result. Raises and resumes as `on_policy.distill` does."""
     request = prepared.request
     assert isinstance(request, HeadsRequest)
     trainer, held_out = build_heads_trainer(prepared)
@@ -48,7 +48,7 @@ def train_heads(prepared: Preparation, journal: Journal, say: Say, advance: Adva
 
 
 def head_file(trainer: HeadsTrainer, facts: TargetFacts) -> HeadFile:
-    """The trained heads as the run-time reads them."""
+    """The trained heads in the format of the runtime."""
     heads, vocabulary = trainer.student, trainer.student.vocabulary
     probe = trainer.held_out["greedy"][0].token_ids[:PROBE_TOKENS]
     with torch.no_grad():
@@ -92,7 +92,7 @@ def manifest(trainer: HeadsTrainer, facts: TargetFacts) -> HeadManifest:
 
 
 def figures(best: RoundResult, depth: int) -> dict[str, float]:
-    """What the best round came to, as tokens per pass of the target at draft length `depth`."""
+    """Figures of the best round, as mean accepted length at draft length `depth`."""
     return {
         "greedy_mean_accepted_length": round(1 + depth * best.greedy, 4),
         "sampled_mean_accepted_length": round(1 + depth * best.sampled, 4),
@@ -101,7 +101,7 @@ def figures(best: RoundResult, depth: int) -> dict[str, float]:
 
 
 def weights_hash(facts: TargetFacts) -> str:
-    """SHA-256 of the target's weight files, one after the other."""
+    """SHA-256 over the hashes of the target's weight files."""
     digest = hashlib.sha256()
     for path in facts.weight_files:
         with path.open("rb") as handle:

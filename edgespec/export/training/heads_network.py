@@ -1,10 +1,8 @@
-"""Heads that draft from the last hidden state of a frozen target, in torch, for training only.
+"""Medusa and EAGLE heads on the last hidden state of a frozen target, in torch, for training only.
 
-Both kinds read the state f of a token and the next token, and share the target's own head, cut down to a vocabulary
-that is worth drafting. Root i of a row of text is the draft that would begin behind token i + 1: its inputs are state
-i and token i + 1, its k-th token (k from 0) is to be token i + 2 + k.
-
-What neither knows: where texts come from, and how a run-time draws tokens from its scores (`drafters`).
+Both read the state of a token and the next token, and use the target's output head, cut down to the draft vocabulary.
+Root i of a row of text is the draft that begins after token i + 1: its inputs are state i and token i + 1, and its k-th
+token (from 0) is trained to be token i + 2 + k. The inference code is in `edgespec.drafters`.
 """
 
 from __future__ import annotations
@@ -23,9 +21,9 @@ NORM_EPS = 1e-5
 
 
 class DraftVocabulary(nn.Module):
-    """The rows of the target's head that may be drafted: `weight` [m, hidden] of `token_ids` [m], `scale` on scores.
+    """The draft vocabulary: rows `weight` [m, hidden] of the target's head for `token_ids` [m]; `scale` of logits.
 
-    A row also stands for its token as an input, brought to unit size; a token without a row is zero there.
+    A row, scaled to unit size, is also the input embedding of its token; other tokens have a zero embedding.
     """
 
     def __init__(self, head: Tensor, token_ids: Tensor, scale: float) -> None:
@@ -35,23 +33,23 @@ class DraftVocabulary(nn.Module):
         self.scale = scale
         slots = torch.full((len(head),), len(token_ids), device=head.device)
         slots[token_ids] = torch.arange(len(token_ids), device=head.device)
-        # They are the target's and are not saved with the heads.
+        # These belong to the target and are not saved with the heads.
         self.register_buffer("token_ids", token_ids, persistent=False)
         self.register_buffer("weight", rows, persistent=False)
         self.register_buffer("inputs", torch.cat((rows * self.size, rows.new_zeros(1, rows.shape[1]))), False)
         self.register_buffer("slots", slots, persistent=False)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[..., hidden] of `token_ids` [...]."""
+        """Input embeddings [..., hidden] of `token_ids` [...]."""
         return F.embedding(self.slots[token_ids], self.inputs)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Scores [..., m] of predicted states [..., hidden]."""
+        """Logits [..., m] of predicted states [..., hidden]."""
         return F.linear(states, self.weight) * self.scale
 
 
 class Heads(nn.Module, ABC):
-    """What both kinds share: `depth` tokens to draft, the draft vocabulary."""
+    """Base class of both kinds of heads. `depth`: number of tokens to draft."""
 
     def __init__(self, vocabulary: DraftVocabulary, depth: int) -> None:
         super().__init__()
@@ -63,18 +61,18 @@ class Heads(nn.Module, ABC):
 
     @abstractmethod
     def drafts(self, states: Tensor, token_ids: Tensor) -> Iterator[Tensor]:
-        """For k = 0..depth-1 the predicted states [batch, length - 2 - k, hidden] of all roots that have a k-th token.
+        """For k = 0..depth-1, the predicted states [batch, length - 2 - k, hidden] of all roots with a k-th token.
 
-        `states` [batch, length, hidden], the target's; `token_ids` [batch, length]; tokens before the k-th are the
-        text's own.
+        `states` [batch, length, hidden]: the target's; `token_ids` [batch, length]. Earlier tokens of a draft are taken
+        from the text (teacher forcing).
         """
 
 
 class MedusaHeads(Heads):
-    """Medusa (arXiv 2401.10774): a head per drafted token, x + SiLU(W x + b), `blocks` of them one after the other.
+    """Medusa (arXiv 2401.10774): one head per drafted token, each a stack of `blocks` blocks x + SiLU(W x + b).
 
-    Unlike there the first block is also told the token behind the state, as in Hydra (arXiv 2402.05109): at a
-    temperature above 0 a state does not tell which token was drawn from it.
+    Unlike Medusa, the first block also reads the token after the state, as in Hydra (arXiv 2402.05109): above
+    temperature 0, the state does not determine which token was sampled.
     """
 
     def __init__(self, vocabulary: DraftVocabulary, depth: int, blocks: int) -> None:
@@ -101,10 +99,10 @@ class MedusaHeads(Heads):
 
 
 class EagleHead(Heads):
-    """EAGLE (arXiv 2401.15077): one Llama layer over (state, next token) predicts the next state, and so on.
+    """EAGLE (arXiv 2401.15077): one Llama layer over (state, next token) predicts the next state, autoregressively.
 
-    Later steps read the states that it predicted itself and are trained that way (the training-time test of EAGLE-3,
-    arXiv 2503.01840): step k of root i sees the true pairs up to i, and its own steps 1..k behind them.
+    Training feeds back predicted states (training-time test of EAGLE-3, arXiv 2503.01840): step k of root i attends to
+    the target's pairs up to i and to its own steps 1..k.
     """
 
     def __init__(self, vocabulary: DraftVocabulary, depth: int, shape: StudentShape, rope_theta: float) -> None:
@@ -132,7 +130,7 @@ class EagleHead(Heads):
         keys: list[Tensor] = []
         values: list[Tensor] = []
         for step in range(self.depth):
-            count = roots - step if step else roots + 1  # the pair of the last root is only looked back at
+            count = roots - step if step else roots + 1  # the last pair is only attended to
             pairs = torch.cat(
                 (found[:, :count], self.vocabulary.embed(token_ids[:, 1 + step : 1 + step + count])), dim=-1
             )
@@ -140,7 +138,7 @@ class EagleHead(Heads):
             yield found[:, : roots - step]
 
     def _layer(self, x: Tensor, step: int, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-        """States that step `step` of every root predicts; its keys and values join those of the steps before."""
+        """The states predicted by step `step` of every root; appends its keys and values to those of earlier steps."""
         batch, count, _ = x.shape
         shape = self.shape
         normed = _rms(x, self.attention_norm)
@@ -167,7 +165,7 @@ class EagleHead(Heads):
 
 
 def _attend(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Attention of q [batch, heads, n, size]: causal over the first step's keys, then one key of each later step."""
+    """Attention of q [batch, heads, n, size]: causal over the first step's keys, plus one key of each later step."""
     count = q.shape[2]
     if len(keys) == 1:
         return F.scaled_dot_product_attention(q, keys[0], values[0], is_causal=True)

@@ -1,4 +1,4 @@
-"""What is asked of the training of heads: every choice and its limits. Needs no torch."""
+"""The options of head training and their limits. Needs no torch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _NOT_HERE = ("hidden", "init")
 
 @dataclass(frozen=True)
 class HeadsRequest(DistillRequest):
-    """Heads of `kind` for a target, drafting `depth` tokens; the other fields as for a draft model.
+    """Training of heads of `kind` that draft `depth` tokens; the other fields as in DistillRequest.
 
-    `layers`: residual blocks per Medusa head. `heads`, `kv_heads`, `ffn`: of EAGLE's layer, None for the target's
-    numbers. `draft_vocabulary`: most tokens that can be drafted; a larger vocabulary keeps its most frequent ones.
-    `storage`: how the finished file keeps its matrices.
+    `layers`: residual blocks per Medusa head. `heads`, `kv_heads`, `ffn`: sizes of EAGLE's layer, None: the target's.
+    `draft_vocabulary`: maximum number of tokens that can be drafted, the most frequent ones. `storage`: type of the
+    matrices in the file.
     """
 
     kind: HeadsKind = "eagle"
@@ -48,13 +48,13 @@ class HeadsRequest(DistillRequest):
         meaningless = ("heads", "kv_heads", "ffn") if self.kind == "medusa" else ("layers",)
         for name in (*meaningless, *_NOT_HERE):
             if getattr(self, name):
-                raise ConfigError(f"{flag(name)} means nothing for --kind {self.kind}: leave it out")
+                raise ConfigError(f"{flag(name)} has no effect for --kind {self.kind}: omit it")
 
 
 def heads_shape(request: HeadsRequest, target: TargetFacts) -> StudentShape:
-    """Sizes of the heads: width and heads are the target's, EAGLE's feed-forward part twice as wide as the states.
+    """Sizes of the heads: by default the target's width and attention heads, and a feed-forward part twice as wide.
 
-    Raises ConfigError for sizes that do not fit together.
+    Raises ConfigError for inconsistent sizes.
     """
     hidden = target.size("hidden_size")
     heads = request.heads or target.size("num_attention_heads")

@@ -1,4 +1,4 @@
-"""Loading a target and making the student that starts from it."""
+"""Loads a target and creates the student, initialised from it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.export.training.students import StudentShape
 from edgespec.export.training.target import TargetFacts
 
-EMBEDDING_STD = 0.05  # of a fresh student's embedding
+EMBEDDING_STD = 0.05  # of a new student's embedding
 LAYER_STD = 0.02
 
 
 def pick_device(wanted: str) -> torch.device:
-    """`auto`: CUDA, else Apple's GPU, else the CPU. Raises CapabilityError for one that this machine lacks."""
+    """The torch device. `auto`: CUDA, else Apple's GPU, else the CPU. Raises CapabilityError if not available."""
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if wanted == "auto":
         wanted = next(name for name, there in available.items() if there)
     if not available[wanted]:
-        raise CapabilityError(f"--device {wanted}: torch finds none here; --device cpu works everywhere")
+        raise CapabilityError(f"--device {wanted}: torch finds no such device; --device cpu works everywhere")
     return torch.device(wanted)
 
 
 def load_target(facts: TargetFacts, device: torch.device, dtype: torch.dtype) -> Any:
-    """The target, frozen. Raises ModelFileError when transformers cannot load it."""
+    """Load the target, with frozen weights. Raises ModelFileError if transformers cannot load it."""
     transformers.utils.logging.disable_progress_bar()
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(facts.folder, dtype=dtype, local_files_only=True)
@@ -39,7 +39,7 @@ def load_target(facts: TargetFacts, device: torch.device, dtype: torch.dtype) ->
 
 
 def new_student(shape: StudentShape, facts: TargetFacts, target: Any, seed: int) -> Any:
-    """The student in float32 on the target's device, initialised from `target`; the same for the same seed."""
+    """A student in float32 on the target's device, initialised from `target`; determined by the seed."""
     torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model(**shape.config(facts))
     student = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -54,12 +54,12 @@ def new_student(shape: StudentShape, facts: TargetFacts, target: Any, seed: int)
 
 
 def principal_embedding(embedding: Tensor, width: int) -> Tensor:
-    """`embedding` [vocab, hidden] in its `width` directions of largest variance: [vocab, width], float32 on the CPU.
+    """Project `embedding` [vocab, hidden] on its `width` principal directions: [vocab, width], float32 on the CPU.
 
-    Likeness of tokens is then not learnt again, and the embedding, which is also the head, is most of a small
-    student. What all tokens share is left out: it adds the same to every score. The size is kept small, or a tied head
-    would begin by repeating its input. Directions come from the covariance [hidden, hidden], since an SVD of a
-    vocabulary of 150,000 would take minutes. A student wider than the target has noise in the columns beyond.
+    The student then keeps the target's similarities of tokens; the embedding, tied to the head, is most of a small
+    student. The mean is removed, since it adds the same to every logit. The result is scaled down, because a large tied
+    head would initially repeat its input. Directions come from the covariance [hidden, hidden]: an SVD of 150,000 rows
+    would take minutes. Columns beyond the target's width are noise.
     """
     centred = embedding.detach().cpu().float()
     centred = centred - centred.mean(dim=0)
@@ -71,7 +71,7 @@ def principal_embedding(embedding: Tensor, width: int) -> Tensor:
 
 
 def _initialise(student: Any, shape: StudentShape) -> None:
-    """Small normal weights; what writes to the residual stream smaller still, by depth."""
+    """Small normal weights; smaller by depth for matrices that write to the residual stream."""
     for name, weight in student.named_parameters():
         if weight.ndim == 2:
             is_output = name.endswith(("o_proj.weight", "down_proj.weight"))
@@ -79,7 +79,7 @@ def _initialise(student: Any, shape: StudentShape) -> None:
 
 
 def _take_layers(student: Any, target: Any, layers: tuple[int, ...]) -> None:
-    """Copy embedding, head, final norm and these layers; the rest of the target is left behind."""
+    """Copy embedding, head, final norm and these layers of the target."""
     source = target.state_dict()
     renamed = {}
     for name in student.state_dict():

@@ -1,7 +1,7 @@
-"""Where an unfinished distillation lives: OUTPUT.partial, until the finished folder appears as OUTPUT by one rename.
+"""The working folder OUTPUT.partial of an unfinished distillation; the result is renamed to OUTPUT at the end.
 
-The folder holds request.json (what was asked), state.pt (everything at the last finished round) and rounds.csv. A run
-that is killed at any moment leaves the last finished round; the next run of the same request goes on from there.
+It contains request.json (the options), state.pt (the state after the last finished round) and rounds.csv. After an
+interruption at any time, the next run of the same request resumes from the last finished round.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ RESUME_FIX = "nothing of the last finished round is lost, run the same command a
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What one round came to; round 0 is the untrained student.
+    """Results of one round; round 0 is the untrained student.
 
-    `greedy`: share of the target's greedy text where the student's first choice is the target's; `sampled`: 1 minus
-    the total variation distance along text at temperature 1; both on held-out prompts. `variation` is the distance
-    on the training batches, at their temperatures. `own_tokens`: written by the target in this round.
+    `greedy`: share of positions in the target's greedy text where the student's first choice is the target's token;
+    `sampled`: 1 minus the total variation distance on text at temperature 1; both on held-out prompts. `variation`:
+    distance on the training batches, at their temperatures. `own_tokens`: number of tokens that the target generated in
+    this round; `tokens`: training tokens so far.
     """
 
     index: int
@@ -43,12 +44,12 @@ class RoundResult:
 
     @property
     def acceptance(self) -> float:
-        """The figure that early stopping and the choice of the best student look at."""
+        """The figure for early stopping and for choosing the best student."""
         return (self.greedy + self.sampled) / 2
 
 
 def stale_rounds(rounds: Sequence[RoundResult], min_rise: float) -> int:
-    """Rounds since acceptance last rose by more than `min_rise` over its level then."""
+    """Number of rounds since acceptance last rose by more than `min_rise`."""
     stale, level = 0, rounds[0].acceptance if rounds else 0.0
     for result in rounds[1:]:
         if result.acceptance > level + min_rise:
@@ -59,7 +60,7 @@ def stale_rounds(rounds: Sequence[RoundResult], min_rise: float) -> int:
 
 
 def best_round(rounds: Sequence[RoundResult]) -> RoundResult:
-    """The round of the highest acceptance, the earliest of equals."""
+    """The round with the highest acceptance; the earliest of equal ones."""
     return max(rounds, key=lambda result: (result.acceptance, -result.index))
 
 
@@ -67,12 +68,12 @@ class Journal:
     """The files of one unfinished run. `is_resumed`: an earlier run of the same request left a state."""
 
     def __init__(self, output: Path, identity: Mapping[str, Any], *, restart: bool = False) -> None:
-        """Raises ConfigError when `output` exists, or when OUTPUT.partial belongs to another request."""
+        """Raises ConfigError if `output` exists, or OUTPUT.partial belongs to another request."""
         self.output, self.folder = output, output.with_name(output.name + SUFFIX)
         if output.exists():
-            if _same_bytes(output / ROUNDS, self.folder / ROUNDS):  # killed between publishing and tidying up
+            if _same_bytes(output / ROUNDS, self.folder / ROUNDS):  # killed before the working folder was deleted
                 shutil.rmtree(self.folder)
-            raise ConfigError(f"{output} exists already: give another --output, or remove it")
+            raise ConfigError(f"{output} already exists: give another --output, or delete it")
         if restart and (self.folder / REQUEST).is_file():
             shutil.rmtree(self.folder)
         self._begin(dict(identity))
@@ -83,7 +84,7 @@ class Journal:
 
     @property
     def result(self) -> Path:
-        """Where the finished folder is put together."""
+        """The folder in which the result is written."""
         return self.folder / "result"
 
     @property
@@ -97,28 +98,28 @@ class Journal:
             before = _read(path)
             changed = sorted(key for key in {*before, *identity} if before.get(key) != identity.get(key))
             if changed:
-                raise ConfigError(f"{self.folder} is of another request ({_differences(before, identity, changed)}): "
-                                  "ask the same, give another --output, or begin anew with --restart")  # fmt: skip
+                raise ConfigError(f"{self.folder} has other options ({_differences(before, identity, changed)}): "
+                                  "use the same, give another --output, or start over with --restart")  # fmt: skip
             return
         if self.folder.exists() and any(self.folder.iterdir()):
-            raise ConfigError(f"{self.folder} holds other files: give another --output, or remove it")
+            raise ConfigError(f"{self.folder} holds other files: give another --output, or delete it")
         write_atomically(path, text, parents=True, fix=RESUME_FIX)
 
     def write_rounds(self, rounds: Sequence[RoundResult]) -> None:
-        """Replace rounds.csv; it follows the state, so an interrupted round never appears in it."""
+        """Write rounds.csv; after the state, so that it never lists an unfinished round."""
         write_atomically(self.folder / ROUNDS, rounds_csv(rounds), fix=RESUME_FIX)
 
     def need_space(self, num_bytes: int) -> None:
-        """Raises CapabilityError when the disk has less than `num_bytes` free."""
+        """Raise CapabilityError if the disk has less than `num_bytes` free."""
         free = shutil.disk_usage(self.folder).free
         if free < num_bytes:
             raise CapabilityError(
-                f"{self.folder} needs {num_bytes / 2**20:.0f} MiB and its disk has {free / 2**20:.0f} MiB free: make "
-                "room, or give an --output on another disk"
+                f"{self.folder} needs {num_bytes / 2**20:.0f} MiB and its disk has {free / 2**20:.0f} MiB free: free "
+                "space, or give an --output on another disk"
             )
 
     def publish(self) -> None:
-        """Let the finished folder appear as OUTPUT and remove the rest."""
+        """Rename the result to OUTPUT and delete the working folder."""
         with write_errors(self.output, fix=RESUME_FIX):
             self.result.replace(self.output)
         shutil.rmtree(self.folder)
@@ -140,14 +141,14 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as exc:
-        raise ConfigError(f"{path} cannot be read: {exc}; begin anew with --restart") from exc
+        raise ConfigError(f"{path} cannot be read: {exc}; start over with --restart") from exc
     return value if isinstance(value, dict) else {}
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any], keys: Sequence[str]) -> str:
-    """`--hidden was 128, is 192`; files have other contents or names."""
+    """Text such as `--hidden was 128, is 192`; files are only named."""
     return ", ".join(
-        f"{key if key == 'target' else flag(key)} is another"
+        f"{key if key == 'target' else flag(key)} has changed"
         if key in ("target", "data")
         else f"{flag(key)} was {before.get(key)}, is {now.get(key)}"
         for key in keys

@@ -1,7 +1,7 @@
-"""Distilling a draft for any Hugging Face target, from first check to finished folder.
+"""Distils a draft model for any Hugging Face target (on-policy) and writes its folder.
 
-Round by round the target writes, the student learns, and its acceptance is measured on held-out prompts. It ends when
-acceptance stops rising or all rounds are done; the best student is kept.
+In each round the target generates text, the student trains on it, and its acceptance is measured on held-out prompts.
+It stops when acceptance no longer rises or all rounds are done; the best student is kept.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from edgespec.export.training.writing import write
 from edgespec.formats.files import write_errors
 
 TIMED_TOKENS = 4
-STATE_COPIES = 5  # of the student in float32: itself, the best one, two moments of its gradients, one to spare
+STATE_COPIES = 5  # copies of the student in float32: itself, the best one, two gradient moments, one spare
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Distilled:
-    """A finished draft: its folder, all rounds, and why it ended."""
+    """A finished training: its folder or file, all rounds, and why it stopped."""
 
     folder: Path
     rounds: tuple[RoundResult, ...]
@@ -49,10 +49,10 @@ class Distilled:
 
 
 def load_encoder(facts: TargetFacts) -> Encode:
-    """The target's tokenizer. Raises ModelFileError when it cannot be read or has ids beyond the model's."""
+    """The target's tokenizer. Raises ModelFileError if it cannot be read or has ids outside the model's vocabulary."""
     path = facts.folder / TOKENIZER_FILE
     tokenizer = read_tokenizer(facts.folder)
-    assert tokenizer is not None, "require_libraries has seen to it"
+    assert tokenizer is not None, "require_libraries has checked it"
     last = max(tokenizer.get_vocab().values(), default=-1)
     if last >= (size := facts.size("vocab_size")):
         raise ModelFileError(f"{path} has token id {last}, the model's vocabulary ends at {size - 1}")
@@ -64,10 +64,10 @@ def load_encoder(facts: TargetFacts) -> Encode:
 
 
 def load_parts(prepared: Preparation) -> tuple[Any, Corpus | None, Corpus | None]:
-    """(the target, the corpus to learn from, that of held-out prompts)."""
+    """(target, training corpus or None, corpus of held-out prompts or None)."""
     request, facts = prepared.request, prepared.facts
     device = pick_device(request.device)
-    if device.type == "cuda":  # sums in one order, or the same seed would give other weights
+    if device.type == "cuda":  # deterministic sums, so that the same seed gives the same weights
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
     encode = load_encoder(facts)
@@ -78,7 +78,7 @@ def load_parts(prepared: Preparation) -> tuple[Any, Corpus | None, Corpus | None
 
 
 def build_trainer(prepared: Preparation) -> tuple[Trainer, Corpus | None]:
-    """Load the target, make the student; returns both in a trainer, and the corpus of held-out prompts."""
+    """Load the target and create the student; returns (trainer, corpus of held-out prompts or None)."""
     request, facts, shape = prepared.request, prepared.facts, prepared.shape
     target, corpus, held_out = load_parts(prepared)
     student = new_student(shape, facts, target, request.seed)
@@ -86,7 +86,7 @@ def build_trainer(prepared: Preparation) -> tuple[Trainer, Corpus | None]:
 
 
 def estimate(trainer: Trainer) -> str:
-    """Time and memory of what is left, from two steps of learning and a few tokens of writing, which change nothing."""
+    """Remaining time and memory as text, from two training steps and a few generated tokens without side effects."""
     request, student = trainer.request, trainer.student
     shape = (request.rows, request.window)
     rng = np.random.default_rng([request.seed, 4])
@@ -101,14 +101,14 @@ def estimate(trainer: Trainer) -> str:
     started = time.monotonic()
     write(trainer.target, prompts.tolist(), TIMED_TOKENS, temperatures(rows), (), request.seed)
     text_s = (time.monotonic() - started) / TIMED_TOKENS / rows * request.reply_tokens
-    # Measuring runs forward only, over about half a window a text: a quarter of what learning from it would take.
+    # Measuring is a forward pass over about half a window per text: a quarter of the cost of training on it.
     measure_s = step_s * request.held_out_prompts / request.rows / 4 * 2
     round_s = step_s * request.steps_per_round + text_s * request.round_prompts + measure_s
     left = request.rounds - trainer.round_index
     total_s = left * round_s + (0 if trainer.rounds else 2 * text_s * request.held_out_prompts)
     return (
         f"at most {left} rounds of about {_duration(round_s)}, {_duration(total_s)} in all; memory about "
-        f"{_memory_bytes(trainer) / 2**30:.1f} GiB beside Python and torch"
+        f"{_memory_bytes(trainer) / 2**30:.1f} GiB besides Python and torch"
     )
 
 
@@ -132,19 +132,19 @@ def _duration(seconds: float) -> str:
 
 
 def load_state(trainer: Trainer, journal: Journal) -> None:
-    """Go on from the last finished round. Raises StateError for a state that cannot be read."""
+    """Load the state after the last finished round. Raises StateError if it cannot be read."""
     try:
         trainer.load(journal)
     except (RuntimeError, KeyError, ValueError, TypeError, EOFError) as exc:
-        raise StateError(f"{journal.state} cannot be read: {exc}; begin anew with --restart") from exc
+        raise StateError(f"{journal.state} cannot be read: {exc}; start over with --restart") from exc
 
 
 def run_rounds(trainer: Trainer, held_out: Corpus | None, journal: Journal, say: Say, advance: Advance) -> None:
-    """Round after round until the trainer is done, going on from what the journal holds; each is kept when it ends."""
+    """Run rounds until the trainer is done, resuming from the journal; the state is saved after each round."""
     request = trainer.request
     if journal.is_resumed:
         load_state(trainer, journal)
-        say(f"goes on after round {trainer.round_index} of at most {request.rounds}, from {journal.folder}")
+        say(f"resuming after round {trainer.round_index} of at most {request.rounds}, from {journal.folder}")
         advance(trainer.tokens_seen, "")
     if not trainer.is_done:
         say(estimate(trainer))
@@ -160,10 +160,10 @@ def run_rounds(trainer: Trainer, held_out: Corpus | None, journal: Journal, say:
 
 
 def distill(prepared: Preparation, journal: Journal, say: Say, advance: Advance) -> Distilled:
-    """Train until done and write the folder; returns what came of it.
+    """Train until done and write the folder; returns the result.
 
-    Raises CapabilityError, ModelFileError, ConfigError before work starts and StateError when the disk refuses; after
-    any exception, an interrupt included, the next call with an equal request goes on from the last finished round.
+    Raises CapabilityError, ModelFileError and ConfigError before work starts, StateError if a file cannot be written.
+    After any exception, KeyboardInterrupt included, a call with an equal request resumes from the last finished round.
     """
     journal.need_space(8 * STATE_COPIES * prepared.shape.parameters(prepared.facts.size("vocab_size")))
     trainer, held_out = build_trainer(prepared)
@@ -181,7 +181,7 @@ def _finish(prepared: Preparation, journal: Journal, trainer: Trainer) -> Distil
 
 
 def reason_of(request: DistillRequest, trainer: Trainer) -> str:
-    """Why a training that is done has ended."""
+    """Why a finished training stopped."""
     if trainer.round_index >= request.rounds:
         return f"all {request.rounds} rounds are done"
     stale = stale_rounds(trainer.rounds, request.min_rise)
@@ -189,10 +189,10 @@ def reason_of(request: DistillRequest, trainer: Trainer) -> str:
 
 
 def round_line(result: RoundResult, before: RoundResult | None) -> str:
-    """One line for people: acceptance, its change, the speed."""
+    """A line of text about a round: acceptance, its change, tokens, time."""
     change = "" if before is None else f" ({result.acceptance - before.acceptance:+.3f})"
     line = f"round {result.index}: acceptance {result.acceptance:.3f}{change}, greedy {result.greedy:.3f}, "
     line += f"sampled {result.sampled:.3f}"
     if before is None:
         return line + ", untrained"
-    return line + f", {result.tokens} tokens, {result.own_tokens} newly written, {_duration(result.seconds)}"
+    return line + f", {result.tokens} tokens, {result.own_tokens} newly generated, {_duration(result.seconds)}"

@@ -1,4 +1,4 @@
-"""What every training run here shares: the learning-rate schedule, the two optimisers, atomic checkpoints."""
+"""Shared by all training runs: learning-rate schedule, optimisers, atomic checkpoints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Schedule:
     early_exit_weight: float = 0.3
 
     def rate_factor(self, tokens_seen: int) -> float:
-        """Multiplier of both learning rates after `tokens_seen` tokens."""
+        """Factor on both learning rates after `tokens_seen` tokens."""
         progress = tokens_seen / self.total_tokens
         if progress < self.warmup_fraction:
             return max(progress, 1e-4) / self.warmup_fraction
@@ -62,6 +62,6 @@ def set_rate(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
 
 
 def save_checkpoint(value: Any, path: Path) -> None:
-    """Raises StateError when the disk is full, which torch reports as RuntimeError."""
+    """Save atomically. Raises StateError if the disk is full, which torch reports as RuntimeError."""
     with atomic_file(path, RuntimeError, fix=RESUME_FIX) as temporary:
         torch.save(value, temporary)

@@ -1,4 +1,4 @@
-"""Everything that can be refused before torch is even imported: the request, the target's folder, the data."""
+"""Checks the request, the target's folder and the data of a training before torch is imported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from edgespec.export.training.target import TargetFacts, read_target
 
 @dataclass(frozen=True)
 class Preparation:
-    """A request that can be carried out. Without data both lists of documents are empty."""
+    """A checked request. Without data both lists of documents are empty."""
 
     request: DistillRequest
     facts: TargetFacts
@@ -25,7 +25,7 @@ class Preparation:
     held_out: list[Document]
 
     def open_journal(self, *, restart: bool = False) -> Journal:
-        """OUTPUT.partial, new or as an earlier run left it. Raises as Journal does."""
+        """Open OUTPUT.partial, new or of an interrupted run. Raises the errors of `Journal`."""
         identity = self.request.identity(self.facts.fingerprint())
         return Journal(self.request.output, identity, restart=restart)
 
@@ -34,9 +34,9 @@ Shaper = Callable[[Any, TargetFacts], StudentShape]
 
 
 def prepare(request: DistillRequest, target_name: str = "", shaper: Shaper = student_shape) -> Preparation:
-    """Check a request against its target and its data; `shaper` decides the student's sizes.
+    """Check a request against its target and its data; `shaper` computes the student's sizes.
 
-    Raises ConfigError, ModelNotFound, ModelFileError or CapabilityError for the first thing that will not do.
+    Raises ConfigError, ModelNotFound, ModelFileError or CapabilityError for the first problem.
     """
     request.check()
     facts = read_target(request.target, target_name)
@@ -47,7 +47,7 @@ def prepare(request: DistillRequest, target_name: str = "", shaper: Shaper = stu
         )
     if not request.data:
         if facts.begin_id is None:
-            raise ConfigError(f"{facts.folder} has no begin token to write from: give texts with --data")
+            raise ConfigError(f"{facts.folder} has no begin token to generate from: give texts with --data")
         return Preparation(request, facts, shape, [], [])
     documents, held_out = split_held_out(read_documents(request.data), request.held_out_prompts)
     if facts.chat_template is None and any(document.messages for document in (*documents, *held_out)):

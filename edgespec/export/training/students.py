@@ -1,7 +1,7 @@
-"""The shape of a student and the config.json that says it. Needs no torch.
+"""The sizes of a student and its config.json. Needs no torch.
 
-A fresh student is a Llama, which every converter knows. One that starts from layers of its target keeps the target's
-own architecture.
+A new student is a Llama, which every converter supports. A student that starts from layers of its target has the
+target's architecture.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LAYERS_CAN_BE_TAKEN_FROM = ("llama", "mistral", "qwen2", "qwen3")
 
 @dataclass(frozen=True)
 class StudentShape:
-    """Sizes of a student. `layers_of_target` names where its layers come from; empty: from nowhere."""
+    """Sizes of a student. `layers_of_target`: the target's layers that it starts from, or empty."""
 
     layers: int
     hidden: int
@@ -31,7 +31,7 @@ class StudentShape:
     layers_of_target: tuple[int, ...] = ()
 
     def parameters(self, vocab_size: int) -> int:
-        """Number of weights with a tied head; a target's biases and norms of heads are left out."""
+        """Number of weights with a tied head, without biases and norms of attention heads."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         layer = attention + 3 * self.hidden * self.ffn + 2 * self.hidden
         return vocab_size * self.hidden + self.layers * layer + self.hidden
@@ -59,7 +59,7 @@ class StudentShape:
 
 
 def _shortened(config: dict[str, Any], layers: tuple[int, ...]) -> dict[str, Any]:
-    """The target's config with these layers alone; what it lists per layer is cut with them."""
+    """The target's config with only these layers, also in per-layer lists."""
     changed = {**config, "num_hidden_layers": len(layers)}
     if config.get("layer_types"):
         changed["layer_types"] = [config["layer_types"][layer] for layer in layers]
@@ -67,9 +67,9 @@ def _shortened(config: dict[str, Any], layers: tuple[int, ...]) -> dict[str, Any
 
 
 def student_shape(request: DistillRequest, target: TargetFacts) -> StudentShape:
-    """Sizes asked for, the others derived: half the target's width, a quarter of its layers, heads of 64.
+    """The requested sizes; defaults: half the target's width, a quarter of its layers, attention heads of 64.
 
-    Raises ConfigError for sizes that do not fit together, CapabilityError when no layers can be taken from a target.
+    Raises ConfigError for inconsistent sizes, CapabilityError if the target does not support `init`.
     """
     if request.init:
         return _from_layers(request, target)
@@ -77,10 +77,10 @@ def student_shape(request: DistillRequest, target: TargetFacts) -> StudentShape:
     if request.heads is None and hidden % HEAD_DIM:
         low = hidden // HEAD_DIM * HEAD_DIM
         near = f"{low} or {low + HEAD_DIM}" if low else f"{HEAD_DIM}"
-        raise ConfigError(f"--hidden {hidden} is no multiple of {HEAD_DIM}: take {near}, or give --heads too")
+        raise ConfigError(f"--hidden {hidden} is not a multiple of {HEAD_DIM}: give {near}, or also --heads")
     heads = request.heads or hidden // HEAD_DIM
     if hidden % heads or hidden // heads % 2:
-        raise ConfigError(f"--hidden {hidden} must be a multiple of --heads {heads} that makes heads of even width")
+        raise ConfigError(f"--hidden {hidden} must be a multiple of --heads {heads}, with heads of even width")
     kv_heads = request.kv_heads or max(n for n in range(1, max(1, heads // 2) + 1) if heads % n == 0)
     if heads % kv_heads:
         raise ConfigError(f"--heads {heads} is not divisible by --kv-heads {kv_heads}")
@@ -91,7 +91,7 @@ def student_shape(request: DistillRequest, target: TargetFacts) -> StudentShape:
 def _from_layers(request: DistillRequest, target: TargetFacts) -> StudentShape:
     if target.kind not in LAYERS_CAN_BE_TAKEN_FROM:
         known = ", ".join(LAYERS_CAN_BE_TAKEN_FROM)
-        raise CapabilityError(f"--init layers: works for {known}, the target is {target.kind!r}: leave it out")
+        raise CapabilityError(f"--init layers: is supported for {known}; the target is {target.kind!r}: omit it")
     last = target.size("num_hidden_layers") - 1
     bad = [layer for layer in request.init if layer > last]
     if bad or len(set(request.init)) < len(request.init):
@@ -108,5 +108,5 @@ def _from_layers(request: DistillRequest, target: TargetFacts) -> StudentShape:
     for name, value in own.items():
         asked = getattr(request, name)
         if asked not in (None, value):
-            raise ConfigError(f"{flag(name)} {asked} contradicts --init, which makes it {value}: leave it out")
+            raise ConfigError(f"{flag(name)} {asked} conflicts with --init, which sets it to {value}: omit it")
     return StudentShape(**own, head_dim=target.head_dim, layers_of_target=request.init)

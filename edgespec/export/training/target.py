@@ -1,7 +1,4 @@
-"""What a distillation must know of its target before any weight is read: sizes, tokens, chat template. Needs no torch.
-
-What this file does not know: whether the weights load.
-"""
+"""Facts of a distillation's target from its JSON files: sizes, special tokens, chat template. Needs no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
-# GPT-2 names its sizes differently from everyone after it.
+# GPT-2's names of these sizes.
 _OTHER_NAMES = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
@@ -35,7 +32,7 @@ _OTHER_NAMES = {
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """A model folder as its JSON files describe it. `begin_id` starts every text, None where nothing does."""
+    """Facts of a model folder from its JSON files. `begin_id`: the begin-of-text token, or None."""
 
     name: str
     folder: Path
@@ -46,7 +43,7 @@ class TargetFacts:
     stop_ids: frozenset[int] = field(default_factory=frozenset)
 
     def size(self, key: str) -> int:
-        """A size from config.json, under any of its names. Raises ModelFileError when there is none."""
+        """A size from config.json, by either of its names. Raises ModelFileError if it is missing."""
         value = self.config.get(key) or self.config.get(_OTHER_NAMES.get(key, key))
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ModelFileError(f"{self.folder / 'config.json'}: {key} must be a positive number, got {value!r}")
@@ -69,7 +66,7 @@ class TargetFacts:
         return sorted(self.folder.glob("*.safetensors"))
 
     def fingerprint(self) -> str:
-        """Changes with the settings, the tokenizer, and the size of the weights; hashing those would take minutes."""
+        """A hash of settings, tokenizer and weight file sizes; hashing the weights would take minutes."""
         digest = hashlib.sha256()
         for name in ("config.json", *TOKENIZER_FILES):
             path = self.folder / name
@@ -80,14 +77,14 @@ class TargetFacts:
 
 
 def read_target(folder: Path, name: str = "") -> TargetFacts:
-    """Facts of a model folder, called `name` or as the folder is; weights are not looked at.
+    """Facts of a model folder, without reading weights. `name` defaults to the folder's name.
 
-    Raises ModelNotFound for no folder, ModelFileError for one that lacks something.
+    Raises ModelNotFound if it is not a folder, ModelFileError if a file is missing or damaged.
     """
     if not folder.is_dir():
-        raise ModelNotFound(f"{folder} is no folder: give a Hugging Face model folder (config.json, *.safetensors)")
+        raise ModelNotFound(f"{folder} is not a folder: give a Hugging Face model folder (config.json, *.safetensors)")
     config = read_json(folder / "config.json")
-    config = {**config, **config.get("text_config", {})}  # models that also see keep their sizes one level down
+    config = {**config, **config.get("text_config", {})}  # multimodal models nest the sizes of the language model
     if not (folder / TOKENIZER_FILE).is_file():
         raise ModelFileError(
             f"{folder} has no {TOKENIZER_FILE}: save the tokenizer as a fast one (AutoTokenizer.from_pretrained(...)"
@@ -110,7 +107,7 @@ def _added_ids(folder: Path) -> dict[str, int]:
     try:
         return {token["content"]: int(token["id"]) for token in read_json(path).get("added_tokens") or []}
     except (TypeError, KeyError, ValueError) as exc:
-        raise ModelFileError(f"{path} lists its added tokens in an unknown way: {exc!r}") from exc
+        raise ModelFileError(f"{path} has an unknown format of added_tokens: {exc!r}") from exc
 
 
 def _as_ids(value: Any) -> list[int]:
@@ -118,7 +115,7 @@ def _as_ids(value: Any) -> list[int]:
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """Texts of the begin and end token; older files wrap them in an object."""
+    """Texts of the begin and end tokens, given as a string or (older files) an object."""
     found = {}
     for key in ("bos_token", "eos_token"):
         value = settings.get(key)

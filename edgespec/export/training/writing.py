@@ -1,7 +1,7 @@
-"""Text that a Hugging Face model writes: batched sampling with its own KV cache, prompts of unequal lengths.
+"""Generates text with a Hugging Face model: batched sampling with a KV cache, for prompts of different lengths.
 
-Rows that came to their end leave the batch once half of it has, so that a few long answers do not cost full width.
-What this file does not know: where prompts come from and what the text is for.
+Finished rows are removed from the batch once half of it is finished, so that a few long texts do not need the full
+width.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-GREEDY_BELOW = 1e-3  # temperatures under this mean argmax
+GREEDY_BELOW = 1e-3  # lower temperatures mean argmax
 
 
 def sample(logits: Tensor, temperatures: Tensor, generator: torch.Generator) -> Tensor:
-    """One token id per row [rows] of `logits` [rows, vocab]; a temperature under GREEDY_BELOW takes the argmax."""
+    """Sample token ids [rows] from `logits` [rows, vocab] at `temperatures` [rows]; argmax below GREEDY_BELOW."""
     noise = torch.empty_like(logits).exponential_(generator=generator)
     scaled = logits / temperatures.clamp(min=GREEDY_BELOW)[:, None]
     # argmax of log p - log e is argmin of e / p, the exponential race
@@ -26,12 +26,12 @@ def sample(logits: Tensor, temperatures: Tensor, generator: torch.Generator) -> 
 
 
 class _Rows:
-    """The rows of one batch that still grow: their cache, their mask [rows, length], which text each one is."""
+    """The unfinished rows of one batch: KV cache, attention mask [rows, length], index of each row's text."""
 
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]]) -> None:
         longest = max(map(len, prompts))
         self.model, self.device = model, model.device
-        # Padding stands on the left, so that every row's next token comes at the same column.
+        # Left padding, so that the next token of every row has the same column.
         self._new = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=self.device)
         self._mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=self.device)
         self.texts = torch.arange(len(prompts), device=self.device)
@@ -40,7 +40,7 @@ class _Rows:
         self._options = {"use_cache": True, **({"logits_to_keep": 1} if only_last else {})}
 
     def logits(self) -> Tensor:
-        """Run the tokens that are new; float32 scores [rows, vocab] of what follows each row."""
+        """Run the new tokens; returns float32 logits [rows, vocab] of the next token of each row."""
         positions = (self._mask.cumsum(dim=1) - 1).clamp(min=0)[:, -self._new.shape[1] :]
         output = self.model(
             input_ids=self._new,
@@ -57,7 +57,7 @@ class _Rows:
         self._mask = torch.cat((self._mask, torch.ones_like(self._new)), dim=1)
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with `rows` (indices) alone."""
+        """Keep only `rows` (indices)."""
         self.texts, self._new, self._mask = self.texts[rows], self._new[rows], self._mask[rows]
         self._cache.batch_select_indices(rows)
 
@@ -73,10 +73,10 @@ def write(
     *,
     opening: int = 0,
 ) -> list[list[int]]:
-    """Each prompt with its continuation of 1..`max_new_tokens` tokens, up to and with the first of `stop_ids`.
+    """Each prompt with its continuation of 1..`max_new_tokens` tokens, up to and including the first of `stop_ids`.
 
-    Row i is sampled at `temperatures[i]`; its first `opening` tokens at temperature 1 whatever that says, so that
-    greedy rows from one prompt differ. The text depends on `seed`, the prompts of the batch and the machine.
+    Row i is sampled at `temperatures[i]`, but its first `opening` tokens at temperature 1, so that greedy rows from the
+    same prompt differ. The text depends on `seed`, the prompts of the batch and the machine.
     """
     texts = [list(prompt) for prompt in prompts]
     generator = torch.Generator(device=model.device).manual_seed(seed)
