@@ -1,14 +1,13 @@
 """A race: one prompt and seed decoded plainly and with speculation, each run alone, timed on its own clock.
 
-At the same time the two would slow each other down, and in turns token by token they would share caches and heat. So
-the plain run comes first and is recorded; then the speculative one runs alone, and a caller may show the recording
-beside it by the same clock, as racing games show the ghost of an earlier lap. That is live, at real speed, and needs
-one target in memory at a time. Both are warmed up first. What could still differ is the machine: where memory allows
-the plain target stays loaded and decodes a little once more at the end, so that a change of pace is noticed and told.
+Run at the same time, the two would slow each other down; alternating token by token, they would share caches. So the
+plain run comes first and is recorded; then the speculative run executes alone, and a caller may replay the recording
+beside it by the same clock. This needs one target in memory at a time. Both runs are warmed up first. If memory allows,
+the plain target stays loaded and decodes a few tokens again at the end, to report a change of the machine's speed.
 
-The plain run is plain decoding at its best: no draft loaded, and no padding of lone tokens, which the reproducible
-mode pays for. So its text may part from the speculative one in a near-tie of rounding; then plain decoding in the same
-mode is run as well, and the promise is checked against that.
+The plain run uses the fastest mode, with no draft loaded and no padding of single tokens. Its text may therefore differ
+from a reproducible speculative run in a near-tie of rounding; then plain decoding in reproducible mode is run too, and
+the texts of that mode are compared.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a race showed, in plain sentences: whether the texts agree, and why speculation was fast or slow.
+"""The result of a race in sentences: whether the texts agree, and why speculation was fast or slow.
 
-Every figure is the race's own or one that the controller works with: with s seconds of plain decoding per token, a
-round that yields m tokens in r seconds gains exactly m / (r / s), so these two numbers are the explanation.
+All figures are measured in the race or taken from the controller. With s seconds per token of plain decoding, a round
+that emits m tokens in r seconds gains m / (r / s), so the sentences explain these two numbers.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from edgespec.control.length import ceiling, expected_speedup
 from edgespec.tuning.verify import Divergence
 from edgespec.types import RoundRecord
 
-NEAR = 0.05  # speeds that differ by less are called equal
+NEAR = 0.05  # speeds that differ by less count as equal
 _ENOUGH_DRAFTED = 16
 _MOST_DRAFTED = 15  # as far as passes are measured when a model is loaded
-_PACE_CHANGE = 0.1  # of plain decoding's rate from the race's begin to its end, beyond which it is told
-_SELDOM = 0.25  # share of rounds with a draft up to which the choice was mostly plain decoding
+_PACE_CHANGE = 0.1  # of plain decoding's rate from the race's begin to its end, that is reported
+_SELDOM = 0.25  # up to this share of rounds with a draft, decoding was mostly plain
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What things cost in this race, in plain tokens (seconds per token of the plain run).
+    """Costs in this race, in units of the plain run's seconds per token.
 
-    `round`, `verify`, `draft`, `rest`: of a round on average; `drafter`: whose prices these are; `width`: of a typical
-    verifying pass, and `pass_`: what it costs over a plain pass; `token`: of a drafted one; `pays_from`: the share of
-    drafted tokens that must stand for drafting to pay, None where it never does; `best`: (draft length, speedup) that
-    nothing can beat, since every drafted token would stand; `lone`: a pass of one token in the speculative run's mode.
+    `round`, `verify`, `draft`, `rest`: averages per round; `drafter`: the drafter they belong to; `width`: tokens in a
+    typical verification pass; `pass_`: its cost over a plain pass; `token`: cost of a draft token; `pays_from`: the
+    acceptance rate from which drafting pays off, None if it never does; `best`: (draft length, speedup) if every draft
+    token were accepted; `lone`: cost of a single-token pass in the speculative run's mode.
     """
 
     round: float
@@ -58,51 +58,51 @@ def speed(outcome: Outcome) -> str:
 
 
 def proof(outcome: Outcome, token_name: Callable[[int], str]) -> str:
-    """Whether the texts are the same token by token, or where and why they part."""
+    """Whether the texts are equal token by token, or where and why they differ."""
     count = len(outcome.drafted.marks)
     if outcome.divergence is None and outcome.rounding is None:
         return f"identical: all {count} tokens, compared one by one"
     if outcome.divergence is None and outcome.rounding is not None:
         return (
-            f"identical: all {count} tokens to plain decoding in the same mode, compared one by one. The plain run "
-            "shown is the faster one, without the padding that makes bits reproducible, and rounds differently: "
+            f"identical: all {count} tokens equal plain decoding in the same mode, compared one by one. The plain run "
+            "shown uses the fastest mode, which rounds differently: "
             f"{_parting(outcome, outcome.rounding, token_name)}"
         )
     assert outcome.divergence is not None
     parting = _parting(outcome, outcome.divergence, token_name)
     if outcome.is_reproducible:
-        return f"DIFFERENT, though this mode promises the same text: {parting}. Please report it"
+        return f"DIFFERENT, although reproducible mode guarantees the same text: {parting}. Please report this"
     return (
-        f"different, which this mode allows: {parting}. The rule lets the text depend on the draft, or a pass over "
-        "several tokens rounds another way than one over a single token; only the reproducible mode excludes both"
+        f"different, which the fastest mode allows: {parting}. A pass over several tokens rounds differently from a "
+        "pass over one, and rules other than coupled sample other text; --reproducible excludes both"
     )
 
 
 def reasons(outcome: Outcome, drafter: str, *, is_automatic: bool) -> list[str]:
-    """Why it was fast or slow, in two or three sentences. `drafter`: as it was asked for."""
+    """Why it was fast or slow, in two or three sentences. `drafter`: as requested."""
     if not outcome.speed_ratio:
         return []
     if outcome.curve is None:
-        return ["This model cannot take tokens back, so nothing can be drafted."]
+        return ["This model cannot roll back its KV cache, so speculation is impossible."]
     costs = prices(outcome)
     found = [_balance(outcome, costs), _threshold(costs)]
     found.append(_choice(outcome.drafted, drafter) if is_automatic else _fixed(outcome))
     lone_rounds = sum(record.drafter is None for record in outcome.drafted.rounds)
     if outcome.is_reproducible and costs.lone > 1 + NEAR and lone_rounds > len(outcome.drafted.rounds) / 4:
         found.append(
-            f"Of its passes {lone_rounds} were over a single token, which is padded so that the text can be reproduced "
-            f"and takes {costs.lone:.2f} times as long; --no-reproducible avoids that."
+            f"{lone_rounds} passes had a single token; in reproducible mode these are {costs.lone:.2f}x slower on this "
+            "model (--no-reproducible avoids that)."
         )
     if outcome.pace is not None and abs(outcome.pace - 1) > _PACE_CHANGE:
         found.append(
-            f"Plain decoding once more at the end ran at {outcome.pace:.0%} of its first speed: other programs or heat "
-            "changed the machine's pace, so take the ratio with a grain of salt."
+            f"Plain decoding repeated at the end reached {outcome.pace:.0%} of its first speed: other programs or heat "
+            "changed the machine's speed, so the ratio is unreliable."
         )
     return found
 
 
 def prices(outcome: Outcome) -> Prices:
-    """What a round cost, from the clocks of both runs, and what the machine would allow, from the cost curve."""
+    """Costs per round from the clocks of both runs, and the possible speedup from the cost curve."""
     assert outcome.curve is not None
     stats, plain, lap = outcome.drafted.stats, outcome.plain.stats, outcome.drafted
     plain_s, rounds = 1 / plain.tokens_per_second, max(stats.rounds, 1)
@@ -134,10 +134,10 @@ def prices(outcome: Outcome) -> Prices:
 
 
 def break_even(pass_s: Sequence[float], token_s: float) -> tuple[float | None, int]:
-    """(share of drafted tokens that must stand for drafting to pay, the draft length that pays first).
+    """(acceptance rate from which drafting pays off, the draft length that pays off first).
 
-    `pass_s[w]`: seconds of a pass of width w. Tokens alike and independent, as `expected_speedup` takes them; None:
-    drafting does not pay even if all of them stand.
+    `pass_s[w]`: seconds of a pass of width w. Tokens are accepted independently at one rate, as in
+    `expected_speedup`. None: drafting does not pay off even if every token is accepted.
     """
 
     def best_at(rate: float) -> tuple[float, int]:
@@ -153,9 +153,9 @@ def break_even(pass_s: Sequence[float], token_s: float) -> tuple[float | None, i
 
 
 def _token_s(outcome: Outcome, drafting: Sequence[RoundRecord], drafter: str | None) -> float:
-    """Seconds of a drafted token: what it took in this race, or the controller's figure where hardly any was drafted.
+    """Seconds per draft token: measured in this race, or the controller's figure if hardly any was drafted.
 
-    The race's own includes what the draft model reads of the target's text, and our sampling.
+    The measured figure includes the draft model's processing of the target's text, and sampling.
     """
     if drafter not in outcome.draft_costs:
         return 0.0
@@ -169,44 +169,43 @@ def _token_s(outcome: Outcome, drafting: Sequence[RoundRecord], drafter: str | N
 def _balance(outcome: Outcome, costs: Prices) -> str:
     stats, ratio = outcome.drafted.stats, outcome.speed_ratio
     verdict = "Faster" if ratio > 1 + NEAR else "Slower" if ratio < 1 - NEAR else "About as fast"
-    stood = (
-        f" ({stats.acceptance_rate:.0%} of {stats.drafted_tokens} drafted ones stood)" if stats.drafted_tokens else ""
+    accepted = (
+        f" ({stats.acceptance_rate:.0%} of {stats.drafted_tokens} draft tokens accepted)"
+        if stats.drafted_tokens
+        else ""
     )
     return (
-        f"{verdict}: a round yielded {stats.mean_accepted_length:.2f} tokens{stood} and took the time of "
-        f"{costs.round:.2f} plain ones: {costs.verify:.2f} the target's pass, {costs.draft:.2f} drafting and deciding, "
-        f"{costs.rest:.2f} the rest."
+        f"{verdict}: a round emitted {stats.mean_accepted_length:.2f} tokens{accepted} in the time of "
+        f"{costs.round:.2f} plain tokens: target pass {costs.verify:.2f}, drafting {costs.draft:.2f}, other "
+        f"{costs.rest:.2f}."
     )
 
 
 def _threshold(costs: Prices) -> str:
-    price = f"a token of the draft model {costs.token:.2f}" if costs.token else "one looked up in the text nothing"
-    limit = "drafting would not pay even if every token stood"
+    price = f"a draft-model token {costs.token:.2f}" if costs.token else "a lookup token nothing"
+    limit = "drafting would not pay off even if every token were accepted"
     if costs.pays_from is not None:
         share, best = costs.pays_from, costs.best[1]
-        limit = f"drafting pays where over {share:.0%} of the draft stands, and gains {best:.2f}x at best"
-    return f"Here a pass over {costs.width} tokens costs {costs.pass_:.2f} plain ones and {price}: {limit}."
+        limit = f"drafting pays off above {share:.0%} acceptance and gains at most {best:.2f}x"
+    return f"On this machine a pass over {costs.width} tokens costs {costs.pass_:.2f} plain ones, {price}: {limit}."
 
 
 def _choice(lap: Lap, drafter: str) -> str:
     rounds = [record for record in lap.rounds if record.drafter is not None]
     if not rounds:
-        return "Left to choose, edgespec expected less than that and decoded plainly all the way."
+        return "auto expected less acceptance than that and decoded plainly throughout."
     names = Counter(record.drafter for record in rounds)
     by = ", ".join(f"{name} {count}" for name, count in names.most_common())
     length = fmean(record.drafted_tokens for record in rounds)
     seldom = "only " if len(rounds) <= _SELDOM * len(lap.rounds) else ""
     whose = f" ({by})" if drafter == "auto" else ""
-    return (
-        f"Left to choose, edgespec drafted in {seldom}{len(rounds)} of {len(lap.rounds)} rounds{whose}, "
-        f"{length:.1f} tokens at a time."
-    )
+    return f"auto drafted in {seldom}{len(rounds)} of {len(lap.rounds)} rounds{whose}, {length:.1f} tokens per draft."
 
 
 def _fixed(outcome: Outcome) -> str:
     longest = max((record.drafted_tokens for record in outcome.drafted.rounds), default=0)
-    hint = "; --draft-length auto drafts only where it pays" if outcome.speed_ratio < 1 - NEAR else ""
-    return f"The draft length was set by hand, up to {longest} tokens a round{hint}."
+    hint = "; --draft-length auto drafts only when it pays off" if outcome.speed_ratio < 1 - NEAR else ""
+    return f"The draft length was fixed, up to {longest} tokens per round{hint}."
 
 
 def _parting(outcome: Outcome, divergence: Divergence, token_name: Callable[[int], str]) -> str:
@@ -214,7 +213,7 @@ def _parting(outcome: Outcome, divergence: Divergence, token_name: Callable[[int
         "the end" if token_id is None else repr(token_name(token_id))
         for token_id in (divergence.plain_token_id, divergence.drafted_token_id)
     ]
-    # where tokens are sampled, the tie is between scores that hold the noise, and logits do not show how near it was
-    is_told = outcome.is_greedy and divergence.logit_margin is not None
-    margin = f", {divergence.logit_margin:.2g} apart in logits" if is_told else ""
-    return f"at token {divergence.position + 1} they part: {names[0]} plain, {names[1]} with speculation{margin}"
+    # with sampling, the tie is between logits plus noise, so the difference of the logits alone would mislead
+    shows_margin = outcome.is_greedy and divergence.logit_margin is not None
+    margin = f", {divergence.logit_margin:.2g} apart in logits" if shows_margin else ""
+    return f"outputs differ at token {divergence.position + 1}: {names[0]} plain, {names[1]} with speculation{margin}"

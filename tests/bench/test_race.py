@@ -203,12 +203,12 @@ def test_drafting_pays_from_where_it_says():
 def test_the_reasons_name_the_figures(outcome: Outcome):
     assert speed(outcome).startswith("2.00x: 20.0 tokens/s with speculation, 10.0 without")
     balance, limit, choice = reasons(outcome, "auto", is_automatic=True)
-    assert balance.startswith("Faster: a round yielded 4.00 tokens (100% of 9 drafted ones stood)")
-    assert "time of 2.00 plain ones: 1.50 the target's pass, 0.30 drafting and deciding, 0.20 the rest" in balance
+    assert balance.startswith("Faster: a round emitted 4.00 tokens (100% of 9 draft tokens accepted)")
+    assert "time of 2.00 plain tokens: target pass 1.50, drafting 0.30, other 0.20" in balance
     assert "a pass over 4 tokens costs 1.50 plain ones" in limit
-    assert "gains 2.00x at best" in limit
-    assert choice == "Left to choose, edgespec drafted in 3 of 3 rounds (model 3), 3.0 tokens at a time."
-    assert "set by hand, up to 3" in reasons(outcome, "model", is_automatic=False)[-1]
+    assert "gains at most 2.00x" in limit
+    assert choice == "auto drafted in 3 of 3 rounds (model 3), 3.0 tokens per draft."
+    assert "fixed, up to 3" in reasons(outcome, "model", is_automatic=False)[-1]
 
 
 def test_slower_nothing_drafted_and_a_changed_pace_are_told(outcome: Outcome):
@@ -216,17 +216,17 @@ def test_slower_nothing_drafted_and_a_changed_pace_are_told(outcome: Outcome):
     slow = dataclasses.replace(outcome, drafted=lap([None] * 13, 0.15, outcome.drafted.rounds), pace=0.7)
     said = reasons(slow, "auto", is_automatic=True)
     assert said[0].startswith("Slower: ")
-    assert "ran at 70% of its first speed" in said[-1]
+    assert "reached 70% of its first speed" in said[-1]
     assert "--draft-length auto" in reasons(slow, "model", is_automatic=False)[2]
     idle = dataclasses.replace(outcome, drafted=lap([None] * 13, 0.1, plain_rounds))
-    assert reasons(idle, "auto", is_automatic=True)[-1].endswith("decoded plainly all the way.")
+    assert reasons(idle, "auto", is_automatic=True)[-1].endswith("decoded plainly throughout.")
     padded = [dataclasses.replace(record, verify_s=0.12) for record in plain_rounds]
     lone = reasons(dataclasses.replace(idle, drafted=lap([None] * 13, 0.125, padded)), "auto", is_automatic=True)
-    assert "12 were over a single token, which is padded" in lone[-1]
-    assert "takes 1.20 times as long; --no-reproducible" in lone[-1]
+    assert "12 passes had a single token" in lone[-1]
+    assert "1.20x slower on this model (--no-reproducible" in lone[-1]
     stuck = dataclasses.replace(outcome, curve=None, draft_costs={})
     assert reasons(stuck, "auto", is_automatic=True) == [
-        "This model cannot take tokens back, so nothing can be drafted."
+        "This model cannot roll back its KV cache, so speculation is impossible."
     ]
     short = dataclasses.replace(outcome, plain=lap([None], 0.1, []))
     assert "larger -n" in speed(short)
@@ -240,11 +240,13 @@ def test_the_proof_is_honest_about_each_case(outcome: Outcome):
     parting = Divergence(6, 1, 2, 0.01)
     assert said() == "identical: all 13 tokens, compared one by one"
     rounding = said(rounding=parting, proof=outcome.plain)
-    assert rounding.startswith("identical: all 13 tokens to plain decoding in the same mode")
-    assert "at token 7 they part: '<1>' plain, '<2>' with speculation, 0.01 apart in logits" in rounding
+    assert rounding.startswith("identical: all 13 tokens equal plain decoding in the same mode")
+    assert "outputs differ at token 7: '<1>' plain, '<2>' with speculation, 0.01 apart in logits" in rounding
     assert said(rounding=parting, is_greedy=False).endswith("'<2>' with speculation")
-    assert said(divergence=parting).startswith("DIFFERENT, though this mode promises the same text: at token 7")
-    assert said(divergence=parting, is_reproducible=False).startswith("different, which this mode allows")
+    assert said(divergence=parting).startswith(
+        "DIFFERENT, although reproducible mode guarantees the same text: outputs differ at token 7"
+    )
+    assert said(divergence=parting, is_reproducible=False).startswith("different, which the fastest mode allows")
     assert "'<1>' plain, the end with" in said(divergence=Divergence(3, 1, None, None), is_reproducible=False)
 
 
@@ -333,7 +335,7 @@ def test_the_small_pair_races_through_a_pipe_without_control_codes():
     after = lines[lines.index("---", 1) + 1 :]
     assert re.match(r"\d+\.\d\dx: ", after[0])
     assert after[1] == "identical: all 16 tokens, compared one by one"
-    assert any(line.startswith("The draft length was set by hand, up to ") for line in after)
+    assert any(line.startswith("The draft length was fixed, up to ") for line in after)
     assert "\x1b" not in result.stdout
     assert "seed 7" in result.stderr
 
