@@ -5,7 +5,7 @@
     python3 scripts/run.py test [ARGS]       run the tests (arguments go to pytest)
     python3 scripts/run.py lint              check style and types
     python3 scripts/run.py COMMAND [ARGS]    any edgespec command
-    python3 scripts/run.py install EXTRA...  add an extra: llamacpp, export, server, ...
+    python3 scripts/run.py install EXTRA...  add an extra: llamacpp, export, train, ...
 
 The first call installs, in half a minute and without a compiler. A later call starts at once and needs no network.
 GGUF files, --engine llamacpp and the tests need llama.cpp, which is installed when it is first asked for: a ready wheel
@@ -45,7 +45,6 @@ PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 EXTRAS = {
     "test": ["test"],
     "lint": ["lint"],
-    "serve": ["server"],
     "export": ["export"],
     "bench": ["bench"],
     "distill": ["train"],
