@@ -173,7 +173,8 @@ def test_interpreter_that_is_not_there(tmp_path):
 @posix_only
 def test_a_parent_that_is_killed_leaves_no_child(tmp_path):
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom peers.process import PeerProcess\n"
+        f"import sys, time; sys.path.insert(0, {str(ROOT / 'scripts' / 'lab')!r})\n"
+        "from pathlib import Path\nfrom peers.process import PeerProcess\n"
         f"peer = PeerProcess('edgespec', {{'folder': {str(DEMO)!r}, 'engine': 'llamacpp', 'context_length': '128'}}, "
         f"Path({str(tmp_path / 'log')!r}))\npeer.open()\nprint(peer._process.pid, flush=True)\ntime.sleep(60)"
     )

@@ -191,5 +191,5 @@ def test_a_file_that_may_not_be_read_is_named(folder: Path, name: str) -> None:
 
 def test_a_template_of_many_brackets_is_a_prompt_error() -> None:
     for source in ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{{ " + "[" * 5000 + "]" * 5000 + " }}"):
-        with pytest.raises(PromptError, match="nests too deep"):
+        with pytest.raises(PromptError, match="nested too deeply"):
             render_chat(source, [{"role": "user", "content": "hi"}])
