@@ -146,10 +146,10 @@ def test_an_eagle3_head_reads_its_pairs_again_after_a_failure() -> None:
 
 @pytest.fixture(params=["fixed", "auto"])
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Model]:
-    """A table whose passes take a millisecond: speculation pays, so `auto` asks for its draft model."""
+    """A table whose passes take 5 ms: speculation pays even on a busy machine, so `auto` asks for its draft model."""
     length = 4 if request.param == "fixed" else "auto"
     drafter = "model" if request.param == "fixed" else "auto"
-    with table_model(tmp_path, 0.001, drafter=drafter, draft_length=length) as made:
+    with table_model(tmp_path, 0.005, drafter=drafter, draft_length=length) as made:
         made.prepare()
         yield made
 
