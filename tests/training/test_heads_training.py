@@ -23,7 +23,7 @@ from edgespec.cli import main as cli_main
 from edgespec.drafters.base import DraftRequest
 from edgespec.errors import CapabilityError
 from edgespec.export.training.heads import build_heads_trainer, head_file, train_heads
-from edgespec.export.training.heads_loss import DraftLoss, wanted_of
+from edgespec.export.training.heads_loss import DraftLoss, target_distributions
 from edgespec.export.training.heads_request import HeadsRequest, heads_shape
 from edgespec.export.training.heads_trainer import LATER_WEIGHT, STATE_WEIGHT, HeadsTrainer, head_scale, last_states
 from edgespec.export.training.inherit import load_target
@@ -84,7 +84,7 @@ def test_the_command_makes_a_file_that_drafts(kind: str, tiny: Path, tmp_path: P
     assert after > before + 0.02, done.stderr
     assert not output.with_name("heads.npz.partial").exists()
     again = CliRunner().invoke(cli_main.cli, ["train-heads", str(tiny), *data, *options])
-    assert again.exit_code == 2 and "exists already" in again.stderr
+    assert again.exit_code == 2 and "already exists" in again.stderr
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -173,7 +173,7 @@ def test_the_gradient_written_by_hand_is_the_one_of_autograd(share: float, draft
     torch.manual_seed(0)
     head, states, found = torch.randn(30, 8), torch.randn(3, 5, 8), torch.randn(3, 5, 8)
     weights, ids, factor = torch.rand(3, 5), torch.randperm(30)[:drafted].sort().values, 0.7
-    wanted = wanted_of(states, head, ids, factor)
+    wanted = target_distributions(states, head, ids, factor)
     results = []
     for slow in (False, True):
         given = found.clone().requires_grad_()
