@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Self
@@ -18,18 +19,19 @@ Evidence = tuple[float, ...]
 """Features of one drafted token, from which its acceptance is predicted; each drafter defines its own."""
 NO_PARENT = -1
 Progress = Callable[[int, int, str], None]
-"""Called while something long is made, with (done, total, what is being done)."""
+"""Callback of long work: (steps done, steps in all, what is being done)."""
 
 
 def no_progress(_done: int, _total: int, _what: str) -> None:
-    """For callers who do not want to know."""
+    """A callback that ignores progress."""
 
 
-class Closing:
-    """What has to be closed: a `with` block closes it at its end."""
+class Closing(ABC):
+    """An object that has to be closed; a `with` block closes it at its end."""
 
+    @abstractmethod
     def close(self) -> None:
-        raise NotImplementedError
+        """Release what it holds."""
 
     def __enter__(self) -> Self:
         return self
