@@ -30,7 +30,7 @@ HEADS, HEAD_KINDS = "heads", ("medusa", "eagle")
 TABLES = (*ENGINE_TABLES.values(), HEADS, "sampling", "figures")
 FILE_KEYS = ("path", "bytes", "sha256", "parameters", "parts")
 # Larger files are hashed where the result can be kept, once.
-MAX_HASHED_BYTES = 256 * 2**20
+MAX_HASHED_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import threading
 from pathlib import Path
 from typing import Any
 
 from edgespec.errors import CapabilityError, ModelFileError, PromptError, UsageError
-from edgespec.formats.hub_folder import chat_template, read_json, read_optional_json
+from edgespec.formats.hub_folder import chat_template, read_optional_json
 from edgespec.installation import install_command
 from edgespec.vocabulary import Vocabulary
 
@@ -43,16 +43,13 @@ class TokenizerFile(Vocabulary):
     def __init__(self, folder: Path, size: int) -> None:
         self.size = size
         path = folder / "tokenizer.json"
-        self._plain, self._special = _open(path), _open(path)
-        self._plain.encode_special_tokens = True  # control tokens in a text are encoded as text
-        source = read_json(path, fix=_FIX)
-        try:
-            added = source.get("added_tokens") or []
-            self._control = {int(token["id"]) for token in added if token["special"]}
-            self._verbatim = {int(token["id"]): str(token["content"]) for token in added if not token["special"]}
-        except (TypeError, KeyError, ValueError) as exc:
-            raise ModelFileError(f"{path} lists its added tokens wrongly ({exc!r}). Export the model again") from exc
-        self._is_byte_level = '"ByteLevel"' in json.dumps([source.get("decoder"), source.get("pre_tokenizer")])
+        self._tokenizer, self._lock = _open(path), threading.Lock()
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        self._control: set[int] = {token_id for token_id, token in added if token.special}
+        self._verbatim: dict[int, str] = {token_id: token.content for token_id, token in added if not token.special}
+        # Their state for pickling is what tokenizer.json says of them; parsing the whole file takes 0.1 s.
+        parts = self._tokenizer.decoder, self._tokenizer.pre_tokenizer
+        self._is_byte_level = any(b'"ByteLevel"' in part.__getstate__() for part in parts if part is not None)
         settings = read_optional_json(folder / "tokenizer_config.json", fix=_FIX)
         self.bos_id = self._named(settings.get("bos_token"))
         self.adds_bos = self.bos_id is not None and self._begins_with_bos(settings)
@@ -64,8 +61,11 @@ class TokenizerFile(Vocabulary):
             text.encode("utf-8")
         except UnicodeEncodeError as exc:
             raise PromptError(f"the text is not valid Unicode ({exc}); remove the lone surrogate") from exc
-        tokenizer = self._special if parse_special else self._plain
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        with self._lock:
+            # Without `parse_special`, control tokens in a text are encoded as text. A second tokenizer would take as
+            # long to load and as much memory again.
+            self._tokenizer.encode_special_tokens = not parse_special
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return [self.bos_id, *ids] if add_bos and self.bos_id is not None else ids
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -91,7 +91,7 @@ class TokenizerFile(Vocabulary):
 
     def _text(self, token_id: int) -> str | None:
         self._check_id(token_id)
-        text: str | None = self._special.id_to_token(token_id)
+        text: str | None = self._tokenizer.id_to_token(token_id)
         return text
 
     def _check_id(self, token_id: int) -> None:
@@ -100,13 +100,13 @@ class TokenizerFile(Vocabulary):
 
     def _named(self, token: Any) -> int | None:
         text = token.get("content") if isinstance(token, dict) else token
-        found = self._special.token_to_id(text) if isinstance(text, str) else None
+        found = self._tokenizer.token_to_id(text) if isinstance(text, str) else None
         return int(found) if found is not None else None
 
     def _begins_with_bos(self, settings: dict[str, Any]) -> bool:
         if "add_bos_token" in settings:
             return bool(settings["add_bos_token"])
-        ids: list[int] = self._special.encode("a", add_special_tokens=True).ids
+        ids: list[int] = self._tokenizer.encode("a", add_special_tokens=True).ids
         return ids[:1] == [self.bos_id]
 
     def _ends(self, settings: dict[str, Any], folder: Path) -> frozenset[int]:
