@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
 from edgespec.acceptance import LOSSY
@@ -21,6 +22,7 @@ from edgespec.formats.manifest import ModelPair
 from edgespec.generation.executor import Executor, Request
 from edgespec.generation.handle import Generation, Result
 from edgespec.generation.inputs import checked_chat, checked_ids, of_kind, refuses_unknown_keywords
+from edgespec.generation.saved_state import load_sequence, save_sequence
 from edgespec.loading.opening import open_models
 from edgespec.sampling import Sampler, Sampling
 from edgespec.types import Closing, RoundRecord, Stats, TokenIds
@@ -264,6 +266,24 @@ class Model(Closing):
         """
         with self._executor.exclusive():
             self._executor.forget()
+
+    def save_state(self, path: str | os.PathLike[str]) -> int:
+        """Write the KV cache and its tokens to a file, for `load_state` in a later run; returns the number of tokens.
+
+        The file is about `target.facts.kv_bytes_per_token` per token. Raises StateError when it cannot be written.
+        """
+        with self._executor.exclusive():
+            return save_sequence(Path(path), self._sequence)
+
+    def load_state(self, path: str | os.PathLike[str]) -> int:
+        """Restore what `save_state` wrote; returns the number of tokens. A prompt that begins with them is not read
+        again.
+
+        Raises StateError for a missing or damaged file, or one of another model, library, cache type or reproducible
+        mode; generating is possible as before.
+        """
+        with self._executor.exclusive():
+            return load_sequence(Path(path), self._sequence)
 
     def cancel(self) -> None:
         """End the running generation after at most one pass. Does nothing if none runs. See `Generation.cancel`."""

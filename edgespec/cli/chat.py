@@ -8,10 +8,11 @@ from typing import Any
 import click
 
 from edgespec.cli.dialogue import Chat
-from edgespec.cli.help import SettingsCommand
+from edgespec.cli.help import GroupedOption, SettingsCommand
 from edgespec.cli.lines import ReadLine, is_interactive, line_reader, read_message
 from edgespec.cli.main import exit_code
 from edgespec.cli.options import resolve_settings, settings_options
+from edgespec.cli.saved_chat import SavedChat
 from edgespec.cli.session import open_session, require_chat_template, show_beginning
 from edgespec.cli.slash import COMMANDS, run_slash
 from edgespec.cli.terminal import complain, reply
@@ -20,20 +21,37 @@ from edgespec.errors import EdgespecError
 
 @click.command(cls=SettingsCommand)
 @settings_options("load", "generate", "sampling", "session", hidden=("chat_template",))
-def command(model_name: str | None, config_file: Path | None, **given: Any) -> int:
+@click.option(
+    "--session",
+    "session_path",
+    cls=GroupedOption,
+    group="Answer",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Keep the conversation in FILE and continue it later",
+)
+def command(model_name: str | None, config_file: Path | None, session_path: Path | None, **given: Any) -> int:
     """Talk to a model. /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.
 
     MODEL is a name (demo), a GGUF or ONNX file, or a folder with one.
     """
     settings = resolve_settings(given, model_name, config_file)
+    saved = None if session_path is None else SavedChat(session_path)
     require_chat_template(settings, is_chat=True)
     session = open_session(settings, remembers=True)
     with session.model:
         show_beginning(session)
-        return _run(Chat(session), line_reader(list(COMMANDS)))
+        chat = Chat(session)
+        if saved is None:
+            return _run(chat, line_reader(list(COMMANDS)))
+        saved.begin(chat, session.shown.system)
+        try:
+            return _run(chat, line_reader(list(COMMANDS)), saved)
+        finally:
+            saved.end(chat)
 
 
-def _run(chat: Chat, read_line: ReadLine) -> int:
+def _run(chat: Chat, read_line: ReadLine, saved: SavedChat | None = None) -> int:
     """Read and answer until the end. The exit code of a pipe is that of its last failed message."""
     code = 0
     while True:
@@ -44,6 +62,8 @@ def _run(chat: Chat, read_line: ReadLine) -> int:
                     return code
             elif message.strip():
                 chat.say(message)
+            if saved is not None:
+                saved.keep(chat)
         except EOFError:
             return code
         except KeyboardInterrupt:

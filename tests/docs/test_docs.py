@@ -64,10 +64,11 @@ def find_command(words: list[str]) -> tuple[click.Command, click.Context, list[s
 
 
 @pytest.mark.parametrize("name", [name for name in PAGES if blocks(name, "python")])
-def test_python_runs_as_printed(name: str) -> None:
+def test_python_runs_as_printed(name: str, tmp_path: Path) -> None:
     """The blocks of a page, one after another in one process."""
     code = "\n".join(blocks(name, "python"))
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
