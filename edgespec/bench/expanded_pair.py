@@ -161,11 +161,14 @@ class ExpandedPair:
 def _write_graph(folder: Path, expansion: Expansion, progress: Progress) -> Path:
     """The expanded target as an ONNX export: graph, weights, configuration, tokenizer."""
     from edgespec.bench.expanded_weights import ExpandedWeights
-    from edgespec.formats.onnx.llama import LlamaConfig, write_llama
+    from edgespec.formats.onnx.forms import WholeNumbers
+    from edgespec.formats.onnx.llama import write_llama
+    from edgespec.formats.onnx.llama_config import LlamaConfig
 
     folder.mkdir(exist_ok=True)
     config = expansion.config()
-    write_llama(folder, LlamaConfig.from_hub(config), ExpandedWeights(expansion), partial(_report, progress))
+    form = partial(WholeNumbers, ExpandedWeights(expansion))
+    write_llama(folder, LlamaConfig.from_hub(config), form, partial(_report, progress))
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for name in COMPANIONS:
         shutil.copyfile(expansion.small.folder / name, folder / name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from edgespec.engines.onnx import OnnxEngine
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.export.onnx.integer import to_integer
 from edgespec.formats.onnx import llama
-from edgespec.formats.onnx.llama import LlamaConfig, rotary_tables, write_llama
+from edgespec.formats.onnx.forms import WholeNumbers
+from edgespec.formats.onnx.llama import rotary_tables, write_llama
+from edgespec.formats.onnx.llama_config import LlamaConfig
 from edgespec.formats.onnx.llama_reader import LlamaGraph
 from edgespec.formats.onnx.w8a8 import quantise_columns, quantise_rows
 from edgespec.types import Batch
@@ -67,7 +70,7 @@ def written(folder: Path) -> Path:
     """The demo target as this package's writer has it."""
     shutil.copytree(SHIPPED, folder)
     graph = LlamaGraph(SHIPPED)
-    write_llama(folder, LlamaConfig.from_hub(graph.config), Quantised(graph))
+    write_llama(folder, LlamaConfig.from_hub(graph.config), partial(WholeNumbers, Quantised(graph)))
     return folder / "model.onnx"
 
 
@@ -120,7 +123,7 @@ def test_every_size_comes_from_the_configuration(tmp_path: Path):
             return quantise_rows(random.standard_normal((4096, 96), np.float32), 32)
 
     parts: list[tuple[int, int]] = []
-    write_llama(tmp_path, config, Random(), lambda done, total: parts.append((done, total)))
+    write_llama(tmp_path, config, partial(WholeNumbers, Random()), lambda done, total: parts.append((done, total)))
     assert parts == [(1, 4), (2, 4), (3, 4), (4, 4)]
     hub = {"hidden_size": 96, "num_attention_heads": 6, "head_dim": 16, "max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps(hub), encoding="utf-8")

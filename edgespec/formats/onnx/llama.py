@@ -1,122 +1,64 @@
-"""Writes a Llama as a w8a8 graph: `model.onnx` and its weights, one matrix in memory at a time, without torch.
+"""Writes a decoder of the Llama family as a graph: `model.onnx` and its weights, one matrix in memory, without torch.
 
-Operators and names are those of onnxruntime-genai's model builder, whose products `export.onnx.integer` turns into
-whole numbers, so that all that reads an export (`engines.onnx`, cutting after a layer) reads this too.
-What this module does not know: where the weights come from. Biases, sliding windows and scaled rotary positions are
-refused.
+Operators and names are those of onnxruntime-genai's model builder, so that all that reads an export (`engines.onnx`,
+cutting after a layer) reads this too.
+What this module does not know: where the weights come from, and how matrices are stored (`forms`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, Self
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
-from edgespec.errors import ModelFileError
 from edgespec.formats.onnx import DATA, MICROSOFT, MODEL
+from edgespec.formats.onnx.forms import Form
+from edgespec.formats.onnx.llama_config import LlamaConfig
+from edgespec.formats.onnx.nodes import Nodes
 from edgespec.formats.onnx.tensors import DataWriter
-from edgespec.formats.onnx.w8a8 import CONSTANTS, Products
 
 Progress = Callable[[int, int], None]
-OPERATOR_SET, FILE_VERSION = 22, 10
-Codes = tuple[NDArray[np.int8], NDArray[np.float32]]
+Tables = tuple[NDArray[np.float32], NDArray[np.float32]]
 _LENGTHS = "/model/attn_mask_reformat/attn_mask_subgraph/Sub/Cast/output_0"
 _TOTAL = "/model/attn_mask_reformat/attn_mask_subgraph/Gather/Cast/output_0"
+_TABLES, _WINDOW_TABLES = ("cos_cache", "sin_cache"), ("cos_cache_local", "sin_cache_local")
 
 
-@dataclass(frozen=True, slots=True)
-class LlamaConfig:
-    """Sizes of a Llama, `max_positions` of its context, and its two constants."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_positions: int
-    norm_epsilon: float
-    rope_theta: float
-
-    @classmethod
-    def from_hub(cls, config: dict[str, Any]) -> Self:
-        """From a config.json of Hugging Face. Raises ModelFileError for what the graph cannot be."""
-        if config.get("architectures") != ["LlamaForCausalLM"] or config.get("hidden_act", "silu") != "silu":
-            raise ModelFileError(f"only a Llama with silu can be written, got {config.get('architectures')}")
-        rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        kind = rotary.get("rope_type", rotary.get("type", "default"))
-        unknown = [key for key in ("attention_bias", "mlp_bias", "sliding_window") if config.get(key)]
-        if unknown or kind != "default":
-            what = ", ".join(unknown) or f"rotary positions of the kind {kind!r}"
-            raise ModelFileError(f"a Llama with {what} cannot be written as a graph")
-        try:
-            heads, width = int(config["num_attention_heads"]), int(config["hidden_size"])
-            return cls(
-                hidden_size=width,
-                intermediate_size=int(config["intermediate_size"]),
-                num_layers=int(config["num_hidden_layers"]),
-                num_heads=heads,
-                num_kv_heads=int(config.get("num_key_value_heads") or heads),
-                head_dim=int(config.get("head_dim") or width // heads),
-                vocab_size=int(config["vocab_size"]),
-                max_positions=int(config["max_position_embeddings"]),
-                norm_epsilon=float(config["rms_norm_eps"]),
-                rope_theta=float(config.get("rope_theta") or rotary.get("rope_theta", 10000.0)),
-            )
-        except (KeyError, TypeError, ValueError, ZeroDivisionError) as exc:
-            raise ModelFileError(f"config.json is incomplete or damaged: {exc!r}") from exc
-
-
-class LlamaWeights(Protocol):
-    """Weights by their Hugging Face names, quantised; the output projection is `lm_head.weight`, tied or not."""
-
-    def vector(self, name: str) -> NDArray[np.float32]:
-        """A norm's weights [width]."""
-
-    def product(self, name: str) -> Codes:
-        """A matrix as a product reads it: codes [inputs, outputs] and scales [outputs]."""
-
-    def embedding(self) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-        """Codes [tokens, width], 128 for zero, and scales [tokens, groups] of the embeddings."""
-
-
-def write_llama(folder: Path, config: LlamaConfig, weights: LlamaWeights, progress: Progress | None = None) -> None:
+def write_llama(
+    folder: Path, config: LlamaConfig, make_form: Callable[[Nodes], Form], progress: Progress | None = None
+) -> None:
     """Write `model.onnx` and `model.onnx.data` into `folder`, which is nobody's yet.
 
-    `progress` gets parts (done, total): the embedding, each layer, the head. Raises OSError, and what `weights` does.
+    `progress` gets parts (done, total): the embedding, each layer, the head. Raises OSError, and what the form does.
     """
     with (folder / DATA).open("wb") as file:
-        graph = _Graph(config, weights, DataWriter(file, DATA))
-        parts = graph.parts()
-        for done, _ in enumerate(parts, 1):
+        nodes = Nodes(DataWriter(file, DATA))
+        graph = _Graph(config, nodes, make_form(nodes))
+        for done, _ in enumerate(graph.parts(), 1):
             if progress is not None:
                 progress(done, config.num_layers + 2)
-    (folder / MODEL).write_bytes(graph.model().SerializeToString())
+    (folder / MODEL).write_bytes(nodes.model(*graph.values()).SerializeToString())
 
 
-def rotary_tables(config: LlamaConfig) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def rotary_tables(config: LlamaConfig) -> Tables:
     """Cosines and sines [positions, half a head]."""
     halves = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
     frequencies = np.float32(1) / np.power(np.float32(config.rope_theta), halves)
+    if config.rope_divisors:
+        frequencies = frequencies / np.array(config.rope_divisors, np.float32)
     angles = np.arange(config.max_positions, dtype=np.float32)[:, None] * frequencies
     return np.cos(angles), np.sin(angles)
 
 
 class _Graph:
-    """Operators and initialisers so far. `_residual` and `_delta` are the two values whose sum is the hidden state."""
+    """The operators so far. `_residual` and `_delta` are the two values whose sum is the hidden state."""
 
-    def __init__(self, config: LlamaConfig, weights: LlamaWeights, data: DataWriter) -> None:
-        self._config, self._weights, self._data = config, weights, data
-        self._nodes: list[onnx.NodeProto] = []
-        self._tensors: list[onnx.TensorProto] = []
-        self._products = Products(self._nodes)
+    def __init__(self, config: LlamaConfig, nodes: Nodes, form: Form) -> None:
+        self._config, self._nodes, self._form = config, nodes, form
         self._residual = self._delta = ""
 
     def parts(self) -> Iterator[None]:
@@ -128,19 +70,10 @@ class _Graph:
             self._attention(layer)
             self._feed_forward(layer)
             yield
-        total = self._config.num_layers
-        state = self._norm(f"layers.{total}/final_norm_layernorm", "model.norm.weight", is_last=True)
-        self._product("/lm_head/MatMul", state, ("lm_head.weight",), "logits")
+        self._head()
         yield
 
-    def model(self) -> onnx.ModelProto:
-        constants = [numpy_helper.from_array(value, name) for name, value in CONSTANTS.items()]
-        inputs, outputs = self._values()
-        graph = helper.make_graph(self._nodes, "main_graph", inputs, outputs, [*self._tensors, *constants])
-        operators = [helper.make_opsetid("", OPERATOR_SET), helper.make_opsetid(MICROSOFT, 1)]
-        return helper.make_model(graph, opset_imports=operators, ir_version=FILE_VERSION, producer_name="edgespec")
-
-    def _values(self) -> tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
+    def values(self) -> tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
         """Inputs and outputs of the graph."""
         config = self._config
         whole, real, info = TensorProto.INT64, TensorProto.FLOAT, helper.make_tensor_value_info
@@ -157,103 +90,154 @@ class _Graph:
                 outputs.append(info(f"present.{layer}.{kind}", real, present))
         return inputs, outputs
 
-    def _node(self, kind: str, inputs: Sequence[str], outputs: Sequence[str], name: str, **attributes: Any) -> None:
-        self._nodes.append(helper.make_node(kind, inputs, outputs, name, **attributes))
-
-    def _store(self, name: str, values: NDArray[Any]) -> str:
-        self._tensors.append(self._data.add(name, values))
-        return name
-
     def _count_mask(self) -> None:
         """Lengths of past and whole, as attention takes them, from the ones of the attention mask."""
-        start = "/model/attn_mask_reformat/attn_mask_subgraph"
-        one, last = self._store("edgespec.ones", np.ones(1, np.int64)), self._store("edgespec.one", np.array(1))
-        self._node("ReduceSum", ["attention_mask", one], [f"{start}/sum"], f"{start}/ReduceSum", keepdims=0)
-        self._node("Sub", [f"{start}/sum", one], [f"{start}/lengths"], f"{start}/Sub")
-        self._node("Cast", [f"{start}/lengths"], [_LENGTHS], f"{start}/Sub/Cast", to=TensorProto.INT32)
-        self._node("Shape", ["attention_mask"], [f"{start}/shape"], f"{start}/Shape")
-        self._node("Gather", [f"{start}/shape", last], [f"{start}/total"], f"{start}/Gather", axis=0)
-        self._node("Cast", [f"{start}/total"], [_TOTAL], f"{start}/Gather/Cast", to=TensorProto.INT32)
+        start, add, store = "/model/attn_mask_reformat/attn_mask_subgraph", self._nodes.add, self._nodes.store
+        one, last = store("edgespec.ones", np.ones(1, np.int64)), store("edgespec.one", np.array(1))
+        add("ReduceSum", ["attention_mask", one], [f"{start}/sum"], f"{start}/ReduceSum", keepdims=0)
+        add("Sub", [f"{start}/sum", one], [f"{start}/lengths"], f"{start}/Sub")
+        add("Cast", [f"{start}/lengths"], [_LENGTHS], f"{start}/Sub/Cast", to=TensorProto.INT32)
+        add("Shape", ["attention_mask"], [f"{start}/shape"], f"{start}/Shape")
+        add("Gather", [f"{start}/shape", last], [f"{start}/total"], f"{start}/Gather", axis=0)
+        add("Cast", [f"{start}/total"], [_TOTAL], f"{start}/Gather/Cast", to=TensorProto.INT32)
 
     def _embed(self) -> None:
-        codes, scales = self._weights.embedding()
-        group_size = codes.shape[1] // scales.shape[1]
-        inputs = [self._store("embedding_w8", codes), "input_ids", self._store("embedding_scale", scales)]
+        config = self._config
         self._residual = "/model/embed_tokens/Gather/output_0"
-        self._node(
-            "GatherBlockQuantized",
-            inputs,
-            [self._residual],
-            "/model/embed_tokens/GatherBlockQuantized",
-            domain=MICROSOFT,
-            bits=8,
-            block_size=group_size,
-            gather_axis=0,
-            quantize_axis=1,
-        )
-        for name, table in zip(("cos_cache", "sin_cache"), rotary_tables(self._config), strict=True):
-            self._store(name, table)
+        self._form.embed(self._residual)
+        if config.embedding_scale != 1:
+            self._residual = self._scalar("Mul", self._residual, config.embedding_scale, "/model/embed_tokens/Mul")
+        for name, table in zip(_TABLES, rotary_tables(config), strict=True):
+            self._nodes.store(name, table)
+        if config.has_window_tables:
+            for name, table in zip(_WINDOW_TABLES, rotary_tables(config.for_window()), strict=True):
+                self._nodes.store(name, table)
 
-    def _norm(self, place: str, source: str, *, is_last: bool = False) -> str:
+    def _norm(self, place: str, *, is_last: bool = False) -> str:
         """The normed sum of residual and delta, which becomes the residual. Only the first norm has no delta."""
-        weight = self._store(f"model.{place.replace('/', '.')}.weight", self._weights.vector(source))
         state, total = (f"/model/{place}/output_{number}" for number in (0, 3))
-        epsilon = self._config.norm_epsilon
         if not self._delta:
-            name = f"/model/{place}/LayerNorm"
-            inputs = [self._residual, weight]
-            self._node("SimplifiedLayerNormalization", inputs, [state], name, axis=-1, epsilon=epsilon, stash_type=1)
-            return state
-        inputs, outputs = [self._residual, self._delta, weight], [state] if is_last else [state, "", "", total]
-        name = f"/model/{place}/SkipLayerNorm"
-        self._node("SkipSimplifiedLayerNormalization", inputs, outputs, name, domain=MICROSOFT, epsilon=epsilon)
+            return self._plain_norm(f"/model/{place}/LayerNorm", self._residual, self._vector(place), state)
+        inputs = [self._residual, self._delta, self._vector(place)]
+        name, epsilon = f"/model/{place}/SkipLayerNorm", self._config.norm_epsilon
+        outputs = [state] if is_last else [state, "", "", total]
+        self._nodes.add("SkipSimplifiedLayerNormalization", inputs, outputs, name, domain=MICROSOFT, epsilon=epsilon)
         self._residual = total
         return state
 
-    def _product(self, name: str, value: str, sources: Sequence[str], output: str = "") -> str:
-        """`value` times the matrices of these names side by side."""
-        found = [self._weights.product(source) for source in sources]
-        codes = found[0][0] if len(found) == 1 else np.concatenate([codes for codes, _ in found], axis=1)
-        scales = np.concatenate([scales for _, scales in found])
-        weight = f"{name.removeprefix('/').replace('/', '.')}.weight"
-        names = self._store(f"{weight}_w8", codes), self._store(f"{weight}_scale", scales)
+    def _plain_norm(self, name: str, value: str, weight: str, output: str) -> str:
+        epsilon = self._config.norm_epsilon
+        self._nodes.add(
+            "SimplifiedLayerNormalization", [value, weight], [output], name, axis=-1, epsilon=epsilon, stash_type=1
+        )
+        return output
+
+    def _after(self, layer: int, kind: str) -> None:
+        """A norm of the delta alone, where the architecture has one."""
+        place = f"layers.{layer}/{kind}_layernorm"
+        output = f"/model/{place}/output_0"
+        self._delta = self._plain_norm(f"/model/{place}/LayerNorm", self._delta, self._vector(place), output)
+
+    def _vector(self, place: str) -> str:
+        """The weights of a norm, as they are named in a checkpoint."""
+        name = f"model.{place.replace('/', '.')}.weight"
+        is_final = name.endswith("final_norm_layernorm.weight")
+        return self._nodes.store(name, self._form.vector("model.norm.weight" if is_final else name))
+
+    def _product(self, name: str, value: str, sources: tuple[str, ...], output: str = "") -> str:
+        """`value` times the matrices of these names side by side, plus their biases."""
         output = output or f"{name}/output_0"
-        self._products.add(name, value, names, [output])
+        has_bias = sources[0].rpartition(".")[2] in self._config.biases
+        product = f"{name}/product" if has_bias else output
+        self._form.product(name, value, [f"{source}.weight" for source in sources], product)
+        if has_bias:
+            bias = np.concatenate([self._form.vector(f"{source}.bias") for source in sources])
+            add = f"{name.rpartition('/')[0]}/Add"
+            stored = self._nodes.store(f"{add.removeprefix('/').replace('/', '.')}.bias", bias)
+            self._nodes.add("Add", [product, stored], [output], add)
+        return output
+
+    def _scalar(self, kind: str, value: str, number: float, name: str, output: str = "") -> str:
+        """An operator of `value` and a constant."""
+        output = output or f"{name}/output_0"
+        constant = self._nodes.store(f"edgespec{name.replace('/', '.')}", np.array(number, np.float32))
+        self._nodes.add(kind, [value, constant], [output], name)
         return output
 
     def _attention(self, layer: int) -> None:
         config, here, there = self._config, f"/model/layers.{layer}/attn", f"model.layers.{layer}.self_attn"
-        state = self._norm(f"layers.{layer}/input_layernorm", f"model.layers.{layer}.input_layernorm.weight")
-        sources = tuple(f"{there}.{kind}_proj.weight" for kind in "qkv")
-        joined = self._product(f"{here}/qkv_proj/MatMul", state, sources)
+        state = self._norm(f"layers.{layer}/input_layernorm")
+        sources = tuple(f"{there}.{kind}_proj" for kind in "qkv")
+        if config.has_head_norms:
+            parts = [self._product(f"{here}/{s[-6:]}/MatMul", state, (s,)) for s in sources]
+            joined = [*(self._head_norm(layer, kind, parts[place]) for place, kind in enumerate("qk")), parts[2]]
+        else:
+            joined = [self._product(f"{here}/qkv_proj/MatMul", state, sources), "", ""]
+        is_windowed, is_rotated = layer in config.windowed_layers, layer not in config.unrotated_layers
+        tables = _WINDOW_TABLES if is_windowed and config.has_window_tables else _TABLES
         past = [f"past_key_values.{layer}.{kind}" for kind in ("key", "value")]
         seen = f"{here}/GroupQueryAttention/output_0"
-        self._node(
+        self._nodes.add(
             "GroupQueryAttention",
-            [joined, "", "", *past, _LENGTHS, _TOTAL, "cos_cache", "sin_cache", "", "", ""],
+            [*joined, *past, _LENGTHS, _TOTAL, *(tables if is_rotated else ("", "")), "", "", ""],
             [seen, f"present.{layer}.key", f"present.{layer}.value"],
             f"{here}/GroupQueryAttention",
             domain=MICROSOFT,
             num_heads=config.num_heads,
             kv_num_heads=config.num_kv_heads,
-            scale=float(config.head_dim**-0.5),
-            local_window_size=-1,
+            scale=config.attention_scale or float(config.head_dim**-0.5),
+            local_window_size=config.window if is_windowed else -1,
             softcap=0.0,
-            do_rotary=1,
+            do_rotary=int(is_rotated),
             rotary_interleaved=0,
         )
-        self._delta = self._product(f"{here}/o_proj/MatMul", seen, (f"{there}.o_proj.weight",))
+        self._delta = self._product(f"{here}/o_proj/MatMul", seen, (f"{there}.o_proj",))
+        if config.has_post_norms:
+            self._after(layer, "post_attention")
+
+    def _head_norm(self, layer: int, kind: str, value: str) -> str:
+        """`value` [batch, tokens, heads * head size] with every head normed by itself."""
+        config, here = self._config, f"/model/layers.{layer}/attn/{kind}_norm"
+        width = config.head_dim * (config.num_heads if kind == "q" else config.num_kv_heads)
+        weight = self._nodes.store(
+            f"model.layers.{layer}.attn.{kind}_norm.layernorm.weight",
+            self._form.vector(f"model.layers.{layer}.self_attn.{kind}_norm.weight"),
+        )
+        heads = self._reshape(value, config.head_dim, f"{here}/Reshape_1")
+        name = f"{here}/SimplifiedLayerNormalization"
+        return self._reshape(self._plain_norm(name, heads, weight, f"{name}/output_0"), width, f"{here}/Reshape_2")
+
+    def _reshape(self, value: str, width: int, name: str) -> str:
+        shape = f"edgespec.rows_of_{width}"
+        if not self._nodes.has(shape):
+            self._nodes.store(shape, np.array([0, -1, width]))
+        self._nodes.add("Reshape", [value, shape], [f"{name}/output_0"], name)
+        return f"{name}/output_0"
 
     def _feed_forward(self, layer: int) -> None:
         here, there = f"/model/layers.{layer}/mlp", f"model.layers.{layer}.mlp"
-        place = f"layers.{layer}/post_attention_layernorm"
-        state = self._norm(place, f"model.{place.replace('/', '.')}.weight")
-        gate, up = (
-            self._product(f"{here}/{kind}_proj/MatMul", state, (f"{there}.{kind}_proj.weight",))
-            for kind in ("gate", "up")
+        state = self._norm(
+            f"layers.{layer}/{'pre_feedforward' if self._config.has_post_norms else 'post_attention'}_layernorm"
         )
-        self._node("Sigmoid", [gate], [f"{here}/act_fn/Sigmoid/output_0"], f"{here}/act_fn/Sigmoid")
+        gate, up = (
+            self._product(f"{here}/{kind}_proj/MatMul", state, (f"{there}.{kind}_proj",)) for kind in ("gate", "up")
+        )
         active, both = f"{here}/act_fn/Mul/output_0", f"{here}/Mul/output_0"
-        self._node("Mul", [gate, f"{here}/act_fn/Sigmoid/output_0"], [active], f"{here}/act_fn/Mul")
-        self._node("Mul", [active, up], [both], f"{here}/Mul")
-        self._delta = self._product(f"{here}/down_proj/MatMul", both, (f"{there}.down_proj.weight",))
+        if self._config.activation == "gelu":
+            self._nodes.add("Gelu", [gate], [active], f"{here}/act_fn/FastGelu", approximate="tanh")
+        else:
+            self._nodes.add("Sigmoid", [gate], [f"{here}/act_fn/Sigmoid/output_0"], f"{here}/act_fn/Sigmoid")
+            self._nodes.add("Mul", [gate, f"{here}/act_fn/Sigmoid/output_0"], [active], f"{here}/act_fn/Mul")
+        self._nodes.add("Mul", [active, up], [both], f"{here}/Mul")
+        self._delta = self._product(f"{here}/down_proj/MatMul", both, (f"{there}.down_proj",))
+        if self._config.has_post_norms:
+            self._after(layer, "post_feedforward")
+
+    def _head(self) -> None:
+        state = self._norm(f"layers.{self._config.num_layers}/final_norm_layernorm", is_last=True)
+        cap = self._config.logit_cap
+        found = self._product("/lm_head/MatMul", state, ("lm_head",), "" if cap else "logits")
+        if cap:
+            found = self._scalar("Div", found, cap, "/lm_head/softcap/Div")
+            self._nodes.add("Tanh", [found], ["/lm_head/softcap/Tanh/output_0"], "/lm_head/softcap/Tanh")
+            self._scalar("Mul", "/lm_head/softcap/Tanh/output_0", cap, "/lm_head/softcap/Mul", "logits")

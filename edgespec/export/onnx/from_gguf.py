@@ -1,0 +1,62 @@
+"""GGUF -> a folder with an ONNX graph, without torch: header, weights, tokenizer, configuration.
+
+Weights are decoded with the package gguf and quantised as they are written, one matrix in memory at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from edgespec.errors import ConfigError, ModelFileError
+from edgespec.export.onnx.convert import DEFAULT_GROUP_SIZES
+from edgespec.export.onnx.gguf_model import GgufModel, read_model
+from edgespec.export.onnx.gguf_tokenizer import write_tokenizer_files
+from edgespec.export.onnx.gguf_weights import GgufWeights
+from edgespec.formats.gguf.check import check_gguf
+from edgespec.formats.gguf.split import model_files
+from edgespec.formats.onnx import MODEL
+from edgespec.formats.onnx.forms import Blocks, Form, Plain, QuantisedRows, WholeNumbers
+from edgespec.formats.onnx.llama import write_llama
+from edgespec.formats.onnx.nodes import Nodes
+from edgespec.types import Progress, no_progress
+
+FORMS = ("w8a8", "int8", "int4", "fp32")
+
+
+def open_gguf(path: Path) -> GgufModel:
+    """The model in a file. Raises ModelNotFound, and ModelFileError for one that cannot be converted, or only later."""
+    header = check_gguf(path)
+    if len(model_files(path)) > 1 or "split.count" in header.metadata:
+        raise ModelFileError(f"{path} is one of several files of a model: join them first (llama-gguf-split --merge)")
+    model = read_model(path, header)
+    GgufWeights(model)  # raises for a type that cannot be decoded
+    return model
+
+
+def convert_gguf(
+    model: GgufModel, folder: Path, quant: str, group_size: int | None = None, progress: Progress = no_progress
+) -> Path:
+    """Write graph, weights, tokenizer and configuration into the empty `folder`; the path of model.onnx.
+
+    Raises ModelFileError for damaged weights or a vocabulary that cannot be written, ConfigError for a type that is not
+    in `FORMS`, OSError.
+    """
+    form = _form(model, quant, group_size)
+    write_tokenizer_files(model.header, folder)
+    (folder / "config.json").write_text(json.dumps(model.hub_config(), indent=2) + "\n", encoding="utf-8")
+    write_llama(folder, model.config, form, lambda done, total: progress(done, total, f"part {done} of {total}"))
+    return folder / MODEL
+
+
+def _form(model: GgufModel, quant: str, group_size: int | None) -> Callable[[Nodes], Form]:
+    if quant not in FORMS:
+        raise ConfigError(f"a GGUF cannot be converted to the ONNX type {quant!r}; allowed: {', '.join(FORMS)}")
+    weights = GgufWeights(model)
+    if quant == "w8a8":
+        return partial(WholeNumbers, QuantisedRows(weights))
+    if quant == "fp32":
+        return partial(Plain, weights)
+    return partial(Blocks, int(quant.removeprefix("int")), group_size or DEFAULT_GROUP_SIZES[quant], weights)

@@ -1,0 +1,292 @@
+"""What model a GGUF holds: its sizes and constants for a graph, and its config.json. The unknown is refused by name.
+
+Known are the architectures in `KINDS` with the tensors that `export.gguf.architectures` gives them, so that a file is
+read by the same tables by which one is written. A metadata key or a tensor that these do not name may change what the
+model computes, so a file with one is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edgespec.errors import ModelFileError
+from edgespec.export.gguf.architectures import ARCHITECTURES
+from edgespec.export.gguf.rows import Architecture, Sizes, Tensor
+from edgespec.formats.gguf.header import GgufHeader, TensorInfo
+from edgespec.formats.gguf.values import GgufNumbers, Scalar
+from edgespec.formats.onnx.llama_config import LlamaConfig
+
+ROPE_FACTORS = "rope_freqs.weight"
+HEAD_MULTIPLE = 16  # of ONNX Runtime's rotary attention
+SIZES = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count")
+KNOWN_KEYS = (
+    *SIZES,
+    *("attention.head_count_kv", "attention.key_length", "attention.value_length", "vocab_size"),
+    *("attention.layer_norm_rms_epsilon", "attention.causal", "tensor_data_layout"),
+    *("rope.dimension_count", "rope.freq_base", "rope.freq_base_swa", "rope.scale_linear"),
+    *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned"),
+    *("attention.sliding_window", "attention.sliding_window_pattern", "final_logit_softcapping"),
+)
+OFF = (0, 0.0, False)  # a value with which an unknown key changes nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How llama.cpp computes one architecture. `hub`: its name at Hugging Face, by which tensors are looked up.
+
+    `unrotated_every`: each n-th layer has no rotary positions; `window_every`: all but each n-th layer have a window.
+    """
+
+    hub: str
+    model_type: str
+    has_head_norms: bool = False
+    is_gemma: bool = False
+    unrotated_every: int = 0
+    window_every: int = 0
+
+
+KINDS = {
+    "llama": Kind("LlamaForCausalLM", "llama"),
+    "qwen2": Kind("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": Kind("Qwen3ForCausalLM", "qwen3", has_head_norms=True),
+    "smollm3": Kind("SmolLM3ForCausalLM", "smollm3", unrotated_every=4),
+    "gemma3": Kind("Gemma3ForCausalLM", "gemma3_text", has_head_norms=True, is_gemma=True, window_every=6),
+}
+
+
+@dataclass(frozen=True)
+class GgufModel:
+    """A GGUF whose model can be written as a graph; `tensors` and their rows in the table by Hugging Face name."""
+
+    path: Path
+    header: GgufHeader
+    kind: Kind
+    config: LlamaConfig
+    tensors: dict[str, tuple[TensorInfo, Tensor]]
+
+    @property
+    def is_tied(self) -> bool:
+        return "lm_head.weight" not in self.tensors
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(tensor.shape) for tensor, _ in self.tensors.values())
+
+    def hub_config(self) -> dict[str, Any]:
+        """config.json, as far as a graph's users read it."""
+        config = self.config
+        found: dict[str, Any] = {
+            "architectures": [self.kind.hub],
+            "model_type": self.kind.model_type,
+            "hidden_act": "gelu_pytorch_tanh" if config.activation == "gelu" else "silu",
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.intermediate_size,
+            "num_hidden_layers": config.num_layers,
+            "num_attention_heads": config.num_heads,
+            "num_key_value_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "vocab_size": config.vocab_size,
+            "max_position_embeddings": config.max_positions,
+            "rms_norm_eps": config.norm_epsilon,
+            "rope_theta": config.rope_theta,
+            "tie_word_embeddings": self.is_tied,
+        }
+        if config.rope_divisors:  # the file holds divisors of frequencies, not the settings that they came from
+            found["rope_scaling"] = {"rope_type": "divisors", "divisors": list(config.rope_divisors)}
+        if config.windowed_layers:
+            found["sliding_window"] = config.window
+            layers = range(config.num_layers)
+            names = ("full_attention", "sliding_attention")
+            found["layer_types"] = [names[layer in config.windowed_layers] for layer in layers]
+        for name, products in (("attention_bias", {"q_proj", "o_proj"}), ("mlp_bias", {"gate_proj", "down_proj"})):
+            if config.biases & products:
+                found[name] = True
+        return found
+
+
+def read_model(path: Path, header: GgufHeader) -> GgufModel:
+    """The model in the file of this `header`. Raises ModelFileError for one that cannot be written as a graph."""
+    kind = KINDS.get(header.architecture)
+    if kind is None:
+        raise ModelFileError(
+            f"{path} is of the architecture {header.architecture!r}; allowed for ONNX: {', '.join(KINDS)}"
+        )
+    try:
+        return _Reader(path, header, kind).read()
+    except (OverflowError, ZeroDivisionError) as exc:
+        raise ModelFileError(f"{path} is damaged: its sizes are no sizes of a model ({exc})") from exc
+
+
+class _Reader:
+    """Typed access to the metadata of one file; every complaint names the file."""
+
+    def __init__(self, path: Path, header: GgufHeader, kind: Kind) -> None:
+        self._path, self._header, self._kind = path, header, kind
+        self._infos = {tensor.name: tensor for tensor in header.tensors}
+        self._table: Architecture = ARCHITECTURES[kind.hub]
+
+    def read(self) -> GgufModel:
+        self._refuse_unknown_keys()
+        layers, context, width, inner, heads = (self._size(key) for key in SIZES)
+        head_dim = self._size("attention.key_length", width // heads)
+        kv_heads = self._size("attention.head_count_kv", heads)
+        sizes = Sizes(layers, width, inner, heads, kv_heads, head_dim, len(self._header.tokens), context)
+        self._check_heads(sizes)
+        tensors = self._tensors(sizes)
+        window = int(self._number("attention.sliding_window", 0))
+        config = LlamaConfig(
+            hidden_size=width,
+            intermediate_size=inner,
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            vocab_size=sizes.vocabulary,
+            # llama.cpp's other architectures have no window; up to its length the results are the same
+            max_positions=min(context, window) if window and not self._kind.window_every else context,
+            norm_epsilon=self._number("attention.layer_norm_rms_epsilon"),
+            rope_theta=self._number("rope.freq_base", 10000.0),
+            rope_divisors=self._divisors(head_dim),
+            unrotated_layers=self._each(self._kind.unrotated_every, layers),
+            biases=self._biases(tensors),
+            has_head_norms=self._kind.has_head_norms,
+            **(self._gemma(sizes, window) if self._kind.is_gemma else {}),
+        )
+        return GgufModel(self._path, self._header, self._kind, config, tensors)
+
+    def _gemma(self, sizes: Sizes, window: int) -> dict[str, Any]:
+        """What sets Gemma 3 off; llama.cpp scales the attention of its largest model by another width."""
+        is_largest = sizes.layers == self._table.fixed_attention_scale_layers
+        divided = sizes.width // sizes.heads if is_largest else sizes.head_dim
+        return {
+            "window": window or -1,
+            "windowed_layers": self._windowed(sizes.layers) if window else frozenset(),
+            "window_rope_theta": self._number("rope.freq_base_swa", 10000.0),
+            "has_post_norms": True,
+            "activation": "gelu",
+            "attention_scale": float(divided**-0.5),
+            "embedding_scale": float(sizes.width**0.5),
+            "logit_cap": self._number("final_logit_softcapping", 0.0) or None,
+        }
+
+    def _windowed(self, layers: int) -> frozenset[int]:
+        """Layers with a window: a list of layers, each how many has none, or as the architecture has it."""
+        found = self._value("attention.sliding_window_pattern")
+        if isinstance(found, GgufNumbers):
+            if len(found.items) != layers:
+                raise self._wrong(f"its pattern of windows is for {len(found.items)} layers, it has {layers}")
+            return frozenset(layer for layer, flag in enumerate(found.items) if flag)
+        every = int(self._number("attention.sliding_window_pattern", self._kind.window_every))
+        return frozenset(range(layers)) - self._each(every, layers)
+
+    def _each(self, every: int, layers: int) -> frozenset[int]:
+        return frozenset(range(every - 1, layers, every)) if every else frozenset()
+
+    def _divisors(self, head_dim: int) -> tuple[float, ...]:
+        """Divisors of the rotary frequencies: Llama 3's, stored as a tensor, times that of linear scaling."""
+        kind = self._value("rope.scaling.type")
+        if kind not in (None, "none", "linear"):
+            raise self._wrong(f"its rotary positions are scaled by {kind!r}; allowed: none, linear, and Llama 3's")
+        factor = self._number("rope.scaling.factor", 1.0) if kind == "linear" else 1.0
+        factor = factor if kind == "linear" else self._number("rope.scale_linear", 1.0)
+        if not math.isfinite(factor) or factor <= 0:
+            raise self._wrong(f"its rotary positions are scaled by {factor}")
+        stored = self._stored_factors(head_dim)
+        if factor == 1 and not stored:
+            return ()
+        return tuple(factor * each for each in stored or (1.0,) * (head_dim // 2))
+
+    def _stored_factors(self, head_dim: int) -> tuple[float, ...]:
+        import numpy as np
+
+        tensor = self._infos.get(ROPE_FACTORS)
+        if tensor is None:
+            return ()
+        if tensor.kind != "F32" or tensor.shape != (head_dim // 2,):
+            raise self._wrong(f"{ROPE_FACTORS} is {tensor.kind} {tensor.shape}, F32 ({head_dim // 2},) is needed")
+        place = self._header.data_start + tensor.offset
+        found = np.fromfile(self._path, np.float32, head_dim // 2, offset=place)
+        if not (np.isfinite(found).all() and (found > 0).all()):
+            raise self._wrong(f"{ROPE_FACTORS} holds numbers that divide no frequency")
+        return tuple(float(each) for each in found)
+
+    def _tensors(self, sizes: Sizes) -> dict[str, tuple[TensorInfo, Tensor]]:
+        """All tensors by Hugging Face name, of the shapes that the sizes imply."""
+        left, found = dict(self._infos), {}
+        left.pop(ROPE_FACTORS, None)
+        for name, tensor, own in self._places(sizes.layers):
+            info = left.pop(own, None)
+            if info is None and tensor.is_optional:
+                continue
+            wanted = sizes.shape(tensor.shape)[::-1]
+            if info is None or info.shape != wanted:
+                what = "lacks it" if info is None else f"has {info.shape}"
+                raise self._wrong(f"a {self._header.architecture} needs the tensor {own!r} of {wanted}, it {what}")
+            found[name] = info, tensor
+        if left:
+            raise self._wrong(f"it holds {len(left)} tensors that are not known, such as {min(left)!r}")
+        return found
+
+    def _places(self, layers: int) -> Iterator[tuple[str, Tensor, str]]:
+        """(Hugging Face name, row of the table, GGUF name) of every tensor there may be."""
+        for name, tensor in self._table.outer.items():
+            yield name, tensor, tensor.name
+        for layer in range(layers):
+            for rest, tensor in self._table.layer.items():
+                yield f"{self._table.layer_prefix}{layer}.{rest}", tensor, f"blk.{layer}.{tensor.name}"
+
+    def _biases(self, tensors: dict[str, tuple[TensorInfo, Tensor]]) -> frozenset[str]:
+        """The products with a bias, which are the same in all layers."""
+        layers: dict[str, set[str]] = {}
+        for name in tensors:
+            if name.endswith("_proj.bias"):
+                _, _, layer, _, product, _ = name.split(".")
+                layers.setdefault(layer, set()).add(product)
+        found = frozenset(next(iter(layers.values()), ()))
+        same = not layers or len(layers) == int(self._number("block_count"))
+        joined = len({"q_proj", "k_proj", "v_proj"} & found) in (0, 3)
+        if not (same and joined and all(each == found for each in layers.values())):
+            raise self._wrong("some of its layers or projections have biases and others have none")
+        return found
+
+    def _check_heads(self, sizes: Sizes) -> None:
+        if sizes.head_dim % HEAD_MULTIPLE:
+            raise self._wrong(
+                f"it has attention heads of {sizes.head_dim} values; ONNX Runtime's rotary attention needs a multiple "
+                f"of {HEAD_MULTIPLE}"
+            )
+        for key in ("rope.dimension_count", "attention.value_length"):
+            if self._size(key, sizes.head_dim) != sizes.head_dim:
+                raise self._wrong(f"its {key} {self._value(key)} is not its head size {sizes.head_dim}")
+
+    def _refuse_unknown_keys(self) -> None:
+        prefix = f"{self._header.architecture}."
+        for key, value in self._header.metadata.items():
+            if key.startswith(prefix) and key.removeprefix(prefix) not in KNOWN_KEYS and value not in OFF:
+                raise self._wrong(
+                    f"its setting {key} = {str(value)[:40]} is not known, and may change what it computes"
+                )
+
+    def _value(self, key: str) -> Any:
+        return self._header.metadata.get(f"{self._header.architecture}.{key}")
+
+    def _number(self, key: str, default: float | None = None) -> float:
+        found: Scalar | Any = self._value(key)
+        found = default if found is None else found
+        if not isinstance(found, (int, float)):
+            what = "is missing" if found is None else f"is {str(found)[:40]}, one number is needed"
+            raise self._wrong(f"{self._header.architecture}.{key} {what}")
+        return float(found)
+
+    def _size(self, key: str, default: int | None = None) -> int:
+        found = self._number(key, default)
+        if not 1 <= found < 1 << 31 or found != int(found):
+            raise self._wrong(f"{self._header.architecture}.{key} is {found}, a size is needed")
+        return int(found)
+
+    def _wrong(self, reason: str) -> ModelFileError:
+        return ModelFileError(f"{self._path} cannot be converted to ONNX: {reason}")

@@ -1,0 +1,159 @@
+"""The tokenizer entries of a GGUF -> tokenizer.json and its companions, for engines that read these.
+
+The reverse of `export.gguf.tokenizer`. Two kinds of vocabularies are known: byte-level BPE ("gpt2"), whose splitter
+must have an equal among the library's (`SPLITTERS`), and SentencePiece's BPE ("llama"), whose merges follow from the
+scores. Any other is refused by name, since a wrong splitter loads silently and tokenises wrongly.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from edgespec.errors import ModelFileError
+from edgespec.export.gguf.splitters import IGNORE_MERGES, PRE_TOKENIZERS, SPACE, Stage
+from edgespec.formats.gguf.header import GgufHeader
+from edgespec.formats.gguf.values import GgufNumbers, GgufStrings
+
+Json = dict[str, Any]
+# Other names of llama.cpp's for a splitter in PRE_TOKENIZERS (src/llama-vocab.cpp).
+ALIASES = {
+    **dict.fromkeys(("llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), "llama-bpe"),
+    **dict.fromkeys(("deepseek-r1-qwen", "kormo", "stablelm2", "hunyuan"), "qwen2"),
+    **dict.fromkeys(("phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "a.x-4.0", "mellum"), "gpt-2"),
+    **dict.fromkeys(("starcoder", "refact", "command-r", "codeshell", "exaone"), "smollm"),
+    **dict.fromkeys(("llama4",), "gpt-4o"),
+}
+SPLITTERS = {name: stages for stages, name in PRE_TOKENIZERS.items()}
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's kinds of tokens
+END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+
+
+def write_tokenizer_files(header: GgufHeader, folder: Path) -> None:
+    """Write `FILES` into `folder`. Raises ModelFileError for a vocabulary that has no equal there, and OSError."""
+    for name, content in zip(FILES, (tokenizer_json(header), *_settings(header)), strict=True):
+        (folder / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+
+
+def tokenizer_json(header: GgufHeader) -> Json:
+    """What the library `tokenizers` reads, for the vocabulary in the header. Raises ModelFileError."""
+    kind = header.metadata.get("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        raise ModelFileError(
+            f"the GGUF's vocabulary is of the kind {kind!r}; allowed: gpt2 (BPE), llama (SentencePiece)"
+        )
+    texts = _texts(header)
+    kinds = _kinds(header, len(texts))
+    made = _byte_level(header, texts, kinds) if kind == "gpt2" else _sentence_piece(header, texts, kinds)
+    added = [
+        {"id": index, "content": text, "special": kinds[index] in (CONTROL, UNKNOWN), "normalized": False}
+        | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+        for index, text in enumerate(texts)
+        if kinds[index] in (CONTROL, USER_DEFINED, UNKNOWN)
+    ]
+    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, **made}
+
+
+def _byte_level(header: GgufHeader, texts: list[str], kinds: list[int]) -> Json:
+    name = str(header.metadata.get("tokenizer.ggml.pre", "default"))
+    name = ALIASES.get(name, name)
+    if name not in SPLITTERS:
+        known = ", ".join(sorted({*SPLITTERS, *ALIASES}))
+        raise ModelFileError(f"the GGUF's vocabulary splits text as {name!r}; allowed: {known}")
+    found = header.metadata.get("tokenizer.ggml.merges")
+    if not isinstance(found, GgufStrings) or not len(found):
+        raise ModelFileError("the GGUF's vocabulary has no merges (tokenizer.ggml.merges)")
+    merges = [each.decode("utf-8").split(" ", 1) for each in found]
+    vocabulary = {text: index for index, text in enumerate(texts) if kinds[index] != UNUSED}
+    model = {"type": "BPE", "vocab": vocabulary, "merges": merges, "ignore_merges": name in IGNORE_MERGES}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    stages = [_stage(stage) for stage in SPLITTERS[name]]
+    return {
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": stages},
+        "post_processor": byte_level,
+        "decoder": byte_level,
+        "model": model,
+    }
+
+
+def _stage(stage: Stage) -> Json:
+    if stage[0] == "Split":
+        return {"type": "Split", "pattern": {"Regex": stage[1]}, "behavior": stage[2], "invert": False}
+    if stage[0] == "Digits":
+        return {"type": "Digits", "individual_digits": stage[1]}
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": stage[1]}
+
+
+def _sentence_piece(header: GgufHeader, texts: list[str], kinds: list[int]) -> Json:
+    """SentencePiece merges the neighbours whose token scores best; ranks of pairs in that order do the same."""
+    scores = header.metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, GgufNumbers) or len(scores.items) != len(texts):
+        raise ModelFileError("the GGUF's vocabulary has no score for every token (tokenizer.ggml.scores)")
+    vocabulary = {text: index for index, text in enumerate(texts) if kinds[index] != UNUSED}
+    mergeable = {text for text, index in vocabulary.items() if kinds[index] in (NORMAL, USER_DEFINED)}
+    ranked = sorted(mergeable, key=lambda text: -float(scores.items[vocabulary[text]]))
+    merges = [pair for text in ranked for pair in _pairs(text, mergeable, vocabulary)]
+    unknown = next((text for index, text in enumerate(texts) if kinds[index] == UNKNOWN), None)
+    adds_space = bool(header.metadata.get("tokenizer.ggml.add_space_prefix", True))
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    prefix = [{"type": "Prepend", "prepend": SPACE}] if adds_space else []
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if adds_space else []
+    back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    model = {"type": "BPE", "vocab": vocabulary, "merges": merges, "byte_fallback": True, "fuse_unk": True}
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [*prefix, spaces]},
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
+        "model": model | {"unk_token": unknown},
+    }
+
+
+def _pairs(text: str, mergeable: set[str], vocabulary: dict[str, int]) -> Iterator[tuple[str, str]]:
+    """All two parts that make `text`, the parts with the lowest ids first."""
+    cuts = ((text[:at], text[at:]) for at in range(1, len(text)))
+    found = [(left, right) for left, right in cuts if left in mergeable and right in mergeable]
+    yield from sorted(found, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+
+
+def _texts(header: GgufHeader) -> list[str]:
+    try:
+        texts = [each.decode("utf-8") for each in header.tokens]
+    except UnicodeDecodeError as exc:
+        raise ModelFileError(f"the GGUF's vocabulary holds a token that is not UTF-8 ({exc})") from exc
+    if not texts:
+        raise ModelFileError("the GGUF has no vocabulary (tokenizer.ggml.tokens): its tokenizer cannot be converted")
+    return texts
+
+
+def _kinds(header: GgufHeader, count: int) -> list[int]:
+    found = header.metadata.get("tokenizer.ggml.token_type")
+    if not isinstance(found, GgufNumbers):
+        return [NORMAL] * count
+    if len(found.items) != count:
+        raise ModelFileError(f"the GGUF has {count} tokens and {len(found.items)} kinds of tokens; it is damaged")
+    return [int(kind) for kind in found.items]
+
+
+def _settings(header: GgufHeader) -> tuple[Json, Json]:
+    """tokenizer_config.json and generation_config.json: special tokens, the chat template, what ends a text."""
+    texts = _texts(header)
+
+    def named(key: str) -> str | None:
+        index = header.metadata.get(f"tokenizer.ggml.{key}")
+        return texts[index] if isinstance(index, int) and 0 <= index < len(texts) else None
+
+    settings: Json = {"bos_token": named("bos_token_id"), "eos_token": named("eos_token_id")}
+    is_spm = header.metadata.get("tokenizer.ggml.model") == "llama"
+    name = str(header.metadata.get("tokenizer.ggml.pre", ""))
+    adds = header.metadata.get("tokenizer.ggml.add_bos_token", is_spm or ALIASES.get(name, name) == "llama-bpe")
+    settings["add_bos_token"] = bool(adds) and settings["bos_token"] is not None
+    template = header.metadata.get("tokenizer.chat_template")
+    if isinstance(template, str):
+        settings["chat_template"] = template
+    ends = [header.metadata.get(f"tokenizer.ggml.{key}") for key in END_KEYS]
+    return settings, {"eos_token_id": sorted({each for each in ends if isinstance(each, int)})}

@@ -1,0 +1,96 @@
+"""The tensors of a GGUF as floats, some rows at a time, by their Hugging Face names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.export.gguf.rows import PERMUTE_K, PERMUTE_Q, Tensor
+from edgespec.export.onnx.gguf_model import GgufModel
+from edgespec.formats.gguf.header import TensorInfo
+from edgespec.formats.onnx.forms import EMBEDDING, HEAD
+from edgespec.installation import install_command
+
+WEIGHTS_AT_ONCE = 1 << 19  # 2 MB as float32: what a processor's cache holds
+
+
+class GgufWeights:
+    """`RowWeights` of an opened model. Raises ModelFileError for a type that the package gguf cannot decode."""
+
+    def __init__(self, model: GgufModel) -> None:
+        self._tensors, self._config = model.tensors, model.config
+        self._path, self._start, self.is_tied = model.path, model.header.data_start, model.is_tied
+        self._data = np.memmap(model.path, np.uint8, "r")
+        for tensor, _ in self._tensors.values():
+            self._decode(np.zeros((1, tensor.num_bytes // rows_of(tensor)), np.uint8), tensor)
+
+    def vector(self, name: str) -> NDArray[np.float32]:
+        tensor, row = self._tensors[name]
+        found = self._decode(self._raw(tensor).reshape(1, -1), tensor)[0]
+        order = self._order(tensor.shape[-1], row)
+        return self._checked(found if order is None else found[order], tensor)
+
+    def shape(self, name: str) -> tuple[int, int]:
+        inputs, outputs = self._matrix(name)[0].shape
+        return outputs, inputs
+
+    def rows(self, name: str) -> Iterator[NDArray[np.float32]]:
+        tensor, row = self._matrix(name)
+        inputs, outputs = tensor.shape
+        raw, order = self._raw(tensor).reshape(outputs, -1), self._order(outputs, row)
+        step = max(WEIGHTS_AT_ONCE // inputs, 1)
+        for start in range(0, outputs, step):
+            part = slice(start, start + step)
+            yield self._checked(self._decode(raw[part if order is None else order[part]], tensor), tensor)
+
+    def _matrix(self, name: str) -> tuple[TensorInfo, Tensor]:
+        return self._tensors[EMBEDDING if name == HEAD and self.is_tied else name]
+
+    def _raw(self, tensor: TensorInfo) -> NDArray[np.uint8]:
+        start = self._start + tensor.offset
+        found: NDArray[np.uint8] = self._data[start : start + tensor.num_bytes]
+        return found
+
+    def _order(self, count: int, row: Tensor) -> NDArray[np.intp] | None:
+        """Where the rows of queries and keys lie: llama.cpp keeps rotary pairs side by side, Hugging Face in halves."""
+        if row.change not in (PERMUTE_Q, PERMUTE_K):
+            return None
+        heads = self._config.num_heads if row.change == PERMUTE_Q else self._config.num_kv_heads
+        found: NDArray[np.intp] = np.arange(count).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+        return found
+
+    def _decode(self, raw: NDArray[np.uint8], tensor: TensorInfo) -> NDArray[np.float32]:
+        """Floats [rows, columns] of the bytes [rows, bytes]."""
+        gguf = library()
+        try:
+            kind = gguf.GGMLQuantizationType[tensor.kind]
+            found: NDArray[np.float32] = gguf.quants.dequantize(np.ascontiguousarray(raw), kind)
+        except (NotImplementedError, KeyError) as exc:
+            raise ModelFileError(
+                f"{self._path} holds {tensor.name} as {tensor.kind}, which the package gguf cannot decode: take a file "
+                "of another type, such as Q8_0 or Q4_K_M"
+            ) from exc
+        return found.astype(np.float32, copy=False)
+
+    def _checked(self, values: NDArray[np.float32], tensor: TensorInfo) -> NDArray[np.float32]:
+        if not np.isfinite(values).all():
+            raise ModelFileError(f"{self._path}: the tensor {tensor.name} holds infinity or NaN. Download it again")
+        return values
+
+
+def rows_of(tensor: TensorInfo) -> int:
+    """Number of rows; a vector is one."""
+    return tensor.shape[-1] if len(tensor.shape) > 1 else 1
+
+
+def library() -> Any:
+    """The package gguf. Raises CapabilityError where it is not installed."""
+    try:
+        import gguf
+    except ImportError as exc:
+        raise CapabilityError(f"reading the weights of a GGUF needs {exc.name}: {install_command('export')}") from exc
+    return gguf

@@ -1,0 +1,249 @@
+"""How the matrices of a graph are stored and multiplied: whole numbers (w8a8), blocks of 8 or 4 bits, float32.
+
+A form asks for the weights it stores while the graph is written, so that one matrix is in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.errors import ModelFileError
+from edgespec.formats.onnx import MICROSOFT
+from edgespec.formats.onnx.nodes import Nodes
+from edgespec.formats.onnx.w8a8 import GROUP_SIZES, LARGEST, Products, quantise_rows, scales_of
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+Floats = NDArray[np.float32]
+Codes = tuple[NDArray[np.int8], Floats]
+ByteCodes = tuple[NDArray[np.uint8], Floats]
+
+
+class LlamaWeights(Protocol):
+    """Weights by their Hugging Face names, quantised; the output projection is `lm_head.weight`, tied or not."""
+
+    def vector(self, name: str) -> Floats:
+        """A norm's weights or a bias [width]."""
+
+    def product(self, name: str) -> Codes:
+        """A matrix as a product reads it: codes [inputs, outputs] and scales [outputs]."""
+
+    def embedding(self) -> ByteCodes:
+        """Codes [tokens, width], 128 for zero, and scales [tokens, groups] of the embeddings."""
+
+
+class RowWeights(Protocol):
+    """Weights by their Hugging Face names, as floats; `lm_head.weight` is there if tied (`is_tied`), too."""
+
+    is_tied: bool
+
+    def vector(self, name: str) -> Floats:
+        """A norm's weights or a bias [width]."""
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """(outputs, inputs) of a matrix."""
+
+    def rows(self, name: str) -> Iterator[Floats]:
+        """All rows of a matrix in their order, some of them [n, inputs] at a time."""
+
+
+class Form(Protocol):
+    """The writer of one graph's matrices."""
+
+    def vector(self, name: str) -> Floats:
+        """A norm's weights or a bias [width]."""
+
+    def embed(self, output: str) -> None:
+        """Look the embeddings of `input_ids` up: [batch, tokens, width]."""
+
+    def product(self, name: str, value: str, sources: Sequence[str], output: str) -> None:
+        """Multiply `value` [..., inputs] by the matrices `sources` side by side."""
+
+
+class WholeNumbers:
+    """w8a8, as `edgespec.formats.onnx.w8a8` describes it."""
+
+    def __init__(self, weights: LlamaWeights, nodes: Nodes) -> None:
+        self._weights, self._nodes = weights, nodes
+        self._products = Products(nodes.operators)
+        self.vector = weights.vector
+
+    def embed(self, output: str) -> None:
+        codes, scales = self._weights.embedding()
+        group_size = codes.shape[1] // scales.shape[1]
+        names = self._nodes.store("embedding_w8", codes), self._nodes.store("embedding_scale", scales)
+        look_up(self._nodes, *names, output, bits=8, size=group_size)
+
+    def product(self, name: str, value: str, sources: Sequence[str], output: str) -> None:
+        found = [self._weights.product(source) for source in sources]
+        codes = found[0][0] if len(found) == 1 else np.concatenate([codes for codes, _ in found], axis=1)
+        scales = np.concatenate([scales for _, scales in found])
+        weight = weight_name(name)
+        names = self._nodes.store(f"{weight}_w8", codes), self._nodes.store(f"{weight}_scale", scales)
+        self._products.add(name, value, names, [output])
+
+
+class Blocks:
+    """Products of MatMulNBits: `size` weights of 8 or 4 bits share a scale, inputs are quantised by the operator.
+
+    Operator and names are those of onnxruntime-genai's builder, tied embeddings are stored once.
+    """
+
+    def __init__(self, bits: int, size: int, weights: RowWeights, nodes: Nodes) -> None:
+        self._bits, self._size, self._weights, self._nodes = bits, size, weights, nodes
+        self.vector = weights.vector
+
+    def embed(self, output: str) -> None:
+        tokens, width = self._weights.shape(EMBEDDING)
+        if self._weights.is_tied and width % self._size == 0:
+            codes, scales = self._store("/lm_head/MatMul", (HEAD,))
+            rows = self._nodes.view(f"{EMBEDDING}_Q{self._bits}", codes, [tokens, width * self._bits // 8])
+            look_up(self._nodes, rows, scales, output, bits=self._bits, size=self._size)
+            return
+        found = group_rows(self._weights, EMBEDDING, tokens, width)
+        names = self._nodes.store("embedding_w8", found[0]), self._nodes.store("embedding_scale", found[1])
+        look_up(self._nodes, *names, output, bits=8, size=width // found[1].shape[1])
+
+    def product(self, name: str, value: str, sources: Sequence[str], output: str) -> None:
+        codes, scales = self._store(name, sources)
+        outputs, inputs = stacked_shape(self._weights, sources)
+        self._nodes.add(
+            "MatMulNBits",
+            [value, codes, scales],
+            [output],
+            f"{name}_Q{self._bits}",
+            domain=MICROSOFT,
+            K=inputs,
+            N=outputs,
+            bits=self._bits,
+            block_size=self._size,
+            accuracy_level=4,
+        )
+
+    def _store(self, name: str, sources: Sequence[str]) -> tuple[str, str]:
+        """Names of codes [outputs, blocks, bytes] and scales [outputs, blocks], stored once."""
+        weight = weight_name(name)
+        names = f"{weight}_Q{self._bits}", f"{weight}_scales"
+        if self._nodes.has(names[0]):
+            return names
+        outputs, inputs = stacked_shape(self._weights, sources)
+        blocks = -(-inputs // self._size)
+        codes = np.empty((outputs, blocks, self._size * self._bits // 8), np.uint8)
+        scales = np.empty((outputs, blocks), np.float32)
+        start = 0
+        for source in sources:
+            for rows in self._weights.rows(source):
+                part = slice(start, start + len(rows))
+                codes[part], scales[part] = quantise_blocks(rows, self._bits, self._size)
+                start += len(rows)
+        self._nodes.store(names[0], codes)
+        self._nodes.store(names[1], scales)
+        return names
+
+
+class Plain:
+    """float32, what the other forms of the same weights are compared with."""
+
+    def __init__(self, weights: RowWeights, nodes: Nodes) -> None:
+        self._weights, self._nodes = weights, nodes
+        self.vector = weights.vector
+
+    def embed(self, output: str) -> None:
+        self._nodes.store(EMBEDDING, np.concatenate(list(self._weights.rows(EMBEDDING))))
+        self._nodes.add("Gather", [EMBEDDING, "input_ids"], [output], "/model/embed_tokens/Gather")
+
+    def product(self, name: str, value: str, sources: Sequence[str], output: str) -> None:
+        outputs, inputs = stacked_shape(self._weights, sources)
+        found = np.empty((inputs, outputs), np.float32)
+        start = 0
+        for source in sources:
+            for rows in self._weights.rows(source):
+                found[:, start : start + len(rows)] = rows.T
+                start += len(rows)
+        self._nodes.add("MatMul", [value, self._nodes.store(weight_name(name), found)], [output], name)
+
+
+class QuantisedRows:
+    """`LlamaWeights` of float rows: each output has a scale of its own."""
+
+    def __init__(self, weights: RowWeights) -> None:
+        self._weights = weights
+        self.vector = weights.vector
+
+    def product(self, name: str) -> Codes:
+        outputs, inputs = self._weights.shape(name)
+        codes, scales = np.empty((inputs, outputs), np.int8), np.empty(outputs, np.float32)
+        start = 0
+        for rows in self._weights.rows(name):
+            scale, part = scales_of(np.abs(rows).max(axis=1)), slice(start, start + len(rows))
+            codes[:, part] = np.clip(np.rint(rows / scale[:, None]), -LARGEST, LARGEST).astype(np.int8).T
+            scales[part] = scale
+            start += len(rows)
+        return codes, scales
+
+    def embedding(self) -> ByteCodes:
+        return group_rows(self._weights, EMBEDDING, *self._weights.shape(EMBEDDING))
+
+
+def weight_name(product: str) -> str:
+    """The builder's name for the weights of an operator."""
+    return f"{product.removeprefix('/').replace('/', '.')}.weight"
+
+
+def stacked_shape(weights: RowWeights, sources: Sequence[str]) -> tuple[int, int]:
+    """(outputs, inputs) of matrices side by side."""
+    shapes = [weights.shape(source) for source in sources]
+    return sum(outputs for outputs, _ in shapes), shapes[0][1]
+
+
+def group_rows(weights: RowWeights, name: str, count: int, width: int) -> ByteCodes:
+    """A matrix in groups of 8 bits, as a lookup reads it: codes [count, width] and scales [count, groups].
+
+    Raises ModelFileError for a width that no group size divides.
+    """
+    size = next((size for size in GROUP_SIZES if width % size == 0), None)
+    if size is None:
+        raise ModelFileError(f"embeddings of width {width} cannot be stored in groups of {GROUP_SIZES}")
+    codes, scales = np.empty((count, width), np.uint8), np.empty((count, width // size), np.float32)
+    start = 0
+    for rows in weights.rows(name):
+        part = slice(start, start + len(rows))
+        codes[part], scales[part] = quantise_rows(rows, size)
+        start += len(rows)
+    return codes, scales
+
+
+def look_up(nodes: Nodes, codes: str, scales: str, output: str, *, bits: int, size: int) -> None:
+    """The embeddings of `input_ids`, from rows in groups of `size`."""
+    nodes.add(
+        "GatherBlockQuantized",
+        [codes, "input_ids", scales],
+        [output],
+        "/model/embed_tokens/GatherBlockQuantized",
+        domain=MICROSOFT,
+        bits=bits,
+        block_size=size,
+        gather_axis=0,
+        quantize_axis=1,
+    )
+
+
+def quantise_blocks(rows: Floats, bits: int, size: int) -> ByteCodes:
+    """Codes [n, blocks, size * bits / 8] and scales [n, blocks] of rows [n, inputs]; the last block may be padded.
+
+    As ONNX Runtime's quantiser and ggml do, the weight that is largest by its size becomes the code 0, so that the one
+    code more on that side is used; two codes of 4 bits share a byte, the first in its lower half. Raises
+    ModelFileError for weights that are no finite numbers.
+    """
+    middle = 1 << bits - 1
+    padding = -rows.shape[1] % size
+    groups = (np.pad(rows, ((0, 0), (0, padding))) if padding else rows).reshape(len(rows), -1, size)
+    low, high = groups.min(axis=2), groups.max(axis=2)
+    extreme = np.where(-low >= high, low, high)
+    scales = np.copysign(scales_of(np.abs(extreme), middle), -extreme)
+    with np.errstate(over="ignore"):  # a scale below the smallest normal number
+        codes = np.clip(np.rint(groups / scales[..., None]) + middle, 0, 2 * middle - 1).astype(np.uint8)
+    return (codes if bits == 8 else codes[..., ::2] | codes[..., 1::2] << 4), scales

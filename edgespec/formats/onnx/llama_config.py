@@ -1,0 +1,79 @@
+"""What a graph of the Llama family is written from: sizes, constants, and how an architecture differs from Llama."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
+
+from edgespec.errors import ModelFileError
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaConfig:
+    """Sizes of a model, `max_positions` of its context, its constants; the rest is as a Llama has it unless given.
+
+    `rope_divisors` of the rotary frequencies [head_dim / 2]; layers in `windowed_layers` see the last `window` tokens,
+    and rotate by `window_rope_theta`, undivided, where that is given; `biases`: the products that have one, such as
+    "q_proj"; `has_head_norms` of queries and keys; `has_post_norms`: attention and feed-forward results are normed
+    too; `logit_cap`: logits are cap * tanh(logits / cap).
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    norm_epsilon: float
+    rope_theta: float
+    rope_divisors: tuple[float, ...] = ()
+    window: int = -1
+    windowed_layers: frozenset[int] = frozenset()
+    window_rope_theta: float | None = None
+    unrotated_layers: frozenset[int] = frozenset()
+    biases: frozenset[str] = frozenset()
+    has_head_norms: bool = False
+    has_post_norms: bool = False
+    activation: Literal["silu", "gelu"] = "silu"
+    attention_scale: float | None = None
+    embedding_scale: float = 1.0
+    logit_cap: float | None = None
+
+    @classmethod
+    def from_hub(cls, config: dict[str, Any]) -> Self:
+        """A plain Llama from a config.json of Hugging Face. Raises ModelFileError for anything else."""
+        if config.get("architectures") != ["LlamaForCausalLM"] or config.get("hidden_act", "silu") != "silu":
+            raise ModelFileError(f"only a Llama with silu can be written, got {config.get('architectures')}")
+        rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        kind = rotary.get("rope_type", rotary.get("type", "default"))
+        unknown = [key for key in ("attention_bias", "mlp_bias", "sliding_window") if config.get(key)]
+        if unknown or kind != "default":
+            what = ", ".join(unknown) or f"rotary positions of the kind {kind!r}"
+            raise ModelFileError(f"a Llama with {what} cannot be written as a graph")
+        try:
+            heads, width = int(config["num_attention_heads"]), int(config["hidden_size"])
+            return cls(
+                hidden_size=width,
+                intermediate_size=int(config["intermediate_size"]),
+                num_layers=int(config["num_hidden_layers"]),
+                num_heads=heads,
+                num_kv_heads=int(config.get("num_key_value_heads") or heads),
+                head_dim=int(config.get("head_dim") or width // heads),
+                vocab_size=int(config["vocab_size"]),
+                max_positions=int(config["max_position_embeddings"]),
+                norm_epsilon=float(config["rms_norm_eps"]),
+                rope_theta=float(config.get("rope_theta") or rotary.get("rope_theta", 10000.0)),
+            )
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as exc:
+            raise ModelFileError(f"config.json is incomplete or damaged: {exc!r}") from exc
+
+    @property
+    def has_window_tables(self) -> bool:
+        """Whether windowed layers have rotary tables of their own."""
+        return bool(self.windowed_layers) and self.window_rope_theta is not None
+
+    def for_window(self) -> Self:
+        """The same with the rotary settings of windowed layers."""
+        return replace(self, rope_theta=self.window_rope_theta or self.rope_theta, rope_divisors=())
