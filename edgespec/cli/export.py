@@ -1,7 +1,8 @@
-"""`edgespec export`: a Hugging Face model becomes a pair folder that every other command takes as MODEL."""
+"""`edgespec export`: a Hugging Face model or a GGUF becomes a pair folder that every other command takes as MODEL."""
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
@@ -39,7 +40,8 @@ INTERRUPTED = 130
 @click.option(
     "--draft",
     metavar="HF",
-    help="Folder or hub id of a draft with the same vocabulary, or of an EAGLE-3 head made for SOURCE (GGUF only).",
+    help="Folder or hub id of a draft with the same vocabulary, or of an EAGLE-3 head made for SOURCE (GGUF only); "
+    "for a SOURCE.gguf another .gguf.",
 )
 @click.option(
     "--draft-quant",
@@ -74,15 +76,17 @@ INTERRUPTED = 130
 @click.option(
     "--no-check",
     is_flag=True,
-    help="Skip the comparison of logits with transformers: takes less memory, and GGUF then needs no torch, but a "
-    "wrong conversion is not noticed; only tokenisation is compared. The manifest says so.",
+    help="Skip the comparison of logits with transformers or, for a SOURCE.gguf, with llama.cpp: takes less memory, "
+    "and GGUF then needs no torch, but a wrong conversion is not noticed; only tokenisation is compared. The manifest "
+    "says so.",
 )
 @click.option("--force", is_flag=True, help="Replace an existing pair, once the new one is whole.")
 @click.option("-t", "--threads", type=int, metavar="N", help="Most threads used.")
 def command(**given: Any) -> int:
-    """Make a pair folder of SOURCE, the folder of a Hugging Face model or a hub id.
+    """Make a pair folder of SOURCE, the folder of a Hugging Face model or a hub id; with --to onnx also a GGUF file.
 
-    The result is checked against transformers. An interrupted export continues when the same command is run again.
+    The result is checked against transformers, that of a GGUF, which needs no torch, against llama.cpp. An interrupted
+    export continues when the same command is run again.
     """
     from edgespec.export.pair import export_pair
 
@@ -117,7 +121,7 @@ def _request(
     derivation = None if derive is None else Derivation.parse(derive)
     chosen = {wanted: DEFAULT_QUANTS[wanted] for wanted in formats} | parse_quants("--quant", quants, formats)
     if output is None:
-        output = Path(f"{resolved(expanded(source)).name or 'model'}-pair")
+        output = Path(f"{re.sub(r'[.]gguf$', '', resolved(expanded(source)).name) or 'model'}-pair")
     return ExportRequest(
         source=source,
         output=expanded(output),
@@ -162,9 +166,9 @@ def _as_path(folder: Path) -> str:
 
 
 def check_lines(figures: Mapping[str, Any]) -> Iterator[str]:
-    """What the check found, one line per file."""
+    """What the check found, one line per file, and what with."""
     if not figures["performed"]:
-        yield f"not compared with transformers (--no-check); tokenisation {figures['tokenisation']}"
+        yield f"not compared with its source (--no-check); tokenisation {figures['tokenisation']}"
         return
     for role in ("target", "draft"):
         for wanted, found in figures.get(role, {}).items():
@@ -173,6 +177,7 @@ def check_lines(figures: Mapping[str, Any]) -> Iterator[str]:
                 f"check {role} {wanted.replace('_', ' as ')}: top-1 agreement {agreement:.1%}, mean KL {kl:.2g} nats, "
                 f"largest logit difference {difference:.2g} of their spread, over {found['num_tokens']:.0f} tokens"
             )
+    yield f"compared with {figures['reference']}"
 
 
 def _reporter() -> Reporter:

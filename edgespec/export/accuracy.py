@@ -26,7 +26,7 @@ hide are found in a 16-bit file of the same conversion (see `file_checks`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,14 +128,27 @@ def compare(reference: Reference, engine: Engine) -> Comparison:
         raise ExportRefused(
             f"{engine.facts.name} begins texts with token {begins_with}, transformers with {reference.begins_with}"
         )
+    found = (rows for token_ids in reference.token_ids for rows in blocks_of_logits(engine, token_ids))
+    return _compare_blocks(reference, found)
+
+
+def compare_logits(reference: Reference, found: Sequence[NDArray[np.float32]]) -> Comparison:
+    """Compare the logits `found` per probe text with the reference."""
+    parts = (rows[start : start + BLOCK] for rows in found for start in range(0, len(rows), BLOCK))
+    return _compare_blocks(reference, parts)
+
+
+def blocks_of_logits(engine: Engine, token_ids: NDArray[np.int32]) -> Iterator[NDArray[np.float32]]:
+    """The logits of a text, BLOCK rows at a time, each valid until the next."""
+    engine.rollback(0)
+    for start in range(0, token_ids.size, BLOCK):
+        yield engine.forward(Batch.chain(token_ids[start : start + BLOCK]))
+
+
+def _compare_blocks(reference: Reference, found: Iterator[NDArray[np.float32]]) -> Comparison:
     spread = _spread(reference.logits)
-    blocks = []
-    for token_ids, wanted in zip(reference.token_ids, reference.logits, strict=True):
-        engine.rollback(0)
-        for start in range(0, token_ids.size, BLOCK):
-            found = engine.forward(Batch.chain(token_ids[start : start + BLOCK]))
-            blocks.append(_compare_rows(wanted[start : start + BLOCK], found, spread))
-    return _summed(blocks)
+    wanted = (rows[start : start + BLOCK] for rows in reference.logits for start in range(0, len(rows), BLOCK))
+    return _summed([_compare_rows(rows, others, spread) for rows, others in zip(wanted, found, strict=True)])
 
 
 def compare_head(reference: FeatureHead, target: Engine, path: Path) -> Comparison:

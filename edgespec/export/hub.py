@@ -71,7 +71,7 @@ def find_source(text: str, revision: str | None = None) -> Source:
             raise ModelNotFound(f"--revision {revision!r} is only for hub ids, and {text} is a folder: omit it")
         return local_source(path)
     if path.is_file():
-        raise ModelFileError(f"{text} is a file: give the folder of a Hugging Face model, or a hub id")
+        raise ModelFileError(f"{text} is a file: give the folder of a Hugging Face model, a hub id or a .gguf file")
     if not _HUB_ID.fullmatch(text):
         raise ModelNotFound(
             f"no folder {text!r}: give the folder of a Hugging Face model, or a hub id such as ORG/NAME"
@@ -180,7 +180,9 @@ def _weight_names(where: str, names: Sequence[str]) -> list[str]:
             "with safe_serialization=True, or take a revision that has model.safetensors"
         )
     if ggufs := [name for name in names if name.endswith(".gguf")]:
-        raise ModelFileError(f"{where} already holds GGUF files ({ggufs[0]}): run one with edgespec generate -m FILE")
+        raise ModelFileError(
+            f"{where} already holds GGUF files ({ggufs[0]}): run one, or convert it: edgespec export FILE --to onnx"
+        )
     raise ModelFileError(f"{where} has no model.safetensors: give the folder or hub id of a transformers model")
 
 

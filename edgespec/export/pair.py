@@ -21,7 +21,7 @@ from edgespec.export.plan import Facts, needs_of, read_facts
 from edgespec.export.reference import require_packages
 from edgespec.export.request import ExportRequest
 from edgespec.export.resources import check_room, human
-from edgespec.export.stages import Artefact, Model, Reporter, Stage, stages_of
+from edgespec.export.stages import Artefact, Model, Reporter, run_stages, stages_of
 from edgespec.export.tokens import check_round_trip, check_same_tokens, token_names
 from edgespec.export.workspace import Workspace, check_output, opened
 from edgespec.formats.manifest import read_pair, sha256_of
@@ -44,6 +44,10 @@ def export_pair(request: ExportRequest, reporter: Reporter) -> Exported:
     Raises UsageError and its subclasses (source, options, output), VocabularyMismatch (draft of another family),
     CapabilityError (missing package, not enough disk or memory), ExportRefused (a file differs from its source).
     """
+    if is_gguf(request.source):
+        from edgespec.export.conversion import convert_pair
+
+        return Exported(request.output, *convert_pair(request, reporter))
     require_packages(request.formats, torch=request.check or request.imatrix is not None)
     _check_quants(request)
     check_output(request.output, replace=request.force)
@@ -53,13 +57,18 @@ def export_pair(request: ExportRequest, reporter: Reporter) -> Exported:
             reporter.note(f"resuming an interrupted export: {len(workspace.finished_files)} files are finished")
         try:
             models = _fetched(request, models, workspace, reporter)
-            artefacts = _made(request, models, workspace, reporter)
+            artefacts = run_stages(list(stages_of(request, models, workspace)), workspace, reporter)
             figures = check_stages(request, models, artefacts, workspace, reporter)
             files = _described(request, models, artefacts, figures, workspace)
         finally:
             workspace.tidy()
         workspace.publish()
     return Exported(request.output, files, figures)
+
+
+def is_gguf(source: str) -> bool:
+    """Whether a source is a GGUF file rather than the folder or hub id of a checkpoint."""
+    return source.lower().endswith(".gguf") and not Path(source).expanduser().is_dir()
 
 
 def _check_quants(request: ExportRequest) -> None:
@@ -168,33 +177,6 @@ def pruned_facts(facts: Facts, num_kept: int) -> Facts:
     outside = min(facts.table_parameters, facts.num_parameters)
     kept = (facts.num_parameters - outside) * num_kept // max(facts.num_layers, 1)
     return dataclasses.replace(facts, num_parameters=outside + kept, num_layers=num_kept)
-
-
-def _made(
-    request: ExportRequest, models: Mapping[str, Model], workspace: Workspace, reporter: Reporter
-) -> list[Artefact]:
-    """Run all stages that are not finished yet; returns all files."""
-    stages = list(stages_of(request, models, workspace))
-    results: dict[str, Any] = {}
-    for stage in stages:
-        if stage.after is not None and results[stage.after] is None:
-            workspace.forget(stage.name)
-        results[stage.name] = workspace.finished(stage.name)
-    workspace.drop_strays(set(workspace.file_facts()))
-    for stage in stages:
-        if results[stage.name] is None:
-            results[stage.name] = _run(stage, workspace, reporter)
-    return [Artefact.from_json(entry) for stage in stages for entry in results[stage.name]]
-
-
-def _run(stage: Stage, workspace: Workspace, reporter: Reporter) -> list[dict[str, Any]]:
-    with reporter.stage(stage.title) as progress:
-        artefacts = stage.make(progress)
-    entries = [artefact.as_json() for artefact in artefacts]
-    known = set(workspace.file_facts())
-    files = sorted({name for artefact in artefacts for name in (artefact.path, *artefact.parts)} - known)
-    workspace.finish(stage.name, files, entries)
-    return entries
 
 
 def _described(

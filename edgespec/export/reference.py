@@ -56,7 +56,7 @@ def reference_of(folder: Path, threads: int | None = None) -> Reference:
     texts = [tokenizer.encode(text, add_special_tokens=False).ids for text in PROBE_TEXTS.values()]
     with in_transformers(folder, threads) as (torch, transformers, model):
         begins_with = _begin_token(transformers, folder)
-        ids = _probe_ids(texts, int(getattr(model.config.get_text_config(), "max_position_embeddings", LONG_TOKENS)))
+        ids = probe_ids(texts, int(getattr(model.config.get_text_config(), "max_position_embeddings", LONG_TOKENS)))
         logits = [model(torch.from_numpy(row[None].astype(np.int64))).logits[0].float().numpy().copy() for row in ids]
     del model
     gc.collect()
@@ -86,7 +86,7 @@ def in_transformers(folder: Path, threads: int | None) -> Iterator[tuple[Any, An
         yield torch, transformers, model
 
 
-def _probe_ids(texts: list[list[int]], longest: int) -> list[NDArray[np.int32]]:
+def probe_ids(texts: list[list[int]], longest: int) -> list[NDArray[np.int32]]:
     """Each text alone and all texts joined, cut to `longest` tokens."""
     parts = [text[: min(longest, MAX_TOKENS)] for text in texts]
     together = [token_id for text in texts for token_id in text][: min(longest, LONG_TOKENS)]

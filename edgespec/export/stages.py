@@ -10,7 +10,7 @@ An early exit shares the target's weights: its GGUF stage makes both roles, its 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -228,3 +228,27 @@ def stages_of(request: ExportRequest, models: Mapping[str, Model], workspace: Wo
 def _stage(make: Callable[[str, Progress], list[Artefact]], wanted: Format, role: str, request: ExportRequest) -> Stage:
     title = f"{role} to {wanted.upper()} {request.quant_of(role, wanted)}"
     return Stage(f"{wanted}.{role}", title, lambda progress: make(role, progress))
+
+
+def run_stages(stages: Sequence[Stage], workspace: Workspace, reporter: Reporter) -> list[Artefact]:
+    """Run all stages that are not finished yet; returns all files."""
+    results: dict[str, Any] = {}
+    for stage in stages:
+        if stage.after is not None and results[stage.after] is None:
+            workspace.forget(stage.name)
+        results[stage.name] = workspace.finished(stage.name)
+    workspace.drop_strays(set(workspace.file_facts()))
+    for stage in stages:
+        if results[stage.name] is None:
+            results[stage.name] = _run(stage, workspace, reporter)
+    return [Artefact.from_json(entry) for stage in stages for entry in results[stage.name]]
+
+
+def _run(stage: Stage, workspace: Workspace, reporter: Reporter) -> list[dict[str, Any]]:
+    with reporter.stage(stage.title) as progress:
+        artefacts = stage.make(progress)
+    entries = [artefact.as_json() for artefact in artefacts]
+    known = set(workspace.file_facts())
+    files = sorted({name for artefact in artefacts for name in (artefact.path, *artefact.parts)} - known)
+    workspace.finish(stage.name, files, entries)
+    return entries

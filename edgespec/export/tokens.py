@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,12 @@ def token_names(folder: Path) -> list[str]:
 
 def check_same_tokens(target: Path, draft: Path) -> None:
     """Raise VocabularyMismatch, naming the first id whose text differs in two model folders. Padding may differ."""
-    for index, (ours, theirs) in enumerate(zip(token_names(target), token_names(draft), strict=False)):
+    check_same_names(token_names(target), token_names(draft))
+
+
+def check_same_names(target: Sequence[str], draft: Sequence[str]) -> None:
+    """`check_same_tokens` of the texts by id."""
+    for index, (ours, theirs) in enumerate(zip(target, draft, strict=False)):
         if ours != theirs:
             raise VocabularyMismatch(
                 f"target and draft have different vocabularies: token {index} is {ours!r} in the target and "

@@ -66,7 +66,7 @@ def test_a_pair_is_made_and_runs(tmp_path):
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[0] == str(output)
     assert f"edgespec generate {output}" in result.stdout
-    assert "not compared with transformers" in result.stdout
+    assert "not compared with its source" in result.stdout
     pair = read_pair(output)
     assert (pair.name, pair.licence, pair.context_length) == ("Demo-8M", "cc-by-sa-4.0", 2048)
     assert pair.recommended == {"temperature": 0.6, "top_k": 20}

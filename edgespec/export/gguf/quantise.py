@@ -111,9 +111,12 @@ def quantise(
     *,
     importance: Path | None = None,
     threads: int | None = None,
+    may_requantise: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, int]:
     """Quantise a GGUF of f32, f16 or bf16 to one of FILE_TYPES. Returns the number of tensors by stored type.
+
+    `may_requantise`: the source may be quantised, too, such as to write its weights as f32.
 
     The types are read from the written file: llama.cpp silently uses another type for rows that are not a multiple of
     its block (256 values for the k types). Raises ModelFileError with llama.cpp's message, ConfigError for an unknown
@@ -127,6 +130,7 @@ def quantise(
     params = llama.llama_model_quantize_default_params()
     params.ftype = FILE_TYPES[quant] if quant in FILE_TYPES else int(OUTPUT_TYPES[cast(OutputType, quant)][1])
     params.nthread = threads or physical_cores()
+    params.allow_requantize = may_requantise
     entries = _importance_entries(llama, weights)
     if weights:
         params.imatrix = entries

@@ -1,0 +1,216 @@
+"""The export of a GGUF: target and draft become ONNX graphs in a pair folder, without torch.
+
+Stages, journal and workspace are those of any export, so that an interrupted one continues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from edgespec.errors import CapabilityError, ConfigError, EngineError, ModelFileError
+from edgespec.export.accuracy import ExportRefused
+from edgespec.export.conversion_check import check_conversion, check_vocabulary
+from edgespec.export.manifest import write_manifest
+from edgespec.export.onnx.from_gguf import FORMS, convert_gguf, open_gguf
+from edgespec.export.onnx.gguf_model import GgufModel
+from edgespec.export.plan import BITS, PROBE_TOKENS, PROGRAM_BYTES, SPARE, Needs
+from edgespec.export.request import ExportRequest
+from edgespec.export.resources import check_room, human
+from edgespec.export.stages import Artefact, Reporter, Stage, run_stages
+from edgespec.export.tokens import check_same_names
+from edgespec.export.workspace import Workspace, check_output, opened
+from edgespec.formats.files import atomic_folder
+from edgespec.formats.gguf.header import keeping_headers
+from edgespec.formats.manifest import read_pair
+from edgespec.installation import install_command, require_engine
+from edgespec.types import Progress
+
+PACKAGES = ("gguf", "onnx", "tokenizers")
+NEEDS_A_CHECKPOINT = "give the folder or hub id of the original model for that"
+Models = Mapping[str, GgufModel]
+
+
+def convert_pair(request: ExportRequest, reporter: Reporter) -> tuple[dict[str, int], dict[str, Any]]:
+    """Make the pair folder that `request` describes of GGUF files; (size in bytes by file, figures of the check).
+
+    Raises ConfigError for options that need the original model, ModelFileError for a file that cannot be converted,
+    VocabularyMismatch for a draft of another family, CapabilityError (missing package, not enough disk or memory),
+    ExportRefused (the graph does not compute what the file does).
+    """
+    _check_options(request)
+    _require_packages(request)
+    check_output(request.output, replace=request.force)
+    with keeping_headers(), opened(request.output, replace=request.force) as workspace:
+        models = _opened_models(request)
+        if workspace.begin(_identity(request, models)):
+            reporter.note(f"resuming an interrupted export: {len(workspace.finished_files)} files are finished")
+        try:
+            _check_room(request, models, workspace, reporter)
+            artefacts = run_stages(list(_stages(request, models, workspace)), workspace, reporter)
+            figures = _check(request, models, workspace, reporter)
+            files = _described(request, models, artefacts, figures, workspace)
+        finally:
+            workspace.tidy()
+        workspace.publish()
+    return files, figures
+
+
+def _check_options(request: ExportRequest) -> None:
+    """Raise ConfigError for what a GGUF cannot give."""
+    source = Path(request.source).name
+    if request.formats != ("onnx",):
+        raise ConfigError(f"{source} is a GGUF already: give --to onnx to convert it")
+    if request.revision is not None:
+        raise ConfigError(f"--revision is for hub ids, and {source} is a file: omit it")
+    if request.exporter != "auto":
+        raise ConfigError(f"--exporter {request.exporter} does not read GGUF: omit it, or {NEEDS_A_CHECKPOINT}")
+    if request.derivation is not None and request.derivation.kind != "early-exit":
+        raise ConfigError(f"--derive {request.derivation} does not work on a GGUF: {NEEDS_A_CHECKPOINT}")
+    if request.draft is not None and not request.draft.lower().endswith(".gguf"):
+        raise ConfigError(f"--draft {request.draft}: the draft of a GGUF must be a .gguf file, too")
+    for role in ("target", "draft"):
+        if (quant := request.quant_of(role, "onnx")) not in FORMS:
+            raise ConfigError(f"--quant {quant} cannot be made of a GGUF; allowed: {', '.join(FORMS)}")
+
+
+def _require_packages(request: ExportRequest) -> None:
+    if missing := [name for name in PACKAGES if find_spec(name) is None]:
+        raise CapabilityError(f"converting a GGUF needs {', '.join(missing)}: {install_command('export')}")
+    if request.check:
+        require_engine("onnx", "checking the conversion")
+
+
+def _opened_models(request: ExportRequest) -> dict[str, GgufModel]:
+    """The models by role. Raises all errors that their headers show."""
+    paths = {"target": request.source} | ({"draft": request.draft} if request.draft else {})
+    models = {role: open_gguf(Path(path).expanduser()) for role, path in paths.items()}
+    if request.derivation is not None:
+        request.derivation.check(models["target"].config.num_layers)
+    if "draft" in models:
+        check_same_names(*([text.decode(errors="replace") for text in m.header.tokens] for m in models.values()))
+    return models
+
+
+def _identity(request: ExportRequest, models: Models) -> dict[str, Any]:
+    """All settings that the files depend on."""
+    facts = {role: (model.path.resolve(), model.path.stat()) for role, model in models.items()}
+    return {
+        "made_by": request.made_by,
+        "models": {role: [str(path), found.st_size, found.st_mtime_ns] for role, (path, found) in facts.items()},
+        "quants": dict(request.quants),
+        "draft_quants": dict(request.draft_quants),
+        "derivation": str(request.derivation),
+        "group_size": request.group_size,
+        "name": request.name,
+        "licence": request.licence,
+    }
+
+
+def _check_room(request: ExportRequest, models: Models, workspace: Workspace, reporter: Reporter) -> None:
+    sizes = {role: _output_bytes(model, request.quant_of(role, "onnx")) for role, model in models.items()}
+    memory = [PROGRAM_BYTES + _largest_matrix(model) for model in models.values()]
+    if request.check:
+        memory += [
+            PROGRAM_BYTES + max(sizes[role], model.header.data_bytes) + PROBE_TOKENS * model.config.vocab_size * 8
+            for role, model in models.items()
+        ]
+    needs = Needs(sum(sizes.values()), 0, 0, max(memory))
+    finished = sum(facts["bytes"] for facts in workspace.file_facts().values())
+    check_room(needs, request.output, None, finished)
+    target = models["target"]
+    reporter.note(
+        f"{target.path.name}: {target.kind.hub}, {target.num_parameters / 1e6:.1f} M parameters; the export needs "
+        f"{human(needs.output_bytes)} of disk and {human(needs.memory_bytes)} of memory"
+    )
+
+
+def _output_bytes(model: GgufModel, quant: str) -> int:
+    """Size of a graph's weights: a tied embedding may be stored twice, the second time in 8 bits or as float32."""
+    table = model.config.vocab_size * model.config.hidden_size * (4 if quant == "fp32" else 1.1)
+    return round((model.num_parameters * BITS[quant] / 8 + table) * SPARE)
+
+
+def _largest_matrix(model: GgufModel) -> int:
+    """Bytes of the largest matrix as it is written, and of the rows that are being quantised."""
+    return 5 * model.config.hidden_size * max(model.config.vocab_size, model.config.intermediate_size)
+
+
+def _stages(request: ExportRequest, models: Models, workspace: Workspace) -> Iterator[Stage]:
+    for role, model in models.items():
+        quant = request.quant_of(role, "onnx")
+        yield Stage(f"onnx.{role}", f"{role} to ONNX {quant}", partial(_convert, request, workspace, role, model))
+    if request.derivation is not None:
+        make = partial(_early_exit, request, workspace)
+        yield Stage("onnx.draft", "draft graph over the target's ONNX weights", make, after="onnx.target")
+
+
+def _convert(
+    request: ExportRequest, workspace: Workspace, role: str, model: GgufModel, progress: Progress
+) -> list[Artefact]:
+    quant, folder = request.quant_of(role, "onnx"), workspace.pair / "onnx" / role
+    folder.parent.mkdir(exist_ok=True)
+    with atomic_folder(folder) as partial_folder:
+        convert_gguf(model, partial_folder, quant, request.group_size, progress)
+    graph = f"onnx/{role}/model.onnx"
+    parts = tuple(sorted(name for f in folder.iterdir() if (name := f"onnx/{role}/{f.name}") != graph))
+    return [Artefact(f"onnx.{role}", "onnx", role, quant, graph, parts, model.num_parameters)]
+
+
+def _early_exit(request: ExportRequest, workspace: Workspace, progress: Progress) -> list[Artefact]:
+    from edgespec.export.onnx.cut import early_exit_onnx
+
+    assert request.derivation is not None
+    folder = workspace.pair / "onnx" / "target"
+    draft = early_exit_onnx(folder, request.derivation.exit_layer)
+    names = {f"onnx/target/{f.name}" for f in folder.iterdir()} - {
+        f"onnx/target/{draft.name}",
+        "onnx/target/model.onnx",
+    }
+    quant = request.quants["onnx"]
+    return [Artefact("onnx.draft", "onnx", "draft", quant, f"onnx/target/{draft.name}", tuple(sorted(names)))]
+
+
+def _check(request: ExportRequest, models: Models, workspace: Workspace, reporter: Reporter) -> dict[str, Any]:
+    """Figures for the manifest. Raises ExportRefused after deleting a graph that is wrong."""
+    figures: dict[str, Any] = {"performed": request.check}
+    for role, model in models.items():
+        graph = workspace.pair / "onnx" / role / "model.onnx"
+        try:
+            figures["tokenisation"] = check_vocabulary(model, graph.parent)
+            if request.check:
+                with reporter.stage(f"checking {role}"):
+                    quant = request.quant_of(role, "onnx")
+                    found = check_conversion(model, graph, quant, workspace.temporary, request.threads)
+                figures["reference"], figures[role] = found.reference, found.figures
+                if found.warning:
+                    reporter.note(f"{role}: {found.warning}")
+        except (ExportRefused, ModelFileError, EngineError):  # a wrong model, or not a model
+            workspace.forget(f"onnx.{role}")
+            raise
+    return figures
+
+
+def _described(
+    request: ExportRequest, models: Models, artefacts: list[Artefact], figures: Mapping[str, Any], workspace: Workspace
+) -> dict[str, int]:
+    """Write the manifest and check that it can be read; returns sizes in bytes by file."""
+    target, facts = models["target"], workspace.file_facts()
+    name, quant = request.name or target.path.stem, request.quants["onnx"]
+    size = f"{target.num_parameters / 1e6:.1f} M parameters"
+    values: dict[str, Any] = {
+        "name": name,
+        "description": f"{name} ({target.kind.hub}, {size}) as onnx {quant}, made of GGUF; by {request.made_by}",
+        "licence": request.licence or str(target.header.metadata.get("general.license", "")),
+        "context_length": target.config.max_positions,
+    }
+    for artefact in artefacts:
+        values.setdefault(artefact.table, {})[artefact.role] = artefact.manifest_entry(facts)
+    made_of = {role: {"file": model.path.name, "bytes": model.path.stat().st_size} for role, model in models.items()}
+    values["figures"] = {"check": dict(figures), "made_of": made_of}
+    write_manifest(workspace.pair, values)
+    read_pair(workspace.pair, "onnx")
+    return {name: facts[name]["bytes"] for name in sorted(facts)}
