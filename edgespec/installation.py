@@ -34,14 +34,18 @@ def has_engine(engine: str) -> bool:
     return is_importable(ENGINE_MODULES[engine])
 
 
-def require_engine(engine: str, what: str) -> None:
-    """Raises CapabilityError when the library of an engine, which `what` needs, is not installed."""
+def require_engine(engine: str, what: str, otherwise: str = "") -> None:
+    """Raises CapabilityError when the library of an engine, which `what` needs, is not installed.
+
+    `otherwise`: what could be done instead of installing llama.cpp.
+    """
     if has_engine(engine):
         return
     if engine == "onnx":
         raise CapabilityError(f"{what} needs ONNX Runtime, which is not installed here: {install_command()}")
     raise CapabilityError(
         f"{what} needs llama.cpp, which is not installed here: {install_command('llamacpp')} ({COMPILES})"
+        f"{otherwise and f', {otherwise}'}"
     )
 
 

@@ -90,12 +90,19 @@ def main(arguments: list[str]) -> int:
     if command == "install":
         return install_extras(arguments[1:])
     why = why_llamacpp(arguments)
-    make_ready([*EXTRAS.get(command, []), *(["llamacpp"] if why else [])], why)
+    make_ready([*needed_extras(command, arguments), *(["llamacpp"] if why else [])], why)
     if command == "lint":
         return lint()
     if command == "test":
         return run_python("-m", "pytest", *(arguments[1:] or ["-q"]))
     return run_python("-m", "edgespec", *arguments)
+
+
+def needed_extras(command: str, arguments: list[str]) -> list[str]:
+    """The extras of a command; a GGUF is converted without torch."""
+    if command == "export" and any(word.lower().endswith(".gguf") for word in arguments):
+        return ["convert"]
+    return EXTRAS.get(command, [])
 
 
 def make_ready(extras: list[str], why: str) -> None:

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from edgespec.errors import CapabilityError, EdgespecError, ModelFileError, Mode
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.eagle3 import is_eagle3
 from edgespec.formats.gguf.split import model_files
+from edgespec.formats.onnx.llama_config import WRITABLE
 from edgespec.installation import require_engine
 
 PROBE_VERSION = 2  # increase it when the trial finds more faults, so that files are tried again
@@ -52,9 +54,12 @@ def check_model_files(is_trusted: Mapping[Path, bool]) -> None:
     loaded once, all in one child process; those that pass are not tried again until one of their files changes.
     """
     for path in is_trusted:
-        if not _is_graph(path):
-            check_gguf(path)
-        require_engine("onnx" if _is_graph(path) else "llamacpp", path.name)
+        if _is_graph(path):
+            require_engine("onnx", path.name)
+        else:
+            is_writable = check_gguf(path).architecture in WRITABLE
+            convert = f"or convert it: edgespec export {shlex.quote(str(path))} --to onnx" if is_writable else ""
+            require_engine("llamacpp", path.name, convert)
     keys = {path: _trial_key(path) for path, trusted in is_trusted.items() if not trusted}
     unknown = [path for path, key in keys.items() if disk_cache.get("probed", key, CHECKED_FILE) is None]
     for path, fault in zip(unknown, faults(unknown, timeout_s=_allowed_s(unknown)), strict=True):

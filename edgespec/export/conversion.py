@@ -79,7 +79,7 @@ def _check_options(request: ExportRequest) -> None:
 
 def _require_packages(request: ExportRequest) -> None:
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
-        raise CapabilityError(f"converting a GGUF needs {', '.join(missing)}: {install_command('export')}")
+        raise CapabilityError(f"converting a GGUF needs {', '.join(missing)}: {install_command('convert')}")
     if request.check:
         require_engine("onnx", "checking the conversion")
 

@@ -181,6 +181,12 @@ def test_a_command_tells_whether_it_needs_llama_cpp(script, models, line, why):
     assert script.why_llamacpp(line.split()) == why
 
 
+def test_a_gguf_is_converted_without_torch(script):
+    assert script.needed_extras("export", "export a/B.gguf --to onnx".split()) == ["convert"]
+    assert script.needed_extras("export", "export folder --to onnx".split()) == ["export"]
+    assert script.needed_extras("generate", "generate B.gguf".split()) == []
+
+
 def test_the_environment_and_the_users_own_pairs_count_too(script, models, monkeypatch):
     monkeypatch.setenv("EDGESPEC_MODELS", str(models))
     monkeypatch.chdir(models.parent)

@@ -49,6 +49,7 @@ def test_gguf_names_the_command_in_one_line(arguments: list[str]):
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: demo-target-q8_0.gguf needs llama.cpp, which is not installed here: ")
     assert "llamacpp" in line and "install" in line and "6 to 10 minutes" in line
+    assert line.endswith("demo-target-q8_0.gguf --to onnx")
 
 
 def test_a_damaged_gguf_is_told_of_before_anything_is_to_be_installed(tmp_path: Path):

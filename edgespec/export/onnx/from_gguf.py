@@ -13,7 +13,7 @@ from pathlib import Path
 from edgespec.errors import ConfigError, ModelFileError
 from edgespec.export.onnx.convert import DEFAULT_GROUP_SIZES
 from edgespec.export.onnx.gguf_model import GgufModel, read_model
-from edgespec.export.onnx.gguf_tokenizer import write_tokenizer_files
+from edgespec.export.onnx.gguf_tokenizer import splitter_of, write_tokenizer_files
 from edgespec.export.onnx.gguf_weights import GgufWeights
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.split import model_files
@@ -33,6 +33,7 @@ def open_gguf(path: Path) -> GgufModel:
         raise ModelFileError(f"{path} is one of several files of a model: join them first (llama-gguf-split --merge)")
     model = read_model(path, header)
     GgufWeights(model)  # raises for a type that cannot be decoded
+    splitter_of(header)
     return model
 
 

@@ -40,14 +40,10 @@ def write_tokenizer_files(header: GgufHeader, folder: Path) -> None:
 
 def tokenizer_json(header: GgufHeader) -> Json:
     """What the library `tokenizers` reads, for the vocabulary in the header. Raises ModelFileError."""
-    kind = header.metadata.get("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama"):
-        raise ModelFileError(
-            f"the GGUF's vocabulary is of the kind {kind!r}; allowed: gpt2 (BPE), llama (SentencePiece)"
-        )
     texts = _texts(header)
     kinds = _kinds(header, len(texts))
-    made = _byte_level(header, texts, kinds) if kind == "gpt2" else _sentence_piece(header, texts, kinds)
+    splitter = splitter_of(header)
+    made = _byte_level(header, splitter, texts, kinds) if splitter else _sentence_piece(header, texts, kinds)
     added = [
         {"id": index, "content": text, "special": kinds[index] in (CONTROL, UNKNOWN), "normalized": False}
         | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
@@ -57,12 +53,24 @@ def tokenizer_json(header: GgufHeader) -> Json:
     return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, **made}
 
 
-def _byte_level(header: GgufHeader, texts: list[str], kinds: list[int]) -> Json:
-    name = str(header.metadata.get("tokenizer.ggml.pre", "default"))
-    name = ALIASES.get(name, name)
+def splitter_of(header: GgufHeader) -> str:
+    """The name in `SPLITTERS` of a byte-level vocabulary, empty for SentencePiece. Raises ModelFileError for others."""
+    kind = header.metadata.get("tokenizer.ggml.model")
+    if kind == "llama":
+        return ""
+    if kind != "gpt2":
+        raise ModelFileError(
+            f"the GGUF's vocabulary is of the kind {kind!r}; allowed: gpt2 (BPE), llama (SentencePiece)"
+        )
+    given = str(header.metadata.get("tokenizer.ggml.pre", "default"))
+    name = ALIASES.get(given, given)
     if name not in SPLITTERS:
         known = ", ".join(sorted({*SPLITTERS, *ALIASES}))
-        raise ModelFileError(f"the GGUF's vocabulary splits text as {name!r}; allowed: {known}")
+        raise ModelFileError(f"the GGUF's vocabulary splits text as {given!r}; allowed: {known}")
+    return name
+
+
+def _byte_level(header: GgufHeader, name: str, texts: list[str], kinds: list[int]) -> Json:
     found = header.metadata.get("tokenizer.ggml.merges")
     if not isinstance(found, GgufStrings) or not len(found):
         raise ModelFileError("the GGUF's vocabulary has no merges (tokenizer.ggml.merges)")

@@ -92,5 +92,5 @@ def library() -> Any:
     try:
         import gguf
     except ImportError as exc:
-        raise CapabilityError(f"reading the weights of a GGUF needs {exc.name}: {install_command('export')}") from exc
+        raise CapabilityError(f"reading the weights of a GGUF needs {exc.name}: {install_command('convert')}") from exc
     return gguf

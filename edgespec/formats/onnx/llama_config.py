@@ -7,6 +7,8 @@ from typing import Any, Literal, Self
 
 from edgespec.errors import ModelFileError
 
+WRITABLE = ("llama", "qwen2", "qwen3", "smollm3", "gemma3")  # llama.cpp's names of what a graph can be written of
+
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:

@@ -1,0 +1,204 @@
+"""`edgespec export MODEL.gguf --to onnx`: from one file, or target and draft, to a pair that runs, without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.py install export")
+
+from demo import DEMO
+from edgespec.cli.main import cli
+from edgespec.export import conversion, conversion_check
+from edgespec.export.accuracy import Limits
+from edgespec.export.onnx.gguf_weights import GgufWeights
+from edgespec.export.pair import export_pair
+from edgespec.export.request import ExportRequest
+from edgespec.export.resources import human
+from edgespec.formats.manifest import read_pair
+from edgespec.installation import has_engine
+from edgespec.types import Progress, no_progress
+from tiny_gguf import write_model
+
+TARGET, DRAFT = DEMO / "demo-target-q8_0.gguf", DEMO / "demo-draft-q8_0.gguf"
+NEEDS_LLAMA = pytest.mark.skipif(not has_engine("llamacpp"), reason="compares with llama.cpp, which is not installed")
+CHILD = """
+import sys
+sys.modules |= dict.fromkeys(("torch", "transformers", "safetensors", "llama_cpp", "onnxruntime_genai"))
+from edgespec.__main__ import main
+main()
+"""
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def export(source: Path | str, output: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["export", str(source), "--to", "onnx", "-o", str(output), *arguments])
+
+
+def answer(model: Path) -> dict[str, object]:
+    options = ["-p", "I want a table for two.", "-n", "24", "--temp", "0", "--json"]
+    ran = CliRunner().invoke(cli, ["generate", str(model), *options])
+    assert ran.exit_code == 0, ran.output
+    found: dict[str, object] = json.loads(ran.stdout)
+    return found
+
+
+@NEEDS_LLAMA
+def test_a_pair_is_made_and_says_what_the_file_says(tmp_path: Path):
+    result = export(TARGET, tmp_path / "pair", "--quant", "w8a8", "--draft", str(DRAFT))
+    assert result.exit_code == 0, result.output
+    assert "check target onnx: top-1 agreement 100.0%" in result.stdout
+    assert result.stdout.splitlines()[-2] == "compared with llama.cpp on the same file"
+    pair = read_pair(tmp_path / "pair")
+    assert (pair.name, pair.context_length, pair.engines) == ("demo-target-q8_0", 2048, ("onnx",))
+    assert pair.figures["check"]["target"]["onnx"]["mean_kl"] < 0.005
+    assert pair.figures["made_of"]["draft"] == {"file": DRAFT.name, "bytes": DRAFT.stat().st_size}
+    assert str(tmp_path) not in (tmp_path / "pair" / "manifest.toml").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["pair"]
+    ours, theirs = answer(tmp_path / "pair"), answer(TARGET)
+    assert (ours["engine"], theirs["engine"]) == ("onnx", "llamacpp")
+    assert ours["text"] == theirs["text"]
+
+
+def test_it_needs_neither_torch_nor_llama_cpp(tmp_path: Path):
+    """Without llama.cpp the float graph of the same file tells what the type loses, and an early exit is cut."""
+    command = ["export", str(TARGET), "--to", "onnx", "--derive", "early-exit:4", "-o", str(tmp_path / "pair")]
+    done = subprocess.run([sys.executable, "-c", CHILD, *command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "compared with the float32 graph of the same file" in done.stdout
+    pair = read_pair(tmp_path / "pair")
+    assert pair.draft == tmp_path / "pair" / "onnx" / "target" / "draft.onnx"
+    assert 0 < pair.figures["check"]["target"]["onnx"]["mean_kl"] < 0.002
+    assert pair.figures["check"]["tokenisation"] == "round trip"
+    ran = CliRunner().invoke(cli, ["verify", str(tmp_path / "pair"), "-n", "8", "--json"])
+    assert json.loads(ran.stdout)["acceptance_rate"] > 0.2, ran.output
+
+
+@NEEDS_LLAMA
+def test_what_a_type_loses_is_told_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A graph beyond the usual limit is right where the weights as float32 agree with llama.cpp."""
+    usual = conversion_check.limits_of
+    monkeypatch.setattr(conversion_check, "limits_of", lambda q: Limits(None, 1.0, 1e-4) if q == "w8a8" else usual(q))
+    result = export(TARGET, tmp_path / "pair", "--quant", "w8a8")
+    assert result.exit_code == 0, result.output
+    assert "the conversion is right, but w8a8 loses more of this model than of most: mean KL is" in result.stderr
+    figures = read_pair(tmp_path / "pair").figures["check"]
+    assert figures["reference"] == "llama.cpp on the file's weights as float32"
+    kinds = {kind: found["mean_kl"] for kind, found in figures["target"].items()}
+    assert kinds["onnx_fp32"] < 1e-6 < kinds["gguf"] < kinds["onnx"]
+    assert not list((tmp_path / "pair").rglob("*float32*"))
+
+
+@NEEDS_LLAMA
+@pytest.mark.parametrize("quant", ["w8a8", "fp32"])
+def test_a_wrong_conversion_is_refused(quant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Queries and keys whose rotary pairs stay where llama.cpp has them."""
+    monkeypatch.setattr(GgufWeights, "_order", lambda self, count, row: None)
+    result = export(TARGET, tmp_path / "pair", "--quant", quant)
+    assert result.exit_code == 1
+    line = result.stderr.splitlines()[-1]
+    assert line.startswith("error: the conversion is wrong and was removed: compared with llama.cpp on the file's")
+    assert list(tmp_path.iterdir()) == []
+
+
+@NEEDS_LLAMA
+def test_without_room_for_floats_the_cause_stays_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(conversion_check, "limits_of", lambda quant: Limits(None, 1.0, 0.0))
+    monkeypatch.setattr(conversion_check, "free_bytes", lambda place: 1000)
+    result = export(TARGET, tmp_path / "pair")
+    assert result.exit_code == 0, result.output
+    assert f"the cause was not found: that needs {human(36667904)} of disk, 1 kB are free" in result.stderr
+
+
+class Interrupted:
+    """A reporter that stops an export when a stage begins; `notes` is what it was told."""
+
+    def __init__(self, at: str = "") -> None:
+        self._at, self.notes = at, list[str]()
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    @contextmanager
+    def stage(self, title: str) -> Iterator[Progress]:
+        if self._at and title.startswith(self._at):
+            raise KeyboardInterrupt
+        yield no_progress
+
+
+def test_an_interrupted_export_continues(tmp_path: Path):
+    request = ExportRequest(
+        str(TARGET), tmp_path / "pair", quants={"onnx": "int8"}, draft=str(DRAFT), check=False, threads=1
+    )
+    with pytest.raises(KeyboardInterrupt):
+        export_pair(request, Interrupted(at="draft"))
+    assert not (tmp_path / "pair").exists()
+    kept = tmp_path / ".pair.export" / "pair" / "onnx" / "target" / "model.onnx.data"
+    before = kept.stat().st_ino
+    second = Interrupted()
+    done = export_pair(request, second)
+    assert "resuming an interrupted export: 6 files are finished" in second.notes
+    assert (tmp_path / "pair" / "onnx" / "target" / "model.onnx.data").stat().st_ino == before
+    assert done.figures == {"performed": False, "tokenisation": "equal" if has_engine("llamacpp") else "round trip"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--to", "gguf"], "is a GGUF already: give --to onnx"),
+        (["--to", "both"], "is a GGUF already: give --to onnx"),
+        (["--quant", "fp16"], "--quant fp16 cannot be made of a GGUF; allowed: w8a8, int8, int4, fp32"),
+        (["--exporter", "builder"], "--exporter builder does not read GGUF"),
+        (["--revision", "main"], "is a file: omit it"),
+        (["--derive", "prune:0-3"], "does not work on a GGUF"),
+        (["--derive", "early-exit:12"], "has 9 layers"),
+        (["--draft", "some/hub-id"], "must be a .gguf file, too"),
+        (["--draft", "missing.gguf"], "missing.gguf does not exist"),
+    ],
+)
+def test_options_that_need_the_original_model_are_refused(arguments: list[str], said: str, tmp_path: Path):
+    result = export(TARGET, tmp_path / "pair", *arguments)
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ") and said in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_draft_of_another_family_is_refused(tmp_path: Path):
+    draft = write_model(tmp_path / "other.gguf")
+    result = export(TARGET, tmp_path / "pair", "--draft", str(draft))
+    assert result.exit_code == 2
+    assert "target and draft have different vocabularies: token" in result.stderr
+
+
+def test_an_output_without_a_name_is_called_like_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    path = write_model(tmp_path / "small.Q8_0.gguf")
+    result = CliRunner().invoke(cli, ["export", "small.Q8_0.gguf", "--to", "onnx", "--no-check"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[0] == "small.Q8_0-pair"
+    made_of = {"target": {"file": path.name, "bytes": path.stat().st_size}}
+    assert read_pair(tmp_path / "small.Q8_0-pair").figures["made_of"] == made_of
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(conversion, "find_spec", lambda name: None if name == "gguf" else name)
+    result = export(TARGET, tmp_path / "pair")
+    assert result.exit_code == 1
+    assert "converting a GGUF needs gguf: " in result.stderr and "install" in result.stderr
+
+
+def test_a_vocabulary_that_is_not_known_is_refused_before_work_starts(tmp_path: Path):
+    path = write_model(tmp_path / "other.gguf", metadata={"tokenizer.ggml.pre": "bloom"})
+    result = export(path, tmp_path / "pair")
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: the GGUF's vocabulary splits text as 'bloom'; allowed: ")

@@ -1,0 +1,260 @@
+"""Graphs written of GGUF files: float graphs compute what transformers and llama.cpp do, other types lose little.
+
+Random models of every architecture, made by our own converter to GGUF, and the demo target as it ships.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+
+pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.py install export")
+
+import gguf
+
+from demo import DEMO, TEST_THREADS
+from edgespec.engines.llamacpp.tokenizer import VocabularyFile
+from edgespec.engines.onnx import OnnxEngine
+from edgespec.engines.onnx.tokenizer import TokenizerFile
+from edgespec.errors import ConfigError, ModelFileError
+from edgespec.export.accuracy import _log_softmax, open_engine
+from edgespec.export.gguf import check_tokenizer, convert, export_gguf
+from edgespec.export.onnx.from_gguf import convert_gguf, open_gguf
+from edgespec.export.onnx.gguf_model import KINDS
+from edgespec.export.onnx.gguf_weights import GgufWeights
+from edgespec.export.tokens import check_round_trip
+from edgespec.formats.onnx.forms import quantise_blocks
+from edgespec.formats.onnx.llama_config import WRITABLE
+from edgespec.installation import has_engine
+from edgespec.types import Batch
+from tiny_checkpoints import CASES as SETTINGS
+from tiny_checkpoints import COLUMNS, LOGITS, TOKEN_IDS, write_checkpoint
+from tiny_gguf import Shape, write_model
+
+NEEDS_LLAMA = pytest.mark.skipif(not has_engine("llamacpp"), reason="compares with llama.cpp, which is not installed")
+CASES = ("llama", "smollm2", "mistral", "qwen2", "qwen3", "smollm3", "gemma3")
+IDS = np.array(TOKEN_IDS, np.int32)
+Floats = NDArray[np.float32]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Files by case and type of weights, each made once."""
+    folder, made = tmp_path_factory.mktemp("tiny"), dict[str, Path]()
+
+    def make(case: str) -> Path:
+        if case not in made:
+            made[case] = folder / f"{case}.gguf"
+            convert(write_checkpoint(folder / case, case), made[case], "f32")
+        return made[case]
+
+    return make
+
+
+def graph(path: Path, folder: Path, quant: str = "fp32", group_size: int | None = None) -> Path:
+    folder.mkdir(parents=True)
+    return convert_gguf(open_gguf(path), folder, quant, group_size)
+
+
+def logits(path: Path, ids: NDArray[np.int32] = IDS) -> Floats:
+    with open_engine("gguf" if path.suffix == ".gguf" else "onnx", path, 128, TEST_THREADS) as engine:
+        return engine.forward(Batch.chain(ids)).copy()
+
+
+def difference(found: Floats, wanted: Floats) -> float:
+    return float(np.abs(found - wanted).max() / wanted.std())
+
+
+def mean_kl(found: Floats, wanted: Floats) -> float:
+    p, q = _log_softmax(wanted), _log_softmax(found)
+    return float((np.exp(p) * (p - q)).sum(axis=1).mean())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_float_graph_computes_what_transformers_does(case: str, tiny: Callable[[str], Path], tmp_path: Path):
+    found = logits(graph(tiny(case), tmp_path / "made"))
+    assert difference(found[:, COLUMNS], np.load(LOGITS)[case]) < 2e-5
+
+
+@NEEDS_LLAMA
+@pytest.mark.parametrize("case", CASES)
+def test_a_float_graph_computes_what_llama_cpp_does(case: str, tiny: Callable[[str], Path], tmp_path: Path):
+    found = logits(graph(tiny(case), tmp_path / "made"))
+    limit = 1e-3 if case == "gemma3" else 2e-5  # llama.cpp reads GELU from a table in half precision
+    assert difference(found, logits(tiny(case))) < limit
+
+
+@pytest.mark.parametrize("case", ["smollm2", "llama", "qwen3", "gemma3"])
+def test_other_types_lose_little(case: str, tiny: Callable[[str], Path], tmp_path: Path):
+    """Tied and not, with biases, with products of their own for queries and keys."""
+    wanted = logits(graph(tiny(case), tmp_path / "fp32"))
+    losses = {quant: mean_kl(logits(graph(tiny(case), tmp_path / quant, quant)), wanted) for quant in LOSSES}
+    assert {quant: losses[quant] < limit for quant, limit in LOSSES.items()} == dict.fromkeys(LOSSES, True), losses
+
+
+LOSSES = {"int8": 0.006, "w8a8": 0.012, "int4": 0.6}
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama-bpe", "smollm", "qwen2", "gpt-2", "tekken", "gpt-4o", "llama-spm", "gemma-spm"]
+)
+@NEEDS_LLAMA
+def test_tokenizers_are_those_of_the_file(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(SETTINGS, "smollm2", (SETTINGS["smollm2"][0], kind))
+    path = tmp_path / "tiny.gguf"
+    convert(write_checkpoint(tmp_path / "source", "smollm2"), path, "f32")
+    folder = graph(path, tmp_path / "made").parent
+    assert check_tokenizer(folder, path) > 200
+    check_round_trip(folder)
+    with VocabularyFile(path) as theirs:
+        ours = TokenizerFile(folder, theirs.size)
+        for key in ("bos_id", "adds_bos", "end_ids", "chat_template"):
+            assert getattr(ours, key) == getattr(theirs, key), key
+        start = ours.token_names().index("<|start|>")  # which llama.cpp prints, whatever its kind, for one model's sake
+        assert [p for at, p in enumerate(ours.pieces) if at != start] == [
+            p for at, p in enumerate(theirs.pieces) if at != start
+        ]
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_every_type_is_read(kind: str, tmp_path: Path):
+    path = write_model(tmp_path / "tiny.gguf", Shape(weights=gguf.GGMLQuantizationType[kind]))
+    weights = GgufWeights(open_gguf(path))
+    reader = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    theirs = reader["blk.1.ffn_down.weight"]
+    wanted = gguf.quants.dequantize(theirs.data, theirs.tensor_type)
+    np.testing.assert_array_equal(np.concatenate(list(weights.rows("model.layers.1.mlp.down_proj.weight"))), wanted)
+    assert weights.shape("model.layers.1.mlp.down_proj.weight") == wanted.shape == (64, 128)
+    np.testing.assert_array_equal(weights.vector("model.norm.weight"), reader["output_norm.weight"].data)
+
+
+@NEEDS_LLAMA
+@pytest.mark.parametrize("quant", ["q4_k_m", "q6_k", "q3_k_m", "iq4_xs"])
+def test_the_types_of_llama_cpp_are_read(quant: str, tmp_path: Path):
+    """The demo target: llama.cpp rounds inputs, the float graph does not, and that is all that differs."""
+    path = tmp_path / f"{quant}.gguf"
+    export_gguf(DEMO / "hf" / "target", path, quant, threads=TEST_THREADS)
+    ids = np.array(
+        json.loads((DEMO / "hf" / "target" / "config.json").read_text())["vocab_size"] // (IDS + 2), np.int32
+    )
+    assert mean_kl(logits(graph(path, tmp_path / "made"), ids), logits(path, ids)) < 0.005
+
+
+def test_an_int8_graph_is_that_of_an_export(tmp_path: Path):
+    """The operators of the demo's export with their settings: classes of equal bits and times are those of today."""
+    path = graph(DEMO / "demo-target-q8_0.gguf", tmp_path / "made", "int8", 32)
+    ours, theirs = (
+        onnx.load(where, load_external_data=False).graph for where in (path, DEMO / "onnx/target/model.onnx")
+    )
+
+    def described(found: Any) -> Counter[Any]:
+        skipped = {"Constant", "Identity", "Reshape"}
+        return Counter(
+            (node.op_type, node.name, tuple(sorted(str(a) for a in node.attribute if a.name != "epsilon")))
+            for node in found.node
+            if node.op_type not in skipped and "subgraph" not in node.name
+        )
+
+    assert described(ours) == described(theirs)
+    names = {tensor.name: (tensor.data_type, tuple(tensor.dims)) for tensor in ours.initializer if "Q8" in tensor.name}
+    assert names == {t.name: (t.data_type, tuple(t.dims)) for t in theirs.initializer if "Q8" in t.name}
+    size = sum(file.stat().st_size for file in path.parent.glob("model.onnx*"))
+    assert size < 1.1 * sum(file.stat().st_size for file in (DEMO / "onnx/target").glob("model.onnx*"))
+
+
+@pytest.mark.parametrize("quant", ["w8a8", "int8"])
+def test_reproducible_mode_holds_on_a_written_graph(quant: str, tmp_path: Path):
+    """Rows of one pass have the bits of passes of two rows."""
+    path = graph(DEMO / "demo-target-q8_0.gguf", tmp_path / "made", quant)
+    with OnnxEngine.load(path, context_length=64, threads=TEST_THREADS, reproducible=True) as engine:
+        whole = engine.forward(Batch.chain(IDS[:8])).copy()
+        engine.rollback(0)
+        parts = [engine.forward(Batch.chain(IDS[start : start + 2])).copy() for start in range(0, 8, 2)]
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+@pytest.mark.parametrize(("bits", "size"), [(8, 64), (8, 32), (4, 32), (4, 16)])
+def test_blocks_are_rounded_to_the_nearest_code(bits: int, size: int):
+    rows = np.random.default_rng(0).standard_normal((6, 100), np.float32)
+    rows[2] = 0
+    codes, scales = quantise_blocks(rows, bits, size)
+    if bits == 4:
+        codes = np.stack((codes & 15, codes >> 4), axis=-1).reshape(6, -1, size)
+    middle = 1 << bits - 1
+    back = ((codes.astype(np.float32) - middle) * scales[..., None]).reshape(6, -1)
+    assert np.abs(back[:, 100:]).max() == 0  # padding
+    errors = np.abs(back[:, :100] - rows)
+    steps = np.repeat(np.abs(scales), size, axis=1)[:, :100]
+    assert (errors <= steps * 1.001).all() and np.mean(errors <= steps * 0.501) > 0.99
+    extremes = np.abs(np.pad(rows, ((0, 0), (0, -100 % size)))).reshape(6, -1, size).max(axis=2)
+    used = extremes > 0
+    np.testing.assert_allclose(np.abs(scales[used]) * middle, extremes[used], rtol=1e-6)
+
+
+def test_what_is_not_known_is_refused_by_name(tmp_path: Path):
+    def refused(message: str, *, tensors: Any = None, **metadata: Any) -> None:
+        named = {f"llama.{key.replace('__', '.')}": value for key, value in metadata.items()}
+        path = write_model(tmp_path / "changed.gguf", metadata=named, tensors=tensors)
+        with pytest.raises(ModelFileError, match=message):
+            open_gguf(path)
+
+    refused(r"llama\.attention\.scale = 0\.25 is not known", attention__scale=0.25)
+    refused("positions are scaled by 'yarn'; allowed: none, linear", rope__scaling__type="yarn")
+    refused("expert_count = 8 is not known", expert_count=8, expert_used_count=2)
+    refused("its rope.dimension_count 8 is not its head size 16", rope__dimension_count=8)
+    refused(
+        "holds 1 tensors that are not known, such as 'blk.0.attn_sinks.weight'",
+        tensors={"blk.0.attn_sinks.weight": np.ones(4, np.float32)},
+    )
+    refused("needs the tensor 'blk.1.ffn_up.weight' .* it lacks it", tensors={"blk.1.ffn_up.weight": None})
+    refused("some of its layers or projections have biases", tensors={"blk.0.attn_q.bias": np.ones(64, np.float32)})
+    refused(
+        "rope_freqs.weight holds numbers that divide no frequency",
+        tensors={"rope_freqs.weight": np.zeros(8, np.float32)},
+    )
+    refused(r"attention\.key_length is .* one number is needed", attention__key_length=[16, 16])
+
+
+def test_an_architecture_that_is_not_known_is_refused(tmp_path: Path):
+    path = tmp_path / "gpt2.gguf"
+    convert(write_checkpoint(tmp_path / "source", "gpt2"), path, "f32")
+    with pytest.raises(ModelFileError, match=f"architecture 'gpt2'; allowed for ONNX: {', '.join(KINDS)}"):
+        open_gguf(path)
+    assert tuple(KINDS) == WRITABLE  # what is offered where llama.cpp is not installed
+
+
+def test_heads_that_onnx_runtime_cannot_rotate_are_refused(tmp_path: Path):
+    path = write_model(tmp_path / "tiny.gguf", Shape(width=32))
+    with pytest.raises(ModelFileError, match=r"attention heads of 8 values; .* a multiple of 16"):
+        open_gguf(path)
+
+
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, tiny_path: Path):
+    broken = np.full((64, 128), np.nan, np.float32)
+    path = write_model(tmp_path / "broken.gguf", tensors={"blk.1.ffn_down.weight": broken})
+    with pytest.raises(ModelFileError, match=r"the tensor blk\.1\.ffn_down\.weight holds infinity or NaN"):
+        graph(path, tmp_path / "made")
+    with pytest.raises(ConfigError, match="to the ONNX type 'fp16'; allowed: w8a8, int8, int4, fp32"):
+        graph(tiny_path, tmp_path / "other", "fp16")
+
+
+def test_a_type_that_cannot_be_decoded_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = write_model(tmp_path / "tiny.gguf", Shape(weights=gguf.GGMLQuantizationType.Q5_0))
+    monkeypatch.delitem(gguf.quants._type_traits, gguf.GGMLQuantizationType.Q5_0)  # as in an older release
+    with pytest.raises(
+        ModelFileError, match="as Q5_0, which the package gguf cannot decode: take a file of another type"
+    ):
+        open_gguf(path)
+
+
+def test_a_window_caps_the_context_where_llama_cpp_has_none(tmp_path: Path):
+    path = write_model(tmp_path / "tiny.gguf", metadata={"llama.attention.sliding_window": 128})
+    assert open_gguf(path).config.max_positions == 128
