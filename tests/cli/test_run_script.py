@@ -182,9 +182,9 @@ def test_a_command_tells_whether_it_needs_llama_cpp(script, models, line, why):
 
 
 def test_a_gguf_is_converted_without_torch(script):
-    assert script.needed_extras("export", "export a/B.gguf --to onnx".split()) == ["convert"]
-    assert script.needed_extras("export", "export folder --to onnx".split()) == ["export"]
-    assert script.needed_extras("generate", "generate B.gguf".split()) == []
+    assert script.needed_extras("export", ["export", "a/B.gguf", "--to", "onnx"]) == ["convert"]
+    assert script.needed_extras("export", ["export", "folder", "--to", "onnx"]) == ["export"]
+    assert script.needed_extras("generate", ["generate", "B.gguf"]) == []
 
 
 def test_the_environment_and_the_users_own_pairs_count_too(script, models, monkeypatch):

@@ -31,16 +31,26 @@ TARGET, DRAFT = DEMO / "demo-target-q8_0.gguf", DEMO / "demo-draft-q8_0.gguf"
 NEEDS_LLAMA = pytest.mark.skipif(not has_engine("llamacpp"), reason="compares with llama.cpp, which is not installed")
 CHILD = """
 import sys
-sys.modules |= dict.fromkeys(("torch", "transformers", "safetensors", "llama_cpp", "onnxruntime_genai"))
+blocked, sys.argv = sys.argv[1].split(","), sys.argv[1:]
+sys.modules |= dict.fromkeys(blocked)
 from edgespec.__main__ import main
 main()
 """
+HEAVY = ("torch", "transformers", "safetensors", "onnxruntime_genai")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def export(source: Path | str, output: Path, *arguments: str) -> Result:
     return CliRunner().invoke(cli, ["export", str(source), "--to", "onnx", "-o", str(output), *arguments])
+
+
+def export_without(packages: tuple[str, ...], *arguments: str) -> str:
+    """What an export prints in a process that cannot import `packages`."""
+    command = [sys.executable, "-c", CHILD, ",".join(packages), "export", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def answer(model: Path) -> dict[str, object]:
@@ -70,16 +80,25 @@ def test_a_pair_is_made_and_says_what_the_file_says(tmp_path: Path):
 
 def test_it_needs_neither_torch_nor_llama_cpp(tmp_path: Path):
     """Without llama.cpp the float graph of the same file tells what the type loses, and an early exit is cut."""
-    command = ["export", str(TARGET), "--to", "onnx", "--derive", "early-exit:4", "-o", str(tmp_path / "pair")]
-    done = subprocess.run([sys.executable, "-c", CHILD, *command], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "compared with the float32 graph of the same file" in done.stdout
+    options = ["--to", "onnx", "--derive", "early-exit:4", "-o", str(tmp_path / "pair")]
+    said = export_without((*HEAVY, "llama_cpp"), str(TARGET), *options)
+    assert "compared with the float32 graph of the same file" in said
     pair = read_pair(tmp_path / "pair")
     assert pair.draft == tmp_path / "pair" / "onnx" / "target" / "draft.onnx"
     assert 0 < pair.figures["check"]["target"]["onnx"]["mean_kl"] < 0.002
     assert pair.figures["check"]["tokenisation"] == "round trip"
     ran = CliRunner().invoke(cli, ["verify", str(tmp_path / "pair"), "-n", "8", "--json"])
     assert json.loads(ran.stdout)["acceptance_rate"] > 0.2, ran.output
+
+
+@NEEDS_LLAMA
+def test_a_checkpoint_goes_the_same_way_in_two_steps(tmp_path: Path):
+    """As the docs say: safetensors to ONNX without torch."""
+    step, made = tmp_path / "step", tmp_path / "made"
+    export_without(HEAVY, str(DEMO / "hf" / "target"), "--quant", "bf16", "--no-check", "-o", str(step))
+    said = export_without(HEAVY, str(step / "target-bf16.gguf"), "--to", "onnx", "--quant", "w8a8", "-o", str(made))
+    assert "top-1 agreement 100.0%" in said
+    assert (made / "onnx" / "target" / "model.onnx").is_file()
 
 
 @NEEDS_LLAMA

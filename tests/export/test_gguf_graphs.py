@@ -92,6 +92,13 @@ def test_a_float_graph_computes_what_llama_cpp_does(case: str, tiny: Callable[[s
     assert difference(found, logits(tiny(case))) < limit
 
 
+def test_capped_logits_are_those_without_a_cap_through_its_formula(tiny: Callable[[str], Path], tmp_path: Path):
+    source = write_checkpoint(tmp_path / "source", "gemma3", final_logit_softcapping=3.0)
+    convert(source, tmp_path / "capped.gguf", "f32")
+    found, plain = (logits(graph(path, tmp_path / path.stem)) for path in (tmp_path / "capped.gguf", tiny("gemma3")))
+    np.testing.assert_allclose(found, 3 * np.tanh(plain / 3), atol=1e-5)
+
+
 @pytest.mark.parametrize("case", ["smollm2", "llama", "qwen3", "gemma3"])
 def test_other_types_lose_little(case: str, tiny: Callable[[str], Path], tmp_path: Path):
     """Tied and not, with biases, with products of their own for queries and keys."""
@@ -207,6 +214,7 @@ def test_what_is_not_known_is_refused_by_name(tmp_path: Path):
             open_gguf(path)
 
     refused(r"llama\.attention\.scale = 0\.25 is not known", attention__scale=0.25)
+    refused(r"llama\.attention\.causal = False is not known", attention__causal=False)
     refused("positions are scaled by 'yarn'; allowed: none, linear", rope__scaling__type="yarn")
     refused("expert_count = 8 is not known", expert_count=8, expert_used_count=2)
     refused("its rope.dimension_count 8 is not its head size 16", rope__dimension_count=8)

@@ -26,12 +26,13 @@ SIZES = ("block_count", "context_length", "embedding_length", "feed_forward_leng
 KNOWN_KEYS = (
     *SIZES,
     *("attention.head_count_kv", "attention.key_length", "attention.value_length", "vocab_size"),
-    *("attention.layer_norm_rms_epsilon", "attention.causal", "tensor_data_layout"),
+    *("attention.layer_norm_rms_epsilon", "tensor_data_layout"),
     *("rope.dimension_count", "rope.freq_base", "rope.freq_base_swa", "rope.scale_linear"),
     *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned"),
     *("attention.sliding_window", "attention.sliding_window_pattern", "final_logit_softcapping"),
 )
-OFF = (0, 0.0, False)  # a value with which an unknown key changes nothing
+OTHER_PARTS = ("mm.", "vision.")  # of a model for pictures, which lie in a file of their own
+NEUTRAL = {"attention.causal": True, "rope.scaling.attn_factor": 1.0}  # else 0 is what changes nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +267,10 @@ class _Reader:
     def _refuse_unknown_keys(self) -> None:
         prefix = f"{self._header.architecture}."
         for key, value in self._header.metadata.items():
-            if key.startswith(prefix) and key.removeprefix(prefix) not in KNOWN_KEYS and value not in OFF:
+            name = key.removeprefix(prefix)
+            if not key.startswith(prefix) or name in KNOWN_KEYS or name.startswith(OTHER_PARTS):
+                continue
+            if value != NEUTRAL.get(name, 0):
                 raise self._wrong(
                     f"its setting {key} = {str(value)[:40]} is not known, and may change what it computes"
                 )
