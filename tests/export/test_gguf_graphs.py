@@ -32,7 +32,7 @@ from edgespec.export.onnx.gguf_model import KINDS
 from edgespec.export.onnx.gguf_weights import GgufWeights
 from edgespec.export.tokens import check_round_trip
 from edgespec.formats.onnx.forms import quantise_blocks
-from edgespec.formats.onnx.llama_config import WRITABLE
+from edgespec.formats.onnx.llama_config import WRITABLE, LlamaConfig
 from edgespec.installation import has_engine
 from edgespec.types import Batch
 from tiny_checkpoints import CASES as SETTINGS
@@ -261,6 +261,19 @@ def test_a_type_that_cannot_be_decoded_is_named(tmp_path: Path, monkeypatch: pyt
         ModelFileError, match="as Q5_0, which the package gguf cannot decode: take a file of another type"
     ):
         open_gguf(path)
+
+
+def test_the_configuration_tells_what_the_graph_is(tiny: Callable[[str], Path], tmp_path: Path):
+    """Readers of config.json take a plain Llama for one, and nothing else."""
+    shipped = json.loads((DEMO / "onnx" / "target" / "config.json").read_text(encoding="utf-8"))
+    plain = open_gguf(DEMO / "demo-target-q8_0.gguf").hub_config()
+    assert LlamaConfig.from_hub(plain) == LlamaConfig.from_hub(shipped)
+    for case, said in (("llama", "attention_bias, mlp_bias"), ("qwen3", "only a Llama"), ("gemma3", "only a Llama")):
+        with pytest.raises(ModelFileError, match=said):
+            LlamaConfig.from_hub(open_gguf(tiny(case)).hub_config())
+    gemma = open_gguf(tiny("gemma3")).hub_config()
+    assert gemma["layer_types"] == ["sliding_attention", "full_attention", "sliding_attention"]
+    assert (gemma["sliding_window"], gemma["rope_scaling"]["divisors"][0]) == (6, 4.0)
 
 
 def test_a_window_caps_the_context_where_llama_cpp_has_none(tmp_path: Path):

@@ -24,13 +24,12 @@ class GgufWeights:
     def __init__(self, model: GgufModel) -> None:
         self._tensors, self._config = model.tensors, model.config
         self._path, self._start, self.is_tied = model.path, model.header.data_start, model.is_tied
-        self._data = np.memmap(model.path, np.uint8, "r")
         for tensor, _ in self._tensors.values():
             self._decode(np.zeros((1, tensor.num_bytes // rows_of(tensor)), np.uint8), tensor)
 
     def vector(self, name: str) -> NDArray[np.float32]:
         tensor, row = self._tensors[name]
-        found = self._decode(self._raw(tensor).reshape(1, -1), tensor)[0]
+        found = self._decode(self._raw(tensor, 0, rows_of(tensor)).reshape(1, -1), tensor)[0]
         order = self._order(tensor.shape[-1], row)
         return self._checked(found if order is None else found[order], tensor)
 
@@ -41,19 +40,25 @@ class GgufWeights:
     def rows(self, name: str) -> Iterator[NDArray[np.float32]]:
         tensor, row = self._matrix(name)
         inputs, outputs = tensor.shape
-        raw, order = self._raw(tensor).reshape(outputs, -1), self._order(outputs, row)
+        order = self._order(outputs, row)
+        whole = None if order is None else self._raw(tensor, 0, outputs)[order]
         step = max(WEIGHTS_AT_ONCE // inputs, 1)
         for start in range(0, outputs, step):
-            part = slice(start, start + step)
-            yield self._checked(self._decode(raw[part if order is None else order[part]], tensor), tensor)
+            stop = min(start + step, outputs)
+            raw = self._raw(tensor, start, stop) if whole is None else whole[start:stop]
+            yield self._checked(self._decode(raw, tensor), tensor)
 
     def _matrix(self, name: str) -> tuple[TensorInfo, Tensor]:
         return self._tensors[EMBEDDING if name == HEAD and self.is_tied else name]
 
-    def _raw(self, tensor: TensorInfo) -> NDArray[np.uint8]:
-        start = self._start + tensor.offset
-        found: NDArray[np.uint8] = self._data[start : start + tensor.num_bytes]
-        return found
+    def _raw(self, tensor: TensorInfo, start: int, stop: int) -> NDArray[np.uint8]:
+        """The bytes [rows, bytes] of some rows. Read, not mapped, so that they are not kept in memory."""
+        size = tensor.num_bytes // rows_of(tensor)
+        place = self._start + tensor.offset + start * size
+        found = np.fromfile(self._path, np.uint8, (stop - start) * size, offset=place)
+        if found.size < (stop - start) * size:
+            raise ModelFileError(f"{self._path} became shorter while {tensor.name} was read. Download it again")
+        return found.reshape(stop - start, size)
 
     def _order(self, count: int, row: Tensor) -> NDArray[np.intp] | None:
         """Where the rows of queries and keys lie: llama.cpp keeps rotary pairs side by side, Hugging Face in halves."""
@@ -68,7 +73,7 @@ class GgufWeights:
         gguf = library()
         try:
             kind = gguf.GGMLQuantizationType[tensor.kind]
-            found: NDArray[np.float32] = gguf.quants.dequantize(np.ascontiguousarray(raw), kind)
+            found: NDArray[np.float32] = gguf.quants.dequantize(raw, kind)
         except (NotImplementedError, KeyError) as exc:
             raise ModelFileError(
                 f"{self._path} holds {tensor.name} as {tensor.kind}, which the package gguf cannot decode: take a file "
