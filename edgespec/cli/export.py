@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from edgespec.types import Progress
 
 INTERRUPTED = 130
+LABELS = {"llamacpp": ", llama.cpp on the GGUF"}  # beside the formats that were made
 
 
 @click.command()
@@ -173,8 +174,9 @@ def check_lines(figures: Mapping[str, Any]) -> Iterator[str]:
     for role in ("target", "draft"):
         for wanted, found in figures.get(role, {}).items():
             agreement, kl, difference = (found[key] for key in ("top1_agreement", "mean_kl", "max_difference"))
+            what = LABELS.get(wanted, f" {wanted.replace('_', ' as ')}")
             yield (
-                f"check {role} {wanted.replace('_', ' as ')}: top-1 agreement {agreement:.1%}, mean KL {kl:.2g} nats, "
+                f"check {role}{what}: top-1 agreement {agreement:.1%}, mean KL {kl:.2g} nats, "
                 f"largest logit difference {difference:.2g} of their spread, over {found['num_tokens']:.0f} tokens"
             )
     yield f"compared with {figures['reference']}"

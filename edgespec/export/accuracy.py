@@ -122,14 +122,20 @@ def open_engine(wanted: Format, path: Path, context_length: int, threads: int | 
 
 def compare(reference: Reference, engine: Engine) -> Comparison:
     """Compare an open engine with the reference. Raises ExportRefused if their begin-of-text tokens differ."""
+    check_begin(reference, engine)
+    found = (rows for token_ids in reference.token_ids for rows in blocks_of_logits(engine, token_ids))
+    return _compare_blocks(reference, found)
+
+
+def check_begin(reference: Reference, engine: Engine) -> None:
+    """Raise ExportRefused if the begin-of-text tokens of an engine and of the reference differ."""
     vocabulary = engine.vocabulary
     begins_with = vocabulary.bos_id if vocabulary.adds_bos else None
     if begins_with != reference.begins_with:
         raise ExportRefused(
-            f"{engine.facts.name} begins texts with token {begins_with}, transformers with {reference.begins_with}"
+            f"{engine.facts.name} begins texts with token {begins_with}, {reference.version} with "
+            f"{reference.begins_with}"
         )
-    found = (rows for token_ids in reference.token_ids for rows in blocks_of_logits(engine, token_ids))
-    return _compare_blocks(reference, found)
 
 
 def compare_logits(reference: Reference, found: Sequence[NDArray[np.float32]]) -> Comparison:

@@ -115,7 +115,7 @@ def _check_room(request: ExportRequest, models: Models, workspace: Workspace, re
     memory = [PROGRAM_BYTES + _largest_matrix(model) for model in models.values()]
     if request.check:
         memory += [
-            PROGRAM_BYTES + max(sizes[role], model.header.data_bytes) + PROBE_TOKENS * model.config.vocab_size * 8
+            PROGRAM_BYTES + max(sizes[role], model.header.data_bytes) + PROBE_TOKENS * model.config.vocab_size * 12
             for role, model in models.items()
         ]
     needs = Needs(sum(sizes.values()), 0, 0, max(memory))

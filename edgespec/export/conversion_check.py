@@ -26,6 +26,7 @@ from edgespec.export.accuracy import (
     ExportRefused,
     Limits,
     blocks_of_logits,
+    check_begin,
     compare,
     compare_logits,
     limits_of,
@@ -43,6 +44,7 @@ CHECK_CONTEXT = 320
 ABSURD = Limits(None, 0.40, 1.5)  # as for the types below 4 bits
 FLOAT, FLOAT_GGUF = "fp32", "f32"
 Figures = dict[str, dict[str, float]]
+Logits = Sequence[NDArray[np.float32]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,32 +87,33 @@ class _Check:
         if not has_engine("llamacpp"):
             with self._float_graph() as path, self._opened(path) as engine:
                 reference = _reference(engine, "the float32 graph of the same file")
-            return self._judged(reference, {}, self._compared(reference, self.graph))
+            return self._judged(reference, {}, self._logits(reference))
         with self._opened(self.model.path) as engine:
             reference = _reference(engine, "llama.cpp on the same file")
-        found = self._compared(reference, self.graph)
+        made = self._logits(reference)
+        found = compare_logits(reference, made)
         if not (excess := found.complaint(limits_of(self.quant))):
             return Checked(reference.version, {"onnx": _figures(found)})
         if room := self._missing_room():
             _refuse(found.complaint(ABSURD), reference)
             return Checked(reference.version, {"onnx": _figures(found)}, f"{excess}; the cause was not found: {room}")
-        return self._against_floats(reference.logits)
+        return self._against_floats(reference.logits, made)
 
-    def _against_floats(self, of_the_file: Sequence[NDArray[np.float32]]) -> Checked:
-        """The comparison with the weights as float32; `of_the_file`: logits of llama.cpp on the file."""
+    def _against_floats(self, of_the_file: Logits, made: Logits) -> Checked:
+        """The comparison with the weights as float32; the logits of llama.cpp on the file, and of the graph made."""
         with self._float_gguf() as path, self._opened(path) as engine:
             reference = _reference(engine, "llama.cpp on the file's weights as float32")
-        figures = {"gguf": _figures(compare_logits(reference, of_the_file))}
-        found = self._compared(reference, self.graph)
+        figures = {"llamacpp": _figures(compare_logits(reference, of_the_file))}
         if self.quant == FLOAT:
-            _refuse(found.complaint(limits_of(FLOAT)), reference)
-            return self._judged(reference, figures, found)
-        with self._float_graph() as path:
-            exact = self._compared(reference, path)
+            _refuse(compare_logits(reference, made).complaint(limits_of(FLOAT)), reference)
+            return self._judged(reference, figures, made)
+        with self._float_graph() as path, self._opened(path) as engine:
+            exact = compare(reference, engine)
         _refuse(exact.complaint(limits_of(FLOAT)), reference)
-        return self._judged(reference, {f"onnx_{FLOAT}": _figures(exact), **figures}, found)
+        return self._judged(reference, {f"onnx_{FLOAT}": _figures(exact), **figures}, made)
 
-    def _judged(self, reference: Reference, figures: Figures, found: Comparison) -> Checked:
+    def _judged(self, reference: Reference, figures: Figures, made: Logits) -> Checked:
+        found = compare_logits(reference, made)
         _refuse(found.complaint(ABSURD), reference)
         figures = {"onnx": _figures(found), **figures}
         excess = found.complaint(limits_of(self.quant))
@@ -121,9 +124,11 @@ class _Check:
         context = min(CHECK_CONTEXT, self.model.config.max_positions)
         return open_engine("gguf" if path.suffix == ".gguf" else "onnx", path, context, self.threads)
 
-    def _compared(self, reference: Reference, graph: Path) -> Comparison:
-        with self._opened(graph) as engine:
-            return compare(reference, engine)
+    def _logits(self, reference: Reference) -> Logits:
+        """Those of the graph on the texts of `reference`, kept, since a second opening takes as long as the passes."""
+        with self._opened(self.graph) as engine:
+            check_begin(reference, engine)
+            return [_whole(engine, token_ids) for token_ids in reference.token_ids]
 
     @contextmanager
     def _float_gguf(self) -> Iterator[Path]:
@@ -150,7 +155,7 @@ class _Check:
         """What a model in float32 would need and is not there; empty if it is."""
         table = self.model.config.vocab_size * self.model.config.hidden_size
         size = 4 * (self.model.num_parameters + table)
-        memory = PROGRAM_BYTES + size + 2 * 4 * PROBE_TOKENS * self.model.config.vocab_size
+        memory = PROGRAM_BYTES + size + 3 * 4 * PROBE_TOKENS * self.model.config.vocab_size
         disk, available = free_bytes(self.temporary), available_memory()
         if size > disk:
             return f"that needs {human(size)} of disk, {human(disk)} are free"
@@ -162,8 +167,12 @@ class _Check:
 def _reference(engine: Engine, name: str) -> Reference:
     vocabulary = engine.vocabulary
     ids = probe_ids([vocabulary.encode(text) for text in PROBE_TEXTS.values()], engine.facts.context_length)
-    logits = [np.concatenate([rows.copy() for rows in blocks_of_logits(engine, row)]) for row in ids]
-    return Reference(tuple(ids), tuple(logits), vocabulary.bos_id if vocabulary.adds_bos else None, name)
+    logits = tuple(_whole(engine, row) for row in ids)
+    return Reference(tuple(ids), logits, vocabulary.bos_id if vocabulary.adds_bos else None, name)
+
+
+def _whole(engine: Engine, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
+    return np.concatenate([rows.copy() for rows in blocks_of_logits(engine, token_ids)])
 
 
 def _figures(found: Comparison) -> dict[str, float]:

@@ -144,7 +144,7 @@ def test_every_type_is_read(kind: str, tmp_path: Path):
 
 
 @NEEDS_LLAMA
-@pytest.mark.parametrize("quant", ["q4_k_m", "q6_k", "q3_k_m", "iq4_xs"])
+@pytest.mark.parametrize("quant", ["q4_k_m", "q6_k", "iq4_nl"])
 def test_the_types_of_llama_cpp_are_read(quant: str, tmp_path: Path):
     """The demo target: llama.cpp rounds inputs, the float graph does not, and that is all that differs."""
     path = tmp_path / f"{quant}.gguf"
@@ -267,7 +267,8 @@ def test_the_configuration_tells_what_the_graph_is(tiny: Callable[[str], Path], 
     """Readers of config.json take a plain Llama for one, and nothing else."""
     shipped = json.loads((DEMO / "onnx" / "target" / "config.json").read_text(encoding="utf-8"))
     plain = open_gguf(DEMO / "demo-target-q8_0.gguf").hub_config()
-    assert LlamaConfig.from_hub(plain) == LlamaConfig.from_hub(shipped)
+    assert plain["rms_norm_eps"] == pytest.approx(shipped["rms_norm_eps"])  # the file has 32 bits of it
+    assert LlamaConfig.from_hub(plain | {"rms_norm_eps": shipped["rms_norm_eps"]}) == LlamaConfig.from_hub(shipped)
     for case, said in (("llama", "attention_bias, mlp_bias"), ("qwen3", "only a Llama"), ("gemma3", "only a Llama")):
         with pytest.raises(ModelFileError, match=said):
             LlamaConfig.from_hub(open_gguf(tiny(case)).hub_config())
