@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeGuard, TypeVar, get_args
 
 from edgespec.errors import ConfigError, EdgespecError, shown
+from edgespec.sizes import parse_budget
 
 DrafterName = Literal[
     "auto",
@@ -158,6 +159,9 @@ class LoadKeywords(TypedDict, total=False):
     draft_gpu_layers: int | None
     cache_type_k: CacheType | None
     cache_type_v: CacheType | None
+    draft_cache_type_k: CacheType | None
+    draft_cache_type_v: CacheType | None
+    memory: str | int | None
     provider: ProviderName
     corpus: bool
     recall: bool
@@ -184,7 +188,10 @@ class LoadOptions:
     CapabilityError; False: off, for speed.
 
     Machine. `context_length`, `draft_context_length`: tokens. `gpu_layers`, `draft_gpu_layers`: layers that llama.cpp
-    places on the GPU, -1 for all. `provider`: ONNX Runtime's device. `cache_type_k`, `cache_type_v`: KV cache formats.
+    places on the GPU, -1 for all. `provider`: ONNX Runtime's device. `cache_type_k`, `cache_type_v`: KV cache formats,
+    `draft_cache_type_k`, `draft_cache_type_v` those of the draft model. `memory`: budget for all that is loaded, as
+    "6GiB", "80%" of what is free, "auto" for all of it, or bytes; options that are not given are chosen smaller to keep
+    it. None: what is free, and only the draft model gives way.
 
     Texts to draft from. `corpus`: drafter suffix also searches the user's corpus. `recall`: drafter cache reads what it
     learnt in earlier runs. `learn`: this run's answers are added to that file. Both are off by default: a benchmark
@@ -212,6 +219,9 @@ class LoadOptions:
     draft_gpu_layers: int | None = None
     cache_type_k: CacheType | None = None
     cache_type_v: CacheType | None = None
+    draft_cache_type_k: CacheType | None = None
+    draft_cache_type_v: CacheType | None = None
+    memory: str | int | None = None
     provider: ProviderName = "auto"
     corpus: bool = True
     recall: bool = False
@@ -228,7 +238,9 @@ class LoadOptions:
         _one_of("engine", self.engine, ENGINES)
         _one_of("drafter", self.drafter, DRAFTERS)
         _one_of("verify", self.verify, RULES)
-        for kind in (self.cache_type_k, self.cache_type_v):
+        if self.memory is not None:
+            parse_budget(self.memory)
+        for kind in (self.cache_type_k, self.cache_type_v, self.draft_cache_type_k, self.draft_cache_type_v):
             if kind is not None:
                 _one_of("cache type", kind, CACHE_TYPES)
         _one_of("provider", self.provider, PROVIDERS)

@@ -33,6 +33,7 @@ class Run:
     """State of one generation. `stats` is updated while it runs; `on_round` is called after each round.
 
     `parked`: saved KV states of other texts, one of which may be a prefix of the prompt.
+    `relieve`: frees memory where too much is in use, and says what it did; called between rounds.
     `threads`: chooses the number of threads; None: unchanged. `watch`: checks that the passes stay reproducible.
     Raises PromptError for an empty prompt or one that does not fit the context.
     """
@@ -47,6 +48,7 @@ class Run:
     threads: ThreadControl | None = None
     on_round: Callable[[RoundRecord], None] | None = None
     watch: ClassWatch | None = None
+    relieve: Callable[[], str] | None = None
     stats: Stats = field(default_factory=Stats)
     text: TextStream = field(init=False)
     _started_s: float = field(init=False, default=0.0)
@@ -119,6 +121,11 @@ class Run:
         if self.on_round is not None:
             self.on_round(record)
 
+    def keep_within_memory(self) -> None:
+        """Free memory if that is needed, and say so."""
+        if self.relieve is not None and (said := self.relieve()):
+            self.stats.notes.append(said)
+
     def look_again(self, logits: Logits, pass_s: float, accepted_nodes: tuple[int, ...] = ()) -> None:
         """Occasionally score a round's tokens again, to check that its `logits` [rows, vocabulary] are reproducible."""
         if self.watch is not None:
@@ -159,6 +166,7 @@ def _plain_rounds(run: Run, pending_id: int, most: int | None = None) -> Generat
     """One pass per token, for `most` rounds (None: until the end); returns the pending token."""
     done = 0
     while run.stats.finish_reason is None and done != most:
+        run.keep_within_memory()
         started_s, started_cpu_s = perf_counter(), thread_time()
         logits = run.target.feed(np.array([pending_id], np.int32))
         pass_s = perf_counter() - started_s
@@ -185,6 +193,7 @@ def speculative(run: Run, controller: Controller, rule: Rule) -> Generator[Token
             pending_id = yield from _plain_rounds(run, pending_id, controller.rest())
             if run.stats.finish_reason is not None:
                 return
+            run.keep_within_memory()
             context_ids = run.target.with_pending(pending_id)
             position = context_ids.size
             proposal, draft_s = _propose(run, controller, context_ids, rule)

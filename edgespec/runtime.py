@@ -18,12 +18,16 @@ from edgespec.drafters.base import Drafter
 from edgespec.engines.base import Engine
 from edgespec.engines.progress import OnProgress, reporting_to
 from edgespec.errors import ConfigError, PromptError, SamplingError
+from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
 from edgespec.generation.executor import Executor, Request
 from edgespec.generation.handle import Generation, Result
 from edgespec.generation.inputs import checked_chat, checked_ids, of_kind, refuses_unknown_keywords
 from edgespec.generation.saved_state import load_sequence, save_sequence
-from edgespec.loading.opening import open_models
+from edgespec.loading.opening import open_models, resolve_pair
+from edgespec.memory.fit import fit
+from edgespec.memory.report import MemoryReport
+from edgespec.memory.verdict import Room
 from edgespec.sampling import Sampler, Sampling
 from edgespec.types import Closing, RoundRecord, Stats, TokenIds
 
@@ -43,12 +47,18 @@ class Model(Closing):
     """
 
     def __init__(
-        self, options: LoadOptions, pair: ModelPair, target: Engine, drafters: dict[DrafterName, Drafter]
+        self,
+        options: LoadOptions,
+        pair: ModelPair,
+        target: Engine,
+        drafters: dict[DrafterName, Drafter],
+        memory: MemoryReport | None = None,
     ) -> None:
         self.options = options
         self.pair = pair
         self.target = target
-        self._executor = Executor(options, pair, target, drafters)
+        self.memory = memory  # what was planned and what is used; None for a model that was not loaded by `load`
+        self._executor = Executor(options, pair, target, drafters, memory)
         self._pool, self._sequence = self._executor.pool, self._executor.sequence
 
     def __repr__(self) -> str:
@@ -83,7 +93,8 @@ class Model(Closing):
     @property
     def notes(self) -> tuple[str, ...]:
         """Remarks on the effective configuration that the user should see."""
-        notes = [*self.target.facts.notes]
+        notes = [self.memory.note] if self.memory is not None and self.memory.note else []
+        notes += self.target.facts.notes
         if not self.reproducible:
             notes += self._why_not_reproducible()
         elif self.target.facts.padding_cost > _NOTABLE_PADDING_COST:
@@ -309,7 +320,9 @@ def load(
     load with `reproducible=True` does. If it raises an exception the load ends, and measurements so far are kept.
 
     Raises ConfigError for an unknown option or a bad value, ModelNotFound, ModelFileError, VocabularyMismatch (names
-    the first token that differs), and CapabilityError if the model or engine does not support an option.
+    the first token that differs), and CapabilityError if the model or engine does not support an option, or if the pair
+    does not fit into memory: what it needs, what is left and the smallest that would fit are planned before anything is
+    loaded. `Model.memory` tells the plan, and `Model.notes` what was given up for it.
     """
     if isinstance(model, LoadOptions):
         if options:
@@ -320,9 +333,11 @@ def load(
     else:
         given: dict[str, Any] = dict(options)
         chosen = LoadOptions(model=model, **given)  # type: ignore[arg-type]  # LoadOptions accepts any path
-    with reporting_to(on_progress):
-        pair, target, drafters = open_models(chosen)
-    opened = Model(chosen, pair, target, drafters)
+    with reporting_to(on_progress), keeping_headers():
+        room = Room.now(chosen.memory)
+        fitted = fit(chosen, resolve_pair(chosen), room)
+        pair, target, drafters = open_models(fitted.options, fitted.pair)
+    opened = Model(fitted.options, pair, target, drafters, MemoryReport.of(fitted, room))
     try:
         opened.prepare()
     except BaseException:

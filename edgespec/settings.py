@@ -109,7 +109,7 @@ class Setting:
 
 # Listed by --help; the others by --help-all only.
 _BASIC = {
-    *("draft", "context_length", "threads", "gpu_layers", "drafter", "draft_length", "reproducible", "learn"),
+    *("draft", "context_length", "threads", "gpu_layers", "memory", "drafter", "draft_length", "reproducible", "learn"),
     *("temperature", "top_k", "seed", "max_tokens", "system", "stats"),
 }
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -117,10 +117,12 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "provider": PROVIDERS,
     "cache_type_k": CACHE_TYPES,
     "cache_type_v": CACHE_TYPES,
+    "draft_cache_type_k": CACHE_TYPES,
+    "draft_cache_type_v": CACHE_TYPES,
     "drafter": DRAFTERS,
     "verify": RULES,
 }
-_METAVARS = {"model": "MODEL", "draft_length": "N|auto", "max_slowdown": "SHARE"}
+_METAVARS = {"memory": "6GiB|80%|auto", "model": "MODEL", "draft_length": "N|auto", "max_slowdown": "SHARE"}
 
 
 def _of(group: Group, part: Part, *rows: tuple[str, Kind, str, str]) -> Iterator[Setting]:
@@ -152,6 +154,9 @@ SETTINGS: tuple[Setting, ...] = (
         ("provider", "text", "--provider", "ONNX: device"),
         ("cache_type_k", "text", "-ctk --cache-type-k", "Type of cached keys"),
         ("cache_type_v", "text", "-ctv --cache-type-v", "Type of cached values"),
+        ("draft_cache_type_k", "text", "-ctkd --cache-type-k-draft", "Type of the draft model's cached keys"),
+        ("draft_cache_type_v", "text", "-ctvd --cache-type-v-draft", "Type of the draft model's cached values"),
+        ("memory", "text", "--memory", "Memory budget: a size, a share of what is free, or auto"),
     ),
     *_of(
         "Speculation",

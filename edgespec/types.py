@@ -260,7 +260,8 @@ class TokenEvent:
 class Stats:
     """Counters of one generation. Ratios are properties, 0 if there is nothing to divide by. Times in seconds.
 
-    `notes`: events that the user should see, such as a drafter that failed and was disabled.
+    `notes`: events that the user should see, such as a drafter that failed and was disabled. `planned_bytes`: what the
+    plan before loading expected of `peak_rss_bytes`, the process's peak; 0 without a plan.
     """
 
     prompt_tokens: int = 0
@@ -275,6 +276,7 @@ class Stats:
     verify_s: float = 0.0
     wall_s: float = 0.0
     peak_rss_bytes: int = 0
+    planned_bytes: int = 0
     finish_reason: FinishReason | None = None
     notes: list[str] = field(default_factory=list)
 

@@ -38,6 +38,7 @@ STATS_KEYS = (
     "overhead_s",
     "wall_s",
     "peak_rss_bytes",
+    "planned_bytes",
 )
 
 

@@ -31,6 +31,9 @@ _DEFAULTS = {
     "draft_gpu_layers": "as --gpu-layers",
     "cache_type_k": "f16, ONNX f32",
     "cache_type_v": "f16, ONNX f32",
+    "draft_cache_type_k": "f16, ONNX f32",
+    "draft_cache_type_v": "f16, ONNX f32",
+    "memory": "what is free",
     "seed": "random",
     "max_tokens": "until it ends",
 }

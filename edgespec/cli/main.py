@@ -25,6 +25,7 @@ _SECTIONS = {
         "chat": "Talk to a model.",
         "generate": "Answer one prompt, or continue it.",
         "race": "Watch plain and speculative decoding side by side.",
+        "plan": "Show the memory that a model would take, and whether it fits.",
         "corpus": "Your own texts to draft from, and what --learn stored.",
     },
     "Measure": {

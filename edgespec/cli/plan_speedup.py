@@ -22,8 +22,8 @@ from edgespec.errors import ConfigError
 from edgespec.runtime import Model
 from edgespec.sampling import Sampling
 from edgespec.settings import PRINTING, REMEMBERING, Settings
-from edgespec.tuning.plan import LENGTHS, Costs, Row, Trials, given_costs, plan, run_trials
 from edgespec.tuning.prompts import Prompts, choose_prompts
+from edgespec.tuning.speedup import LENGTHS, Costs, Row, Trials, given_costs, plan, run_trials
 
 INTERRUPTED = 130
 DEFAULT_TOKENS, DEFAULT_PROMPTS = 48, 4

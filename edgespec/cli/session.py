@@ -116,6 +116,8 @@ def show_beginning(session: Session) -> None:
     if verbosity() == "verbose":
         _show_all(session)
         return
+    if model.memory is not None and model.memory.note:
+        note(f"note: {model.memory.note}")
     is_tuned = profile_in_effect(session.settings) is not None
     note(short_configuration(model, session.sampling, session.options, is_tuned=is_tuned))
 

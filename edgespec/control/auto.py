@@ -8,7 +8,7 @@ from its outcome, and from unused drafts as soon as the text shows whether they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import islice
 from time import perf_counter
 from typing import Any
@@ -53,6 +53,7 @@ class AutoController(Controller):
         self._unused = UnusedDrafts()
         self._round: Round | None = None
         self._asked, self._left_out = "", set[str]()  # who drafts; who failed and is left out until `begin`
+        self._dropped = set[str]()  # who was closed
         self._since_plain, self._refresh_after = 0, c.REFRESH_FIRST
         self._rest = 0  # rounds before the next decision: where a pass takes a millisecond, deciding is not free
         self._rested = 0  # plain rounds since the last one that was decided
@@ -61,10 +62,11 @@ class AutoController(Controller):
         self._learning_s = 0.0  # that the last `observe` took
 
     def begin(self, prompt_ids: TokenIds, prefill_s: float = 0.0) -> None:
-        for drafter in self.drafters.values():
-            drafter.begin(prompt_ids)
+        for name, drafter in self.drafters.items():
+            if name not in self._dropped:
+                drafter.begin(prompt_ids)
         self._unused.clear()
-        self._left_out.clear()
+        self._left_out &= self._dropped
         self._round, self._rest, self._rested = None, 0, 0
         self._prefill_s = prefill_s
         self._open_bank(self.costs.plain_s(prompt_ids.size))
@@ -114,6 +116,10 @@ class AutoController(Controller):
         self._left_out.add(self._asked)
         self._round = None
         return self._asked
+
+    def drop(self, names: Collection[str]) -> None:
+        self._dropped.update(names)
+        self._left_out.update(names)
 
     def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
         started_s = self._clock()

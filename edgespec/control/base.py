@@ -7,6 +7,7 @@ speed and never the output.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from typing import NamedTuple
 
 from edgespec.drafters.base import Drafter, DraftRequest
@@ -46,6 +47,10 @@ class Controller(ABC):
         """The drafter that was asked last has failed: leave it out until `begin`. Returns its name."""
 
     @abstractmethod
+    def drop(self, names: Collection[str]) -> None:
+        """These drafters were closed: leave them out for good."""
+
+    @abstractmethod
     def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
         """Learn the outcome of the last proposal and the cost of the round."""
 
@@ -56,10 +61,10 @@ class FixedLength(Controller):
     def __init__(self, drafter: Drafter, draft_length: int) -> None:
         self._drafter = drafter
         self.draft_length = draft_length
-        self._is_left_out = False
+        self._is_left_out = self._is_dropped = False
 
     def begin(self, prompt_ids: TokenIds, prefill_s: float = 0.0) -> None:
-        self._is_left_out = False
+        self._is_left_out = self._is_dropped
         self._drafter.begin(prompt_ids)
 
     def propose(self, request: DraftRequest) -> Proposal:
@@ -72,6 +77,9 @@ class FixedLength(Controller):
     def leave_out(self) -> str:
         self._is_left_out = True
         return self._drafter.name
+
+    def drop(self, names: Collection[str]) -> None:
+        self._is_left_out = self._is_dropped = self._is_dropped or self._drafter.name in names
 
     def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
         self._drafter.observe(proposal.draft, verdict)

@@ -52,6 +52,7 @@ class DrafterPool:
         self._target = target
         self._automatic: dict[DrafterName, AutoController] = {}
         self._is_measured = False
+        self._dropped: tuple[DrafterName, ...] = ()  # closed to free their memory
         self.threads = self._thread_control()
         # Opened now: a generation may end after its model, and with it the vocabulary, was closed.
         self._learnt = learnt_texts(target.engine.vocabulary) if options.learn else None
@@ -77,7 +78,7 @@ class DrafterPool:
 
         Raises CapabilityError for a drafter that this pair does not have.
         """
-        name = options.drafter or self._options.drafter
+        name = self._present(options.drafter or self._options.drafter)
         length: DraftLength = self._options.draft_length if options.draft_length is None else options.draft_length
         controller = self._chosen(name, length)
         asked = () if controller is None else self.drafters if name == "auto" else (name,)
@@ -88,11 +89,25 @@ class DrafterPool:
 
     def check(self, options: GenerateOptions) -> None:
         """Raises CapabilityError where `controller` would for a missing drafter; changes nothing."""
-        name = options.drafter or self._options.drafter
+        name = self._present(options.drafter or self._options.drafter)
         length = self._options.draft_length if options.draft_length is None else options.draft_length
         drafts = name not in ("none", "auto") and length != 0 and self._target.engine.facts.can_rollback
         if drafts and name not in self.drafters:
             check_makeable(name, self.drafters, self._pair.name)
+
+    def _present(self, name: DrafterName) -> DrafterName:
+        """`name`, or in place of a drafter that was closed to free memory the one that needs none."""
+        return FALLBACK if name in self._dropped else name
+
+    def drop_models(self) -> tuple[DrafterName, ...]:
+        """Close the drafters that own an engine, to free its memory; their names. The caller must hold the turn."""
+        names = tuple(name for name in self.drafters if SPECS[name].owns == "engine" or SPECS[name].borrows_model)
+        for controller in self._automatic.values():
+            controller.drop(names)
+        self._dropped += names
+        for name in names:
+            self.drafters.pop(name).close()
+        return names
 
     @property
     def is_measured(self) -> bool:

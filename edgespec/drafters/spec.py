@@ -56,7 +56,7 @@ class DrafterSpec:
     drafting: next to nothing ("free"), a pass of a model or a head for each token ("passes"), or further rows of the
     target's pass, which pay only where a row costs next to nothing ("rows"). `engines`: of the target. `make`: from
     nothing, or from drafter `model`; None: opened when the pair is loaded. `auto` takes all that were opened or can be
-    made, those of cost "rows" only where rows are cheap.
+    made, those of cost "rows" only where rows are cheap. `bytes_per_token`: most that its tables take per token.
     """
 
     needs: tuple[Need, ...] = ()
@@ -64,6 +64,7 @@ class DrafterSpec:
     cost: Literal["free", "passes", "rows"] = "passes"
     engines: tuple[EngineName, ...] = ("llamacpp", "onnx")
     make: Make | None = None
+    bytes_per_token: int = 0
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -83,9 +84,9 @@ class DrafterSpec:
 
 # In the order in which `auto` considers them: of equal expectations the first one wins.
 SPECS: dict[DrafterName, DrafterSpec] = {
-    "ngram": DrafterSpec(cost="free", make=make_ngram),
-    "suffix": DrafterSpec(cost="free", make=make_suffix),
-    "cache": DrafterSpec(cost="free", make=make_cache),
+    "ngram": DrafterSpec(cost="free", make=make_ngram, bytes_per_token=400),
+    "suffix": DrafterSpec(cost="free", make=make_suffix, bytes_per_token=600),
+    "cache": DrafterSpec(cost="free", make=make_cache, bytes_per_token=750),
     "model": DrafterSpec((DRAFT,), "engine"),
     "eagle3": DrafterSpec((EAGLE3_HEAD,), "engine", engines=("llamacpp",)),
     "early-exit": DrafterSpec((EXIT,), "layers of the target"),
@@ -93,7 +94,7 @@ SPECS: dict[DrafterName, DrafterSpec] = {
     "medusa": DrafterSpec((HEADS,)),
     "eagle": DrafterSpec((HEADS,)),
     "tree": DrafterSpec((DRAFT,), cost="rows", make=make_tree),
-    "lookahead": DrafterSpec(cost="rows", make=make_lookahead),
+    "lookahead": DrafterSpec(cost="rows", make=make_lookahead, bytes_per_token=150),
 }
 FALLBACK: DrafterName = "ngram"  # with a fixed draft length and no draft; it needs nothing and works on any text
 

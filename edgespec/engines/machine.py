@@ -31,6 +31,31 @@ def usable_processors() -> int:
     return os.cpu_count() or 1
 
 
+def instruction_sets() -> frozenset[str]:
+    """What the processor offers beyond plain x86-64, as Linux names it; empty on other processors.
+
+    Elsewhere than on Linux an x86 processor is taken for one with AVX2, as nearly all in use are.
+    """
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return frozenset()
+    try:
+        for line in _CPUINFO.read_text().splitlines():
+            if line.startswith("flags"):
+                return frozenset(line.partition(":")[2].split())
+    except OSError:
+        pass
+    return frozenset({"avx2"})
+
+
+def has_address_limit() -> bool:
+    """Whether this process may have only so many bytes of addresses (`ulimit -v`)."""
+    if sys.platform == "win32":
+        return False
+    import resource  # not there on Windows
+
+    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+
+
 def machine_name() -> str:
     """The processor, and how many logical ones this process may use: both decide which settings are best."""
     return f"{processor()}, {usable_processors()} processors"

@@ -26,7 +26,7 @@ from typing import NoReturn
 from edgespec.engines import disk_cache
 from edgespec.engines.base import fault_of
 from edgespec.engines.disk_cache import CHECKED_FILE, file_key, key_of
-from edgespec.engines.memory_estimate import is_limited
+from edgespec.engines.machine import has_address_limit
 from edgespec.errors import CapabilityError, EdgespecError, ModelFileError, ModelNotFound
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.eagle3 import is_eagle3
@@ -245,7 +245,7 @@ def _try_gguf(path: Path) -> str | None:
         Eagle3Head.try_alone(path)
         return None
     with LlamaCppEngine.load(
-        path, context_length=16, max_batch=8, threads=1, reproducible=False, check_tensors=not is_limited()
+        path, context_length=16, max_batch=8, threads=1, reproducible=False, check_tensors=not has_address_limit()
     ) as engine:
         ids = engine.vocabulary.encode("".join(map(chr, range(256))), parse_special=True)
         logits = engine.forward(Batch.chain(ids[:2] or [0]))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import sys
 from pathlib import Path
 
 from edgespec.errors import CapabilityError
 from edgespec.export.plan import Needs
+from edgespec.memory.limits import free_memory
 
 
 def check_room(needs: Needs, output: Path, cache: Path | None, finished_bytes: int = 0) -> None:
@@ -50,27 +49,7 @@ def free_bytes(place: Path) -> int:
 
 def available_memory() -> int | None:
     """Bytes available without swapping, within a container's limit; None if unknown."""
-    if sys.platform == "win32":
-        return None
-    limits = []
-    facts = Path("/proc/meminfo")
-    if facts.exists():
-        lines = dict(line.split(":", 1) for line in facts.read_text().splitlines() if ":" in line)
-        if "MemAvailable" in lines:
-            limits.append(int(lines["MemAvailable"].split()[0]) * 1024)
-    else:
-        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
-        limits.append(int(most) - int(used.read_text()) + _reclaimable())
-    return min(limits, default=None)
-
-
-def _reclaimable() -> int:
-    """Bytes of a container's page cache, which counts as used but is reclaimed on demand."""
-    statistics = Path("/sys/fs/cgroup/memory.stat")
-    lines = dict(line.split() for line in statistics.read_text().splitlines()) if statistics.exists() else {}
-    return int(lines.get("inactive_file", 0)) + int(lines.get("active_file", 0))
+    return free_memory()
 
 
 def human(num_bytes: float) -> str:

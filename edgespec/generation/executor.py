@@ -12,11 +12,13 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from weakref import WeakSet
 
 from edgespec.acceptance import RULES
 from edgespec.config import DrafterName, GenerateOptions, LoadOptions, RuleName
+from edgespec.control.base import Controller
 from edgespec.control.pool import DrafterPool
 from edgespec.decode import Run, autoregressive, speculative
 from edgespec.drafters.base import Drafter
@@ -28,7 +30,9 @@ from edgespec.engines.watch import ClassWatch
 from edgespec.errors import EdgespecError, StateError
 from edgespec.formats.manifest import ModelPair
 from edgespec.generation.turn import Claim, Turn
+from edgespec.memory.report import MemoryReport
 from edgespec.sampling import Sampler
+from edgespec.sizes import as_size
 from edgespec.stopping import StopRules
 from edgespec.types import RoundRecord, Stats, TokenEvent, TokenIds
 from edgespec.vocabulary import Vocabulary
@@ -61,14 +65,21 @@ class Executor:
     """The engines, caches and drafters of one loaded pair, and the queue of requests (`turn`)."""
 
     def __init__(
-        self, options: LoadOptions, pair: ModelPair, target: Engine, drafters: dict[DrafterName, Drafter]
+        self,
+        options: LoadOptions,
+        pair: ModelPair,
+        target: Engine,
+        drafters: dict[DrafterName, Drafter],
+        memory: MemoryReport | None = None,
     ) -> None:
+        """`memory`: what was planned, and the watch over it; None: nothing was planned, so nothing is watched."""
         self.turn = Turn()
         self.target = target
         self.sequence = CachedSequence(target)
         self.pool = DrafterPool(options, pair, self.sequence, drafters)
         self.class_watch = ClassWatch()
-        self.parked = ParkedStates()
+        self.memory = memory
+        self.parked = ParkedStates() if memory is None else ParkedStates(most_bytes=memory.parked_bytes)
         self.last_stats = Stats()
         self._running: _Running | None = None
         self._current: Claim | None = None  # the generation that `interrupt` ends
@@ -116,12 +127,31 @@ class Executor:
             parked=self.parked,
             watch=self.class_watch,
             threads=self.pool.threads,
+            relieve=None if self.memory is None else partial(self._relieve, self.memory, controller),
             on_round=request.on_round,
             stats=stats,
         )
         events = autoregressive(run) if controller is None else speculative(run, controller, RULES[request.rule])
         self._running = _Running(run, events)
         return events
+
+    def _relieve(self, memory: MemoryReport, controller: Controller | None) -> str:
+        """Free memory where the budget is exceeded: saved states first, then the draft model, never the target."""
+        excess = memory.watch.excess()
+        if not excess:
+            return ""
+        over = f"memory: {as_size(excess)} over the budget"
+        saved = self.parked.num_bytes
+        self.parked.clear()
+        if saved >= excess:
+            return f"{over}: saved states of other conversations dropped"
+        names = self.pool.drop_models()
+        if controller is not None:
+            controller.drop(names)
+        if names:
+            return f"{over}: draft model released ({', '.join(names)}), drafters without one go on"
+        memory.watch.stop()
+        return f"{over}, and nothing is left to release: use a smaller --ctx-size"
 
     def finish(self, claim: Claim) -> None:
         """End the generation of `claim`, finished or not: its answer is learnt and `interrupt` no longer affects it."""
@@ -148,6 +178,7 @@ class Executor:
             if running is not None:
                 running.events.close()
                 running.run.stats.peak_rss_bytes = peak_rss_bytes()
+                running.run.stats.planned_bytes = 0 if self.memory is None else self.memory.plan.total_bytes
                 begin = running.run.prompt_ids.size
                 self.pool.learn(self.sequence.token_ids[begin : begin + running.run.stats.new_tokens])
         finally:

@@ -21,14 +21,12 @@ from edgespec.formats.manifest import HEAD_KINDS, ModelFile, ModelPair
 from edgespec.types import Batch
 
 
-def read_heads(options: LoadOptions, pair: ModelPair, *, is_cut: bool) -> dict[Path, HeadFile]:
+def head_paths(options: LoadOptions, pair: ModelPair, *, is_cut: bool) -> list[Path]:
     """The files of heads to open: the one that the options name, else those of the pair for the drafter.
 
     `auto` takes a pair's own heads only where it has no draft model: beside one they gain less than trying them costs.
-    `is_cut`: ONNX Runtime runs the target with an early exit, which gives no hidden states.
-
-    Raises CapabilityError where the chosen drafter has no heads or the target gives no states, ModelFileError for a
-    damaged file.
+    `is_cut`: ONNX Runtime runs the target with an early exit, which gives no hidden states. Raises CapabilityError for
+    heads that are given to such a target.
     """
     own = {kind: pair.heads[kind].path for kind in HEAD_KINDS if kind in pair.heads and not is_cut}
     asked = "auto" if pair.draft is None else None
@@ -40,6 +38,16 @@ def read_heads(options: LoadOptions, pair: ModelPair, *, is_cut: bool) -> dict[P
                 "none: leave out --heads (heads=...) or --exit-layer (exit_layer=...), or name a --drafter"
             )
         paths = [expanded(options.heads)]
+    return paths
+
+
+def read_heads(options: LoadOptions, pair: ModelPair, *, is_cut: bool) -> dict[Path, HeadFile]:
+    """The heads in `head_paths`.
+
+    Raises CapabilityError where the chosen drafter has no heads or the target gives no states, ModelFileError for a
+    damaged file.
+    """
+    paths = head_paths(options, pair, is_cut=is_cut)
     found = {path: read_head_file(path) for path in paths}
     if options.drafter in HEAD_KINDS and options.drafter not in {each.manifest.kind for each in found.values()}:
         has = f"{paths[0].name} holds {found[paths[0]].manifest.kind} heads" if paths else f"{pair.name!r} has none"

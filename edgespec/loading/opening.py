@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
-from edgespec.config import DrafterName, LoadOptions
+from edgespec.config import MAX_DRAFT_LENGTH, CacheType, DrafterName, LoadOptions
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.early_exit import EarlyExitDrafter, SharedStateDrafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.spec import EXIT, SPECS
 from edgespec.engines import disk_cache
 from edgespec.engines.base import Engine
 from edgespec.engines.disk_cache import CHECKED_FILE, file_key, key_of
@@ -22,31 +22,38 @@ from edgespec.formats.manifest import ModelFile, ModelPair, check_file
 from edgespec.loading.draft_vocabulary import draft_cache
 from edgespec.loading.heads import open_eagle3, open_heads, read_heads
 from edgespec.loading.registry import resolve
-from edgespec.loading.requirements import exit_layer_of, wanted_drafters
+from edgespec.loading.requirements import Chosen
 from edgespec.vocabulary import Vocabulary, check_same_vocabulary
+
+DEFAULT_DRAFT_CONTEXT = 4096
 
 
 @keeping_headers()
-def open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterName, Drafter]]:
+def open_models(
+    options: LoadOptions, pair: ModelPair | None = None
+) -> tuple[ModelPair, Engine, dict[DrafterName, Drafter]]:
     """The pair that `options` name, its target loaded, and the drafters that own a model.
 
-    Raises ModelNotFound, ModelFileError, VocabularyMismatch (naming the first token that differs), CapabilityError
-    when something is not possible or does not fit into memory, ConfigError for options that do not fit the engine.
+    `pair`: the same, already resolved. Raises ModelNotFound, ModelFileError, VocabularyMismatch (naming the first token
+    that differs), CapabilityError when something is not possible or does not fit into memory, ConfigError for options
+    that do not fit the engine.
     """
     try:
-        return _open_models(options)
+        return _open_models(options, pair or resolve_pair(options))
     except MemoryError as exc:
         why = "needs more memory than this process may have. Use a smaller --ctx-size, a smaller model, or no draft"
         raise CapabilityError(f"{options.model} {why}") from exc
 
 
-def _open_models(options: LoadOptions) -> tuple[ModelPair, Engine, dict[DrafterName, Drafter]]:
-    pair = resolve(options.model, options.draft, options.engine, options.medium)
-    exit_layer = exit_layer_of(options, pair)
-    wanted = wanted_drafters(options, pair, exit_layer)
-    is_cut = exit_layer is not None  # the target's own file holds its exit then
-    roles = {role for name in wanted for role in SPECS[name].roles if not (is_cut and EXIT in SPECS[name].needs)}
-    weight_checks = _check_contents([pair.files[role] for role in ("target", *sorted(roles & pair.files.keys()))])
+def resolve_pair(options: LoadOptions, *, check_hashes: bool = True) -> ModelPair:
+    """The pair that `options` name. Raises as `resolve`."""
+    return resolve(options.model, options.draft, options.engine, options.medium, check_hashes=check_hashes)
+
+
+def _open_models(options: LoadOptions, pair: ModelPair) -> tuple[ModelPair, Engine, dict[DrafterName, Drafter]]:
+    chosen = Chosen.of(options, pair)
+    exit_layer, wanted, is_cut = chosen.exit_layer, chosen.wanted, chosen.is_cut
+    weight_checks = _check_contents([pair.files[role] for role in chosen.roles])
     heads = read_heads(options, pair, is_cut=is_cut)
     target = _open_target(options, pair.files["target"], exit_layer, hidden_states=bool(heads))
     drafters: dict[DrafterName, Drafter] = {}
@@ -202,11 +209,17 @@ def _open_target(options: LoadOptions, file: ModelFile, exit_layer: int | None, 
 
 def _open_draft(options: LoadOptions, file: ModelFile, target: Engine) -> Engine:
     gpu_layers = options.gpu_layers if options.draft_gpu_layers is None else options.draft_gpu_layers
-    engine = _open(options, file, options.draft_context_length, gpu_layers, reproducible=False, is_draft=True)
+    default = draft_context(target.facts.context_length)
+    engine = _open(options, file, options.draft_context_length, gpu_layers, reproducible=False, draft_default=default)
     if not engine.facts.can_rollback:
         engine.close()
         raise CapabilityError(f"draft {file.path.name} cannot roll back its state and so cannot draft")
     return engine
+
+
+def draft_context(target_context: int) -> int:
+    """Tokens of a draft model's context beside a target's where none are given: no more than it can ever use."""
+    return min(target_context + MAX_DRAFT_LENGTH, DEFAULT_DRAFT_CONTEXT)
 
 
 def _open(
@@ -216,11 +229,16 @@ def _open(
     gpu_layers: int,
     reproducible: bool | None,
     *,
-    is_draft: bool = False,
+    draft_default: int | None = None,
     exit_layer: int | None = None,
     hidden_states: bool = False,
 ) -> Engine:
-    """The engine of a file; its library is loaded when the first model is."""
+    """The engine of a file; its library is loaded when the first model is.
+
+    `draft_default`: tokens of the context where none are given, of a draft model.
+    """
+    default: dict[str, Any] = {} if draft_default is None else {"default_context": draft_default}
+    types = cache_types(options, is_draft=draft_default is not None)
     if file.engine == "onnx":
         from edgespec.engines.onnx import OnnxEngine
 
@@ -229,14 +247,14 @@ def _open(
             context_length=context_length,
             threads=options.threads,
             provider=options.provider,
-            cache_type="f32" if is_draft else _onnx_cache_type(options),
+            cache_type=_onnx_cache_type(options, types),
             reproducible=reproducible,
             exit_layer=exit_layer,
             hidden_states=hidden_states,
+            **default,
         )
     from edgespec.engines.llamacpp import LlamaCppEngine
 
-    types = (None, None) if is_draft else (options.cache_type_k, options.cache_type_v)
     return LlamaCppEngine.load(
         file.path,
         context_length=context_length,
@@ -245,13 +263,21 @@ def _open(
         cache_type_k=types[0],
         cache_type_v=types[1],
         reproducible=reproducible,
+        **default,
     )
 
 
-def _onnx_cache_type(options: LoadOptions) -> str:
-    """The cache type of an ONNX target. Raises ConfigError for options that ONNX Runtime ignores."""
+def cache_types(options: LoadOptions, *, is_draft: bool) -> tuple[CacheType | None, CacheType | None]:
+    """Types of cached keys and values of the target or of a draft model."""
+    if is_draft:
+        return options.draft_cache_type_k, options.draft_cache_type_v
+    return options.cache_type_k, options.cache_type_v
+
+
+def _onnx_cache_type(options: LoadOptions, types: tuple[CacheType | None, CacheType | None]) -> str:
+    """The cache type of an ONNX model. Raises ConfigError for options that ONNX Runtime ignores."""
     if options.gpu_layers:
         raise ConfigError(f"-ngl {options.gpu_layers} is for llama.cpp; the device of an ONNX model is --provider")
-    if options.cache_type_k != options.cache_type_v:
+    if types[0] != types[1]:
         raise ConfigError("keys and values of an ONNX model have one type: give -ctk and -ctv alike, f32 or int8")
-    return options.cache_type_k or "f32"
+    return types[0] or "f32"

@@ -113,10 +113,10 @@ def model_in(path: Path) -> Path:
     )
 
 
-def _local_pair(text: str, engine: str) -> ModelPair:
+def _local_pair(text: str, engine: str, *, check_hashes: bool) -> ModelPair:
     path = model_in(expanded(text))
     if is_folder(path):
-        return read_pair(path, engine)
+        return read_pair(path, engine, check_hashes=check_hashes)
     if not is_file(path):
         hub = (
             f", or if it is a Hugging Face hub id, convert it first: edgespec export {text}"
@@ -136,19 +136,26 @@ def _local_pair(text: str, engine: str) -> ModelPair:
 
 
 def resolve(
-    name_or_path: str, draft: Path | None = None, engine: str = "auto", medium: Path | None = None
+    name_or_path: str,
+    draft: Path | None = None,
+    engine: str = "auto",
+    medium: Path | None = None,
+    *,
+    check_hashes: bool = True,
 ) -> ModelPair:
     """The pair of a registered name or a path; `draft` and `medium` replace the pair's own.
 
-    `engine` "auto", or the one whose files are wanted. Raises ModelNotFound for an unknown name (with the nearest
-    known one) and for a path that does not exist, ModelFileError for a bad manifest, and for a file that is missing or
-    not the one its manifest describes, CapabilityError for an engine that this model has no files for.
+    `engine` "auto", or the one whose files are wanted. `check_hashes`: compare files with their checksums, too.
+
+    Raises ModelNotFound for an unknown name (with the nearest known one) and for a path that does not exist,
+    ModelFileError for a bad manifest, and for a file that is missing or not the one its manifest describes,
+    CapabilityError for an engine that this model has no files for.
     """
     folders = registered_folders()
     if name_or_path in folders:
-        pair = read_pair(folders[name_or_path], engine)
+        pair = read_pair(folders[name_or_path], engine, check_hashes=check_hashes)
     elif _looks_like_path(name_or_path) or exists(name_or_path):
-        pair = _local_pair(name_or_path, engine)
+        pair = _local_pair(name_or_path, engine, check_hashes=check_hashes)
     else:
         raise _not_found(name_or_path)
     given = {"draft": draft, "medium": medium}

@@ -2,12 +2,52 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Self
+
 from edgespec.config import DrafterName, LoadOptions
 from edgespec.drafters.spec import DRAFT, EAGLE3_HEAD, EXIT, FALLBACK, SPECS, Need
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.eagle3 import is_eagle3
 from edgespec.formats.gguf.split import is_early_exit
 from edgespec.formats.manifest import ModelPair
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What of `pair` is opened. `exit_layer`: layers after which an ONNX target is cut; `wanted`: drafters with models.
+
+    `without_drafts`: its target alone, where memory does not suffice for more.
+    """
+
+    pair: ModelPair
+    exit_layer: int | None
+    wanted: tuple[DrafterName, ...]
+
+    @classmethod
+    def of(cls, options: LoadOptions, pair: ModelPair) -> Self:
+        """Raises CapabilityError when the pair lacks what the options need."""
+        exit_layer = exit_layer_of(options, pair)
+        return cls(pair, exit_layer, wanted_drafters(options, pair, exit_layer))
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the target's own file holds its exit."""
+        return self.exit_layer is not None
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Of the files to open, the target first."""
+        needed = (SPECS[name] for name in self.wanted)
+        roles = {role for spec in needed for role in spec.roles if not (self.is_cut and EXIT in spec.needs)}
+        return ("target", *sorted(roles & self.pair.files.keys()))
+
+
+def without_drafts(options: LoadOptions, pair: ModelPair) -> tuple[LoadOptions, ModelPair]:
+    """The same for the target alone, which drafters without a model still serve."""
+    alone = replace(pair, files=MappingProxyType({"target": pair.files["target"]}), heads=MappingProxyType({}))
+    return replace(options, draft=None, medium=None, exit_layer=None, heads=None), alone
 
 
 def wanted_drafters(options: LoadOptions, pair: ModelPair, exit_layer: int | None) -> tuple[DrafterName, ...]:

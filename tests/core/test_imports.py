@@ -17,13 +17,13 @@ PACKAGE = Path(edgespec.__file__).parent
 # A component (a module or a subpackage) imports only components of a lower rank, and itself. '' is the package root.
 RANKS = {
     **dict.fromkeys(("errors",), -1),
-    **dict.fromkeys(("installation",), 0),
+    **dict.fromkeys(("installation", "sizes"), 0),
     **dict.fromkeys(("types", "vocabulary", "config", "formats"), 1),
     **dict.fromkeys(("noise", "settings", "stopping", "chat", "engines"), 2),
     **dict.fromkeys(("sampling", "acceptance", "corpus"), 3),
     **dict.fromkeys(("drafters",), 4),
     **dict.fromkeys(("control", "loading"), 5),
-    **dict.fromkeys(("decode",), 6),
+    **dict.fromkeys(("decode", "memory"), 6),
     **dict.fromkeys(("generation",), 7),
     **dict.fromkeys(("runtime",), 8),
     **dict.fromkeys(("",), 9),

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from edgespec.engines.memory_estimate import Need, check_room
 
 from edgespec.engines import memory_estimate as room
-from edgespec.engines.memory_estimate import Need, check_room
 from edgespec.errors import CapabilityError
 
 MIB = 1 << 20

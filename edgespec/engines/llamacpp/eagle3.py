@@ -53,7 +53,7 @@ class Eagle3Head(FeatureHead):
             feature_width=sizes.feature_width,
             width=sizes.width,
             end_ids=end_ids,
-            num_bytes=_num_bytes(sizes, context_length),
+            num_bytes=num_bytes(sizes, context_length),
         )
         # Of rows with logits only: otherwise a pass without any would still copy its states.
         extension("set_states")(context, True, True)
@@ -244,7 +244,7 @@ def _step(sizes: Eagle3Sizes) -> int:
     return min(max(LOGITS_BYTES // (4 * sizes.vocabulary_size), 1), WIDEST)
 
 
-def _num_bytes(sizes: Eagle3Sizes, context_length: int) -> int:
+def num_bytes(sizes: Eagle3Sizes, context_length: int) -> int:
     """Weights, cache, and for the widest pass two copies of the logits and the layer's activations."""
     row_bytes = 4 * (2 * sizes.vocabulary_size + sizes.num_drafted + sizes.feature_width + 8 * sizes.width)
     return sizes.weight_bytes + context_length * sizes.kv_bytes_per_token + _step(sizes) * row_bytes

@@ -21,14 +21,16 @@ from edgespec.engines.llamacpp.layers import LayerInputs
 from edgespec.engines.llamacpp.library import CancelFlag, complaints, forget_complaints, library, open_model, version
 from edgespec.engines.llamacpp.rows import RowBuffer, Selection
 from edgespec.engines.llamacpp.settings import (
+    DEFAULT_CONTEXT,
+    MAX_BATCH,
+    MAX_BRANCHES,
+    WIDEST,
     ContextSettings,
     choose_context_length,
     create_context,
-    needed_bytes,
     require_generator,
 )
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
-from edgespec.engines.memory_estimate import check_room
 from edgespec.engines.rows import SequenceBook, SequenceRows, split_by_sequence
 from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError, StateError
 from edgespec.formats.gguf.check import check_gguf
@@ -79,20 +81,21 @@ class LlamaCppEngine(Engine):
         threads: int | None = None,
         gpu_layers: int = 0,
         max_sequences: int = 1,
-        max_batch: int = 512,
-        max_branches: int = 16,
+        max_batch: int = MAX_BATCH,
+        max_branches: int = MAX_BRANCHES,
         cache_type_k: str | None = None,
         cache_type_v: str | None = None,
         flash_attention: bool | None = None,
         reproducible: bool | None = None,
-        widest: int = 63,
+        widest: int = WIDEST,
         check_tensors: bool = False,
+        default_context: int = DEFAULT_CONTEXT,
     ) -> Self:
         """Load `path` and measure what it can do.
 
-        `context_length` in tokens per sequence, None for the trained one (at most 4096); `threads` None for the
-        physical cores; `gpu_layers` -1 for all; `max_branches`, side branches of all trees in a batch; `cache_type_k`
-        and `cache_type_v` None for f16, or q8_0 where reproducible mode would have to pad single tokens otherwise;
+        `context_length` in tokens per sequence, None for the trained one up to `default_context`; `threads` None for
+        the physical cores; `gpu_layers` -1 for all; `max_branches`, side branches of all trees in a batch;
+        `cache_type_k` and `cache_type_v` None for f16, or q8_0 where reproducible mode would pad single tokens;
         `reproducible` True finds a width class, None uses one only if it costs nothing, False uses none; `widest`, the
         widest pass of a class, which then limits `facts.max_batch`, so that prompts are read inside it;
         `check_tensors` reads all weights and refuses NaN.
@@ -107,7 +110,7 @@ class LlamaCppEngine(Engine):
             )
         checked = partial(
             ContextSettings.checked,
-            context_length=choose_context_length(path, header.context_length, context_length),
+            context_length=choose_context_length(path, header.context_length, context_length, default_context),
             threads=threads,
             gpu_layers=gpu_layers,
             max_sequences=max_sequences,
@@ -117,16 +120,12 @@ class LlamaCppEngine(Engine):
             reproducible=reproducible,
             widest=widest,
         )
-        advice = "Use a smaller --ctx-size or model"
         if reproducible and not gpu_layers and cache_type_k is cache_type_v is None and flash_attention is not False:
             settings = checked(cache_type_k="q8_0", cache_type_v="q8_0")
-            check_room(path.name, needed_bytes(path, header, settings), advice)
             found = cls._open_unpadded(path, settings, check_tensors)
             if found is not None:
                 return found
         settings = checked(cache_type_k=cache_type_k or "f16", cache_type_v=cache_type_v or "f16")
-        if not gpu_layers:
-            check_room(path.name, needed_bytes(path, header, settings), advice)
         return cls._open(path, settings, check_tensors=check_tensors)
 
     @classmethod

@@ -6,24 +6,40 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from edgespec.engines.llamacpp.library import CancelFlag, complaints, forget_complaints, has_worked, library
+from edgespec.engines.llamacpp.library import CancelFlag, complaints, forget_complaints, library
 from edgespec.engines.machine import physical_cores
-from edgespec.engines.memory_estimate import Need
 from edgespec.errors import CapabilityError, ConfigError
-from edgespec.formats.gguf.header import GgufHeader
-from edgespec.formats.gguf.split import model_files
-from edgespec.formats.gguf.values import GgufNumbers
 
-HEADS = "attention.head_count"
 DEFAULT_CONTEXT = 4096
 MAX_SEQUENCE_IDS = 256
 MAX_CELLS = 1 << 24
 LOGITS_BYTES = 32 << 20
 # ggml's numbers of the types that its attention kernels read.
 CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
+# Bytes of a number in a cache of each type.
+CACHE_BYTES = {
+    "f32": 4.0,
+    "f16": 2.0,
+    "bf16": 2.0,
+    "q8_0": 34 / 32,
+    "q5_1": 24 / 32,
+    "q5_0": 22 / 32,
+    "q4_1": 20 / 32,
+    "q4_0": 18 / 32,
+}
 AUTO, OFF, ON = -1, 0, 1
 NO_POOLING = 0
 PLAIN_TYPES = frozenset({"f32", "f16", "bf16"})
+# What an engine is loaded with unless its caller says otherwise.
+MAX_BATCH, MAX_BRANCHES, WIDEST = 512, 16, 63
+DEFAULTS: dict[str, Any] = {
+    "max_sequences": 1,
+    "max_batch": MAX_BATCH,
+    "max_branches": MAX_BRANCHES,
+    "widest": WIDEST,
+    "flash_attention": None,
+    "reproducible": None,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,49 +122,13 @@ class ContextSettings:
         return min(max(affordable, 64, self.sequence_ids), max(self.batch_capacity, self.sequence_ids))
 
 
-# Bytes of a number in a cache of each type.
-_CACHE_BYTES = {
-    "f32": 4.0,
-    "f16": 2.0,
-    "bf16": 2.0,
-    "q8_0": 34 / 32,
-    "q5_1": 24 / 32,
-    "q5_0": 22 / 32,
-    "q4_1": 20 / 32,
-    "q4_0": 18 / 32,
-}
-_LEAST_BUFFERS = 24 << 20  # of a context, besides its cache and logits
-
-
-def needed_bytes(path: Path, header: GgufHeader, settings: ContextSettings) -> Need:
-    """The least memory that a model with this header and a context with these settings need."""
-
-    def numbers(name: str) -> list[int]:
-        found = header.metadata.get(f"{header.architecture}.{name}")
-        items = found.items if isinstance(found, GgufNumbers) else (found,)
-        return [item for item in items if isinstance(item, int)]
-
-    layers, width, heads = (max(numbers(name), default=0) for name in ("block_count", "embedding_length", HEADS))
-    kv_heads = numbers(f"{HEADS}_kv") or [heads]
-    total_heads = sum(kv_heads) if len(kv_heads) == layers else min(kv_heads) * layers
-    size = width // heads if heads else 0
-    sizes = {name: max(numbers(f"attention.{name}_length"), default=size) for name in ("key", "value")}
-    kinds = {"key": settings.cache_type_k, "value": settings.cache_type_v}
-    is_plain = not any("ssm" in key or "wkv" in key for key in header.metadata)  # others need less
-    per_cell = sum(total_heads * sizes[name] * _CACHE_BYTES[kinds[name]] for name in sizes) if is_plain else 0
-    logits = 4 * settings.max_outputs(len(header.tokens)) * len(header.tokens)
-    mapped = sum(file.stat().st_size for file in model_files(path))
-    threads = 1 if has_worked() else settings.threads  # models share them
-    return Need(mapped, int(per_cell * settings.cells) + 2 * logits + _LEAST_BUFFERS, threads)
-
-
-def choose_context_length(path: Path, trained: int | None, asked: int | None) -> int:
-    """Tokens per sequence: as asked, or what the model was trained for, at most DEFAULT_CONTEXT.
+def choose_context_length(path: Path, trained: int | None, asked: int | None, default: int = DEFAULT_CONTEXT) -> int:
+    """Tokens per sequence: as asked, or what the model was trained for, at most `default`.
 
     Raises ConfigError beyond the trained length, where the model would write nonsense.
     """
     if asked is None:
-        return min(trained or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
+        return min(trained or default, default)
     if trained is not None and asked > trained:
         raise ConfigError(f"a context of {asked} tokens was asked for, {path.name} was trained for {trained}")
     return asked

@@ -24,7 +24,7 @@ from edgespec.engines.onnx.library import library, version
 from edgespec.engines.onnx.opening import cache_scales, check_path, open_passes, weight_files
 from edgespec.engines.onnx.packed import PackedCaches
 from edgespec.engines.onnx.passes import SharedPasses
-from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
+from edgespec.engines.onnx.settings import DEFAULT_CONTEXT, MAX_BATCH, WIDEST, ModelConfig, OnnxSettings
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.engines.rows import SequenceBook, split_by_sequence
 from edgespec.engines.widths import METHOD, PREFIX, pinned_facts
@@ -79,18 +79,19 @@ class OnnxEngine(Engine):
         context_length: int | None = None,
         threads: int | None = None,
         max_sequences: int = 1,
-        max_batch: int = 512,
+        max_batch: int = MAX_BATCH,
         provider: str = "auto",
         cache_type: str = "f32",
         reproducible: bool | None = None,
-        widest: int = 63,
+        widest: int = WIDEST,
         exit_layer: int | None = None,
         hidden_states: bool = False,
+        default_context: int = DEFAULT_CONTEXT,
     ) -> Self:
         """Load `path` (model.onnx, its weights and tokenizer beside it) and measure what it can do.
 
-        `context_length` in tokens per sequence, None for the trained one (at most 4096); `threads` None for the
-        physical cores; `provider`: auto, cpu, cuda, dml, webgpu; `cache_type`: f32 for the export's own, int8 for a
+        `context_length` in tokens per sequence, None for the trained one up to `default_context`; `threads` None for
+        the physical cores; `provider`: auto, cpu, cuda, dml, webgpu; `cache_type`: f32 for the export's own, int8 for a
         quarter of its bytes; `reproducible` True demands a width class, None uses one only if it costs nothing, False
         skips the measurement; `widest`, the widest pass measured; `exit_layer`: cut the graph after this layer, for
         `early_exit`; `hidden_states`: allow `give_hidden_states`.
@@ -108,6 +109,7 @@ class OnnxEngine(Engine):
             graph,
             config,
             context_length=context_length,
+            default_context=default_context,
             threads=threads,
             max_sequences=max_sequences,
             max_batch=max_batch,

@@ -21,6 +21,8 @@ from edgespec.engines.onnx.settings import CONFIGS, ModelConfig, OnnxSettings
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.errors import CapabilityError, ModelFileError
 
+NO_INT8_CACHE = "an int8 cache needs GroupQueryAttention; this export concatenates its cache, use f32"
+
 
 def weight_files(path: Path) -> list[Path]:
     """The graph and the weights beside it."""
@@ -79,7 +81,7 @@ def open_passes(path: Path, graph: Graph, settings: OnnxSettings, run_options: A
 def cache_scales(path: Path, graph: Graph, settings: OnnxSettings) -> CacheScales:
     """Measured once per file, on a text, with the export's own cache type."""
     if not graph.is_shared:
-        raise CapabilityError("an int8 cache needs GroupQueryAttention; this export concatenates its cache, use f32")
+        raise CapabilityError(NO_INT8_CACHE)
     key = key_of("cache scales", TEXT, *map(file_key, weight_files(path)), version())
     schema = scales_schema(graph, settings.head_size)
     measured = disk_cache.get("cache-scales", key, schema)

@@ -15,6 +15,9 @@ from edgespec.formats.hub_folder import read_json
 DEFAULT_CONTEXT = 4096
 LOGITS_BYTES = 32 << 20
 CACHE_TYPES = ("f32", "int8")
+# What an engine is loaded with unless its caller says otherwise.
+MAX_BATCH, WIDEST = 512, 63
+DEFAULTS: dict[str, Any] = {"max_sequences": 1, "max_batch": MAX_BATCH, "widest": WIDEST, "reproducible": None}
 CONFIGS = ("config.json", "genai_config.json")
 
 
@@ -84,7 +87,14 @@ class OnnxSettings:
 
     @classmethod
     def checked(
-        cls, graph: Graph, config: ModelConfig, *, context_length: int | None, threads: int | None, **given: Any
+        cls,
+        graph: Graph,
+        config: ModelConfig,
+        *,
+        context_length: int | None,
+        threads: int | None,
+        default_context: int = DEFAULT_CONTEXT,
+        **given: Any,
     ) -> Self:
         """Raises ConfigError for a value out of range, or a context longer than the model was trained for."""
         longest = min((n for n in (config.trained_length, graph.max_positions) if n), default=DEFAULT_CONTEXT)
@@ -94,7 +104,7 @@ class OnnxSettings:
         if head_size is None:
             raise ModelFileError("neither the graph nor the files beside it contain the size of an attention head")
         settings = cls(
-            context_length=min(longest, DEFAULT_CONTEXT) if context_length is None else context_length,
+            context_length=min(longest, default_context) if context_length is None else context_length,
             threads=physical_cores() if threads is None else threads,
             head_size=head_size,
             **given,

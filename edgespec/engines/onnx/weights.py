@@ -41,8 +41,10 @@ def _whole(text: str, what: str, path: Path) -> int:
 
 
 def weight_bytes(graph: Any) -> int:
-    total = 0
-    for tensor in graph.initializer:
-        entry = {item.key: item.value for item in tensor.external_data}
-        total += int(entry.get("length", 0)) if tensor.data_location == 1 else tensor.ByteSize()
-    return total
+    return sum(map(tensor_bytes, graph.initializer))
+
+
+def tensor_bytes(tensor: Any) -> int:
+    """Bytes of one weight, in the graph or in a file beside it."""
+    entry = external_entry(tensor)
+    return int(entry.get("length", 0)) if entry else int(tensor.ByteSize())

@@ -1,0 +1,74 @@
+"""`edgespec plan`: the memory that a pair would take, by part, and whether it fits; nothing is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from edgespec.cli.help import SettingsCommand
+from edgespec.cli.options import resolve_settings, settings_options
+from edgespec.config import LoadOptions
+from edgespec.errors import CapabilityError
+from edgespec.formats.gguf.header import keeping_headers
+from edgespec.loading.opening import resolve_pair
+from edgespec.memory.fit import Fitted, fit
+from edgespec.memory.plan import Plan, planned
+from edgespec.memory.report import plan_object
+from edgespec.memory.verdict import Room
+from edgespec.settings import REMEMBERING
+from edgespec.sizes import as_size
+
+REFUSED = 1
+
+
+@click.command(cls=SettingsCommand)
+@settings_options("load", leave_out=REMEMBERING)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table")
+def command(model_name: str | None, config_file: Path | None, as_json: bool, **given: Any) -> int:
+    """Show the memory that a model and its draft would take, by part, and whether it fits. Loads nothing.
+
+    With --memory it chooses what to give up to fit into a budget, as every load does. Exit code 1: it would be refused.
+    MODEL is a name, a GGUF or ONNX file, or a folder with one.
+    """
+    settings = resolve_settings(given, model_name, config_file)
+    options = LoadOptions(**settings.part("load"))
+    room = Room.now(options.memory)
+    with keeping_headers():
+        pair = resolve_pair(options, check_hashes=False)
+        plan = planned(options, pair)
+        refusal = ""
+        try:
+            fitted = fit(options, pair, room)
+        except CapabilityError as exc:
+            fitted, refusal = Fitted(options, pair, plan, room.verdict(plan)), str(exc)
+    if as_json:
+        click.echo(json.dumps({**plan_object(fitted), "refusal": refusal or None}))
+    else:
+        _show(fitted, refusal)
+    return REFUSED if refusal else 0
+
+
+def _show(fitted: Fitted, refusal: str) -> None:
+    plan = fitted.plan
+    Console(highlight=False, markup=False).print(_table(plan))
+    if plan.device_bytes:
+        click.echo(f"on the GPU: {as_size(plan.device_bytes)}")
+    for each in fitted.given_up:
+        click.echo(f"given up: {each.text} ({each.flags})")
+    click.echo(f"refused: {refusal}" if refusal else str(fitted.verdict))
+
+
+def _table(plan: Plan) -> Table:
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column(plan.name)
+    for name in ("own memory", "mapped from files"):
+        table.add_column(name, justify="right")
+    for part in plan.parts:
+        table.add_row(part.name, as_size(part.own) if part.own else "", as_size(part.mapped) if part.mapped else "")
+    table.add_row("together, at most", as_size(plan.own_bytes), as_size(plan.mapped_bytes), style="bold")
+    return table

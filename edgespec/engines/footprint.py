@@ -1,0 +1,50 @@
+"""The memory that one loaded model takes, by part; each engine says it of its own models in its `footprint` module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of a loaded model once its context is full.
+
+    `mapped`: weights that stay in the file and come through the page cache, which the system may drop and read again.
+    All other parts are memory of the process's own. `packed`: weights copied in another order (llama.cpp's repacking,
+    ONNX Runtime's prepacking); `cache`: keys and values; `compute`: results of a pass; `logits`: rows of scores;
+    `vocabulary`: tokens and the tokenizer's tables; `device`: what lies on a GPU instead.
+    `loading`: own memory that is needed only while the model is opened; `reserved`: addresses beyond those used.
+    `context_length`: tokens of the full context.
+    """
+
+    mapped: int = 0
+    packed: int = 0
+    cache: int = 0
+    compute: int = 0
+    logits: int = 0
+    vocabulary: int = 0
+    device: int = 0
+    loading: int = 0
+    reserved: int = 0
+    context_length: int = 0
+
+    @property
+    def own(self) -> int:
+        """Memory of the process's own, which cannot be dropped."""
+        return self.packed + self.cache + self.compute + self.logits + self.vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """How a model will be used, as far as it decides on memory. None: the engine's default.
+
+    `context_length` in tokens, None for the trained one up to `default_context`; `cache_types` of keys and values;
+    `rows`: widest pass that asks for logits of all its rows; `gpu_layers`: -1 for all.
+    """
+
+    context_length: int | None = None
+    cache_types: tuple[str | None, str | None] = (None, None)
+    rows: int = 64
+    gpu_layers: int = 0
+    exit_layer: int | None = None
+    default_context: int = 4096

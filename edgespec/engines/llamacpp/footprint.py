@@ -1,0 +1,156 @@
+"""What a GGUF takes in llama.cpp, from its header alone.
+
+Weights are mapped from the file, all of it read ahead. On top of that the processor's matrix kernels want some types in
+another order, and llama.cpp copies these (`_repacked`). A context has its cache, one buffer for the results of a pass,
+planned for the widest, and one for logits. The buffers' sizes follow llama.cpp's graphs: at its widest point a layer
+holds three rows of the feed-forward part and four of the hidden size per token, the head one row of logits and two
+hidden ones per output. They are checked against what the library logs (scripts/lab/measure_memory.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgespec.engines.footprint import Footprint, Use
+from edgespec.engines.llamacpp.eagle3 import DEFAULT_CONTEXT as EAGLE3_CONTEXT
+from edgespec.engines.llamacpp.eagle3 import num_bytes
+from edgespec.engines.llamacpp.settings import (
+    CACHE_BYTES,
+    DEFAULTS,
+    PLAIN_TYPES,
+    ContextSettings,
+    choose_context_length,
+)
+from edgespec.engines.machine import instruction_sets
+from edgespec.errors import CapabilityError
+from edgespec.formats.gguf.check import check_gguf
+from edgespec.formats.gguf.eagle3 import read_eagle3
+from edgespec.formats.gguf.header import GgufHeader, TensorInfo
+from edgespec.formats.gguf.split import model_files
+from edgespec.formats.gguf.values import GgufNumbers
+
+_CELLS_MULTIPLE, _CACHE_BLOCK = 256, 32
+_EMBEDDINGS, _HEAD = "token_embd.weight", "output.weight"
+# Rows of a matrix that are interleaved, and the instructions that the kernel needs, by type (ggml's repack.cpp).
+_X86 = {"Q4_0": "avx2", "Q4_K": "avx2", "IQ4_NL": "avx2", "MXFP4": "avx2", "Q2_K": "avx512f"}
+_ARM = {"Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "MXFP4"}
+_INTERLEAVED_X86, _INTERLEAVED_ARM = 8, 4
+_VOCABULARY_BYTES = 420  # a token: its text, score and merge in llama.cpp, its bytes in Python; measured on 49152
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What decides on sizes: hidden sizes in numbers per token; `kv`: numbers of keys and of values in a cell."""
+
+    layers: int
+    width: int
+    inner: int
+    kv: tuple[int, int]
+    vocabulary: int
+
+    @classmethod
+    def of(cls, header: GgufHeader) -> Shape:
+        layers, width = _largest(header, "block_count"), _largest(header, "embedding_length")
+        heads = _largest(header, "attention.head_count")
+        size = width // heads if heads else 0
+        kv_heads = _numbers(header, "attention.head_count_kv") or [heads]
+        total = sum(kv_heads) if len(kv_heads) == layers else min(kv_heads) * layers
+        keeps_all = not any("ssm" in key or "wkv" in key for key in header.metadata)  # others keep a running state
+        key, value = (_largest(header, f"attention.{kind}_length") or size for kind in ("key", "value"))
+        experts = _largest(header, "expert_used_count") * _largest(header, "expert_feed_forward_length")
+        inner = max(_largest(header, "feed_forward_length"), experts, width)
+        return cls(layers, width, inner, (total * key, total * value) if keeps_all else (0, 0), len(header.tokens))
+
+
+def footprint(path: Path, use: Use) -> Footprint:
+    """The memory of the model at `path`. Raises ModelNotFound, ModelFileError, and ConfigError for a bad setting."""
+    header = check_gguf(path)
+    shape = Shape.of(header)
+    context = choose_context_length(path, header.context_length, use.context_length, use.default_context)
+    kinds = [kind or "f16" for kind in use.cache_types]
+    settings = ContextSettings.checked(
+        context_length=context, threads=1, gpu_layers=0, cache_type_k=kinds[0], cache_type_v=kinds[1], **DEFAULTS
+    )
+    cells = -(-settings.cells // _CELLS_MULTIPLE) * _CELLS_MULTIPLE
+    _check_cache(path, header, kinds)
+    cache = int(sum(count * CACHE_BYTES[kind] for count, kind in zip(shape.kv, kinds, strict=True)) * cells)
+    on_device = _share_on_device(use.gpu_layers, shape.layers)
+    repacked = sum(tensor.num_bytes for tensor in header.tensors if _is_repacked(tensor, header))
+    compute, reserved = _compute_bytes(shape, settings, cells, use.rows)
+    outputs = min(settings.max_outputs(shape.vocabulary), max(use.rows, settings.sequence_ids))
+    files = sum(file.stat().st_size for file in model_files(path))
+    weights = sum(tensor.num_bytes for tensor in header.tensors)
+    return Footprint(
+        mapped=files,
+        packed=int(repacked * (1 - on_device)),
+        cache=int(cache * (1 - on_device)),
+        compute=compute,
+        logits=4 * outputs * shape.vocabulary,
+        vocabulary=_VOCABULARY_BYTES * shape.vocabulary,
+        device=int((weights + cache) * on_device),
+        reserved=reserved - compute,
+        context_length=context,
+    )
+
+
+def _check_cache(path: Path, header: GgufHeader, kinds: list[str]) -> None:
+    """Raises CapabilityError for types of the cache that hold blocks which heads of this model do not fill."""
+    heads = _largest(header, "attention.head_count")
+    size = _largest(header, "embedding_length") // heads if heads else 0
+    for part, kind in zip(("key", "value"), kinds, strict=True):
+        size = _largest(header, f"attention.{part}_length") or size
+        if kind not in PLAIN_TYPES and size % _CACHE_BLOCK:
+            raise CapabilityError(
+                f"{path.name} has heads of {size} numbers, and a {kind} cache holds blocks of {_CACHE_BLOCK}: use "
+                f"--cache-type-{part[0]} f16"
+            )
+
+
+def eagle3_footprint(path: Path, use: Use) -> Footprint:
+    """The memory of an EAGLE-3 head beside its target. Raises as `footprint`."""
+    sizes = read_eagle3(path)
+    context = min(sizes.context_length, use.context_length or EAGLE3_CONTEXT)
+    own = num_bytes(sizes, context) - sizes.weight_bytes
+    cache = context * sizes.kv_bytes_per_token
+    return Footprint(mapped=path.stat().st_size, cache=cache, compute=own - cache, context_length=context)
+
+
+def _compute_bytes(shape: Shape, settings: ContextSettings, cells: int, rows: int) -> tuple[int, int]:
+    """(used, reserved) for the results of a pass; logits are reserved for more rows than any pass asks for."""
+    tokens = settings.batch_capacity
+    mask, converted = 2 * tokens * cells, int(1.1 * tokens * shape.inner)
+    layer = 4 * tokens * (3 * shape.inner + 4 * shape.width) + mask
+
+    def head(outputs: int) -> int:
+        return 4 * (outputs * (shape.vocabulary + 2 * shape.width) + 2 * tokens * shape.width)
+
+    most = settings.max_outputs(shape.vocabulary)
+    return max(layer, head(min(rows, most))) + converted, max(layer, head(most)) + converted
+
+
+def _is_repacked(tensor: TensorInfo, header: GgufHeader) -> bool:
+    """Whether llama.cpp copies a matrix into the order of this processor's kernels."""
+    if len(tensor.shape) not in (2, 3) or not tensor.name.endswith(".weight"):
+        return False
+    if tensor.name == _EMBEDDINGS and any(each.name == _HEAD for each in header.tensors):
+        return False  # rows are looked up in it, never multiplied
+    found = instruction_sets()
+    if not found:  # not x86
+        return tensor.kind in _ARM and tensor.shape[1] % _INTERLEAVED_ARM == 0
+    return _X86.get(tensor.kind) in found and tensor.shape[1] % _INTERLEAVED_X86 == 0
+
+
+def _share_on_device(gpu_layers: int, layers: int) -> float:
+    """The share of the weights that lies on a GPU: the last layers, and the head when all of them do."""
+    return 1.0 if gpu_layers < 0 else min(gpu_layers / (layers + 1), 1.0)
+
+
+def _numbers(header: GgufHeader, name: str) -> list[int]:
+    found = header.metadata.get(f"{header.architecture}.{name}")
+    items = found.items if isinstance(found, GgufNumbers) else (found,)
+    return [item for item in items if isinstance(item, int)]
+
+
+def _largest(header: GgufHeader, name: str) -> int:
+    return max(_numbers(header, name), default=0)

@@ -1,0 +1,128 @@
+"""What an ONNX export takes in ONNX Runtime, from its graph without the weights.
+
+The weights of products are packed into memory of the session's own when it is made. Those of MatMulNBits are read with
+their scales, which are packed twice more. Everything else stays mapped. Where signed integer products would saturate
+(x86 without VNNI), unsigned copies of the weights and packed ones exist at the same time while the session is made.
+Results of a pass lie in an arena that grows in powers of two. Checked by scripts/lab/measure_memory.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgespec.engines.footprint import Footprint, Use
+from edgespec.engines.machine import instruction_sets
+from edgespec.engines.onnx.graph import CacheEntry, Graph, read_graph
+from edgespec.engines.onnx.opening import NO_INT8_CACHE, weight_files
+from edgespec.engines.onnx.passes import element_of
+from edgespec.engines.onnx.settings import DEFAULTS, ModelConfig, OnnxSettings
+from edgespec.engines.onnx.weights import tensor_bytes
+from edgespec.errors import CapabilityError
+from edgespec.formats.onnx import WHOLE_PRODUCT
+
+_NBITS, _PRODUCTS = "MatMulNBits", ("MatMul", "Gemm", "MatMulInteger", WHOLE_PRODUCT)
+_SCALES_COPIES = 2
+_TOKENIZER_FACTOR = 18  # memory of a `tokenizers` object over the bytes of its file
+_SESSION_BYTES = 6 << 20
+_ARENA_FACTOR = 1.5
+_FLOAT16 = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """The products of a graph. `packed`, `scales`: bytes of their weights; `inner`, `width`: hidden sizes."""
+
+    packed: int
+    scales: int
+    signed: int
+    inner: int
+    width: int
+
+
+def footprint(path: Path, use: Use) -> Footprint:
+    """The memory of the export at `path`. Raises ModelNotFound, ModelFileError, CapabilityError, and ConfigError."""
+    graph = read_graph(path)
+    settings = OnnxSettings.checked(
+        graph,
+        ModelConfig.read(path.parent),
+        context_length=use.context_length,
+        default_context=use.default_context,
+        threads=1,
+        provider="cpu",
+        cache_type=use.cache_types[0] or "f32",
+        exit_layer=use.exit_layer,
+        **DEFAULTS,
+    )
+    if settings.cache_type == "int8" and not graph.is_shared:
+        raise CapabilityError(NO_INT8_CACHE)
+    products = _products(graph)
+    per_token = _cache_bytes_per_token(graph, settings)
+    # A cache that grows by concatenation exists twice while it is copied.
+    cache = per_token * settings.cells(graph) * (1 if graph.is_shared else 2)
+    rows = max(settings.max_batch, settings.widest)
+    results = 4 * rows * (3 * products.inner + 4 * products.width)
+    outputs = min(use.rows, settings.max_outputs(graph.vocabulary_size))
+    saturates = bool(found := instruction_sets()) and not found & {"avx512_vnni", "avx_vnni"}
+    packed = products.packed + _SCALES_COPIES * products.scales + _SESSION_BYTES
+    files = sum(file.stat().st_size for file in weight_files(path))
+    tokenizer = path.parent / "tokenizer.json"
+    return Footprint(
+        mapped=max(files - products.packed, 0),
+        packed=packed,
+        cache=cache,
+        compute=int(_ARENA_FACTOR * results),
+        logits=4 * outputs * graph.vocabulary_size,
+        vocabulary=_TOKENIZER_FACTOR * tokenizer.stat().st_size if tokenizer.is_file() else 0,
+        loading=2 * products.signed if saturates else products.packed // 8,
+        reserved=files,
+        context_length=settings.context_length,
+    )
+
+
+def _products(graph: Graph) -> Products:
+    from onnx import ModelProto
+
+    found = ModelProto.FromString(graph.serialised).graph
+    tensors = {tensor.name: tensor for tensor in found.initializer}
+    packed: dict[str, int] = {}
+    scales: dict[str, int] = {}
+    signed: dict[str, int] = {}
+    sizes = [(1, 1)]
+    for node in found.node:
+        weights = tensors.get(node.input[1]) if len(node.input) > 1 else None
+        if weights is None or node.op_type not in (_NBITS, *_PRODUCTS):
+            continue
+        packed[weights.name] = tensor_bytes(weights) * (2 if weights.data_type == _FLOAT16 else 1)
+        if node.op_type == WHOLE_PRODUCT:
+            signed[weights.name] = tensor_bytes(weights)
+        if node.op_type == _NBITS and node.input[2] in tensors:
+            scales[node.input[2]] = tensor_bytes(tensors[node.input[2]])
+        sizes.append(_sizes(node, weights))
+    inner = [size for size in sizes if size[1] != graph.vocabulary_size]
+    return Products(
+        sum(packed.values()),
+        sum(scales.values()),
+        sum(signed.values()),
+        max(max(size) for size in inner),
+        max(size[0] for size in sizes if size[1] == graph.vocabulary_size) if len(inner) < len(sizes) else 1,
+    )
+
+
+def _sizes(node: Any, weights: Any) -> tuple[int, int]:
+    """(inputs, outputs) of a product."""
+    named = {attribute.name: int(attribute.i) for attribute in node.attribute}
+    if node.op_type == _NBITS:
+        return named.get("K", 1), named.get("N", 1)
+    dims = [int(size) for size in weights.dims]
+    return (dims[-2], dims[-1]) if len(dims) > 1 else (1, 1)
+
+
+def _cache_bytes_per_token(graph: Graph, settings: OnnxSettings) -> int:
+    def size(entry: CacheEntry) -> int:
+        return 1 if settings.cache_type == "int8" else np.dtype(element_of(entry)).itemsize
+
+    return sum(entry.heads * settings.head_size * size(entry) for entry in graph.cache)

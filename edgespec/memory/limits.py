@@ -1,0 +1,145 @@
+"""What this process may still take: free memory of the machine, of its control groups, and of its resource limits."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["memory", "data", "addresses"]
+_NO_LIMIT = 1 << 60  # control groups of version 1 write a number for "no limit"
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """`free_bytes` are left, of which `swap_bytes` on a disk. `name`: what limits them, for people.
+
+    `kind`: memory that must exist; data, private addresses (`ulimit -d`); addresses, mapped files included.
+    """
+
+    kind: Kind
+    free_bytes: int
+    name: str
+    swap_bytes: int = 0
+
+
+def limits(root: Path = Path("/")) -> tuple[Limit, ...]:
+    """All limits that this system tells; `root`: where /proc and /sys are found."""
+    return (*_of_machine(root), *_of_groups(root), *_of_resources(root))
+
+
+def free_memory(root: Path = Path("/")) -> int | None:
+    """Bytes of memory that can be had without swapping; None where the system does not tell."""
+    found = [each.free_bytes - each.swap_bytes for each in limits(root) if each.kind == "memory"]
+    return max(min(found), 0) if found else None
+
+
+def own_bytes() -> int | None:
+    """Memory of this process that is no file's, now; cheap enough for every second. None where unknown."""
+    try:
+        resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
+    except (OSError, ValueError):
+        return None
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _of_machine(root: Path) -> Iterator[Limit]:
+    found = _sizes(root / "proc/meminfo")
+    if "MemAvailable" in found:
+        swap = found.get("SwapFree", 0)
+        yield Limit("memory", found["MemAvailable"] + swap, "what the machine has free", swap)
+    elif sys.platform == "win32":
+        yield Limit("memory", _windows_free_bytes(), "what the machine has free")
+    elif not found:  # macOS says how much there is, and frees caches on demand
+        yield Limit("memory", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "what the machine has")
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    """The sizes listed in a file of /proc, in bytes; none where there is no such file."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in lines if line.endswith("kB"))
+    return {name: int(size.split()[0]) << 10 for name, _, size in pairs}
+
+
+def _of_groups(root: Path) -> Iterator[Limit]:
+    """Of this process's control groups and all above them, the one with the least left."""
+    left = [free for folder, is_second in _group_folders(root) if (free := _group_bytes(folder, is_second)) is not None]
+    if left:
+        yield Limit("memory", min(left), "the limit of this container")
+
+
+def _group_folders(root: Path) -> Iterator[tuple[Path, bool]]:
+    """(folder, whether it is of version 2) of each memory group that this process is in.
+
+    In a container the path that /proc names may not be visible: the container's own group is then mounted at the top.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    mounted = root / "sys/fs/cgroup"
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        is_second = number == "0" and not controllers
+        if not is_second and "memory" not in controllers.split(","):
+            continue
+        top = mounted if is_second else mounted / "memory"
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        yield from ((top.joinpath(*parts[:depth]), is_second) for depth in range(len(parts) + 1))
+
+
+def _group_bytes(folder: Path, is_second: bool) -> int | None:
+    """Bytes left to a group, file caches counted as free; None without a limit."""
+    limit_file, used_file = (
+        ("memory.max", "memory.current") if is_second else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    )
+    prefix = "" if is_second else "total_"
+    try:
+        limit = (folder / limit_file).read_text().strip()
+        if not limit.isdigit() or int(limit) >= _NO_LIMIT:
+            return None
+        used = int((folder / used_file).read_text())
+        kept = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    files = sum(int(kept.get(f"{prefix}{state}_file", 0)) for state in ("inactive", "active"))
+    return max(int(limit) - used + files, 0)
+
+
+def _of_resources(root: Path) -> Iterator[Limit]:
+    if sys.platform == "win32":
+        return
+    import resource
+
+    used = _sizes(root / "proc/self/status")
+    rows: tuple[tuple[Kind, int, str, str], ...] = (
+        ("addresses", resource.RLIMIT_AS, "VmSize", "the limit of addresses (ulimit -v)"),
+        ("data", resource.RLIMIT_DATA, "VmData", "the limit of data (ulimit -d)"),
+    )
+    for kind, number, field, name in rows:
+        most = resource.getrlimit(number)[0]
+        if most != resource.RLIM_INFINITY and field in used:
+            yield Limit(kind, max(most - used[field], 0), name)
+
+
+class _MemoryStatus(ctypes.Structure):
+    _fields_ = [
+        ("length", ctypes.c_uint32),
+        ("load", ctypes.c_uint32),
+        ("total", ctypes.c_uint64),
+        ("available", ctypes.c_uint64),
+        *((f"unused_{index}", ctypes.c_uint64) for index in range(5)),
+    ]
+
+
+def _windows_free_bytes() -> int:
+    status = _MemoryStatus(length=ctypes.sizeof(_MemoryStatus))
+    ctypes.CDLL("kernel32").GlobalMemoryStatusEx(ctypes.byref(status))
+    return int(status.available)

@@ -1,0 +1,200 @@
+"""The memory that a pair will take, by part, from the files' metadata and the options: no weights are read.
+
+The same plan is printed by `edgespec plan` and checked at every load.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from edgespec.config import LoadOptions
+from edgespec.control.constants import MAX_AUTO_LENGTH
+from edgespec.drafters.spec import SPECS
+from edgespec.engines.footprint import Footprint, Use
+from edgespec.engines.machine import physical_cores
+from edgespec.formats.files import expanded
+from edgespec.formats.gguf.split import model_files
+from edgespec.formats.manifest import ModelFile, ModelPair
+from edgespec.loading.heads import head_paths
+from edgespec.loading.opening import cache_types, draft_context
+from edgespec.loading.requirements import Chosen
+
+MIB = 1 << 20
+# Python, our modules and the libraries, (own, mapped) bytes: measured on CPython 3.11, Linux.
+_PYTHON = 26 * MIB, 17 * MIB
+_LIBRARIES = {"llamacpp": (6 * MIB, 6 * MIB), "onnx": (16 * MIB, 30 * MIB)}
+_THREAD_ADDRESSES = (8 << 20) + (24 << 20)  # a stack, and an arena of the allocator
+_SURVEYED_ROWS = 63
+
+
+class Part(NamedTuple):
+    """One line of a plan. `own`: memory that the system cannot drop; `mapped`: pages of files that it can."""
+
+    name: str
+    own: int
+    mapped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNeed:
+    """One model of a pair: its role, file name, types of cached keys and values, and memory."""
+
+    role: str
+    file: str
+    cache: str
+    footprint: Footprint
+
+    def parts(self) -> list[Part]:
+        need, role = self.footprint, self.role
+        found = (
+            Part(f"{role}: weights in their file", 0, need.mapped),
+            Part(f"{role}: weights copied for the processor", need.packed),
+            Part(f"{role}: KV cache, {need.context_length} tokens, {self.cache}", need.cache),
+            Part(f"{role}: results of a pass", need.compute),
+            Part(f"{role}: logits", need.logits),
+            Part(f"{role}: vocabulary", need.vocabulary),
+        )
+        return [part for part in found if part.own or part.mapped]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a pair takes once its context is full. Sizes in bytes; `tables`: of drafters without a model; `heads` files.
+
+    `process`: Python and the libraries; `threads`: of one model.
+    """
+
+    name: str
+    models: tuple[ModelNeed, ...]
+    tables: int
+    heads: int
+    process: Part
+    threads: int
+
+    @property
+    def parts(self) -> list[Part]:
+        rows = [part for model in self.models for part in model.parts()]
+        rest = (Part("drafters' tables", self.tables), Part("heads", self.heads), self.process)
+        return [*rows, *(part for part in rest if part.own or part.mapped)]
+
+    @property
+    def own_bytes(self) -> int:
+        """Memory that the system cannot drop, at its peak: with a full context, or while a model is opened."""
+        before = self.process.own
+        peak = 0
+        for model in self.models:
+            need = model.footprint
+            peak = max(peak, before + need.packed + need.vocabulary + need.loading)
+            before += need.own
+        return max(peak, before + self.tables + self.heads)
+
+    @property
+    def mapped_bytes(self) -> int:
+        return sum(part.mapped for part in self.parts)
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it resident, which is fastest."""
+        return self.own_bytes + self.mapped_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory of a GPU."""
+        return sum(model.footprint.device for model in self.models)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Addresses beyond the memory used."""
+        return sum(model.footprint.reserved for model in self.models) + (self.threads - 1) * _THREAD_ADDRESSES
+
+    @property
+    def context_length(self) -> int:
+        return self.models[0].footprint.context_length
+
+
+def planned(options: LoadOptions, pair: ModelPair) -> Plan:
+    """The plan for `pair` under `options`.
+
+    Raises ModelNotFound, ModelFileError, CapabilityError where the pair lacks what the options need, and ConfigError.
+    """
+    chosen = Chosen.of(options, pair)
+    roles = chosen.roles
+    target = _need(pair.files["target"], "target", cache_types(options, is_draft=False), _target_use(options, chosen))
+    use = Use(
+        options.draft_context_length,
+        cache_types(options, is_draft=True),
+        rows=1,
+        gpu_layers=options.gpu_layers if options.draft_gpu_layers is None else options.draft_gpu_layers,
+        default_context=draft_context(target.footprint.context_length),
+    )
+    types = cache_types(options, is_draft=True)
+    is_head = "eagle3" in chosen.wanted
+    drafts = [_need(pair.files[role], role, types, use, is_head=is_head) for role in roles if role != "target"]
+    engines = {pair.files[role].engine for role in roles}
+    heads = sum(expanded(path).stat().st_size for path in head_paths(options, pair, is_cut=chosen.is_cut))
+    return Plan(
+        pair.name,
+        _without_shared((target, *drafts), pair, roles),
+        _table_bytes(options, target.footprint.context_length),
+        2 * heads,  # stored in half precision
+        _process(engines),
+        options.threads or physical_cores(),
+    )
+
+
+def _target_use(options: LoadOptions, chosen: Chosen) -> Use:
+    speculates = options.drafter != "none" and options.draft_length != 0
+    length = MAX_AUTO_LENGTH if options.draft_length == "auto" else options.draft_length
+    rows = length + 1 if speculates else 1
+    return Use(
+        options.context_length,
+        cache_types(options, is_draft=False),
+        # Reproducible mode tries all widths once.
+        rows=max(rows, _SURVEYED_ROWS) if options.reproducible else rows,
+        gpu_layers=options.gpu_layers,
+        exit_layer=chosen.exit_layer,
+    )
+
+
+def _need(
+    file: ModelFile, role: str, types: tuple[str | None, str | None], use: Use, *, is_head: bool = False
+) -> ModelNeed:
+    if file.engine == "onnx":
+        from edgespec.engines.onnx import footprint as onnx
+
+        return ModelNeed(role, file.path.name, types[0] or "f32", onnx.footprint(file.path, use))
+    from edgespec.engines.llamacpp import footprint as llamacpp
+
+    kinds = [kind or "f16" for kind in types]
+    need = llamacpp.eagle3_footprint if is_head and role == "draft" else llamacpp.footprint
+    return ModelNeed(role, file.path.name, "/".join(dict.fromkeys(kinds)), need(file.path, use))
+
+
+def _without_shared(models: tuple[ModelNeed, ...], pair: ModelPair, roles: tuple[str, ...]) -> tuple[ModelNeed, ...]:
+    """The same with files that several models map counted once."""
+    seen: set[Path] = set()
+    found = []
+    for model, role in zip(models, roles, strict=True):
+        file = pair.files[role]
+        files = set(model_files(file.path)) if file.engine == "llamacpp" else {file.path}
+        shared = sum(path.stat().st_size for path in files & seen)
+        seen |= files
+        mapped = max(model.footprint.mapped - shared, 0)
+        found.append(replace(model, footprint=replace(model.footprint, mapped=mapped)))
+    return tuple(found)
+
+
+def _table_bytes(options: LoadOptions, context_length: int) -> int:
+    """Of drafters that keep tables of the text; all of them are bounded by their own limits as well."""
+    if options.drafter == "none" or options.draft_length == 0:
+        return 0
+    free = [name for name, spec in SPECS.items() if spec.cost == "free"]
+    names = free if options.drafter == "auto" else [options.drafter]
+    return context_length * sum(SPECS[name].bytes_per_token for name in names if name in SPECS)
+
+
+def _process(engines: set[str]) -> Part:
+    sizes = [_PYTHON, *(_LIBRARIES[engine] for engine in engines)]
+    return Part("Python and libraries", sum(own for own, _ in sizes), sum(mapped for _, mapped in sizes))

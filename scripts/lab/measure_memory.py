@@ -1,0 +1,147 @@
+"""Compares the memory that edgespec plans with what a child process takes, for pairs, contexts, caches and drafters.
+
+    python scripts/lab/measure_memory.py models/demo=demo FOLDER=NAME ... [--only TEXT] [--most-s 900]
+
+Each child loads one combination, fills its context and drafts; meanwhile its /proc/PID/smaps_rollup is read. Measured
+is the peak of its own pages and of those of files that are resident, counted in full although other processes may
+share them; PSS, which divides shared pages, stands beside it. A plan is right within 5% or 30 MB, and low when it is
+more than 3% under the measured peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+from edgespec.loading.registry import resolve
+
+RIGHT_SHARE, RIGHT_BYTES, LOW_SHARE = 0.05, 30_000_000, 0.03
+EVERY_S, CHILD_S = 0.02, 240.0
+CONTEXTS = (512, 2048)
+NEW_TOKENS = 24
+PARTS = ("own", "own_peak"), ("mapped", "file_peak")
+TEXT = "The quick brown fox jumps over the lazy dog and runs away into the deep forest. "
+
+
+@dataclass(frozen=True)
+class Case:
+    """One combination; `options` for `edgespec.load`."""
+
+    name: str
+    options: dict[str, Any]
+
+    def __str__(self) -> str:
+        shown = (f"{value}" for key, value in self.options.items() if key not in ("model", "cache_type_v"))
+        return " ".join((self.name, *shown))
+
+
+def cases(pairs: dict[str, str]) -> Iterator[Case]:
+    for path, name in pairs.items():
+        engines = resolve(path, check_hashes=False).engines
+        for engine, context, is_small, drafter in itertools.product(engines, CONTEXTS, (False, True), ("none", "auto")):
+            options: dict[str, Any] = {"model": path, "engine": engine, "context_length": context, "drafter": drafter}
+            if is_small:
+                kind = "int8" if engine == "onnx" else "q8_0"
+                options |= {"cache_type_k": kind, "cache_type_v": kind}
+            yield Case(name, options)
+
+
+def run_child(options: dict[str, Any]) -> None:
+    """In the child: load, fill the context, draft, and print the plan."""
+    import edgespec
+
+    with edgespec.load(**options) as model:
+        memory = model.memory
+        assert memory is not None
+        words = model.encode(TEXT)
+        most = model.context_length - NEW_TOKENS - 1
+        prompt = (words * (most // len(words) + 1))[:most]
+        chosen = edgespec.GenerateOptions(max_tokens=NEW_TOKENS, ignore_eos=True)
+        model.generate(prompt, options=chosen)
+        plan = memory.plan
+        print(json.dumps({"own": plan.own_bytes, "mapped": plan.mapped_bytes, "peak": memory.peak_rss_bytes}))
+
+
+def measured(case: Case, home: str) -> dict[str, float] | str:
+    """Peaks of a child and its plan, in bytes, or why there are none."""
+    environment = {**os.environ, "EDGESPEC_HOME": home}
+    command = [sys.executable, __file__, "--child", json.dumps(case.options)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    peak = {"pss": 0.0, "own_peak": 0.0, "file_peak": 0.0}
+    began_s = monotonic()
+    while child.poll() is None:
+        sizes = _rollup(child.pid)
+        peak["pss"] = max(peak["pss"], sizes.get("Pss", 0))
+        peak["own_peak"] = max(peak["own_peak"], sizes.get("Anonymous", 0))
+        peak["file_peak"] = max(peak["file_peak"], sizes.get("Rss", 0) - sizes.get("Anonymous", 0))
+        if monotonic() - began_s > CHILD_S:
+            child.kill()
+            return "took too long"
+        sleep(EVERY_S)
+    output, errors = child.communicate()
+    if child.returncode:
+        return (errors.strip().splitlines() or ["failed"])[-1]
+    return {**peak, **json.loads(output.splitlines()[-1])}
+
+
+def _rollup(process: int) -> dict[str, int]:
+    try:
+        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return {}
+    fields = (line.split() for line in lines if line.endswith("kB"))
+    return {words[0].rstrip(":"): int(words[1]) << 10 for words in fields}
+
+
+def judged(planned: float, peak: float) -> str:
+    if planned < (1 - LOW_SHARE) * peak:
+        return "low"
+    return "right" if abs(planned - peak) <= max(RIGHT_SHARE * peak, RIGHT_BYTES) else "high"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pairs", nargs="*", metavar="PATH=NAME")
+    parser.add_argument("--only", default="", help="cases whose description contains this")
+    parser.add_argument("--most-s", type=float, default=900.0)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.child:
+        run_child(json.loads(given.child))
+        return
+    pairs = dict(pair.rpartition("=")[::2] for pair in given.pairs)
+    counts: Counter[str] = Counter()
+    end_s = monotonic() + given.most_s
+    print(f"{'case':58} {'planned':>8} {'peak':>8} {'PSS':>8} {'own':>12} {'mapped':>12}  verdict (MB)")
+    with tempfile.TemporaryDirectory() as home:
+        for case in cases(pairs):
+            if not all(word in str(case).split() for word in given.only.split()):
+                continue
+            found = "not run: out of time" if monotonic() > end_s else measured(case, home)
+            if isinstance(found, str):
+                counts["no figure"] += 1
+                print(f"{case!s:58} {found}", flush=True)
+                continue
+            planned, peak = found["own"] + found["mapped"], found["peak"]
+            verdict = judged(planned, peak)
+            counts[verdict] += 1
+            sizes = (planned, peak, found["pss"])
+            parts = (f"{found[a] / 1e6:.0f}/{found[b] / 1e6:.0f}" for a, b in PARTS)
+            columns = (*(f"{size / 1e6:8.0f}" for size in sizes), *(f"{part:>12}" for part in parts), verdict)
+            print(f"{case!s:58}", *columns, flush=True)
+    print(dict(counts))
+
+
+if __name__ == "__main__":
+    main()
