@@ -10,7 +10,7 @@ from edgespec.errors import ConfigError, shown
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{letter}{rest}": 1000**power for power, letter in enumerate("kmgt", 1) for rest in ("b",)}
 _UNITS |= {f"{letter}{rest}": 1024**power for power, letter in enumerate("kmgt", 1) for rest in ("", "ib")}
-_SIZE = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([a-z]*|%)", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*([a-z]*|%)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from edgespec.memory.verdict import Room
 from edgespec.settings import REMEMBERING
 from edgespec.sizes import as_size
 
-REFUSED = 1
+REFUSED = 2
 
 
 @click.command(cls=SettingsCommand)
@@ -32,7 +32,7 @@ REFUSED = 1
 def command(model_name: str | None, config_file: Path | None, as_json: bool, **given: Any) -> int:
     """Show the memory that a model and its draft would take, by part, and whether it fits. Loads nothing.
 
-    With --memory it chooses what to give up to fit into a budget, as every load does. Exit code 1: it would be refused.
+    With --memory it chooses what to give up to fit into a budget, as every load does. Exit code 2: it would be refused.
     MODEL is a name, a GGUF or ONNX file, or a folder with one.
     """
     settings = resolve_settings(given, model_name, config_file)

@@ -6,6 +6,7 @@ import ctypes
 import os
 import platform
 import sys
+from functools import cache
 from pathlib import Path
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -31,6 +32,7 @@ def usable_processors() -> int:
     return os.cpu_count() or 1
 
 
+@cache
 def instruction_sets() -> frozenset[str]:
     """What the processor offers beyond plain x86-64, as Linux names it; empty on other processors.
 

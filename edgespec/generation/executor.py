@@ -30,6 +30,7 @@ from edgespec.engines.watch import ClassWatch
 from edgespec.errors import EdgespecError, StateError
 from edgespec.formats.manifest import ModelPair
 from edgespec.generation.turn import Claim, Turn
+from edgespec.memory.limits import return_freed_memory
 from edgespec.memory.report import MemoryReport
 from edgespec.sampling import Sampler
 from edgespec.sizes import as_size
@@ -148,6 +149,7 @@ class Executor:
         names = self.pool.drop_models()
         if controller is not None:
             controller.drop(names)
+        return_freed_memory()
         if names:
             return f"{over}: draft model released ({', '.join(names)}), drafters without one go on"
         memory.watch.stop()

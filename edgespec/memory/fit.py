@@ -108,6 +108,8 @@ def _fitted(options: LoadOptions, pair: ModelPair, room: Room, steps: tuple[Give
     plan = planned(options, pair)
     # A later step of a kind replaces an earlier one.
     last = {step.what: step for step in steps}
+    if "draft" in last:
+        last.pop("draft context", None)
     return Fitted(options, pair, plan, room.verdict(plan), tuple(last.values()))
 
 

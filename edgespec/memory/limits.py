@@ -47,6 +47,14 @@ def own_bytes() -> int | None:
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
 
+def return_freed_memory() -> None:
+    """Give freed memory back to the system where the allocator would keep it for later (glibc)."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+
 def _of_machine(root: Path) -> Iterator[Limit]:
     found = _sizes(root / "proc/meminfo")
     if "MemAvailable" in found:

@@ -25,7 +25,7 @@ KEYS = {
 STATS_KEYS = {
     *("prompt_tokens", "new_tokens", "target_passes", "drafted_tokens", "accepted_tokens", "acceptance_rate"),
     *("mean_accepted_length", "tokens_per_second", "prefill_s", "draft_s", "verify_s", "overhead_s", "wall_s"),
-    "peak_rss_bytes",
+    *("peak_rss_bytes", "planned_bytes"),
 }
 POSIX = pytest.mark.skipif(os.name == "nt", reason="signals and terminals of POSIX")
 

@@ -22,13 +22,14 @@ from edgespec.engines.onnx.passes import element_of
 from edgespec.engines.onnx.settings import DEFAULTS, ModelConfig, OnnxSettings
 from edgespec.engines.onnx.weights import tensor_bytes
 from edgespec.errors import CapabilityError
+from edgespec.formats.gguf.header import once
 from edgespec.formats.onnx import WHOLE_PRODUCT
 
 _NBITS, _PRODUCTS = "MatMulNBits", ("MatMul", "Gemm", "MatMulInteger", WHOLE_PRODUCT)
 _SCALES_COPIES = 2
-_TOKENIZER_FACTOR = 18  # memory of a `tokenizers` object over the bytes of its file
+_TOKENIZER_FACTOR = 14  # memory of a `tokenizers` object over the bytes of its file
 _SESSION_BYTES = 6 << 20
-_ARENA_FACTOR = 1.5
+_ARENA_FACTOR = 1.2
 _FLOAT16 = 10
 
 
@@ -45,7 +46,7 @@ class Products:
 
 def footprint(path: Path, use: Use) -> Footprint:
     """The memory of the export at `path`. Raises ModelNotFound, ModelFileError, CapabilityError, and ConfigError."""
-    graph = read_graph(path)
+    graph, products = once("onnx products", path, lambda: _read(path))
     settings = OnnxSettings.checked(
         graph,
         ModelConfig.read(path.parent),
@@ -59,7 +60,6 @@ def footprint(path: Path, use: Use) -> Footprint:
     )
     if settings.cache_type == "int8" and not graph.is_shared:
         raise CapabilityError(NO_INT8_CACHE)
-    products = _products(graph)
     per_token = _cache_bytes_per_token(graph, settings)
     # A cache that grows by concatenation exists twice while it is copied.
     cache = per_token * settings.cells(graph) * (1 if graph.is_shared else 2)
@@ -81,6 +81,11 @@ def footprint(path: Path, use: Use) -> Footprint:
         reserved=files,
         context_length=settings.context_length,
     )
+
+
+def _read(path: Path) -> tuple[Graph, Products]:
+    graph = read_graph(path)
+    return graph, _products(graph)
 
 
 def _products(graph: Graph) -> Products:

@@ -7,12 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from edgespec.engines.memory_estimate import Need, check_room
 
-from edgespec.engines import memory_estimate as room
-from edgespec.errors import CapabilityError
-
-MIB = 1 << 20
 CHILD = """
 import resource, sys
 import edgespec
@@ -48,18 +43,3 @@ def test_under_any_limit_a_model_works_or_says_what_it_needs(target_path: Path, 
         assert said == "works" or (said.startswith("refused:") and "MiB" in said and "\n" not in said)
     assert "are left under the limit of" in found[4]
     assert found[1000] == "works"
-
-
-def test_what_fits_exactly_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    need = Need(mapped=100 * MIB, own=20 * MIB)
-    for kind, bytes_needed in (("addresses", need.addresses), ("memory", need.own), ("data", need.own)):
-        monkeypatch.setattr(room, "_free", lambda kind=kind, free=bytes_needed: {kind: (free, "a limit")})
-        check_room("model", need, "")
-        monkeypatch.setattr(room, "_free", lambda kind=kind, free=bytes_needed - 1: {kind: (free, "a limit")})
-        with pytest.raises(CapabilityError, match=r"model needs about \d+ MiB more memory, \d+ MiB are left under a"):
-            check_room("model", need, "")
-
-
-def test_unknown_free_memory_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_free", dict)
-    check_room("model", Need(mapped=1 << 60, own=1 << 60), "")

@@ -1,0 +1,171 @@
+"""What is given up for a budget, in which order, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import edgespec
+from edgespec.cli.main import cli
+from edgespec.config import LoadOptions
+from edgespec.errors import CapabilityError
+from edgespec.formats.gguf.header import keeping_headers
+from edgespec.loading.opening import resolve_pair
+from edgespec.memory.fit import Fitted, fit
+from edgespec.memory.limits import Limit
+from edgespec.memory.verdict import Room
+
+MIB = 1 << 20
+FREE = Limit("memory", 1 << 40, "what the machine has free")
+
+
+def fitted(budget: int | None, *limits: Limit, **options: Any) -> Fitted:
+    chosen = LoadOptions(memory=budget, **options)
+    return fit(chosen, resolve_pair(chosen, check_hashes=False), Room(budget, limits or (FREE,)))
+
+
+def whats(found: Fitted) -> list[str]:
+    return [each.what for each in found.given_up]
+
+
+@keeping_headers()
+def budgets(**options: Any) -> list[Fitted]:
+    """What is loaded for each budget from plenty down to the first that is refused."""
+    found = [fitted(1 << 40, **options)]
+    size = found[0].plan.own_bytes
+    while True:
+        size -= MIB
+        try:
+            found.append(fitted(size, **options))
+        except CapabilityError as exc:
+            assert "the budget is" in str(exc) and "The smallest it can be" in str(exc)
+            return found
+
+
+def test_every_budget_down_to_the_smallest_is_kept() -> None:
+    whole, *rest = budgets(engine="llamacpp")
+    assert not whole.given_up and len(rest) > 10
+    for found in rest:
+        assert found.verdict.fit != "refused" and found.plan.own_bytes <= found.verdict.free_bytes
+        assert not found.given_up or all(each.text in found.note for each in found.given_up)
+    assert {what for found in rest for what in whats(found)} == {"context", "cache", "draft context", "draft"}
+    sizes = [found.plan.own_bytes for found in (whole, *rest)]
+    assert sizes == sorted(sizes, reverse=True)  # less is given up where more may be kept
+    assert rest[-1].options.context_length == 512 and rest[-1].pair.draft is None
+
+
+def test_the_order_and_that_no_more_is_given_up_than_needed() -> None:
+    plenty = fitted(1 << 40, engine="llamacpp", model="demo", drafter="none").plan.own_bytes
+    found = [fitted(plenty - saved * MIB, engine="llamacpp", drafter="none") for saved in (0, 1, 5, 8)]
+    assert [whats(each) for each in found] == [[], ["cache"], ["context"], ["cache", "context"]]
+    assert found[1].options.cache_type_k == "q8_0" and found[1].options.context_length is None
+
+
+def test_options_that_were_given_stay() -> None:
+    least = budgets(engine="llamacpp", context_length=2048, cache_type_k="f16", cache_type_v="f16", drafter="model")[-1]
+    assert set(whats(least)) <= {"draft context"}
+    options = least.options
+    assert (options.context_length, options.cache_type_k, options.drafter) == (2048, "f16", "model")
+
+
+def test_a_reproducible_text_keeps_its_cache_whether_there_is_room_for_a_draft_or_not() -> None:
+    assert all("cache" not in whats(found) for found in budgets(engine="llamacpp", reproducible=True))
+
+
+def test_an_onnx_pair_gives_up_the_same() -> None:
+    *_, least = budgets(engine="onnx")
+    assert least.options.cache_type_k == "int8" and least.pair.draft is None
+
+
+def test_without_a_budget_only_the_draft_gives_way() -> None:
+    whole = fitted(None, engine="llamacpp")
+    alone = fitted(None, engine="llamacpp", drafter="none")
+    room = (whole.plan.own_bytes + alone.plan.own_bytes) // 2
+    found = fitted(None, Limit("memory", room, "the limit of this container"), engine="llamacpp")
+    assert set(whats(found)) <= {"draft", "draft context"} and found.given_up
+    assert "the limit of this container" in found.note
+    with pytest.raises(CapabilityError, match=r"This would fit: .*-c \d+.*, which --memory auto chooses"):
+        fitted(None, Limit("memory", alone.plan.own_bytes - 6 * MIB, "a limit"), engine="llamacpp", drafter="none")
+
+
+def test_weights_in_files_only_make_it_slow() -> None:
+    plan = fitted(None).plan
+    found = fitted(None, Limit("memory", plan.own_bytes + MIB, "what the machine has free"))
+    assert (found.verdict.fit, found.given_up) == ("pages", ())
+    assert "will page (slow)" in found.note
+    swapping = fitted(None, Limit("memory", 1 << 40, "what the machine has free", swap_bytes=(1 << 40) - MIB))
+    assert swapping.verdict.fit == "pages"
+
+
+def test_what_fits_exactly_is_not_refused() -> None:
+    plan = fitted(None, drafter="none").plan
+    needs = {
+        "memory": plan.own_bytes,
+        "data": plan.own_bytes + plan.reserved_bytes,
+        "addresses": plan.own_bytes + plan.reserved_bytes + plan.mapped_bytes - plan.process.mapped,
+    }
+    for kind, needed in needs.items():
+        assert not fitted(None, Limit(kind, needed, "a limit"), drafter="none").given_up  # type: ignore[arg-type]
+        with pytest.raises(
+            CapabilityError, match=r"demo needs about \d+ MiB more memory, \d+ MiB are left under a limit"
+        ):
+            fitted(None, Limit(kind, needed - 1, "a limit"), drafter="none")  # type: ignore[arg-type]
+
+
+def test_unknown_free_memory_refuses_nothing() -> None:
+    chosen = LoadOptions()
+    assert fit(chosen, resolve_pair(chosen), Room(None, ())).verdict.fit == "fits"
+
+
+def test_a_load_keeps_its_budget_and_says_what_it_gave_up() -> None:
+    plenty = fitted(1 << 40, engine="llamacpp").plan.own_bytes
+    with edgespec.load("demo", engine="llamacpp", memory=plenty - 12 * MIB, threads=2) as model:
+        assert model.memory is not None and model.memory.given_up
+        assert model.memory.note in model.notes
+        assert model.memory.plan.own_bytes <= plenty - 12 * MIB
+        result = model.generate("Once upon a time", options=edgespec.GenerateOptions(max_tokens=8))
+        assert result.stats.new_tokens and not result.stats.notes
+
+
+def test_nothing_is_opened_when_it_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_engine(*_: object, **__: object) -> None:
+        raise AssertionError("an engine was opened")
+
+    monkeypatch.setattr("edgespec.loading.opening._open", no_engine)
+    monkeypatch.setattr("edgespec.loading.opening.check_model_files", no_engine)
+    with pytest.raises(CapabilityError, match="the budget is 20 MiB"):
+        edgespec.load("demo", memory="20MiB")
+
+
+def run_plan(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(cli, ["plan", *arguments])
+    return done.exit_code, done.output
+
+
+def test_the_command_prints_parts_and_verdict() -> None:
+    code, shown = run_plan("demo")
+    assert code == 0 and "target: KV cache, 2048 tokens, f16" in shown and "\nfits: " in shown
+    code, shown = run_plan("demo", "--memory", "20MiB")
+    assert code == 2 and "\nrefused: demo needs about" in shown
+    code, shown = run_plan("demo", "--drafter", "none", "--json")
+    found = json.loads(shown)
+    assert (code, found["verdict"], found["refusal"]) == (0, "fits", None)
+    assert sum(part["own"] for part in found["parts"]) == found["own_bytes"]
+    assert "--memory" in run_plan("--help")[1]
+    assert run_plan("demo", "--memory", "much")[0] == 2
+
+
+def test_a_plan_loads_no_engine() -> None:
+    code = (
+        "import sys\nfrom edgespec.cli.main import cli\n"
+        "try: cli.main(['plan', 'demo', '--json'])\nexcept SystemExit as exc: assert exc.code == 0\n"
+        "sys.exit(','.join(m for m in ('llama_cpp', 'onnxruntime') if m in sys.modules) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,100 @@
+"""What is left to this process, read from a fake root folder; and from the real one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgespec.memory.limits import Limit, free_memory, limits, own_bytes
+
+MIB = 1 << 20
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and control groups")
+
+
+def write(root: Path, files: dict[str, object]) -> None:
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{content}\n")
+
+
+def memory_limits(root: Path) -> dict[str, Limit]:
+    return {each.name: each for each in limits(root) if each.kind == "memory"}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    write(
+        tmp_path, {"proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:    4096 kB\nSwapFree: 1024 kB\nHugePages_Free: 0"}
+    )
+    return tmp_path
+
+
+def test_the_machine_counts_swap_as_slow(root: Path) -> None:
+    (machine,) = memory_limits(root).values()
+    assert (machine.free_bytes, machine.swap_bytes) == (5 * MIB, MIB)
+    assert free_memory(root) == 4 * MIB
+
+
+def second(limit: object, used: int, files: int = 0) -> dict[str, object]:
+    return {
+        "memory.max": limit,
+        "memory.current": used,
+        "memory.stat": f"anon {used - files}\ninactive_file {files // 2}\nactive_file {files - files // 2}",
+    }
+
+
+def test_a_group_of_version_2_frees_its_file_caches(root: Path) -> None:
+    write(root, {"proc/self/cgroup": "0::/app.slice/own"})
+    write(root / "sys/fs/cgroup/app.slice/own", second(10 * MIB, 8 * MIB, files=1 * MIB))
+    write(root / "sys/fs/cgroup/app.slice", second("max", 50 * MIB))
+    assert memory_limits(root)["the limit of this container"].free_bytes == 3 * MIB
+    assert free_memory(root) == 3 * MIB
+
+
+def test_the_tightest_group_above_counts(root: Path) -> None:
+    write(root, {"proc/self/cgroup": "0::/app.slice/own"})
+    write(root / "sys/fs/cgroup/app.slice/own", second(10 * MIB, 1 * MIB))
+    write(root / "sys/fs/cgroup/app.slice", second(20 * MIB, 18 * MIB))
+    assert free_memory(root) == 2 * MIB
+
+
+def test_a_group_of_version_1(root: Path) -> None:
+    write(root, {"proc/self/cgroup": "9:cpu,cpuacct:/\n4:memory:/docker/abc\n0::/"})
+    first = {
+        "memory.limit_in_bytes": 6 * MIB,
+        "memory.usage_in_bytes": 5 * MIB,
+        "memory.stat": f"cache 7\ntotal_inactive_file {MIB}\ntotal_active_file 0",
+    }
+    write(root / "sys/fs/cgroup/memory/docker/abc", first)
+    write(root / "sys/fs/cgroup/memory", {**first, "memory.limit_in_bytes": 9223372036854771712})
+    assert free_memory(root) == 2 * MIB
+
+
+def test_a_container_sees_its_own_group_at_the_top(root: Path) -> None:
+    """The path that /proc names lies outside the container."""
+    write(root, {"proc/self/cgroup": "0::/../../host/abc"})
+    write(root / "sys/fs/cgroup", second(3 * MIB, 4 * MIB))
+    assert free_memory(root) == 0
+
+
+@pytest.mark.parametrize("damage", ["memory.max", "memory.current", "memory.stat"])
+def test_files_that_make_no_sense_limit_nothing(root: Path, damage: str) -> None:
+    write(root, {"proc/self/cgroup": "0::/own"})
+    write(root / "sys/fs/cgroup/own", {**second(3 * MIB, 2 * MIB), damage: "a b c"})
+    assert free_memory(root) == 4 * MIB
+
+
+def test_nothing_is_known_without_proc(tmp_path: Path) -> None:
+    assert not any(each.name == "the limit of this container" for each in limits(tmp_path))
+
+
+def test_this_process() -> None:
+    own = own_bytes()
+    assert own is not None and MIB < own < 1 << 40
+    held = bytearray(os.urandom(1 << 20) * 64)
+    assert (own_bytes() or 0) - own > len(held) // 2
+    assert (free_memory() or 0) > MIB

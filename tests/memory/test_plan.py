@@ -1,0 +1,164 @@
+"""The plan reads no weights, and a child process takes what it says."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+
+from edgespec.config import LoadOptions
+from edgespec.engines.footprint import Use
+from edgespec.engines.llamacpp.footprint import footprint
+from edgespec.errors import CapabilityError, ConfigError
+from edgespec.loading.opening import resolve_pair
+from edgespec.memory.plan import Plan, planned
+
+MIB = 1 << 20
+TEST_THREADS = 2
+CHILD = """
+import json, sys
+import edgespec
+with edgespec.load(**json.loads(sys.argv[1])) as model:
+    ids = (model.encode("The quick brown fox jumps over the lazy dog. ") * 400)[: model.context_length - 20]
+    stats = model.generate(ids, options=edgespec.GenerateOptions(max_tokens=16, ignore_eos=True)).stats
+    memory = model.memory
+    print(json.dumps([memory.plan.total_bytes, memory.peak_rss_bytes, stats.planned_bytes, stats.peak_rss_bytes]))
+"""
+
+
+def plan_of(**options: Any) -> Plan:
+    chosen = LoadOptions(**options)
+    return planned(chosen, resolve_pair(chosen))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the sizes of Python and the libraries were measured on Linux")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"engine": "llamacpp"},
+        {"engine": "llamacpp", "drafter": "none", "cache_type_k": "q8_0", "cache_type_v": "q8_0"},
+        {"engine": "onnx"},
+        {"engine": "onnx", "drafter": "none", "cache_type_k": "int8", "cache_type_v": "int8"},
+    ],
+)
+def test_a_child_takes_what_was_planned(options: dict[str, Any]) -> None:
+    """The laboratory's limit is 30 MB; here it is wider, as libraries of other machines differ."""
+    command = [sys.executable, "-c", CHILD, json.dumps({"model": "demo", "threads": TEST_THREADS, **options})]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    total, peak, planned_bytes, peak_rss_bytes = json.loads(done.stdout)
+    assert (planned_bytes, 0 < peak_rss_bytes <= peak) == (total, True)
+    assert abs(total - peak) < 60_000_000
+    assert total > 0.85 * peak
+
+
+def test_the_parts_add_up_and_follow_the_options() -> None:
+    whole, short = plan_of(engine="llamacpp"), plan_of(engine="llamacpp", context_length=512)
+    assert sum(part.own for part in whole.parts) == whole.own_bytes
+    assert sum(part.mapped for part in whole.parts) == whole.mapped_bytes
+    assert (whole.context_length, short.context_length) == (2048, 512)
+    cache = [model.footprint.cache for model in (*whole.models, *short.models)]
+    assert cache[2] < cache[0] / 2 and cache[3] < cache[1]  # the draft's context follows the target's
+    alone = plan_of(engine="llamacpp", drafter="none")
+    assert [model.role for model in alone.models] == ["target"]
+    assert alone.own_bytes < whole.own_bytes
+
+
+def test_a_cache_of_bytes_takes_about_half_and_a_quarter() -> None:
+    for engine, kind, share in (("llamacpp", "q8_0", 17 / 32), ("onnx", "int8", 1 / 4)):
+        plain, small = (
+            plan_of(engine=engine, cache_type_k=each, cache_type_v=each).models[0].footprint for each in (None, kind)
+        )
+        assert small.cache == pytest.approx(share * plain.cache, rel=0.01)
+
+
+def test_the_drafts_cache_has_types_of_its_own() -> None:
+    plain, small = (plan_of(draft_cache_type_k=kind, draft_cache_type_v=kind).models for kind in (None, "q8_0"))
+    assert small[0] == plain[0]
+    assert small[1].footprint.cache < 0.6 * plain[1].footprint.cache
+
+
+def write_70b(path: Path) -> int:
+    """A header like that of a 70B model in Q4_K, over a hole of a file; the bytes of its weights."""
+    layers, width, inner, kv, vocabulary = 80, 8192, 28672, 1024, 4000
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(131072)
+    writer.add_embedding_length(width)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(64)
+    writer.add_head_count_kv(8)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"t{i}" for i in range(vocabulary)])
+    q4, f32 = gguf.GGMLQuantizationType.Q4_K, gguf.GGMLQuantizationType.F32
+    shapes = {"token_embd": (vocabulary, width), "output": (vocabulary, width)}
+    for layer in range(layers):
+        rows = {"attn_q": width, "attn_k": kv, "attn_v": kv, "attn_output": width, "ffn_gate": inner, "ffn_up": inner}
+        shapes |= {f"blk.{layer}.{name}": (count, width) for name, count in rows.items()}
+        shapes[f"blk.{layer}.ffn_down"] = (width, inner)
+    total = 0
+    for name, (rows_, columns) in shapes.items():
+        size = rows_ * columns // 256 * 144
+        writer.add_tensor_info(f"{name}.weight", (rows_, columns // 256 * 144), np_uint8(), size, q4)
+        total += -(-size // 32) * 32
+    writer.add_tensor_info("output_norm.weight", (width,), np_float32(), 4 * width, f32)
+    total += 4 * width
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size + total + 64)
+    return total
+
+
+def np_uint8() -> Any:
+    import numpy as np
+
+    return np.dtype(np.uint8)
+
+
+def np_float32() -> Any:
+    import numpy as np
+
+    return np.dtype(np.float32)
+
+
+def test_a_70b_model_is_planned_from_its_header_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "huge.gguf"
+    weights = write_70b(path)
+    read: list[int] = []
+
+    class Counting(io.FileIO):
+        def read(self, size: int = -1) -> bytes:
+            found = super().read(size) or b""
+            read.append(len(found))
+            return found
+
+    opened = builtins.open
+    monkeypatch.setattr(
+        Path, "open", lambda self, mode="r", **k: Counting(self, "r") if mode == "rb" else opened(self, mode, **k)
+    )
+    found = footprint(path, Use())
+    assert weights > 35e9 and sum(read) < 4 * MIB
+    assert found.mapped == path.stat().st_size
+    assert found.packed == 0 or found.packed > 0.9 * weights  # by processor
+    assert found.cache == 4352 * 80 * 2 * 1024 * 2  # cells, layers, keys and values, bytes
+    assert found.context_length == 4096
+
+
+def test_what_a_model_cannot_have_is_refused_before_anything_loads(tiny_path: Path) -> None:
+    """Heads of 16 numbers do not fill a block of 32."""
+    with pytest.raises(CapabilityError, match="has heads of 16 numbers, and a q8_0 cache holds blocks of 32"):
+        plan_of(model=str(tiny_path), cache_type_k="q8_0", cache_type_v="q8_0")
+    with pytest.raises(ConfigError, match="trained for 512"):
+        plan_of(model=str(tiny_path), context_length=4096)

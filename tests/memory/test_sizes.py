@@ -1,0 +1,52 @@
+"""Budgets as users write them."""
+
+from __future__ import annotations
+
+import pytest
+
+import edgespec
+from edgespec.errors import ConfigError
+from edgespec.sizes import as_size, parse_budget
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("6GiB", 6 * GIB),
+        ("6G", 6 * GIB),
+        ("6gb", 6_000_000_000),
+        (" 1.5 GiB ", 3 * GIB // 2),
+        ("512MB", 512_000_000),
+        ("512m", 512 << 20),
+        ("700k", 700 << 10),
+        ("1TiB", 1 << 40),
+        ("1234567", 1234567),
+        (99, 99),
+    ],
+)
+def test_sizes(text: str | int, num_bytes: int) -> None:
+    assert parse_budget(text).num_bytes == num_bytes
+    assert parse_budget(text).of(None) == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "share"), [("auto", 1.0), ("AUTO", 1.0), ("80%", 0.8), ("12.5 %", 0.125), ("100%", 1)]
+)
+def test_shares_of_what_is_free(text: str, share: float) -> None:
+    assert parse_budget(text).share == share
+    assert parse_budget(text).of(1000) == int(1000 * share)
+    assert parse_budget(text).of(None) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "6 gigs", "-1G", "0", "0%", "101%", "1e9", "GiB", "six", 0, -5, True, 1.5, "9" * 40, "٣G"]
+)
+def test_what_is_no_size_is_refused_with_what_is(text: object) -> None:
+    with pytest.raises(ConfigError, match="allowed: auto, a share of what is free such as 80%, or a size"):
+        edgespec.LoadOptions(memory=text)  # type: ignore[arg-type]
+
+
+def test_sizes_for_people() -> None:
+    assert (as_size(300 << 20), as_size(3 * GIB // 2)) == ("300 MiB", "1.50 GiB")

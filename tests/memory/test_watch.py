@@ -1,0 +1,71 @@
+"""Over the budget the draft model goes, the target and its text stay."""
+
+from __future__ import annotations
+
+import pytest
+
+import edgespec
+from edgespec.memory.limits import own_bytes
+from edgespec.memory.watch import MemoryWatch
+
+PROMPT = "The quick brown fox jumps over the lazy dog. The quick brown fox"
+OPTIONS = edgespec.GenerateOptions(max_tokens=40, ignore_eos=True)
+LOAD = {"reproducible": True, "threads": 2, "context_length": 512}
+
+
+def test_it_looks_once_a_second() -> None:
+    now_s, looks = 0.0, []
+
+    def used() -> int:
+        looks.append(now_s)
+        return 70
+
+    watch = MemoryWatch(60, used, lambda: now_s)
+    for step in range(400):
+        now_s = step / 100
+        assert watch.excess() in (0, 10)
+    assert looks == [0.0, 1.0, 2.0, 3.0]
+    watch.stop()
+    now_s = 9.0
+    assert watch.excess() == 0 and len(looks) == 4
+
+
+@pytest.mark.skipif(own_bytes() is None, reason="the system does not tell this process's memory")
+@pytest.mark.parametrize("engine", ["llamacpp", "onnx"])
+@pytest.mark.parametrize("draft_length", ["auto", 3])
+def test_the_draft_goes_and_the_text_stays(engine: str, draft_length: str) -> None:
+    options = {**LOAD, "engine": engine, "draft_length": draft_length}
+    with edgespec.load("demo", **options) as model:  # type: ignore[arg-type]
+        whole = model.generate(PROMPT, options=OPTIONS)
+        assert model.draft_engine is not None and not whole.stats.notes
+        assert model.memory is not None
+        used = own_bytes()
+        assert used is not None
+        model.memory.watch.limit_bytes = used - (1 << 20)  # as if something else of ours had grown
+        model.memory.watch._next_s = 0.0
+        model.forget()
+        found = model.generate(PROMPT, options=OPTIONS)
+        assert found.token_ids == whole.token_ids
+        (note,) = found.stats.notes
+        assert "over the budget: draft model released (model" in note
+        assert model.draft_engine is None and "model" not in model.drafter_names
+        assert (own_bytes() or 0) < used
+        again = model.generate(PROMPT, options=OPTIONS)
+        assert again.token_ids == whole.token_ids
+        named = edgespec.GenerateOptions(max_tokens=40, ignore_eos=True, drafter="model")
+        assert model.generate(PROMPT, options=named).token_ids == whole.token_ids
+
+
+def test_saved_states_go_before_the_draft() -> None:
+    with edgespec.load("demo", **LOAD) as model:  # type: ignore[arg-type]
+        words = model.encode(PROMPT) * 4
+        model.generate(words, options=OPTIONS)
+        model.generate(words[::-1], options=OPTIONS)
+        parked = model._executor.parked
+        assert parked.num_bytes
+        assert model.memory is not None
+        model.memory.watch.limit_bytes = (own_bytes() or 0) - 1000
+        model.memory.watch._next_s = 0.0
+        stats = model.generate(words[::-1], options=OPTIONS).stats
+        assert ["saved states of other conversations dropped" in note for note in stats.notes] == [True]
+        assert model.draft_engine is not None
