@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -98,3 +99,10 @@ def test_this_process() -> None:
     held = bytearray(os.urandom(1 << 20) * 64)
     assert (own_bytes() or 0) - own > len(held) // 2
     assert (free_memory() or 0) > MIB
+
+
+def test_the_peak_is_this_programs_and_not_that_of_the_one_that_started_it() -> None:
+    code = "from edgespec.engines.machine import peak_rss_bytes; print(peak_rss_bytes())"
+    held = bytearray(os.urandom(1 << 20) * 256)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert MIB < int(done.stdout) < len(held)
