@@ -17,7 +17,7 @@ from edgespec.decode import check_prompt
 from edgespec.drafters.base import Drafter
 from edgespec.engines.base import Engine
 from edgespec.engines.progress import OnProgress, reporting_to
-from edgespec.errors import ConfigError, PromptError, SamplingError
+from edgespec.errors import CapabilityError, ConfigError, PromptError, SamplingError
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
 from edgespec.generation.executor import Executor, Request
@@ -333,10 +333,14 @@ def load(
     else:
         given: dict[str, Any] = dict(options)
         chosen = LoadOptions(model=model, **given)  # type: ignore[arg-type]  # LoadOptions accepts any path
-    with reporting_to(on_progress), keeping_headers():
-        room = Room.now(chosen.memory)
-        fitted = fit(chosen, resolve_pair(chosen), room)
-        pair, target, drafters = open_models(fitted.options, fitted.pair)
+    try:
+        with reporting_to(on_progress), keeping_headers():
+            room = Room.now(chosen.memory)
+            fitted = fit(chosen, resolve_pair(chosen), room)
+            pair, target, drafters = open_models(fitted.options, fitted.pair)
+    except MemoryError as exc:
+        why = "needs more memory than this process may have. Use a smaller --ctx-size, a smaller model, or no draft"
+        raise CapabilityError(f"{chosen.model} {why}") from exc
     opened = Model(fitted.options, pair, target, drafters, MemoryReport.of(fitted, room))
     try:
         opened.prepare()

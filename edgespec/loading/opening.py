@@ -35,14 +35,10 @@ def open_models(
     """The pair that `options` name, its target loaded, and the drafters that own a model.
 
     `pair`: the same, already resolved. Raises ModelNotFound, ModelFileError, VocabularyMismatch (naming the first token
-    that differs), CapabilityError when something is not possible or does not fit into memory, ConfigError for options
-    that do not fit the engine.
+    that differs), CapabilityError when something is not possible, ConfigError for options that do not fit the engine,
+    and MemoryError.
     """
-    try:
-        return _open_models(options, pair or resolve_pair(options))
-    except MemoryError as exc:
-        why = "needs more memory than this process may have. Use a smaller --ctx-size, a smaller model, or no draft"
-        raise CapabilityError(f"{options.model} {why}") from exc
+    return _open_models(options, pair or resolve_pair(options))
 
 
 def resolve_pair(options: LoadOptions, *, check_hashes: bool = True) -> ModelPair:

@@ -3,6 +3,7 @@
 The weights of products are packed into memory of the session's own when it is made. Those of MatMulNBits are read with
 their scales, which are packed twice more. Everything else stays mapped. Where signed integer products would saturate
 (x86 without VNNI), unsigned copies of the weights and packed ones exist at the same time while the session is made.
+Matrices are packed one by one, so that the largest is in memory twice for a moment.
 Results of a pass lie in an arena that grows in powers of two. Checked by scripts/lab/measure_memory.py.
 """
 
@@ -29,15 +30,19 @@ _NBITS, _PRODUCTS = "MatMulNBits", ("MatMul", "Gemm", "MatMulInteger", WHOLE_PRO
 _SCALES_COPIES = 2
 _TOKENIZER_FACTOR = 14  # memory of a `tokenizers` object over the bytes of its file
 _SESSION_BYTES = 6 << 20
+_RETAINED_BYTES = 48 << 20  # freed matrices below the allocator's threshold for pages of their own
 _ARENA_FACTOR = 1.2
 _FLOAT16 = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """The products of a graph. `packed`, `scales`: bytes of their weights; `inner`, `width`: hidden sizes."""
+    """The products of a graph. Bytes: `packed` of all weights, `largest` of one product's, `scales` of quantised ones,
+    `signed` of integer products. `inner`, `width`: hidden sizes.
+    """
 
     packed: int
+    largest: int
     scales: int
     signed: int
     inner: int
@@ -68,16 +73,19 @@ def footprint(path: Path, use: Use) -> Footprint:
     outputs = min(use.rows, settings.max_outputs(graph.vocabulary_size))
     saturates = bool(found := instruction_sets()) and not found & {"avx512_vnni", "avx_vnni"}
     packed = products.packed + _SCALES_COPIES * products.scales + _SESSION_BYTES
+    loading = 0
+    if saturates and products.signed:
+        loading = products.signed + products.largest + min(2 * products.largest, _RETAINED_BYTES)
     files = sum(file.stat().st_size for file in weight_files(path))
     tokenizer = path.parent / "tokenizer.json"
     return Footprint(
-        mapped=max(files - products.packed, 0),
+        mapped=max(files - products.packed, 0) + (0 if loading else products.largest),
         packed=packed,
         cache=cache,
         compute=int(_ARENA_FACTOR * results),
         logits=4 * outputs * graph.vocabulary_size,
         vocabulary=_TOKENIZER_FACTOR * tokenizer.stat().st_size if tokenizer.is_file() else 0,
-        loading=2 * products.signed if saturates else products.packed // 8,
+        loading=loading,
         reserved=files,
         context_length=settings.context_length,
     )
@@ -110,6 +118,7 @@ def _products(graph: Graph) -> Products:
     inner = [size for size in sizes if size[1] != graph.vocabulary_size]
     return Products(
         sum(packed.values()),
+        max(packed.values(), default=0),
         sum(scales.values()),
         sum(signed.values()),
         max(max(size) for size in inner),
