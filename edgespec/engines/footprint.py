@@ -13,7 +13,8 @@ class Footprint:
     All other parts are memory of the process's own. `packed`: weights copied in another order (llama.cpp's repacking,
     ONNX Runtime's prepacking); `cache`: keys and values; `compute`: results of a pass; `logits`: rows of scores;
     `vocabulary`: tokens and the tokenizer's tables; `device`: what lies on a GPU instead.
-    `loading`: own memory that is needed only while the model is opened; `reserved`: addresses beyond those used.
+    `loading`, `loading_mapped`: what is needed only while the model is opened, of either kind; `reserved`: addresses
+    beyond those used.
     `context_length`: tokens of the full context.
     """
 
@@ -25,6 +26,7 @@ class Footprint:
     vocabulary: int = 0
     device: int = 0
     loading: int = 0
+    loading_mapped: int = 0
     reserved: int = 0
     context_length: int = 0
 

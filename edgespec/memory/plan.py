@@ -5,6 +5,7 @@ The same plan is printed by `edgespec plan` and checked at every load.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -82,13 +83,8 @@ class Plan:
     @property
     def own_bytes(self) -> int:
         """Memory that the system cannot drop, at its peak: with a full context, or while a model is opened."""
-        before = self.process.own
-        peak = 0
-        for model in self.models:
-            need = model.footprint
-            peak = max(peak, before + need.packed + need.vocabulary + need.loading)
-            before += need.own
-        return max(peak, before + self.tables + self.heads)
+        steady = self.process.own + sum(model.footprint.own for model in self.models) + self.tables + self.heads
+        return max(steady, *(own for own, _ in self._openings()))
 
     @property
     def mapped_bytes(self) -> int:
@@ -96,8 +92,17 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
-        """All of it resident, which is fastest."""
-        return self.own_bytes + self.mapped_bytes
+        """The peak with all of it resident, which is fastest."""
+        opening = max(own + mapped for own, mapped in self._openings())
+        return max(self.own_bytes + self.mapped_bytes, opening)
+
+    def _openings(self) -> Iterator[tuple[int, int]]:
+        """(own, mapped) bytes while each model is opened after the ones before it."""
+        before = self.process.own
+        for model in self.models:
+            need = model.footprint
+            yield before + need.packed + need.vocabulary + need.loading, self.mapped_bytes + need.loading_mapped
+            before += need.own
 
     @property
     def device_bytes(self) -> int:

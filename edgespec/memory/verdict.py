@@ -68,7 +68,7 @@ class Room:
         # What Python and the libraries take already was taken from what is left.
         own = plan.own_bytes - min(self.own, plan.process.own)
         if limit.kind == "memory":
-            mapped = plan.mapped_bytes - plan.process.mapped
+            mapped = plan.total_bytes - plan.own_bytes - plan.process.mapped
             return _judged(own, own + mapped, limit.free_bytes, limit.free_bytes - limit.swap_bytes, limit.name)
         needed = own + plan.reserved_bytes
         if limit.kind == "addresses":

@@ -70,7 +70,8 @@ def run_child(options: dict[str, Any]) -> None:
         chosen = edgespec.GenerateOptions(max_tokens=NEW_TOKENS, ignore_eos=True)
         model.generate(prompt, options=chosen)
         plan = memory.plan
-        print(json.dumps({"own": plan.own_bytes, "mapped": plan.mapped_bytes, "peak": memory.peak_rss_bytes}))
+        planned = {"own": plan.own_bytes, "mapped": plan.mapped_bytes, "planned": plan.total_bytes}
+        print(json.dumps({**planned, "peak": memory.peak_rss_bytes}))
 
 
 def measured(case: Case, home: str) -> dict[str, float] | str:
@@ -133,7 +134,7 @@ def main() -> None:
                 counts["no figure"] += 1
                 print(f"{case!s:58} {found}", flush=True)
                 continue
-            planned, peak = found["own"] + found["mapped"], found["peak"]
+            planned, peak = found["planned"], found["peak"]
             verdict = judged(planned, peak)
             counts[verdict] += 1
             sizes = (planned, peak, found["pss"])

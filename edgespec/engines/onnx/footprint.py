@@ -79,13 +79,14 @@ def footprint(path: Path, use: Use) -> Footprint:
     files = sum(file.stat().st_size for file in weight_files(path))
     tokenizer = path.parent / "tokenizer.json"
     return Footprint(
-        mapped=max(files - products.packed, 0) + (0 if loading else products.largest),
+        mapped=max(files - products.packed, 0),
         packed=packed,
         cache=cache,
         compute=int(_ARENA_FACTOR * results),
         logits=4 * outputs * graph.vocabulary_size,
         vocabulary=_TOKENIZER_FACTOR * tokenizer.stat().st_size if tokenizer.is_file() else 0,
         loading=loading,
+        loading_mapped=0 if loading else products.largest,
         reserved=files,
         context_length=settings.context_length,
     )
