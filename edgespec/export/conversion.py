@@ -182,9 +182,9 @@ def _check(request: ExportRequest, models: Models, workspace: Workspace, reporte
         try:
             figures["tokenisation"] = check_vocabulary(model, graph.parent)
             if request.check:
-                with reporter.stage(f"checking {role}"):
+                with reporter.stage(f"checking {role}") as progress:
                     quant = request.quant_of(role, "onnx")
-                    found = check_conversion(model, graph, quant, workspace.temporary, request.threads)
+                    found = check_conversion(model, graph, quant, workspace.temporary, request.threads, progress)
                 figures["reference"], figures[role] = found.reference, found.figures
                 if found.warning:
                     reporter.note(f"{role}: {found.warning}")

@@ -39,10 +39,12 @@ from edgespec.export.reference import Reference, probe_ids
 from edgespec.export.resources import available_memory, free_bytes, human
 from edgespec.export.tokens import PROBE_TEXTS, check_round_trip
 from edgespec.installation import has_engine
+from edgespec.types import Progress, no_progress
 
 CHECK_CONTEXT = 320
 ABSURD = Limits(None, 0.40, 1.5)  # as for the types below 4 bits
 FLOAT, FLOAT_GGUF = "fp32", "f32"
+STEPS = 4  # the last two only where the first two differ much
 Figures = dict[str, dict[str, float]]
 Logits = Sequence[NDArray[np.float32]]
 
@@ -56,12 +58,14 @@ class Checked:
     warning: str = ""
 
 
-def check_conversion(model: GgufModel, graph: Path, quant: str, temporary: Path, threads: int | None) -> Checked:
+def check_conversion(
+    model: GgufModel, graph: Path, quant: str, temporary: Path, threads: int | None, progress: Progress = no_progress
+) -> Checked:
     """Compare `graph`, made of `model` as `quant`, with llama.cpp or with the float32 graph.
 
     `temporary`: a folder for models in float32. Raises ExportRefused for a wrong graph, and the errors of the engines.
     """
-    return _Check(model, graph, quant, temporary, threads).run()
+    return _Check(model, graph, quant, temporary, threads, progress).run()
 
 
 def check_vocabulary(model: GgufModel, folder: Path) -> str:
@@ -82,14 +86,17 @@ class _Check:
     quant: str
     temporary: Path
     threads: int | None
+    progress: Progress
 
     def run(self) -> Checked:
         if not has_engine("llamacpp"):
             with self._float_graph() as path, self._opened(path) as engine:
                 reference = _reference(engine, "the float32 graph of the same file")
             return self._judged(reference, {}, self._logits(reference))
+        self.progress(0, STEPS, "llama.cpp on the file")
         with self._opened(self.model.path) as engine:
             reference = _reference(engine, "llama.cpp on the same file")
+        self.progress(1, STEPS, "the graph")
         made = self._logits(reference)
         found = compare_logits(reference, made)
         if not (excess := found.complaint(limits_of(self.quant))):
@@ -101,12 +108,14 @@ class _Check:
 
     def _against_floats(self, of_the_file: Logits, made: Logits) -> Checked:
         """The comparison with the weights as float32; the logits of llama.cpp on the file, and of the graph made."""
+        self.progress(2, STEPS, "llama.cpp on the weights as float32")
         with self._float_gguf() as path, self._opened(path) as engine:
             reference = _reference(engine, "llama.cpp on the file's weights as float32")
         figures = {"llamacpp": _figures(compare_logits(reference, of_the_file))}
         if self.quant == FLOAT:
             _refuse(compare_logits(reference, made).complaint(limits_of(FLOAT)), reference)
             return self._judged(reference, figures, made)
+        self.progress(3, STEPS, "the graph in float32")
         with self._float_graph() as path, self._opened(path) as engine:
             exact = compare(reference, engine)
         _refuse(exact.complaint(limits_of(FLOAT)), reference)
