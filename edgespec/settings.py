@@ -22,8 +22,8 @@ Part = Literal["load", "sampling", "generate", "session"]
 Group = Literal["Model", "Speculation", "Sampling", "Answer", "Output", "Hardware"]
 Kind = Literal["text", "path", "integer", "number", "switch", "texts", "length"]
 ENVIRONMENT_PREFIX = "EDGESPEC_"
-# Variables that are no settings but say where things lie; the last one a real model, for the tests that want one.
-PLACES = ("CONFIG", "HOME", "MODELS", "TEST_MODEL")
+# Variables that are no settings: where things lie, a real model for the tests that want one, the key of `serve`.
+PLACES = ("CONFIG", "HOME", "MODELS", "TEST_MODEL", "API_KEY")
 _TOML_TYPES: dict[Kind, tuple[type, ...]] = {
     "integer": (int,),
     "number": (int, float),

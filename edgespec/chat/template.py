@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache, partial
 from typing import Any, NoReturn
@@ -126,47 +126,69 @@ def encode_messages(
     if vocabulary.chat_template is None:
         raise PromptError(f"model {model_name!r} has no chat template: use --no-chat-template, or generate()")
     bos = "" if vocabulary.bos_id is None else vocabulary.token_name(vocabulary.bos_id)
-    render = partial(render_chat, vocabulary.chat_template, tools=tools, bos_token=bos)
-    ids = encode_rendered(vocabulary, render, messages)
+    render = partial(render_chat, vocabulary.chat_template, bos_token=bos)
+    ids = encode_rendered(vocabulary, render, messages, tools)
     if vocabulary.adds_bos and vocabulary.bos_id is not None and ids[:1] != [vocabulary.bos_id]:
         ids.insert(0, vocabulary.bos_id)
     return ids
 
 
 def encode_rendered(
-    vocabulary: Vocabulary, render: Callable[[Sequence[Mapping[str, Any]]], str], messages: Sequence[Mapping[str, Any]]
+    vocabulary: Vocabulary,
+    render: Callable[..., str],
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
-    """Token ids of rendered `messages`, in which only the template can produce control tokens.
+    """Token ids of rendered `messages` and `tools`, in which only the template can produce control tokens.
 
-    A control token that a message spells out ("<|im_end|>") is encoded as text, so that it cannot forge a turn. Raises
-    the errors of `render`, and PromptError for messages that are not valid.
+    A control token that any text of them spells out ("<|im_end|>") is encoded as text, so that it cannot forge a turn.
+    `render` is called with the messages, and with `tools` as a keyword if there are any. Raises its errors, and
+    PromptError for messages that are not valid.
     """
-    messages = checked_messages(messages)
-    marks = [name for name in vocabulary.control_names if any(name in _content(message) for message in messages)]
+    given: dict[str, Any] = {"messages": checked_messages(messages)} | ({"tools": list(tools)} if tools else {})
+    try:
+        everything = "\0".join(_texts(given))
+        marks = [name for name in vocabulary.control_names if name in everything]
+        stand_ins = _unused_characters(len(marks), everything)
+        originals = dict(zip(stand_ins, sorted(marks, key=len, reverse=True), strict=True))
+        escaped = _replaced(given, {mark: stand_in for stand_in, mark in originals.items()}) if marks else given
+    except RecursionError as exc:
+        raise PromptError("the messages or tools are nested too deeply") from exc
+    text = render(escaped.pop("messages"), **escaped)
     if not marks:
-        return vocabulary.encode(render(messages), parse_special=True)
-    stand_ins = _unused_characters(len(marks), messages)
-    originals = dict(zip(stand_ins, sorted(marks, key=len, reverse=True), strict=True))
-    escaped = []
-    for message in messages:
-        content = _content(message)
-        for stand_in, mark in originals.items():
-            content = content.replace(mark, stand_in)
-        escaped.append({**message, "content": content} if content else message)
+        return vocabulary.encode(text, parse_special=True)
     ids: list[int] = []
-    for piece in re.split(f"([{''.join(stand_ins)}])", render(escaped)):
+    for piece in re.split(f"([{''.join(stand_ins)}])", text):
         ids += vocabulary.encode(originals.get(piece, piece), parse_special=piece not in originals) if piece else []
     return ids
 
 
-def _content(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    return content if isinstance(content, str) else ""
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a JSON value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in (*value, *value.values()):
+            yield from _texts(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts(each)
 
 
-def _unused_characters(count: int, messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Private-use characters (from U+F0000) that occur in no message."""
-    used = set().union(*(_content(message) for message in messages))
+def _replaced(value: Any, stand_ins: Mapping[str, str]) -> Any:
+    """A JSON value with `stand_ins` in place of marks in every text of it."""
+    if isinstance(value, str):
+        for mark, stand_in in stand_ins.items():
+            value = value.replace(mark, stand_in)
+        return value
+    if isinstance(value, Mapping):
+        return {_replaced(key, stand_ins): _replaced(each, stand_ins) for key, each in value.items()}
+    return [_replaced(each, stand_ins) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _unused_characters(count: int, text: str) -> list[str]:
+    """Private-use characters (from U+F0000) that do not occur in `text`."""
+    used = set(text)
     free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
     return [next(free) for _ in range(count)]
 

@@ -24,6 +24,7 @@ _SECTIONS = {
     "Use": {
         "chat": "Talk to a model.",
         "generate": "Answer one prompt, or continue it.",
+        "serve": "Answer other programs: OpenAI's API, or JSON lines.",
         "race": "Watch plain and speculative decoding side by side.",
         "plan": "Show the memory that a model would take, and whether it fits.",
         "corpus": "Your own texts to draft from, and what --learn stored.",

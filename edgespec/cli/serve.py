@@ -1,0 +1,137 @@
+"""`edgespec serve`: the OpenAI-compatible server, or a sidecar that speaks JSON lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import click
+
+from edgespec.cli.help import GroupedOption, SettingsCommand
+from edgespec.cli.options import resolve_settings, settings_options
+from edgespec.cli.session import Session, open_session, show_beginning
+from edgespec.cli.terminal import note
+from edgespec.config import LoadOptions
+from edgespec.errors import CapabilityError, ConfigError
+from edgespec.installation import install_command, is_importable
+from edgespec.loading.registry import resolve
+from edgespec.sampling import Sampling
+from edgespec.settings import Settings
+
+if TYPE_CHECKING:
+    from edgespec.server.run import Binding
+    from edgespec.server.service import Limits, Service
+
+API_KEY = "EDGESPEC_API_KEY"
+_NEEDED = ("starlette", "uvicorn")
+
+
+def _option(*flags: str, **attributes: Any) -> Callable[[Any], Any]:
+    return click.option(*flags, cls=GroupedOption, group="Options", **attributes)
+
+
+@click.command(cls=SettingsCommand)
+@settings_options("load", "generate", "sampling", leave_out=("stop", "ignore_eos"))
+@_option("--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen on [127.0.0.1: this machine only]")
+@_option("--port", type=click.IntRange(0, 65535), default=8080, metavar="N", help="Port; 0 chooses a free one [8080]")
+@_option("--api-key", metavar="KEY", help=f"Key that clients must send; better in {API_KEY} [any key]")
+@_option("--cors-origin", multiple=True, metavar="ORIGIN", help="Web page that may call, * for all; repeatable [none]")
+@_option("--alias", metavar="NAME", help="Name of the model for clients [its own]")
+@_option("--max-queue", type=click.IntRange(0, 4096), metavar="N", help="Requests that may wait; more get 429 [32]")
+@_option(
+    "--timeout",
+    type=click.FloatRange(0, min_open=True),
+    metavar="S",
+    help="Seconds per request, waiting included [600]",
+)
+@_option("--exit-with-stdin", is_flag=True, help="Exit when standard input closes: the parent has ended")
+@_option("--stdio", is_flag=True, help="Speak JSON lines on standard streams instead of HTTP")
+def command(model_name: str | None, config_file: Path | None, **given: Any) -> int:
+    """Serve a model to other programs: OpenAI's API over HTTP, or JSON lines with --stdio.
+
+    MODEL is a name (demo), a GGUF or ONNX file, or a folder with one.
+    """
+    names = ("host", "port", "api_key", "cors_origin", "alias", "max_queue", "timeout", "exit_with_stdin", "stdio")
+    own = {name: given.pop(name) for name in names}
+    if not own["stdio"]:
+        _require_libraries()
+    settings = resolve_settings(given, model_name, config_file)
+    service = _service(settings, own)
+    context = click.get_current_context()
+
+    def load() -> None:
+        with context.scope(cleanup=False):  # click knows its context by thread
+            session = open_session(settings, remembers=True)
+            service.use(session.model, _sampling(settings, session), session.options)
+            show_beginning(session)
+
+    if own["stdio"]:
+        from edgespec.server.stdio import serve_stdio
+
+        serve_stdio(service, load, sys.stdin.buffer, _private_output())
+    else:
+        from edgespec.server.run import serve
+
+        binding = _binding(own)
+        if not binding.is_local and service.api_key is None:
+            note(f"warning: everybody who reaches {binding.host} can use this server: set {API_KEY}")
+        serve(service, binding, load, _announce)
+    return 0
+
+
+def _require_libraries() -> None:
+    missing = [name for name in _NEEDED if not is_importable(name)]
+    if missing:
+        raise CapabilityError(
+            f"edgespec serve needs {' and '.join(missing)}, not installed here: {install_command('server')}"
+        )
+
+
+def _service(settings: Settings, own: dict[str, Any]) -> Service:
+    from edgespec.server.service import Service
+
+    options = LoadOptions(**settings.part("load"))
+    pair = resolve(options.model, options.draft, options.engine, options.medium)  # fails before anything listens
+    key = own["api_key"] if own["api_key"] is not None else os.environ.get(API_KEY)
+    if key == "":
+        raise ConfigError(f"the API key is empty: give --api-key a key, or leave it and {API_KEY} out")
+    return Service(own["alias"] or pair.name, _limits(own), key)
+
+
+def _limits(own: dict[str, Any]) -> Limits:
+    from edgespec.server.service import Limits
+
+    given = {"max_queued": own["max_queue"], "timeout_s": own["timeout"]}
+    return replace(Limits(), **{name: value for name, value in given.items() if value is not None})
+
+
+def _binding(own: dict[str, Any]) -> Binding:
+    from edgespec.server.run import Binding
+
+    return Binding(own["host"], own["port"], own["cors_origin"], until_stdin_closes=own["exit_with_stdin"])
+
+
+def _sampling(settings: Settings, session: Session) -> Sampling:
+    """The session's, with a random seed for every request unless one was given."""
+    return session.sampling if "seed" in settings.values else replace(session.sampling, seed=None)
+
+
+def _announce(url: str) -> None:
+    """One line on standard output once the server answers: text for a person, JSON for a program."""
+    from edgespec import __version__
+
+    line = {"event": "listening", "url": url, "pid": os.getpid(), "version": __version__}
+    click.echo(f"Listening on {url} (Ctrl-C stops)" if sys.stdout.isatty() else json.dumps(line))
+    sys.stdout.flush()
+
+
+def _private_output() -> BinaryIO:
+    """Standard output for events alone: whatever else prints there goes to standard error."""
+    own = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return own

@@ -1,0 +1,1 @@
+"""The local server: OpenAI-compatible HTTP (`app`), JSON lines on standard streams (`stdio`), one scheduler."""

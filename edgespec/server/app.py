@@ -1,0 +1,119 @@
+"""The ASGI application: which path is answered by what."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from edgespec.server import facts
+from edgespec.server.chat import read_chat
+from edgespec.server.completions import read_completion
+from edgespec.server.exchange import Read
+from edgespec.server.fields import Fields
+from edgespec.server.guard import LOOPBACK, Guard
+from edgespec.server.http_errors import HttpError
+from edgespec.server.options import unknown_model
+from edgespec.server.service import Loaded, Service
+from edgespec.server.web import error_response, json_response, read_fields, respond
+
+Handler = Callable[[Request], Awaitable[Response]]
+_GENERATING: dict[str, Read] = {"/v1/chat/completions": read_chat, "/v1/completions": read_completion}
+_REPLYING: dict[str, Callable[[Loaded, Fields], dict[str, Any]]] = {
+    "/tokenize": facts.tokenize,
+    "/detokenize": facts.detokenize,
+    "/v1/embeddings": facts.no_embeddings,
+}
+
+
+def create_app(service: Service, *, origins: Sequence[str] = (), hosts: Sequence[str] = LOOPBACK) -> Starlette:
+    """The application. `origins`: web pages that may call it; `hosts`: allowed Host headers, empty for any.
+
+    It does not load or close the model: the owner of `service` does.
+    """
+    routes = [Route(path, _caught(_generating(service, read)), methods=["POST"]) for path, read in _GENERATING.items()]
+    routes += [Route(path, _caught(_replying(service, reply)), methods=["POST"]) for path, reply in _REPLYING.items()]
+    routes += _readable(service)
+    paths = [route.path for route in routes]
+    middleware = [Middleware(Guard, service=service, paths=paths, hosts=hosts, origins=origins)]
+    if origins:
+        methods = ["GET", "POST"]
+        cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
+        middleware.insert(0, cors)
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_exception})
+    app.router.redirect_slashes = False
+    return app
+
+
+def _generating(service: Service, read: Read) -> Handler:
+    async def handle(request: Request) -> Response:
+        return await respond(request, service.require(), read)
+
+    return handle
+
+
+def _replying(service: Service, reply: Callable[[Loaded, Fields], dict[str, Any]]) -> Handler:
+    async def handle(request: Request) -> Response:
+        loaded = service.require()
+        fields = await read_fields(request, loaded.limits)
+        return json_response(await asyncio.to_thread(reply, loaded, fields))
+
+    return handle
+
+
+def _readable(service: Service) -> list[Route]:
+    """The paths that are read with GET."""
+
+    async def models(_: Request) -> Response:
+        return json_response({"object": "list", "data": [facts.model_object(service)]})
+
+    async def model(request: Request) -> Response:
+        if request.path_params["name"] != service.name:
+            raise unknown_model(service.name)
+        return json_response(facts.model_object(service))
+
+    async def health(_: Request) -> Response:
+        status, body = facts.health(service)
+        return json_response(body, status)
+
+    async def metrics(_: Request) -> Response:
+        return PlainTextResponse(facts.metrics_text(service), media_type="text/plain; version=0.0.4")
+
+    async def properties(_: Request) -> Response:
+        return json_response(facts.properties(service.require()))
+
+    handlers = {
+        "/v1/models": models,
+        "/v1/models/{name}": model,
+        "/health": health,
+        "/metrics": metrics,
+        "/props": properties,
+    }
+    return [Route(path, _caught(handler), methods=["GET"]) for path, handler in handlers.items()]
+
+
+def _caught(handler: Handler) -> Handler:
+    """`handler`, whose exceptions become errors in the shape of the protocol."""
+
+    async def handle(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except Exception as exc:
+            return error_response(exc, request.url.path)
+
+    return handle
+
+
+async def _http_exception(request: Request, exc: Exception) -> Response:
+    """Starlette's own errors: an unknown path, a wrong method."""
+    assert isinstance(exc, HTTPException)
+    messages = {404: "no such path", 405: f"{request.method} is not allowed on this path"}
+    return error_response(HttpError(exc.status_code, messages.get(exc.status_code, exc.detail)), request.url.path)

@@ -1,0 +1,251 @@
+"""`/v1/chat/completions`: OpenAI's chat protocol, with `speculative` in requests and `timings` in answers."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from edgespec import __version__
+from edgespec.server.answer import Answer, Piece, timings, token_logprob, usage
+from edgespec.server.exchange import DONE, Exchange, sse
+from edgespec.server.fields import Fields
+from edgespec.server.http_errors import bad_request
+from edgespec.server.options import (
+    WITHOUT_EFFECT,
+    numbered,
+    read_choices,
+    read_max_tokens,
+    read_options,
+    read_sampling,
+    require_model,
+)
+from edgespec.server.scheduler import Job, Ticket
+from edgespec.server.service import Loaded
+from edgespec.server.tools import ToolCall, ToolParser, tool_parser
+from edgespec.types import TokenEvent
+
+FINGERPRINT = f"edgespec-{__version__}"
+MOST_TOP_LOGPROBS = 20
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_LATER = "structured output is not built yet; ask for it in the prompt"
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """The tools of a request. `parser` None: there are none, or the model must not call any."""
+
+    shown: list[dict[str, Any]] | None = None
+    parser: type[ToolParser] | None = None
+    parallel: bool = True
+
+
+class ChatExchange(Exchange):
+    """A request to `/v1/chat/completions`."""
+
+    def __init__(
+        self, loaded: Loaded, jobs: Sequence[Job], tools: Tools, *, is_stream: bool, includes_usage: bool = False
+    ) -> None:
+        super().__init__(jobs, is_stream=is_stream)
+        self._loaded, self._tools, self._includes_usage = loaded, tools, includes_usage
+        self._vocabulary = loaded.model.target.vocabulary
+        self._has_logprobs = jobs[0].options.logprobs
+        self._id, self._created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
+
+    def answer(self, ticket: Ticket) -> Answer:
+        parser = self._tools.parser
+        return Answer(ticket, self._vocabulary, parser() if parser else None, parallel=self._tools.parallel)
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        choices = []
+        for index, answer in enumerate(answers):
+            calls = [_call_object(call) for call in answer.calls]
+            content = None if calls and not answer.text.strip() else answer.text
+            message = {"role": "assistant", "content": content, "refusal": None}
+            choices.append(
+                {
+                    "index": index,
+                    "message": message | ({"tool_calls": calls} if calls else {}),
+                    "logprobs": self._logprobs(answer.tokens),
+                    "finish_reason": answer.finish_reason,
+                }
+            )
+        last = {"usage": usage(answers), "timings": timings(answers[0].stats)}
+        return self._object("chat.completion", choices) | last
+
+    async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
+        for index, answer in enumerate(answers):
+            begins, num_calls = {"role": "assistant", "content": ""}, 0
+            async for piece in answer.pieces():
+                if begins:
+                    yield self._chunk(index, begins)
+                    begins = {}
+                for delta in _deltas(piece, num_calls):
+                    yield self._chunk(index, delta, self._logprobs(piece.tokens) if "content" in delta else None)
+                num_calls += len(piece.calls)
+            if begins:
+                yield self._chunk(index, begins)
+            yield self._chunk(index, {}, reason=answer.finish_reason, extra={"timings": timings(answer.stats)})
+        if self._includes_usage:
+            yield sse(self._object("chat.completion.chunk", []) | {"usage": usage(answers)})
+        yield DONE
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._loaded.name,
+            "system_fingerprint": FINGERPRINT,
+            "choices": choices,
+        }
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        reason: str | None = None,
+        extra: dict[str, Any] | None = None,
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        empty_usage = {"usage": None} if self._includes_usage else {}
+        return sse(self._object("chat.completion.chunk", [choice]) | empty_usage | (extra or {}))
+
+    def _logprobs(self, tokens: Sequence[TokenEvent]) -> dict[str, Any] | None:
+        if not self._has_logprobs:
+            return None
+        return {"content": [self._token(event) for event in tokens], "refusal": None}
+
+    def _token(self, event: TokenEvent) -> dict[str, Any]:
+        own = token_logprob(self._vocabulary, event.token_id, event.logprob or 0.0)
+        top = [token_logprob(self._vocabulary, token_id, logprob) for token_id, logprob in event.top_logprobs]
+        return own | {"top_logprobs": top}
+
+
+def _deltas(piece: Piece, num_calls: int) -> list[dict[str, Any]]:
+    """A call's first delta has its id and name, the second its arguments; both have its index."""
+    deltas: list[dict[str, Any]] = [{"content": piece.text}] if piece.text or piece.tokens else []
+    for index, call in enumerate(piece.calls, num_calls):
+        first = _call_object(ToolCall(call.name, "", call.id))
+        deltas.append({"tool_calls": [{"index": index} | first]})
+        deltas.append({"tool_calls": [{"index": index, "function": {"arguments": call.arguments}}]})
+    return deltas
+
+
+def _call_object(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
+    """Check a request and render its prompt. Blocks while it encodes. Raises HttpError and EdgespecError."""
+    require_model(loaded, fields)
+    if loaded.model.target.vocabulary.chat_template is None:
+        raise bad_request("this model has no chat template, as base models have none: use /v1/completions", "messages")
+    is_stream = fields.flag("stream")
+    stream_options = fields.fields("stream_options")
+    includes_usage = read_stream_options(stream_options, is_stream=is_stream)
+    sampling = read_sampling(fields, loaded)
+    options = read_options(
+        fields, loaded, read_max_tokens(fields, "max_completion_tokens", "max_tokens"), _read_logprobs(fields)
+    )
+    count = read_choices(fields, loaded.limits)
+    tools = _read_tools(fields, loaded)
+    _refuse_unsupported(fields)
+    messages = _read_messages(fields)
+    fields.finish()
+    prompt_ids = loaded.model.encode_chat(messages, tools.shown)
+    jobs = [Job(prompt_ids, numbered(sampling, index), options) for index in range(count)]
+    return ChatExchange(loaded, jobs, tools, is_stream=is_stream, includes_usage=includes_usage)
+
+
+def read_stream_options(options: Fields | None, *, is_stream: bool) -> bool:
+    """Whether the stream ends with the usage."""
+    if options is None:
+        return False
+    if not is_stream:
+        raise bad_request("stream_options needs stream: true", "stream_options")
+    includes_usage = options.flag("include_usage")
+    options.ignore("include_obfuscation")
+    options.finish()
+    return includes_usage
+
+
+def _read_logprobs(fields: Fields) -> int | None:
+    """The number of most likely tokens to report; None: no log probabilities at all."""
+    is_wanted = fields.flag("logprobs")
+    top = fields.whole("top_logprobs", 0, MOST_TOP_LOGPROBS)
+    if top and not is_wanted:
+        raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
+    return (top or 0) if is_wanted else None
+
+
+def _read_messages(fields: Fields) -> list[Any]:
+    messages = fields.given("messages")
+    if messages is None:
+        raise bad_request("messages is missing: give a list of messages", "messages")
+    if not isinstance(messages, list):
+        raise fields.wrong("messages", "must be a list", messages)
+    return [_as_system(message) for message in messages]
+
+
+def _as_system(message: Any) -> Any:
+    """Templates know the role `developer` as `system`."""
+    is_developer = isinstance(message, dict) and message.get("role") == "developer"
+    return {**message, "role": "system"} if is_developer else message
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    fields.ignore(*WITHOUT_EFFECT)
+    form = fields.fields("response_format")
+    if form is not None and form.choice("type", ("text", "json_object", "json_schema")) != "text":
+        raise bad_request(f"response_format is not supported: {_LATER}", "response_format", "unsupported_parameter")
+    fields.refuse("modalities", "this server answers in text", (["text"],))
+    fields.refuse("reasoning_effort", "the chat template decides on reasoning", ("none",))
+    for name in ("audio", "prediction", "web_search_options", "moderation", "verbosity"):
+        fields.refuse(name, "this server has no such feature")
+    for name in ("functions", "function_call"):
+        fields.refuse(name, "use tools and tool_choice")
+
+
+def _read_tools(fields: Fields, loaded: Loaded) -> Tools:
+    tools = fields.listed("tools", loaded.limits.max_tools)
+    parallel = fields.flag("parallel_tool_calls", True)
+    choice = fields.given("tool_choice")
+    if choice not in (None, "none", "auto"):
+        raise bad_request(
+            f"tool_choice must be none or auto; to force a call is not supported: {_LATER}", "tool_choice"
+        )
+    if not tools:
+        return Tools()
+    for index, tool in enumerate(tools):
+        _check_tool(tool, f"tools.{index}")
+    if choice == "none":
+        return Tools()
+    parser = tool_parser(loaded.model.target.vocabulary.chat_template)
+    if parser is None:
+        raise bad_request(
+            "the chat template of this model takes no tools, or its calls have a format that is not known here",
+            "tools",
+            "unsupported_parameter",
+        )
+    return Tools(tools, parser, parallel)
+
+
+def _check_tool(tool: Any, where: str) -> None:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    if not isinstance(function, dict):
+        raise bad_request(f'{where} must be {{"type": "function", "function": {{...}}}}', where)
+    name = function.get("name")
+    if not isinstance(name, str) or _TOOL_NAME.fullmatch(name) is None:
+        raise bad_request(f"{where}.function.name must be 1 to 64 letters, digits, _, - or .", f"{where}.function.name")
+    kinds: tuple[tuple[str, type[Any], str], ...] = (
+        ("description", str, "a string"),
+        ("parameters", dict, "an object"),
+    )
+    for field, kind, shown_kind in kinds:
+        if not isinstance(function.get(field) or kind(), kind):
+            raise bad_request(f"{where}.function.{field} must be {shown_kind}", f"{where}.function.{field}")

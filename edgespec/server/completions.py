@@ -1,0 +1,161 @@
+"""`/v1/completions`: OpenAI's older protocol, which continues texts or token ids without a chat template.
+
+A control token that a text spells out is read as text; give token ids to send control tokens.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from edgespec.server.answer import Answer, timings, token_logprob, usage
+from edgespec.server.chat import FINGERPRINT, read_stream_options
+from edgespec.server.exchange import DONE, Exchange, sse
+from edgespec.server.fields import Fields
+from edgespec.server.http_errors import bad_request
+from edgespec.server.options import (
+    WITHOUT_EFFECT,
+    numbered,
+    read_choices,
+    read_max_tokens,
+    read_options,
+    read_sampling,
+    require_model,
+)
+from edgespec.server.scheduler import Job, Ticket
+from edgespec.server.service import Limits, Loaded
+from edgespec.types import TokenEvent
+
+MOST_LOGPROBS = 5
+
+
+class CompletionExchange(Exchange):
+    """A request to `/v1/completions`: the answers to one or more prompts."""
+
+    def __init__(self, loaded: Loaded, jobs: Sequence[Job], *, is_stream: bool, includes_usage: bool) -> None:
+        super().__init__(jobs, is_stream=is_stream)
+        self._loaded, self._includes_usage = loaded, includes_usage
+        self._vocabulary = loaded.model.target.vocabulary
+        self._has_logprobs = jobs[0].options.logprobs
+        self._id, self._created = f"cmpl-{secrets.token_hex(12)}", int(time.time())
+
+    def answer(self, ticket: Ticket) -> Answer:
+        return Answer(ticket, self._vocabulary)
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        choices = [
+            self._choice(index, answer.text, self._logprobs(answer.tokens, 0), answer.finish_reason)
+            for index, answer in enumerate(answers)
+        ]
+        return self._object(choices) | {"usage": self._usage(answers), "timings": timings(answers[0].stats)}
+
+    async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
+        for index, answer in enumerate(answers):
+            offset = 0
+            async for piece in answer.pieces():
+                logprobs = self._logprobs(piece.tokens, offset)
+                yield self._chunk(self._choice(index, piece.text, logprobs, None))
+                offset += len(piece.text)
+            end = self._choice(index, "", None, answer.finish_reason)
+            yield self._chunk(end, {"timings": timings(answer.stats)})
+        if self._includes_usage:
+            yield sse(self._object([]) | {"usage": self._usage(answers)})
+        yield DONE
+
+    def _chunk(self, choice: dict[str, Any], extra: dict[str, Any] | None = None) -> bytes:
+        empty_usage = {"usage": None} if self._includes_usage else {}
+        return sse(self._object([choice]) | empty_usage | (extra or {}))
+
+    def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._loaded.name,
+            "system_fingerprint": FINGERPRINT,
+            "choices": choices,
+        }
+
+    def _choice(self, index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _logprobs(self, tokens: Sequence[TokenEvent], offset: int) -> dict[str, Any] | None:
+        """OpenAI's older shape: lists that run in step. `offset`: characters of the answer before `tokens`."""
+        if not self._has_logprobs:
+            return None
+        own = [token_logprob(self._vocabulary, event.token_id, event.logprob or 0.0) for event in tokens]
+        offsets = []
+        for each in own:
+            offsets.append(offset)
+            offset += len(each["token"])
+        tops = [[token_logprob(self._vocabulary, *pair) for pair in event.top_logprobs] for event in tokens]
+        return {
+            "tokens": [each["token"] for each in own],
+            "token_logprobs": [each["logprob"] for each in own],
+            "top_logprobs": [{each["token"]: each["logprob"] for each in reversed(top)} for top in tops],
+            "text_offset": offsets,
+        }
+
+    def _usage(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The counts of all prompts; a prompt with several answers counts once."""
+        per_prompt = len({id(job.prompt_ids): None for job in self.jobs})
+        step = len(answers) // per_prompt
+        parts = [usage(answers[begin : begin + step]) for begin in range(0, len(answers), step)]
+        total = {
+            key: sum(part[key] for part in parts) for key in ("prompt_tokens", "completion_tokens", "total_tokens")
+        }
+        cached = sum(part["prompt_tokens_details"]["cached_tokens"] for part in parts)
+        return total | {"prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def read_completion(loaded: Loaded, fields: Fields) -> CompletionExchange:
+    """Check a request and encode its prompts. Blocks meanwhile. Raises HttpError and EdgespecError."""
+    require_model(loaded, fields)
+    is_stream = fields.flag("stream")
+    includes_usage = read_stream_options(fields.fields("stream_options"), is_stream=is_stream)
+    sampling = read_sampling(fields, loaded)
+    max_tokens = read_max_tokens(fields, "max_tokens")
+    options = read_options(fields, loaded, max_tokens, fields.whole("logprobs", 0, MOST_LOGPROBS))
+    count = read_choices(fields, loaded.limits)
+    fields.ignore(*WITHOUT_EFFECT)
+    fields.refuse("echo", "the answer holds new text only", (False,))
+    fields.refuse("suffix", "models here continue text and fill no gaps", ("",))
+    fields.refuse("best_of", "use n", (count,))
+    prompts = _read_prompts(fields, loaded)
+    fields.finish()
+    if count * len(prompts) > loaded.limits.max_choices:
+        raise bad_request(
+            f"{len(prompts)} prompts with n = {count}: at most {loaded.limits.max_choices} answers", "prompt"
+        )
+    jobs = [Job(ids, numbered(sampling, index), options) for ids in prompts for index in range(count)]
+    return CompletionExchange(loaded, jobs, is_stream=is_stream, includes_usage=includes_usage)
+
+
+def _read_prompts(fields: Fields, loaded: Loaded) -> list[list[int]]:
+    """A text, token ids, or a list of either, as token ids."""
+    prompt = fields.given("prompt")
+    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(_is_id(each) for each in prompt)):
+        prompt = [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise fields.wrong("prompt", "must be a text, a list of token ids, or a list of either", prompt)
+    _check_count(prompt, loaded.limits)
+    encoded = []
+    for each in prompt:
+        if isinstance(each, str) and each:
+            encoded.append(loaded.model.encode(each))
+        elif isinstance(each, list) and each and all(_is_id(token_id) for token_id in each):
+            encoded.append(list(each))
+        else:
+            raise fields.wrong("prompt", "must hold texts that are not empty, or lists of token ids", each)
+    return encoded
+
+
+def _check_count(prompts: list[Any], limits: Limits) -> None:
+    if len(prompts) > limits.max_choices:
+        raise bad_request(f"prompt holds {len(prompts)} prompts; at most {limits.max_choices} are allowed", "prompt")
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,55 @@
+"""A request that was read and checked, ready to run: its jobs, and how its answers are written in one protocol."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from edgespec.server.answer import Answer
+from edgespec.server.fields import Fields
+from edgespec.server.http_errors import HttpError
+from edgespec.server.scheduler import Job, Ticket
+from edgespec.server.service import Loaded
+
+
+class Exchange(ABC):
+    """`jobs`: the generations that the request asks for; `is_stream`: whether its answers are sent as they come."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, jobs: Sequence[Job], *, is_stream: bool) -> None:
+        self.jobs, self.is_stream = jobs, is_stream
+
+    @abstractmethod
+    def answer(self, ticket: Ticket) -> Answer:
+        """The answer of one of the tickets of `jobs`."""
+
+    @abstractmethod
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The body for answers that are complete."""
+
+    @abstractmethod
+    def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
+        """The body, part by part; it reads the answers."""
+
+    def failure(self, error: HttpError) -> bytes:
+        """The last part of a stream that failed after it began."""
+        return sse(error.body(""))
+
+
+Read = Callable[[Loaded, Fields], Exchange]
+"""Checks a request and encodes its prompts; blocks meanwhile."""
+DONE = b"data: [DONE]\n\n"
+
+
+def sse(value: Any, event: str = "") -> bytes:
+    """One server-sent event."""
+    name = f"event: {event}\n" if event else ""
+    return f"{name}data: {compact(value)}\n\n".encode()
+
+
+def compact(value: Any) -> str:
+    """JSON in one line."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

@@ -1,0 +1,93 @@
+"""Endpoints that generate nothing: models, health, properties, metrics, tokenising; and what is not built yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from edgespec import __version__
+from edgespec.server.fields import Fields
+from edgespec.server.http_errors import HttpError, bad_request
+from edgespec.server.options import require_model
+from edgespec.server.service import Loaded, Service
+
+MOST_TOKENS = 1 << 20
+
+
+def model_object(service: Service) -> dict[str, Any]:
+    """The served model, as `/v1/models` lists it."""
+    found = {"id": service.name, "object": "model", "created": service.created, "owned_by": "edgespec"}
+    return found if service.loaded is None else found | {"meta": {"n_ctx": service.loaded.model.context_length}}
+
+
+def health(service: Service) -> tuple[int, dict[str, Any]]:
+    """Status and body of `/health`: 200 once the model answers."""
+    if service.loaded is None:
+        return 503, {"status": "loading"}
+    scheduler = service.loaded.scheduler
+    return 200, {"status": "ok", "running": scheduler.num_running, "waiting": scheduler.num_waiting}
+
+
+def properties(loaded: Loaded) -> dict[str, Any]:
+    """`/props`: what the server runs, under llama.cpp's names where it has one. Holds no path."""
+    model, sampling = loaded.model, loaded.sampling
+    shown = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty")
+    return {
+        "model_alias": loaded.name,
+        "build_info": f"edgespec {__version__}",
+        "total_slots": 1,
+        "chat_template": model.target.vocabulary.chat_template or "",
+        "default_generation_settings": {
+            "n_ctx": model.context_length,
+            "params": {name: getattr(sampling, name) for name in shown} | {"max_tokens": loaded.options.max_tokens},
+        },
+        "engine": model.target.facts.name,
+        "device": model.target.facts.device,
+        "drafter": model.drafter_name,
+        "verify": model.options.verify,
+        "reproducible": model.reproducible,
+    }
+
+
+def metrics_text(service: Service) -> str:
+    """`/metrics` for Prometheus."""
+    scheduler = service.loaded.scheduler if service.loaded is not None else None
+    gauges: Mapping[str, tuple[str, float]] = {
+        "model_loaded": ("Whether the model is loaded", int(scheduler is not None)),
+        "requests_running": ("Generations that run", scheduler.num_running if scheduler else 0),
+        "requests_waiting": ("Generations that wait", scheduler.num_waiting if scheduler else 0),
+    }
+    return service.metrics.text(gauges)
+
+
+def tokenize(loaded: Loaded, fields: Fields) -> dict[str, Any]:
+    """`/tokenize`: {"content": TEXT} becomes token ids; `parse_special` reads control tokens that TEXT spells out."""
+    require_model(loaded, fields)
+    content = fields.text("content")
+    if content is None:
+        raise bad_request("content is missing: give a text", "content")
+    adds_bos, parse_special = fields.flag("add_special"), fields.flag("parse_special")
+    with_pieces = fields.flag("with_pieces")
+    fields.finish()
+    model, vocabulary = loaded.model, loaded.model.target.vocabulary
+    ids = model.encode(content, parse_special=parse_special)
+    if not adds_bos and vocabulary.adds_bos and ids[:1] == [vocabulary.bos_id]:
+        del ids[0]
+    if not with_pieces:
+        return {"tokens": ids}
+    return {"tokens": [{"id": token_id, "piece": vocabulary.token_name(token_id)} for token_id in ids]}
+
+
+def detokenize(loaded: Loaded, fields: Fields) -> dict[str, Any]:
+    """`/detokenize`: {"tokens": [IDS]} becomes text."""
+    require_model(loaded, fields)
+    tokens = fields.listed("tokens", MOST_TOKENS)
+    if tokens is None:
+        raise bad_request("tokens is missing: give a list of token ids", "tokens")
+    fields.finish()
+    return {"content": loaded.model.decode(tokens)}
+
+
+def no_embeddings(loaded: Loaded, fields: Fields) -> dict[str, Any]:
+    """`/v1/embeddings`. Raises HttpError 501."""
+    raise HttpError(501, "embeddings are not supported: this server generates text only", code="not_supported")

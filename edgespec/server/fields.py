@@ -1,0 +1,161 @@
+"""Reads the fields of a request's JSON: every wrong type or unknown name is one clear 400 that names the field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from edgespec.errors import shown
+from edgespec.server.http_errors import HttpError, bad_request
+from edgespec.settings import did_you_mean
+
+MAX_JSON_DEPTH = 64
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in `body`. Raises HttpError 400 if it is none, is nested too deeply or is no UTF-8."""
+    try:
+        value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError as exc:  # JSON, UTF-8, an integer of thousands of digits
+        reason = str(exc) if isinstance(exc, json.JSONDecodeError) else "it is not UTF-8, or a number is too long"
+        raise bad_request(f"the body is not valid JSON: {reason}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise bad_request(f"the body must be a JSON object, got {_kind(value)}", code="invalid_json")
+    _check_tree(value)
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise bad_request(f"the body is not valid JSON: {name} is no JSON number", code="invalid_json")
+
+
+def _too_deep() -> HttpError:
+    return bad_request(f"the body is nested more than {MAX_JSON_DEPTH} levels deep", code="invalid_json")
+
+
+def _check_tree(value: Any) -> None:
+    level: list[Any] = [value]
+    for _ in range(MAX_JSON_DEPTH):
+        below: list[Any] = []
+        for each in level:
+            if isinstance(each, dict):
+                below += [*each, *each.values()]
+            elif isinstance(each, list):
+                below += each
+            elif isinstance(each, str) and not each.isascii():
+                _check_text(each)
+        if not below:
+            return
+        level = below
+    raise _too_deep()
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise bad_request("the body has half of a UTF-16 surrogate pair: send whole characters") from None
+
+
+class Fields:
+    """The fields of one JSON object. A null counts as absent. `finish` refuses every field that was not read."""
+
+    def __init__(self, values: Mapping[str, Any], where: str = "") -> None:
+        self._values, self._where = values, where
+        self._read: set[str] = set()
+
+    def path(self, name: str) -> str:
+        """The field's name from the top of the request, as an error gives it."""
+        return f"{self._where}.{name}" if self._where else name
+
+    def given(self, name: str) -> Any:
+        """The value of a field, None if it is absent."""
+        self._read.add(name)
+        return self._values.get(name)
+
+    def text(self, name: str, most: int | None = None) -> str | None:
+        value = self.given(name)
+        if value is None:
+            return None
+        if not isinstance(value, str):
+            raise self.wrong(name, "must be a string", value)
+        if most is not None and len(value) > most:
+            raise bad_request(
+                f"{self.path(name)} has {len(value)} characters; at most {most} are allowed", self.path(name)
+            )
+        return value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.given(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.wrong(name, "must be true or false", value)
+        return value
+
+    def whole(self, name: str, low: int, high: int) -> int | None:
+        value = self.given(name)
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise self.wrong(name, f"must be a whole number from {low} to {high}", value)
+        return value
+
+    def listed(self, name: str, most: int) -> list[Any] | None:
+        value = self.given(name)
+        if value is None:
+            return None
+        if not isinstance(value, list):
+            raise self.wrong(name, "must be a list", value)
+        if len(value) > most:
+            raise bad_request(
+                f"{self.path(name)} has {len(value)} entries; at most {most} are allowed", self.path(name)
+            )
+        return value
+
+    def fields(self, name: str) -> Fields | None:
+        """A nested object."""
+        value = self.given(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.wrong(name, "must be an object", value)
+        return Fields(value, self.path(name))
+
+    def choice(self, name: str, allowed: Sequence[str]) -> str | None:
+        value: str | None = self.given(name)
+        if value is not None and value not in allowed:
+            raise self.wrong(name, f"must be one of {', '.join(allowed)}", value)
+        return value
+
+    def ignore(self, *names: str) -> None:
+        """Accept fields that cannot change the answer."""
+        self._read.update(names)
+
+    def refuse(self, name: str, why: str, neutral: Iterable[Any] = ()) -> None:
+        """Raise a 400 that says `why` if a field has another value than a `neutral` one, which asks for nothing."""
+        value = self.given(name)
+        if value is not None and value not in neutral:
+            raise bad_request(f"{self.path(name)} is not supported: {why}", self.path(name), "unsupported_parameter")
+
+    def finish(self) -> None:
+        """Refuse the fields that nothing has read: an option must not be ignored silently."""
+        for name in self._values.keys() - self._read:
+            hint = did_you_mean(name, self._read) if len(name) < 64 else ""
+            raise bad_request(
+                f"unknown field {shown(self.path(name))}{hint}", self.path(name)[:80], "unknown_parameter"
+            )
+
+    def wrong(self, name: str, rule: str, value: object) -> HttpError:
+        """A 400 for a value that breaks `rule`."""
+        return bad_request(f"{self.path(name)} {rule}, got {_kind(value)}", self.path(name))
+
+
+def _kind(value: object) -> str:
+    """A JSON value as an error shows it: short ones themselves, else their type."""
+    if isinstance(value, dict | list):
+        return {dict: "an object", list: "a list"}[type(value)]
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else shown(value, 40)

@@ -1,0 +1,89 @@
+"""Who may use the server: the API key, the Host header, and which web pages. Also counts requests by path and status.
+
+A web page that a user visits can send requests to 127.0.0.1. Its browser names the page in the Origin header, so that
+requests of other pages are refused; a name that the page's owner points to 127.0.0.1 shows in the Host header.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import Collection
+from time import monotonic
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from edgespec.server.http_errors import HttpError
+from edgespec.server.service import Service
+from edgespec.server.web import error_response
+
+logger = logging.getLogger("edgespec")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_OPEN_PATHS = ("/health",)
+
+
+class Guard:
+    """ASGI middleware. `hosts`: allowed names in the Host header, empty for any; `origins`: web pages that may call."""
+
+    def __init__(
+        self, app: ASGIApp, service: Service, paths: Collection[str], hosts: Collection[str], origins: Collection[str]
+    ) -> None:
+        self._app, self._service, self._paths = app, service, frozenset(paths)
+        self._hosts, self._origins = frozenset(hosts), frozenset(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path, began_s, status = scope["path"], monotonic(), 0
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            self._check(path, Headers(scope=scope))
+        except HttpError as exc:
+            await error_response(exc, path)(scope, receive, counted)
+        else:
+            await self._app(scope, receive, counted)
+        finally:
+            shown = path if path in self._paths else "other"
+            self._service.metrics.answered[shown, status] += 1
+            if self._service.loaded is not None:  # before, a line would take the place of what loading is busy with
+                took_ms = 1000 * (monotonic() - began_s)
+                logger.info("%s %s %d %.0f ms", scope["method"], shown, status, took_ms)
+
+    def _check(self, path: str, headers: Headers) -> None:
+        host = _host_name(headers.get("host", ""))
+        if self._hosts and host not in self._hosts:
+            raise HttpError(403, "the Host header names another machine than this one", code="wrong_host")
+        origin = headers.get("origin")
+        is_foreign = origin is not None and urlsplit(origin).netloc != headers.get("host")
+        if is_foreign and not {origin, "*"} & self._origins:
+            raise HttpError(403, "requests of web pages are refused; --cors-origin allows a page", code="wrong_origin")
+        if path not in _OPEN_PATHS:
+            self._check_key(headers)
+
+    def _check_key(self, headers: Headers) -> None:
+        wanted: Any = self._service.api_key
+        if wanted is None:
+            return
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        if not hmac.compare_digest(given.encode(), wanted.encode()):
+            raise HttpError(
+                401, "the API key is missing or wrong: send Authorization: Bearer KEY", code="invalid_api_key"
+            )
+
+
+def _host_name(header: str) -> str:
+    try:
+        return urlsplit(f"//{header}").hostname or ""
+    except ValueError:  # brackets that are no IPv6 address
+        return ""

@@ -1,0 +1,107 @@
+"""Errors as HTTP answers: a status and a body in the shape that the client's protocol prescribes.
+
+Messages of errors inside the engine are not sent: they may hold paths. Those of bad input are; they quote the input.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from pathlib import Path
+from typing import Any
+
+from edgespec.errors import (
+    Busy,
+    CapabilityError,
+    ConfigError,
+    EdgespecError,
+    ModelFileError,
+    ModelNotFound,
+    PromptError,
+    SamplingError,
+    StateError,
+    UsageError,
+    VocabularyMismatch,
+)
+
+logger = logging.getLogger("edgespec")
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    501: "not_supported_error",
+    503: "unavailable_error",
+    504: "timeout_error",
+}
+_RETRY_AFTER_S = {429: 1, 503: 1}
+
+
+class HttpError(EdgespecError):
+    """A request that is answered with an HTTP error. `param`: the field at fault; `code`: a name for programs."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    @property
+    def kind(self) -> str:
+        """`type` of the error in OpenAI's shape."""
+        return _TYPES.get(self.status, "server_error")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        headers = {"Retry-After": str(_RETRY_AFTER_S[self.status])} if self.status in _RETRY_AFTER_S else {}
+        return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
+
+    def body(self, path: str) -> dict[str, Any]:
+        """The body for a request to `path`: Anthropic's or Ollama's shape for their paths, else OpenAI's."""
+        if path.startswith("/api/"):
+            return {"error": self.message}
+        if path.startswith("/v1/messages"):
+            kind = {503: "overloaded_error", 500: "api_error"}.get(self.status, self.kind)
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> HttpError:
+    """400: the input cannot be used."""
+    return HttpError(400, message, param=param, code=code)
+
+
+def as_http_error(error: Exception) -> HttpError:
+    """The HTTP error for any exception; what the client cannot change is logged, without its message."""
+    if isinstance(error, HttpError):
+        return error
+    if isinstance(error, ModelFileError | ModelNotFound):  # of a drafter's file: the message holds its path
+        return bad_request(
+            "a file that this request needs is missing or cannot be used: see the server's configuration"
+        )
+    if isinstance(error, PromptError):
+        is_too_long = "--ctx-size" in str(error)
+        return bad_request(str(error), code="context_length_exceeded" if is_too_long else None)
+    if isinstance(error, SamplingError | ConfigError):
+        return bad_request(str(error), param=_named_field(str(error)))
+    if isinstance(error, UsageError | CapabilityError | VocabularyMismatch):
+        return bad_request(str(error))
+    if isinstance(error, Busy):
+        return HttpError(503, "the model is busy: try again", code="busy")
+    if isinstance(error, StateError):
+        return HttpError(503, "the model is not loaded: try again later", code="unavailable")
+    if isinstance(error, TimeoutError):
+        return HttpError(504, "the answer took longer than the server allows (--timeout)", code="timeout")
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    place = ", ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in last)
+    logger.warning("a request failed inside the server: %s (%s)", type(error).__name__, place or "no traceback")
+    return HttpError(500, "the server failed to answer this request; its log names the place", code="internal_error")
+
+
+def _named_field(message: str) -> str | None:
+    """The field that a message of `Sampling` or `GenerateOptions` begins with."""
+    name = message.split(" ", 1)[0].replace("-", "_").lower()
+    return name if (name.isidentifier() and "_" in name) or name in ("temperature", "seed", "stop") else None

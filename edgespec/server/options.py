@@ -1,0 +1,117 @@
+"""The sampling and generation options of a request, under OpenAI's and llama.cpp's names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from edgespec.config import GenerateOptions
+from edgespec.sampling import Sampling
+from edgespec.server.fields import Fields
+from edgespec.server.http_errors import HttpError, bad_request
+from edgespec.server.service import Limits, Loaded
+
+_SAMPLING = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")} | {
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "repeat_last_n": "penalty_window",
+    "seed": "seed",
+}
+_SPECULATIVE = ("drafter", "draft_length", "verify")
+MOST_TOKENS = 2**31 - 1
+# Fields of OpenAI's API that cannot change an answer here.
+WITHOUT_EFFECT = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier"),
+    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+)
+
+
+def require_model(loaded: Loaded, fields: Fields) -> None:
+    """Check the field `model`; absent: the loaded one. Raises HttpError 404 for another: names are never paths."""
+    name = fields.text("model")
+    if name is not None and name != loaded.name:
+        raise unknown_model(loaded.name)
+
+
+def unknown_model(served: str) -> HttpError:
+    """404 for a model that is not served."""
+    return HttpError(404, f"no such model here; this server serves {served!r}", param="model", code="model_not_found")
+
+
+def read_sampling(fields: Fields, loaded: Loaded) -> Sampling:
+    """The request's sampling over the server's. Raises SamplingError and HttpError."""
+    given = {name: value for key, name in _SAMPLING.items() if (value := fields.given(key)) is not None}
+    biases = fields.fields("logit_bias")
+    if biases is not None:
+        given["logit_bias"] = _read_biases(fields, loaded.limits)
+    return replace(loaded.sampling, **given)
+
+
+def _read_biases(fields: Fields, limits: Limits) -> dict[int, Any]:
+    """JSON's keys are strings: {"42": -100}."""
+    table = fields.given("logit_bias")
+    if len(table) > limits.max_biases:
+        raise bad_request(f"logit_bias has {len(table)} entries; at most {limits.max_biases} are allowed", "logit_bias")
+    wrong = [key for key in table if not (key.isascii() and key.isdigit() and len(key) < 10)]
+    if wrong:
+        raise bad_request("logit_bias must map token ids, written as strings of digits, to numbers", "logit_bias")
+    return {int(key): value for key, value in table.items()}
+
+
+def read_stops(fields: Fields, limits: Limits, name: str = "stop") -> list[str]:
+    """Stop strings: one or a list. Raises HttpError."""
+    value = fields.given(name)
+    stops = [value] if isinstance(value, str) else fields.listed(name, limits.max_stops) or []
+    if not all(isinstance(stop, str) and 0 < len(stop) <= limits.max_stop_characters for stop in stops):
+        raise bad_request(
+            f"{name} must be a string or a list of strings of 1 to {limits.max_stop_characters} characters", name
+        )
+    return stops
+
+
+def read_max_tokens(fields: Fields, *names: str) -> int | None:
+    """The limit of new tokens under any of `names`. Raises HttpError if two of them differ."""
+    given = {name: value for name in names if (value := fields.whole(name, 1, MOST_TOKENS)) is not None}
+    if len(set(given.values())) > 1:
+        raise bad_request(f"{' and '.join(given)} are the same setting: give one", names[0])
+    return next(iter(given.values()), None)
+
+
+def read_options(fields: Fields, loaded: Loaded, max_tokens: int | None, top_logprobs: int | None) -> GenerateOptions:
+    """The request's options over the server's. `top_logprobs` None: no log probabilities.
+
+    Raises ConfigError and HttpError.
+    """
+    return replace(
+        loaded.options,
+        max_tokens=max_tokens or loaded.options.max_tokens,
+        stop=read_stops(fields, loaded.limits),
+        logprobs=top_logprobs is not None,
+        top_logprobs=top_logprobs or 0,
+        **_read_speculation(fields),
+    )
+
+
+def _read_speculation(fields: Fields) -> dict[str, Any]:
+    """`speculative`: false switches it off, an object chooses drafter, draft_length and verify for this request."""
+    value = fields.given("speculative")
+    if isinstance(value, bool):
+        return {} if value else {"drafter": "none"}
+    chosen = fields.fields("speculative")
+    if chosen is None:
+        return {}
+    given = {name: found for name in _SPECULATIVE if (found := chosen.given(name)) is not None}
+    chosen.finish()
+    return given
+
+
+def read_choices(fields: Fields, limits: Limits) -> int:
+    """`n`: the number of answers."""
+    return fields.whole("n", 1, limits.max_choices) or 1
+
+
+def numbered(sampling: Sampling, index: int) -> Sampling:
+    """The sampling of the answer `index` of several: seeds count up from the request's."""
+    if sampling.seed is None or index == 0:
+        return sampling
+    return replace(sampling, seed=(sampling.seed + index) & (2**63 - 1))

@@ -1,0 +1,137 @@
+"""Runs the application on a socket: binding, announcing, loading the model meanwhile, stopping gracefully.
+
+SIGINT and SIGTERM end it: running answers are finished within a limit, waiting ones are refused; a second SIGINT ends
+it at once. With `until_stdin_closes`, the end of standard input does the same, so that no server outlives its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import uvicorn
+
+from edgespec.errors import ConfigError
+from edgespec.server.app import create_app
+from edgespec.server.guard import LOOPBACK
+from edgespec.server.service import Service
+from edgespec.server.signals import handling
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """Where to listen. `port` 0: any free one; `origins`: web pages that may call; `drain_s`: see `serve`."""
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    origins: tuple[str, ...] = ()
+    drain_s: int = 10
+    until_stdin_closes: bool = False
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only programs of this machine can reach it."""
+        return self.host in LOOPBACK
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What loading the model came to."""
+
+    failure: BaseException | None = None
+    is_over: threading.Event = field(default_factory=threading.Event)
+
+
+def bind(binding: Binding) -> socket.socket:
+    """A listening socket. Raises ConfigError if the address cannot be used."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            binding.host, binding.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+        if os.name != "nt":  # there it would let two servers share a port
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen()
+    except (OSError, OverflowError) as exc:
+        reason = getattr(exc, "strerror", None) or exc
+        raise ConfigError(
+            f"cannot listen on {binding.host} port {binding.port}: {reason}; choose another --host or --port (0: any)"
+        ) from exc
+    return bound
+
+
+def serve(service: Service, binding: Binding, load: Callable[[], None], announce: Callable[[str], None]) -> None:
+    """Serve until a signal. `load` runs in a thread and gives `service` its model; `announce` gets the URL after that.
+
+    Answers that run when it is stopped have `drain_s` seconds to end. Raises ConfigError if the address cannot be used,
+    and what `load` raises.
+    """
+    bound = bind(binding)
+    host = f"[{binding.host}]" if ":" in binding.host else binding.host
+    url = f"http://{host}:{bound.getsockname()[1]}"
+    hosts = LOOPBACK if binding.is_local else ()
+    config = uvicorn.Config(
+        create_app(service, origins=binding.origins, hosts=hosts),
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="critical",  # its error messages may quote what a client sent
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=binding.drain_s,
+    )
+    server, outcome = _Server(config, service), _Outcome()
+
+    def load_and_announce() -> None:
+        try:
+            load()
+            announce(url)
+        except BaseException as exc:
+            outcome.failure = exc
+            server.should_exit = True
+        finally:
+            outcome.is_over.set()
+
+    threading.Thread(target=load_and_announce, name="edgespec-load", daemon=True).start()
+    if binding.until_stdin_closes:
+        threading.Thread(target=_await_end_of_input, args=(server,), name="edgespec-stdin", daemon=True).start()
+    try:
+        asyncio.run(server.serve(sockets=[bound]))
+    finally:
+        if outcome.is_over.is_set():  # else loading goes on in native code, which ends with the process
+            service.close()
+    if outcome.failure is not None:
+        raise outcome.failure
+
+
+def _await_end_of_input(server: uvicorn.Server) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+    server.should_exit = True
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which ends with exit code 0 on a signal and refuses waiting requests then."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        with handling(self.handle_exit):
+            yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.stop()
+        await super().shutdown(sockets)

@@ -1,0 +1,215 @@
+"""Runs the requests of all clients on one model: a queue with a limit, and one thread that owns the engine.
+
+`Scheduler.submit` and the `Ticket`s that it returns are all that the protocols know of this, so that a scheduler that
+decodes several requests in one pass can take its place. A slow reader holds up nobody: the thread does not wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from time import monotonic
+
+from edgespec.config import GenerateOptions
+from edgespec.errors import EdgespecError
+from edgespec.generation.handle import Generation
+from edgespec.runtime import Model
+from edgespec.sampling import Sampling
+from edgespec.server.http_errors import HttpError
+from edgespec.server.metrics import Metrics
+from edgespec.types import FinishReason, Stats, TokenEvent
+
+_JOIN_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One generation to run: the prompt's token ids [n], and the options of `Model.stream`."""
+
+    prompt_ids: Sequence[int]
+    sampling: Sampling
+    options: GenerateOptions
+
+
+class Ticket:
+    """One submitted job. Iterate over it once for its events, in groups of all that are there; `cancel` at any time."""
+
+    def __init__(self, scheduler: Scheduler, generation: Generation, loop: asyncio.AbstractEventLoop) -> None:
+        self._scheduler, self._generation, self._loop = scheduler, generation, loop
+        self._ready = asyncio.Event()
+        self._lock = threading.Lock()
+        self._events: list[TokenEvent] = []
+        self._failure: Exception | None = None
+        self._is_over = False
+        self.submitted_s = monotonic()
+
+    @property
+    def stats(self) -> Stats:
+        """Counters of the generation; complete after the last event."""
+        return self._generation.stats
+
+    @property
+    def seed(self) -> int:
+        """The seed in use."""
+        return self._generation.seed
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ended; None while it runs, or if it failed."""
+        return self._generation.finish_reason
+
+    async def __aiter__(self) -> AsyncIterator[list[TokenEvent]]:
+        """Events in order, until the generation has ended. Raises what it failed with."""
+        while True:
+            await self._ready.wait()
+            self._ready.clear()
+            with self._lock:
+                events, self._events = self._events, []
+                is_over = self._is_over
+            if events:
+                yield events
+            if is_over:
+                if self._failure is not None:
+                    raise self._failure
+                return
+
+    def cancel(self) -> None:
+        """End it after at most one pass, or at once where it still waits. Cancelling what is over is allowed."""
+        self._generation.cancel()
+        self._scheduler.forget(self)
+
+    def run(self, metrics: Metrics) -> Exception | None:
+        """Decode to the last event; called by the scheduler's thread, which calls `end` with what is returned."""
+        failure: Exception | None = None
+        is_first = True
+        try:
+            for event in self._generation:
+                if is_first:
+                    metrics.first_token_s += monotonic() - self.submitted_s
+                    metrics.first_tokens += 1
+                is_first = False
+                self._post(event)
+        except Exception as exc:  # whatever it is, the reader must learn of it and the thread must go on
+            failure = exc
+        with suppress(EdgespecError):  # the model was closed meanwhile
+            self._generation.close()
+        metrics.add(self.stats, has_failed=failure is not None)
+        return failure
+
+    def end(self, failure: Exception | None = None) -> None:
+        """There are no more events."""
+        with self._lock:
+            self._failure, self._is_over = failure, True
+        self._wake()
+
+    def _post(self, event: TokenEvent) -> None:
+        with self._lock:
+            self._events.append(event)
+            wakes = len(self._events) == 1  # else the reader has been woken and has not come yet
+        if wakes:
+            self._wake()
+
+    def _wake(self) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody reads
+            self._loop.call_soon_threadsafe(self._ready.set)
+
+
+class Scheduler:
+    """The queue of a model: first come, first served. `max_queued`: jobs that may wait while another one runs."""
+
+    def __init__(self, model: Model, max_queued: int, metrics: Metrics) -> None:
+        self.model, self.max_queued, self.metrics = model, max_queued, metrics
+        self._waiting: deque[Ticket] = deque()
+        self._running: Ticket | None = None
+        self._changed = threading.Condition()
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._serve, name="edgespec-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_waiting(self) -> int:
+        """Jobs that wait for their turn."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Jobs that are being decoded."""
+        return 0 if self._running is None else 1
+
+    async def submit(self, jobs: Sequence[Job]) -> list[Ticket]:
+        """A ticket for each job, in order; all of them are queued or none.
+
+        Raises HttpError 429 if the queue is full, 503 while the server stops, and the errors of `Model.stream`.
+        """
+        self._check_room(len(jobs))  # before the work of preparing them
+        generations = await asyncio.to_thread(self._prepare, jobs)
+        loop = asyncio.get_running_loop()
+        tickets = [Ticket(self, generation, loop) for generation in generations]
+        with self._changed:
+            self._check_room(len(jobs))
+            self._waiting.extend(tickets)
+            self._changed.notify()
+        return tickets
+
+    def _prepare(self, jobs: Sequence[Job]) -> list[Generation]:
+        stream, on_round = self.model.stream, self.metrics.count_round
+        return [stream(job.prompt_ids, job.sampling, job.options, on_round) for job in jobs]
+
+    def _check_room(self, num_jobs: int) -> None:
+        if self._is_stopping:
+            raise _stopping()
+        room = self.max_queued + 1 - self.num_running - self.num_waiting
+        if num_jobs > self.max_queued + 1:
+            raise HttpError(
+                400, f"{num_jobs} answers at once; this server queues at most {self.max_queued + 1}", param="n"
+            )
+        if num_jobs > room:
+            self.metrics.refused += 1
+            raise HttpError(
+                429, f"{self.num_waiting} requests are waiting, the limit: try again later", code="queue_full"
+            )
+
+    def forget(self, ticket: Ticket) -> None:
+        """Take a cancelled ticket out of the queue, if it still waits."""
+        with self._changed:
+            if ticket not in self._waiting:
+                return
+            self._waiting.remove(ticket)
+        ticket.end()
+
+    def stop(self) -> None:
+        """Refuse new and waiting jobs from now on; the running one goes on."""
+        with self._changed:
+            self._is_stopping = True
+            waiting, self._waiting = list(self._waiting), deque()
+            self._changed.notify()
+        for ticket in waiting:
+            ticket.end(_stopping())
+
+    def close(self) -> None:
+        """`stop`, cancel the running job and wait for the thread to end. The model stays open."""
+        self.stop()
+        running = self._running
+        if running is not None:
+            running.cancel()
+        self._thread.join(_JOIN_S)
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._is_stopping:
+                    self._changed.wait()
+                if not self._waiting:
+                    return
+                ticket = self._running = self._waiting.popleft()
+            failure = ticket.run(self.metrics)
+            self._running = None  # before the client knows, so that its next request finds room
+            ticket.end(failure)
+
+
+def _stopping() -> HttpError:
+    return HttpError(503, "the server is stopping", code="stopping")

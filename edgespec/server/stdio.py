@@ -1,0 +1,164 @@
+"""`edgespec serve --stdio`: JSON lines for a program that starts edgespec as its child; no port, no HTTP.
+
+Out: {"event": "hello", "protocol": 1, "version": ...} at once, "ready" once the model answers, then for each request
+"delta"s and one "done" or "error". In: {"op": "chat" | "generate", "id": ..., ...} with the fields of
+/v1/chat/completions or /v1/completions, {"op": "cancel", "id": ...}, {"op": "hello", "protocol": 1}, {"op": "close"}.
+The end of standard input ends the process, so that no sidecar outlives its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+from edgespec import __version__
+from edgespec.server.answer import timings, usage
+from edgespec.server.chat import read_chat
+from edgespec.server.completions import read_completion
+from edgespec.server.exchange import Read, compact
+from edgespec.server.fields import Fields, parse_object
+from edgespec.server.http_errors import HttpError, as_http_error, bad_request
+from edgespec.server.service import Service
+from edgespec.server.signals import handling
+
+PROTOCOL = 1
+_READERS: dict[str, Read] = {"chat": read_chat, "generate": read_completion}
+_OPS = (*_READERS, "cancel", "close", "hello")
+_MOST_ID = 128
+
+
+def serve_stdio(service: Service, load: Callable[[], None], source: BinaryIO, sink: BinaryIO) -> None:
+    """Serve the lines of `source` until it ends or `close` is asked for; `load` gives `service` its model meanwhile.
+
+    Raises what `load` raises.
+    """
+    asyncio.run(_Sidecar(service, sink).run(load, source))
+
+
+class _Sidecar:
+    """The requests of one parent process. `emit` never blocks: a thread writes."""
+
+    def __init__(self, service: Service, sink: BinaryIO) -> None:
+        self._service, self._sink = service, sink
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._lines: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+
+    def emit(self, event: str, **fields: Any) -> None:
+        self._events.put({"event": event, **fields})
+
+    async def run(self, load: Callable[[], None], source: BinaryIO) -> None:
+        loop = asyncio.get_running_loop()
+        writer = threading.Thread(target=self._write, name="edgespec-stdout", daemon=True)
+        writer.start()
+        self.emit("hello", protocol=PROTOCOL, version=__version__)
+        loading = loop.run_in_executor(None, load)
+        loading.add_done_callback(self._on_loaded)
+        threading.Thread(target=self._read, args=(source, loop), name="edgespec-stdin", daemon=True).start()
+        with handling(lambda *_: loop.call_soon_threadsafe(self._lines.put_nowait, None)):
+            while (line := await self._lines.get()) is not None and self._handle(line):
+                pass
+        for task in list(self._tasks.values()):
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await loading
+        await asyncio.to_thread(self._service.close)
+        self._events.put(None)
+        await asyncio.to_thread(writer.join, 5.0)
+
+    def _on_loaded(self, done: asyncio.Future[None]) -> None:
+        if done.cancelled() or done.exception() is not None:
+            self._lines.put_nowait(None)  # `run` raises it
+            return
+        model = self._service.require().model
+        self.emit("ready", model=self._service.name, context_length=model.context_length)
+
+    def _read(self, source: BinaryIO, loop: asyncio.AbstractEventLoop) -> None:
+        """Hand every line to the loop; a line over the limit is cut, which makes it an error."""
+        most, is_rest = self._service.limits.max_body_bytes, False
+        with contextlib.suppress(OSError, ValueError, RuntimeError):  # closed; RuntimeError: the loop is gone
+            while line := source.readline(most + 1):
+                if not is_rest:
+                    loop.call_soon_threadsafe(self._lines.put_nowait, line)
+                is_rest = not line.endswith(b"\n")
+            loop.call_soon_threadsafe(self._lines.put_nowait, None)
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the parent is gone; the end of its input follows
+            while (event := self._events.get()) is not None:
+                self._sink.write(compact(event).encode() + b"\n")
+                self._sink.flush()
+
+    def _handle(self, line: bytes) -> bool:
+        """Carry out one line; False ends the process."""
+        if not line.strip():
+            return True
+        request_id = None
+        try:
+            if len(line) > self._service.limits.max_body_bytes:
+                raise HttpError(413, f"the line is too long: at most {self._service.limits.max_body_bytes} bytes")
+            fields = Fields(parse_object(line))
+            request_id = fields.text("id", _MOST_ID)
+            op = fields.choice("op", _OPS)
+            if op is None:
+                raise bad_request(f"op is missing: give one of {', '.join(_OPS)}", "op")
+            return self._carry_out(op, request_id, fields)
+        except HttpError as exc:
+            self._fail(request_id, exc)
+            return True
+
+    def _carry_out(self, op: str, request_id: str | None, fields: Fields) -> bool:
+        if op == "hello":
+            if fields.whole("protocol", 0, 1 << 31) != PROTOCOL:
+                raise bad_request(f"this edgespec speaks protocol {PROTOCOL}", "protocol", "wrong_protocol")
+            fields.finish()
+        elif op == "close":
+            return False
+        elif request_id is None:
+            raise bad_request("id is missing: give a string", "id")
+        elif op == "cancel":
+            if request_id not in self._tasks:
+                raise bad_request("no request with this id runs", "id", "unknown_id")
+            self._tasks[request_id].cancel()
+        elif request_id in self._tasks:
+            raise bad_request("a request with this id runs already", "id", "duplicate_id")
+        else:
+            task = asyncio.ensure_future(self._answer(request_id, fields, _READERS[op]))
+            self._tasks[request_id] = task
+            task.add_done_callback(lambda _: self._tasks.pop(request_id, None))
+        return True
+
+    async def _answer(self, request_id: str, fields: Fields, read: Read) -> None:
+        try:
+            loaded = self._service.require()
+            exchange = await asyncio.to_thread(read, loaded, fields)
+            if len(exchange.jobs) > 1 or exchange.is_stream:
+                raise bad_request("one answer per request here, which always comes in parts: leave out n and stream")
+            (ticket,) = await loaded.scheduler.submit(exchange.jobs)
+            answer = exchange.answer(ticket)
+            try:
+                async with asyncio.timeout(loaded.limits.timeout_s):
+                    async for piece in answer.pieces():
+                        calls = [
+                            {"id": call.id, "name": call.name, "arguments": call.arguments} for call in piece.calls
+                        ]
+                        if piece.text or calls:
+                            self.emit(
+                                "delta", id=request_id, text=piece.text, **({"tool_calls": calls} if calls else {})
+                            )
+            finally:
+                ticket.cancel()
+            counts = {"usage": usage([answer]), "timings": timings(answer.stats), "seed": ticket.seed}
+            self.emit("done", id=request_id, finish_reason=answer.finish_reason, **counts)
+        except asyncio.CancelledError:
+            self.emit("done", id=request_id, finish_reason="cancelled")
+            raise
+        except Exception as exc:
+            self._fail(request_id, as_http_error(exc))
+
+    def _fail(self, request_id: str | None, error: HttpError) -> None:
+        self.emit("error", id=request_id, **error.body(""))

@@ -1,0 +1,128 @@
+"""Between ASGI and the protocols: bodies within limits, answers that end when their client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from edgespec.server.answer import Answer
+from edgespec.server.exchange import Exchange, Read, compact
+from edgespec.server.fields import Fields, parse_object
+from edgespec.server.http_errors import HttpError, as_http_error
+from edgespec.server.service import Limits, Loaded
+
+Returned = TypeVar("Returned")
+_CLIENT_LEFT = 499  # nginx's number; nobody receives it
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    """`value` as JSON."""
+    return Response(compact(value), status, media_type="application/json")
+
+
+def error_response(error: Exception, path: str) -> Response:
+    """Any exception in the shape of the protocol that `path` belongs to."""
+    known = as_http_error(error)
+    return JSONResponse(known.body(path), known.status, headers=known.headers)
+
+
+async def read_fields(request: Request, limits: Limits) -> Fields:
+    """The JSON object of the body. Raises HttpError 400, 408 or 413."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_timeout_s):
+            async for part in request.stream():
+                body += part
+                if len(body) > limits.max_body_bytes:
+                    raise HttpError(413, f"the body is too large: at most {limits.max_body_bytes} bytes are allowed")
+    except TimeoutError:
+        raise HttpError(408, f"the body did not arrive within {limits.body_timeout_s:g} s") from None
+    return Fields(await asyncio.to_thread(parse_object, bytes(body)))
+
+
+async def respond(request: Request, loaded: Loaded, read: Read) -> Response:
+    """Read, check and queue a request; its answer, whole or as a stream. Raises HttpError and EdgespecError."""
+    fields = await read_fields(request, loaded.limits)
+    exchange = await asyncio.to_thread(read, loaded, fields)
+    tickets = await loaded.scheduler.submit(exchange.jobs)
+    answers = [exchange.answer(ticket) for ticket in tickets]
+    if exchange.is_stream:
+        return EventStream(exchange, answers, loaded.limits.timeout_s)
+    try:
+        return await while_connected(request.receive, _whole(exchange, answers, loaded.limits.timeout_s))
+    except ClientDisconnect:
+        return Response(status_code=_CLIENT_LEFT)
+    finally:
+        cancel(answers)
+
+
+async def _whole(exchange: Exchange, answers: list[Answer], timeout_s: float | None) -> Response:
+    async with asyncio.timeout(timeout_s):
+        for answer in answers:
+            await answer.read()
+    return json_response(exchange.whole(answers))
+
+
+def cancel(answers: list[Answer]) -> None:
+    """End what still runs or waits."""
+    for answer in answers:
+        answer.ticket.cancel()
+
+
+async def while_connected(receive: Receive, work: Awaitable[Returned]) -> Returned:
+    """The result of `work`, which is cancelled when the client leaves. Raises ClientDisconnect then."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """An answer that is sent as it comes. A failure before its first part is an ordinary error with its own status."""
+
+    def __init__(self, exchange: Exchange, answers: list[Answer], timeout_s: float | None) -> None:
+        super().__init__(
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type=exchange.media_type
+        )
+        del self.headers["content-length"]
+        self._exchange, self._answers, self._timeout_s = exchange, answers, timeout_s
+        self._has_begun = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._send_parts(send))
+        except ClientDisconnect:
+            return
+        except Exception as exc:
+            error = as_http_error(exc)
+            if not self._has_begun:
+                await error_response(error, scope["path"])(scope, receive, send)
+                return
+            await send({"type": "http.response.body", "body": self._exchange.failure(error), "more_body": False})
+        finally:
+            cancel(self._answers)
+
+    async def _send_parts(self, send: Send) -> None:
+        async with asyncio.timeout(self._timeout_s):
+            async for part in self._exchange.stream(self._answers):
+                if not self._has_begun:
+                    self._has_begun = True
+                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
