@@ -14,13 +14,12 @@ import click
 
 from edgespec.cli.help import GroupedOption, SettingsCommand
 from edgespec.cli.options import resolve_settings, settings_options
-from edgespec.cli.session import Session, open_session, show_beginning
+from edgespec.cli.session import open_session, show_beginning
 from edgespec.cli.terminal import note
 from edgespec.config import LoadOptions
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.installation import install_command, is_importable
 from edgespec.loading.registry import resolve
-from edgespec.sampling import Sampling
 from edgespec.settings import Settings
 
 if TYPE_CHECKING:
@@ -67,13 +66,15 @@ def command(model_name: str | None, config_file: Path | None, **given: Any) -> i
     def load() -> None:
         with context.scope(cleanup=False):  # click knows its context by thread
             session = open_session(settings, remembers=True)
-            service.use(session.model, _sampling(settings, session), session.options)
+            if "seed" not in settings.values:
+                session.sampling = replace(session.sampling, seed=None)  # another one for each request
+            service.use(session.model, session.sampling, session.options)
             show_beginning(session)
 
     if own["stdio"]:
         from edgespec.server.stdio import serve_stdio
 
-        serve_stdio(service, load, sys.stdin.buffer, _private_output())
+        serve_stdio(service, load, *_private_streams())
     else:
         from edgespec.server.run import serve
 
@@ -116,11 +117,6 @@ def _binding(own: dict[str, Any]) -> Binding:
     return Binding(own["host"], own["port"], own["cors_origin"], until_stdin_closes=own["exit_with_stdin"])
 
 
-def _sampling(settings: Settings, session: Session) -> Sampling:
-    """The session's, with a random seed for every request unless one was given."""
-    return session.sampling if "seed" in settings.values else replace(session.sampling, seed=None)
-
-
 def _announce(url: str) -> None:
     """One line on standard output once the server answers: text for a person, JSON for a program."""
     from edgespec import __version__
@@ -130,8 +126,11 @@ def _announce(url: str) -> None:
     sys.stdout.flush()
 
 
-def _private_output() -> BinaryIO:
-    """Standard output for events alone: whatever else prints there goes to standard error."""
-    own = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+def _private_streams() -> tuple[BinaryIO, BinaryIO]:
+    """Standard input and output for the protocol alone: whatever else prints goes to standard error.
+
+    Input is a file of its own too: the interpreter cannot end while a thread waits for a line of `sys.stdin`.
+    """
+    source, sink = (os.fdopen(os.dup(s.fileno()), mode) for s, mode in ((sys.stdin, "rb"), (sys.stdout, "wb")))
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    return own
+    return source, sink

@@ -85,7 +85,11 @@ def short_configuration(model: Model, sampling: Sampling, options: GenerateOptio
         parts.append("reproducible")
     if is_tuned:
         parts.append("tuned")
-    return " | ".join((*parts, f"seed {sampling.seed}"))
+    return " | ".join((*parts, _seed(sampling)))
+
+
+def _seed(sampling: Sampling) -> str:
+    return "random seeds" if sampling.seed is None else f"seed {sampling.seed}"
 
 
 def _drafting(model: Model, options: GenerateOptions) -> str:
@@ -113,7 +117,7 @@ def configuration_line(model: Model, sampling: Sampling, options: GenerateOption
         f"{facts.name} on {facts.device}, threads {facts.threads}, context {facts.context_length}",
         f"drafter {drafter}" if drafter == "none" else f"drafter {drafter}, draft length {length}, rule {rule}",
         _mode(model, rule),
-        f"seed {sampling.seed}",
+        _seed(sampling),
     )
     return " | ".join(parts)
 

@@ -73,7 +73,7 @@ class ChatExchange(Exchange):
                     "finish_reason": answer.finish_reason,
                 }
             )
-        last = {"usage": usage(answers), "timings": timings(answers[0].stats)}
+        last = {"usage": usage(answers), "timings": timings(answers[0].stats), "seed": answers[0].ticket.seed}
         return self._object("chat.completion", choices) | last
 
     async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
@@ -88,7 +88,8 @@ class ChatExchange(Exchange):
                 num_calls += len(piece.calls)
             if begins:
                 yield self._chunk(index, begins)
-            yield self._chunk(index, {}, reason=answer.finish_reason, extra={"timings": timings(answer.stats)})
+            extra = {"timings": timings(answer.stats), "seed": answer.ticket.seed}
+            yield self._chunk(index, {}, reason=answer.finish_reason, extra=extra)
         if self._includes_usage:
             yield sse(self._object("chat.completion.chunk", []) | {"usage": usage(answers)})
         yield DONE

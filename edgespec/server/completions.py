@@ -49,7 +49,8 @@ class CompletionExchange(Exchange):
             self._choice(index, answer.text, self._logprobs(answer.tokens, 0), answer.finish_reason)
             for index, answer in enumerate(answers)
         ]
-        return self._object(choices) | {"usage": self._usage(answers), "timings": timings(answers[0].stats)}
+        last = {"usage": self._usage(answers), "timings": timings(answers[0].stats), "seed": answers[0].ticket.seed}
+        return self._object(choices) | last
 
     async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
         for index, answer in enumerate(answers):
@@ -59,7 +60,7 @@ class CompletionExchange(Exchange):
                 yield self._chunk(self._choice(index, piece.text, logprobs, None))
                 offset += len(piece.text)
             end = self._choice(index, "", None, answer.finish_reason)
-            yield self._chunk(end, {"timings": timings(answer.stats)})
+            yield self._chunk(end, {"timings": timings(answer.stats), "seed": answer.ticket.seed})
         if self._includes_usage:
             yield sse(self._object([]) | {"usage": self._usage(answers)})
         yield DONE

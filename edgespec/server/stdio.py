@@ -129,8 +129,13 @@ class _Sidecar:
         else:
             task = asyncio.ensure_future(self._answer(request_id, fields, _READERS[op]))
             self._tasks[request_id] = task
-            task.add_done_callback(lambda _: self._tasks.pop(request_id, None))
+            task.add_done_callback(lambda done: self._on_ended(request_id, done))
         return True
+
+    def _on_ended(self, request_id: str, task: asyncio.Task[None]) -> None:
+        del self._tasks[request_id]
+        if task.cancelled():  # perhaps before it began
+            self.emit("done", id=request_id, finish_reason="cancelled")
 
     async def _answer(self, request_id: str, fields: Fields, read: Read) -> None:
         try:
@@ -154,9 +159,6 @@ class _Sidecar:
                 ticket.cancel()
             counts = {"usage": usage([answer]), "timings": timings(answer.stats), "seed": ticket.seed}
             self.emit("done", id=request_id, finish_reason=answer.finish_reason, **counts)
-        except asyncio.CancelledError:
-            self.emit("done", id=request_id, finish_reason="cancelled")
-            raise
         except Exception as exc:
             self._fail(request_id, as_http_error(exc))
 

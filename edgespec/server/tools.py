@@ -59,7 +59,7 @@ class _Hermes(ToolParser):
                 break
             shown += self._passed(start)
             end = self._held.find(_CLOSE)
-            if end < 0:
+            if self.is_over or end < 0:
                 break
             whole, self._held = self._held[: end + len(_CLOSE)], self._held[end + len(_CLOSE) :]
             call = _as_call(_loaded(whole[len(_OPEN) : -len(_CLOSE)]))

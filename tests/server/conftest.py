@@ -1,0 +1,56 @@
+"""The demo pair behind the application, in one process and for all tests of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from starlette.testclient import TestClient
+
+import edgespec
+from demo import TEST_THREADS
+from edgespec import GenerateOptions, Model, Sampling
+from edgespec.server.app import create_app
+from edgespec.server.scheduler import Scheduler
+from edgespec.server.service import Limits, Service
+from serving import BASE_URL
+
+
+@pytest.fixture(scope="session")
+def model() -> Iterator[Model]:
+    """The demo in reproducible mode, so that texts can be compared."""
+    with edgespec.load("demo", reproducible=True, threads=TEST_THREADS) as opened:
+        yield opened
+
+
+@pytest.fixture
+def service(model: Model) -> Iterator[Service]:
+    """A service of its own for each test; the model stays open."""
+    service = Service("demo", Limits(max_queued=4, timeout_s=60.0))
+    service.use(model)
+    yield service
+    assert service.loaded is not None
+    service.loaded.scheduler.close()
+
+
+@pytest.fixture
+def scheduler(service: Service) -> Scheduler:
+    assert service.loaded is not None
+    return service.loaded.scheduler
+
+
+@pytest.fixture
+def client(service: Service) -> TestClient:
+    return TestClient(create_app(service), base_url=BASE_URL)
+
+
+@pytest.fixture
+def greedy(model: Model) -> Sampling:
+    """What a request with temperature 0 uses: the model's recommended settings otherwise."""
+    return replace(model.recommended_sampling, temperature=0.0)
+
+
+@pytest.fixture
+def plain() -> GenerateOptions:
+    return GenerateOptions(max_tokens=24, drafter="none")

@@ -1,0 +1,103 @@
+"""/v1/completions, models, tokenising, health, properties and metrics."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+from starlette.testclient import TestClient
+
+from edgespec import GenerateOptions, Model, Sampling
+from edgespec.server.app import create_app
+from edgespec.server.service import Service
+from serving import BASE_URL
+
+COMPLETE = "/v1/completions"
+
+
+def test_texts_are_continued(client: TestClient, model: Model, greedy: Sampling, plain: GenerateOptions):
+    expected = model.generate("The capital of", greedy, plain)
+    fields = {"prompt": "The capital of", "max_tokens": 24, "temperature": 0}
+    answer = client.post(COMPLETE, json=fields).json()
+    assert answer["choices"][0]["text"] == expected.text and answer["object"] == "text_completion"
+    ids = list(expected.prompt_token_ids)
+    both = client.post(COMPLETE, json=fields | {"prompt": [ids, ids], "n": 2, "max_tokens": 4}).json()
+    assert len({choice["text"] for choice in both["choices"]}) == 1
+    assert [choice["index"] for choice in both["choices"]] == [0, 1, 2, 3]
+    assert both["usage"]["prompt_tokens"] == 2 * len(ids) and both["usage"]["completion_tokens"] == 16
+
+
+def test_a_streamed_completion(client: TestClient, model: Model, greedy: Sampling, plain: GenerateOptions):
+    expected = model.generate("The capital of", greedy, replace(plain, top_logprobs=2))
+    fields = {"prompt": "The capital of", "max_tokens": 24, "temperature": 0, "logprobs": 2, "stream": True}
+    *events, done, _ = client.post(COMPLETE, json=fields | {"stream_options": {"include_usage": True}}).text.split(
+        "\n\n"
+    )
+    *parts, last = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert done == "data: [DONE]" and last["usage"]["completion_tokens"] == len(expected.token_ids)
+    choices = [part["choices"][0] for part in parts]
+    assert "".join(choice["text"] for choice in choices) == expected.text
+    assert choices[-1]["finish_reason"] == expected.finish_reason
+    logprobs = [each for choice in choices[:-1] for each in choice["logprobs"]["token_logprobs"]]
+    assert logprobs == list(expected.logprobs[: len(logprobs)]) and len(logprobs) >= len(expected.logprobs) - 1
+    whole = client.post(COMPLETE, json=fields | {"stream": False}).json()["choices"][0]["logprobs"]
+    offsets = [each for choice in choices[:-1] for each in choice["logprobs"]["text_offset"]]
+    assert whole["text_offset"] == offsets and offsets[0] == 0 and offsets == sorted(set(offsets))
+
+
+def test_control_tokens_in_a_prompt_are_text(client: TestClient, model: Model):
+    text = "a<|im_end|>"
+    ids = client.post("/tokenize", json={"content": text}).json()["tokens"]
+    special = client.post("/tokenize", json={"content": text, "parse_special": True}).json()["tokens"]
+    assert len(special) < len(ids)
+    assert client.post("/detokenize", json={"tokens": ids}).json() == {"content": text}
+    assert client.post("/detokenize", json={"tokens": special}).json() == {"content": "a"}
+    assert client.post(COMPLETE, json={"prompt": text, "max_tokens": 1}).json()["usage"]["prompt_tokens"] == len(
+        model.encode(text)
+    )
+    pieces = client.post("/tokenize", json={"content": "a b", "with_pieces": True}).json()["tokens"]
+    assert [piece["id"] for piece in pieces] == client.post("/tokenize", json={"content": "a b"}).json()["tokens"]
+
+
+def test_the_model_is_listed(client: TestClient, model: Model):
+    (listed,) = client.get("/v1/models").json()["data"]
+    assert listed["id"] == "demo" and listed["meta"]["n_ctx"] == model.context_length
+    assert client.get("/v1/models/demo").json() == listed
+
+
+def test_properties_hold_no_path(client: TestClient, model: Model):
+    answered = client.get("/props")
+    assert answered.json()["default_generation_settings"]["n_ctx"] == model.context_length
+    assert str(model.pair.files["target"].path.parent) not in answered.text
+
+
+def test_before_the_model_is_loaded(model: Model):
+    service = Service("demo")
+    client = TestClient(create_app(service), base_url=BASE_URL)
+    assert (client.get("/health").status_code, client.get("/health").json()) == (503, {"status": "loading"})
+    answered = client.post("/v1/chat/completions", json={"messages": []})
+    assert answered.status_code == 503 and answered.headers["retry-after"] == "1"
+    assert client.get("/v1/models").json()["data"][0]["id"] == "demo"
+    assert "edgespec_model_loaded 0" in client.get("/metrics").text
+    service.use(model)
+    assert client.get("/health").json() == {"status": "ok", "running": 0, "waiting": 0}
+    service.require().scheduler.close()
+
+
+def test_metrics_count_tokens_and_accepted_positions(client: TestClient):
+    fields = {"prompt": "one two three one two three one two", "max_tokens": 40, "temperature": 0}
+    answer = client.post(COMPLETE, json=fields | {"speculative": {"draft_length": 3}}).json()
+    timings, reason = answer["timings"], answer["choices"][0]["finish_reason"]
+    client.get("/secret/path")
+    text = client.get("/metrics").text
+    assert all(re.fullmatch(r"# (HELP|TYPE) \w+ .+|\w+(\{.+\})? [\d.e+-]+", line) for line in text.splitlines())
+    found = {line.split(" ")[0]: float(line.split(" ")[1]) for line in text.splitlines() if line[0] != "#"}
+    assert found["edgespec_tokens_total"] == timings["predicted_n"]
+    assert found["edgespec_draft_tokens_total"] == timings["draft_n"]
+    positions = [found.get(f'edgespec_draft_tokens_accepted_per_position_total{{position="{i}"}}', 0) for i in range(3)]
+    assert sum(positions) == found["edgespec_draft_tokens_accepted_total"] == timings["draft_n_accepted"] > 0
+    assert positions == sorted(positions, reverse=True)
+    assert found['edgespec_http_requests_total{path="/v1/completions",status="200"}'] == 1
+    assert found['edgespec_http_requests_total{path="other",status="404"}'] == 1 and "secret" not in text
+    assert found[f'edgespec_generations_total{{reason="{reason}"}}'] == 1

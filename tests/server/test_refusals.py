@@ -1,0 +1,211 @@
+"""Bad requests: one clear 4xx each, in the protocol's shape, without a path or a traceback; and who may ask at all."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from edgespec.errors import EngineError, ModelFileError
+from edgespec.server.app import create_app
+from edgespec.server.http_errors import as_http_error
+from edgespec.server.service import Limits, Service
+from serving import BASE_URL
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "Hi"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"messages": None}, "messages", "missing"),
+        ({"messages": "hi"}, "messages", "must be a list"),
+        ({"messages": []}, None, "empty"),
+        ({"messages": [{"role": "king", "content": "x"}]}, None, "allowed: system, user"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None, "only text"),
+        ({"messages": [{"role": "user", "content": "x " * 5000}]}, None, "context holds"),
+        ({"temperature": "hot"}, "temperature", "must be a number"),
+        ({"temperature": -1}, "temperature", "from 0 to 100"),
+        ({"top_p": 0}, "top_p", "from 1e-09 to 1"),
+        ({"top_k": 1.5}, "top_k", "whole number"),
+        ({"seed": "1"}, "seed", "whole number"),
+        ({"max_tokens": 0}, "max_tokens", "from 1"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "give one"),
+        ({"n": 17}, "n", "from 1 to 16"),
+        ({"n": 6}, "n", "at most 5"),
+        ({"stop": [""]}, "stop", "1 to 512"),
+        ({"stop": ["a"] * 17}, "stop", "at most 16"),
+        ({"stop": {"a": 1}}, "stop", "must be a list"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "digits"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias", "vocabulary"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "at most 1024"),
+        ({"logprobs": 5}, "logprobs", "true or false"),
+        ({"top_logprobs": 5}, "top_logprobs", "logprobs: true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "0 to 20"),
+        ({"stream": "yes"}, "stream", "true or false"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
+        ({"stream": True, "stream_options": {"include_use": True}}, "stream_options.include_use", "did you mean"),
+        ({"tools": [{"type": "function"}]}, "tools.0", "function"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "letters"),
+        ({"tools": [TOOL] * 129}, "tools", "at most 128"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "not supported"),
+        ({"functions": [{"name": "f"}]}, "functions", "use tools"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "not supported"),
+        ({"speculative": 4}, "speculative", "must be an object"),
+        ({"speculative": {"drafters": "x"}}, "speculative.drafters", "did you mean 'drafter'"),
+        ({"speculative": {"drafter": "x"}}, None, "drafter 'x' is not known"),
+        ({"speculative": {"drafter": "early-exit"}}, None, "early-exit"),
+        ({"speculative": {"draft_length": 65}}, "draft_length", "0..64"),
+        ({"temprature": 1}, "temprature", "did you mean 'temperature'"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
+    ],
+)  # fmt: skip
+def test_a_bad_field_is_named(client: TestClient, fields: dict[str, Any], param: str | None, words: str):
+    answered = client.post(CHAT, json={"messages": MESSAGES} | fields)
+    error = answered.json()["error"]
+    assert answered.status_code == 400, error
+    assert error["type"] == "invalid_request_error" and error.keys() == {"message", "type", "param", "code"}
+    assert words in error["message"] and error["param"] == param
+
+
+def test_null_and_harmless_fields_are_accepted(client: TestClient):
+    fields = {"stop": None, "tools": None, "logit_bias": None, "user": "me", "metadata": {"a": "b"}, "n": None}
+    answered = client.post(
+        CHAT, json={"messages": MESSAGES, "max_tokens": 1, "response_format": {"type": "text"}} | fields
+    )
+    assert answered.status_code == 200, answered.text
+
+
+@pytest.mark.parametrize("name", ["gpt-5", "../../etc/passwd", "/etc/passwd", "models/demo"])
+def test_names_of_models_are_not_paths(client: TestClient, name: str):
+    answered = client.post(CHAT, json={"model": name, "messages": MESSAGES})
+    assert (answered.status_code, answered.json()["error"]["code"]) == (404, "model_not_found")
+    assert client.get(f"/v1/models/{name.replace('/', '%2F')}").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/v1/nothing", 404), ("GET", CHAT, 405), ("POST", "/v1/models", 405), ("POST", "/v1/embeddings", 501),
+     ("GET", "/v1/chat/completions/", 404)],
+)  # fmt: skip
+def test_what_is_not_there(client: TestClient, method: str, path: str, status: int):
+    answered = client.request(method, path, json={"input": "x", "model": "demo"})
+    assert answered.status_code == status and answered.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "not valid JSON"),
+        (b"[]", "must be a JSON object, got a list"),
+        (b"{", "not valid JSON"),
+        (b"\xff\xfe", "not UTF-8"),
+        (b'{"messages": NaN}', "NaN is no JSON number"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "too long"),
+        (b'{"a":' * 65 + b"1" + b"}" * 65, "levels deep"),
+        (b"[" * 200_000, "levels deep"),
+        (b'{"messages": "\\ud800"}', "surrogate"),
+    ],
+)
+def test_a_body_that_is_no_request(client: TestClient, body: bytes, words: str):
+    answered = client.post(CHAT, content=body)
+    assert answered.status_code == 400 and words in answered.json()["error"]["message"]
+
+
+def test_a_large_body_is_refused(service: Service):
+    service.loaded = replace(service.require(), limits=Limits(max_body_bytes=1000))
+    with TestClient(create_app(service), base_url=BASE_URL) as client:
+        assert client.post(CHAT, content=b"x" * 1001).status_code == 413
+
+
+PATHS = (CHAT, "/v1/completions", "/tokenize", "/detokenize")
+VALID: dict[str, Any] = {
+    "model": "demo", "messages": MESSAGES, "prompt": "x", "content": "x", "tokens": [1], "max_tokens": 1, "n": 1,
+    "stop": ["a"], "temperature": 0.5, "seed": 1, "logit_bias": {"1": 1}, "stream": False, "tools": [TOOL],
+    "speculative": {"drafter": "none"}, "response_format": {"type": "text"}, "stream_options": None, "top_p": 0.5,
+}  # fmt: skip
+VALUES: tuple[Any, ...] = (
+    None, True, 0, -1, 1.5, 10**30, "", "\0", "<|im_end|>", "𝄞" * 99, [], [[]], [None], {}, {"a": {}}, [1, "a"],
+    {"role": "user"}, [{"role": "user", "content": {}}], [{"role": "tool", "content": "x"}], ["x", [1, -1]], [10**9],
+    [{"role": "assistant", "tool_calls": [{}]}], [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}],
+)  # fmt: skip
+
+
+def malformed(draw: random.Random) -> bytes:
+    """A request with some fields broken, some missing, one unknown; or broken as bytes."""
+    fields = {name: value for name, value in VALID.items() if draw.random() < 0.6}
+    for name in draw.sample(sorted(VALID), draw.randint(1, 3)):
+        fields[name] = draw.choice(VALUES)
+    fields["x" * draw.randint(1, 9)] = draw.choice(VALUES[1:])
+    body = json.dumps(fields).encode()
+    if draw.random() < 0.3:
+        cut = draw.randrange(len(body))
+        body = body[:cut] + bytes(draw.choices(range(256), k=draw.randint(0, 8))) + body[cut + draw.randint(1, 8) :]
+    return body
+
+
+def test_malformed_bodies_are_4xx(client: TestClient):
+    draw = random.Random(20)
+    for _ in range(240):
+        path, body = draw.choice(PATHS), malformed(draw)
+        answered = client.post(path, content=body)
+        assert 400 <= answered.status_code < 500, (path, body, answered.text)
+        assert answered.json()["error"]["message"], body
+
+
+# -- who may ask
+
+
+def guarded(service: Service, **settings: Any) -> TestClient:
+    return TestClient(create_app(service, **settings), base_url=BASE_URL)
+
+
+def test_a_key_is_demanded_everywhere_but_for_health(service: Service):
+    service.api_key = "secret-äß"
+    client = guarded(service)
+    assert client.get("/health").status_code == 200
+    for path in ("/v1/models", "/metrics", "/props", "/nothing"):
+        answered = client.get(path)
+        assert (answered.status_code, answered.json()["error"]["code"]) == (401, "invalid_api_key")
+    for wrong in ({"Authorization": "Bearer x"}, {"Authorization": "secret"}, {"x-api-key": ""}):
+        assert client.get("/v1/models", headers=wrong).status_code == 401
+    service.api_key = "secret"
+    for right in ({"Authorization": "Bearer secret"}, {"authorization": "bearer secret"}, {"x-api-key": "secret"}):
+        assert client.get("/v1/models", headers=right).status_code == 200
+
+
+def test_pages_of_other_sites_are_refused(service: Service):
+    evil, good = {"Origin": "https://evil.example"}, {"Origin": "https://good.example"}
+    client = guarded(service)
+    assert client.get("/v1/models", headers=evil).json()["error"]["code"] == "wrong_origin"
+    assert client.get("/v1/models", headers={"Origin": BASE_URL}).status_code == 200
+    assert "access-control-allow-origin" not in client.get("/v1/models").headers
+    client = guarded(service, origins=("https://good.example",))
+    assert client.get("/v1/models", headers=evil).status_code == 403
+    answered = client.get("/v1/models", headers=good)
+    assert answered.status_code == 200 and answered.headers["access-control-allow-origin"] == good["Origin"]
+    asked = good | {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    assert client.options(CHAT, headers=asked).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "", "[::1", "127.0.0.1.evil.example"])
+def test_a_name_that_points_here_is_refused(client: TestClient, host: str):
+    assert client.get("/v1/models", headers={"Host": host}).json()["error"]["code"] == "wrong_host"
+
+
+def test_a_server_for_others_takes_any_host(service: Service):
+    client = guarded(service, hosts=())
+    assert client.get("/v1/models", headers={"Host": "box.local:8080"}).status_code == 200
+
+
+@pytest.mark.parametrize("error", [EngineError("/home/me/model.gguf broke"), KeyError("/home/me"), OSError("/home/me"),
+                                   ModelFileError("/home/me/draft.gguf is cut")])  # fmt: skip
+def test_errors_inside_do_not_show_paths(error: Exception):
+    known = as_http_error(error)
+    assert known.status in (400, 500) and "/home" not in json.dumps(known.body("/v1/models"))

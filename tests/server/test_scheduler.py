@@ -1,0 +1,193 @@
+"""The queue: in order, with a limit, cancelled at once; clients that leave; a server that stops."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+
+from edgespec import GenerateOptions, Model, Sampling
+from edgespec.errors import EdgespecError, SamplingError
+from edgespec.server.app import create_app
+from edgespec.server.http_errors import HttpError
+from edgespec.server.scheduler import Job, Scheduler, Ticket
+from edgespec.server.service import Service
+from waiting import reached
+
+LONG = GenerateOptions(max_tokens=1900, ignore_eos=True, logprobs=False)
+SHORT = GenerateOptions(max_tokens=4, ignore_eos=True, logprobs=False)
+
+
+def job(model: Model, options: GenerateOptions = SHORT, text: str = "Once") -> Job:
+    return Job(model.encode(text), Sampling(seed=3), options)
+
+
+async def text_of(ticket: Ticket) -> str:
+    return "".join([event.text async for events in ticket for event in events])
+
+
+async def begin(scheduler: Scheduler, model: Model) -> Ticket:
+    """A long generation that has begun."""
+    (ticket,) = await scheduler.submit([job(model, LONG)])
+    await reached(lambda: ticket.stats.new_tokens > 0)
+    return ticket
+
+
+def test_jobs_are_run_in_order(scheduler: Scheduler, model: Model):
+    async def main() -> None:
+        tickets = [(await scheduler.submit([job(model, text=text)]))[0] for text in ("One", "Two", "Three")]
+        ended: list[int] = []
+
+        async def read(index: int) -> str:
+            text = await text_of(tickets[index])
+            ended.append(index)
+            return text
+
+        texts = await asyncio.gather(*(read(index) for index in (2, 1, 0)))
+        assert ended == [0, 1, 2]
+        plain = [model.generate(text, Sampling(seed=3), SHORT).text for text in ("Three", "Two", "One")]
+        assert texts == plain
+
+    asyncio.run(main())
+
+
+def test_a_full_queue_refuses_and_a_cancelled_job_makes_room(scheduler: Scheduler, model: Model):
+    async def main() -> None:
+        running = await begin(scheduler, model)
+        waiting = await scheduler.submit([job(model)] * 4)
+        with pytest.raises(HttpError) as caught:
+            await scheduler.submit([job(model)])
+        assert (caught.value.status, caught.value.headers["Retry-After"]) == (429, "1")
+        waiting[1].cancel()
+        assert scheduler.num_waiting == 3 and await text_of(waiting[1]) == ""
+        (last,) = await scheduler.submit([job(model)])
+        running.cancel()
+        texts = [await text_of(each) for each in (waiting[0], waiting[2], waiting[3], last)]
+        assert len(set(texts)) == 1 and texts[0]
+        await text_of(running)
+        assert running.stats.new_tokens < 1900 and running.finish_reason == "cancelled"
+
+    asyncio.run(main())
+
+
+def test_a_bad_job_takes_no_place(scheduler: Scheduler, model: Model):
+    bad = Job(model.encode("x"), Sampling(logit_bias={10**6: 1.0}), SHORT)
+
+    async def main() -> None:
+        with pytest.raises(SamplingError):
+            await scheduler.submit([job(model), bad])
+        assert scheduler.num_waiting == 0
+
+    asyncio.run(main())
+
+
+def test_a_failure_reaches_its_reader_and_no_other(scheduler: Scheduler, model: Model, monkeypatch: pytest.MonkeyPatch):
+    forward, calls = model.target.forward, []
+
+    def failing(*given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise EdgespecError("broken")
+        return forward(*given)
+
+    async def main() -> None:
+        monkeypatch.setattr(model.target, "forward", failing)
+        options = GenerateOptions(max_tokens=20, drafter="none", ignore_eos=True)
+        broken, fine = await scheduler.submit([job(model, options), job(model)])
+        with pytest.raises(EdgespecError, match="broken"):
+            await text_of(broken)
+        assert await text_of(fine)
+
+    asyncio.run(main())
+
+
+def test_stopping_refuses_the_waiting_and_finishes_the_running(scheduler: Scheduler, model: Model):
+    async def main() -> None:
+        options = GenerateOptions(max_tokens=60, ignore_eos=True)
+        running, waiting = await scheduler.submit([job(model, options), job(model)])
+        await reached(lambda: running.stats.new_tokens > 0)
+        scheduler.stop()
+        with pytest.raises(HttpError, match="stopping"):
+            await text_of(waiting)
+        with pytest.raises(HttpError, match="stopping"):
+            await scheduler.submit([job(model)])
+        await text_of(running)
+        assert running.stats.new_tokens == 60
+
+    asyncio.run(main())
+
+
+# -- clients that leave
+
+
+class Client:
+    """One request as an ASGI server hands it to the application; `leave` closes the connection."""
+
+    def __init__(self, app: Starlette, **fields: Any) -> None:
+        body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1900} | fields).encode()
+        self._received: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._received.put_nowait({"type": "http.request", "body": body, "more_body": False})
+        self.sent: list[dict[str, Any]] = []
+        headers = [(b"host", b"127.0.0.1")]
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/chat/completions",
+            "headers": headers,
+            "query_string": b"",
+        }
+        self.task = asyncio.ensure_future(app(scope, self._received.get, self._send))
+
+    async def _send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def leave(self) -> None:
+        self._received.put_nowait({"type": "http.disconnect"})
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_that_leaves_ends_its_generation_and_no_other(service: Service, model: Model, is_stream: bool):
+    scheduler, app = service.require().scheduler, create_app(service)
+    bias = {str(token_id): -100 for token_id in model.target.vocabulary.end_ids}
+
+    async def main() -> None:
+        running = Client(app, stream=is_stream, logit_bias=bias)
+        await reached(lambda: scheduler.num_running == 1)
+        waiting = Client(app, stream=is_stream, logit_bias=bias)
+        await reached(lambda: scheduler.num_waiting == 1)
+        last = Client(app, stream=is_stream, logit_bias=bias, max_tokens=5)
+        await reached(lambda: scheduler.num_waiting == 2)
+        waiting.leave()
+        await waiting.task
+        assert scheduler.num_waiting == 1
+        running.leave()
+        await running.task
+        await last.task
+        assert last.sent[0]["status"] == 200 and b'"length"' in b"".join(part["body"] for part in last.sent[1:])
+        await reached(lambda: scheduler.num_running == 0)
+        assert service.metrics.finished == {"cancelled": 1, "length": 1}
+        assert service.metrics.new_tokens < 1900
+
+    asyncio.run(main())
+
+
+def test_an_answer_that_takes_too_long_is_an_error(model: Model):
+    service = Service("demo")
+    service.limits = type(service.limits)(timeout_s=0.05)
+    service.use(model)
+    app = create_app(service)
+    bias = {str(token_id): -100 for token_id in model.target.vocabulary.end_ids}
+
+    async def main() -> None:
+        whole = Client(app, logit_bias=bias)
+        await whole.task
+        assert whole.sent[0]["status"] == 504
+        streamed = Client(app, logit_bias=bias, stream=True)
+        await streamed.task
+        assert b'data: {"error":' in streamed.sent[-1]["body"] and not streamed.sent[-1]["more_body"]
+
+    asyncio.run(main())
+    service.require().scheduler.close()

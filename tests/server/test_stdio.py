@@ -1,0 +1,116 @@
+"""`edgespec serve --stdio`: JSON lines in and out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgespec import GenerateOptions, Model, __version__
+from serving import ENDS_WITHIN_S, errors_of, read_line, served
+
+QUESTION = [{"role": "user", "content": "I want a table for two in San Jose."}]
+
+
+@pytest.fixture(scope="module")
+def sidecar(private_home: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with served(private_home, "--stdio", "--reproducible") as process:
+        assert read_line(process) == {"event": "hello", "protocol": 1, "version": __version__}
+        ready = read_line(process)
+        assert (ready["event"], ready["model"]) == ("ready", "demo")
+        yield process
+
+
+def send(process: subprocess.Popen[bytes], *requests: dict[str, Any] | bytes) -> None:
+    assert process.stdin is not None
+    for request in requests:
+        process.stdin.write((request if isinstance(request, bytes) else json.dumps(request).encode()) + b"\n")
+    process.stdin.flush()
+
+
+def events_until(process: subprocess.Popen[bytes], *ended: str) -> list[dict[str, Any]]:
+    """Events until each of the requests `ended` is done or has failed."""
+    left, events = set(ended), []
+    while left:
+        events.append(read_line(process))
+        if events[-1]["event"] in ("done", "error"):
+            left -= {events[-1]["id"]}
+    return events
+
+
+def test_two_requests_get_their_own_texts(sidecar: subprocess.Popen[bytes], model: Model):
+    sampling = replace(model.recommended_sampling, temperature=1.0, seed=9)
+    options = GenerateOptions(max_tokens=20, drafter="none")
+    expected = {"a": model.chat(QUESTION, sampling, options).result(), "b": model.generate("Once", sampling, options)}
+    fields = {"temperature": 1.0, "seed": 9, "max_tokens": 20}
+    send(
+        sidecar,
+        {"op": "chat", "id": "a", "messages": QUESTION, **fields},
+        {"op": "generate", "id": "b", "prompt": "Once", **fields},
+    )
+    events = events_until(sidecar, "a", "b")
+    for request_id, result in expected.items():
+        own = [event for event in events if event["id"] == request_id]
+        assert "".join(event["text"] for event in own[:-1]) == result.text
+        assert own[-1]["finish_reason"] == result.finish_reason and own[-1]["seed"] == 9
+        assert own[-1]["usage"]["completion_tokens"] == len(result.token_ids)
+
+
+def test_a_request_is_cancelled_while_it_runs_or_waits(sidecar: subprocess.Popen[bytes], model: Model):
+    bias = {str(token_id): -100 for token_id in model.target.vocabulary.end_ids}
+    send(sidecar, *({"op": "generate", "id": name, "prompt": "x", "logit_bias": bias} for name in ("a", "b")))
+    while (event := read_line(sidecar))["event"] != "delta":
+        pass
+    assert event["id"] == "a"
+    send(sidecar, {"op": "cancel", "id": "b"}, {"op": "cancel", "id": "a"})
+    events = events_until(sidecar, "a", "b")
+    assert [event["finish_reason"] for event in events if event["event"] == "done"] == ["cancelled", "cancelled"]
+
+
+@pytest.mark.parametrize(
+    ("request_line", "words"),
+    [
+        (b"{", "not valid JSON"),
+        ({"op": "sing", "id": "x"}, "one of chat, generate, cancel, close, hello"),
+        ({"id": "x"}, "op is missing"),
+        ({"op": "chat", "messages": QUESTION}, "id is missing"),
+        ({"op": "chat", "id": 5, "messages": QUESTION}, "id must be a string"),
+        ({"op": "chat", "id": "x", "mesages": QUESTION}, "messages is missing"),
+        ({"op": "chat", "id": "x", "messages": QUESTION, "n": 2}, "leave out n"),
+        ({"op": "cancel", "id": "nobody"}, "no request with this id"),
+        ({"op": "hello", "protocol": 2}, "speaks protocol 1"),
+    ],
+)
+def test_bad_lines_are_answered(sidecar: subprocess.Popen[bytes], request_line: Any, words: str):
+    send(sidecar, request_line)
+    event = read_line(sidecar)
+    assert event["event"] == "error" and words in event["error"]["message"]
+
+
+def test_a_sidecar_ends_with_its_parent(sidecar: subprocess.Popen[bytes]):
+    """Last but one in this file: the process is gone after it. A running answer does not keep it alive."""
+    assert sidecar.stdin is not None
+    send(sidecar, {"op": "generate", "id": "z", "prompt": "x"})
+    sidecar.stdin.close()
+    assert sidecar.wait(ENDS_WITHIN_S) == 0
+    sidecar.stdin = None
+    assert "Traceback" not in errors_of(sidecar)
+
+
+def test_a_model_that_is_not_there_is_one_line(private_home: Path, tmp_path: Path):
+    missing = tmp_path / "none.gguf"
+    with served(private_home, "--stdio", "-md", str(missing)) as process:
+        assert process.wait(ENDS_WITHIN_S) == 2
+        (line,) = errors_of(process).splitlines()
+        assert line.startswith("error: no draft file")
+
+
+def test_close_ends_it(private_home: Path):
+    with served(private_home, "--stdio") as process:
+        send(process, {"op": "hello", "protocol": 1}, {"op": "close"})
+        assert process.wait(ENDS_WITHIN_S) == 0

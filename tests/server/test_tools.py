@@ -1,0 +1,68 @@
+"""Tool calls in the known formats, whatever pieces the text comes in."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from edgespec.server.tools import ToolParser, tool_parser
+
+HERMES = "{% if tools %}<tool_call>{% endif %}"
+MISTRAL = "{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]"
+LLAMA = "{% if tools %}Environment: ipython{% endif %}"
+Found = tuple[str, list[tuple[str, dict]]]
+
+
+def parse(template: str, text: str, step: int) -> Found:
+    """Text and calls of an answer that comes `step` characters at a time."""
+    kind = tool_parser(template)
+    assert kind is not None
+    parser: ToolParser = kind()
+    shown, calls = "", []
+    for begin in range(0, len(text), step):
+        if parser.is_over:
+            break
+        piece, found = parser.push(text[begin : begin + step])
+        shown, calls = shown + piece, calls + found
+    piece, found = parser.finish()
+    return shown + piece, [(call.name, json.loads(call.arguments)) for call in calls + found]
+
+
+@pytest.mark.parametrize("step", [1, 3, 7, 1000])
+@pytest.mark.parametrize(
+    ("template", "text", "expected"),
+    [
+        (HERMES, 'Hm.<tool_call>\n{"name": "f", "arguments": {"a": [1]}}\n</tool_call>', ("Hm.", [("f", {"a": [1]})])),
+        (
+            HERMES,
+            '<tool_call>{"name":"f","arguments":{}}</tool_call>\n<tool_call>{"name":"g","arguments":"{\\"b\\":2}"}</tool_call>\n',
+            ("", [("f", {}), ("g", {"b": 2})]),
+        ),
+        (HERMES, '<tool_call>{"name":"f"}</tool_call> So <tool_call>{"name":"g"}</tool_call>', ("", [("f", {})])),
+        (HERMES, "<tool_call>no JSON</tool_call>", ("<tool_call>no JSON</tool_call>", [])),
+        (HERMES, 'cut <tool_call>{"name": "f', ('cut <tool_call>{"name": "f', [])),
+        (HERMES, "a < b <tool", ("a < b <tool", [])),
+        (MISTRAL, 'Ok [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+         ("Ok ", [("f", {"a": 1}), ("g", {})])),
+        (MISTRAL, "[TOOL_CALLS] [broken", ("[TOOL_CALLS] [broken", [])),
+        (MISTRAL, "An [answer]", ("An [answer]", [])),
+        (LLAMA, '{"name": "f", "parameters": {"a": 1}}', ("", [("f", {"a": 1})])),
+        (LLAMA, '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', ("", [("f", {}), ("g", {})])),
+        (LLAMA, '{"city": "Paris"}', ('{"city": "Paris"}', [])),
+        (LLAMA, "  An answer {}", ("  An answer {}", [])),
+    ],
+)  # fmt: skip
+def test_calls_and_text_are_told_apart(template: str, text: str, expected: Found, step: int):
+    assert parse(template, text, step) == expected
+
+
+@pytest.mark.parametrize("template", [None, "{{ messages }}", "{% if tools %}<tool_call><function={% endif %}",
+                                      "{{ tools }}[TOOL_CALLS]x[ARGS]", "{{ tools }}"])  # fmt: skip
+def test_a_format_that_is_not_known_has_no_parser(template: str | None):
+    assert tool_parser(template) is None
+
+
+def test_deep_json_is_no_call():
+    text = "<tool_call>" + "[" * 100_000 + "</tool_call>"
+    assert parse(HERMES, text, 1_000_000) == (text, [])
