@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
+from click.core import ParameterSource
 
 from edgespec.cli.help import GroupedOption, SettingsCommand
 from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.session import open_session, show_beginning
+from edgespec.cli.status import stop_waiting
 from edgespec.cli.terminal import note
 from edgespec.config import LoadOptions
 from edgespec.errors import CapabilityError, ConfigError
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 API_KEY = "EDGESPEC_API_KEY"
 _NEEDED = ("starlette", "uvicorn")
+_HTTP_ONLY = ("host", "port", "api_key", "cors_origin", "exit_with_stdin")
 
 
 def _option(*flags: str, **attributes: Any) -> Callable[[Any], Any]:
@@ -55,13 +58,14 @@ def command(model_name: str | None, config_file: Path | None, **given: Any) -> i
 
     MODEL is a name (demo), a GGUF or ONNX file, or a folder with one.
     """
-    names = ("host", "port", "api_key", "cors_origin", "alias", "max_queue", "timeout", "exit_with_stdin", "stdio")
-    own = {name: given.pop(name) for name in names}
-    if not own["stdio"]:
+    context = click.get_current_context()
+    own = {name: given.pop(name) for name in (*_HTTP_ONLY, "alias", "max_queue", "timeout", "stdio")}
+    if own["stdio"]:
+        _refuse_http_options(context)
+    else:
         _require_libraries()
     settings = resolve_settings(given, model_name, config_file)
     service = _service(settings, own)
-    context = click.get_current_context()
 
     def load() -> None:
         with context.scope(cleanup=False):  # click knows its context by thread
@@ -82,7 +86,17 @@ def command(model_name: str | None, config_file: Path | None, **given: Any) -> i
         if not binding.is_local and service.api_key is None:
             note(f"warning: everybody who reaches {binding.host} can use this server: set {API_KEY}")
         serve(service, binding, load, _announce)
+    if service.loaded is None:  # stopped while loading, which goes on in native code
+        stop_waiting()
+        os._exit(0)
     return 0
+
+
+def _refuse_http_options(context: click.Context) -> None:
+    given = [name for name in _HTTP_ONLY if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
+    if given:
+        flag = f"--{given[0].replace('_', '-')}"
+        raise ConfigError(f"--stdio has no HTTP server and always ends with standard input: leave {flag} out")
 
 
 def _require_libraries() -> None:

@@ -88,6 +88,12 @@ def waiting(text: str) -> Iterator[OnProgress]:
         one.end()
 
 
+def stop_waiting() -> None:
+    """Take down what is shown of a wait in another thread that this process does not wait for any more."""
+    for one in list(_waiting):
+        one.end()
+
+
 def report_progress(text: str) -> bool:
     """Show `text` as what is being waited for; False where nothing is."""
     if not _waiting:

@@ -41,6 +41,7 @@ class Answer:
         self._vocabulary, self._parser, self._parallel = vocabulary, parser, parallel
         self._shown = _ShownTokens(vocabulary)
         self._end: TokenEvent | None = None
+        self._token_ids: list[int] = []
         self._is_cut = False  # the calls are complete: what the model writes after them is dropped
 
     @property
@@ -55,11 +56,13 @@ class Answer:
             return "tool_calls"
         return "length" if self._end is not None and self._end.finish_reason == "length" else "stop"
 
-    @property
-    def ended_by_stop_string(self) -> bool:
-        """Whether one of the request's stop strings ended it."""
+    def matched_stop(self, stops: Sequence[str]) -> str | None:
+        """Which of the request's stop strings ended it; None if something else did."""
         end = self._end
-        return end is not None and end.finish_reason == "stop" and end.token_id not in self._vocabulary.end_ids
+        if end is None or end.finish_reason != "stop" or self.calls or end.token_id in self._vocabulary.end_ids:
+            return None
+        rest = self._vocabulary.decode(self._token_ids)[len(self.text) :]
+        return next((stop for stop in stops if rest.startswith(stop)), None)
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """The answer as it comes. Raises what the generation failed with; HttpError 503 if the server ended it."""
@@ -91,6 +94,7 @@ class Answer:
         for event in events:
             if event.finish_reason is not None:
                 self._end = event
+            self._token_ids.append(event.token_id)
             piece.tokens += self._shown.push(event)
             text = event.text
             if self._parser is not None:

@@ -10,12 +10,12 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from edgespec.server import facts
-from edgespec.server.chat import read_chat
+from edgespec.server import facts, messages, ollama
+from edgespec.server.chat_completions import read_chat
 from edgespec.server.completions import read_completion
 from edgespec.server.exchange import Read
 from edgespec.server.fields import Fields
@@ -23,14 +23,22 @@ from edgespec.server.guard import LOOPBACK, Guard
 from edgespec.server.http_errors import HttpError
 from edgespec.server.options import unknown_model
 from edgespec.server.service import Loaded, Service
-from edgespec.server.web import error_response, json_response, read_fields, respond
+from edgespec.server.web import CLIENT_LEFT, error_response, json_response, read_fields, respond
 
 Handler = Callable[[Request], Awaitable[Response]]
-_GENERATING: dict[str, Read] = {"/v1/chat/completions": read_chat, "/v1/completions": read_completion}
+_GENERATING: dict[str, Read] = {
+    "/v1/chat/completions": read_chat,
+    "/v1/completions": read_completion,
+    "/v1/messages": messages.read_messages,
+    "/api/chat": ollama.read_chat_request,
+    "/api/generate": ollama.read_generate_request,
+}
 _REPLYING: dict[str, Callable[[Loaded, Fields], dict[str, Any]]] = {
     "/tokenize": facts.tokenize,
     "/detokenize": facts.detokenize,
     "/v1/embeddings": facts.no_embeddings,
+    "/v1/messages/count_tokens": messages.count_tokens,
+    "/api/show": ollama.show,
 }
 
 
@@ -90,12 +98,21 @@ def _readable(service: Service) -> list[Route]:
     async def properties(_: Request) -> Response:
         return json_response(facts.properties(service.require()))
 
+    async def version(_: Request) -> Response:
+        return json_response(ollama.version())
+
+    async def listed(_: Request) -> Response:
+        return json_response(ollama.listed(service))
+
     handlers = {
         "/v1/models": models,
         "/v1/models/{name}": model,
         "/health": health,
         "/metrics": metrics,
         "/props": properties,
+        "/api/version": version,
+        "/api/tags": listed,
+        "/api/ps": listed,
     }
     return [Route(path, _caught(handler), methods=["GET"]) for path, handler in handlers.items()]
 
@@ -106,6 +123,8 @@ def _caught(handler: Handler) -> Handler:
     async def handle(request: Request) -> Response:
         try:
             return await handler(request)
+        except ClientDisconnect:  # before the body was complete
+            return Response(status_code=CLIENT_LEFT)
         except Exception as exc:
             return error_response(exc, request.url.path)
 

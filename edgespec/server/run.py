@@ -13,15 +13,15 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import uvicorn
 
 from edgespec.errors import ConfigError
 from edgespec.server.app import create_app
 from edgespec.server.guard import LOOPBACK
+from edgespec.server.lifecycle import Loader, handling
 from edgespec.server.service import Service
-from edgespec.server.signals import handling
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,6 @@ class Binding:
     def is_local(self) -> bool:
         """Whether only programs of this machine can reach it."""
         return self.host in LOOPBACK
-
-
-@dataclass(slots=True)
-class _Outcome:
-    """What loading the model came to."""
-
-    failure: BaseException | None = None
-    is_over: threading.Event = field(default_factory=threading.Event)
 
 
 def bind(binding: Binding) -> socket.socket:
@@ -70,8 +62,9 @@ def bind(binding: Binding) -> socket.socket:
 def serve(service: Service, binding: Binding, load: Callable[[], None], announce: Callable[[str], None]) -> None:
     """Serve until a signal. `load` runs in a thread and gives `service` its model; `announce` gets the URL after that.
 
-    Answers that run when it is stopped have `drain_s` seconds to end. Raises ConfigError if the address cannot be used,
-    and what `load` raises.
+    Answers that run when it is stopped have `drain_s` seconds to end. If it is stopped before the model is loaded, it
+    returns without a model in `service`, and loading goes on: native code cannot be interrupted, so end the process.
+    Raises ConfigError if the address cannot be used, and what `load` raises.
     """
     bound = bind(binding)
     host = f"[{binding.host}]" if ":" in binding.host else binding.host
@@ -89,28 +82,24 @@ def serve(service: Service, binding: Binding, load: Callable[[], None], announce
         proxy_headers=False,
         timeout_graceful_shutdown=binding.drain_s,
     )
-    server, outcome = _Server(config, service), _Outcome()
+    server = _Server(config, service)
 
     def load_and_announce() -> None:
-        try:
-            load()
-            announce(url)
-        except BaseException as exc:
-            outcome.failure = exc
-            server.should_exit = True
-        finally:
-            outcome.is_over.set()
+        load()
+        announce(url)
 
-    threading.Thread(target=load_and_announce, name="edgespec-load", daemon=True).start()
+    def on_end(loader: Loader) -> None:
+        server.should_exit = server.should_exit or loader.failure is not None
+
+    loader = Loader(load_and_announce, on_end)
     if binding.until_stdin_closes:
         threading.Thread(target=_await_end_of_input, args=(server,), name="edgespec-stdin", daemon=True).start()
     try:
         asyncio.run(server.serve(sockets=[bound]))
     finally:
-        if outcome.is_over.is_set():  # else loading goes on in native code, which ends with the process
-            service.close()
-    if outcome.failure is not None:
-        raise outcome.failure
+        service.close()
+    if loader.failure is not None:
+        raise loader.failure
 
 
 def _await_end_of_input(server: uvicorn.Server) -> None:

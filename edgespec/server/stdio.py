@@ -17,13 +17,13 @@ from typing import Any, BinaryIO
 
 from edgespec import __version__
 from edgespec.server.answer import timings, usage
-from edgespec.server.chat import read_chat
+from edgespec.server.chat_completions import read_chat
 from edgespec.server.completions import read_completion
 from edgespec.server.exchange import Read, compact
 from edgespec.server.fields import Fields, parse_object
 from edgespec.server.http_errors import HttpError, as_http_error, bad_request
+from edgespec.server.lifecycle import Loader, handling
 from edgespec.server.service import Service
-from edgespec.server.signals import handling
 
 PROTOCOL = 1
 _READERS: dict[str, Read] = {"chat": read_chat, "generate": read_completion}
@@ -34,7 +34,8 @@ _MOST_ID = 128
 def serve_stdio(service: Service, load: Callable[[], None], source: BinaryIO, sink: BinaryIO) -> None:
     """Serve the lines of `source` until it ends or `close` is asked for; `load` gives `service` its model meanwhile.
 
-    Raises what `load` raises.
+    If it ends before the model is loaded, it returns without a model in `service`, and loading goes on: native code
+    cannot be interrupted, so end the process. Raises what `load` raises.
     """
     asyncio.run(_Sidecar(service, sink).run(load, source))
 
@@ -56,8 +57,7 @@ class _Sidecar:
         writer = threading.Thread(target=self._write, name="edgespec-stdout", daemon=True)
         writer.start()
         self.emit("hello", protocol=PROTOCOL, version=__version__)
-        loading = loop.run_in_executor(None, load)
-        loading.add_done_callback(self._on_loaded)
+        loader = Loader(load, lambda loader: loop.call_soon_threadsafe(self._on_loaded, loader))
         threading.Thread(target=self._read, args=(source, loop), name="edgespec-stdin", daemon=True).start()
         with handling(lambda *_: loop.call_soon_threadsafe(self._lines.put_nowait, None)):
             while (line := await self._lines.get()) is not None and self._handle(line):
@@ -65,13 +65,14 @@ class _Sidecar:
         for task in list(self._tasks.values()):
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        await loading
         await asyncio.to_thread(self._service.close)
         self._events.put(None)
         await asyncio.to_thread(writer.join, 5.0)
+        if loader.failure is not None:
+            raise loader.failure
 
-    def _on_loaded(self, done: asyncio.Future[None]) -> None:
-        if done.cancelled() or done.exception() is not None:
+    def _on_loaded(self, loader: Loader) -> None:
+        if loader.failure is not None:
             self._lines.put_nowait(None)  # `run` raises it
             return
         model = self._service.require().model

@@ -17,7 +17,7 @@ from edgespec.server.http_errors import HttpError, as_http_error
 from edgespec.server.service import Limits, Loaded
 
 Returned = TypeVar("Returned")
-_CLIENT_LEFT = 499  # nginx's number; nobody receives it
+CLIENT_LEFT = 499  # nginx's number; nobody receives it
 
 
 def json_response(value: Any, status: int = 200) -> Response:
@@ -46,7 +46,10 @@ async def read_fields(request: Request, limits: Limits) -> Fields:
 
 
 async def respond(request: Request, loaded: Loaded, read: Read) -> Response:
-    """Read, check and queue a request; its answer, whole or as a stream. Raises HttpError and EdgespecError."""
+    """Read, check and queue a request; its answer, whole or as a stream.
+
+    Raises HttpError, EdgespecError, and ClientDisconnect if the client leaves.
+    """
     fields = await read_fields(request, loaded.limits)
     exchange = await asyncio.to_thread(read, loaded, fields)
     tickets = await loaded.scheduler.submit(exchange.jobs)
@@ -55,8 +58,6 @@ async def respond(request: Request, loaded: Loaded, read: Read) -> Response:
         return EventStream(exchange, answers, loaded.limits.timeout_s)
     try:
         return await while_connected(request.receive, _whole(exchange, answers, loaded.limits.timeout_s))
-    except ClientDisconnect:
-        return Response(status_code=_CLIENT_LEFT)
     finally:
         cancel(answers)
 

@@ -132,10 +132,8 @@ def test_tokens_of_a_stop_string_are_not_shown(client, model, greedy, plain):
 
 def test_a_biased_token_is_never_sampled(client, model, greedy, plain):
     first = model.chat(QUESTION, greedy, plain).result().token_ids[0]
-    content = post(client, temperature=0, logprobs=True, logit_bias={str(first): -100})["choices"][0]["logprobs"][
-        "content"
-    ]
-    assert bytes(content[0]["bytes"]).decode() != model.decode([first])
+    (choice,) = post(client, temperature=0, logprobs=True, logit_bias={str(first): -100})["choices"]
+    assert bytes(choice["logprobs"]["content"][0]["bytes"]).decode() != model.decode([first])
 
 
 def test_the_limit_of_tokens_ends_an_answer(client):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,11 +19,13 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+from demo import ROOT
 from edgespec import GenerateOptions, Model
 from serving import ENDS_WITHIN_S, errors_of, read_line, served
 from waiting import until
 
 CHAT = "/v1/chat/completions"
+PAGE = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
 QUESTIONS = ("Find me a bus to Fresno.", "Book a hotel in Paris.", "What is the weather?", "Play some jazz.")
 
 
@@ -97,6 +100,23 @@ def test_the_openai_client(url: str):
         client.chat.completions.create(**fields, response_format={"type": "json_object"})
 
 
+def test_the_page_on_the_server_is_true(url: str):
+    """Requests and the Python example of docs/server.md, sent to this server."""
+    requests = re.findall(r"^curl http://127.0.0.1:8080(\S+) -d '(.+)'$", PAGE, re.MULTILINE)
+    assert len(requests) == 2
+    for path, body in requests:
+        assert httpx.post(url + path, content=body.encode(), timeout=ENDS_WITHIN_S).status_code == 200
+    paths = re.findall(r"`GET (/\S+)`", PAGE)
+    assert len(paths) == 7
+    for path in paths:
+        assert httpx.get(url + path).status_code == 200
+    pytest.importorskip("openai", reason="the openai package is not installed")
+    (example,) = re.findall(r"^```py\n(.+?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    code = example.replace("http://127.0.0.1:8080", url)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr
+
+
 def test_the_end_of_standard_input_ends_it(server: subprocess.Popen[bytes], url: str):
     """Last in this file: the server is gone after it."""
     assert server.poll() is None and server.stdin is not None
@@ -125,6 +145,24 @@ def test_a_signal_lets_the_running_answer_finish(private_home: Path, number: sig
         assert process.wait(ENDS_WITHIN_S) == 0
         log = errors_of(process)
         assert "POST /v1/completions 200" in log and "Once upon" not in log and "Traceback" not in log
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
+def test_a_signal_while_the_model_is_loaded_ends_it(private_home: Path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with served(private_home, "--port", str(port)) as process:
+
+        def status() -> int:
+            try:
+                return httpx.get(f"http://127.0.0.1:{port}/health").status_code
+            except httpx.ConnectError:
+                return 0
+
+        until(status, process=process)  # 503, or on a fast machine 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(ENDS_WITHIN_S) == 0
+        assert "Traceback" not in errors_of(process)
 
 
 def test_an_address_in_use_is_one_line(private_home: Path):

@@ -124,7 +124,7 @@ def test_a_large_body_is_refused(service: Service):
         assert client.post(CHAT, content=b"x" * 1001).status_code == 413
 
 
-PATHS = (CHAT, "/v1/completions", "/tokenize", "/detokenize")
+PATHS = (CHAT, "/v1/completions", "/tokenize", "/detokenize", "/v1/messages", "/api/chat", "/api/generate")
 VALID: dict[str, Any] = {
     "model": "demo", "messages": MESSAGES, "prompt": "x", "content": "x", "tokens": [1], "max_tokens": 1, "n": 1,
     "stop": ["a"], "temperature": 0.5, "seed": 1, "logit_bias": {"1": 1}, "stream": False, "tools": [TOOL],
@@ -133,7 +133,8 @@ VALID: dict[str, Any] = {
 VALUES: tuple[Any, ...] = (
     None, True, 0, -1, 1.5, 10**30, "", "\0", "<|im_end|>", "𝄞" * 99, [], [[]], [None], {}, {"a": {}}, [1, "a"],
     {"role": "user"}, [{"role": "user", "content": {}}], [{"role": "tool", "content": "x"}], ["x", [1, -1]], [10**9],
-    [{"role": "assistant", "tool_calls": [{}]}], [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}],
+    [{"role": "assistant", "tool_calls": [{}]}],
+    [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}],
 )  # fmt: skip
 
 

@@ -73,6 +73,19 @@ def test_a_full_queue_refuses_and_a_cancelled_job_makes_room(scheduler: Schedule
     asyncio.run(main())
 
 
+def test_a_prompt_is_left_while_it_is_read(scheduler: Scheduler, model: Model):
+    ids = model.encode("one two three four five six seven eight nine ten " * 180)[: model.context_length - 8]
+
+    async def main() -> None:
+        (ticket,) = await scheduler.submit([Job(ids, Sampling(), SHORT)])
+        await reached(lambda: scheduler.num_running == 1)
+        ticket.cancel()
+        assert await text_of(ticket) == ""
+        assert ticket.finish_reason == "cancelled" and ticket.stats.new_tokens == 0
+
+    asyncio.run(main())
+
+
 def test_a_bad_job_takes_no_place(scheduler: Scheduler, model: Model):
     bad = Job(model.encode("x"), Sampling(logit_bias={10**6: 1.0}), SHORT)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from demo import ROOT
 from edgespec import GenerateOptions, Model, __version__
 from serving import ENDS_WITHIN_S, errors_of, read_line, served
 
@@ -92,6 +93,15 @@ def test_bad_lines_are_answered(sidecar: subprocess.Popen[bytes], request_line: 
     assert event["event"] == "error" and words in event["error"]["message"]
 
 
+def test_the_lines_in_the_documentation_are_accepted(sidecar: subprocess.Popen[bytes]):
+    page = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+    lines = [line.encode() for line in page.splitlines() if line.startswith('{"op"')]
+    assert len(lines) == 5
+    send(sidecar, *lines[:-1])  # all but close
+    events = events_until(sidecar, "a", "b")
+    assert {event["event"] for event in events} <= {"delta", "done"}
+
+
 def test_a_sidecar_ends_with_its_parent(sidecar: subprocess.Popen[bytes]):
     """Last but one in this file: the process is gone after it. A running answer does not keep it alive."""
     assert sidecar.stdin is not None
@@ -108,6 +118,12 @@ def test_a_model_that_is_not_there_is_one_line(private_home: Path, tmp_path: Pat
         assert process.wait(ENDS_WITHIN_S) == 2
         (line,) = errors_of(process).splitlines()
         assert line.startswith("error: no draft file")
+
+
+def test_options_of_http_are_refused(private_home: Path):
+    with served(private_home, "--stdio", "--port", "8080") as process:
+        assert process.wait(ENDS_WITHIN_S) == 2
+        assert "leave --port out" in errors_of(process)
 
 
 def test_close_ends_it(private_home: Path):

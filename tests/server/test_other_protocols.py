@@ -1,0 +1,170 @@
+"""Anthropic's /v1/messages and the part of Ollama's API: the same answers in other forms."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from edgespec import GenerateOptions, Model, Sampling
+
+QUESTION = [{"role": "user", "content": "I want a table for two in San Jose."}]
+WEATHER = [{"role": "user", "content": "What is the weather in San Jose on March 5th?"}]
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "date": {"type": "string"}}}
+ARGUMENTS = {"city": "San Jose", "date": "2019-03-05"}
+SYSTEM = [{"type": "text", "text": "You book "}, {"type": "text", "text": "tables."}]
+
+
+@pytest.fixture
+def expected(model: Model, greedy: Sampling, plain: GenerateOptions) -> Any:
+    messages = [{"role": "system", "content": "You book tables."}, *QUESTION]
+    return model.chat(messages, greedy, plain).result()
+
+
+def post(client: TestClient, path: str, **fields: Any) -> dict[str, Any]:
+    answered = client.post(path, json={"model": "demo"} | fields)
+    assert answered.status_code == 200, answered.text
+    return answered.json()
+
+
+def events(client: TestClient, **fields: Any) -> list[dict[str, Any]]:
+    """The events of a streamed message; each names its kind twice."""
+    text = client.post("/v1/messages", json={"model": "demo", "stream": True, "temperature": 0} | fields).text
+    found = []
+    for event in text.removesuffix("\n\n").split("\n\n"):
+        name, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+# -- Anthropic
+
+
+def test_a_message(client: TestClient, expected: Any):
+    fields = {"system": SYSTEM, "messages": QUESTION, "max_tokens": 24, "temperature": 0}
+    answer = post(client, "/v1/messages", **fields)
+    assert answer["content"] == [{"type": "text", "text": expected.text}]
+    assert (answer["type"], answer["role"], answer["stop_sequence"]) == ("message", "assistant", None)
+    assert answer["stop_reason"] == {"stop": "end_turn", "length": "max_tokens"}[expected.finish_reason]
+    usage = answer["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(expected.prompt_token_ids)
+    assert usage["output_tokens"] == len(expected.token_ids)
+    counted = post(client, "/v1/messages/count_tokens", system=SYSTEM, messages=QUESTION)
+    assert counted == {"input_tokens": len(expected.prompt_token_ids)}
+
+
+def test_a_streamed_message(client: TestClient, expected: Any):
+    kinds = events(client, system=SYSTEM, messages=QUESTION, max_tokens=24)
+    assert [event["type"] for event in kinds[:2]] == ["message_start", "content_block_start"]
+    assert [event["type"] for event in kinds[-3:]] == ["content_block_stop", "message_delta", "message_stop"]
+    assert kinds[0]["message"]["content"] == [] and kinds[0]["message"]["stop_reason"] is None
+    assert "".join(event["delta"]["text"] for event in kinds[2:-3]) == expected.text
+    assert kinds[-2]["usage"]["output_tokens"] == len(expected.token_ids)
+
+
+def test_the_stop_sequence_is_named(client: TestClient, expected: Any):
+    stop = expected.text.split()[1]
+    fields = {"system": SYSTEM, "messages": QUESTION, "max_tokens": 24, "temperature": 0}
+    answer = post(client, "/v1/messages", stop_sequences=["never", stop], **fields)
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", stop)
+    assert answer["content"][0]["text"] == expected.text.partition(stop)[0]
+
+
+def test_a_tool_is_used_and_its_result_answered(client: TestClient):
+    tools = [{"name": "GetWeather", "description": "Weather", "input_schema": SCHEMA}]
+    fields = {"tools": tools, "max_tokens": 200, "temperature": 0}
+    answer = post(client, "/v1/messages", messages=WEATHER, **fields)
+    (block,) = answer["content"]
+    assert block["type"] == "tool_use" and block["name"] == "GetWeather" and block["input"] == ARGUMENTS
+    assert answer["stop_reason"] == "tool_use"
+    start, delta, stop = [event for event in events(client, messages=WEATHER, **fields) if "index" in event]
+    assert start["content_block"]["input"] == {} and start["content_block"]["name"] == "GetWeather"
+    assert json.loads(delta["delta"]["partial_json"]) == ARGUMENTS and stop["type"] == "content_block_stop"
+    result = {"type": "tool_result", "tool_use_id": block["id"], "content": [{"type": "text", "text": '{"t": "70"}'}]}
+    turns = [*WEATHER, {"role": "assistant", "content": answer["content"]}, {"role": "user", "content": [result]}]
+    assert post(client, "/v1/messages", messages=turns, **fields)["content"][0]["text"].strip()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"max_tokens": None}, "max_tokens is missing"),
+        ({"messages": None}, "messages is missing"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "user or assistant"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "reads text only"),
+        ({"system": 5}, "reads text only"),
+        ({"tools": [{"name": "f"}]}, "input_schema"),
+        ({"tool_choice": {"type": "any"}}, "auto or none"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "not supported"),
+        ({"max_token": 3}, "did you mean 'max_tokens'"),
+    ],
+)
+def test_errors_have_anthropics_shape(client: TestClient, fields: dict[str, Any], words: str):
+    answered = client.post("/v1/messages", json={"messages": QUESTION, "max_tokens": 4} | fields)
+    body = answered.json()
+    assert answered.status_code == 400 and body["type"] == "error"
+    assert body["error"]["type"] == "invalid_request_error" and words in body["error"]["message"]
+
+
+# -- Ollama
+
+
+def test_a_chat_streams_lines_unless_told_otherwise(client: TestClient, expected: Any):
+    messages = [{"role": "system", "content": "You book tables."}, *QUESTION]
+    options = {"temperature": 0, "num_predict": 24, "num_ctx": 1024}
+    answered = client.post("/api/chat", json={"model": "demo:latest", "messages": messages, "options": options})
+    assert answered.headers["content-type"].startswith("application/x-ndjson")
+    *parts, last = [json.loads(line) for line in answered.text.splitlines()]
+    assert "".join(part["message"]["content"] for part in parts) == expected.text
+    assert [part["done"] for part in (*parts, last)] == [False] * len(parts) + [True]
+    assert (last["prompt_eval_count"], last["eval_count"]) == (len(expected.prompt_token_ids), len(expected.token_ids))
+    whole = post(client, "/api/chat", messages=messages, options=options, stream=False, keep_alive="5m")
+    assert whole["message"] == {"role": "assistant", "content": expected.text} and whole["done"]
+
+
+def test_generate_uses_the_template_unless_raw(client: TestClient, model: Model, greedy, plain, expected: Any):
+    fields = {"stream": False, "options": {"temperature": 0, "num_predict": 24}}
+    prompt = QUESTION[0]["content"]
+    templated = post(client, "/api/generate", prompt=prompt, system="You book tables.", **fields)
+    assert templated["response"] == expected.text
+    raw = post(client, "/api/generate", prompt=prompt, raw=True, **fields)
+    assert raw["response"] == model.generate(prompt, greedy, plain).text
+
+
+def test_a_tool_call_of_ollama_has_its_arguments_as_an_object(client: TestClient):
+    tools = [{"type": "function", "function": {"name": "GetWeather", "parameters": SCHEMA}}]
+    options = {"temperature": 0, "num_predict": 200}
+    answer = post(client, "/api/chat", messages=WEATHER, tools=tools, options=options, stream=False)
+    assert answer["message"]["tool_calls"] == [{"function": {"name": "GetWeather", "arguments": ARGUMENTS}}]
+    result = {"role": "tool", "content": '{"t": "70"}', "tool_name": "GetWeather"}
+    turns = [*WEATHER, answer["message"], result]
+    assert post(client, "/api/chat", messages=turns, tools=tools, options=options, stream=False)["message"]["content"]
+
+
+def test_the_model_is_listed_and_shown(client: TestClient, model: Model):
+    assert client.get("/api/version").json()["version"]
+    (listed,) = client.get("/api/tags").json()["models"]
+    assert client.get("/api/ps").json()["models"] == [listed]
+    assert listed["model"] == "demo" and listed["size"] == model.target.facts.weight_bytes
+    shown = post(client, "/api/show")
+    assert shown["model_info"]["edgespec.context_length"] == model.context_length
+    assert shown["capabilities"] == ["completion", "tools"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "words"),
+    [
+        ({"model": "llama3"}, 404, "serves 'demo'"),
+        ({"format": "json"}, 400, "not supported"),
+        ({"think": True}, 400, "not supported"),
+        ({"options": {"num_ctx": 10**6}}, 400, "--ctx-size"),
+        ({"options": {"temprature": 1}}, 400, "did you mean 'temperature'"),
+        ({"messages": [{"role": "user", "content": "x", "images": ["a"]}]}, 400, "reads text only"),
+    ],
+)
+def test_errors_have_ollamas_shape(client: TestClient, fields: dict[str, Any], status: int, words: str):
+    answered = client.post("/api/chat", json={"messages": QUESTION} | fields)
+    assert answered.status_code == status and words in answered.json()["error"]
