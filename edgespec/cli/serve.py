@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -140,11 +140,11 @@ def _announce(url: str) -> None:
     sys.stdout.flush()
 
 
-def _private_streams() -> tuple[BinaryIO, BinaryIO]:
+def _private_streams() -> tuple[IO[bytes], IO[bytes]]:
     """Standard input and output for the protocol alone: whatever else prints goes to standard error.
 
     Input is a file of its own too: the interpreter cannot end while a thread waits for a line of `sys.stdin`.
     """
-    source, sink = (os.fdopen(os.dup(s.fileno()), mode) for s, mode in ((sys.stdin, "rb"), (sys.stdout, "wb")))
+    source, sink = os.fdopen(os.dup(sys.stdin.fileno()), "rb"), os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     return source, sink

@@ -18,12 +18,12 @@ from edgespec.server import facts, messages, ollama
 from edgespec.server.chat_completions import read_chat
 from edgespec.server.completions import read_completion
 from edgespec.server.exchange import Read
-from edgespec.server.fields import Fields
+from edgespec.server.fields import Fields, parse_object
 from edgespec.server.guard import LOOPBACK, Guard
 from edgespec.server.http_errors import HttpError
 from edgespec.server.options import unknown_model
 from edgespec.server.service import Loaded, Service
-from edgespec.server.web import CLIENT_LEFT, error_response, json_response, read_fields, respond
+from edgespec.server.web import CLIENT_LEFT, error_response, json_response, read_body, respond
 
 Handler = Callable[[Request], Awaitable[Response]]
 _GENERATING: dict[str, Read] = {
@@ -71,8 +71,8 @@ def _generating(service: Service, read: Read) -> Handler:
 def _replying(service: Service, reply: Callable[[Loaded, Fields], dict[str, Any]]) -> Handler:
     async def handle(request: Request) -> Response:
         loaded = service.require()
-        fields = await read_fields(request, loaded.limits)
-        return json_response(await asyncio.to_thread(reply, loaded, fields))
+        body = await read_body(request, loaded.limits)
+        return json_response(await asyncio.to_thread(lambda: reply(loaded, Fields(parse_object(body)))))
 
     return handle
 

@@ -152,7 +152,8 @@ def _translated(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     results, calls, texts = list[dict[str, Any]](), list[dict[str, Any]](), list[Any]()
-    for block in content if isinstance(content, list) else [None]:
+    blocks: list[Any] = content if isinstance(content, list) else [content]
+    for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "tool_use" and role == "assistant":
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
+from typing import Any, TypeVar
 
 from edgespec.config import GenerateOptions
 from edgespec.errors import EdgespecError
@@ -24,6 +26,7 @@ from edgespec.server.metrics import Metrics
 from edgespec.types import FinishReason, Stats, TokenEvent
 
 _JOIN_S = 30.0
+Returned = TypeVar("Returned")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,7 @@ class Scheduler:
         self._waiting: deque[Ticket] = deque()
         self._running: Ticket | None = None
         self._changed = threading.Condition()
+        self._preparing = ThreadPoolExecutor(1, "edgespec-prepare")
         self._is_stopping = False
         self._thread = threading.Thread(target=self._serve, name="edgespec-engine", daemon=True)
         self._thread.start()
@@ -140,13 +144,18 @@ class Scheduler:
         """Jobs that are being decoded."""
         return 0 if self._running is None else 1
 
+    async def prepare(self, function: Callable[..., Returned], *args: Any) -> Returned:
+        """Call what checks and encodes a request. One thread does that for all, so that requests keep their order."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._preparing, function, *args)
+
     async def submit(self, jobs: Sequence[Job]) -> list[Ticket]:
         """A ticket for each job, in order; all of them are queued or none.
 
         Raises HttpError 429 if the queue is full, 503 while the server stops, and the errors of `Model.stream`.
         """
         self._check_room(len(jobs))  # before the work of preparing them
-        generations = await asyncio.to_thread(self._prepare, jobs)
+        generations = await self.prepare(self._generations, jobs)
         loop = asyncio.get_running_loop()
         tickets = [Ticket(self, generation, loop) for generation in generations]
         with self._changed:
@@ -155,7 +164,7 @@ class Scheduler:
             self._changed.notify()
         return tickets
 
-    def _prepare(self, jobs: Sequence[Job]) -> list[Generation]:
+    def _generations(self, jobs: Sequence[Job]) -> list[Generation]:
         stream, on_round = self.model.stream, self.metrics.count_round
         return [stream(job.prompt_ids, job.sampling, job.options, on_round) for job in jobs]
 
@@ -196,6 +205,7 @@ class Scheduler:
         running = self._running
         if running is not None:
             running.cancel()
+        self._preparing.shutdown(wait=False, cancel_futures=True)
         self._thread.join(_JOIN_S)
 
     def _serve(self) -> None:

@@ -13,7 +13,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from edgespec import __version__
 from edgespec.server.answer import timings, usage
@@ -31,7 +31,7 @@ _OPS = (*_READERS, "cancel", "close", "hello")
 _MOST_ID = 128
 
 
-def serve_stdio(service: Service, load: Callable[[], None], source: BinaryIO, sink: BinaryIO) -> None:
+def serve_stdio(service: Service, load: Callable[[], None], source: IO[bytes], sink: IO[bytes]) -> None:
     """Serve the lines of `source` until it ends or `close` is asked for; `load` gives `service` its model meanwhile.
 
     If it ends before the model is loaded, it returns without a model in `service`, and loading goes on: native code
@@ -43,7 +43,7 @@ def serve_stdio(service: Service, load: Callable[[], None], source: BinaryIO, si
 class _Sidecar:
     """The requests of one parent process. `emit` never blocks: a thread writes."""
 
-    def __init__(self, service: Service, sink: BinaryIO) -> None:
+    def __init__(self, service: Service, sink: IO[bytes]) -> None:
         self._service, self._sink = service, sink
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._lines: asyncio.Queue[bytes | None] = asyncio.Queue()
@@ -52,7 +52,7 @@ class _Sidecar:
     def emit(self, event: str, **fields: Any) -> None:
         self._events.put({"event": event, **fields})
 
-    async def run(self, load: Callable[[], None], source: BinaryIO) -> None:
+    async def run(self, load: Callable[[], None], source: IO[bytes]) -> None:
         loop = asyncio.get_running_loop()
         writer = threading.Thread(target=self._write, name="edgespec-stdout", daemon=True)
         writer.start()
@@ -78,7 +78,7 @@ class _Sidecar:
         model = self._service.require().model
         self.emit("ready", model=self._service.name, context_length=model.context_length)
 
-    def _read(self, source: BinaryIO, loop: asyncio.AbstractEventLoop) -> None:
+    def _read(self, source: IO[bytes], loop: asyncio.AbstractEventLoop) -> None:
         """Hand every line to the loop; a line over the limit is cut, which makes it an error."""
         most, is_rest = self._service.limits.max_body_bytes, False
         with contextlib.suppress(OSError, ValueError, RuntimeError):  # closed; RuntimeError: the loop is gone
@@ -141,7 +141,7 @@ class _Sidecar:
     async def _answer(self, request_id: str, fields: Fields, read: Read) -> None:
         try:
             loaded = self._service.require()
-            exchange = await asyncio.to_thread(read, loaded, fields)
+            exchange = await loaded.scheduler.prepare(read, loaded, fields)
             if len(exchange.jobs) > 1 or exchange.is_stream:
                 raise bad_request("one answer per request here, which always comes in parts: leave out n and stream")
             (ticket,) = await loaded.scheduler.submit(exchange.jobs)

@@ -51,7 +51,7 @@ class _Hermes(ToolParser):
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
         self._held += text
         shown, calls = "", list[ToolCall]()
-        while not self.is_over:
+        while True:
             start = self._held.find(_OPEN)
             if start < 0:
                 end = len(self._held) - _begun(self._held, _OPEN)

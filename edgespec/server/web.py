@@ -31,8 +31,8 @@ def error_response(error: Exception, path: str) -> Response:
     return JSONResponse(known.body(path), known.status, headers=known.headers)
 
 
-async def read_fields(request: Request, limits: Limits) -> Fields:
-    """The JSON object of the body. Raises HttpError 400, 408 or 413."""
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """The whole body. Raises HttpError 408 or 413."""
     body = bytearray()
     try:
         async with asyncio.timeout(limits.body_timeout_s):
@@ -42,7 +42,7 @@ async def read_fields(request: Request, limits: Limits) -> Fields:
                     raise HttpError(413, f"the body is too large: at most {limits.max_body_bytes} bytes are allowed")
     except TimeoutError:
         raise HttpError(408, f"the body did not arrive within {limits.body_timeout_s:g} s") from None
-    return Fields(await asyncio.to_thread(parse_object, bytes(body)))
+    return bytes(body)
 
 
 async def respond(request: Request, loaded: Loaded, read: Read) -> Response:
@@ -50,8 +50,8 @@ async def respond(request: Request, loaded: Loaded, read: Read) -> Response:
 
     Raises HttpError, EdgespecError, and ClientDisconnect if the client leaves.
     """
-    fields = await read_fields(request, loaded.limits)
-    exchange = await asyncio.to_thread(read, loaded, fields)
+    body = await read_body(request, loaded.limits)
+    exchange = await loaded.scheduler.prepare(lambda: read(loaded, Fields(parse_object(body))))
     tickets = await loaded.scheduler.submit(exchange.jobs)
     answers = [exchange.answer(ticket) for ticket in tickets]
     if exchange.is_stream:

@@ -167,12 +167,11 @@ def test_a_client_that_leaves_ends_its_generation_and_no_other(service: Service,
     bias = {str(token_id): -100 for token_id in model.target.vocabulary.end_ids}
 
     async def main() -> None:
-        running = Client(app, stream=is_stream, logit_bias=bias)
-        await reached(lambda: scheduler.num_running == 1)
+        slow = [{"role": "user", "content": "word " * 1500}]  # takes long to encode, and keeps its place
+        running = Client(app, stream=is_stream, logit_bias=bias, messages=slow, max_tokens=None)
         waiting = Client(app, stream=is_stream, logit_bias=bias)
-        await reached(lambda: scheduler.num_waiting == 1)
         last = Client(app, stream=is_stream, logit_bias=bias, max_tokens=5)
-        await reached(lambda: scheduler.num_waiting == 2)
+        await reached(lambda: scheduler.num_running == 1 and scheduler.num_waiting == 2)
         waiting.leave()
         await waiting.task
         assert scheduler.num_waiting == 1
