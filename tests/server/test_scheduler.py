@@ -167,7 +167,7 @@ def test_a_client_that_leaves_ends_its_generation_and_no_other(service: Service,
     bias = {str(token_id): -100 for token_id in model.target.vocabulary.end_ids}
 
     async def main() -> None:
-        slow = [{"role": "user", "content": "word " * 1500}]  # takes long to encode, and keeps its place
+        slow = [{"role": "user", "content": "a " * 800}]  # encoding it takes longest, and it keeps its place
         running = Client(app, stream=is_stream, logit_bias=bias, messages=slow, max_tokens=None)
         waiting = Client(app, stream=is_stream, logit_bias=bias)
         last = Client(app, stream=is_stream, logit_bias=bias, max_tokens=5)
