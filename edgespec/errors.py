@@ -8,6 +8,7 @@ EdgespecError
 │   ├── ModelNotFound           no such registry name or file
 │   └── ModelFileError          the file is not a usable model: truncated, corrupt or unsupported
 ├── VocabularyMismatch          target and draft do not share token ids
+├── DownloadError               a file could not be fetched whole: network, hub, checksum; finished parts are kept
 ├── CapabilityError             the engine, model or build does not support the request
 ├── EngineError                 a valid call failed in the engine
 │   ├── BatchError              rows that no engine accepts: a bug in the caller, never passed to the library
@@ -59,6 +60,10 @@ class ModelFileError(UsageError):
 
 
 class VocabularyMismatch(EdgespecError):
+    pass
+
+
+class DownloadError(EdgespecError):
     pass
 
 

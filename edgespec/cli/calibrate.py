@@ -17,7 +17,7 @@ from edgespec.cli.help import SettingsCommand
 from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.session import Session, open_session, show_configuration
 from edgespec.cli.terminal import note
-from edgespec.control.measure import cost_key, store_curve, store_draft_cost
+from edgespec.control.measure import cost_key, store_curve, store_draft_cost, store_file_curve
 from edgespec.engines.base import Engine
 from edgespec.engines.machine import machine_name
 from edgespec.errors import ConfigError
@@ -100,6 +100,7 @@ def _calibrate(settings: Settings, wanted: tuple[int, ...] | None, turns: int) -
         draft_key = "" if model.draft_engine is None else cost_key(model.draft_engine, model.pair.paths("draft"))
         with model.measuring() as engines:
             target, draft = _measure(session, engines, wanted, turns)
+        target_files = model.pair.paths("target")
         pinned = model.target.facts.pinned_class
         facts = _facts(model)
     padding = None
@@ -107,6 +108,7 @@ def _calibrate(settings: Settings, wanted: tuple[int, ...] | None, turns: int) -
         padding = _padding(model, pinned[0], target.contexts[0], turns)
     # Only now: a model stores its own estimate when it is closed.
     store_curve(target_key, target.curve)
+    store_file_curve(target_files, target.curve)
     if draft is not None:
         store_draft_cost(draft_key, draft.cost)
     return Found(facts, target, draft, padding)

@@ -29,6 +29,14 @@ _SECTIONS = {
         "plan": "Show the memory that a model would take, and whether it fits.",
         "corpus": "Your own texts to draft from, and what --learn stored.",
     },
+    "Models": {
+        "ls": "List models: those here and those to pull.",
+        "show": "Show what is known of a model.",
+        "pull": "Get a model, with a draft that fits it.",
+        "pair": "Rank the draft models for a target.",
+        "add": "Register a model file or folder that is here already.",
+        "rm": "Remove a pulled or added model.",
+    },
     "Measure": {
         "bench": "Measure the speedup on prompts of several domains.",
         "verify": "Check that speculation changes no token.",
@@ -43,9 +51,11 @@ _SECTIONS = {
         "train-heads": "Train Medusa or EAGLE heads for a target.",
     },
 }
+_IN_MODELS = ("ls", "show", "add", "rm")  # short commands that share a module
 COMMANDS = {name: text for commands in _SECTIONS.values() for name, text in commands.items()}
 _EPILOG = """\b
 First steps:  edgespec chat          or  edgespec generate -p "Hello"
+Models:       edgespec ls            then  edgespec pull NAME
 Completion:   eval "$(_EDGESPEC_COMPLETE=bash_source edgespec)" in ~/.bashrc
               (zsh_source, fish_source for those shells)"""
 
@@ -59,7 +69,9 @@ class CommandGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = importlib.import_module(f"edgespec.cli.{cmd_name.replace('-', '_')}").command
+        shared = cmd_name in _IN_MODELS
+        module = importlib.import_module(f"edgespec.cli.{'models' if shared else cmd_name.replace('-', '_')}")
+        command: click.Command = getattr(module, cmd_name if shared else "command")
         return command
 
     def resolve_command(

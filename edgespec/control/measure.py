@@ -205,6 +205,23 @@ def store_draft_cost(key: str, cost: DraftCost) -> None:
     disk_cache.put("draft costs", key, [cost.token_s, cost.read_s])
 
 
+def store_file_curve(files: Sequence[Path], curve: CostCurve) -> None:
+    """Store the latest curve of a model under its files alone, for plans that are made without loading it."""
+    if not isinstance(curve, PriorCurve) or curve.is_scaled:
+        table = curve.table(0)
+        disk_cache.put("file curves", _file_curve_key(files), [table[width] for width in range(1, WIDEST + 1)])
+
+
+def file_curve(files: Sequence[Path]) -> CostCurve | None:
+    """The latest curve of a model on this machine, however it was loaded; None where it has not run."""
+    kept = disk_cache.get("file curves", _file_curve_key(files), a_list(seconds, size=WIDEST))
+    return None if kept is None else CostCurve(dict(enumerate(kept, start=1)))
+
+
+def _file_curve_key(files: Sequence[Path]) -> str:
+    return key_of(METHOD, [file_key(file) for file in files], processor())
+
+
 def _kept_draft_cost(key: str) -> DraftCost | None:
     """What `store_draft_cost` stored under `key`; None without."""
     kept = disk_cache.get("draft costs", key, a_row(seconds, seconds))

@@ -24,6 +24,7 @@ from edgespec.control.measure import (
     known_draft_cost,
     store_curve,
     store_draft_cost,
+    store_file_curve,
     target_curve,
 )
 from edgespec.control.run_cost import DraftCost, guessed_draft_cost
@@ -239,6 +240,7 @@ class DrafterPool:
         controllers, self._automatic = self._automatic, {}
         if controllers:
             store_curve(cost_key(self._target.engine, self._pair.paths("target")), self.cost_curve)
+            store_file_curve(self._pair.paths("target"), self.cost_curve)
             if self.draft_name and self.draft_engine is not None:
                 cost = self.draft_costs[self.draft_name]
                 if cost.is_observed and not cost.is_relative:

@@ -15,10 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
-from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound
-from edgespec.installation import install_command
+from edgespec.errors import ModelFileError, ModelNotFound
+from edgespec.loading.hub import library
 
 SMALL_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
@@ -95,7 +94,7 @@ def local_source(folder: Path) -> Source:
 
 def hub_source(hub_id: str, revision: str) -> Source:
     """A model of the hub: fetches its small files, or uses the cached copy if the hub is not reachable."""
-    hub = _huggingface_hub()
+    hub = library()
     endpoint = os.environ.get("HF_ENDPOINT") or str(hub.constants.ENDPOINT)
     try:
         info = hub.HfApi(endpoint=endpoint).model_info(hub_id, revision=revision, files_metadata=True)
@@ -205,14 +204,3 @@ def _foreign(hub: ModuleType) -> tuple[type[Exception], ...]:
     """The exceptions of huggingface_hub; its HTTP error class differs between releases."""
     http_error: type[Exception] = getattr(hub.errors, "HTTPError", OSError)
     return OSError, ValueError, http_error
-
-
-def _huggingface_hub() -> Any:  # a module whose HTTP library differs between releases
-    try:
-        import huggingface_hub
-        import huggingface_hub.errors
-    except ModuleNotFoundError as error:
-        raise CapabilityError(
-            f"a hub id needs the package huggingface_hub: {install_command('export')}, or give a folder"
-        ) from error
-    return huggingface_hub

@@ -1,8 +1,9 @@
 """A pair of models and the manifest that describes it: `manifest.toml` in a folder becomes a `ModelPair`.
 
 `[files.ROLE]` holds the GGUF of a role, `[onnx.ROLE]` its ONNX export; `parts` are the further files that one needs.
-`[heads.KIND]` holds heads on the target's states, for either engine.
-Every file is checked to be the one described. What this module does not know: whether a file loads.
+`[heads.KIND]` holds heads on the target's states, for either engine. The files lie beside the manifest, or in the
+folder that `location` names. Every file is checked to be the one described. What this module does not know: whether a
+file loads.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MANIFEST = "manifest.toml"
 MANIFEST_FORMAT = 1
 ROLES = ("target", "draft", "medium")
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
-TEXT_KEYS = ("name", "description", "licence", "banner")
+TEXT_KEYS = ("name", "description", "licence", "banner", "source")
 ENGINE_TABLES = {"llamacpp": "files", "onnx": "onnx"}
 HEADS, HEAD_KINDS = "heads", ("medusa", "eagle")
 TABLES = (*ENGINE_TABLES.values(), HEADS, "sampling", "figures")
@@ -68,7 +69,8 @@ class ModelPair:
     """A target and what goes with it. `recommended` holds sampling settings by their name in `Sampling`.
 
     `files`: one model per role, of the chosen engine where it has one; `engines`: those that have a target;
-    `banner` is shown before a chat and may be empty; `figures` are the publisher's own measurements; `heads` by kind.
+    `banner` is shown before a chat and may be empty; `source`: where it was pulled from, empty for other models;
+    `figures` are the publisher's own measurements; `heads` by kind.
     """
 
     name: str
@@ -77,6 +79,7 @@ class ModelPair:
     description: str = ""
     licence: str = ""
     banner: str = ""
+    source: str = ""
     context_length: int | None = None
     recommended: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     figures: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -104,18 +107,25 @@ class ModelPair:
         return {role: file.sha256 for role, file in self.files.items()}
 
 
+def read_table(path: Path) -> dict[str, Any]:
+    """A manifest as it is written. Raises ModelFileError when it cannot be read."""
+    try:
+        return tomllib.loads(read_text(path))
+    except FileNotFoundError as error:
+        hint = "give a .gguf or .onnx file, or a folder with one"
+        raise ModelFileError(f"{path.parent} has no {MANIFEST}: {hint}") from error
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: TOML, UTF-8, an integer without end
+        raise ModelFileError(f"{path} cannot be read: {error}") from error
+
+
 class _Manifest:
     """Typed access to one manifest; every complaint names the file and the key."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            self.values: dict[str, Any] = tomllib.loads(read_text(path))
-        except FileNotFoundError as error:
-            hint = "give a .gguf or .onnx file, or a folder with one"
-            raise ModelFileError(f"{path.parent} has no {MANIFEST}: {hint}") from error
-        except (OSError, ValueError, RecursionError) as error:  # ValueError: TOML, UTF-8, an integer without end
-            raise ModelFileError(f"{path} cannot be read: {error}") from error
+        self.values = read_table(path)
+        location = self.get(self.values, "location", str) if "location" in self.values else path.parent
+        self.folder = resolved(location)
 
     def fail(self, key: str, problem: str) -> ModelFileError:
         return ModelFileError(f"{self.path}: {key} {problem}")
@@ -145,9 +155,8 @@ def _read_file(manifest: _Manifest, key: str, entry: Any) -> ModelFile:
     relative = Path(manifest.get(entry, f"{key}.path", str))
     if "\0" in str(relative):
         raise manifest.fail(f"{key}.path", f"must be a path, got {str(relative)!r}")
-    folder = resolved(manifest.path.parent)
-    path = resolved(folder / relative)
-    if not path.is_relative_to(folder):
+    path = resolved(manifest.folder / relative)
+    if not path.is_relative_to(manifest.folder):
         raise manifest.fail(f"{key}.path", f"must stay inside the folder, got {str(relative)!r}")
     sha256 = manifest.get(entry, f"{key}.sha256", str).lower()
     if len(sha256) != 64 or not set(sha256) <= set("0123456789abcdef"):
@@ -211,7 +220,7 @@ def read_pair(folder: Path, engine: str = "auto", *, check_hashes: bool = True) 
     """
     manifest = _Manifest(folder / MANIFEST)
     values = manifest.values
-    manifest.only("", values, ("format", "context_length", *TEXT_KEYS, *TABLES))
+    manifest.only("", values, ("format", "context_length", "location", *TEXT_KEYS, *TABLES))
     if (version := manifest.get(values, "format", int)) != MANIFEST_FORMAT:
         raise manifest.fail("format", f"is {version}; this edgespec reads {MANIFEST_FORMAT}")
     tables = {name: manifest.get(values, name, dict, {}) for name in TABLES}
@@ -235,6 +244,7 @@ def read_pair(folder: Path, engine: str = "auto", *, check_hashes: bool = True) 
         description=texts["description"],
         licence=texts["licence"],
         banner=texts["banner"],
+        source=texts["source"],
         context_length=manifest.get(values, "context_length", int) if "context_length" in values else None,
         recommended=MappingProxyType(recommended),
         figures=MappingProxyType(tables["figures"]),

@@ -17,7 +17,7 @@ def draft_cache(target: Engine, draft: Engine, name: str) -> tuple[CachedSequenc
 
     Raises VocabularyMismatch naming the first token that differs, where too few tokens of a text can be drafted.
     """
-    why = _difference(target.vocabulary, draft.vocabulary)
+    why = difference(target.vocabulary, draft.vocabulary)
     if not why:
         return CachedSequence(draft), ""
     mapping = map_vocabulary(target.vocabulary, draft)
@@ -31,7 +31,7 @@ def draft_cache(target: Engine, draft: Engine, name: str) -> tuple[CachedSequenc
     return MappedSequence(draft, mapping), f"{why}. {overlap}, and proposes no others"
 
 
-def _difference(target: Vocabulary, draft: Vocabulary) -> str:
+def difference(target: Vocabulary, draft: Vocabulary) -> str:
     """How the draft's token ids differ from the target's; empty when they mean the same, padding aside."""
     try:
         check_same_vocabulary(target, draft)

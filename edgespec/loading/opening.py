@@ -12,13 +12,12 @@ from edgespec.drafters.base import Drafter
 from edgespec.drafters.early_exit import EarlyExitDrafter, SharedStateDrafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.model import ModelDrafter
-from edgespec.engines import disk_cache
 from edgespec.engines.base import Engine
-from edgespec.engines.disk_cache import CHECKED_FILE, file_key, key_of
 from edgespec.engines.trial import check_model_files
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError
 from edgespec.formats.gguf.header import keeping_headers, read_header
 from edgespec.formats.manifest import ModelFile, ModelPair, check_file
+from edgespec.loading.checksums import check_hash, was_hashed
 from edgespec.loading.draft_vocabulary import draft_cache
 from edgespec.loading.heads import open_eagle3, open_heads, read_heads
 from edgespec.loading.registry import resolve
@@ -161,33 +160,19 @@ def _check_contents(models: Sequence[ModelFile]) -> list[Future[None]]:
     later: list[ModelFile] = []
     for model in models:
         for file in model.all_files:
-            if file.sha256 is not None and not file.is_verified and not _was_hashed(file):
+            if file.sha256 is not None and not file.is_verified and not was_hashed(file):
                 check_file(file, hashed=False)
                 if file.path.suffix == ".data":
                     later.append(file)
                 else:
-                    _check_hash(file)
+                    check_hash(file)
     check_model_files({model.path: all(file.sha256 for file in model.all_files) for model in models})
     if not later:
         return []
     thread = ThreadPoolExecutor(1, "edgespec-checksums")
-    checks = [thread.submit(_check_hash, file) for file in later]
+    checks = [thread.submit(check_hash, file) for file in later]
     thread.shutdown(wait=False)
     return checks
-
-
-def _hash_key(file: ModelFile) -> str:
-    return key_of("hashed", file_key(file.path), file.sha256)
-
-
-def _was_hashed(file: ModelFile) -> bool:
-    return disk_cache.get("hashed", _hash_key(file), CHECKED_FILE) is not None
-
-
-def _check_hash(file: ModelFile) -> None:
-    key = _hash_key(file)
-    check_file(file, is_large_too=True)
-    disk_cache.put("hashed", key, {"path": str(file.path)})
 
 
 def _open_target(options: LoadOptions, file: ModelFile, exit_layer: int | None, *, hidden_states: bool) -> Engine:

@@ -1,7 +1,8 @@
 """The registry of model pairs: a name, a folder or a single model file becomes a `ModelPair`.
 
-Folders with a manifest are looked for, in this order, in the user's own folder (`EDGESPEC_MODELS`, or the platform's
-data folder), in `models/` of a source checkout, and inside the installed package.
+A name is that of a folder, or what such a model was pulled by: `qwen3-8b:Q8_0`, `Qwen/Qwen3-8B-GGUF`. Folders with a
+manifest are looked for, in this order, in the user's own folder (`EDGESPEC_MODELS`, or the platform's data folder), in
+`models/` of a source checkout, and inside the installed package.
 """
 
 from __future__ import annotations
@@ -9,21 +10,22 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound, shown
 from edgespec.formats.files import exists, expanded, is_file, is_folder, resolved, user_folder
-from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair
+from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
+from edgespec.loading.catalogue import entries
+from edgespec.loading.hub import REPO
+from edgespec.loading.reference import Reference, parse
 
 logger = logging.getLogger("edgespec")
 GRAPH = "model.onnx"
 SUFFIXES = (".gguf", ".onnx")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.gguf)(?<!\.onnx)")
 
 
 def models_folder() -> Path:
@@ -71,17 +73,51 @@ def _looks_like_path(text: str) -> bool:
 
 def _not_found(text: str) -> ModelNotFound:
     names = sorted(registered_folders())
-    near = difflib.get_close_matches(text, names, 1)
+    near = difflib.get_close_matches(text, [*names, *entries()], 1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return ModelNotFound(
-        f"no model {shown(text)}: {hint}known names: {', '.join(names) or 'none'}; or give a .gguf or .onnx file, or a "
-        "folder with one"
+        f"no model {shown(text)}: {hint}known names: {', '.join(names) or 'none'}; edgespec ls --all lists those that "
+        "can be pulled; or give a .gguf or .onnx file, or a folder with one"
     )
+
+
+def _to_be_had(text: str) -> ModelNotFound | None:
+    """How to get what `text` names; None where that is nothing that could be got."""
+    reference = _reference(text)
+    if reference is None:
+        return None
+    if reference.entry is None:
+        return ModelNotFound(
+            f"{text} is not on this machine: edgespec pull {text} fetches its GGUF or ONNX files from the hub, "
+            f"edgespec export {reference.repo} converts other weights"
+        )
+    size = reference.entry.guessed_bytes(reference.wanted) / 1e9
+    return ModelNotFound(f"{text} is not on this machine: edgespec pull {text} fetches it (about {size:.1f} GB)")
+
+
+def _reference(text: str) -> Reference | None:
+    """What `text` means to `edgespec pull`; None for a path or an unknown name."""
+    base = text.partition(":")[0]
+    is_repo = REPO.fullmatch(base) is not None and not base.endswith(SUFFIXES)
+    if not is_repo and base.lower() not in entries():
+        return None
+    return parse(text)
+
+
+def _pulled_name(text: str, folders: Mapping[str, Path]) -> str | None:
+    """The name of the folder that `edgespec pull text` made; None where there is none."""
+    reference = None if exists(expanded(text)) else _reference(text)
+    if reference is None or reference.name not in folders:
+        return None
+    source = read_table(folders[reference.name] / MANIFEST).get("source", "")
+    is_it = reference.entry is not None or str(source).startswith(f"{reference.repo}@")
+    return reference.name if is_it else None
 
 
 def is_known(text: str) -> bool:
     """Whether there is a registered model, a file or a folder of this name."""
-    return text in registered_folders() or exists(expanded(text))
+    folders = registered_folders()
+    return text in folders or exists(expanded(text)) or _pulled_name(text, folders) is not None
 
 
 def model_in(path: Path) -> Path:
@@ -118,13 +154,8 @@ def _local_pair(text: str, engine: str, *, check_hashes: bool) -> ModelPair:
     if is_folder(path):
         return read_pair(path, engine, check_hashes=check_hashes)
     if not is_file(path):
-        hub = (
-            f", or if it is a Hugging Face hub id, convert it first: edgespec export {text}"
-            if _HUB_ID.fullmatch(text)
-            else ""
-        )
-        raise ModelNotFound(
-            f"no file {shown(text)}: give a .gguf or .onnx file, a folder with one, or a registered name{hub}"
+        raise _to_be_had(text) or ModelNotFound(
+            f"no file {shown(text)}: give a .gguf or .onnx file, a folder with one, or a registered name"
         )
     if path.suffix not in SUFFIXES:
         raise ModelFileError(f"{text} is no .gguf or .onnx file; convert a Hugging Face folder first: edgespec export")
@@ -152,21 +183,30 @@ def resolve(
     CapabilityError for an engine that this model has no files for.
     """
     folders = registered_folders()
-    if name_or_path in folders:
-        pair = read_pair(folders[name_or_path], engine, check_hashes=check_hashes)
+    name = name_or_path if name_or_path in folders else _pulled_name(name_or_path, folders)
+    if name is not None:
+        pair = read_pair(folders[name], engine, check_hashes=check_hashes)
     elif _looks_like_path(name_or_path) or exists(name_or_path):
         pair = _local_pair(name_or_path, engine, check_hashes=check_hashes)
     else:
-        raise _not_found(name_or_path)
+        raise _to_be_had(name_or_path) or _not_found(name_or_path)
     given = {"draft": draft, "medium": medium}
-    own = {role: _given_file(role, path) for role, path in given.items() if path is not None}
+    own = {role: _given_file(role, path, engine) for role, path in given.items() if path is not None}
     return replace(pair, files=MappingProxyType({**pair.files, **own})) if own else pair
 
 
-def _given_file(role: str, given: Path) -> ModelFile:
-    path = expanded(given)
+def _given_file(role: str, given: Path, engine: str) -> ModelFile:
+    """A file or folder, or the target of a registered model. Raises ModelNotFound, ModelFileError."""
+    path, text = expanded(given), given.as_posix()
+    if not exists(path):
+        folders = registered_folders()
+        name = text if text in folders else _pulled_name(text, folders)
+        if name is not None:
+            return read_pair(folders[name], engine).files["target"]
     if is_folder(path):
         path = path / GRAPH
     if not is_file(path) or path.suffix not in SUFFIXES:
-        raise ModelNotFound(f"no {role} file {shown(str(given))}: give the path of a .gguf or .onnx file")
+        raise _to_be_had(text) or ModelNotFound(
+            f"no {role} file {shown(str(given))}: give the path of a .gguf or .onnx file, or the name of a model"
+        )
     return ModelFile(path)

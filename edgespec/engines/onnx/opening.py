@@ -26,7 +26,7 @@ NO_INT8_CACHE = "an int8 cache needs GroupQueryAttention; this export concatenat
 
 def weight_files(path: Path) -> list[Path]:
     """The graph and the weights beside it."""
-    return [path, *sorted(path.parent.glob("*.data"))]
+    return [path, *sorted(each for pattern in ("*.data", "*.onnx_data*") for each in path.parent.glob(pattern))]
 
 
 def check_path(path: Path) -> None:

@@ -2,10 +2,12 @@
 
 llama.cpp reads such a model when it is told its files in order. The header names them under FILES, and all of them
 carry the same ID, a digest of the model they were cut from: a shard of another model is never read in their place.
+Models that llama.cpp's own tool split name no files: those of `NAME-00001-of-00003.gguf` follow from its name.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from edgespec.formats.gguf.values import GgufStrings
 FILES, ID = "edgespec.split.files", "edgespec.split.id"
 NUMBER, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
 MAX_SHARDS = 16
+SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 # Shard names by file, size and time of change: a header with a large vocabulary takes half a second to read.
 _known: dict[tuple[Path, int, int], tuple[str, ...]] = {}
 
@@ -51,7 +54,7 @@ def shard_names(path: Path, header: GgufHeader) -> list[str]:
     if listed is None:
         if ID in header.metadata:
             raise ModelFileError(f"{path} is a part of a model; open the file that ends in -target.gguf or -draft.gguf")
-        return []
+        return _numbered_names(path, header)
     names = [item.decode("utf-8", errors="replace") for item in listed] if isinstance(listed, GgufStrings) else []
     if not 1 <= len(names) <= MAX_SHARDS or len(set(names)) < len(names):
         raise ModelFileError(f"{path} is not a usable model: {FILES} must be 1..{MAX_SHARDS} different file names")
@@ -59,6 +62,23 @@ def shard_names(path: Path, header: GgufHeader) -> list[str]:
         if name in (".", "..", path.name) or not name.isprintable() or set(name) & set("/\\:\ufffd") or not name:
             raise ModelFileError(f"{path} is not a usable model: its part {name!r} is no plain file name")
     return names
+
+
+def _numbered_names(path: Path, header: GgufHeader) -> list[str]:
+    """Names of the other files of a model that llama.cpp's tool split; empty for one in a single file."""
+    count = header.metadata.get(COUNT)
+    if not isinstance(count, int) or count < 2:
+        return []
+    parts = SPLIT_NAME.fullmatch(path.name)
+    if parts is None or int(parts["count"]) != count:
+        raise ModelFileError(
+            f"{path} is one of {count} parts of a model and not named as such: give it the name that it was published "
+            f"with, which ends in -00001-of-{count:05}.gguf"
+        )
+    names = [f"{parts['stem']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
+    if header.metadata.get(NUMBER) != 0 or path.name != names[0]:
+        raise ModelFileError(f"{path} is a part of a model: open its first file, {names[0]}")
+    return names[1:]
 
 
 def with_shards(path: Path, header: GgufHeader) -> GgufHeader:

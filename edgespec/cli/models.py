@@ -1,0 +1,131 @@
+"""`edgespec ls`, `show`, `add`, `rm`: the models on this machine, and those that can be pulled."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from edgespec.cli.terminal import note, printable
+from edgespec.loading.catalogue import Entry, entries
+from edgespec.loading.listing import Listed, entry_bytes, list_here, list_known, pair_bytes
+from edgespec.loading.own_models import add as add_model
+from edgespec.loading.own_models import remove
+from edgespec.loading.registry import is_known, models_folder, resolve
+from edgespec.loading.room import fits
+
+_FITS = {True: "yes", False: "no", None: "?"}
+
+
+@click.command("ls", short_help="List models: those here and those to pull.")
+@click.option("--all", "everything", is_flag=True, help="Also models that do not fit into this machine's memory")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list")
+def ls(everything: bool, as_json: bool) -> int:
+    """List the models on this machine, and those that edgespec knows where to get.
+
+    Sizes are those of target and draft together; ~ marks a guess from the number of weights. Whether a model fits is
+    said by the memory that is available now.
+    """
+    here = list(list_here())
+    known = list(list_known({each.name for each in here}))
+    shown = known if everything else [each for each in known if each.fits is not False]
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(each) for each in (*here, *(known if everything else shown))]))
+        return 0
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for heading in ("name", "size", "fits", "state", "draft", ""):
+        table.add_column(heading, justify="right" if heading == "size" else "left", no_wrap=heading != "")
+    for each in (*here, *shown):
+        table.add_row(each.name, _size(each), _FITS[each.fits], each.state, each.draft, printable(each.description))
+    Console(highlight=False, markup=False).print(table)
+    note(f"models are kept in {models_folder()}")
+    if len(shown) < len(known):
+        note(f"{len(known) - len(shown)} more do not fit into the memory that is available: edgespec ls --all")
+    return 0
+
+
+@click.command("show", short_help="Show what is known of a model.")
+@click.argument("name", metavar="NAME")
+def show(name: str) -> int:
+    """Show the files of a model on this machine, or where one comes from that can be pulled."""
+    entry = entries().get(name.lower().partition(":")[0])
+    if is_known(name) or entry is None:
+        _show_here(name)
+    if entry is not None:
+        _show_entry(entry)
+        if not is_known(name):
+            click.echo(f"get it: {_how_to_get(entry)}")
+    return 0
+
+
+@click.command("add", short_help="Register a model file or folder that is here already.")
+@click.argument("path", type=click.Path(path_type=Path), metavar="PATH")
+@click.option("--name", default="", help="Name of the model.  [default: that of the file or folder]")
+@click.option("--draft", type=click.Path(path_type=Path), metavar="FILE", help="Its draft model")
+def add(path: Path, name: str, draft: Path | None) -> int:
+    """Give a GGUF or ONNX model a name. The file stays where it is; it is tried and its checksum is kept."""
+    chosen = add_model(path, name, draft)
+    click.echo(f"added: edgespec chat {chosen}")
+    return 0
+
+
+@click.command("rm", short_help="Remove a pulled or added model.")
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+def rm(names: tuple[str, ...]) -> int:
+    """Remove models from your models folder, unfinished downloads too. Files that were added stay where they are."""
+    for name in names:
+        click.echo(f"removed: {name}, {remove(name) / 1e6:.1f} MB")
+    return 0
+
+
+def _show_here(name: str) -> None:
+    pair = resolve(name)
+    click.echo(f"{pair.name}: {printable(pair.description) or 'on this machine'}")
+    for role, file in pair.files.items():
+        size = sum(part.bytes or part.path.stat().st_size for part in file.all_files)
+        parts = f", {len(file.all_files)} files" if file.parts else ""
+        click.echo(f"{role}: {file.path}, {size / 1e6:.1f} MB{parts}")
+    for label, text in (("licence", pair.licence), ("source", pair.source)):
+        if text:
+            click.echo(f"{label}: {printable(text)}")
+    _show_fit(pair_bytes(pair))
+    click.echo(f"run it: edgespec chat {name}" + ("" if pair.draft else f"; drafts for it: edgespec pair {name}"))
+
+
+def _show_entry(entry: Entry) -> None:
+    click.echo(f"{entry.name}: {entry.description}, {entry.parameters / 1e9:.3g} billion weights")
+    quant = f", {entry.quant}" if entry.quant else ""
+    click.echo(f"source: {entry.source}{quant} (licence: {entry.licence}; tokenizer family: {entry.family})")
+    if entry.draft:
+        click.echo(f"draft: {entry.draft}, {entries()[entry.draft].description}")
+    for head in entry.heads:
+        click.echo(f"{head.kind} head: {head.repo}, to be converted: {head.command}")
+    for each in entry.measured:
+        figure = f"speedup {each.speedup}" if each.speedup is not None else f"acceptance {each.acceptance_rate}"
+        click.echo(f"measured: {figure} with {each.drafter}; {each.where}")
+    if entry.advice:
+        click.echo(f"advice: {entry.advice}")
+    click.echo(f"verified: {entry.verified or 'no; nobody has tried this entry with edgespec yet'}")
+    if not is_known(entry.name):
+        _show_fit(entry_bytes(entry), is_guess=not entry.known_bytes)
+
+
+def _show_fit(num_bytes: int, *, is_guess: bool = False) -> None:
+    answer = {True: "fits", False: "does not fit", None: "unknown whether it fits"}[fits(num_bytes)]
+    click.echo(f"size: {'about ' if is_guess else ''}{num_bytes / 1e9:.2f} GB with its draft; {answer} into the memory "
+               "that is available now")  # fmt: skip
+
+
+def _how_to_get(entry: Entry) -> str:
+    if not entry.convert:
+        return f"edgespec pull {entry.name}"
+    draft = entries().get(entry.draft)
+    return f"edgespec export {entry.convert}{f' --draft {draft.convert}' if draft else ''} -o {entry.name}"
+
+
+def _size(each: Listed) -> str:
+    return f"{'~' if each.is_guess else ''}{each.bytes / 1e9:.2f} GB"

@@ -1,0 +1,78 @@
+"""`edgespec pair`: which draft model to run with a target."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from edgespec.cli.terminal import note
+from edgespec.tuning.matching import Aim, Candidate, find_aim, has_run, rank
+
+_WORTH = 1.02
+
+
+@click.command("pair", short_help="Rank the draft models for a target.")
+@click.argument("target", metavar="TARGET")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object")
+def command(target: str, as_json: bool) -> int:
+    """Rank draft models for TARGET: those on this machine and those to pull.
+
+    Compares vocabularies as loading does, sizes, memory and a forecast of the speed. The last line is the command to
+    run. TARGET is a name, a file or a folder.
+    """
+    aim = find_aim(target)
+    found = rank(aim)
+    best = next(
+        (each for each in found if not each.why_not and each.speedup >= _WORTH and each.fits is not False), None
+    )
+    commands = _commands(aim, target, best)
+    if as_json:
+        drafts = [dataclasses.asdict(each) | {"path": each.path and str(each.path)} for each in found]
+        click.echo(json.dumps({"target": aim.name, "bytes": aim.bytes, "drafts": drafts, "commands": commands}))
+        return 0
+    if found:
+        _show(found)
+        costs = "costs measured on this machine" if has_run(aim) else "costs guessed from sizes"
+        note(f"the speedup is a forecast: {costs}, ~ at an assumed acceptance of {found[0].acceptance:.0%}")
+    for line in commands:
+        click.echo(line)
+    return 0
+
+
+def _commands(aim: Aim, target: str, best: Candidate | None) -> list[str]:
+    """The commands to type, in order."""
+    get = [] if aim.file is not None else [f"edgespec pull {target}"]
+    if best is None:
+        return [*get, f"edgespec chat {shlex.quote(target)}"]
+    if not get and not best.is_here:
+        get = [f"edgespec pull {best.name}"]
+    if aim.file is None and aim.entry is not None:
+        is_own = best.name == aim.entry.draft
+        return [f"edgespec pull {target}" + ("" if is_own else f" --draft {best.name}"), f"edgespec chat {target}"]
+    return [*get, f"edgespec chat {shlex.quote(target)} -md {shlex.quote(best.name)}"]
+
+
+def _show(found: list[Candidate]) -> None:
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for heading in ("draft", "size", "of target", "fits", "forecast", "vocabulary"):
+        right = heading in ("size", "of target", "forecast")
+        table.add_column(heading, justify="right" if right else "left", overflow="fold")
+    for each in found:
+        forecast = "" if each.why_not else f"{'~' if each.is_assumed else ''}{each.speedup:.2f}x"
+        where = each.name if each.is_here else f"{each.name} (to pull)"
+        table.add_row(
+            where,
+            f"{each.bytes / 1e6:.0f} MB",
+            f"{each.share:.0%}",
+            {True: "yes", False: "no", None: "?"}[each.fits],
+            forecast,
+            f"{each.vocabulary}: {each.why_not}"
+            if each.vocabulary and each.why_not
+            else each.vocabulary or each.why_not,
+        )
+    Console(highlight=False, markup=False).print(table)

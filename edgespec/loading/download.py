@@ -1,0 +1,191 @@
+"""Fetches a file: goes on where an interrupted run stopped, checks it, and gives it its name only when it is whole.
+
+What is fetched lies under `.NAME.KEY.part`, where KEY tells one version of a file from another, so that a process that
+was killed at any moment leaves nothing that looks like a model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from time import sleep
+
+from edgespec.errors import DownloadError, StateError
+from edgespec.formats.files import is_file, write_errors
+from edgespec.formats.manifest import ModelFile, sha256_of
+from edgespec.loading.checksums import keep_hash
+from edgespec.loading.hub import HubFile, Overloaded, hub_errors, open_stream
+
+OnBytes = Callable[[str, int, int], None]
+"""Called with a file's name, the bytes that are there, and those in all."""
+PART = ".part"
+CHUNK_BYTES = 1 << 20
+SPARE_BYTES = 64 << 20  # of disk that a download leaves free
+MOST_FAILURES = 5  # in a row without a byte in between
+MOST_WAIT_S = 120.0  # that a hub may ask for; more is told to the user
+_DISK_FIX = "free some space, or set EDGESPEC_MODELS to a folder on another disk"
+
+
+def part_of(path: Path, file: HubFile) -> Path:
+    """Where the unfinished `path` lies."""
+    key = file.sha256 or file.blob_id or str(file.bytes)
+    return path.with_name(f".{path.name}.{key[:12]}{PART}")
+
+
+def missing_bytes(path: Path, file: HubFile) -> int:
+    """How much of `path` is still to be fetched."""
+    if is_file(path) and path.stat().st_size == file.bytes:
+        return 0
+    part = part_of(path, file)
+    return file.bytes - min(part.stat().st_size, file.bytes) if is_file(part) else file.bytes
+
+
+def check_disk(folder: Path, num_bytes: int, name: str) -> None:
+    """Raise StateError where `folder` has no room for so many bytes more."""
+    free = shutil.disk_usage(folder).free
+    if num_bytes and num_bytes + SPARE_BYTES > free:
+        raise StateError(
+            f"{name} needs {num_bytes / 1e9:.2f} GB more on the disk of {folder}, which has {free / 1e9:.2f} GB free: "
+            f"{_DISK_FIX}"
+        )
+
+
+def fetch(repo: str, url: str, path: Path, file: HubFile, on_bytes: OnBytes) -> ModelFile:
+    """Have `path` hold `file`, whole and checked, whatever an earlier run left.
+
+    Raises DownloadError (network, rate limit, contents that are not those announced), ModelNotFound (the hub does not
+    have it, or not for this user), StateError (it cannot be written).
+    """
+    if is_file(path) and _is_whole(path, file):
+        return described(path, file)
+    part = part_of(path, file)
+    had_some = is_file(part) and part.stat().st_size > 0
+    for _ in range(2 if had_some else 1):  # what was left may be what is wrong
+        _fill(repo, url, part, path.name, file, on_bytes)
+        if _is_whole(part, file):
+            with write_errors(path, fix=_DISK_FIX):
+                part.replace(path)
+            return described(path, file)
+        part.unlink()
+    raise DownloadError(
+        f"{file.path} of {repo} arrived with another checksum than the hub lists: run the same command again; if that "
+        "does not help, a proxy or mirror (HF_ENDPOINT) changes files"
+    )
+
+
+def take(found: Path, path: Path, file: HubFile) -> ModelFile | None:
+    """Have `path` hold `file` from `found` on this machine, linked or copied; None where that is another file."""
+    if not is_file(found) or found.stat().st_size != file.bytes or not _is_whole(found, file):
+        return None
+    part = part_of(path, file)
+    with write_errors(path, fix=_DISK_FIX):
+        part.unlink(missing_ok=True)
+        try:
+            os.link(os.path.realpath(found), part)
+        except OSError:  # another disk, or one without links
+            check_disk(path.parent, file.bytes, path.name)
+            shutil.copyfile(found, part)
+        part.replace(path)
+    return described(path, file)
+
+
+def described(path: Path, file: HubFile) -> ModelFile:
+    """`path`, whose contents were checked, with the checksum that every later load compares."""
+    made = ModelFile(path, file.bytes, file.sha256 or sha256_of(path))
+    keep_hash(made)
+    return made
+
+
+def _is_whole(path: Path, file: HubFile) -> bool:
+    """Whether size and checksum are the ones that the hub lists."""
+    if path.stat().st_size != file.bytes:
+        return False
+    if file.sha256 is not None:
+        return sha256_of(path) == file.sha256
+    return file.blob_id is None or _blob_id(path, file.bytes) == file.blob_id
+
+
+def _blob_id(path: Path, num_bytes: int) -> str:
+    """What git calls a file of these contents."""
+    digest = hashlib.sha1(f"blob {num_bytes}\0".encode(), usedforsecurity=False)
+    digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+class Patience:
+    """How often in a row a hub may fail before the user is told; waits in between, as long as the hub asks for."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._failures = what, 0
+
+    def wait(self, failure: Overloaded | ConnectionError, *, has_progress: bool = False) -> None:
+        """Raises DownloadError where it has failed too often, or would let the user wait too long."""
+        self._failures = 1 if has_progress else self._failures + 1
+        is_last = self._failures > MOST_FAILURES
+        if isinstance(failure, Overloaded):
+            wait_s = 2.0**self._failures if failure.wait_s is None else failure.wait_s
+            if is_last or wait_s > MOST_WAIT_S:
+                when = "later" if failure.wait_s is None else f"in {wait_s:.0f} s"
+                raise DownloadError(
+                    f"{self._what}: the hub has had too many requests from here (status 429): run the same command "
+                    f"again {when}, it goes on where it stopped; a token in HF_TOKEN allows more"
+                ) from failure
+        elif is_last:
+            raise DownloadError(
+                f"{self._what} could not be fetched ({failure}): run the same command again, it goes on where it "
+                "stopped"
+            ) from failure
+        else:
+            wait_s = min(2.0 ** (self._failures - 1), 8.0)
+        sleep(wait_s)
+
+
+def _fill(repo: str, url: str, part: Path, name: str, file: HubFile, on_bytes: OnBytes) -> None:
+    """Append to `part` until it has the size of `file`, over as many connections as that takes."""
+    patience = Patience(f"{file.path} of {repo}")
+    while True:
+        with write_errors(part.parent, fix=_DISK_FIX):
+            have = part.stat().st_size if part.exists() else 0
+            if have > file.bytes:
+                part.unlink()
+                have = 0
+        on_bytes(name, have, file.bytes)
+        if have == file.bytes and part.exists():
+            return
+        try:
+            _append(repo, url, part, have, name, file, on_bytes)
+        except (Overloaded, ConnectionError) as exc:
+            patience.wait(exc, has_progress=part.exists() and part.stat().st_size > have)
+
+
+def _append(repo: str, url: str, part: Path, have: int, name: str, file: HubFile, on_bytes: OnBytes) -> None:
+    with hub_errors(repo), open_stream(url, have) as response:
+        goes_on = response.status_code == 206 and _begins_at(response.headers.get("Content-Range", ""), have)
+        with write_errors(part, fix=_DISK_FIX):
+            handle = part.open("ab" if goes_on else "wb")
+        have = have if goes_on else 0
+        with handle:
+            if response.status_code == 416:
+                return
+            for chunk in response.iter_bytes(CHUNK_BYTES):
+                have += len(chunk)
+                if have > file.bytes:
+                    raise DownloadError(
+                        f"{file.path} of {repo} is longer than the {file.bytes} bytes that the hub lists: run the same "
+                        "command again; if that does not help, a proxy or mirror (HF_ENDPOINT) changes files"
+                    )
+                with write_errors(part, fix=_DISK_FIX):
+                    handle.write(chunk)
+                    handle.flush()
+                on_bytes(name, have, file.bytes)
+            with write_errors(part, fix=_DISK_FIX):
+                os.fsync(handle.fileno())
+    if have < file.bytes:
+        raise ConnectionError(f"the connection ended after {have} of {file.bytes} bytes")
+
+
+def _begins_at(content_range: str, have: int) -> bool:
+    return content_range.removeprefix("bytes ").partition("-")[0].strip() == str(have)

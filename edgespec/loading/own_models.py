@@ -1,0 +1,177 @@
+"""The models in a user's own folder: one writer at a time, what is added, listed and removed.
+
+A model is a folder NAME with a manifest, which is written when all of its files are there and checked. A model that
+stays where it is (`edgespec add`) has a manifest alone, which says under `location` where its files are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from edgespec.engines.trial import check_model_file
+from edgespec.errors import Busy, ConfigError, ModelNotFound, shown
+from edgespec.formats.files import is_file, is_folder, resolved, write_atomically, write_errors
+from edgespec.formats.manifest import (
+    ENGINE_TABLES,
+    MANIFEST,
+    MANIFEST_FORMAT,
+    ModelFile,
+    read_pair,
+    read_table,
+    sha256_of,
+)
+from edgespec.loading.checksums import keep_hash
+from edgespec.loading.download import PART
+from edgespec.loading.hub import library
+from edgespec.loading.reference import check_name
+from edgespec.loading.registry import model_in, models_folder, registered_folders
+
+_LOCKS = ".locks"
+
+
+@contextlib.contextmanager
+def one_writer(name: str, on_wait: Callable[[], None] | None = None) -> Iterator[Path]:
+    """The folder of `name`, which no other process changes for as long as the block lasts.
+
+    While another one does, this waits, after `on_wait()`; without that, raises Busy. The lock ends with its process.
+    """
+    folder = models_folder() / check_name(name)
+    locks = models_folder() / _LOCKS
+    with write_errors(locks, fix="set EDGESPEC_MODELS to a folder of yours"):
+        locks.mkdir(parents=True, exist_ok=True)
+    lock = library().utils.WeakFileLock
+    from filelock import Timeout  # what huggingface_hub locks with
+
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lock(locks / f"{name}.lock", timeout=0.2))
+        except Timeout:
+            if on_wait is None:
+                raise Busy(f"another edgespec process is changing {name}: try again when it is done") from None
+            on_wait()
+            stack.enter_context(lock(locks / f"{name}.lock"))
+        yield folder
+
+
+def write_manifest(folder: Path, about: Mapping[str, Any], roles: Mapping[str, ModelFile]) -> None:
+    """Make `folder` a model: from now on it is found by its name. `about`: texts, and `location` where files are."""
+    root = Path(about.get("location", folder))
+    table: dict[str, Any] = {"format": MANIFEST_FORMAT, "name": folder.name, **{k: v for k, v in about.items() if v}}
+    for role, file in roles.items():
+        table.setdefault(ENGINE_TABLES[file.engine], {})[role] = _entry(root, file)
+    write_atomically(folder / MANIFEST, tomli_w.dumps(table), parents=True)
+
+
+def _entry(root: Path, file: ModelFile) -> dict[str, Any]:
+    made: dict[str, Any] = {"path": file.path.relative_to(root).as_posix(), "bytes": file.bytes, "sha256": file.sha256}
+    if file.parts:
+        made["parts"] = [_entry(root, part) for part in file.parts]
+    return made
+
+
+def drop_others(folder: Path, roles: Mapping[str, ModelFile]) -> None:
+    """Remove what an earlier pull under this name left and the manifest does not name any more."""
+    kept = {part.path for file in roles.values() for part in file.all_files} | {folder / MANIFEST}
+    for path in folder.iterdir():
+        if path not in kept and path.is_file() and (path.suffix in (PART, ".gguf", ".onnx") or "onnx" in path.name):
+            with contextlib.suppress(OSError):  # in use on Windows; the next pull tries again
+                path.unlink()
+
+
+def add(path: Path, name: str = "", draft: Path | None = None) -> str:
+    """Register a model file, or a folder with one or with a manifest, where it is; the name that it has from now on.
+
+    Raises ModelNotFound, ModelFileError for a model that cannot be used, ConfigError for a name that is taken, Busy.
+    """
+    where = resolved(path)
+    if not is_file(where) and not is_folder(where):
+        raise ModelNotFound(f"no file or folder {shown(str(path))}: give a .gguf or .onnx file, or a folder with one")
+    found = model_in(where)
+    chosen = check_name(name or _name_for(where))
+    if chosen in registered_folders():
+        raise ConfigError(f"the name {chosen} is taken by {registered_folders()[chosen]}: give another with --name")
+    with one_writer(chosen) as folder:
+        if is_folder(found):
+            if draft is not None:
+                raise ConfigError(f"{path} has a manifest, which names its draft: add it without --draft")
+            read_pair(found)
+            table = read_table(found / MANIFEST) | {"location": str(found)}
+            write_atomically(folder / MANIFEST, tomli_w.dumps(table), parents=True)
+            return chosen
+        roles = {"target": _described(found)}
+        if draft is not None:
+            roles["draft"] = _described(model_in(resolved(draft)))
+        root = _common_folder([each.path for file in roles.values() for each in file.all_files])
+        write_manifest(folder, {"location": str(root)}, roles)
+    return chosen
+
+
+def remove(name: str) -> int:
+    """Remove a model of the user's own folder, an unfinished one too; the bytes that were freed.
+
+    Raises ModelNotFound for a name that is not there, ConfigError for a model that belongs to edgespec, Busy.
+    """
+    if not is_folder(models_folder() / check_name(name)):
+        if name in registered_folders():
+            raise ConfigError(f"{name} is part of edgespec ({registered_folders()[name]}): it cannot be removed alone")
+        known = ", ".join(sorted(own_folders())) or "none"
+        raise ModelNotFound(f"{models_folder()} holds no {shown(name)}: it holds {known}")
+    with one_writer(name) as folder:
+        freed = folder_bytes(folder)
+        with write_errors(folder, fix="close what uses it, or delete the folder by hand"):
+            (folder / MANIFEST).unlink(missing_ok=True)  # first: what is half removed must not load
+            shutil.rmtree(folder)
+    return freed
+
+
+def own_folders() -> dict[str, Path]:
+    """The folders in the user's own folder, those of unfinished downloads too."""
+    home = models_folder()
+    found = sorted(home.iterdir()) if is_folder(home) else []
+    return {path.name: path for path in found if is_folder(path) and not path.name.startswith(".")}
+
+
+def folder_bytes(folder: Path) -> int:
+    """What a folder takes on the disk. Files that another model shares with it count too."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _name_for(where: Path) -> str:
+    stem = where.parent.name if where.name == "model.onnx" else where.stem if where.is_file() else where.name
+    return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in stem).strip("._-") or "model"
+
+
+def _described(path: Path) -> ModelFile:
+    """A model file that can be used, with its checksums and those of the files that belong to it."""
+    file = files_of(path)
+    check_model_file(path)
+    made = [ModelFile(each.path, each.path.stat().st_size, sha256_of(each.path)) for each in file.all_files]
+    for each in made:
+        keep_hash(each)
+    return ModelFile(made[0].path, made[0].bytes, made[0].sha256, tuple(made[1:]))
+
+
+def files_of(path: Path) -> ModelFile:
+    """A model file with the others that it is loaded from, none of them described."""
+    if path.suffix == ".onnx":
+        from edgespec.engines.onnx.opening import all_files
+
+        paths = [path, *(each for each in all_files(path) if each != path)]
+    else:
+        from edgespec.formats.gguf.split import model_files
+
+        paths = list(model_files(path))
+    return ModelFile(paths[0], parts=tuple(map(ModelFile, paths[1:])))
+
+
+def _common_folder(paths: list[Path]) -> Path:
+    shared = paths[0].parent
+    while not all(path.is_relative_to(shared) for path in paths):
+        shared = shared.parent
+    return shared

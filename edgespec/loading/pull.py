@@ -1,0 +1,216 @@
+"""Gets a model, with a draft where one belongs to it: from the hub or a Python package into the user's own folder.
+
+The manifest is written last, so a model is found by its name only when every file of it is whole; what an interrupted
+pull left is used by the next one. A draft that cannot be used is left out with a note: the target runs without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from edgespec.engines.trial import check_model_file
+from edgespec.errors import CapabilityError, ConfigError, ModelFileError, ModelNotFound
+from edgespec.formats.files import is_file
+from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
+from edgespec.installation import has_engine
+from edgespec.loading import download
+from edgespec.loading.catalogue import Entry, entries
+from edgespec.loading.download import OnBytes, Patience
+from edgespec.loading.hub import HubFile, HubRepo, Overloaded, address, cached, describe
+from edgespec.loading.hub_choice import Group, choose
+from edgespec.loading.own_models import drop_others, one_writer, own_folders, write_manifest
+from edgespec.loading.package_file import package_file
+from edgespec.loading.reference import Reference, parse
+
+OnNote = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One model to fetch: `files`, the one to open first, of a repository or of a catalogue entry's package."""
+
+    role: str
+    files: tuple[HubFile, ...]
+    repo: HubRepo | None = None
+    entry: Entry | None = None
+
+    @property
+    def source(self) -> str:
+        where = f"{self.repo.repo}@{self.repo.commit}" if self.repo else self.entry.source if self.entry else ""
+        return f"{where}#{self.files[0].path}"
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class PullPlan:
+    """What a pull fetches, before anything is fetched. `notes`: what the user should know of the choice."""
+
+    name: str
+    parts: tuple[Part, ...]
+    description: str
+    licence: str
+    notes: tuple[str, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+
+def pull(
+    text: str,
+    on_bytes: OnBytes,
+    on_note: OnNote,
+    *,
+    name: str = "",
+    draft: str = "",
+    wants_draft: bool = True,
+    revision: str = "",
+) -> ModelPair:
+    """Have what `text` names on this machine. `draft`: another model for its draft; `revision`: of the hub.
+
+    Nothing is asked of the hub where the model is there already. Raises ModelNotFound, DownloadError, StateError,
+    CapabilityError for a model that must be converted, ConfigError for a name that another model has.
+    """
+    reference = parse(text)
+    reference = replace(reference, revision=revision) if revision else reference
+    chosen = name or reference.name
+    with one_writer(chosen, lambda: on_note(f"another edgespec process is getting {chosen}: waiting for it")) as folder:
+        if is_file(folder / MANIFEST) and not draft:
+            _check_same(folder, reference)
+            on_note(f"{chosen} is on this machine already; edgespec rm {chosen} removes it")
+            return read_pair(folder)
+        plan = make_plan(reference, chosen, draft=draft, wants_draft=wants_draft)
+        for note in plan.notes:
+            on_note(note)
+        return _fetch_all(plan, folder, on_bytes, on_note)
+
+
+def make_plan(reference: Reference, name: str, *, draft: str = "", wants_draft: bool = True) -> PullPlan:
+    """What to fetch for a reference. Raises as `pull`."""
+    target, own_draft, notes = _parts_of(reference, "target")
+    entry = reference.entry
+    parts = [target]
+    if draft:
+        parts.append(_parts_of(parse(draft), "draft")[0])
+    elif wants_draft and own_draft is not None:
+        parts.append(own_draft)
+    elif wants_draft and entry is not None and entry.draft:
+        parts.append(_parts_of(parse(entry.draft), "draft")[0])
+    licence = entry.licence if entry else target.repo.licence if target.repo else ""
+    return PullPlan(name, tuple(parts), entry.description if entry else "", licence, tuple(notes))
+
+
+def _parts_of(reference: Reference, role: str) -> tuple[Part, Part | None, list[str]]:
+    """The model of a reference, the draft beside it, and notes on the choice."""
+    entry = reference.entry
+    if entry is not None and entry.convert:
+        draft = entries().get(entry.draft)
+        also = f" --draft {draft.convert}" if draft is not None else ""
+        raise CapabilityError(
+            f"{entry.name} has no GGUF or ONNX files to fetch, its weights are converted: edgespec export "
+            f"{entry.convert}{also} -o {entry.name}"
+        )
+    if entry is not None and entry.package:
+        if reference.wanted and reference.wanted.upper() != entry.quant.upper():
+            raise ModelNotFound(f"{entry.name} has no {reference.wanted}: the package {entry.source} has {entry.quant}")
+        files = tuple(HubFile(file.path, file.bytes, file.sha256) for file in entry.files)
+        return Part(role, files, entry=entry), None, []
+    repo = _described(reference.repo, reference.revision or "main")
+    choice = choose(repo.repo, repo.files, reference.wanted or (entry.quant if entry else ""))
+    notes = []
+    if choice.others and not reference.wanted and entry is None:
+        notes.append(f"{repo.repo}: {choice.target.quant} is taken; it also has {', '.join(choice.others)}")
+    target = Part(role, choice.target.files, repo, entry)
+    return target, _sibling(choice.draft, repo), notes
+
+
+def _sibling(group: Group | None, repo: HubRepo) -> Part | None:
+    return None if group is None else Part("draft", group.files, repo)
+
+
+def _described(repo: str, revision: str) -> HubRepo:
+    patience = Patience(repo)
+    while True:
+        try:
+            return describe(repo, revision)
+        except (Overloaded, ConnectionError) as exc:
+            patience.wait(exc)
+
+
+def _check_same(folder: Path, reference: Reference) -> None:
+    """Raise ConfigError where a folder holds another model than the one that is wanted."""
+    source = str(read_table(folder / MANIFEST).get("source", ""))
+    wanted = reference.entry.source if reference.entry else reference.repo
+    if not source.startswith(wanted):
+        raise ConfigError(
+            f"the name {folder.name} is taken by a model from {source or 'elsewhere'}: give another with --name, or "
+            f"remove it with edgespec rm {folder.name}"
+        )
+
+
+def _fetch_all(plan: PullPlan, folder: Path, on_bytes: OnBytes, on_note: OnNote) -> ModelPair:
+    folder.mkdir(parents=True, exist_ok=True)
+    places = {part.role: _places(part, folder) for part in plan.parts}
+    _check_names(places)
+    pairs = [(path, file) for part in plan.parts for path, file in zip(places[part.role], part.files, strict=True)]
+    download.check_disk(folder, sum(download.missing_bytes(path, file) for path, file in pairs), plan.name)
+    roles: dict[str, ModelFile] = {}
+    for part in plan.parts:
+        made = [_have(part, path, file, on_bytes) for path, file in zip(places[part.role], part.files, strict=True)]
+        model = ModelFile(made[0].path, made[0].bytes, made[0].sha256, tuple(made[1:]))
+        try:
+            if has_engine(model.engine):
+                check_model_file(model.path)
+        except (ModelFileError, CapabilityError) as exc:
+            if part.role == "target":
+                raise
+            on_note(f"{plan.name} is kept without its draft: {exc}")
+            continue
+        roles[part.role] = model
+    source = next(part.source for part in plan.parts if part.role == "target")
+    about = {"description": plan.description, "licence": plan.licence, "source": source}
+    write_manifest(folder, about, roles)
+    drop_others(folder, roles)
+    return read_pair(folder)
+
+
+def _places(part: Part, folder: Path) -> list[Path]:
+    """Where the files go: all into one folder, since a model's files lie side by side."""
+    inside = folder / "draft" if part.role == "draft" and part.files[0].path.endswith(".onnx") else folder
+    return [inside / file.path.rpartition("/")[2] for file in part.files]
+
+
+def _check_names(places: dict[str, list[Path]]) -> None:
+    paths = [path for each in places.values() for path in each]
+    double = next((path.name for path in paths if paths.count(path) > 1), None)
+    if double is not None:
+        raise ModelNotFound(
+            f"target and draft both have a file {double}: give another draft with --draft, or --no-draft"
+        )
+
+
+def _have(part: Part, path: Path, file: HubFile, on_bytes: OnBytes) -> ModelFile:
+    """`path` with the contents of `file`, from this machine where it is here already, else from its source."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not is_file(path):
+        for found in _copies(part, file):
+            if (made := download.take(found, path, file)) is not None:
+                return made
+    if part.repo is None:
+        assert part.entry is not None
+        return package_file(part.entry, path, file, on_bytes)
+    return download.fetch(part.repo.repo, address(part.repo, file.path), path, file, on_bytes)
+
+
+def _copies(part: Part, file: HubFile) -> list[Path]:
+    """Files of this machine that may be this one: of the same name in other models, and in the hub's cache."""
+    name = file.path.rpartition("/")[2]
+    found = [folder / name for folder in own_folders().values() if is_file(folder / name)]
+    if part.repo is not None:
+        found += [path for path in (cached(part.repo, file.path),) if path is not None]
+    return found

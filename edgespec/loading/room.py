@@ -1,0 +1,13 @@
+"""Whether a model fits into this machine's memory, by the size of its files."""
+
+from __future__ import annotations
+
+from edgespec.memory.limits import free_memory
+
+_BESIDE_WEIGHTS = 1.1  # caches and buffers, of the weights
+
+
+def fits(num_bytes: int) -> bool | None:
+    """Whether models of so many bytes fit into the memory that is available now; None where nobody tells."""
+    available = free_memory()
+    return None if available is None else num_bytes * _BESIDE_WEIGHTS <= available

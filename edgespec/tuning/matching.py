@@ -1,0 +1,233 @@
+"""Ranks the draft models for a target: those on this machine, whose vocabularies are compared, and those to pull.
+
+The speed is a forecast: the target's costs as they were measured when it last ran here, else guessed from its size;
+the draft's likewise; and an acceptance that somebody measured, else an assumed one, which is said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgespec.control.cost import WIDEST, CostCurve, PriorCurve, guessed_plain_s
+from edgespec.control.length import expected_speedup
+from edgespec.control.measure import file_curve
+from edgespec.control.run_cost import guessed_draft_cost
+from edgespec.drafters.mapped import VocabularyMap
+from edgespec.errors import CapabilityError, ConfigError, EdgespecError
+from edgespec.formats.gguf.eagle3 import is_eagle3, read_eagle3
+from edgespec.formats.gguf.header import read_header
+from edgespec.formats.manifest import ModelFile, read_pair
+from edgespec.loading.catalogue import Entry, entries
+from edgespec.loading.draft_vocabulary import LEAST_OVERLAP, difference
+from edgespec.loading.own_models import files_of
+from edgespec.loading.registry import is_known, registered_folders, resolve
+from edgespec.loading.room import fits
+from edgespec.loading.sample_prompts import PROMPTS
+from edgespec.vocabulary import Vocabulary
+
+ASSUMED_ACCEPTANCE = 0.7
+LENGTHS = range(1, 13)
+MOST_SHARE = 0.6  # of the target's bytes: a larger draft cannot gain
+_MOST_NEIGHBOURS = 20
+_CONTEXT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """The target that drafts are sought for: a file on this machine, or an entry that is not pulled yet."""
+
+    name: str
+    bytes: int
+    file: ModelFile | None
+    entry: Entry | None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A draft for the target. `vocabulary`: how it compares; `why_not`: empty for one that can be used.
+
+    `speedup`: forecast over plain decoding at `draft_length` and `acceptance`; `fits`: whether both fit into memory.
+    """
+
+    name: str
+    bytes: int
+    share: float
+    vocabulary: str
+    why_not: str
+    acceptance: float
+    is_assumed: bool
+    speedup: float
+    draft_length: int
+    fits: bool | None
+    path: Path | None = None
+
+    @property
+    def is_here(self) -> bool:
+        return self.path is not None
+
+
+def find_aim(text: str) -> Aim:
+    """The target that `text` names. Raises ModelNotFound, ConfigError for a draft without a target."""
+    if is_known(text) or text.lower() not in entries():
+        pair = resolve(text)
+        file = pair.files["target"]
+        made = file if file.parts else files_of(file.path)
+        entry = entries().get(text.lower()) or entries().get(pair.name)
+        return Aim(pair.name, _bytes_of(made), made, entry)
+    entry = entries()[text.lower()]
+    if entry.draft_only:
+        raise ConfigError(f"{entry.name} is of use as a draft only: give the target that it is for")
+    return Aim(entry.name, entry.guessed_bytes(), None, entry)
+
+
+def rank(aim: Aim) -> list[Candidate]:
+    """The drafts for a target: those that can be used first, by forecast speed, those that fit before the others."""
+    found = [*_here(aim), *_to_pull(aim)]
+    return sorted(found, key=lambda each: (bool(each.why_not), each.fits is False, -each.speedup, not each.is_here))
+
+
+def _here(aim: Aim) -> Iterator[Candidate]:
+    """Drafts among the files of this machine; each is compared with the target where that is here too."""
+    if aim.file is None:
+        return
+    with contextlib.ExitStack() as stack:
+        target = _vocabulary(aim.file.path, stack)
+        for name, file in _files_here(aim.file).items():
+            size = _bytes_of(file)
+            if size <= MOST_SHARE * aim.bytes:
+                vocabulary, why_not = _compared(aim.file, file, target)
+                yield _candidate(aim, name, size, vocabulary, why_not, file=file)
+
+
+def _files_here(target: ModelFile) -> dict[str, ModelFile]:
+    """Model files beside the target and in registered models, by the name to give for them; not the target's own."""
+    seen = {target.path.resolve()}
+    found: dict[str, ModelFile] = {}
+    for name, folder in registered_folders().items():
+        with contextlib.suppress(EdgespecError):
+            for engine in ("llamacpp", "onnx"):
+                for role, file in read_pair(folder, engine, check_hashes=False).files.items():
+                    if file.path.resolve() not in seen and file.engine == engine:
+                        seen.add(file.path.resolve())
+                        found[name if role == "target" and name not in found else str(file.path)] = file
+    beside = [path for path in target.path.parent.glob("*.gguf") if path.resolve() not in seen]
+    for path in sorted(beside, key=lambda each: each.stat().st_size)[:_MOST_NEIGHBOURS]:
+        with contextlib.suppress(EdgespecError):
+            found[str(path)] = files_of(path)
+    return found
+
+
+def _to_pull(aim: Aim) -> Iterator[Candidate]:
+    """Smaller models of the target's family that are not on this machine."""
+    if aim.entry is None:
+        return
+    for entry in entries().values():
+        is_smaller = entry.guessed_bytes() <= MOST_SHARE * aim.bytes
+        if entry.family == aim.entry.family and is_smaller and not is_known(entry.name) and not entry.convert:
+            vocabulary = f"family {entry.family}, compared when it is here"
+            yield _candidate(aim, entry.name, entry.guessed_bytes(), vocabulary, "", entry=entry)
+
+
+def _candidate(
+    aim: Aim,
+    name: str,
+    size: int,
+    vocabulary: str,
+    why_not: str,
+    *,
+    file: ModelFile | None = None,
+    entry: Entry | None = None,
+) -> Candidate:
+    measured = [] if aim.entry is None else [m for m in aim.entry.measured if m.drafter == name and m.acceptance_rate]
+    acceptance = measured[0].acceptance_rate if measured else None
+    assumed = ASSUMED_ACCEPTANCE if acceptance is None else acceptance
+    speedup, length = _forecast(aim, size, file, assumed)
+    return Candidate(
+        name=name,
+        bytes=size,
+        share=size / aim.bytes,
+        vocabulary=vocabulary,
+        why_not=why_not,
+        acceptance=assumed,
+        is_assumed=acceptance is None,
+        speedup=0.0 if why_not else speedup,
+        draft_length=length,
+        fits=fits(aim.bytes + size),
+        path=None if file is None else file.path,
+    )
+
+
+def _forecast(aim: Aim, size: int, file: ModelFile | None, acceptance: float) -> tuple[float, int]:
+    """The best expected speedup over draft lengths, and that length; 1 and 0 where no length gains."""
+    curve = _known_curve(aim.file) or PriorCurve(guessed_plain_s(aim.bytes))
+    pass_s = curve.table(_CONTEXT)
+    own = _known_curve(file)
+    token_s = own.at(1) if own is not None else guessed_draft_cost(size / aim.bytes).token_s * pass_s[1]
+    lengths = [length for length in LENGTHS if length < WIDEST]
+    best = max(lengths, key=lambda length: expected_speedup(acceptance, length, pass_s, token_s))
+    speedup = expected_speedup(acceptance, best, pass_s, token_s)
+    return (speedup, best) if speedup > 1 else (1.0, 0)
+
+
+def has_run(aim: Aim) -> bool:
+    """Whether the forecast rests on costs that were measured on this machine."""
+    return _known_curve(aim.file) is not None
+
+
+def _known_curve(file: ModelFile | None) -> CostCurve | None:
+    return None if file is None else file_curve([part.path for part in file.all_files]) or file_curve([file.path])
+
+
+def _compared(target: ModelFile, draft: ModelFile, ours: Vocabulary | None) -> tuple[str, str]:
+    """How a draft's vocabulary compares with the target's, and why it cannot be used, if so."""
+    try:
+        if draft.engine == "llamacpp" and is_eagle3(draft.path):
+            return _compared_head(target, draft), ""
+        with contextlib.ExitStack() as stack:
+            theirs = _vocabulary(draft.path, stack)
+            if ours is None or theirs is None:
+                return "not compared: its engine is not installed", ""
+            differs = difference(ours, theirs)
+            if not differs:
+                return "the same", ""
+            differs = differs.removeprefix("target and draft have different vocabularies: ")
+            text = ours.encode(" ".join(prompt.text for prompt in PROMPTS))
+            share = VocabularyMap(ours, theirs).share_of(text)
+            if share < LEAST_OVERLAP:
+                return f"{differs}; {share:.0%} of a text's tokens shared", "its vocabulary differs too much"
+            return f"{differs}; {share:.0%} of a text's tokens can be drafted", ""
+    except EdgespecError as exc:
+        return "", " ".join(str(exc).split())
+
+
+def _compared_head(target: ModelFile, head: ModelFile) -> str:
+    """Raises CapabilityError for a head of another target."""
+    if target.engine != "llamacpp":
+        raise CapabilityError(f"{head.path.name} is an EAGLE-3 head, which runs with a GGUF target")
+    header = read_header(target.path)
+    sizes = [header.metadata.get(f"{header.architecture}.{key}") for key in ("embedding_length", "block_count")]
+    width, layers = (size if isinstance(size, int) else 0 for size in sizes)
+    read_eagle3(head.path).check_fits(head.path.name, width, layers, len(header.tokens))
+    return "an EAGLE-3 head that fits"
+
+
+def _vocabulary(path: Path, stack: contextlib.ExitStack) -> Vocabulary | None:
+    """The vocabulary of a model without its weights, open as long as `stack`; None without its engine's library."""
+    try:
+        if path.suffix == ".gguf":
+            from edgespec.engines.llamacpp.tokenizer import VocabularyFile
+
+            return stack.enter_context(VocabularyFile(path))
+        from edgespec.engines.onnx.graph import read_graph
+        from edgespec.engines.onnx.tokenizer import TokenizerFile
+
+        return TokenizerFile(path.parent, read_graph(path).vocabulary_size)
+    except CapabilityError:
+        return None
+
+
+def _bytes_of(file: ModelFile) -> int:
+    return sum(part.bytes or part.path.stat().st_size for part in file.all_files)
