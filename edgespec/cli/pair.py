@@ -49,6 +49,8 @@ def _commands(aim: Aim, target: str, best: Candidate | None) -> list[str]:
     get = [] if aim.file is not None else [f"edgespec pull {target}"]
     if best is None:
         return [*get, f"edgespec chat {shlex.quote(target)}"]
+    if best.is_here and best.path == aim.own_draft:
+        return [f"edgespec chat {shlex.quote(target)}"]
     if not get and not best.is_here:
         get = [f"edgespec pull {best.name}"]
     if aim.file is None and aim.entry is not None:

@@ -54,6 +54,7 @@ def library() -> Any:  # a module whose HTTP library differs between releases
     """huggingface_hub. Raises CapabilityError where it is not installed."""
     try:
         import huggingface_hub
+        import huggingface_hub.constants
         import huggingface_hub.errors
         import huggingface_hub.utils
     except ModuleNotFoundError as error:
@@ -72,7 +73,8 @@ def describe(repo: str, revision: str) -> HubRepo:
     """What `repo` holds at `revision`. Raises ModelNotFound, DownloadError, Overloaded."""
     hub = library()
     with hub_errors(repo, revision):
-        info = hub.HfApi(endpoint=endpoint()).model_info(repo, revision=revision, files_metadata=True)
+        api, timeout = hub.HfApi(endpoint=endpoint()), hub.constants.HF_HUB_ETAG_TIMEOUT
+        info = api.model_info(repo, revision=revision, files_metadata=True, timeout=timeout)
     files = {}
     for each in info.siblings or ():
         lfs = each.lfs or {}

@@ -16,6 +16,7 @@ from edgespec.engines.base import Engine
 from edgespec.engines.trial import check_model_files
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError
 from edgespec.formats.gguf.header import keeping_headers, read_header
+from edgespec.formats.gguf.split import model_files
 from edgespec.formats.manifest import ModelFile, ModelPair, check_file
 from edgespec.loading.checksums import check_hash, was_hashed
 from edgespec.loading.draft_vocabulary import draft_cache
@@ -143,6 +144,7 @@ def has_chat_template(file: ModelFile) -> bool:
     """
     try:
         if file.engine == "llamacpp":
+            model_files(file.path)  # a part of a model holds no template, and says which file to open
             return bool(read_header(file.path).metadata.get("tokenizer.chat_template"))
         from edgespec.engines.onnx.tokenizer import read_chat_template
 

@@ -15,7 +15,7 @@ from typing import Any
 import tomli_w
 
 from edgespec.engines.trial import check_model_file
-from edgespec.errors import Busy, ConfigError, ModelNotFound, shown
+from edgespec.errors import Busy, CapabilityError, ConfigError, ModelFileError, ModelNotFound, shown
 from edgespec.formats.files import is_file, is_folder, resolved, write_atomically, write_errors
 from edgespec.formats.manifest import (
     ENGINE_TABLES,
@@ -75,13 +75,18 @@ def _entry(root: Path, file: ModelFile) -> dict[str, Any]:
     return made
 
 
-def drop_others(folder: Path, roles: Mapping[str, ModelFile]) -> None:
-    """Remove what an earlier pull under this name left and the manifest does not name any more."""
-    kept = {part.path for file in roles.values() for part in file.all_files} | {folder / MANIFEST}
-    for path in folder.iterdir():
-        if path not in kept and path.is_file() and (path.suffix in (PART, ".gguf", ".onnx") or "onnx" in path.name):
-            with contextlib.suppress(OSError):  # in use on Windows; the next pull tries again
-                path.unlink()
+def replace_manifest(folder: Path, about: Mapping[str, Any], roles: Mapping[str, ModelFile]) -> None:
+    """`write_manifest`; removes the files that only the manifest before it names, and unfinished ones."""
+    before: set[Path] = set()
+    if is_file(folder / MANIFEST):
+        with contextlib.suppress(ModelFileError, CapabilityError):
+            old = read_pair(folder, check_hashes=False)
+            before = {part.path for file in old.files.values() for part in file.all_files}
+    write_manifest(folder, about, roles)
+    kept = {part.path for file in roles.values() for part in file.all_files}
+    for path in (before - kept) | set(folder.rglob(f".*{PART}")):
+        with contextlib.suppress(OSError):  # in use on Windows
+            path.unlink()
 
 
 def add(path: Path, name: str = "", draft: Path | None = None) -> str:
@@ -101,7 +106,7 @@ def add(path: Path, name: str = "", draft: Path | None = None) -> str:
             if draft is not None:
                 raise ConfigError(f"{path} has a manifest, which names its draft: add it without --draft")
             read_pair(found)
-            table = read_table(found / MANIFEST) | {"location": str(found)}
+            table = {"location": str(found)} | read_table(found / MANIFEST)
             write_atomically(folder / MANIFEST, tomli_w.dumps(table), parents=True)
             return chosen
         roles = {"target": _described(found)}
@@ -113,9 +118,9 @@ def add(path: Path, name: str = "", draft: Path | None = None) -> str:
 
 
 def remove(name: str) -> int:
-    """Remove a model of the user's own folder, an unfinished one too; the bytes that were freed.
+    """Remove a model that was pulled or added, an unfinished one too; the bytes that were freed.
 
-    Raises ModelNotFound for a name that is not there, ConfigError for a model that belongs to edgespec, Busy.
+    Raises ModelNotFound for a name that is not there, ConfigError for a model that came otherwise, Busy.
     """
     if not is_folder(models_folder() / check_name(name)):
         if name in registered_folders():
@@ -123,6 +128,8 @@ def remove(name: str) -> int:
         known = ", ".join(sorted(own_folders())) or "none"
         raise ModelNotFound(f"{models_folder()} holds no {shown(name)}: it holds {known}")
     with one_writer(name) as folder:
+        if not _is_ours(folder):
+            raise ConfigError(f"{folder} was neither pulled nor added: delete the folder by hand if it is not needed")
         freed = folder_bytes(folder)
         with write_errors(folder, fix="close what uses it, or delete the folder by hand"):
             (folder / MANIFEST).unlink(missing_ok=True)  # first: what is half removed must not load
@@ -140,6 +147,17 @@ def own_folders() -> dict[str, Path]:
 def folder_bytes(folder: Path) -> int:
     """What a folder takes on the disk. Files that another model shares with it count too."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether `edgespec pull` or `edgespec add` made this folder."""
+    if not is_file(folder / MANIFEST):
+        return any(folder.rglob(f".*{PART}"))
+    try:
+        table = read_table(folder / MANIFEST)
+    except ModelFileError:  # damaged: a model that cannot be used is no loss
+        return True
+    return bool(table.get("source") or table.get("location"))
 
 
 def _name_for(where: Path) -> str:

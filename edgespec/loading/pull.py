@@ -6,23 +6,25 @@ pull left is used by the next one. A draft that cannot be used is left out with 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from edgespec.engines.trial import check_model_file
+from edgespec.engines.trial import check_model_files
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError, ModelNotFound
 from edgespec.formats.files import is_file
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
-from edgespec.installation import has_engine
+from edgespec.installation import has_engine, require_engine
 from edgespec.loading import download
 from edgespec.loading.catalogue import Entry, entries
 from edgespec.loading.download import OnBytes, Patience
 from edgespec.loading.hub import HubFile, HubRepo, Overloaded, address, cached, describe
 from edgespec.loading.hub_choice import Group, choose
-from edgespec.loading.own_models import drop_others, one_writer, own_folders, write_manifest
+from edgespec.loading.own_models import one_writer, own_folders, replace_manifest
 from edgespec.loading.package_file import package_file
 from edgespec.loading.reference import Reference, parse
+from edgespec.loading.room import fits
 
 OnNote = Callable[[str], None]
 
@@ -146,7 +148,7 @@ def _check_same(folder: Path, reference: Reference) -> None:
     """Raise ConfigError where a folder holds another model than the one that is wanted."""
     source = str(read_table(folder / MANIFEST).get("source", ""))
     wanted = reference.entry.source if reference.entry else reference.repo
-    if not source.startswith(wanted):
+    if re.split("[@#]", source)[0] != wanted:
         raise ConfigError(
             f"the name {folder.name} is taken by a model from {source or 'elsewhere'}: give another with --name, or "
             f"remove it with edgespec rm {folder.name}"
@@ -164,8 +166,11 @@ def _fetch_all(plan: PullPlan, folder: Path, on_bytes: OnBytes, on_note: OnNote)
         made = [_have(part, path, file, on_bytes) for path, file in zip(places[part.role], part.files, strict=True)]
         model = ModelFile(made[0].path, made[0].bytes, made[0].sha256, tuple(made[1:]))
         try:
-            if has_engine(model.engine):
-                check_model_file(model.path)
+            if not has_engine(model.engine):
+                on_note(_what_it_needs(model))
+            else:
+                is_too_large = fits(part.bytes) is False  # its header alone is checked then
+                check_model_files({model.path: is_too_large})
         except (ModelFileError, CapabilityError) as exc:
             if part.role == "target":
                 raise
@@ -174,9 +179,17 @@ def _fetch_all(plan: PullPlan, folder: Path, on_bytes: OnBytes, on_note: OnNote)
         roles[part.role] = model
     source = next(part.source for part in plan.parts if part.role == "target")
     about = {"description": plan.description, "licence": plan.licence, "source": source}
-    write_manifest(folder, about, roles)
-    drop_others(folder, roles)
+    replace_manifest(folder, about, roles)
     return read_pair(folder)
+
+
+def _what_it_needs(model: ModelFile) -> str:
+    """How to install the engine that a model needs and that is not here."""
+    try:
+        require_engine(model.engine, model.path.name)
+    except CapabilityError as exc:
+        return str(exc)
+    return ""
 
 
 def _places(part: Part, folder: Path) -> list[Path]:

@@ -37,12 +37,16 @@ _CONTEXT = 256
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """The target that drafts are sought for: a file on this machine, or an entry that is not pulled yet."""
+    """The target that drafts are sought for: a file on this machine, or an entry that is not pulled yet.
+
+    `own_draft`: the draft that it runs with where none is named.
+    """
 
     name: str
     bytes: int
     file: ModelFile | None
     entry: Entry | None
+    own_draft: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +79,18 @@ def find_aim(text: str) -> Aim:
         pair = resolve(text)
         file = pair.files["target"]
         made = file if file.parts else files_of(file.path)
-        entry = entries().get(text.lower()) or entries().get(pair.name)
-        return Aim(pair.name, _bytes_of(made), made, entry)
+        entry = _entry_like(pair.name) or _entry_like(pair.target.name)
+        return Aim(pair.name, _bytes_of(made), made, entry, pair.draft)
     entry = entries()[text.lower()]
     if entry.draft_only:
         raise ConfigError(f"{entry.name} is of use as a draft only: give the target that it is for")
     return Aim(entry.name, entry.guessed_bytes(), None, entry)
+
+
+def _entry_like(name: str) -> Entry | None:
+    """The entry whose name stands in that of a model or file, such as Meta-Llama-3.1-8B-Instruct-Q4_K_M.gguf."""
+    found = [entry for entry in entries().values() if entry.name in name.lower()]
+    return max(found, key=lambda entry: len(entry.name), default=None)
 
 
 def rank(aim: Aim) -> list[Candidate]:

