@@ -92,7 +92,7 @@ def _show_here(name: str) -> None:
     for label, text in (("licence", pair.licence), ("source", pair.source)):
         if text:
             click.echo(f"{label}: {printable(text)}")
-    _show_fit(pair_bytes(pair))
+    _show_fit(pair_bytes(pair), has_draft=pair.draft is not None)
     click.echo(f"run it: edgespec chat {name}" + ("" if pair.draft else f"; drafts for it: edgespec pair {name}"))
 
 
@@ -111,13 +111,13 @@ def _show_entry(entry: Entry) -> None:
         click.echo(f"advice: {entry.advice}")
     click.echo(f"verified: {entry.verified or 'no; nobody has tried this entry with edgespec yet'}")
     if not is_known(entry.name):
-        _show_fit(entry_bytes(entry), is_guess=not entry.known_bytes)
+        _show_fit(entry_bytes(entry), has_draft=bool(entry.draft), is_guess=not entry.known_bytes)
 
 
-def _show_fit(num_bytes: int, *, is_guess: bool = False) -> None:
+def _show_fit(num_bytes: int, *, has_draft: bool, is_guess: bool = False) -> None:
     answer = {True: "fits", False: "does not fit", None: "unknown whether it fits"}[fits(num_bytes)]
-    click.echo(f"size: {'about ' if is_guess else ''}{num_bytes / 1e9:.2f} GB with its draft; {answer} into the memory "
-               "that is available now")  # fmt: skip
+    size = f"{'about ' if is_guess else ''}{num_bytes / 1e9:.2f} GB{' with its draft' if has_draft else ''}"
+    click.echo(f"size: {size}; {answer} into the memory that is available now")
 
 
 def _how_to_get(entry: Entry) -> str:

@@ -27,9 +27,7 @@ def command(target: str, as_json: bool) -> int:
     """
     aim = find_aim(target)
     found = rank(aim)
-    best = next(
-        (each for each in found if not each.why_not and each.speedup >= _WORTH and each.fits is not False), None
-    )
+    best = next((each for each in found if _is_useful(each)), None)
     commands = _commands(aim, target, best)
     if as_json:
         drafts = [dataclasses.asdict(each) | {"path": each.path and str(each.path)} for each in found]
@@ -42,6 +40,10 @@ def command(target: str, as_json: bool) -> int:
     for line in commands:
         click.echo(line)
     return 0
+
+
+def _is_useful(draft: Candidate) -> bool:
+    return draft.is_same and not draft.why_not and draft.speedup >= _WORTH and draft.fits is not False
 
 
 def _commands(aim: Aim, target: str, best: Candidate | None) -> list[str]:

@@ -141,6 +141,13 @@ def hub_errors(repo: str, revision: str = "") -> Iterator[None]:
         raise _refusal(error, repo, at) from error
     except _transport_errors(hub) as error:
         raise ConnectionError(f"{at}: {_reason(error)}") from error
+    except hub.errors.HFValidationError as error:
+        raise ModelNotFound(f"{repo!r} cannot be a repository ({_reason(error)}): give ORG/NAME") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise DownloadError(
+            f"{at} does not answer as a model hub does ({_reason(error)}): check HF_ENDPOINT, and whether this network "
+            "wants a login"
+        ) from error
 
 
 def _refusal(error: Any, repo: str, at: str) -> Exception:

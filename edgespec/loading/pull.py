@@ -195,7 +195,11 @@ def _what_it_needs(model: ModelFile) -> str:
 def _places(part: Part, folder: Path) -> list[Path]:
     """Where the files go: all into one folder, since a model's files lie side by side."""
     inside = folder / "draft" if part.role == "draft" and part.files[0].path.endswith(".onnx") else folder
-    return [inside / file.path.rpartition("/")[2] for file in part.files]
+    names = [file.path.rpartition("/")[2] for file in part.files]
+    for name in names:
+        if name in ("", ".", "..") or name.startswith(".") or not name.isprintable() or set(name) & set("\\:"):
+            raise ModelFileError(f"{part.source}: {name!r} is no plain file name, so it is not fetched")
+    return [inside / name for name in names]
 
 
 def _check_names(places: dict[str, list[Path]]) -> None:

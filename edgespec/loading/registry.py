@@ -62,6 +62,13 @@ def registered_folders() -> dict[str, Path]:
     return found
 
 
+def folder_of(text: str) -> Path | None:
+    """The folder of a registered name, or of what such a model was pulled as; None for anything else."""
+    folders = registered_folders()
+    name = text if text in folders else _pulled_name(text, folders)
+    return None if name is None else folders[name]
+
+
 def list_models() -> list[ModelPair]:
     """Every registered pair, by name. Files are not hashed. Raises ModelFileError for a bad manifest."""
     return [read_pair(folder, check_hashes=False) for _, folder in sorted(registered_folders().items())]
@@ -116,8 +123,7 @@ def _pulled_name(text: str, folders: Mapping[str, Path]) -> str | None:
 
 def is_known(text: str) -> bool:
     """Whether there is a registered model, a file or a folder of this name."""
-    folders = registered_folders()
-    return text in folders or exists(expanded(text)) or _pulled_name(text, folders) is not None
+    return exists(expanded(text)) or folder_of(text) is not None
 
 
 def model_in(path: Path) -> Path:
@@ -182,10 +188,9 @@ def resolve(
     ModelFileError for a bad manifest, and for a file that is missing or not the one its manifest describes,
     CapabilityError for an engine that this model has no files for.
     """
-    folders = registered_folders()
-    name = name_or_path if name_or_path in folders else _pulled_name(name_or_path, folders)
-    if name is not None:
-        pair = read_pair(folders[name], engine, check_hashes=check_hashes)
+    folder = folder_of(name_or_path)
+    if folder is not None:
+        pair = read_pair(folder, engine, check_hashes=check_hashes)
     elif _looks_like_path(name_or_path) or exists(name_or_path):
         pair = _local_pair(name_or_path, engine, check_hashes=check_hashes)
     else:
@@ -198,11 +203,8 @@ def resolve(
 def _given_file(role: str, given: Path, engine: str) -> ModelFile:
     """A file or folder, or the target of a registered model. Raises ModelNotFound, ModelFileError."""
     path, text = expanded(given), given.as_posix()
-    if not exists(path):
-        folders = registered_folders()
-        name = text if text in folders else _pulled_name(text, folders)
-        if name is not None:
-            return read_pair(folders[name], engine).files["target"]
+    if not exists(path) and (folder := folder_of(text)) is not None:
+        return read_pair(folder, engine).files["target"]
     if is_folder(path):
         path = path / GRAPH
     if not is_file(path) or path.suffix not in SUFFIXES:

@@ -23,7 +23,7 @@ from edgespec.formats.manifest import ModelFile, read_pair
 from edgespec.loading.catalogue import Entry, entries
 from edgespec.loading.draft_vocabulary import LEAST_OVERLAP, difference
 from edgespec.loading.own_models import files_of
-from edgespec.loading.registry import is_known, registered_folders, resolve
+from edgespec.loading.registry import is_known, models_folder, registered_folders, resolve
 from edgespec.loading.room import fits
 from edgespec.loading.sample_prompts import PROMPTS
 from edgespec.vocabulary import Vocabulary
@@ -32,6 +32,7 @@ ASSUMED_ACCEPTANCE = 0.7
 LENGTHS = range(1, 13)
 MOST_SHARE = 0.6  # of the target's bytes: a larger draft cannot gain
 _MOST_NEIGHBOURS = 20
+_SAME, _HEAD = "the same", "an EAGLE-3 head that fits"
 _CONTEXT = 256
 
 
@@ -53,6 +54,9 @@ class Aim:
 class Candidate:
     """A draft for the target. `vocabulary`: how it compares; `why_not`: empty for one that can be used.
 
+    `is_same`: target and draft have the same vocabulary, or are of one family; another one costs acceptance that
+    nobody can foretell.
+
     `speedup`: forecast over plain decoding at `draft_length` and `acceptance`; `fits`: whether both fit into memory.
     """
 
@@ -60,6 +64,7 @@ class Candidate:
     bytes: int
     share: float
     vocabulary: str
+    is_same: bool
     why_not: str
     acceptance: float
     is_assumed: bool
@@ -94,9 +99,9 @@ def _entry_like(name: str) -> Entry | None:
 
 
 def rank(aim: Aim) -> list[Candidate]:
-    """The drafts for a target: those that can be used first, by forecast speed, those that fit before the others."""
+    """The drafts for a target: those that can be used first, of its vocabulary, that fit, by forecast speed."""
     found = [*_here(aim), *_to_pull(aim)]
-    return sorted(found, key=lambda each: (bool(each.why_not), each.fits is False, -each.speedup, not each.is_here))
+    return sorted(found, key=lambda c: (bool(c.why_not), not c.is_same, c.fits is False, -c.speedup, not c.is_here))
 
 
 def _here(aim: Aim) -> Iterator[Candidate]:
@@ -109,7 +114,15 @@ def _here(aim: Aim) -> Iterator[Candidate]:
             size = _bytes_of(file)
             if size <= MOST_SHARE * aim.bytes:
                 vocabulary, why_not = _compared(aim.file, file, target)
-                yield _candidate(aim, name, size, vocabulary, why_not, file=file)
+                candidate = _candidate(aim, name, size, vocabulary, why_not, file=file)
+                if candidate.is_same or not _is_built_in(file.path):
+                    yield candidate
+
+
+def _is_built_in(path: Path) -> bool:
+    """Whether a file is one of the demo family: with another vocabulary than its own it drafts nothing of use."""
+    built_in = [folder for folder in registered_folders().values() if folder.parent != models_folder()]
+    return any(path.is_relative_to(folder.resolve()) for folder in built_in)
 
 
 def _files_here(target: ModelFile) -> dict[str, ModelFile]:
@@ -131,12 +144,13 @@ def _files_here(target: ModelFile) -> dict[str, ModelFile]:
 
 
 def _to_pull(aim: Aim) -> Iterator[Candidate]:
-    """Smaller models of the target's family that are not on this machine."""
+    """Smaller models of the target's family that `_here` does not compare."""
     if aim.entry is None:
         return
     for entry in entries().values():
         is_smaller = entry.guessed_bytes() <= MOST_SHARE * aim.bytes
-        if entry.family == aim.entry.family and is_smaller and not is_known(entry.name) and not entry.convert:
+        is_compared = aim.file is not None and is_known(entry.name)
+        if entry.family == aim.entry.family and is_smaller and not is_compared and not entry.convert:
             vocabulary = f"family {entry.family}, compared when it is here"
             yield _candidate(aim, entry.name, entry.guessed_bytes(), vocabulary, "", entry=entry)
 
@@ -160,6 +174,7 @@ def _candidate(
         bytes=size,
         share=size / aim.bytes,
         vocabulary=vocabulary,
+        is_same=file is None or vocabulary in (_SAME, _HEAD),
         why_not=why_not,
         acceptance=assumed,
         is_assumed=acceptance is None,
@@ -202,7 +217,7 @@ def _compared(target: ModelFile, draft: ModelFile, ours: Vocabulary | None) -> t
                 return "not compared: its engine is not installed", ""
             differs = difference(ours, theirs)
             if not differs:
-                return "the same", ""
+                return _SAME, ""
             differs = differs.removeprefix("target and draft have different vocabularies: ")
             text = ours.encode(" ".join(prompt.text for prompt in PROMPTS))
             share = VocabularyMap(ours, theirs).share_of(text)
@@ -221,7 +236,7 @@ def _compared_head(target: ModelFile, head: ModelFile) -> str:
     sizes = [header.metadata.get(f"{header.architecture}.{key}") for key in ("embedding_length", "block_count")]
     width, layers = (size if isinstance(size, int) else 0 for size in sizes)
     read_eagle3(head.path).check_fits(head.path.name, width, layers, len(header.tokens))
-    return "an EAGLE-3 head that fits"
+    return _HEAD
 
 
 def _vocabulary(path: Path, stack: contextlib.ExitStack) -> Vocabulary | None:

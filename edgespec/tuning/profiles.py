@@ -21,7 +21,7 @@ from edgespec.engines.machine import machine_name
 from edgespec.errors import ConfigError, ModelFileError, StateError
 from edgespec.formats.files import expanded, is_file, read_text, resolved, user_folder, write_atomically
 from edgespec.formats.manifest import MANIFEST
-from edgespec.loading.registry import model_in, registered_folders
+from edgespec.loading.registry import folder_of, model_in
 from edgespec.settings import Settings, find
 
 PROFILE_FORMAT = 1
@@ -136,7 +136,7 @@ def new_profile(model: str, settings: Mapping[str, Any], tokens_per_second: floa
 def _identity(model: str) -> tuple[object, ...] | None:
     """What tells a model from any other, whichever of its engines runs: its manifest's contents, else its file's place,
     size and time. None when there is no such model; loading says so better."""
-    path = registered_folders().get(model) or expanded(model)
+    path = folder_of(model) or expanded(model)
     try:
         path = model_in(path)
     except ModelFileError:

@@ -260,7 +260,7 @@ def test_a_gated_model_needs_a_token(get, hub, monkeypatch):
         get(name="other")
 
 
-@pytest.mark.parametrize("where", ["/api/", "/store/"])
+@pytest.mark.parametrize("where", ["/api/models/", "/store/"])
 def test_a_hub_that_is_busy_is_waited_for(get, hub, waits, where):
     hub.faults.refused = where
     hub.faults.refusals = [(429, {"Retry-After": "7"}), (503, {})]
@@ -269,6 +269,20 @@ def test_a_hub_that_is_busy_is_waited_for(get, hub, waits, where):
     hub.faults.refusals = [(429, {"Retry-After": "3600"})]
     with pytest.raises(DownloadError, match=r"too many requests from here \(status 429\).*in 3600 s.*HF_TOKEN"):
         get(f"{ID}:Q8_0", wants_draft=False, name=f"later{where.count('a')}")
+
+
+def test_what_is_no_hub_is_named(get, hub):
+    hub.faults.refusals = [(200, {"Content-Type": "text/html"})]
+    with pytest.raises(DownloadError, match=r"does not answer as a model hub does .* check HF_ENDPOINT"):
+        get()
+
+
+def test_a_file_name_that_leads_elsewhere_is_not_fetched(get, hub, repo, home):
+    (repo / "demo-Q6_K.gguf").rename(repo / "..\\demo-Q6_K.gguf")
+    (repo / "demo-Q8_0.gguf").unlink()
+    with pytest.raises(ModelFileError, match="is no plain file name"):
+        get()
+    assert hub.fetched == []
 
 
 def test_no_room_on_the_disk_is_known_before_anything_is_fetched(get, hub, home):
