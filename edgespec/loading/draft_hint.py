@@ -10,18 +10,20 @@ from edgespec.engines import disk_cache
 from edgespec.errors import ModelFileError
 from edgespec.formats.gguf.header import GgufHeader, read_header
 from edgespec.formats.manifest import ModelPair
+from edgespec.loading.catalogue import entries
+from edgespec.loading.registry import is_known
 
 # A draft pays where its passes are much cheaper than the target's; below half a gigabyte a target is too cheap itself.
 _LEAST_TARGET_BYTES, _LEAST_RATIO = 500 << 20, 4
 _MOST_NEIGHBOURS = 20  # headers that are read: each holds a whole vocabulary
 _COMPARED_TOKENS = 4096
-# Pattern of "architecture name tokenizer", smallest model of that family and its size as a Q8_0 GGUF.
+# Pattern of "architecture name tokenizer", and the smallest model of that family in the catalogue.
 _FAMILIES = (
-    (r"\bsmollm2\b", "SmolLM2-135M-Instruct", 145 << 20),
-    (r"^qwen3\b", "Qwen3-0.6B", 640 << 20),
-    (r"^qwen2\b", "Qwen2.5-0.5B-Instruct", 530 << 20),
-    (r"^gemma3\b", "gemma-3-270m-it", 290 << 20),
-    (r"^llama\b.*\bllama-bpe$", "Llama-3.2-1B-Instruct", 1320 << 20),
+    (r"\bsmollm2\b", "smollm2-135m"),
+    (r"^qwen3\b", "qwen3-0.6b"),
+    (r"^qwen2\b", "qwen2.5-0.5b"),
+    (r"^gemma3\b", "gemma-3-270m"),
+    (r"^llama\b.*\bllama-bpe$", "llama-3.2-1b"),
 )
 
 
@@ -53,7 +55,8 @@ def draft_hint(pair: ModelPair) -> str | None:
     family = _family(header, num_bytes)
     if family is None:
         return None
-    return f"{pair.name} has no draft model; a GGUF of {family} usually makes it faster: -md FILE"
+    get = "" if is_known(family) else f"edgespec pull {family}, then "
+    return f"{pair.name} has no draft model; {family} usually makes it faster: {get}-md {family}"
 
 
 def _neighbour(path: Path, header: GgufHeader, num_bytes: int) -> Path | None:
@@ -80,7 +83,7 @@ def _same_vocabulary(one: GgufHeader, other: GgufHeader) -> bool:
 def _family(header: GgufHeader, num_bytes: int) -> str | None:
     names = (header.metadata.get(key, "") for key in ("general.name", "general.basename", "tokenizer.ggml.pre"))
     described = " ".join((header.architecture, *map(str, names))).lower()
-    for pattern, name, draft_bytes in _FAMILIES:
+    for pattern, name in _FAMILIES:
         if re.search(pattern, described):
-            return name if draft_bytes * _LEAST_RATIO <= num_bytes else None
+            return name if entries()[name].guessed_bytes() * _LEAST_RATIO <= num_bytes else None
     return None

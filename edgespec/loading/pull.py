@@ -122,6 +122,9 @@ def _parts_of(reference: Reference, role: str) -> tuple[Part, Part | None, list[
             raise ModelNotFound(f"{entry.name} has no {reference.wanted}: the package {entry.source} has {entry.quant}")
         files = tuple(HubFile(file.path, file.bytes, file.sha256) for file in entry.files)
         return Part(role, files, entry=entry), None, []
+    head = next((head for each in entries().values() for head in each.heads if head.repo == reference.repo), None)
+    if head is not None:
+        raise CapabilityError(f"{head.repo} is an {head.kind} head, which is converted for its target: {head.command}")
     repo = _described(reference.repo, reference.revision or "main")
     choice = choose(repo.repo, repo.files, reference.wanted or (entry.quant if entry else ""))
     notes = []

@@ -15,24 +15,18 @@ from edgespec.control.cost import WIDEST, CostCurve, PriorCurve, guessed_plain_s
 from edgespec.control.length import expected_speedup
 from edgespec.control.measure import file_curve
 from edgespec.control.run_cost import guessed_draft_cost
-from edgespec.drafters.mapped import VocabularyMap
-from edgespec.errors import CapabilityError, ConfigError, EdgespecError
-from edgespec.formats.gguf.eagle3 import is_eagle3, read_eagle3
-from edgespec.formats.gguf.header import read_header
+from edgespec.errors import ConfigError, EdgespecError
 from edgespec.formats.manifest import ModelFile, read_pair
 from edgespec.loading.catalogue import Entry, entries
-from edgespec.loading.draft_vocabulary import LEAST_OVERLAP, difference
 from edgespec.loading.own_models import files_of
 from edgespec.loading.registry import is_known, models_folder, registered_folders, resolve
 from edgespec.loading.room import fits
-from edgespec.loading.sample_prompts import PROMPTS
-from edgespec.vocabulary import Vocabulary
+from edgespec.loading.vocabulary_match import Comparison, comparing
 
 ASSUMED_ACCEPTANCE = 0.7
 LENGTHS = range(1, 13)
 MOST_SHARE = 0.6  # of the target's bytes: a larger draft cannot gain
 _MOST_NEIGHBOURS = 20
-_SAME, _HEAD = "the same", "an EAGLE-3 head that fits"
 _CONTEXT = 256
 
 
@@ -108,15 +102,12 @@ def _here(aim: Aim) -> Iterator[Candidate]:
     """Drafts among the files of this machine; each is compared with the target where that is here too."""
     if aim.file is None:
         return
-    with contextlib.ExitStack() as stack:
-        target = _vocabulary(aim.file.path, stack)
+    with comparing(aim.file) as compare:
         for name, file in _files_here(aim.file).items():
-            size = _bytes_of(file)
-            if size <= MOST_SHARE * aim.bytes:
-                vocabulary, why_not = _compared(aim.file, file, target)
-                candidate = _candidate(aim, name, size, vocabulary, why_not, file=file)
-                if candidate.is_same or not _is_built_in(file.path):
-                    yield candidate
+            if (size := _bytes_of(file)) <= MOST_SHARE * aim.bytes:
+                found = compare(file)
+                if found.is_same or not _is_built_in(file.path):
+                    yield _candidate(aim, name, size, found, file)
 
 
 def _is_built_in(path: Path) -> bool:
@@ -151,34 +142,26 @@ def _to_pull(aim: Aim) -> Iterator[Candidate]:
         is_smaller = entry.guessed_bytes() <= MOST_SHARE * aim.bytes
         is_compared = aim.file is not None and is_known(entry.name)
         if entry.family == aim.entry.family and is_smaller and not is_compared and not entry.convert:
-            vocabulary = f"family {entry.family}, compared when it is here"
-            yield _candidate(aim, entry.name, entry.guessed_bytes(), vocabulary, "", entry=entry)
+            found = Comparison(f"family {entry.family}, compared when it is here", is_same=True)
+            yield _candidate(aim, entry.name, entry.guessed_bytes(), found, None)
 
 
-def _candidate(
-    aim: Aim,
-    name: str,
-    size: int,
-    vocabulary: str,
-    why_not: str,
-    *,
-    file: ModelFile | None = None,
-    entry: Entry | None = None,
-) -> Candidate:
-    measured = [] if aim.entry is None else [m for m in aim.entry.measured if m.drafter == name and m.acceptance_rate]
-    acceptance = measured[0].acceptance_rate if measured else None
-    assumed = ASSUMED_ACCEPTANCE if acceptance is None else acceptance
-    speedup, length = _forecast(aim, size, file, assumed)
+def _candidate(aim: Aim, name: str, size: int, found: Comparison, file: ModelFile | None) -> Candidate:
+    entry = aim.entry
+    measured = [] if entry is None else [each.acceptance_rate for each in entry.measured if each.drafter == name]
+    known = next((rate for rate in measured if rate is not None), None)
+    acceptance = ASSUMED_ACCEPTANCE if known is None else known
+    speedup, length = _forecast(aim, size, file, acceptance)
     return Candidate(
         name=name,
         bytes=size,
         share=size / aim.bytes,
-        vocabulary=vocabulary,
-        is_same=file is None or vocabulary in (_SAME, _HEAD),
-        why_not=why_not,
-        acceptance=assumed,
-        is_assumed=acceptance is None,
-        speedup=0.0 if why_not else speedup,
+        vocabulary=found.text,
+        is_same=found.is_same,
+        why_not=found.why_not,
+        acceptance=acceptance,
+        is_assumed=known is None,
+        speedup=0.0 if found.why_not else speedup,
         draft_length=length,
         fits=fits(aim.bytes + size),
         path=None if file is None else file.path,
@@ -204,54 +187,6 @@ def has_run(aim: Aim) -> bool:
 
 def _known_curve(file: ModelFile | None) -> CostCurve | None:
     return None if file is None else file_curve([part.path for part in file.all_files]) or file_curve([file.path])
-
-
-def _compared(target: ModelFile, draft: ModelFile, ours: Vocabulary | None) -> tuple[str, str]:
-    """How a draft's vocabulary compares with the target's, and why it cannot be used, if so."""
-    try:
-        if draft.engine == "llamacpp" and is_eagle3(draft.path):
-            return _compared_head(target, draft), ""
-        with contextlib.ExitStack() as stack:
-            theirs = _vocabulary(draft.path, stack)
-            if ours is None or theirs is None:
-                return "not compared: its engine is not installed", ""
-            differs = difference(ours, theirs)
-            if not differs:
-                return _SAME, ""
-            differs = differs.removeprefix("target and draft have different vocabularies: ")
-            text = ours.encode(" ".join(prompt.text for prompt in PROMPTS))
-            share = VocabularyMap(ours, theirs).share_of(text)
-            if share < LEAST_OVERLAP:
-                return f"{differs}; {share:.0%} of a text's tokens shared", "its vocabulary differs too much"
-            return f"{differs}; {share:.0%} of a text's tokens can be drafted", ""
-    except EdgespecError as exc:
-        return "", " ".join(str(exc).split())
-
-
-def _compared_head(target: ModelFile, head: ModelFile) -> str:
-    """Raises CapabilityError for a head of another target."""
-    if target.engine != "llamacpp":
-        raise CapabilityError(f"{head.path.name} is an EAGLE-3 head, which runs with a GGUF target")
-    header = read_header(target.path)
-    sizes = [header.metadata.get(f"{header.architecture}.{key}") for key in ("embedding_length", "block_count")]
-    width, layers = (size if isinstance(size, int) else 0 for size in sizes)
-    read_eagle3(head.path).check_fits(head.path.name, width, layers, len(header.tokens))
-    return _HEAD
-
-
-def _vocabulary(path: Path, stack: contextlib.ExitStack) -> Vocabulary | None:
-    """The vocabulary of a model without its weights, open as long as `stack`; None without its engine's library."""
-    try:
-        if path.suffix == ".gguf":
-            from edgespec.engines.llamacpp.tokenizer import VocabularyFile
-
-            return stack.enter_context(VocabularyFile(path))
-        from edgespec.engines.onnx.graph import read_graph
-        from edgespec.engines.onnx.tokenizer import TokenizerFile
-
-        return TokenizerFile(path.parent, read_graph(path).vocabulary_size)
-    except CapabilityError:
-        return None
 
 
 def _bytes_of(file: ModelFile) -> int:

@@ -72,6 +72,12 @@ def test_a_model_that_must_be_converted_names_the_command():
     assert "edgespec export openai-community/gpt2 --draft distilbert/distilgpt2 -o gpt2" in failed.stderr
 
 
+def test_a_head_names_the_command_that_converts_it():
+    failed = run("pull", "AngelSlim/Qwen3-8B_eagle3")
+    assert failed.exit_code == 2
+    assert "edgespec export Qwen/Qwen3-8B --draft AngelSlim/Qwen3-8B_eagle3 --to gguf" in failed.stderr
+
+
 def test_add_and_rm_leave_the_file_where_it_is(tmp_path: Path, home: Path):
     mine = Path(shutil.copy(TARGET, tmp_path / "mine.gguf"))
     small = Path(shutil.copy(DRAFT, tmp_path / "small.gguf"))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
 
 from edgespec.cli.main import cli
 from edgespec.loading import draft_hint as hints
+from edgespec.loading.catalogue import Entry, entries
 from edgespec.loading.registry import resolve
 from tiny_gguf import Shape, write_model
 
@@ -37,26 +39,33 @@ def test_the_largest_neighbour_with_the_same_vocabulary_is_named(big):
 
 def test_a_family_is_named_where_its_smallest_model_is_small_enough(big, monkeypatch):
     assert hint(big) is None
-    monkeypatch.setattr(hints, "_FAMILIES", (("^llama", "Tiny-Llama", 1),))
-    assert hint(big) == "big has no draft model; a GGUF of Tiny-Llama usually makes it faster: -md FILE"
-    monkeypatch.setattr(hints, "_FAMILIES", (("^llama", "Tiny-Llama", big.stat().st_size),))
+    monkeypatch.setattr(hints, "_FAMILIES", (("^llama", "tiny-llama"),))
+    entry = Entry("tiny-llama", "llama", "MIT", "tiny", 1, repo="o/tiny")
+    monkeypatch.setattr(hints, "entries", lambda: {"tiny-llama": entry})
+    begin = "big has no draft model; tiny-llama usually makes it faster:"
+    assert hint(big) == f"{begin} edgespec pull tiny-llama, then -md tiny-llama"
+    monkeypatch.setattr(hints, "is_known", lambda name: True)
+    assert hint(big) == f"{begin} -md tiny-llama"
+    large = replace(entry, parameters=big.stat().st_size)
+    monkeypatch.setattr(hints, "entries", lambda: {"tiny-llama": large})
     assert hint(big) is None
 
 
 @pytest.mark.parametrize(
     ("described", "family"),
     [
-        ("qwen3 qwen3 8b qwen2", "Qwen3-0.6B"),
-        ("qwen2 qwen2.5 7b instruct qwen2", "Qwen2.5-0.5B-Instruct"),
-        ("llama meta llama 3.1 8b instruct llama-bpe", "Llama-3.2-1B-Instruct"),
-        ("llama smollm2 1.7b smollm2 smollm", "SmolLM2-135M-Instruct"),
-        ("gemma3 gemma 3 12b it default", "gemma-3-270m-it"),
+        ("qwen3 qwen3 8b qwen2", "qwen3-0.6b"),
+        ("qwen2 qwen2.5 7b instruct qwen2", "qwen2.5-0.5b"),
+        ("llama meta llama 3.1 8b instruct llama-bpe", "llama-3.2-1b"),
+        ("llama smollm2 1.7b smollm2 smollm", "smollm2-135m"),
+        ("gemma3 gemma 3 12b it default", "gemma-3-270m"),
         ("llama mistral 7b default", None),
         ("qwen3moe qwen3 30b qwen2", None),
     ],
 )
 def test_families_are_told_by_architecture_name_and_tokenizer(described, family):
-    found = [name for pattern, name, _ in hints._FAMILIES if hints.re.search(pattern, described)]
+    found = [name for pattern, name in hints._FAMILIES if hints.re.search(pattern, described)]
+    assert set(found) <= entries().keys()
     assert found[:1] == ([family] if family else [])
 
 
