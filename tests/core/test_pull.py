@@ -28,7 +28,7 @@ from split_gguf import split
 
 ID = "edge/demo-GGUF"
 GREEDY, SHORT = edgespec.Sampling(temperature=0), edgespec.GenerateOptions(max_tokens=6)
-TARGET, DRAFT = DEMO / "demo-target-q8_0.gguf", DEMO / "demo-draft-q8_0.gguf"
+TARGET, DRAFT = DEMO / "demo-medium-q8_0.gguf", DEMO / "demo-draft-q8_0.gguf"  # both small
 Get = Callable[..., ModelPair]
 
 
@@ -153,7 +153,7 @@ def test_files_of_this_machine_are_not_fetched_again(get, hub, home):
 def test_a_split_model_comes_whole_and_loads(get, hub, repo, home):
     for path in repo.glob("demo-Q*"):
         path.unlink()
-    parts = split(TARGET, repo / "demo-Q8_0", 40)
+    parts = split(TARGET, repo / "demo-Q8_0", 20)
     assert len(parts) == 3
     pair = get()
     assert [path.name for path in pair.paths("target")] == [part.name for part in parts]
@@ -197,7 +197,7 @@ def test_a_target_that_cannot_be_used_is_an_error(get, repo, home):
 
 @pytest.mark.parametrize("knows_ranges", [True, False])
 def test_cut_connections_are_made_up_for(get, hub, waits, knows_ranges):
-    hub.faults.cut_after, hub.faults.cuts, hub.faults.knows_ranges = 3 << 20, 2, knows_ranges
+    hub.faults.cut_after, hub.faults.cuts, hub.faults.knows_ranges = 1 << 20, 2, knows_ranges
     assert get().target.read_bytes() == TARGET.read_bytes()
     assert hub.fetched.count("demo-Q6_K.gguf") == 3
     assert waits == [1.0, 1.0] if knows_ranges else len(waits) == 2

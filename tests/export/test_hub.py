@@ -144,7 +144,7 @@ def test_what_is_neither_a_folder_nor_an_id_is_refused_without_a_hub(text):
         find_source(text)
 
 
-def test_a_missing_library_names_the_extra(monkeypatch):
+def test_a_missing_library_names_the_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(CapabilityError, match=re.escape(install_command("export"))):
+    with pytest.raises(CapabilityError, match=re.escape(install_command())):
         find_source(ID)
