@@ -23,6 +23,7 @@ from edgespec.control.pool import DrafterPool
 from edgespec.decode import Run, autoregressive, speculative
 from edgespec.drafters.base import Drafter
 from edgespec.engines.base import Engine
+from edgespec.engines.limits import return_freed_memory
 from edgespec.engines.machine import peak_rss_bytes
 from edgespec.engines.parked import ParkedStates
 from edgespec.engines.sequence import CachedSequence
@@ -30,7 +31,6 @@ from edgespec.engines.watch import ClassWatch
 from edgespec.errors import EdgespecError, StateError
 from edgespec.formats.manifest import ModelPair
 from edgespec.generation.turn import Claim, Turn
-from edgespec.memory.limits import return_freed_memory
 from edgespec.memory.report import MemoryReport
 from edgespec.sampling import Sampler
 from edgespec.sizes import as_size

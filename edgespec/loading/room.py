@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgespec.memory.limits import free_memory
+from edgespec.engines.limits import free_memory
 
 _BESIDE_WEIGHTS = 1.1  # caches and buffers, of the weights
 

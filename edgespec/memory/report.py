@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from edgespec.engines.limits import own_bytes
 from edgespec.engines.machine import peak_rss_bytes
 from edgespec.engines.parked import MOST_BYTES
 from edgespec.memory.fit import Fitted, GivenUp
-from edgespec.memory.limits import own_bytes
 from edgespec.memory.plan import Plan
 from edgespec.memory.verdict import Room, Verdict
 from edgespec.memory.watch import MemoryWatch

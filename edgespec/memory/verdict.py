@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from edgespec.memory.limits import Limit, free_memory, limits, own_bytes
+from edgespec.engines.limits import Limit, free_memory, limits, own_bytes
 from edgespec.memory.plan import Plan
 from edgespec.sizes import MemoryBudget, as_size, parse_budget
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import monotonic
 
-from edgespec.memory.limits import own_bytes
+from edgespec.engines.limits import own_bytes
 
 _LOOK_EVERY_S = 1.0
 

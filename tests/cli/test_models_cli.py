@@ -42,7 +42,7 @@ def run(*arguments: str) -> Result:
 
 
 def test_ls_shows_what_is_here_and_what_fits(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("edgespec.loading.room.available_bytes", lambda: 8 << 30)
+    monkeypatch.setattr("edgespec.loading.room.free_memory", lambda: 8 << 30)
     shown = {line.split()[0]: line for line in run("ls").stdout.splitlines()[1:]}
     assert "here" in shown["demo"] and "demo-draft-q8_0.gguf" in shown["demo"]
     assert "to pull" in shown["qwen3-8b"] and "yes" in shown["qwen3-8b"] and "~" in shown["qwen3-8b"]
@@ -225,7 +225,7 @@ def test_models_of_either_engine_are_drafts():
 
 def test_a_draft_that_does_not_fit_is_not_recommended(neighbours: Path, monkeypatch: pytest.MonkeyPatch):
     store_file_curve([neighbours], CostCurve({1: 0.1, 4: 0.11, 16: 0.15}))
-    monkeypatch.setattr("edgespec.loading.room.available_bytes", lambda: 1000)
+    monkeypatch.setattr("edgespec.loading.room.free_memory", lambda: 1000)
     done = run("pair", str(neighbours))
     assert done.stdout.splitlines()[-1] == f"edgespec chat {neighbours}"
 

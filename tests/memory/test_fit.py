@@ -14,11 +14,11 @@ from click.testing import CliRunner
 import edgespec
 from edgespec.cli.main import cli
 from edgespec.config import LoadOptions
+from edgespec.engines.limits import Limit
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.loading.opening import resolve_pair
 from edgespec.memory.fit import Fitted, fit
-from edgespec.memory.limits import Limit
 from edgespec.memory.verdict import Room
 
 MIB = 1 << 20

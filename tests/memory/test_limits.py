@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.memory.limits import Limit, free_memory, limits, own_bytes
+from edgespec.engines.limits import Limit, free_memory, limits, own_bytes
 
 MIB = 1 << 20
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and control groups")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import edgespec
-from edgespec.memory.limits import own_bytes
+from edgespec.engines.limits import own_bytes
 from edgespec.memory.watch import MemoryWatch
 
 PROMPT = "The quick brown fox jumps over the lazy dog. The quick brown fox"
