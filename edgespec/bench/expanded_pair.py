@@ -161,13 +161,14 @@ class ExpandedPair:
 def _write_graph(folder: Path, expansion: Expansion, progress: Progress) -> Path:
     """The expanded target as an ONNX export: graph, weights, configuration, tokenizer."""
     from edgespec.bench.expanded_weights import ExpandedWeights
+    from edgespec.engines.onnx.library import products_saturate
     from edgespec.formats.onnx.forms import WholeNumbers
     from edgespec.formats.onnx.llama import write_llama
     from edgespec.formats.onnx.llama_config import LlamaConfig
 
     folder.mkdir(exist_ok=True)
     config = expansion.config()
-    form = partial(WholeNumbers, ExpandedWeights(expansion))
+    form = partial(WholeNumbers, ExpandedWeights(expansion), is_unsigned=products_saturate())
     write_llama(folder, LlamaConfig.from_hub(config), form, partial(_report, progress))
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for name in COMPANIONS:

@@ -20,6 +20,7 @@ from onnx import helper, numpy_helper
 
 from demo import DEMO, TEST_THREADS
 from edgespec.engines.onnx import OnnxEngine
+from edgespec.engines.onnx.unsigned import make_unsigned
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.export.onnx.integer import to_integer
 from edgespec.formats.onnx import llama
@@ -66,11 +67,12 @@ def shipped_tables() -> tuple[Any, ...]:
     return tuple(numpy_helper.to_array(found[name]) for name in ("cos_cache", "sin_cache"))
 
 
-def written(folder: Path) -> Path:
+def written(folder: Path, *, is_unsigned: bool = False) -> Path:
     """The demo target as this package's writer has it."""
     shutil.copytree(SHIPPED, folder)
     graph = LlamaGraph(SHIPPED)
-    write_llama(folder, LlamaConfig.from_hub(graph.config), partial(WholeNumbers, Quantised(graph)))
+    form = partial(WholeNumbers, Quantised(graph), is_unsigned=is_unsigned)
+    write_llama(folder, LlamaConfig.from_hub(graph.config), form)
     return folder / "model.onnx"
 
 
@@ -102,6 +104,13 @@ def test_rotary_tables_are_the_exporters_but_for_a_last_bit():
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1.2e-7)
     further = rotary_tables(replace(config, rope_theta=5e5, max_positions=3, head_dim=4))[0]
     np.testing.assert_allclose(further[2], [np.cos(2), np.cos(2 / np.sqrt(5e5))], rtol=1e-6)
+
+
+def test_unsigned_weights_give_the_same_bits_and_are_not_copied_at_a_load(tmp_path: Path):
+    signed, unsigned = written(tmp_path / "signed"), written(tmp_path / "unsigned", is_unsigned=True)
+    np.testing.assert_array_equal(logits(unsigned, IDS), logits(signed, IDS))
+    copied = {path: make_unsigned(path.read_bytes(), path.parent)[1:] for path in (signed, unsigned)}
+    assert copied[signed][0] and copied[unsigned] == ({}, False)
 
 
 def test_every_size_comes_from_the_configuration(tmp_path: Path):

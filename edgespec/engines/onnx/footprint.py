@@ -32,7 +32,7 @@ _TOKENIZER_FACTOR = 14  # memory of a `tokenizers` object over the bytes of its 
 _SESSION_BYTES = 6 << 20
 _RETAINED_BYTES = 48 << 20  # freed matrices below the allocator's threshold for pages of their own
 _ARENA_FACTOR = 1.2
-_FLOAT16 = 10
+_FLOAT16, _INT8 = 10, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def _products(graph: Graph) -> Products:
         if weights is None or node.op_type not in (_NBITS, *_PRODUCTS):
             continue
         packed[weights.name] = tensor_bytes(weights) * (2 if weights.data_type == _FLOAT16 else 1)
-        if node.op_type == WHOLE_PRODUCT:
+        if node.op_type == WHOLE_PRODUCT and weights.data_type == _INT8:
             signed[weights.name] = tensor_bytes(weights)
         if node.op_type == _NBITS and node.input[2] in tensors:
             scales[node.input[2]] = tensor_bytes(tensors[node.input[2]])

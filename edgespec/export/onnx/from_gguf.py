@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from edgespec.engines.onnx.library import products_saturate
 from edgespec.errors import ConfigError, ModelFileError
 from edgespec.export.onnx.convert import DEFAULT_GROUP_SIZES
 from edgespec.export.onnx.gguf_model import GgufModel, read_model
@@ -57,7 +58,7 @@ def _form(model: GgufModel, quant: str, group_size: int | None) -> Callable[[Nod
         raise ConfigError(f"a GGUF cannot be converted to the ONNX type {quant!r}; allowed: {', '.join(FORMS)}")
     weights = GgufWeights(model)
     if quant == "w8a8":
-        return partial(WholeNumbers, QuantisedRows(weights))
+        return partial(WholeNumbers, QuantisedRows(weights), is_unsigned=products_saturate())
     if quant == "fp32":
         return partial(Plain, weights)
     return partial(Blocks, int(quant.removeprefix("int")), group_size or DEFAULT_GROUP_SIZES[quant], weights)

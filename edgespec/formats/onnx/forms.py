@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from edgespec.errors import ModelFileError
 from edgespec.formats.onnx import MICROSOFT
 from edgespec.formats.onnx.nodes import Nodes
-from edgespec.formats.onnx.w8a8 import GROUP_SIZES, LARGEST, Products, quantise_rows, scales_of
+from edgespec.formats.onnx.w8a8 import GROUP_SIZES, LARGEST, Products, quantise_rows, scales_of, unsigned
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 Floats = NDArray[np.float32]
@@ -64,11 +64,15 @@ class Form(Protocol):
 
 
 class WholeNumbers:
-    """w8a8, as `edgespec.formats.onnx.w8a8` describes it."""
+    """w8a8, as `edgespec.formats.onnx.w8a8` describes it.
 
-    def __init__(self, weights: LlamaWeights, nodes: Nodes) -> None:
-        self._weights, self._nodes = weights, nodes
-        self._products = Products(nodes.operators)
+    `is_unsigned`: store weights as codes plus 128, for processors on which signed products saturate. The engine would
+    otherwise make that copy at every load.
+    """
+
+    def __init__(self, weights: LlamaWeights, nodes: Nodes, *, is_unsigned: bool = False) -> None:
+        self._weights, self._nodes, self._is_unsigned = weights, nodes, is_unsigned
+        self._products = Products(nodes.operators, is_unsigned=is_unsigned)
         self.vector = weights.vector
 
     def embed(self, output: str) -> None:
@@ -82,7 +86,8 @@ class WholeNumbers:
         codes = found[0][0] if len(found) == 1 else np.concatenate([codes for codes, _ in found], axis=1)
         scales = np.concatenate([scales for _, scales in found])
         weight = weight_name(name)
-        names = self._nodes.store(f"{weight}_w8", codes), self._nodes.store(f"{weight}_scale", scales)
+        stored = unsigned(codes) if self._is_unsigned else codes
+        names = self._nodes.store(f"{weight}_w8", stored), self._nodes.store(f"{weight}_scale", scales)
         self._products.add(name, value, names, [output])
 
 

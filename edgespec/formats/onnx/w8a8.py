@@ -60,6 +60,12 @@ def quantise_rows(rows: NDArray[np.float32], size: int) -> tuple[NDArray[np.uint
     return codes, scales
 
 
+def unsigned(codes: NDArray[np.int8]) -> NDArray[np.uint8]:
+    """Codes plus 128."""
+    found: NDArray[np.uint8] = codes.view(np.uint8) ^ np.uint8(MIDDLE)
+    return found
+
+
 def scales_of(largest: NDArray[np.float32], code: int = LARGEST) -> NDArray[np.float32]:
     """What a code of 1 stands for where `largest` becomes `code`; 1 for nothing but zeros.
 
@@ -74,10 +80,11 @@ class Products:
     """The operators of products in whole numbers, appended to `nodes` in the order in which they are asked for.
 
     `has_axes_as_input`: whether the graph's operator set takes the axes of a reduction as an input (from 18 on).
+    `is_unsigned`: the codes of weights are unsigned, 128 for zero.
     """
 
-    def __init__(self, nodes: list[Any], *, has_axes_as_input: bool = True) -> None:
-        self._nodes, self._has_axes_as_input = nodes, has_axes_as_input
+    def __init__(self, nodes: list[Any], *, has_axes_as_input: bool = True, is_unsigned: bool = False) -> None:
+        self._nodes, self._has_axes_as_input, self._is_unsigned = nodes, has_axes_as_input, is_unsigned
         self._quantised: dict[str, tuple[str, str]] = {}
 
     def add(self, name: str, value: str, weights: tuple[str, str], outputs: Sequence[str]) -> None:
@@ -88,6 +95,7 @@ class Products:
         codes, scales = weights
         whole = f"{outputs[0]}/w8a8"
         inputs = [rows, codes, "w8a8.one", scales, "w8a8.zero_point"]
+        inputs += ["w8a8.zero_point"] if self._is_unsigned else []
         self._nodes += [
             helper.make_node(WHOLE_PRODUCT, inputs, [whole], f"{name}/w8a8", domain=MICROSOFT),
             helper.make_node("Mul", [whole, row_scales], list(outputs), f"{name}/w8a8/Scale"),
