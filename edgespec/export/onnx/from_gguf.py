@@ -10,16 +10,19 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from edgespec.engines.machine import physical_cores
 from edgespec.engines.onnx.library import products_saturate
 from edgespec.errors import ConfigError, ModelFileError
+from edgespec.export.onnx.activations import RecordedProducts, largest_inputs
 from edgespec.export.onnx.convert import DEFAULT_GROUP_SIZES
 from edgespec.export.onnx.gguf_model import GgufModel, read_model
 from edgespec.export.onnx.gguf_tokenizer import splitter_of, write_tokenizer_files
 from edgespec.export.onnx.gguf_weights import GgufWeights
+from edgespec.export.onnx.smoothing import SmoothedWeights
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.split import model_files
 from edgespec.formats.onnx import MODEL
-from edgespec.formats.onnx.forms import Blocks, Form, Plain, QuantisedRows, WholeNumbers
+from edgespec.formats.onnx.forms import Blocks, Form, Plain, QuantisedRows, RowWeights, WholeNumbers
 from edgespec.formats.onnx.llama import write_llama
 from edgespec.formats.onnx.nodes import Nodes
 from edgespec.types import Progress, no_progress
@@ -46,17 +49,46 @@ def convert_gguf(
     Raises ModelFileError for damaged weights or a vocabulary that cannot be written, ConfigError for a type that is not
     in `FORMS`, OSError.
     """
-    form = _form(model, quant, group_size)
+    _check_form(quant)
     write_tokenizer_files(model.header, folder)
     (folder / "config.json").write_text(json.dumps(model.hub_config(), indent=2) + "\n", encoding="utf-8")
-    write_llama(folder, model.config, form, lambda done, total: progress(done, total, f"part {done} of {total}"))
+    report = _Report(progress, model.config.num_layers + 2, num_graphs=2 if quant == "w8a8" else 1)
+    weights: RowWeights = GgufWeights(model)
+    if quant == "w8a8":
+        weights = _smoothed(model, weights, folder, report)
+    form = _form(weights, quant, group_size)
+    write_llama(folder, model.config, form, report)
     return folder / MODEL
 
 
-def _form(model: GgufModel, quant: str, group_size: int | None) -> Callable[[Nodes], Form]:
+class _Report:
+    """Progress of writing several graphs, one after the other."""
+
+    def __init__(self, progress: Progress, num_parts: int, *, num_graphs: int) -> None:
+        self._progress, self._total = progress, num_parts * num_graphs
+        self._done = 0
+
+    def __call__(self, _done: int, _total: int) -> None:
+        self._done += 1
+        self._progress(self._done, self._total, f"part {self._done} of {self._total}")
+
+
+def _smoothed(model: GgufModel, weights: RowWeights, folder: Path, report: _Report) -> SmoothedWeights:
+    """The weights smoothed by what an unsmoothed graph of them shows, which is written to `folder` for that."""
+    readers: dict[str, list[str]] = {}
+    is_unsigned = products_saturate()
+    form = partial(RecordedProducts, QuantisedRows(weights), readers=readers, is_unsigned=is_unsigned)
+    write_llama(folder, model.config, form, report)
+    largest = largest_inputs(folder, model.config, readers, physical_cores())
+    return SmoothedWeights(weights, model.config, largest)
+
+
+def _check_form(quant: str) -> None:
     if quant not in FORMS:
         raise ConfigError(f"a GGUF cannot be converted to the ONNX type {quant!r}; allowed: {', '.join(FORMS)}")
-    weights = GgufWeights(model)
+
+
+def _form(weights: RowWeights, quant: str, group_size: int | None) -> Callable[[Nodes], Form]:
     if quant == "w8a8":
         return partial(WholeNumbers, QuantisedRows(weights), is_unsigned=products_saturate())
     if quant == "fp32":
