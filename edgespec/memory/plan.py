@@ -138,7 +138,7 @@ def planned(options: LoadOptions, pair: ModelPair) -> Plan:
     is_head = "eagle3" in chosen.wanted
     drafts = [_need(pair.files[role], role, types, use, is_head=is_head) for role in roles if role != "target"]
     engines = {pair.files[role].engine for role in roles}
-    heads = sum(expanded(path).stat().st_size for path in head_paths(options, pair, is_cut=chosen.is_cut))
+    heads = sum(map(_file_bytes, head_paths(options, pair, is_cut=chosen.is_cut)))
     return Plan(
         pair.name,
         _without_shared((target, *drafts), pair, roles),
@@ -203,3 +203,11 @@ def _table_bytes(options: LoadOptions, context_length: int) -> int:
 def _process(engines: set[str]) -> Part:
     sizes = [_PYTHON, *(_LIBRARIES[engine] for engine in engines)]
     return Part("Python and libraries", sum(own for own, _ in sizes), sum(mapped for _, mapped in sizes))
+
+
+def _file_bytes(path: Path) -> int:
+    """The size of a file; 0 for one that cannot be read, as reading it says best what is wrong."""
+    try:
+        return expanded(path).stat().st_size
+    except OSError:
+        return 0
