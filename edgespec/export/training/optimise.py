@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from edgespec.export.training.journal import RESUME_FIX
+from edgespec.export.training.muon import Muon
 from edgespec.formats.files import atomic_file
 
 
@@ -41,18 +42,19 @@ class Schedule:
 
 
 def make_optimizers(network: nn.Module, schedule: Schedule) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of layers, AdamW for embedding, head and norms. Muon needs torch 2.9."""
+    """Muon for the matrices of layers, AdamW for embedding, head and norms."""
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, weight in network.named_parameters():
         is_matrix = weight.ndim == 2 and "embed" not in name and "lm_head" not in name
         (matrices if is_matrix else others).append(weight)
-    muon = torch.optim.Muon(matrices, lr=schedule.matrix_rate, weight_decay=0.05, momentum=0.95)
+    muon = Muon(matrices, lr=schedule.matrix_rate, weight_decay=0.05, momentum=0.95)
     adamw = torch.optim.AdamW(others, lr=schedule.embedding_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    for optimizer in (muon, adamw):
+    optimizers: list[torch.optim.Optimizer] = [muon, adamw]
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["base_lr"] = group["lr"]
-    return [muon, adamw]
+    return optimizers
 
 
 def set_rate(optimizers: list[torch.optim.Optimizer], factor: float) -> None:

@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from edgespec.errors import CapabilityError
 from edgespec.export.training.acceptance import OwnText, agreement
 from edgespec.export.training.documents import Corpus
 from edgespec.export.training.journal import Journal, RoundResult, best_round, stale_rounds
@@ -29,7 +28,6 @@ from edgespec.export.training.request import DistillRequest
 from edgespec.export.training.students import StudentShape
 from edgespec.export.training.target import TargetFacts
 from edgespec.export.training.writing import write
-from edgespec.installation import install_command
 
 ROW_TEMPERATURES = (1.0, 0.8, 0.3, 0.0)  # of generated texts, alternating
 LOSS_TEMPERATURES = (1.0, 0.6)  # of the compared distributions, alternating: 0.6 gives likely tokens more weight
@@ -62,10 +60,6 @@ class Trainer:
         student: Any,
         corpus: Corpus | None,
     ) -> None:
-        if not hasattr(torch.optim, "Muon"):
-            raise CapabilityError(
-                f"distilling needs torch 2.9 or newer, this is {torch.__version__}: {install_command('train')}"
-            )
         self.request, self.facts, self.target, self.student, self.corpus = request, facts, target, student, corpus
         self.schedule = Schedule(request.total_tokens)
         self.base_rate = request.rate * (LAYERS_RATE if shape.layers_of_target else 1.0)
