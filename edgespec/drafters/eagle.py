@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.candidates import candidates_for
 from edgespec.drafters.growth import ROOT, Growth
-from edgespec.drafters.states import Array, StateDrafter, silu
+from edgespec.drafters.products import NumpyProducts
+from edgespec.drafters.states import Array, StateDrafter
+from edgespec.engines.head import LayerProducts
 from edgespec.formats.head_file import HeadFile
 from edgespec.types import Draft, TokenIds
 
@@ -28,18 +30,30 @@ _UNSEEN = np.float32(-math.inf)  # a score of attention
 
 
 class EagleDrafter(StateDrafter):
-    """Drafts chains and trees of any size, from the part of the text whose target states are available."""
+    """Drafts chains and trees of any size, from the part of the text whose target states are available.
+
+    `products` computes the head's layer and is closed with the drafter; without, numpy does in float32.
+    """
 
     name = "eagle"
 
-    def __init__(self, heads: HeadFile, vocabulary_size: int, end_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        heads: HeadFile,
+        vocabulary_size: int,
+        end_ids: frozenset[int],
+        products: LayerProducts | None = None,
+    ) -> None:
         super().__init__(heads, vocabulary_size, end_ids)
+        self._arrays = {}  # the products have them
+        self._products = products or NumpyProducts(heads)
         self._sizes = heads.manifest
         sizes = heads.manifest
         half = np.arange(0, sizes.head_dim, 2, dtype=np.float32) / np.float32(sizes.head_dim)
         self._frequencies = np.float32(sizes.rope_theta) ** -half
         self._keys = np.zeros((sizes.kv_heads, 0, sizes.head_dim), np.float32)
         self._values = self._keys.copy()
+        self._cosines = self._sines = np.zeros((0, 1, self._frequencies.size), np.float32)
         self._length = 0  # pairs in the cache
         self._end = 0  # text position of the first pair that is not in it
 
@@ -52,30 +66,31 @@ class EagleDrafter(StateDrafter):
     def drafted(self, request: DraftRequest, features: Array) -> Draft:
         try:
             self._make_room(len(features) + request.max_tokens)
-            state = self._catch_up(request.token_ids, features)
+            state, scores = self._catch_up(request.token_ids, features)
         except BaseException:
             self._length = self._end = 0  # its progress is unknown
             raise
         committed = self._length
         try:
-            return self._tree(request, state) if self.grows(request) else self._chain(request, state)
+            make = self._tree if self.grows(request) else self._chain
+            return make(request, state, scores)
         finally:
             self._length = committed  # drops the pairs that it predicted itself
 
-    def _chain(self, request: DraftRequest, state: Array) -> Draft:
-        """A chain behind the text; `state` [hidden]: the one predicted at its end."""
+    def _chain(self, request: DraftRequest, state: Array, scores: Array) -> Draft:
+        """A chain behind the text; `state` [hidden], `scores` [m]: those predicted at its end."""
         position = self._end
 
         def scores_after(token_id: int | None) -> Array:
-            nonlocal state, position
+            nonlocal state, scores, position
             if token_id is not None:
-                state = self._predicted(state[None], self.embed(np.array([token_id], np.int32)), position)
+                state, scores = self._predicted(state[None], self.embed(np.array([token_id], np.int32)), position)
                 position += 1
-            return self.scores(state)
+            return scores
 
         return self.chain(request, request.max_tokens, scores_after)
 
-    def _tree(self, request: DraftRequest, state: Array) -> Draft:
+    def _tree(self, request: DraftRequest, state: Array, scores: Array) -> Draft:
         """A tree behind the text; the nodes that its growth waits for are read in one batch."""
         committed, states, places = self._length, {ROOT: state}, dict[int, int]()
 
@@ -89,17 +104,15 @@ class EagleDrafter(StateDrafter):
                 sees[row, [places[each] for each in growth.path(node)]] = True
             positions = self._end + np.array([node.depth for node in nodes])
             embedded = self.embed(np.array([node.candidate.token_id for node in nodes], np.int32))
-            x, normed = self._read(np.stack([states[node.parent] for node in nodes]), embedded, positions)
-            found = self._behind(x, normed, positions, sees)
+            x, queries = self._read(np.stack([states[node.parent] for node in nodes]), embedded, positions)
+            found, scores_found = self._behind(x, queries, sees)
             states.update(zip(waiting, found, strict=True))
-            return self.scores(found)
+            return scores_found
 
-        return self.tree(
-            request, candidates_for(request, request.sampler, like_chains=True), self.scores(state), scores_of
-        )
+        return self.tree(request, candidates_for(request, request.sampler, like_chains=True), scores, scores_of)
 
-    def _catch_up(self, token_ids: TokenIds, states: Array) -> Array:
-        """Read the pairs that were committed since the last draft; the state predicted from the last of them."""
+    def _catch_up(self, token_ids: TokenIds, states: Array) -> tuple[Array, Array]:
+        """Read the pairs that were committed since the last draft; what is predicted from the last of them."""
         last = token_ids.size - 2  # position of the state that the pending token was sampled from
         first = last + 1 - len(states)
         if not first <= self._end <= last:  # states are missing in between, or the text is asked for again
@@ -109,39 +122,30 @@ class EagleDrafter(StateDrafter):
         self._end = last + 1
         return found
 
-    def _predicted(self, states: Array, embedded: Array, position: int) -> Array:
-        """Append the pairs (states [n, hidden], embedded [n, hidden]); the state [hidden] that follows the last one.
-
-        `position` of the first pair in the text.
+    def _predicted(self, states: Array, embedded: Array, position: int) -> tuple[Array, Array]:
+        """Append the pairs (states [n, hidden], embedded [n, hidden]); the state [hidden] that follows the last one,
+        and its scores [m]. `position` of the first pair in the text.
         """
-        positions = np.arange(position, position + len(states))
-        x, normed = self._read(states, embedded, positions)
-        found: Array = self._behind(x[-1:], normed[-1:], positions[-1:])[0]
-        return found
+        x, queries = self._read(states, embedded, np.arange(position, position + len(states)))
+        found, scores = self._behind(x[-1:], queries[-1:])
+        return found[0], scores[0]
 
     def _read(self, states: Array, embedded: Array, positions: NDArray[np.intp]) -> tuple[Array, Array]:
-        """Append pairs at text `positions` [n]; what their layer starts with, and that normed [n, hidden]."""
-        x = np.concatenate((states, embedded), axis=1) @ self._arrays["fc"].T
-        normed = self._normed(x, "attention_norm")
-        shape = (len(x), self._sizes.kv_heads, self._sizes.head_dim)
+        """Append pairs at text `positions` [n]; what their layer starts with [n, hidden], and their queries."""
+        sizes = self._sizes
+        x, found = self._products.before(states, embedded)
+        found = found.reshape(len(x), -1, sizes.head_dim)  # queries, keys, values
+        rotated = _rotated(found[:, : -sizes.kv_heads], *self._angles(positions))
         place = slice(self._length, self._length + len(x))
-        keys = (normed @ self._arrays["k_proj"].T).reshape(shape)
-        self._keys[:, place] = _rotated(keys, *self._angles(positions)).swapaxes(0, 1)
-        self._values[:, place] = (normed @ self._arrays["v_proj"].T).reshape(shape).swapaxes(0, 1)
+        self._keys[:, place] = rotated[:, sizes.heads :].swapaxes(0, 1)
+        self._values[:, place] = found[:, -sizes.kv_heads :].swapaxes(0, 1)
         self._length += len(x)
-        return x, normed
+        return x, rotated[:, : sizes.heads]
 
-    def _behind(
-        self, x: Array, normed: Array, positions: NDArray[np.intp], sees: NDArray[np.bool_] | None = None
-    ) -> Array:
-        """The states [n, hidden] that follow pairs once read; `sees` [n, pairs]: those each looks at, None: all."""
-        arrays = self._arrays
-        queries = (normed @ arrays["q_proj"].T).reshape(len(x), -1, self._sizes.head_dim)
-        x = x + self._attended(_rotated(queries, *self._angles(positions)), sees) @ arrays["o_proj"].T
-        normed = self._normed(x, "mlp_norm")
-        inner: Array = silu(normed @ arrays["gate_proj"].T) * (normed @ arrays["up_proj"].T)
-        x = x + inner @ arrays["down_proj"].T
-        return self._normed(x, "norm")
+    def _behind(self, x: Array, queries: Array, sees: NDArray[np.bool_] | None = None) -> tuple[Array, Array]:
+        """(states [n, hidden], scores [n, m]) of what follows pairs once read; `sees` [n, pairs]: those each looks at,
+        None: all."""
+        return self._products.after(x, self._attended(queries, sees))
 
     def _attended(self, queries: Array, sees: NDArray[np.bool_] | None) -> Array:
         """Attention of `queries` [n, heads, size] over the pairs that each `sees`: [n, heads * size]."""
@@ -168,20 +172,26 @@ class EagleDrafter(StateDrafter):
         self._length = kept
 
     def _angles(self, positions: NDArray[np.intp]) -> tuple[Array, Array]:
-        """Cosines and sines [n, 1, head size / 2] of text positions [n]."""
-        angles = positions.astype(np.float32)[:, None, None] * self._frequencies
-        return np.cos(angles), np.sin(angles)
-
-    def _normed(self, x: Array, name: str) -> Array:
-        found: Array = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + np.float32(self._sizes.norm_eps))
-        return found * self._arrays[name]
+        """Cosines and sines [n, 1, head size / 2] of text positions [n], from a table that grows with the text."""
+        if (last := int(positions.max())) >= len(self._cosines):
+            angles = np.arange(2 * last + 1, dtype=np.float32)[:, None, None] * self._frequencies
+            self._cosines, self._sines = np.cos(angles), np.sin(angles)
+        return self._cosines[positions], self._sines[positions]
 
     @property
     def bytes_used(self) -> int:
-        return super().bytes_used + self._keys.nbytes + self._values.nbytes
+        own = (self._keys, self._values, self._cosines, self._sines)
+        return super().bytes_used + self._products.num_bytes + sum(array.nbytes for array in own)
+
+    def close(self) -> None:
+        self._products.close()
 
 
 def _rotated(x: Array, cos: Array, sin: Array) -> Array:
     """Rotary positions in Hugging Face's half-split order: x [..., heads, size]; cos, sin [..., 1, size / 2]."""
-    first, second = np.split(x, 2, axis=-1)
-    return np.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    found = np.empty_like(x)
+    np.subtract(first * cos, second * sin, out=found[..., :half])
+    np.add(second * cos, first * sin, out=found[..., half:])
+    return found

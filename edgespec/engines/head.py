@@ -1,7 +1,8 @@
-"""Base class of feature heads: small models that draft from the inputs of some of the target's layers.
+"""Base classes of small models that draft from a target's states.
 
-A head reads pairs: pair P is the state of the text up to token P, and token P + 1. `encode` makes states of features
-from the target's passes; beyond those, the head's own last state is used as the next one.
+A feature head reads pairs: pair P is the state of the text up to token P, and token P + 1. `encode` makes states of
+features from the target's passes; beyond those, the head's own last state is used as the next one. Of an EAGLE head,
+whose attention is the drafter's, an engine computes only the matrix products.
 """
 
 from __future__ import annotations
@@ -75,3 +76,24 @@ class FeatureHead(Closing, ABC):
     @abstractmethod
     def close(self) -> None:
         """Free everything; closing twice is allowed."""
+
+
+class LayerProducts(Closing, ABC):
+    """The matrix products of an EAGLE head: of its layer, and of the target's head cut down to m tokens.
+
+    `num_bytes` of memory. Not thread safe.
+    """
+
+    num_bytes: int
+
+    @abstractmethod
+    def before(self, states: States, embedded: States) -> tuple[States, States]:
+        """Of pairs of `states` and `embedded` tokens [n, width]: what the layer starts with [n, width], and queries,
+        keys and values side by side [n, (heads + 2 * kv_heads) * head_dim], not rotated. Raises EngineError."""
+
+    @abstractmethod
+    def after(self, x: States, attended: States) -> tuple[States, States]:
+        """(states [n, width] that follow the pairs, their scores [n, m]).
+
+        `x` [n, width]: what the layer starts with; `attended` [n, heads * head_dim]. Raises EngineError.
+        """

@@ -20,6 +20,8 @@ from edgespec.formats.head_file import HeadFile, read_head_file
 from edgespec.formats.manifest import HEAD_KINDS, ModelFile, ModelPair
 from edgespec.types import Batch
 
+HEAD_THREADS = 1  # a second thread takes as long to wake as it saves, and is the target's
+
 
 def head_paths(options: LoadOptions, pair: ModelPair, *, is_cut: bool) -> list[Path]:
     """The files of heads to open: the one that the options name, else those of the pair for the drafter.
@@ -66,8 +68,16 @@ def open_heads(heads: HeadFile, path: Path, target: Engine) -> Drafter:
             f"{path} holds heads for another target ({manifest.target}, hidden size {manifest.feature_size}, "
             f"{manifest.vocabulary_size} tokens): give the file that edgespec train-heads made for this one"
         )
-    kind = MedusaDrafter if manifest.kind == "medusa" else EagleDrafter
-    return kind(heads, vocabulary.size, vocabulary.end_ids)
+    if manifest.kind == "medusa":
+        return MedusaDrafter(heads, vocabulary.size, vocabulary.end_ids)
+    from edgespec.engines.onnx.eagle import OnnxProducts
+
+    products = OnnxProducts(heads, threads=HEAD_THREADS)
+    try:
+        return EagleDrafter(heads, vocabulary.size, vocabulary.end_ids, products)
+    except BaseException:
+        products.close()
+        raise
 
 
 def _probed(heads: HeadFile, target: Engine) -> NDArray[np.float32]:

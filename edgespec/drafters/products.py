@@ -1,0 +1,39 @@
+"""The matrix products of an EAGLE head in numpy float32: what quantised products of an engine are checked against."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from edgespec.drafters.states import Array, silu
+from edgespec.engines.head import LayerProducts
+from edgespec.formats.head_file import PROJECT, HeadFile
+
+
+class NumpyProducts(LayerProducts):
+    """Reads the arrays of `heads` where they are, without copying the large ones."""
+
+    def __init__(self, heads: HeadFile) -> None:
+        self._arrays = {name: array for name, array in heads.arrays.items() if name != PROJECT}
+        self._queries_keys_values = np.concatenate([self._arrays.pop(f"{name}_proj") for name in "qkv"])
+        self._vocabulary, self._scale = heads.vocabulary, np.float32(heads.manifest.scale)
+        self._epsilon = np.float32(heads.manifest.norm_eps)
+        self.num_bytes = sum(array.nbytes for array in (*self._arrays.values(), self._queries_keys_values))
+
+    def before(self, states: Array, embedded: Array) -> tuple[Array, Array]:
+        x = np.concatenate((states, embedded), axis=1) @ self._arrays["fc"].T
+        return x, self._normed(x, "attention_norm") @ self._queries_keys_values.T
+
+    def after(self, x: Array, attended: Array) -> tuple[Array, Array]:
+        arrays = self._arrays
+        x = x + attended @ arrays["o_proj"].T
+        normed = self._normed(x, "mlp_norm")
+        inner: Array = silu(normed @ arrays["gate_proj"].T) * (normed @ arrays["up_proj"].T)
+        found = self._normed(x + inner @ arrays["down_proj"].T, "norm")
+        return found, (found @ self._vocabulary.T) * self._scale
+
+    def _normed(self, x: Array, name: str) -> Array:
+        found: Array = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + self._epsilon)
+        return found * self._arrays[name]
+
+    def close(self) -> None:
+        """Does nothing: there are only arrays to free."""

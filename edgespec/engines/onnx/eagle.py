@@ -1,0 +1,133 @@
+"""The matrix products of an EAGLE head in ONNX Runtime, with weights of 8 bits in groups: a quarter of the bytes that
+numpy reads, which is what a draft of one row costs.
+
+The graph is made here, from the arrays of a heads file. Attention is the drafter's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.engines.head import LayerProducts, States
+from edgespec.engines.onnx.library import library, open_session, translated
+from edgespec.formats.head_file import HeadFile
+from edgespec.formats.onnx import MICROSOFT
+from edgespec.formats.onnx.w8a8 import quantise_rows
+
+GROUPS = (32, 16)  # weights that share a scale: the first that divides a width; another width keeps float32
+IR_VERSION, OPSET = 10, 21
+WHOLE_INPUTS = 4  # accuracy_level of MatMulNBits: rows are quantised to 8 bits, too
+Value = tuple[str, int]  # name and width of a [n, width] input or output
+
+
+class OnnxProducts(LayerProducts):
+    """`heads` of the kind eagle, on `threads` threads of the CPU. Raises ModelFileError for weights that are no
+    numbers."""
+
+    def __init__(self, heads: HeadFile, *, threads: int) -> None:
+        manifest, arrays = heads.manifest, heads.arrays
+        width, queries = manifest.hidden_size, manifest.heads * manifest.head_dim
+        self.num_bytes = 0
+        self._options = library().RunOptions()
+
+        before = _Graph(manifest.norm_eps)
+        before.add("Concat", ["states", "embedded"], "pairs", axis=1)
+        before.product("pairs", arrays["fc"], "x")
+        before.norm("x", arrays["attention_norm"], "normed")
+        together = np.concatenate([arrays[f"{name}_proj"] for name in "qkv"])
+        before.product("normed", together, "found")
+        made = [("x", width), ("found", len(together))]
+        self._before = self._open(before, [("states", width), ("embedded", width)], made, threads)
+
+        after = _Graph(manifest.norm_eps)
+        after.product("attended", arrays["o_proj"], "mixed")
+        after.add("Add", ["x", "mixed"], "between")
+        after.norm("between", arrays["mlp_norm"], "normed")
+        after.product("normed", arrays["gate_proj"], "gate")
+        after.product("normed", arrays["up_proj"], "up")
+        after.add("Sigmoid", ["gate"], "open")
+        after.add("Mul", ["gate", "open"], "silu")
+        after.add("Mul", ["silu", "up"], "inner")
+        after.product("inner", arrays["down_proj"], "added")
+        after.add("Add", ["between", "added"], "end")
+        after.norm("end", arrays["norm"], "states")
+        after.product("states", heads.vocabulary * np.float32(manifest.scale), "scores")
+        made = [("states", width), ("scores", len(heads.vocabulary))]
+        self._after = self._open(after, [("x", width), ("attended", queries)], made, threads)
+
+    def _open(self, graph: _Graph, inputs: Sequence[Value], outputs: Sequence[Value], threads: int) -> Any:
+        self.num_bytes += graph.num_bytes
+        serialised = graph.serialised(inputs, outputs)
+        session, _ = open_session(serialised, Path(), threads=threads, provider="cpu")
+        return session
+
+    def before(self, states: States, embedded: States) -> tuple[States, States]:
+        with translated(self._options):
+            x, found = self._before.run(None, {"states": states, "embedded": embedded}, self._options)
+        return x, found
+
+    def after(self, x: States, attended: States) -> tuple[States, States]:
+        with translated(self._options):
+            states, scores = self._after.run(None, {"x": x, "attended": attended}, self._options)
+        return states, scores
+
+    def close(self) -> None:
+        self._before = self._after = None
+
+
+class _Graph:
+    """Operators and weights of a graph whose values are all [n, width] in float32."""
+
+    def __init__(self, epsilon: float) -> None:
+        self._epsilon = epsilon
+        self._nodes: list[Any] = []
+        self._weights: list[Any] = []
+        self.num_bytes = 0
+
+    def add(self, kind: str, inputs: Sequence[str], output: str, domain: str = "", **attributes: Any) -> None:
+        from onnx import helper
+
+        self._nodes.append(helper.make_node(kind, list(inputs), [output], output, domain=domain, **attributes))
+
+    def norm(self, value: str, weights: NDArray[np.float32], output: str) -> None:
+        name = self._keep(f"{output}.weights", weights)
+        self.add("SimplifiedLayerNormalization", [value, name], output, axis=-1, epsilon=self._epsilon, stash_type=1)
+
+    def product(self, value: str, weights: NDArray[np.float32], output: str) -> None:
+        """The product of `value` [n, K] with the rows of `weights` [N, K]."""
+        count, width = weights.shape
+        group = next((size for size in GROUPS if width % size == 0), None)
+        if group is None:
+            columns = self._keep(f"{output}.columns", np.ascontiguousarray(weights.T))
+            self.add("MatMul", [value, columns], output)
+            return
+        codes, scales = quantise_rows(weights, group)
+        names = [
+            self._keep(f"{output}.codes", codes.reshape(count, width // group, group)),
+            self._keep(f"{output}.scales", scales.reshape(-1)),
+        ]
+        sizes = {"K": width, "N": count, "bits": 8, "block_size": group, "accuracy_level": WHOLE_INPUTS}
+        self.add("MatMulNBits", [value, *names], output, MICROSOFT, **sizes)
+
+    def _keep(self, name: str, array: NDArray[Any]) -> str:
+        from onnx import numpy_helper
+
+        self._weights.append(numpy_helper.from_array(array, name))
+        self.num_bytes += array.nbytes
+        return name
+
+    def serialised(self, inputs: Sequence[Value], outputs: Sequence[Value]) -> bytes:
+        from onnx import TensorProto, helper
+
+        given, made = (
+            [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", width]) for name, width in values]
+            for values in (inputs, outputs)
+        )
+        graph = helper.make_graph(self._nodes, "eagle", given, made, self._weights)
+        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, 1)]
+        return bytes(helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION).SerializeToString())
