@@ -42,9 +42,10 @@ class EagleDrafter(StateDrafter):
         heads: HeadFile,
         vocabulary_size: int,
         end_ids: frozenset[int],
+        given_layers: tuple[int, ...] = (),
         products: LayerProducts | None = None,
     ) -> None:
-        super().__init__(heads, vocabulary_size, end_ids)
+        super().__init__(heads, vocabulary_size, end_ids, given_layers)
         self._arrays = {}  # the products have them
         self._products = products or NumpyProducts(heads)
         self._sizes = heads.manifest

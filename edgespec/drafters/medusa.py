@@ -28,8 +28,10 @@ class MedusaDrafter(StateDrafter):
 
     name = "medusa"
 
-    def __init__(self, heads: HeadFile, vocabulary_size: int, end_ids: frozenset[int]) -> None:
-        super().__init__(heads, vocabulary_size, end_ids)
+    def __init__(
+        self, heads: HeadFile, vocabulary_size: int, end_ids: frozenset[int], given_layers: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(heads, vocabulary_size, end_ids, given_layers)
         arrays, depth = heads.arrays, heads.manifest.depth
         # per block: weights [heads, hidden, inputs] and biases [heads, hidden] of all heads
         self._blocks = [

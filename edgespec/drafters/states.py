@@ -21,6 +21,7 @@ from edgespec.formats.head_file import PROJECT, HeadFile
 from edgespec.types import EMPTY_DRAFT, Draft, Logits, TokenIds
 
 Array = NDArray[np.float32]
+_LEAST_SQUARE = np.float32(1e-6)
 _NEVER = -1e30  # a logit; finite, so that no bias makes it NaN
 MAX_ROW_COST = 0.1  # tokens; second choices rarely pay for more expensive rows, so no tree is grown
 _MOST_CHILDREN, _LOOKED_AT = 8, 8
@@ -29,14 +30,20 @@ _MOST_CHILDREN, _LOOKED_AT = 8, 8
 class StateDrafter(Drafter):
     """`heads` for a target whose vocabulary has `vocabulary_size` tokens; one of `end_ids` ends a draft.
 
+    `given_layers`: those whose inputs precede the last state in the features of a request, the heads' own among them.
+
     Raises ModelFileError where the rows of the heads' vocabulary are all zero, or too large to be scaled.
     """
 
     wants_features = True
     prior = CHAIN_PRIOR
 
-    def __init__(self, heads: HeadFile, vocabulary_size: int, end_ids: frozenset[int]) -> None:
+    def __init__(
+        self, heads: HeadFile, vocabulary_size: int, end_ids: frozenset[int], given_layers: tuple[int, ...] = ()
+    ) -> None:
         manifest, vocabulary = heads.manifest, heads.vocabulary
+        self._columns = columns_of(heads, given_layers)
+        self._num_inputs = len(manifest.layers)
         self._end_ids = end_ids
         self._blas = ThreadpoolController()
         self._scale = np.float32(manifest.scale)
@@ -74,9 +81,19 @@ class StateDrafter(Drafter):
         """A draft of at least one token from the states `features` [m, feature size]."""
 
     def read(self, features: Array) -> Array:
-        """The target's states [n, feature size] as the heads read them [n, hidden size]."""
+        """The target's states [n, all given ones] as the heads read them [n, hidden size].
+
+        Inputs of layers grow with the depth and are scaled to unit size; the last state has been through a norm.
+        """
+        if self._columns is not None:
+            features = features[:, self._columns]
         if self._project is None:
             return features
+        if self._num_inputs:
+            states = features.reshape(len(features), self._num_inputs + 1, -1).copy()
+            inputs = states[:, :-1]
+            inputs /= np.sqrt(np.mean(np.square(inputs), axis=2, keepdims=True) + _LEAST_SQUARE)
+            features = states.reshape(features.shape)
         found: Array = features @ self._project.T
         return found
 
@@ -145,6 +162,16 @@ class StateDrafter(Drafter):
         arrays = [*self._arrays.values(), self._vocabulary, self._slots, self._row]
         arrays += [] if self._project is None else [self._project]
         return sum(array.nbytes for array in arrays)
+
+
+def columns_of(heads: HeadFile, given_layers: tuple[int, ...]) -> NDArray[np.intp] | None:
+    """Places of the states that `heads` read among those of all `given_layers` and the last; None: they read all."""
+    manifest = heads.manifest
+    if given_layers == manifest.layers:
+        return None
+    width = manifest.feature_size // (len(manifest.layers) + 1)
+    blocks = [*(given_layers.index(layer) for layer in manifest.layers), len(given_layers)]
+    return np.concatenate([np.arange(block * width, (block + 1) * width) for block in blocks])
 
 
 def silu(x: Array) -> Array:

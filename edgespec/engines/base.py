@@ -77,6 +77,7 @@ class Engine(Closing, ABC):
     facts: EngineFacts
     vocabulary: Vocabulary
     class_key: str = ""  # of the cache entry with its width classes
+    state_layers: tuple[int, ...] = ()  # ascending; their inputs come with the hidden states
 
     @abstractmethod
     def forward(self, batch: Batch) -> Logits:
@@ -128,9 +129,10 @@ class Engine(Closing, ABC):
             raise CapabilityError(f"the {self.facts.name} engine gives no hidden states of this model")
 
     def hidden_states(self) -> NDArray[np.float32]:
-        """Last hidden states [rows, hidden size] of the last pass, of one sequence only; a view as `forward`'s.
+        """Hidden states [rows, width] of the last pass, of one sequence only; a view as `forward`'s, or a copy.
 
-        They are the input of the head, after the final norm. Raises CapabilityError unless `give_hidden_states` was
+        The last ones are the input of the head, after the final norm; the inputs of `state_layers` precede them, in
+        their order, as wide each. Raises CapabilityError unless `give_hidden_states` was
         called before that pass.
         """
         raise CapabilityError(f"the {self.facts.name} engine gives no hidden states of this model")

@@ -56,8 +56,9 @@ _LIMITS = {
 class HeadManifest:
     """Sizes and origin. `depth`: tokens per draft it was trained for; `scale` on scores; `blocks` of a Medusa head;
     `heads`, `kv_heads`, `head_dim`, `ffn`, `rope_theta` of EAGLE's layer; `figures`: measured by whoever trained it.
-    `feature_size` is that of the target's states, 0 for `hidden_size`: where it differs, the matrix `project` makes
-    them as wide as the heads.
+    `layers` of the target, from 0, whose inputs precede its last state in what the heads read. `feature_size` is that
+    of all these states, 0 for `hidden_size` each: where it differs from `hidden_size`, the matrix `project` makes them
+    as wide as the heads.
     """
 
     kind: HeadKind
@@ -76,10 +77,12 @@ class HeadManifest:
     norm_eps: float = 1e-5
     figures: Mapping[str, float] = field(default_factory=dict)
     feature_size: int = 0
+    layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
         if self.feature_size == 0:
-            object.__setattr__(self, "feature_size", self.hidden_size)
+            object.__setattr__(self, "feature_size", self.hidden_size * (len(self.layers) + 1))
 
     @property
     def is_projected(self) -> bool:
@@ -198,6 +201,13 @@ def _manifest(path: Path, described: Any) -> HeadManifest:
     for name, (least, most) in _LIMITS.items():
         if not least <= getattr(manifest, name) <= most:
             raise ModelFileError(f"{path}: {name} {getattr(manifest, name)} is out of range; train the heads again")
+    layers = manifest.layers
+    if not all(type(layer) is int and layer >= 0 for layer in layers) or list(layers) != sorted(set(layers)):
+        raise ModelFileError(f"{path}: layers must be ascending layer numbers, got {layers}; train the heads again")
+    if manifest.feature_size % (count := len(layers) + 1):
+        raise ModelFileError(
+            f"{path}: feature_size {manifest.feature_size} is not that of {count} states; train it again"
+        )
     sizes = (manifest.heads, manifest.kv_heads, manifest.head_dim, manifest.ffn)
     if manifest.kind not in ("medusa", "eagle"):
         raise ModelFileError(f"{path} holds heads of the kind {manifest.kind!r}; this edgespec runs medusa and eagle")

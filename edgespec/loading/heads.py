@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from edgespec.drafters.base import Drafter
 from edgespec.drafters.eagle import EagleDrafter
 from edgespec.drafters.eagle3 import Eagle3Drafter
 from edgespec.drafters.medusa import MedusaDrafter
+from edgespec.drafters.states import columns_of
 from edgespec.engines.base import Engine
 from edgespec.engines.features import LAYERS_WINDOW
 from edgespec.errors import CapabilityError, ModelFileError
@@ -60,6 +62,11 @@ def read_heads(options: LoadOptions, pair: ModelPair, *, is_cut: bool) -> dict[P
     return found
 
 
+def state_layers(heads: Iterable[HeadFile]) -> tuple[int, ...]:
+    """The target's layers whose inputs any of `heads` reads."""
+    return tuple(sorted({layer for each in heads for layer in each.manifest.layers}))
+
+
 def open_heads(heads: HeadFile, path: Path, target: Engine) -> Drafter:
     """A drafter with these heads. Raises ModelFileError when they were trained for another target."""
     manifest, vocabulary = heads.manifest, target.vocabulary
@@ -69,23 +76,25 @@ def open_heads(heads: HeadFile, path: Path, target: Engine) -> Drafter:
             f"{manifest.vocabulary_size} tokens): give the file that edgespec train-heads made for this one"
         )
     if manifest.kind == "medusa":
-        return MedusaDrafter(heads, vocabulary.size, vocabulary.end_ids)
+        return MedusaDrafter(heads, vocabulary.size, vocabulary.end_ids, target.state_layers)
     from edgespec.engines.onnx.eagle import OnnxProducts
 
     products = OnnxProducts(heads, threads=HEAD_THREADS)
     try:
-        return EagleDrafter(heads, vocabulary.size, vocabulary.end_ids, products)
+        return EagleDrafter(heads, vocabulary.size, vocabulary.end_ids, target.state_layers, products)
     except BaseException:
         products.close()
         raise
 
 
 def _probed(heads: HeadFile, target: Engine) -> NDArray[np.float32]:
-    """The hidden states of `target` for the probe tokens that identify the heads' own; leaves its cache empty."""
+    """The states of `target` for the probe tokens that identify the heads' own; leaves its cache empty."""
     target.give_hidden_states(True)
     try:
         target.forward(Batch.chain(heads.probe_ids))
-        return target.hidden_states().copy()
+        columns = columns_of(heads, target.state_layers)
+        states = target.hidden_states()
+        return states.copy() if columns is None else states[:, columns]
     finally:
         target.rollback(0)
         target.give_hidden_states(False)

@@ -20,7 +20,7 @@ from edgespec.formats.gguf.split import model_files
 from edgespec.formats.manifest import ModelFile, ModelPair, check_file
 from edgespec.loading.checksums import check_hash, was_hashed
 from edgespec.loading.draft_vocabulary import draft_cache
-from edgespec.loading.heads import open_eagle3, open_heads, read_heads
+from edgespec.loading.heads import open_eagle3, open_heads, read_heads, state_layers
 from edgespec.loading.registry import resolve
 from edgespec.loading.requirements import Chosen
 from edgespec.vocabulary import Vocabulary, check_same_vocabulary
@@ -51,7 +51,8 @@ def _open_models(options: LoadOptions, pair: ModelPair) -> tuple[ModelPair, Engi
     exit_layer, wanted, is_cut = chosen.exit_layer, chosen.wanted, chosen.is_cut
     weight_checks = _check_contents([pair.files[role] for role in chosen.roles])
     heads = read_heads(options, pair, is_cut=is_cut)
-    target = _open_target(options, pair.files["target"], exit_layer, hidden_states=bool(heads))
+    states = state_layers(heads.values()) if heads else None
+    target = _open_target(options, pair.files["target"], exit_layer, states)
     drafters: dict[DrafterName, Drafter] = {}
     try:
         for name in wanted:
@@ -177,7 +178,10 @@ def _check_contents(models: Sequence[ModelFile]) -> list[Future[None]]:
     return checks
 
 
-def _open_target(options: LoadOptions, file: ModelFile, exit_layer: int | None, *, hidden_states: bool) -> Engine:
+def _open_target(
+    options: LoadOptions, file: ModelFile, exit_layer: int | None, states: tuple[int, ...] | None
+) -> Engine:
+    """`states`: layers whose inputs come with the hidden states; None: no hidden states are needed."""
     wanted = False if options.verify != "coupled" else options.reproducible
     return _open(
         options,
@@ -186,7 +190,7 @@ def _open_target(options: LoadOptions, file: ModelFile, exit_layer: int | None, 
         options.gpu_layers,
         wanted,
         exit_layer=exit_layer,
-        hidden_states=hidden_states,
+        states=states,
     )
 
 
@@ -214,7 +218,7 @@ def _open(
     *,
     draft_default: int | None = None,
     exit_layer: int | None = None,
-    hidden_states: bool = False,
+    states: tuple[int, ...] | None = None,
 ) -> Engine:
     """The engine of a file; its library is loaded when the first model is.
 
@@ -233,12 +237,13 @@ def _open(
             cache_type=_onnx_cache_type(options, types),
             reproducible=reproducible,
             exit_layer=exit_layer,
-            hidden_states=hidden_states,
+            hidden_states=states is not None,
+            state_layers=states or (),
             **default,
         )
     from edgespec.engines.llamacpp import LlamaCppEngine
 
-    return LlamaCppEngine.load(
+    engine = LlamaCppEngine.load(
         file.path,
         context_length=context_length,
         threads=options.threads,
@@ -248,6 +253,9 @@ def _open(
         reproducible=reproducible,
         **default,
     )
+    if states:
+        engine.read_layers(states)
+    return engine
 
 
 def cache_types(options: LoadOptions, *, is_draft: bool) -> tuple[CacheType | None, CacheType | None]:

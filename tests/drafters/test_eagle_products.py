@@ -57,7 +57,7 @@ def test_drafts_are_those_of_numpy(heads: HeadFile, branches: int) -> None:
     """At the demo's own probe, whose states are real ones."""
     chosen = []
     for products in (None, OnnxProducts(heads, threads=1)):
-        with closing(EagleDrafter(heads, heads.manifest.vocabulary_size, frozenset(), products)) as drafter:
+        with closing(EagleDrafter(heads, heads.manifest.vocabulary_size, frozenset(), products=products)) as drafter:
             text = np.append(heads.probe_ids, heads.probe_ids[-1])
             asked = request(text, heads.probe_states)._replace(max_branches=branches)
             drafts = [drafter.draft(asked), drafter.draft(asked)]  # the second one reads no pair
@@ -68,7 +68,7 @@ def test_drafts_are_those_of_numpy(heads: HeadFile, branches: int) -> None:
 
 def test_quantised_products_take_a_third_of_the_bytes(heads: HeadFile) -> None:
     drafters = [
-        EagleDrafter(heads, heads.manifest.vocabulary_size, frozenset(), products)
+        EagleDrafter(heads, heads.manifest.vocabulary_size, frozenset(), products=products)
         for products in (None, OnnxProducts(heads, threads=1))
     ]
     exact, quantised = (drafter._products.num_bytes for drafter in drafters)

@@ -489,3 +489,44 @@ def test_a_damaged_file_of_heads_is_refused_by_name(tmp_path: Path, damaged: byt
     path.write_bytes(damaged)
     with pytest.raises(ModelFileError, match=r"heads\.npz is no file of heads, or it is damaged"):
         read_head_file(path)
+
+
+def test_heads_read_the_inputs_of_their_layers_among_those_given() -> None:
+    """The target may give more layers than these heads read, for other heads."""
+    target = table(engine=Chains)
+    plain = table_heads("eagle", target)
+    size = plain.manifest.hidden_size
+    project = np.concatenate((np.zeros((size, 2 * size), np.float32), np.eye(size, dtype=np.float32)), axis=1)
+    project[0, 0] = project[1, size] = 0.5
+    manifest = replace(plain.manifest, layers=(3, 7), feature_size=0)
+    assert manifest.feature_size == 3 * size
+    heads = replace(plain, manifest=manifest, arrays={**plain.arrays, "project": project})
+    rng = np.random.default_rng(0)
+    third, fifth, seventh, last = 10 * rng.standard_normal((4, 6, size)).astype(np.float32)
+    own = drafter_of(heads, VOCABULARY, (3, 7)).read(np.concatenate((third, seventh, last), axis=1))
+    given = np.concatenate((third, fifth, seventh, last), axis=1)
+    kept = given.copy()
+    np.testing.assert_array_equal(drafter_of(heads, VOCABULARY, (3, 5, 7)).read(given), own)
+    np.testing.assert_array_equal(given, kept)  # which other heads read too
+    # inputs of layers count by their direction, the last state as it is
+    scaled = np.concatenate((3 * third, 5 * seventh, last), axis=1)
+    np.testing.assert_allclose(drafter_of(heads, VOCABULARY, (3, 7)).read(scaled), own, rtol=1e-4, atol=1e-4)
+    expected = last.copy()
+    expected[:, 0] += 0.5 * third[:, 0] / np.sqrt((third**2).mean(1))
+    expected[:, 1] += 0.5 * seventh[:, 0] / np.sqrt((seventh**2).mean(1))
+    np.testing.assert_allclose(own, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layers", [[2, 1], [-1], ["1"], [1, 1], [0.5], [1, 2, 3]])
+def test_layers_that_make_no_sense_are_refused(layers: list[Any], tmp_path: Path) -> None:
+    heads = read_head_file(DEMO / "heads" / "eagle.npz")
+    path = tmp_path / "heads.npz"
+    size = heads.manifest.hidden_size - heads.manifest.hidden_size % 4 + 2  # of two states, but not of four
+    write_head_file(path, replace(heads, manifest=replace(heads.manifest, feature_size=size)))
+    with np.load(path) as stored:
+        arrays = dict(stored)
+    described = json.loads(arrays["manifest"].tobytes()) | {"layers": layers}
+    arrays["manifest"] = np.frombuffer(json.dumps(described).encode(), np.uint8)
+    np.savez(path, **arrays)
+    with pytest.raises(ModelFileError, match=r"layers|feature_size"):
+        read_head_file(path)

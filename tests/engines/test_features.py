@@ -163,3 +163,53 @@ def test_an_engine_says_when_it_has_none(target_path: Path, onnx_path: Path) -> 
         engine.forward(Batch.chain([1, 2]))
         with pytest.raises(CapabilityError, match="give_hidden_states"):
             engine.hidden_states()
+
+
+# -- inputs of layers
+
+
+def load_with_layers(path: Path, layers: tuple[int, ...]) -> Engine:
+    if path.suffix != ".gguf":
+        return load_onnx(path, state_layers=layers)  # type: ignore[arg-type]
+    engine = LlamaCppEngine.load(path, threads=TEST_THREADS, context_length=512, reproducible=False)
+    engine.read_layers(layers)
+    return engine
+
+
+def states_of(engine: Engine, count: int = 24) -> np.ndarray:
+    engine.give_hidden_states(True)
+    engine.forward(Batch.chain(IDS[:count]))
+    return engine.hidden_states().copy()
+
+
+def test_inputs_of_layers_precede_the_last_states(target_path: Path, onnx_path: Path) -> None:
+    """Both engines, of the same model, give the same ones."""
+    layers = (0, 2, 5)
+    found = []
+    for path in (target_path, onnx_path):
+        with load_with_layers(path, layers) as engine:
+            assert engine.state_layers == layers
+            states = states_of(engine)
+            width = states.shape[1] // 4
+            found.append(states.reshape(len(states), 4, width))
+        with load_with_layers(path, ()) as engine:
+            np.testing.assert_allclose(states_of(engine), found[-1][:, 3], atol=1e-4)
+    for place in range(4):
+        ours, theirs = (states[:, place] for states in found)
+        cosines = (ours * theirs).sum(1) / np.linalg.norm(ours, axis=1) / np.linalg.norm(theirs, axis=1)
+        assert cosines.mean() > 0.99, place
+    distances = [np.abs(found[0][:, a] - found[0][:, b]).max() for a, b in ((0, 1), (1, 2), (2, 3))]
+    assert min(distances) > 0.01  # they are states of different depths
+
+
+def test_layers_that_a_model_lacks_are_refused(target_path: Path, onnx_path: Path, concatenated_path: Path) -> None:
+    for path, layer in ((target_path, 99), (onnx_path, 99), (concatenated_path, 1)):
+        with pytest.raises(CapabilityError, match=f"layer {layer}"):
+            load_with_layers(path, (layer,))
+
+
+def test_an_eagle3_head_and_other_layers_exclude_each_other(target_path: Path) -> None:
+    with load_with_layers(target_path, (1,)) as engine:
+        engine.give_layer_inputs(())
+        with pytest.raises(CapabilityError, match="leave one out"):
+            engine.give_layer_inputs((2,))

@@ -235,11 +235,21 @@ class LlamaCppEngine(Engine):
                 f"{self._max_outputs} rows"
             )
         states = library().llama_get_embeddings(self._context)
-        return np.ctypeslib.as_array(states, (self._hidden_rows, self._hidden_size))
+        last = np.ctypeslib.as_array(states, (self._hidden_rows, self._hidden_size))
+        return np.concatenate((self._layer_inputs.read(), last), axis=1) if self.state_layers else last
+
+    def read_layers(self, layers: tuple[int, ...]) -> None:
+        """Make `layers` the `state_layers`. Raises CapabilityError where llama.cpp does not give their inputs."""
+        self._require_open()
+        self._layer_inputs.ask(layers, self.facts.architecture)
+        self.state_layers = layers
 
     def give_layer_inputs(self, layers: tuple[int, ...]) -> None:
         self._require_open()
-        self._layer_inputs.ask(layers, self.facts.architecture)
+        if not self.state_layers:
+            self._layer_inputs.ask(layers, self.facts.architecture)
+        elif layers:
+            raise CapabilityError("an EAGLE-3 head and heads that read layers cannot be used at once: leave one out")
 
     def layer_inputs(self) -> NDArray[np.float32]:
         self._require_open()

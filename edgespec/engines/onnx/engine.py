@@ -87,6 +87,7 @@ class OnnxEngine(Engine):
         exit_layer: int | None = None,
         hidden_states: bool = False,
         default_context: int = DEFAULT_CONTEXT,
+        state_layers: tuple[int, ...] = (),
     ) -> Self:
         """Load `path` (model.onnx, its weights and tokenizer beside it) and measure what it can do.
 
@@ -94,14 +95,14 @@ class OnnxEngine(Engine):
         the physical cores; `provider`: auto, cpu, cuda, dml, webgpu; `cache_type`: f32 for the export's own, int8 for a
         quarter of its bytes; `reproducible` True demands a width class, None uses one only if it costs nothing, False
         skips the measurement; `widest`, the widest pass measured; `exit_layer`: cut the graph after this layer, for
-        `early_exit`; `hidden_states`: allow `give_hidden_states`.
+        `early_exit`; `hidden_states`: allow `give_hidden_states`, with the inputs of `state_layers`.
 
         Raises ModelNotFound, ModelFileError, ConfigError for an option out of range, CapabilityError when this build
         or model cannot do what was asked.
         """
         check_path(path)
         try:
-            graph = read_graph(path, hidden_states=hidden_states)
+            graph = read_graph(path, hidden_states=hidden_states, state_layers=state_layers)
             config = ModelConfig.read(path.parent)
         except OSError as exc:
             raise ModelFileError(f"{path.parent} cannot be read: {exc.strerror or exc}") from exc
@@ -122,12 +123,13 @@ class OnnxEngine(Engine):
         cells = settings.cells(graph)
         scales = cache_scales(path, graph, settings) if cache_type == "int8" else None
         if scales is not None or (graph.max_positions is not None and graph.max_positions < cells):
-            graph = read_graph(path, scales, cells, hidden_states=hidden_states)
+            graph = read_graph(path, scales, cells, hidden_states=hidden_states, state_layers=state_layers)
         engine = cls(path, graph, settings, config)
+        engine.state_layers = state_layers
         engine._check_logits(path)
         if reproducible is not False:
             widest = settings.measured_widths
-            kernels = (settings.threads, settings.provider, cache_type, exit_layer, hidden_states)
+            kernels = (settings.threads, settings.provider, cache_type, exit_layer, state_layers or hidden_states)
             measured = (widest, settings.context_length > PREFIX + widest)
             key = key_of(METHOD, "onnx", *map(file_key, weight_files(path)), version(), processor(), kernels, measured)
             advice = "Use an int8 or int4 export, or --no-reproducible"

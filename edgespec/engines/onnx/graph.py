@@ -63,13 +63,19 @@ class Graph:
 
 
 def read_graph(
-    path: Path, cache_scales: CacheScales | None = None, cells: int = 0, *, hidden_states: bool = False
+    path: Path,
+    cache_scales: CacheScales | None = None,
+    cells: int = 0,
+    *,
+    hidden_states: bool = False,
+    state_layers: tuple[int, ...] = (),
 ) -> Graph:
     """The graph of an exported causal language model.
 
     `cache_scales` by input name, [heads, head size] each: keys and values are stored as int8 times these. `cells`: the
-    capacity of the caches. `hidden_states`: make the input of the head an output, too. Raises ModelNotFound,
-    ModelFileError for a file that is not such a graph, CapabilityError without `onnx`.
+    capacity of the caches. `hidden_states`: make the input of the head an output, too, and before it the inputs
+    of `state_layers`. Raises ModelNotFound, ModelFileError for a file that is not such a graph, CapabilityError without
+    `onnx` or for layers it lacks.
     """
     model = _load(path)
     graph = model.graph
@@ -81,7 +87,7 @@ def read_graph(
         quantise_cache(graph, attention, cache_scales)
     cache = _cache_entries(graph, path)
     if hidden_states:
-        give_hidden(graph, path)
+        give_hidden(graph, path, [_attention_of(attention, layer, path) for layer in state_layers])
     if attention:
         rewrite_attention(graph, attention, is_half)
         keep_wanted_rows(graph, path)
@@ -124,6 +130,15 @@ def _load(path: Path) -> Any:
         raise ModelFileError(f"{path} is not an ONNX model: it holds no operators. Export it again")
     check_weight_files(model.graph, path)
     return model
+
+
+def _attention_of(attention: list[Any], layer: int, path: Path) -> Any:
+    for node in attention:
+        match = PAST.fullmatch(node.input[3])
+        if match and int(match[1]) == layer:
+            return node
+    reason = f"it has {len(attention)}" if attention else "its attention is not GroupQueryAttention"
+    raise CapabilityError(f"the heads read the input of layer {layer} of {path}, but {reason}: export it again")
 
 
 def _cache_entries(graph: Any, path: Path) -> tuple[CacheEntry, ...]:

@@ -6,6 +6,7 @@ out does not change the others.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,16 @@ def _rows_of(graph: Any, head: Any) -> tuple[str, list[Any]]:
     return rows, [node for node in graph.node if node.op_type in READ_ROWS and rows in node.input]
 
 
-def give_hidden(graph: Any, path: Path) -> None:
-    """Make the input of the head an output of the graph, in float32. Raises CapabilityError for an unknown width."""
+def give_hidden(graph: Any, path: Path, attention: Sequence[Any] = ()) -> None:
+    """Make the input of the head an output of the graph, in float32, with the inputs of some layers before it.
+
+    `attention`: the attention operators of these layers. Raises CapabilityError for an unknown width or structure.
+    """
     from onnx import helper
 
     if any(value.name == HIDDEN for value in graph.output):
+        if attention:
+            raise CapabilityError(f"{path} gives its last hidden states only: export it without --hidden-states")
         return
     head = head_of(graph, path)
     rows, _ = _rows_of(graph, head)
@@ -60,8 +66,33 @@ def give_hidden(graph: Any, path: Path) -> None:
     width = next((width for width in widths if isinstance(width, int) and width > 0), None)
     if width is None:
         raise CapabilityError(f"{path} does not contain the width of its hidden states: export it again")
-    graph.node.append(helper.make_node("Cast", [rows], [HIDDEN], to=FLOAT, name="give_hidden_states"))
-    graph.output.append(helper.make_tensor_value_info(HIDDEN, FLOAT, [1, "sequence_length", width]))
+    states = [*(_layer_input(graph, node, path) for node in attention), rows]
+    names = [f"edgespec.state.{place}" for place in range(len(states))]
+    for state, name in zip(states, names, strict=True):
+        graph.node.append(helper.make_node("Cast", [state], [name], to=FLOAT, name=name))
+    graph.node.append(helper.make_node("Concat", names, [HIDDEN], axis=-1, name="give_hidden_states"))
+    shape = [1, "sequence_length", width * len(states)]
+    graph.output.append(helper.make_tensor_value_info(HIDDEN, FLOAT, shape))
+
+
+def _layer_input(graph: Any, attention: Any, path: Path) -> str:
+    """The value that the layer of an attention operator adds to. Raises CapabilityError where it is not found.
+
+    It is what the norm before the projections reads; a norm that also adds reads it in two parts.
+    """
+    from onnx import helper
+
+    producers = {name: node for node in graph.node for name in node.output}
+    node = producers.get(attention.input[2] or attention.input[0])  # values, which have no norm of their own
+    while node is not None and not node.op_type.endswith("LayerNormalization"):
+        node = producers.get(node.input[0]) if node.input else None
+    if node is None:
+        raise CapabilityError(f"{path}: heads cannot read the layer of {attention.name!r}, it has no norm before it")
+    if not node.op_type.startswith("Skip"):
+        return str(node.input[0])
+    name = f"{attention.name}/layer_input"
+    graph.node.append(helper.make_node("Add", list(node.input[:2]), [name], name=name))
+    return name
 
 
 def keep_wanted_rows(graph: Any, path: Path) -> None:

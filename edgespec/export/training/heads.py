@@ -7,6 +7,7 @@ stops like a distillation; the best heads are kept.
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,7 +73,7 @@ def head_file(trainer: HeadsTrainer, facts: TargetFacts) -> HeadFile:
 
 def manifest(trainer: HeadsTrainer, facts: TargetFacts) -> HeadManifest:
     heads, best = trainer.student, best_round(trainer.rounds)
-    layer = {}
+    layer: dict[str, Any] = {}
     if isinstance(heads, EagleHead):
         sizes = heads.shape
         layer = {"heads": sizes.heads, "kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim, "ffn": sizes.ffn}
