@@ -25,6 +25,7 @@ from edgespec.errors import CapabilityError
 from edgespec.export.training.heads import build_heads_trainer, head_file, train_heads
 from edgespec.export.training.heads_loss import DraftLoss, target_distributions
 from edgespec.export.training.heads_request import HeadsRequest, heads_shape
+from edgespec.export.training.heads_start import start_at_least_squares
 from edgespec.export.training.heads_trainer import LATER_WEIGHT, STATE_WEIGHT, HeadsTrainer, head_scale, last_states
 from edgespec.export.training.inherit import load_target
 from edgespec.export.training.preparation import prepare
@@ -132,6 +133,31 @@ def test_numpy_drafts_what_torch_predicts(kind: str, changes: dict[str, int], ti
             vocabulary = trainer.student.vocabulary
             wanted = [int(vocabulary.token_ids[vocabulary.logits(found[0, length - 1]).argmax()]) for found in unrolled]
             assert drafted.tolist() == wanted, length
+
+
+def test_an_eagle_head_starts_at_the_best_linear_prediction(tiny: Path) -> None:  # noqa: F811
+    """Its layer left out, no other matrix predicts the states better; and it drafts better than random weights."""
+    trainer = trainer_of(tiny, "eagle", round_prompts=24)
+    trainer.write_held_out(trainer.corpus, nothing)
+    untrained = trainer.measure(0, 1.0, 0.0)
+    trainer.write_pool(nothing)
+    head, batches = trainer.student, list(trainer._pooled())
+    start_at_least_squares(head, batches)
+    assert trainer.measure(0, 1.0, 0.0).greedy > untrained.greedy + 0.02
+
+    def error(change: Any) -> float:
+        total = 0.0
+        for states, ids in batches:
+            pairs = torch.cat((states[:, :-1], head.vocabulary.embed(ids[:, 1:])), dim=-1)
+            found = pairs @ (head.fc.weight + change).T * head.norm
+            total += float(((found - states[:, 1:]) / head.norm).square().sum())
+        return total
+
+    torch.manual_seed(0)
+    with torch.no_grad():
+        best = error(0.0)
+        assert all(error(0.1 * torch.randn_like(head.fc.weight)) > best for _ in range(5))
+        assert best < 0.7 * error(-head.fc.weight)  # of no prediction at all
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,7 +6,7 @@ less weight. Measured is the accepted share of a draft of `depth` tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,11 @@ from edgespec.export.training.documents import Corpus
 from edgespec.export.training.heads_loss import DraftLoss, target_distributions
 from edgespec.export.training.heads_network import DraftVocabulary, EagleHead, Heads, MedusaHeads
 from edgespec.export.training.heads_request import HeadsRequest
+from edgespec.export.training.heads_start import start_at_least_squares
 from edgespec.export.training.journal import RoundResult
 from edgespec.export.training.students import StudentShape
 from edgespec.export.training.target import TargetFacts
-from edgespec.export.training.trainer import Trainer
+from edgespec.export.training.trainer import Advance, Trainer
 
 LATER_WEIGHT = 0.8  # factor for each further token of a draft, as in Medusa
 STATE_WEIGHT = 0.1  # weight of the distance between predicted and true states in EAGLE's loss
@@ -81,6 +82,21 @@ class HeadsTrainer(Trainer):
     """A `Trainer` whose student reads the target's states; its acceptance is the accepted share of a draft."""
 
     request: HeadsRequest
+
+    def learn(self, advance: Advance) -> float:
+        if self.step_index == 0 and isinstance(self.student, EagleHead):
+            start_at_least_squares(self.student, self._pooled())
+        return super().learn(advance)
+
+    def _pooled(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """(states, token ids) of all windows of the text that the target has generated."""
+        window = self.request.window
+        ids = np.concatenate([ids for ids, _ in self.pool])
+        windows = np.resize(ids, (max(1, ids.size // window), window)).astype(np.int64)
+        for start in range(0, len(windows), self.rows_at_once):
+            batch = torch.from_numpy(windows[start : start + self.rows_at_once]).to(self.student.device)
+            with torch.no_grad():
+                yield last_states(self.target, batch), batch
 
     def distance(self, ids: Tensor, weights: Tensor, cooling: float) -> tuple[Tensor, Tensor]:
         """(loss, total variation) of all drafts, both summed over roots with their weights and LATER_WEIGHT."""
