@@ -20,7 +20,8 @@ from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.candidates import candidates_for
 from edgespec.drafters.growth import ROOT, Growth
 from edgespec.drafters.products import NumpyProducts
-from edgespec.drafters.states import Array, StateDrafter
+from edgespec.drafters.scored import Array
+from edgespec.drafters.states import StateDrafter
 from edgespec.engines.head import LayerProducts
 from edgespec.formats.head_file import HeadFile
 from edgespec.types import Draft, TokenIds
@@ -46,7 +47,7 @@ class EagleDrafter(StateDrafter):
         products: LayerProducts | None = None,
     ) -> None:
         super().__init__(heads, vocabulary_size, end_ids, given_layers)
-        self._arrays = {}  # the products have them
+        self._arrays, self._scored_rows = {}, self._vocabulary  # the products have them
         self._products = products or NumpyProducts(heads)
         self._sizes = heads.manifest
         sizes = heads.manifest
@@ -59,6 +60,7 @@ class EagleDrafter(StateDrafter):
         self._end = 0  # text position of the first pair that is not in it
 
     def begin(self, prompt_ids: TokenIds) -> None:
+        super().begin(prompt_ids)
         self._length = self._end = 0
 
     def num_uncached(self, token_ids: TokenIds) -> int:
@@ -146,7 +148,8 @@ class EagleDrafter(StateDrafter):
     def _behind(self, x: Array, queries: Array, sees: NDArray[np.bool_] | None = None) -> tuple[Array, Array]:
         """(states [n, hidden], scores [n, m]) of what follows pairs once read; `sees` [n, pairs]: those each looks at,
         None: all."""
-        return self._products.after(x, self._attended(queries, sees))
+        states, scores = self._products.after(x, self._attended(queries, sees))
+        return states, self._scored.complete(states, scores)
 
     def _attended(self, queries: Array, sees: NDArray[np.bool_] | None) -> Array:
         """Attention of `queries` [n, heads, size] over the pairs that each `sees`: [n, heads * size]."""

@@ -13,7 +13,8 @@ import numpy as np
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.candidates import Candidates, MakeCandidates, candidates_for
 from edgespec.drafters.growth import Growth
-from edgespec.drafters.states import Array, StateDrafter, silu
+from edgespec.drafters.scored import Array
+from edgespec.drafters.states import StateDrafter, silu
 from edgespec.formats.head_file import HeadFile
 from edgespec.types import Draft, Logits, TokenIds
 
@@ -41,9 +42,6 @@ class MedusaDrafter(StateDrafter):
         self._arrays = {f"{block}.{part}": each for block, pair in enumerate(self._blocks) for part, each in
                         enumerate(pair)}  # fmt: skip
         self.depth = depth
-
-    def begin(self, prompt_ids: TokenIds) -> None:
-        """It keeps no state of a text."""
 
     def drafted(self, request: DraftRequest, features: Array) -> Draft:
         """A tree, or a chain of at most one token per head."""

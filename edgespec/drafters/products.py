@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgespec.drafters.states import Array, silu
+from edgespec.drafters.scored import Array
+from edgespec.drafters.states import silu
 from edgespec.engines.head import LayerProducts
 from edgespec.formats.head_file import PROJECT, HeadFile
 
@@ -15,9 +16,11 @@ class NumpyProducts(LayerProducts):
     def __init__(self, heads: HeadFile) -> None:
         self._arrays = {name: array for name, array in heads.arrays.items() if name != PROJECT}
         self._queries_keys_values = np.concatenate([self._arrays.pop(f"{name}_proj") for name in "qkv"])
-        self._vocabulary, self._scale = heads.vocabulary, np.float32(heads.manifest.scale)
+        self._scored_rows, self._scale = heads.frequent_rows, np.float32(heads.manifest.scale)
         self._epsilon = np.float32(heads.manifest.norm_eps)
-        self.num_bytes = sum(array.nbytes for array in (*self._arrays.values(), self._queries_keys_values))
+        own = [*self._arrays.values(), self._queries_keys_values]
+        own += [] if self._scored_rows is heads.vocabulary else [self._scored_rows]
+        self.num_bytes = sum(array.nbytes for array in own)
 
     def before(self, states: Array, embedded: Array) -> tuple[Array, Array]:
         x = np.concatenate((states, embedded), axis=1) @ self._arrays["fc"].T
@@ -29,7 +32,7 @@ class NumpyProducts(LayerProducts):
         normed = self._normed(x, "mlp_norm")
         inner: Array = silu(normed @ arrays["gate_proj"].T) * (normed @ arrays["up_proj"].T)
         found = self._normed(x + inner @ arrays["down_proj"].T, "norm")
-        return found, (found @ self._vocabulary.T) * self._scale
+        return found, (found @ self._scored_rows.T) * self._scale
 
     def _normed(self, x: Array, name: str) -> Array:
         found: Array = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + self._epsilon)

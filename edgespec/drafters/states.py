@@ -16,13 +16,12 @@ from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.candidates import MakeCandidates
 from edgespec.drafters.chain import CHAIN_PRIOR, DrawnChain
 from edgespec.drafters.growth import ROOT, Growth
+from edgespec.drafters.scored import Array, ScoredTokens
 from edgespec.errors import EngineError, ModelFileError
 from edgespec.formats.head_file import PROJECT, HeadFile
 from edgespec.types import EMPTY_DRAFT, Draft, Logits, TokenIds
 
-Array = NDArray[np.float32]
 _LEAST_SQUARE = np.float32(1e-6)
-_NEVER = -1e30  # a logit; finite, so that no bias makes it NaN
 MAX_ROW_COST = 0.1  # tokens; second choices rarely pay for more expensive rows, so no tree is grown
 _MOST_CHILDREN, _LOOKED_AT = 8, 8
 
@@ -47,7 +46,7 @@ class StateDrafter(Drafter):
         self._end_ids = end_ids
         self._blas = ThreadpoolController()
         self._scale = np.float32(manifest.scale)
-        self._token_ids = heads.token_ids
+        self._scored = ScoredTokens(heads, vocabulary_size)
         self._vocabulary = vocabulary
         # The rows of the head are the input embeddings too, scaled to unit size; a token without one is zero.
         with np.errstate(over="ignore"):
@@ -58,9 +57,7 @@ class StateDrafter(Drafter):
                 "train-heads), or leave them out"
             )
         self._size = np.float32(1.0 / size)
-        self._slots = np.full(vocabulary_size, -1, np.int32)
-        self._slots[self._token_ids] = np.arange(self._token_ids.size)
-        self._row = np.full(manifest.vocabulary_size, _NEVER, np.float32)  # without the target's padding
+        self._scored_rows = heads.frequent_rows
         self._project = heads.arrays.get(PROJECT)
         self._arrays = {name: array for name, array in heads.arrays.items() if name != PROJECT}
 
@@ -73,8 +70,12 @@ class StateDrafter(Drafter):
         """
         if request.max_tokens < 1 or request.features is None or not len(request.features):
             return EMPTY_DRAFT
+        self._scored.read(request.token_ids)
         with self._blas.limit(limits=1, user_api="blas"), np.errstate(over="ignore", invalid="ignore"):
             return self.drafted(request, request.features)
+
+    def begin(self, prompt_ids: TokenIds) -> None:
+        self._scored.begin()
 
     @abstractmethod
     def drafted(self, request: DraftRequest, features: Array) -> Draft:
@@ -99,15 +100,14 @@ class StateDrafter(Drafter):
 
     def embed(self, token_ids: TokenIds) -> Array:
         """Input rows [n, hidden size] of `token_ids` [n]."""
-        slots = self._slots[token_ids]
+        slots = self._scored.slots_of(token_ids)
         rows: Array = self._vocabulary[slots] * self._size
         rows[slots < 0] = 0.0
         return rows
 
     def scores(self, states: Array) -> Array:
-        """Logits [..., m] of predicted states [..., hidden size] over the draft vocabulary."""
-        found: Array = (states @ self._vocabulary.T) * self._scale
-        return found
+        """Logits [n, m] of predicted states [n, hidden size] over the scored tokens."""
+        return self._scored.complete(states, (states @ self._scored_rows.T) * self._scale)
 
     def row(self, scores: Array) -> Logits:
         """Scores [m] as a row [the heads' vocabulary] of logits, which the next call overwrites. Raises as `draft`."""
@@ -116,8 +116,7 @@ class StateDrafter(Drafter):
                 f"the {self.name} heads gave scores that are not finite: they are damaged, or overflow with this "
                 "target. Train them again (edgespec train-heads), or use another drafter"
             )
-        self._row[self._token_ids] = scores
-        return self._row
+        return self._scored.row(scores)
 
     def chain(self, request: DraftRequest, most: int, scores_after: Callable[[int | None], Array]) -> Draft:
         """At most `most` tokens, sampled with the target's settings and, unless the rule compares, its noise.
@@ -159,9 +158,10 @@ class StateDrafter(Drafter):
 
     @property
     def bytes_used(self) -> int:
-        arrays = [*self._arrays.values(), self._vocabulary, self._slots, self._row]
+        arrays = [*self._arrays.values(), self._vocabulary]
         arrays += [] if self._project is None else [self._project]
-        return sum(array.nbytes for array in arrays)
+        arrays += [] if self._scored_rows is self._vocabulary else [self._scored_rows]
+        return self._scored.num_bytes + sum(array.nbytes for array in arrays)
 
 
 def columns_of(heads: HeadFile, given_layers: tuple[int, ...]) -> NDArray[np.intp] | None:

@@ -29,6 +29,7 @@ Matrix = NDArray[np.float32]
 HeadKind = Literal["medusa", "eagle"]
 MANIFEST, SCALE = "manifest", ".scale"
 VOCABULARY, TOKEN_IDS, PROBE_IDS, PROBE_STATES = "vocabulary", "token_ids", "probe_ids", "probe_states"
+FREQUENT = "frequent"
 PROJECT = "project"
 # What numpy, zipfile and its decompressors raise on damaged bytes. Less obvious ones: RuntimeError of an archive marked
 # as encrypted, and as NotImplementedError of an unknown compression; TypeError of a bare array, which is no archive;
@@ -119,6 +120,7 @@ class HeadManifest:
 class HeadFile:
     """`arrays`: the matrices of `manifest.shapes()` in float32; `vocabulary` [m, hidden size], rows of the target's
     head for `token_ids` [m], ascending; `probe_ids` [n] and the states [n, feature size] that the target gives them.
+    `frequent` [k]: places of the tokens that are always scored, ascending; the others are once they occur in the text.
     """
 
     manifest: HeadManifest
@@ -127,6 +129,12 @@ class HeadFile:
     token_ids: NDArray[np.int32]
     probe_ids: NDArray[np.int32]
     probe_states: Matrix
+    frequent: NDArray[np.int32] | None = None
+
+    @property
+    def frequent_rows(self) -> Matrix:
+        """The rows of the target's head [k, hidden size] that are always scored."""
+        return self.vocabulary if self.frequent is None else self.vocabulary[self.frequent]
 
     def is_of(self, states: NDArray[np.float32]) -> bool:
         """Whether `states` [n, feature size], what a loaded target gives the probe, are those of the trained one."""
@@ -144,6 +152,8 @@ def write_head_file(path: Path, heads: HeadFile, storage: str = "int8", fix: str
     """
     stored: dict[str, NDArray[Any]] = {TOKEN_IDS: heads.token_ids, PROBE_IDS: heads.probe_ids}
     stored[PROBE_STATES] = heads.probe_states.astype(np.float16)
+    if heads.frequent is not None:
+        stored[FREQUENT] = heads.frequent
     for name, array in {**heads.arrays, VOCABULARY: heads.vocabulary}.items():
         if array.ndim == 2 and storage == "int8":
             scale = np.maximum(np.abs(array).max(axis=1, keepdims=True), 1e-12) / 127.0
@@ -172,8 +182,12 @@ def read_head_file(path: Path) -> HeadFile:
     shapes = manifest.shapes()
     found = {name: _matrix(path, arrays, name, shape) for name, shape in shapes.items()}
     token_ids, probe_ids = (_ids(path, arrays, name, manifest.vocabulary_size) for name in (TOKEN_IDS, PROBE_IDS))
-    if np.any(np.diff(token_ids) <= 0):
-        raise ModelFileError(f"{path} lists its draft vocabulary out of order: it is damaged, train the heads again")
+    frequent = _ids(path, arrays, FREQUENT, token_ids.size) if FREQUENT in arrays else None
+    for listed in (token_ids, token_ids[:0] if frequent is None else frequent):
+        if np.any(np.diff(listed) <= 0):
+            raise ModelFileError(
+                f"{path} lists its draft vocabulary out of order: it is damaged, train the heads again"
+            )
     return HeadFile(
         manifest,
         found,
@@ -181,6 +195,7 @@ def read_head_file(path: Path) -> HeadFile:
         token_ids,
         probe_ids,
         _matrix(path, arrays, PROBE_STATES, (probe_ids.size, manifest.feature_size)),
+        frequent,
     )
 
 

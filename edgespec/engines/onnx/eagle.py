@@ -56,8 +56,8 @@ class OnnxProducts(LayerProducts):
         after.product("inner", arrays["down_proj"], "added")
         after.add("Add", ["between", "added"], "end")
         after.norm("end", arrays["norm"], "states")
-        after.product("states", heads.vocabulary * np.float32(manifest.scale), "scores")
-        made = [("states", width), ("scores", len(heads.vocabulary))]
+        after.product("states", heads.frequent_rows * np.float32(manifest.scale), "scores")
+        made = [("states", width), ("scores", len(heads.frequent_rows))]
         self._after = self._open(after, [("x", width), ("attended", queries)], made, threads)
 
     def _open(self, graph: _Graph, inputs: Sequence[Value], outputs: Sequence[Value], threads: int) -> Any:
