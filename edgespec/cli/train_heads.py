@@ -10,7 +10,7 @@ import click
 
 from edgespec.cli.distill import CHOICES, NUMBERS, option, progress, run_resumably
 from edgespec.cli.terminal import note
-from edgespec.export.training.heads_request import KINDS, STORAGE, HeadsRequest
+from edgespec.export.training.heads_request import KINDS, STORAGE, HeadsRequest, parse_layers
 
 _SIZES = {
     "depth": "Tokens of a draft that it learns to predict.",
@@ -19,6 +19,7 @@ _SIZES = {
     "kv_heads": "Its heads for keys and values.  [default: the target's]",
     "ffn": "Width of its feed-forward part.  [default: 2 x width]",
     "draft_vocabulary": "Most tokens that can be drafted, the most frequent ones.",
+    "frequent": "Of these, how many are always scored; others once they occur.  [default: all]",
 }
 _NUMBERS = {name: text for name, text in NUMBERS.items() if name != "seed"}
 _CHOICES = {name: given for name, given in CHOICES.items() if name != "weights"}
@@ -53,6 +54,13 @@ def _request_options(function: Callable[..., int]) -> Callable[..., int]:
     "-o", "--output", type=click.Path(path_type=Path), help="File to make.  [default: TARGET's name-KIND.npz]"
 )
 @_request_options
+@click.option(
+    "--read-layers",
+    default="",
+    metavar="N,N",
+    callback=lambda _, __, text: parse_layers(text),
+    help="Also read the inputs of these layers of the target, such as 3,14,24.",
+)
 @click.option("--restart", is_flag=True, help="Discard what an earlier run left unfinished.")
 def command(target: str, data: tuple[Path, ...], output: Path | None, restart: bool, **given: Any) -> int:
     """Train heads for TARGET, a Hugging Face folder or hub id, that draft from its last hidden state.

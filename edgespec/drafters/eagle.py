@@ -55,7 +55,6 @@ class EagleDrafter(StateDrafter):
         self._frequencies = np.float32(sizes.rope_theta) ** -half
         self._keys = np.zeros((sizes.kv_heads, 0, sizes.head_dim), np.float32)
         self._values = self._keys.copy()
-        self._cosines = self._sines = np.zeros((0, 1, self._frequencies.size), np.float32)
         self._length = 0  # pairs in the cache
         self._end = 0  # text position of the first pair that is not in it
 
@@ -176,16 +175,13 @@ class EagleDrafter(StateDrafter):
         self._length = kept
 
     def _angles(self, positions: NDArray[np.intp]) -> tuple[Array, Array]:
-        """Cosines and sines [n, 1, head size / 2] of text positions [n], from a table that grows with the text."""
-        if (last := int(positions.max())) >= len(self._cosines):
-            angles = np.arange(2 * last + 1, dtype=np.float32)[:, None, None] * self._frequencies
-            self._cosines, self._sines = np.cos(angles), np.sin(angles)
-        return self._cosines[positions], self._sines[positions]
+        """Cosines and sines [n, 1, head size / 2] of text positions [n]."""
+        angles = positions.astype(np.float32)[:, None, None] * self._frequencies
+        return np.cos(angles), np.sin(angles)
 
     @property
     def bytes_used(self) -> int:
-        own = (self._keys, self._values, self._cosines, self._sines)
-        return super().bytes_used + self._products.num_bytes + sum(array.nbytes for array in own)
+        return super().bytes_used + self._products.num_bytes + self._keys.nbytes + self._values.nbytes
 
     def close(self) -> None:
         self._products.close()

@@ -21,12 +21,19 @@ from test_distill_learning import nothing, tiny  # noqa: F401 - a fixture
 
 from edgespec.cli import main as cli_main
 from edgespec.drafters.base import DraftRequest
-from edgespec.errors import CapabilityError
+from edgespec.errors import CapabilityError, ConfigError
 from edgespec.export.training.heads import build_heads_trainer, head_file, train_heads
 from edgespec.export.training.heads_loss import DraftLoss, target_distributions
 from edgespec.export.training.heads_request import HeadsRequest, heads_shape
 from edgespec.export.training.heads_start import start_at_least_squares
-from edgespec.export.training.heads_trainer import LATER_WEIGHT, STATE_WEIGHT, HeadsTrainer, head_scale, last_states
+from edgespec.export.training.heads_trainer import (
+    LATER_WEIGHT,
+    STATE_WEIGHT,
+    HeadsTrainer,
+    head_scale,
+    last_states,
+    states_of,
+)
 from edgespec.export.training.inherit import load_target
 from edgespec.export.training.preparation import prepare
 from edgespec.export.training.request import flag
@@ -112,32 +119,62 @@ def test_a_run_that_was_stopped_gives_the_heads_of_one_that_was_not(kind: str, t
         assert all(np.array_equal(found.arrays[name], array) for name, array in whole.arrays.items())
 
 
-@pytest.mark.parametrize("changes", [{}, {"draft_vocabulary": 40}])
+@pytest.mark.parametrize("changes", [{}, {"draft_vocabulary": 40}, {"read_layers": (0, 1)}])
 @pytest.mark.parametrize("kind", KINDS)
-def test_numpy_drafts_what_torch_predicts(kind: str, changes: dict[str, int], tiny: Path) -> None:  # noqa: F811
+def test_numpy_drafts_what_torch_predicts(kind: str, changes: dict[str, Any], tiny: Path) -> None:  # noqa: F811
     """The run-time goes token by token with a cache; training unrolls all roots at once: the same tokens."""
     trainer = shaken(trainer_of(tiny, kind, **changes, **({"layers": 2} if kind == "medusa" else {})))
     trainer.write_held_out(trainer.corpus, nothing)
     trainer.measure(0, 1.0, 0.0)
-    drafter = drafter_of(head_file(trainer, trainer.facts), trainer.facts.size("vocab_size"))
+    layers = trainer.request.read_layers
+    drafter = drafter_of(head_file(trainer, trainer.facts), trainer.facts.size("vocab_size"), layers)
     sampler = Sampler(Sampling(temperature=0.0), trainer.facts.size("vocab_size"))
     text = torch.randint(0, trainer.facts.size("vocab_size"), (1, 24), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        states = last_states(trainer.target, text)[0].numpy()
+        states = states_of(trainer.target, text, layers, scaled=False)[0].numpy()
         for length in (2, 5, 6, 20, 23):  # root length - 1, whose token behind is the pending one
             request = DraftRequest(text[0, : length + 1].numpy().astype(np.int32), 3, sampler, features=states[:length])
             drafted = drafter.draft(request).token_ids
             assert drafted.size == 3
             ids = torch.cat((text[0, : length + 1], torch.from_numpy(drafted.astype(np.int64))))[None]
-            unrolled = trainer.student.drafts(last_states(trainer.target, ids), ids)
+            unrolled = trainer.student.drafts(states_of(trainer.target, ids, layers), ids)
             vocabulary = trainer.student.vocabulary
             wanted = [int(vocabulary.token_ids[vocabulary.logits(found[0, length - 1]).argmax()]) for found in unrolled]
             assert drafted.tolist() == wanted, length
 
 
-def test_an_eagle_head_starts_at_the_best_linear_prediction(tiny: Path) -> None:  # noqa: F811
+def test_the_commonest_tokens_of_the_target_are_always_scored(tiny: Path, tmp_path: Path) -> None:  # noqa: F811
+    request = asked(tiny, tmp_path / "heads.npz", "eagle", read_layers=(1,), draft_vocabulary=60, frequent=20)
+    run(request)
+    heads = read_head_file(request.output)
+    assert heads.manifest.layers == (1,) and heads.manifest.feature_size == 64
+    assert heads.frequent is not None and heads.frequent.size == 20 and heads.token_ids.size == 60
+    trainer = build_heads_trainer(prepare(request, "", heads_shape))[0]
+    trainer.write_pool(nothing)  # of the first round, which the file's tokens are from, too
+    written = np.concatenate([ids[own] for ids, own in trainer.pool])
+    counts = np.bincount(written[np.isin(written, heads.token_ids)], minlength=200)
+    commonest = int(counts.argmax())
+    assert commonest in heads.token_ids[heads.frequent]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"frequent": 8}, "--frequent"),
+        ({"frequent": 60, "draft_vocabulary": 50}, "--frequent"),
+        ({"read_layers": (3, 1)}, "ascending"),
+        ({"read_layers": (99,)}, "--read-layers 99"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(changes: dict[str, Any], message: str, tiny: Path) -> None:  # noqa: F811
+    with pytest.raises(ConfigError, match=message):
+        prepare(asked(tiny, tiny / "unused", "eagle", **changes), "", heads_shape)
+
+
+@pytest.mark.parametrize("layers", [(), (0, 1)])
+def test_an_eagle_head_starts_at_the_best_linear_prediction(layers: tuple[int, ...], tiny: Path) -> None:  # noqa: F811
     """Its layer left out, no other matrix predicts the states better; and it drafts better than random weights."""
-    trainer = trainer_of(tiny, "eagle", round_prompts=24)
+    trainer = trainer_of(tiny, "eagle", round_prompts=24, read_layers=layers)
     trainer.write_held_out(trainer.corpus, nothing)
     untrained = trainer.measure(0, 1.0, 0.0)
     trainer.write_pool(nothing)
@@ -148,9 +185,19 @@ def test_an_eagle_head_starts_at_the_best_linear_prediction(tiny: Path) -> None:
     def error(change: Any) -> float:
         total = 0.0
         for states, ids in batches:
-            pairs = torch.cat((states[:, :-1], head.vocabulary.embed(ids[:, 1:])), dim=-1)
+            last = states[..., -head.norm.numel() :]
+            pairs = torch.cat((last[:, :-1], head.vocabulary.embed(ids[:, 1:])), dim=-1)
             found = pairs @ (head.fc.weight + change).T * head.norm
-            total += float(((found - states[:, 1:]) / head.norm).square().sum())
+            total += float(((found - last[:, 1:]) / head.norm).square().sum())
+        return total
+
+    def fused_error() -> float:
+        """With the other layers, through the projection."""
+        total = 0.0
+        for states, ids in batches:
+            fused = states[:, :-1] @ head.project.T
+            found = torch.cat((fused, head.vocabulary.embed(ids[:, 1:])), dim=-1) @ head.fc.weight.T
+            total += float((found - states[:, 1:, -head.norm.numel() :] / head.norm).square().sum())
         return total
 
     torch.manual_seed(0)
@@ -158,6 +205,8 @@ def test_an_eagle_head_starts_at_the_best_linear_prediction(tiny: Path) -> None:
         best = error(0.0)
         assert all(error(0.1 * torch.randn_like(head.fc.weight)) > best for _ in range(5))
         assert best < 0.7 * error(-head.fc.weight)  # of no prediction at all
+        if layers:
+            assert fused_error() < 0.99 * best
 
 
 @pytest.mark.parametrize("kind", KINDS)

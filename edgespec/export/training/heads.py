@@ -11,17 +11,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from edgespec.export.training.documents import Corpus
 from edgespec.export.training.heads_network import EagleHead, MedusaHeads
 from edgespec.export.training.heads_request import HeadsRequest
-from edgespec.export.training.heads_trainer import HeadsTrainer, last_states, new_heads
+from edgespec.export.training.heads_trainer import HeadsTrainer, new_heads, states_of
 from edgespec.export.training.journal import RESUME_FIX, Journal, RoundResult, best_round
 from edgespec.export.training.on_policy import Distilled, Say, load_parts, reason_of, run_rounds
 from edgespec.export.training.preparation import Preparation
 from edgespec.export.training.target import TargetFacts
 from edgespec.export.training.trainer import Advance
-from edgespec.formats.head_file import HeadFile, HeadManifest, write_head_file
+from edgespec.formats.head_file import PROJECT, HeadFile, HeadManifest, write_head_file
 
 PROBE_TOKENS = 12
 
@@ -53,14 +54,15 @@ def head_file(trainer: HeadsTrainer, facts: TargetFacts) -> HeadFile:
     heads, vocabulary = trainer.student, trainer.student.vocabulary
     probe = trainer.held_out["greedy"][0].token_ids[:PROBE_TOKENS]
     with torch.no_grad():
-        states = last_states(trainer.target, torch.tensor([probe], device=heads.device))[0]
+        ids = torch.tensor([probe], device=heads.device)
+        states = states_of(trainer.target, ids, trainer.request.read_layers, scaled=False)[0]
     arrays = {name.removesuffix(".weight"): weight.detach().cpu().numpy() for name, weight in heads.named_parameters()}
     if isinstance(heads, MedusaHeads):
         arrays = {
             f"{kind}.{place // heads.blocks}.{place % heads.blocks}": weight.detach().cpu().numpy()
             for kind, given in (("weight", heads.weights), ("bias", heads.biases))
             for place, weight in enumerate(given)
-        }
+        } | {name: array for name, array in arrays.items() if name == PROJECT}
     return HeadFile(
         manifest(trainer, facts),
         arrays,
@@ -68,7 +70,18 @@ def head_file(trainer: HeadsTrainer, facts: TargetFacts) -> HeadFile:
         vocabulary.token_ids.cpu().numpy().astype(np.int32),
         np.asarray(probe, np.int32),
         states.cpu().numpy(),
+        frequent_places(trainer),
     )
+
+
+def frequent_places(trainer: HeadsTrainer) -> NDArray[np.int32] | None:
+    """Places in the draft vocabulary of the tokens that are always scored: the target's commonest; None: of all."""
+    most, ids = trainer.request.frequent, trainer.student.vocabulary.token_ids.cpu().numpy()
+    if most is None or most >= ids.size:
+        return None
+    written = np.concatenate([ids[own] for ids, own in trainer.pool]) if trainer.pool else ids[:0]
+    counts = np.bincount(written, minlength=int(ids[-1]) + 1)[ids]
+    return np.sort(np.argsort(-counts, kind="stable")[:most]).astype(np.int32)
 
 
 def manifest(trainer: HeadsTrainer, facts: TargetFacts) -> HeadManifest:
@@ -87,6 +100,7 @@ def manifest(trainer: HeadsTrainer, facts: TargetFacts) -> HeadManifest:
         scale=heads.vocabulary.scale,
         blocks=heads.blocks if isinstance(heads, MedusaHeads) else 0,
         rope_theta=heads.rope_theta if isinstance(heads, EagleHead) else 10_000.0,
+        layers=trainer.request.read_layers,
         figures=figures(best, heads.depth),
         **layer,
     )

@@ -49,23 +49,33 @@ class DraftVocabulary(nn.Module):
 
 
 class Heads(nn.Module, ABC):
-    """Base class of both kinds of heads. `depth`: number of tokens to draft."""
+    """Base class of both kinds of heads. `depth`: number of tokens to draft.
 
-    def __init__(self, vocabulary: DraftVocabulary, depth: int) -> None:
+    `num_inputs` states of other layers, of unit size, precede the last one in what they read; `project` fuses them.
+    """
+
+    def __init__(self, vocabulary: DraftVocabulary, depth: int, num_inputs: int = 0) -> None:
         super().__init__()
-        self.vocabulary, self.depth = vocabulary, depth
+        self.vocabulary, self.depth, self.num_inputs = vocabulary, depth, num_inputs
+        if num_inputs:
+            width = vocabulary.weight.shape[1]
+            self.project = nn.Parameter(torch.cat((torch.zeros(width, num_inputs * width), torch.eye(width)), dim=1))
 
     @property
     def device(self) -> torch.device:
         return self.vocabulary.weight.device
 
-    @abstractmethod
     def drafts(self, states: Tensor, token_ids: Tensor) -> Iterator[Tensor]:
         """For k = 0..depth-1, the predicted states [batch, length - 2 - k, hidden] of all roots with a k-th token.
 
-        `states` [batch, length, hidden]: the target's; `token_ids` [batch, length]. Earlier tokens of a draft are taken
-        from the text (teacher forcing).
+        `states` [batch, length, all inputs]: the target's; `token_ids` [batch, length]. Earlier tokens of a draft are
+        taken from the text (teacher forcing).
         """
+        return self.drafts_from(F.linear(states, self.project) if self.num_inputs else states, token_ids)
+
+    @abstractmethod
+    def drafts_from(self, states: Tensor, token_ids: Tensor) -> Iterator[Tensor]:
+        """As `drafts`, from fused states [batch, length, hidden]."""
 
 
 class MedusaHeads(Heads):
@@ -75,8 +85,8 @@ class MedusaHeads(Heads):
     temperature 0, the state does not determine which token was sampled.
     """
 
-    def __init__(self, vocabulary: DraftVocabulary, depth: int, blocks: int) -> None:
-        super().__init__(vocabulary, depth)
+    def __init__(self, vocabulary: DraftVocabulary, depth: int, blocks: int, num_inputs: int = 0) -> None:
+        super().__init__(vocabulary, depth, num_inputs)
         width = vocabulary.weight.shape[1]
         self.weights = nn.ParameterList()
         self.biases = nn.ParameterList()
@@ -86,7 +96,7 @@ class MedusaHeads(Heads):
                 self.biases.append(nn.Parameter(torch.zeros(width)))
         self.blocks = blocks
 
-    def drafts(self, states: Tensor, token_ids: Tensor) -> Iterator[Tensor]:
+    def drafts_from(self, states: Tensor, token_ids: Tensor) -> Iterator[Tensor]:
         states, following = states[:, :-1], self.vocabulary.embed(token_ids[:, 1:])
         first = torch.cat((states, following), dim=-1)
         for index in range(self.depth):
@@ -105,8 +115,10 @@ class EagleHead(Heads):
     the target's pairs up to i and to its own steps 1..k.
     """
 
-    def __init__(self, vocabulary: DraftVocabulary, depth: int, shape: StudentShape, rope_theta: float) -> None:
-        super().__init__(vocabulary, depth)
+    def __init__(
+        self, vocabulary: DraftVocabulary, depth: int, shape: StudentShape, rope_theta: float, num_inputs: int = 0
+    ) -> None:
+        super().__init__(vocabulary, depth, num_inputs)
         width, head = shape.hidden, shape.head_dim
         self.shape, self.rope_theta = shape, rope_theta
         self.fc = nn.Linear(2 * width, width, bias=False)
@@ -124,7 +136,7 @@ class EagleHead(Heads):
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.5 / math.sqrt(module.in_features))
 
-    def drafts(self, states: Tensor, token_ids: Tensor) -> Iterator[Tensor]:
+    def drafts_from(self, states: Tensor, token_ids: Tensor) -> Iterator[Tensor]:
         roots = states.shape[1] - 2
         found = states[:, :-1]
         keys: list[Tensor] = []

@@ -30,11 +30,26 @@ LATER_WEIGHT = 0.8  # factor for each further token of a draft, as in Medusa
 STATE_WEIGHT = 0.1  # weight of the distance between predicted and true states in EAGLE's loss
 LEAST_LIKENESS = 0.999  # required cosine similarity of the target's logits and head times last state
 COUNTED_TOKENS = 200_000
+LEAST_SQUARE = 1e-6  # as in edgespec.drafters.states
 
 
 def last_states(target: Any, ids: Tensor) -> Tensor:
     """The target's last hidden states [rows, length, hidden], float32, for `ids` [rows, length]."""
     return target.base_model(input_ids=ids, use_cache=False).last_hidden_state.float()
+
+
+def states_of(target: Any, ids: Tensor, layers: tuple[int, ...], *, scaled: bool = True) -> Tensor:
+    """What heads read [rows, length, (layers + 1) * hidden], float32: the inputs of `layers`, then the last states.
+
+    `scaled`: the inputs of layers have unit size, as the heads read them.
+    """
+    if not layers:
+        return last_states(target, ids)
+    output = target.base_model(input_ids=ids, use_cache=False, output_hidden_states=True)
+    inputs = [output.hidden_states[layer].float() for layer in layers]
+    if scaled:
+        inputs = [F.rms_norm(given, given.shape[-1:], eps=LEAST_SQUARE) for given in inputs]
+    return torch.cat((*inputs, output.last_hidden_state.float()), dim=-1)
 
 
 @torch.no_grad()
@@ -72,10 +87,11 @@ def new_heads(
     ids = frequent_tokens(corpus, request, facts.size("vocab_size")).to(target.device)
     vocabulary = DraftVocabulary(head.weight.detach(), ids, scale)
     if request.kind == "medusa":
-        return MedusaHeads(vocabulary, request.depth, shape.layers).to(target.device)
+        return MedusaHeads(vocabulary, request.depth, shape.layers, len(request.read_layers)).to(target.device)
     rope = facts.config.get("rope_parameters") or {}
     theta = facts.config.get("rope_theta", rope.get("rope_theta", 10_000.0))
-    return EagleHead(vocabulary, request.depth, shape, float(theta)).to(target.device)
+    inputs = len(request.read_layers)
+    return EagleHead(vocabulary, request.depth, shape, float(theta), inputs).to(target.device)
 
 
 class HeadsTrainer(Trainer):
@@ -96,19 +112,20 @@ class HeadsTrainer(Trainer):
         for start in range(0, len(windows), self.rows_at_once):
             batch = torch.from_numpy(windows[start : start + self.rows_at_once]).to(self.student.device)
             with torch.no_grad():
-                yield last_states(self.target, batch), batch
+                yield states_of(self.target, batch, self.request.read_layers), batch
 
     def distance(self, ids: Tensor, weights: Tensor, cooling: float) -> tuple[Tensor, Tensor]:
         """(loss, total variation) of all drafts, both summed over roots with their weights and LATER_WEIGHT."""
         request, vocabulary, target = self.request, self.student.vocabulary, self.target
         share, factor = (request.share if request.loss == "tv" else 1.0), vocabulary.scale / cooling
         with torch.no_grad():
-            states = last_states(target, ids)
+            given = states_of(target, ids, request.read_layers)
+            states = self._last(given)
             head = target.get_output_embeddings().weight.detach()
             wanted = target_distributions(states, head, vocabulary.token_ids, factor)
         loss = variation = torch.zeros((), device=ids.device)
         total = 0.0
-        for index, found in enumerate(self._drafts(states, ids)):
+        for index, found in enumerate(self._drafts(given, ids)):
             following = weights[:, 2 + index :] * LATER_WEIGHT**index
             expected = wanted.at(slice(1 + index, -1))
             part, apart = DraftLoss.apply(found, head[vocabulary.token_ids], expected, following, factor, share)
@@ -118,6 +135,10 @@ class HeadsTrainer(Trainer):
                 loss = loss + STATE_WEIGHT * (far * following).sum()
             total += LATER_WEIGHT**index
         return loss / total, variation / total
+
+    def _last(self, given: Tensor) -> Tensor:
+        """The last ones among all given states."""
+        return given[..., -self.student.vocabulary.weight.shape[1] :]
 
     def _drafts(self, states: Tensor, ids: Tensor) -> list[Tensor]:
         with self.autocast():
@@ -147,9 +168,10 @@ class HeadsTrainer(Trainer):
             if not roots:
                 continue
             rows, columns = torch.tensor(roots, device=ids.device).T
-            states = last_states(self.target, ids)
+            given = states_of(self.target, ids, self.request.read_layers)
+            states = self._last(given)
             reach = torch.ones(len(roots), device=ids.device)
-            for index, found in enumerate(self._drafts(states, ids)):
+            for index, found in enumerate(self._drafts(given, ids)):
                 logits = vocabulary.logits(found[rows, columns]).float()
                 if is_greedy:
                     chosen = vocabulary.token_ids[logits.argmax(dim=-1)]
