@@ -20,7 +20,7 @@ from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.candidates import candidates_for
 from edgespec.drafters.growth import ROOT, Growth
 from edgespec.drafters.products import NumpyProducts
-from edgespec.drafters.scored import Array
+from edgespec.drafters.scored import Array, ScoredTokens
 from edgespec.drafters.states import StateDrafter
 from edgespec.engines.head import LayerProducts
 from edgespec.formats.head_file import HeadFile
@@ -47,6 +47,9 @@ class EagleDrafter(StateDrafter):
         products: LayerProducts | None = None,
     ) -> None:
         super().__init__(heads, vocabulary_size, end_ids, given_layers)
+        if products is not None:  # numpy only looks rows up, which were stored in 8 bits
+            self._vocabulary = heads.vocabulary.astype(np.float16)
+            self._scored = ScoredTokens(heads, vocabulary_size, self._vocabulary)
         self._arrays, self._scored_rows = {}, self._vocabulary  # the products have them
         self._products = products or NumpyProducts(heads)
         self._sizes = heads.manifest

@@ -19,11 +19,15 @@ FIRST_ROOM = 256  # rows of tokens of the text
 
 
 class ScoredTokens:
-    """The scored tokens of one text, and the row of logits that they fill."""
+    """The scored tokens of one text, and the row of logits that they fill.
 
-    def __init__(self, heads: HeadFile, vocabulary_size: int) -> None:
+    `rows`: the vocabulary of `heads`, where it is kept in another type.
+    """
+
+    def __init__(self, heads: HeadFile, vocabulary_size: int, rows: NDArray[np.floating] | None = None) -> None:
         manifest = heads.manifest
-        self._heads, self._scale = heads, np.float32(manifest.scale)
+        self._rows, self._scale = heads.vocabulary if rows is None else rows, np.float32(manifest.scale)
+        self._token_ids, self._frequent = heads.token_ids, heads.frequent
         self._slots = np.full(vocabulary_size, -1, np.int32)
         self._slots[heads.token_ids] = np.arange(heads.token_ids.size)
         self._always = heads.token_ids if heads.frequent is None else heads.token_ids[heads.frequent]
@@ -36,15 +40,15 @@ class ScoredTokens:
     def begin(self) -> None:
         """A new text."""
         self._num_read = self._num_met = 0
-        self._is_known[:] = self._heads.frequent is None
-        if self._heads.frequent is not None:
-            self._is_known[self._heads.frequent] = True
+        self._is_known[:] = self._frequent is None
+        if self._frequent is not None:
+            self._is_known[self._frequent] = True
         self._ids = self._always
         self._row[:] = NEVER
 
     def read(self, token_ids: TokenIds) -> None:
         """Score the tokens of the text `token_ids` [n] from now on; it is the last one, continued, or another one."""
-        if self._heads.frequent is None:
+        if self._frequent is None:
             return
         if token_ids.size < self._num_read:
             self.begin()
@@ -59,9 +63,9 @@ class ScoredTokens:
             grown = np.zeros((2 * count, self._met_rows.shape[1]), np.float32)
             grown[: self._num_met] = self._met_rows[: self._num_met]
             self._met_rows = grown
-        self._met_rows[self._num_met : count] = self._heads.vocabulary[new] * self._scale
+        self._met_rows[self._num_met : count] = self._rows[new].astype(np.float32) * self._scale
         self._num_met = count
-        self._ids = np.concatenate((self._ids, self._heads.token_ids[new]))
+        self._ids = np.concatenate((self._ids, self._token_ids[new]))
 
     def slots_of(self, token_ids: TokenIds) -> NDArray[np.int32]:
         """Rows of the file's vocabulary of `token_ids` [n]; -1 for tokens that it lacks."""

@@ -101,7 +101,7 @@ class StateDrafter(Drafter):
     def embed(self, token_ids: TokenIds) -> Array:
         """Input rows [n, hidden size] of `token_ids` [n]."""
         slots = self._scored.slots_of(token_ids)
-        rows: Array = self._vocabulary[slots] * self._size
+        rows: Array = self._vocabulary[slots].astype(np.float32) * self._size
         rows[slots < 0] = 0.0
         return rows
 

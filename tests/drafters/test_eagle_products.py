@@ -74,7 +74,7 @@ def test_quantised_products_take_a_third_of_the_bytes(heads: HeadFile) -> None:
     exact, quantised = (drafter._products.num_bytes for drafter in drafters)
     vocabulary = heads.vocabulary.nbytes  # which numpy's products share with the drafter
     assert quantised < 0.34 * (exact + vocabulary)
-    assert drafters[1].bytes_used > quantised
+    assert quantised < drafters[1].bytes_used < 0.6 * drafters[0].bytes_used
     for drafter in drafters:
         drafter.close()
 
