@@ -253,8 +253,11 @@ def _open(
         reproducible=reproducible,
         **default,
     )
-    if states:
-        engine.read_layers(states)
+    try:
+        engine.read_layers(states or ())
+    except CapabilityError:
+        engine.close()
+        raise
     return engine
 
 

@@ -24,6 +24,7 @@ from edgespec.loading.hub import REPO
 from edgespec.loading.reference import Reference, parse
 
 logger = logging.getLogger("edgespec")
+_LONGEST_REPO = 193  # owner and name of 96 letters each, as the hub allows
 GRAPH = "model.onnx"
 SUFFIXES = (".gguf", ".onnx")
 
@@ -105,7 +106,7 @@ def _to_be_had(text: str) -> ModelNotFound | None:
 def _reference(text: str) -> Reference | None:
     """What `text` means to `edgespec pull`; None for a path or an unknown name."""
     base = text.partition(":")[0]
-    is_repo = REPO.fullmatch(base) is not None and not base.endswith(SUFFIXES)
+    is_repo = len(base) <= _LONGEST_REPO and REPO.fullmatch(base) is not None and not base.endswith(SUFFIXES)
     if not is_repo and base.lower() not in entries():
         return None
     return parse(text)

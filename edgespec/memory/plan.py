@@ -209,5 +209,5 @@ def _file_bytes(path: Path) -> int:
     """The size of a file; 0 for one that cannot be read, as reading it says best what is wrong."""
     try:
         return expanded(path).stat().st_size
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a name with a zero byte
         return 0
