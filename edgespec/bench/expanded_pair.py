@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from edgespec.bench.expansion import LLAMA_1B, Expansion, Shape
 from edgespec.bench.heads import expand_heads
+from edgespec.engines.machine import lacks_vnni
 from edgespec.errors import CapabilityError, ModelFileError, StateError
 from edgespec.export.manifest import write_manifest
 from edgespec.export.workspace import opened
@@ -161,14 +162,13 @@ class ExpandedPair:
 def _write_graph(folder: Path, expansion: Expansion, progress: Progress) -> Path:
     """The expanded target as an ONNX export: graph, weights, configuration, tokenizer."""
     from edgespec.bench.expanded_weights import ExpandedWeights
-    from edgespec.engines.onnx.library import products_saturate
     from edgespec.formats.onnx.forms import WholeNumbers
     from edgespec.formats.onnx.llama import write_llama
     from edgespec.formats.onnx.llama_config import LlamaConfig
 
     folder.mkdir(exist_ok=True)
     config = expansion.config()
-    form = partial(WholeNumbers, ExpandedWeights(expansion), is_unsigned=products_saturate())
+    form = partial(WholeNumbers, ExpandedWeights(expansion), is_unsigned=lacks_vnni())
     write_llama(folder, LlamaConfig.from_hub(config), form, partial(_report, progress))
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for name in COMPANIONS:

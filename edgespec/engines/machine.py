@@ -49,6 +49,12 @@ def instruction_sets() -> frozenset[str]:
     return frozenset({"avx2"})
 
 
+def lacks_vnni() -> bool:
+    """Whether this is an x86 processor on which products of unsigned and signed bytes saturate."""
+    found = instruction_sets()
+    return bool(found) and not found & {"avx512_vnni", "avx_vnni"}
+
+
 def has_address_limit() -> bool:
     """Whether this process may have only so many bytes of addresses (`ulimit -v`)."""
     if sys.platform == "win32":

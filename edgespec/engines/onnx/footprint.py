@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.engines.footprint import Footprint, Use
-from edgespec.engines.machine import instruction_sets
+from edgespec.engines.machine import lacks_vnni
 from edgespec.engines.onnx.graph import CacheEntry, Graph, read_graph
 from edgespec.engines.onnx.opening import NO_INT8_CACHE, weight_files
 from edgespec.engines.onnx.passes import element_of
@@ -71,10 +71,9 @@ def footprint(path: Path, use: Use) -> Footprint:
     rows = max(settings.max_batch, settings.widest)
     results = 4 * rows * (3 * products.inner + 4 * products.width)
     outputs = min(use.rows, settings.max_outputs(graph.vocabulary_size))
-    saturates = bool(found := instruction_sets()) and not found & {"avx512_vnni", "avx_vnni"}
     packed = products.packed + _SCALES_COPIES * products.scales + _SESSION_BYTES
     loading = 0
-    if saturates and products.signed:
+    if products.signed and lacks_vnni():
         loading = products.signed + products.largest + min(2 * products.largest, _RETAINED_BYTES)
     files = sum(file.stat().st_size for file in weight_files(path))
     tokenizer = path.parent / "tokenizer.json"
