@@ -24,7 +24,7 @@ from edgespec.generation.executor import Executor, Request
 from edgespec.generation.handle import Generation, Result
 from edgespec.generation.inputs import checked_chat, checked_ids, of_kind, refuses_unknown_keywords
 from edgespec.generation.saved_state import load_sequence, save_sequence
-from edgespec.loading.opening import open_models, resolve_pair
+from edgespec.loading.opening import open_models, resolve_pair, start_trial
 from edgespec.memory.fit import fit
 from edgespec.memory.report import MemoryReport
 from edgespec.memory.verdict import Room
@@ -336,8 +336,10 @@ def load(
     try:
         with reporting_to(on_progress), keeping_headers():
             room = Room.now(chosen.memory)
-            fitted = fit(chosen, resolve_pair(chosen), room)
-            pair, target, drafters = open_models(fitted.options, fitted.pair)
+            pair = resolve_pair(chosen)
+            with start_trial(chosen, pair) as trial:
+                fitted = fit(chosen, pair, room)
+                pair, target, drafters = open_models(fitted.options, fitted.pair, trial)
     except MemoryError as exc:
         why = "needs more memory than this process may have. Use a smaller --ctx-size, a smaller model, or no draft"
         raise CapabilityError(f"{chosen.model} {why}") from exc

@@ -63,8 +63,11 @@ class DrafterPool:
         engine = self._target.engine
         if self._options.threads is not None or engine.facts.threads == 1:
             return None
-        can_change = engine.set_threads(engine.facts.threads)
-        return ThreadControl(engine.facts.threads, self.use_threads) if can_change else None
+        if self._options.memory is not None and engine.thread_change_bytes:
+            return None  # that memory is not planned
+        if not engine.set_threads(engine.facts.threads):
+            return None
+        return ThreadControl(engine.thread_steps(), self.use_threads, is_settled=lambda: engine.is_settled)
 
     def use_threads(self, threads: int) -> None:
         """Set the threads of target and drafters from their next passes on."""

@@ -14,7 +14,7 @@ drafts, or costs known in advance.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
@@ -34,11 +34,21 @@ class Trial:
 
 
 class ThreadControl:
-    """Chooses the number of threads after every pass. `most`: on an idle machine; `use(n)` sets it for later passes."""
+    """Chooses the number of threads after every pass.
 
-    def __init__(self, most: int, use: Callable[[int], None], clock: Callable[[], float] = perf_counter) -> None:
-        self.steps = sorted({most, max(most - 1, 1), max(most // 2, 1), max(most // 4, 1), 1}, reverse=True)
-        self._use, self._clock = use, clock
+    `steps`: those to choose from, descending; the first one is for an idle machine. `use(n)` sets the number for later
+    passes, `is_settled()`: from now on.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[int],
+        use: Callable[[int], None],
+        clock: Callable[[], float] = perf_counter,
+        is_settled: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.steps = list(steps)
+        self._use, self._clock, self._is_settled = use, clock, is_settled
         self._at = 0  # of the steps
         self._trial: Trial | None = None
         self._settling = False  # the next pass is the first with this number of threads: it starts or stops some
@@ -80,6 +90,10 @@ class ThreadControl:
         self._starved = max(self._starved + (1.0 if cpu_s < c.STARVED * seconds else -0.5), 0.0)
         late = self._lateness(rows, seconds)
         if self._settling:
+            if not self._is_settled():
+                if self._trial is not None:
+                    self._trial.lost_s += seconds  # making the change takes time from the passes
+                return True
             self._settling = False
             if self._trial is not None and self._trial.is_upward and late is not None and late > c.STALLED:
                 self._judge(self._trial, late, seconds)  # late enough to decide without another pass

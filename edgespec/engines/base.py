@@ -78,6 +78,7 @@ class Engine(Closing, ABC):
     vocabulary: Vocabulary
     class_key: str = ""  # of the cache entry with its width classes
     state_layers: tuple[int, ...] = ()  # ascending; their inputs come with the hidden states
+    thread_change_bytes: int = 0  # memory that `set_threads` takes for some seconds
 
     @abstractmethod
     def forward(self, batch: Batch) -> Logits:
@@ -169,6 +170,15 @@ class Engine(Closing, ABC):
         check_threads(threads, self.facts)
         return False
 
+    def thread_steps(self) -> tuple[int, ...]:
+        """Numbers of threads worth trying, the most first."""
+        return usual_steps(self.facts.threads)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether passes already run as `set_threads` asked; an engine may need a while for it."""
+        return True
+
     @abstractmethod
     def cancel(self) -> None:
         """End the running pass, or the next one, with Cancelled. May be called from any thread."""
@@ -191,6 +201,11 @@ class Engine(Closing, ABC):
     def most_branches(self) -> int:
         """Most side branches of the trees of a batch; 0 where only chains are allowed."""
         return self.facts.max_batch if self.facts.can_tree else 0
+
+
+def usual_steps(most: int) -> tuple[int, ...]:
+    """Numbers of threads to choose from, descending from `most`."""
+    return tuple(sorted({most, max(most - 1, 1), max(most // 2, 1), max(most // 4, 1), 1}, reverse=True))
 
 
 def check_threads(threads: int, facts: EngineFacts) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +13,7 @@ from edgespec.drafters.early_exit import EarlyExitDrafter, SharedStateDrafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.base import Engine
-from edgespec.engines.trial import check_model_files
+from edgespec.engines.trial import Trial
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError
 from edgespec.formats.gguf.header import keeping_headers, read_header
 from edgespec.formats.gguf.split import model_files
@@ -28,17 +28,28 @@ from edgespec.vocabulary import Vocabulary, check_same_vocabulary
 DEFAULT_DRAFT_CONTEXT = 4096
 
 
+def start_trial(options: LoadOptions, pair: ModelPair) -> Trial:
+    """Check the headers of the models to open, and start to try those of unknown contents in a child process.
+
+    Raises ModelNotFound, ModelFileError, and CapabilityError when the pair lacks what the options need.
+    """
+    models = [pair.files[role] for role in Chosen.of(options, pair).roles]
+    return Trial({model.path: all(file.sha256 for file in model.all_files) for model in models})
+
+
 @keeping_headers()
 def open_models(
-    options: LoadOptions, pair: ModelPair | None = None
+    options: LoadOptions, pair: ModelPair | None = None, trial: Trial | None = None
 ) -> tuple[ModelPair, Engine, dict[DrafterName, Drafter]]:
     """The pair that `options` name, its target loaded, and the drafters that own a model.
 
-    `pair`: the same, already resolved. Raises ModelNotFound, ModelFileError, VocabularyMismatch (naming the first token
-    that differs), CapabilityError when something is not possible, ConfigError for options that do not fit the engine,
-    and MemoryError.
+    `pair`: the same, already resolved; `trial`: of its models, already started. Raises ModelNotFound, ModelFileError,
+    VocabularyMismatch (naming the first token that differs), CapabilityError when something is not possible,
+    ConfigError for options that do not fit the engine, and MemoryError.
     """
-    return _open_models(options, pair or resolve_pair(options))
+    pair = pair or resolve_pair(options)
+    with trial or start_trial(options, pair) as trial:
+        return _open_models(options, pair, trial)
 
 
 def resolve_pair(options: LoadOptions, *, check_hashes: bool = True) -> ModelPair:
@@ -46,10 +57,14 @@ def resolve_pair(options: LoadOptions, *, check_hashes: bool = True) -> ModelPai
     return resolve(options.model, options.draft, options.engine, options.medium, check_hashes=check_hashes)
 
 
-def _open_models(options: LoadOptions, pair: ModelPair) -> tuple[ModelPair, Engine, dict[DrafterName, Drafter]]:
+def _open_models(
+    options: LoadOptions, pair: ModelPair, trial: Trial
+) -> tuple[ModelPair, Engine, dict[DrafterName, Drafter]]:
     chosen = Chosen.of(options, pair)
     exit_layer, wanted, is_cut = chosen.exit_layer, chosen.wanted, chosen.is_cut
     weight_checks = _check_contents([pair.files[role] for role in chosen.roles])
+    _load_libraries(pair.files[role] for role in chosen.roles)  # while the child works
+    trial.require_usable()
     heads = read_heads(options, pair, is_cut=is_cut)
     states = state_layers(heads.values()) if heads else None
     target = _open_target(options, pair.files["target"], exit_layer, states)
@@ -60,6 +75,7 @@ def _open_models(options: LoadOptions, pair: ModelPair) -> tuple[ModelPair, Engi
         drafters |= {each.manifest.kind: open_heads(each, path, target) for path, each in heads.items()}
         for check in weight_checks:
             check.result()
+        trial.require_sound()
     except BaseException:
         for drafter in drafters.values():
             drafter.close()
@@ -154,8 +170,21 @@ def has_chat_template(file: ModelFile) -> bool:
         return True
 
 
+def _load_libraries(models: Iterable[ModelFile]) -> None:
+    """Import what opening them needs. Raises CapabilityError where a library is missing."""
+    engines = {model.engine for model in models}
+    if "onnx" in engines:
+        from edgespec.engines.onnx.library import library
+
+        library()
+    if "llamacpp" in engines:
+        from edgespec.engines.llamacpp.library import library
+
+        library()
+
+
 def _check_contents(models: Sequence[ModelFile]) -> list[Future[None]]:
-    """Hash large files that the manifest describes, once; try to load files of unknown contents in a child process.
+    """Hash large files that the manifest describes, once.
 
     A graph with damaged weights loads without an error, so only a checksum finds them. Weights of ONNX models, whose
     contents cannot harm the process, are hashed while the models load: the results raise ModelFileError.
@@ -169,7 +198,6 @@ def _check_contents(models: Sequence[ModelFile]) -> list[Future[None]]:
                     later.append(file)
                 else:
                     check_hash(file)
-    check_model_files({model.path: all(file.sha256 for file in model.all_files) for model in models})
     if not later:
         return []
     thread = ThreadPoolExecutor(1, "edgespec-checksums")

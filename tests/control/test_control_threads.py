@@ -13,6 +13,7 @@ from edgespec.control.base import Proposal
 from edgespec.control.run_cost import DraftCost
 from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import DraftRequest
+from edgespec.engines.base import usual_steps
 from edgespec.sampling import Sampler, Sampling
 from edgespec.types import RoundRecord, Verdict
 from simulation import (
@@ -75,7 +76,8 @@ class Seen:
 def run(machine: Cores, threads: int | None, until_s: float, widths: tuple[int, ...] = (1,)) -> Seen:
     """Passes of these widths in turn, adaptive for None."""
     used = [threads or machine.cores]
-    control = None if threads else ThreadControl(machine.cores, lambda n: used.__setitem__(0, n), machine.clock)
+    steps = usual_steps(machine.cores)
+    control = None if threads else ThreadControl(steps, lambda n: used.__setitem__(0, n), machine.clock)
     seen, turn = Seen(), 0
     while machine.clock() < until_s:
         rows = widths[turn % len(widths)]
@@ -132,7 +134,7 @@ def test_threads_come_back_when_the_load_goes() -> None:
 
 def test_a_load_is_found_by_the_times_alone_where_processor_time_is_not_told() -> None:
     machine, used = Cores(2, always), [2]
-    control = ThreadControl(2, lambda n: used.__setitem__(0, n), machine.clock)
+    control = ThreadControl(usual_steps(2), lambda n: used.__setitem__(0, n), machine.clock)
     while used == [2] and machine.clock() < 10.0:
         seconds = machine.seconds(used[0], 1)
         control.passed(1, seconds, seconds)
@@ -142,7 +144,7 @@ def test_a_load_is_found_by_the_times_alone_where_processor_time_is_not_told() -
 def test_a_thread_that_sleeps_while_others_compute_costs_little() -> None:
     """Where threads do not spin little processor time is no sign of anything."""
     machine, used = Cores(2, never), [2]
-    control = ThreadControl(2, lambda n: used.__setitem__(0, n), machine.clock)
+    control = ThreadControl(usual_steps(2), lambda n: used.__setitem__(0, n), machine.clock)
     passes = 0
     while machine.clock() < 120.0:
         seconds = machine.seconds(used[0], 1)
@@ -187,7 +189,7 @@ def test_what_is_late_is_said_to_be_and_what_is_usual_with_fewer_threads_is_not(
 
 def test_a_generation_after_a_pause_tries_all_threads_at_once() -> None:
     machine, used = Cores(2, lambda now_s: int(3.0 <= now_s < 20.0)), [2]
-    control = ThreadControl(2, lambda n: used.__setitem__(0, n), machine.clock)
+    control = ThreadControl(usual_steps(2), lambda n: used.__setitem__(0, n), machine.clock)
     while machine.clock() < 20.0:
         control.passed(1, machine.seconds(used[0], 1), machine.cpu_s)
     machine.clock.now_s += 60.0
@@ -199,7 +201,7 @@ def test_a_generation_after_a_pause_tries_all_threads_at_once() -> None:
 
 def test_a_measurement_gets_all_threads() -> None:
     machine, used = Cores(2, always), [2]
-    control = ThreadControl(2, lambda n: used.__setitem__(0, n), machine.clock)
+    control = ThreadControl(usual_steps(2), lambda n: used.__setitem__(0, n), machine.clock)
     while used == [2]:
         control.passed(1, machine.seconds(used[0], 1), machine.cpu_s)
     control.reset()

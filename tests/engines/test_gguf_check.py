@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from edgespec.config import LoadOptions
-from edgespec.engines import trial
+from edgespec.engines import trial, trial_child
 from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile
 from edgespec.errors import EdgespecError, ModelFileError, ModelNotFound
 from edgespec.formats.gguf import check as gguf_check
@@ -189,13 +189,13 @@ def test_a_probe_survives_what_ends_its_child(sound, tmp_path, monkeypatch):
     # An interpreter that ends itself on one file stands in for a library that aborts on it.
     stand_in = tmp_path / "python"
     stand_in.write_text(
-        '#!/bin/sh\nshift 2\nfor file in "$@"; do\n'
+        '#!/bin/sh\nshift 3\nfor file in "$@"; do\n'
         "case $file in *deadly*) kill -6 $$ ;; esac\n"
         'echo "{\\"path\\": \\"$file\\", \\"fault\\": null}"\ndone\n'
     )
     stand_in.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(stand_in))
-    monkeypatch.setattr(trial, "may_fork", lambda: False)
+    monkeypatch.setattr(trial_child, "may_fork", lambda: False)
     found = list(trial.faults([sound, deadly, last], timeout_s=30))
     assert found[0] is found[2] is None
     assert "ended a trial process (status -6)" in str(found[1])
@@ -219,9 +219,9 @@ def test_a_probe_that_hangs_is_ended(tmp_path):
 IN_A_FORK = """
 import json, sys
 from pathlib import Path
-from edgespec.engines import trial
-trial._run_program = None
-assert trial.may_fork()
+from edgespec.engines import trial, trial_child
+trial_child._start_program = None
+assert trial_child.may_fork()
 found = list(trial.faults([Path(name) for name in sys.argv[2:]], timeout_s=float(sys.argv[1])))
 print(json.dumps(found))
 """
@@ -243,7 +243,7 @@ def test_a_fork_finds_what_a_process_of_its_own_finds(sound, tmp_path):
 
 @pytest.mark.parametrize(("ending", "says"), [("os.abort()", "status -6"), ("os.kill(os.getpid(), 9)", "status -9")])
 def test_a_fork_that_a_file_ends_is_told_from_one_that_passes(sound, ending, says):
-    deadly = f"import os\nfrom edgespec.engines import trial\ntrial.try_model = lambda path: {ending}\n"
+    deadly = f"import os\nfrom edgespec.engines import trial_child\ntrial_child.try_model = lambda path: {ending}\n"
     assert says in str(in_a_fork(sound, before=deadly)[0])
 
 
@@ -254,39 +254,71 @@ def test_a_fork_that_hangs_is_ended(tmp_path):
 
 def test_nothing_is_forked_beside_threads_or_an_engine_that_has_worked(sound):
     LlamaCppEngine.load(sound, context_length=16, threads=1, reproducible=False).close()
-    assert not trial.may_fork()
+    assert not trial_child.may_fork()
     before = "import threading, time\nthreading.Thread(target=time.sleep, args=(9,), daemon=True).start()\n"
     with pytest.raises(subprocess.CalledProcessError):
         in_a_fork(sound, before=before)
 
 
-def test_the_models_of_a_pair_share_one_child(tmp_path, monkeypatch):
+@pytest.fixture
+def started(monkeypatch):
+    """The files of every child that is started, which then works as ever."""
+    calls: list[list[Path]] = []
+    start = trial_child.start_child
+
+    def starting(paths, **how):
+        calls.append(list(paths))
+        return start(paths, **how)
+
+    monkeypatch.setattr(trial, "start_child", starting)
+    return calls
+
+
+def test_the_models_of_a_pair_share_one_child(tmp_path, started):
     one, other = (write_model(tmp_path / f"{name}.gguf", SHAPE) for name in ("one", "other"))
-    calls = []
-    monkeypatch.setattr(trial, "faults", lambda paths, timeout_s: calls.append(paths) or [None] * len(paths))
     options = LoadOptions(model=str(one), draft=str(other), reproducible=False, context_length=16)
     _, target, drafters = open_models(options)
     for each in (*drafters.values(), target):
         each.close()
-    assert calls == [[one, other]]
+    assert started == [[one, other]]
 
 
-def test_a_file_is_probed_once_until_it_changes(sound, tmp_path, monkeypatch):
-    probed = []
-    monkeypatch.setattr(trial, "faults", lambda paths, timeout_s: probed.extend(paths) or [None] * len(paths))
+def test_a_file_is_probed_once_until_it_changes(sound, tmp_path, started):
     path = tmp_path / "model.gguf"
     path.write_bytes(sound.read_bytes())
     trial.check_model_file(path)
     trial.check_model_file(path)
-    assert probed == [path]
+    assert started == [[path]]
     write_model(path, Shape(layers=2, width=32, heads=2, kv_heads=1, hidden=32, merges=6))
     trial.check_model_file(path)
-    assert probed == [path, path]
+    assert started == [[path], [path]]
 
 
-def test_a_trusted_file_is_not_probed(sound, monkeypatch):
-    monkeypatch.setattr(trial, "faults", lambda paths, timeout_s: pytest.fail("probed") if paths else [])
+def test_a_trusted_file_is_not_probed(sound, started):
     trial.check_model_file(sound, is_trusted=True)
+    assert not started
+
+
+def test_damaged_weights_end_a_load_that_has_opened_the_model(tmp_path):
+    whole = matrices(SHAPE, len(TOKENS))["token_embd.weight"]
+    damaged = whole.copy()
+    damaged[-1] = math.nan  # of a token that no trial reads
+    path = write_model(tmp_path / "nan.gguf", SHAPE, tensors={"token_embd.weight": damaged, "output.weight": whole})
+    with trial.Trial({path: False}) as running:
+        running.require_usable()
+        with pytest.raises(ModelFileError, match="invalid data"):
+            running.require_sound()
+    with pytest.raises(ModelFileError):
+        open_models(LoadOptions(model=str(path), reproducible=False, context_length=16))
+
+
+def test_a_trial_that_is_given_up_leaves_no_child(sound):
+    with trial.Trial({sound: False}) as running:
+        running.require_usable()
+    again = trial.Trial({sound: False})  # nothing was remembered
+    again.require_sound()
+    again.require_sound()
+    again.close()
 
 
 def test_a_vocabulary_comes_without_the_weights(sound):

@@ -9,9 +9,11 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -171,3 +173,66 @@ def test_texts_are_the_same_whatever_the_threads_do(drafter: str) -> None:
             pool.use_threads(1 + step // 3 % 2)
             assert events.token_id == expected.token_ids[step]
             assert events.logprob == expected.logprobs[step]
+
+
+def settle(engine: Engine, threads: int, spins: bool) -> None:
+    """Wait until passes run as asked, which a session that is made in a thread delays."""
+    assert engine.set_threads(threads)
+    deadline_s = monotonic() + 60
+    while True:
+        engine.forward(Batch.chain([1]))
+        engine.rollback(0)
+        if engine.is_settled and engine._sessions[0].spins == spins:  # type: ignore[attr-defined]
+            return
+        assert monotonic() < deadline_s
+
+
+@pytest.mark.parametrize("reproducible", [None, False])
+def test_sessions_that_wait_otherwise_give_the_same_bits_and_go_on_from_the_same_cache(
+    onnx_target: Path, reproducible: bool | None
+) -> None:
+    from edgespec.engines.onnx import OnnxEngine
+
+    with OnnxEngine.load(onnx_target, context_length=800, threads=2, reproducible=reproducible) as engine:
+        spinning = snapshot(engine, lambda turn: None)
+        settle(engine, 1, spins=False)
+        sleeping = snapshot(engine, lambda turn: None)
+        mixed = snapshot(engine, lambda turn: assert_set(engine, 1 + turn % 2))
+        assert spinning == sleeping == mixed
+        with pytest.raises(ConfigError, match=r"loaded for 1\.\.2"):
+            engine.set_threads(3)
+
+
+def test_a_model_closes_while_its_other_session_is_made(onnx_path: Path) -> None:
+    from edgespec.engines.onnx import OnnxEngine
+
+    with OnnxEngine.load(onnx_path, context_length=64, threads=2, reproducible=False) as engine:
+        assert_set(engine, 1)
+    assert not [each for each in threading.enumerate() if each.name == "edgespec-session"]
+
+
+def test_without_room_for_a_second_session_passes_go_on_in_the_first(
+    onnx_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from edgespec.engines.onnx import OnnxEngine, waiting
+
+    monkeypatch.setattr(waiting, "free_memory", lambda: 1 << 20)
+    with OnnxEngine.load(onnx_path, context_length=64, threads=2, reproducible=False) as engine:
+        expected = engine.forward(Batch.chain([1, 2, 3])).copy()
+        engine.rollback(0)
+        assert_set(engine, 1)
+        assert engine.is_settled
+        assert np.array_equal(engine.forward(Batch.chain([1, 2, 3])), expected)
+
+
+def test_the_session_that_is_not_used_is_freed(onnx_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from edgespec.engines.onnx import OnnxEngine, waiting
+
+    monkeypatch.setattr(waiting, "KEPT_S", 0.0)
+    with OnnxEngine.load(onnx_path, context_length=64, threads=2, reproducible=False) as engine:
+        first = weakref.ref(engine._sessions[0].current())
+        settle(engine, 1, spins=False)
+        for _ in range(3):
+            engine.forward(Batch.chain([1]))
+        gc.collect()
+        assert first() is None

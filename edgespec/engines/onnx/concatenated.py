@@ -15,6 +15,7 @@ from edgespec.engines.onnx.head import HIDDEN, LOGITS
 from edgespec.engines.onnx.library import Device, library, translated
 from edgespec.engines.onnx.passes import Cells, Passes, PassRows, element_of
 from edgespec.engines.onnx.rewriting import POSITIONS
+from edgespec.engines.onnx.waiting import Sessions
 from edgespec.errors import CapabilityError
 from edgespec.types import Logits
 
@@ -26,7 +27,7 @@ class ConcatenatedPasses(Passes):
 
     def __init__(
         self,
-        session: Any,
+        sessions: Sessions,
         graph: Graph,
         device: Device,
         run_options: Any,
@@ -40,7 +41,8 @@ class ConcatenatedPasses(Passes):
         unknown = sorted(graph.inputs - KNOWN_INPUTS - past)
         if unknown:
             raise CapabilityError(f"this export has inputs that edgespec does not know: {', '.join(unknown)}")
-        self._session, self._graph, self._options, self._head_size = session, graph, run_options, head_size
+        self.sessions = (sessions,)
+        self._graph, self._options, self._head_size = graph, run_options, head_size
         self.capacity = capacity
         self._caches: dict[int, list[Any]] = {}
         self.logits = np.zeros((max_outputs, graph.vocabulary_size), np.float32)
@@ -62,7 +64,7 @@ class ConcatenatedPasses(Passes):
             whole = array.shape[2] == rows.base
             feeds[entry.past] = make(array if whole else np.ascontiguousarray(array[:, :, : rows.base]))
         with translated(self._options):
-            found, *present = self._session.run_with_ort_values(self._outputs, feeds, self._options)
+            found, *present = self.sessions[0].current().run_with_ort_values(self._outputs, feeds, self._options)
         if HIDDEN in self._graph.outputs:
             self._hidden = present.pop(0).numpy()[0]
         self._caches[cache] = [value.numpy() for value in present]

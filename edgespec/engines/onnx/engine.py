@@ -12,7 +12,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.base import EarlyExit, Engine, EngineFacts, check_batch, fault_of
+from edgespec.engines.base import EarlyExit, Engine, EngineFacts, check_batch, check_threads, fault_of
 from edgespec.engines.disk_cache import file_key, key_of
 from edgespec.engines.envelope import StateStamp
 from edgespec.engines.held import HeldFiles
@@ -42,6 +42,8 @@ class OnnxEngine(Engine):
         self._options = library().RunOptions()
         self._max_outputs = settings.max_outputs(graph.vocabulary_size)
         passes, device = open_passes(path, graph, settings, self._options)
+        self._sessions = passes.sessions
+        self.thread_change_bytes = graph.weight_bytes
         self._exit_passes = passes if isinstance(passes, ExitPasses) else None
         self._separate = SeparateCaches(passes, settings.max_sequences)
         self._caches: Caches = self._separate
@@ -238,6 +240,23 @@ class OnnxEngine(Engine):
             return super().early_exit()
         return OnnxExit(self._exit_passes, self._book.lengths, self._separate, self.widest_pass)
 
+    def set_threads(self, threads: int) -> bool:
+        """Fewer than at first: as many, which sleep instead of spinning. See `waiting`; bits are the same."""
+        self._require_open()
+        check_threads(threads, self.facts)
+        if self.facts.device != "cpu" or self.facts.threads == 1:
+            return False
+        for sessions in self._sessions:
+            sessions.want(spins=threads == self.facts.threads)
+        return True
+
+    def thread_steps(self) -> tuple[int, ...]:
+        return self.facts.threads, 1
+
+    @property
+    def is_settled(self) -> bool:
+        return all(sessions.is_settled for sessions in self._sessions)
+
     def cancel(self) -> None:
         self._require_open()
         self._options.terminate = True
@@ -250,6 +269,8 @@ class OnnxEngine(Engine):
         if self._is_open:
             self._is_open = False
             self._held.close()
+            for sessions in self._sessions:
+                sessions.close()
             del self._caches
             self._exit_passes = None
 

@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from edgespec.engines.base import EarlyExit
 from edgespec.engines.onnx.caches import SeparateCaches
 from edgespec.engines.onnx.graph import Graph
-from edgespec.engines.onnx.library import Device, open_session
+from edgespec.engines.onnx.library import Device
 from edgespec.engines.onnx.partition import HIDDEN_IN, HIDDEN_OUT, partition
 from edgespec.engines.onnx.passes import ELEMENTS, Cells, Passes, PassRows, SharedPasses
 from edgespec.engines.onnx.settings import OnnxSettings
+from edgespec.engines.onnx.waiting import open_sessions
 from edgespec.errors import ContextFull
 from edgespec.types import Logits, TokenIds
 
@@ -79,11 +80,9 @@ class ExitPasses(Passes):
         self._parts: list[Part] = []
         self.device: Device
         for part in (cut.first, cut.rest, cut.head):
-            session, self.device = open_session(
-                part.serialised, path.parent, threads=settings.threads, provider=settings.provider
-            )
+            sessions, self.device = open_sessions(part, path.parent, settings)
             made = Part(
-                session,
+                sessions,
                 part,
                 self.device,
                 run_options,
@@ -93,6 +92,7 @@ class ExitPasses(Passes):
                 max_outputs=settings.max_outputs(graph.vocabulary_size) if part.vocabulary_size else 0,
             )
             self._parts.append(made)
+        self.sessions = [sessions for part in self._parts for sessions in part.sessions]
         self.bytes_per_token = sum(part.bytes_per_token for part in self._parts)
         self.logits = self._parts[-1].logits
         shape = 2, rows + _DRAFTED, cut.hidden_size

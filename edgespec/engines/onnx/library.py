@@ -60,11 +60,13 @@ class Device:
     memory: str
 
 
-def open_session(graph: bytes, folder: Path, *, threads: int, provider: str) -> tuple[Any, Device]:
+def open_session(graph: bytes, folder: Path, *, threads: int, provider: str, spins: bool = True) -> tuple[Any, Device]:
     """A session of a serialised graph whose weights are in `folder`.
 
-    `provider` "auto" takes the best one that is installed and works. Raises ConfigError for an unknown name,
-    CapabilityError for one that is not installed or lacks an operator of this model, ModelFileError for a bad model.
+    `provider` "auto" takes the best one that is installed and works; `spins`: see `waiting`.
+
+    Raises ConfigError for an unknown name, CapabilityError for one that is not installed or lacks an operator of this
+    model, ModelFileError for a bad model.
     """
     installed = installed_providers()
     if provider != "auto" and provider not in PROVIDERS:
@@ -76,16 +78,18 @@ def open_session(graph: bytes, folder: Path, *, threads: int, provider: str) -> 
         )
     for name in (provider,) if provider != "auto" else installed:
         try:
-            return _open(graph, folder, threads, name), Device(name, PROVIDERS[name][1])
+            return _open(graph, folder, threads, name, spins=spins), Device(name, PROVIDERS[name][1])
         except CapabilityError:
             if provider != "auto":
                 raise
     raise AssertionError("the CPU raises ModelFileError, never CapabilityError")
 
 
-def _open(graph: bytes, folder: Path, threads: int, name: str) -> Any:
+def _open(graph: bytes, folder: Path, threads: int, name: str, *, spins: bool = True) -> Any:
     ort = library()
     options, graph, weights = _options(graph, folder, threads, name)
+    if not spins:
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     try:
         session = ort.InferenceSession(graph, options, providers=[PROVIDERS[name][0]])
         if weights and not reads_packed_weights():

@@ -14,11 +14,12 @@ from edgespec.engines.onnx.calibration import TEXT, as_scales, measure_scales, s
 from edgespec.engines.onnx.concatenated import ConcatenatedPasses
 from edgespec.engines.onnx.exits import ExitPasses
 from edgespec.engines.onnx.graph import Graph, read_graph
-from edgespec.engines.onnx.library import Device, library, open_session, try_graph, version
+from edgespec.engines.onnx.library import Device, library, try_graph, version
 from edgespec.engines.onnx.passes import Passes, SharedPasses
 from edgespec.engines.onnx.rewriting import CacheScales
 from edgespec.engines.onnx.settings import CONFIGS, ModelConfig, OnnxSettings
 from edgespec.engines.onnx.tokenizer import TokenizerFile
+from edgespec.engines.onnx.waiting import open_sessions
 from edgespec.errors import CapabilityError, ModelFileError
 
 NO_INT8_CACHE = "an int8 cache needs GroupQueryAttention; this export concatenates its cache, use f32"
@@ -63,10 +64,10 @@ def open_passes(path: Path, graph: Graph, settings: OnnxSettings, run_options: A
     if settings.exit_layer is not None:
         parts = ExitPasses(path, graph, settings, run_options, settings.exit_layer)
         return parts, parts.device
-    session, device = open_session(graph.serialised, path.parent, threads=settings.threads, provider=settings.provider)
+    sessions, device = open_sessions(graph, path.parent, settings)
     kind = SharedPasses if graph.is_shared else ConcatenatedPasses
     passes = kind(
-        session,
+        sessions,
         graph,
         device,
         run_options,

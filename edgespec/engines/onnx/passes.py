@@ -19,6 +19,7 @@ from edgespec.engines.onnx.graph import CacheEntry, Graph
 from edgespec.engines.onnx.head import HIDDEN, LOGITS, OUTPUT_ROWS
 from edgespec.engines.onnx.library import Device, library, translated
 from edgespec.engines.onnx.rewriting import BIAS, LENGTHS, POSITIONS, TOTAL
+from edgespec.engines.onnx.waiting import Sessions
 from edgespec.errors import CapabilityError
 from edgespec.types import NO_PARENT, Logits, TokenIds
 
@@ -44,11 +45,15 @@ class PassRows:
 
 
 class Passes(ABC):
-    """`bytes_per_token` of one cache; `capacity`, its cells; `logits` [outputs, vocabulary], which passes overwrite."""
+    """`bytes_per_token` of one cache; `capacity`, its cells; `logits` [outputs, vocabulary], which passes overwrite.
+
+    `sessions`: what they run in, of all parts of the graph.
+    """
 
     bytes_per_token: int
     capacity: int
     logits: Logits
+    sessions: Sequence[Sessions]
 
     @abstractmethod
     def run(self, cache: int, rows: PassRows) -> Logits:
@@ -82,7 +87,7 @@ class SharedPasses(Passes):
 
     def __init__(
         self,
-        session: Any,
+        sessions: Sessions,
         graph: Graph,
         device: Device,
         run_options: Any,
@@ -92,7 +97,9 @@ class SharedPasses(Passes):
         max_rows: int,
         max_outputs: int,
     ) -> None:
-        self._session, self._graph, self._device, self._options = session, graph, device, run_options
+        self.sessions = (sessions,)
+        self._session = sessions.current()
+        self._graph, self._device, self._options = graph, device, run_options
         self.capacity = capacity
         self._head_size = head_size
         self._buffers: dict[int, list[Any]] = {}
@@ -119,6 +126,10 @@ class SharedPasses(Passes):
 
     def _bound(self, cache: int, rows: PassRows) -> Any:
         """The binding of everything that the pass over `rows` reads and writes."""
+        session = self.sessions[0].current()
+        if session is not self._session:
+            self._session = session
+            self._bindings.clear()
         width, count, total = rows.token_ids.size, rows.outputs.size, rows.base + rows.token_ids.size
         self._ids[:width] = rows.token_ids
         self._positions[:width] = self._counting[rows.base : total] if rows.positions is None else rows.positions

@@ -1,0 +1,274 @@
+"""The child process that tries models, and what of it the parent sees.
+
+It is a fork where that is safe (`may_fork`), which saves the start of Python, and otherwise a program
+(`python -m edgespec.engines.trial_child each|last FILE...`). It writes a JSON object for each file it has finished:
+{"path": ..., "fault": null or the reason}. `each` reads a file's weights before the next file is opened; `last` reads
+them after all files were used, and reports a second time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import IO, NoReturn, Self
+
+from edgespec.engines.base import fault_of
+from edgespec.engines.machine import has_address_limit
+from edgespec.errors import CapabilityError, EdgespecError
+from edgespec.formats.gguf.eagle3 import is_eagle3
+
+# Libraries with threads or devices of their own, which do not survive a fork.
+_UNFORKABLE = (b"libiomp", b"libomp", b"onnxruntime_pybind", b"libtorch", b"libcuda")
+_OPENMP = b"libgomp"  # of llama.cpp, which starts threads in its first pass; before that, of another library
+
+
+def is_graph(path: Path) -> bool:
+    """Whether it is an ONNX model; others are GGUF files."""
+    return path.suffix == ".onnx"
+
+
+class Child:
+    """A child that tries `paths`: `results` tells what it found, `close` ends it.
+
+    `reports`: what it writes; `ended`: waits for its end and gives its status; `kill`: ends it.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        timeout_s: float,
+        reports: IO[bytes],
+        ended: Callable[[], int],
+        kill: Callable[[], None],
+    ) -> None:
+        self._paths, self._timeout_s = paths, timeout_s
+        self._ended, self._kill = ended, kill
+        self._deadline_s = monotonic() + timeout_s
+        self._found: list[str | None] = []
+        self._lines: queue.Queue[bytes] = queue.Queue()
+        # Windows cannot wait for a pipe with a time limit, a queue can.
+        threading.Thread(target=_copy_lines, args=(reports, self._lines), daemon=True).start()
+
+    def results(self, count: int) -> list[str | None]:
+        """Wait for its first `count` reports: of each the fault, or None. Fewer if it ended: the last one says how."""
+        while len(self._found) < count:
+            if ending := self._read():
+                path = self._paths[len(self._found) % len(self._paths)]
+                how = f"{path} is not a usable model: loading it {ending}. Download or export it again"
+                return [*self._found, how]
+        return self._found[:count]
+
+    def _read(self) -> str:
+        """Wait for the next line; how the child ended if there is none."""
+        try:
+            line = self._lines.get(timeout=max(self._deadline_s - monotonic(), 0.0))
+        except queue.Empty:
+            return f"took more than {self._timeout_s:g} s in a trial process"
+        if not line:
+            return f"ended a trial process (status {self._ended()})"
+        text = line.decode("utf-8", errors="replace").strip()
+        if text.startswith("{") and text.endswith("}"):  # libraries may write lines of their own
+            self._found.append(json.loads(text)["fault"])
+        return ""
+
+    def close(self) -> None:
+        """End it, whatever it is doing. Closing twice is allowed."""
+        with contextlib.suppress(ProcessLookupError):
+            self._kill()
+        with contextlib.suppress(ChildProcessError):
+            self._ended()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _copy_lines(reports: IO[bytes], lines: queue.Queue[bytes]) -> None:
+    """Put every line into the queue, then an empty one."""
+    with reports:
+        for line in reports:
+            lines.put(line)
+    lines.put(b"")
+
+
+def start_child(paths: Sequence[Path], *, timeout_s: float, weights_last: bool) -> Child:
+    """Let a child try `paths`. `weights_last`: two reports per file, those of the weights after all others."""
+    return (_fork if may_fork() else _start_program)(paths, timeout_s, weights_last)
+
+
+def may_fork() -> bool:
+    """Whether a fork of this process can run an engine: one Python thread, and no library with threads of its own.
+
+    Only on Linux: on macOS the system's own libraries may not be used after a fork. numpy's threads do no harm: its
+    library stops and restarts them around a fork.
+    """
+    if sys.platform != "linux" or threading.active_count() > 1:
+        return False
+    from edgespec.engines.llamacpp.library import has_worked, is_loaded
+
+    try:
+        maps = Path("/proc/self/maps").read_bytes()
+    except OSError:
+        return False
+    foreign = _UNFORKABLE if is_loaded() else (*_UNFORKABLE, _OPENMP)
+    return not has_worked() and not any(name in maps for name in foreign)
+
+
+def _fork(paths: Sequence[Path], timeout_s: float, weights_last: bool) -> Child:
+    if not all(map(is_graph, paths)):
+        _load_library()  # needed later anyway: here the fork shares it
+    receiving, sending = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads; see `may_fork`
+        process = os.fork()
+    if not process:
+        _be_the_child(paths, sending, timeout_s, weights_last)
+    os.close(sending)
+    forked = _Forked(process)
+    return Child(paths, timeout_s, os.fdopen(receiving, "rb"), forked.ended, forked.kill)
+
+
+@dataclass(slots=True)
+class _Forked:
+    """A fork, whose number means nothing any more once its end was waited for."""
+
+    process: int
+    status: int | None = None
+
+    def ended(self) -> int:
+        if self.status is None:
+            self.status = os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+        return self.status
+
+    def kill(self) -> None:
+        if self.status is None:
+            os.kill(self.process, signal.SIGKILL)
+
+
+def _be_the_child(paths: Sequence[Path], sending: int, timeout_s: float, weights_last: bool) -> NoReturn:
+    """Try the files, report to the parent only, and end the process whatever happens."""
+    try:
+        import resource
+
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        soft, hard = int(timeout_s) + 1, resource.getrlimit(resource.RLIMIT_CPU)[1]
+        if hard == resource.RLIM_INFINITY or soft < hard:
+            resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))  # in case the parent is killed
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for stream in range(3):
+            os.dup2(nowhere, stream)
+        logging.disable()
+        for report in _reports(paths, weights_last):
+            os.write(sending, report.encode() + b"\n")
+        os._exit(0)
+    except BaseException:
+        os._exit(1)
+
+
+def _load_library() -> None:
+    import edgespec.engines.llamacpp.engine  # noqa: F401  # here, so that the child need not import it again
+    from edgespec.engines.llamacpp.library import library
+
+    with contextlib.suppress(CapabilityError):  # reported when a model is opened
+        library()
+
+
+def _start_program(paths: Sequence[Path], timeout_s: float, weights_last: bool) -> Child:
+    package_root = str(Path(__file__).resolve().parents[2])
+    search_path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
+    order = "last" if weights_last else "each"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "edgespec.engines.trial_child", order, *map(str, paths)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": search_path},
+    )
+    assert process.stdout is not None
+    return Child(paths, timeout_s, process.stdout, process.wait, process.kill)
+
+
+def _reports(paths: Sequence[Path], weights_last: bool) -> Iterator[str]:
+    """In the child: a line per file, or with `weights_last` two."""
+    found: list[str | None] = []
+    for path in paths:
+        fault = try_model(path)
+        if not weights_last and fault is None:
+            fault = try_weights(path)
+        found.append(fault)
+        yield _report(path, fault)
+    if weights_last:
+        for path, fault in zip(paths, found, strict=True):
+            yield _report(path, try_weights(path) if fault is None else fault)
+
+
+def _report(path: Path, fault: str | None) -> str:
+    return json.dumps({"path": str(path), "fault": fault})
+
+
+def try_model(path: Path) -> str | None:
+    """In the child: use a model as the engine will. The reason when it cannot be used, else None."""
+    try:
+        if is_graph(path):
+            from edgespec.engines.onnx.opening import try_folder
+
+            try_folder(path)
+            return None
+        return _try_gguf(path)
+    except EdgespecError as exc:
+        return str(exc)
+
+
+def _try_gguf(path: Path) -> str | None:
+    from edgespec.engines.llamacpp import Eagle3Head, LlamaCppEngine
+    from edgespec.types import Batch
+
+    if is_eagle3(path):
+        Eagle3Head.try_alone(path)
+        return None
+    with LlamaCppEngine.load(path, context_length=16, max_batch=8, threads=1, reproducible=False) as engine:
+        ids = engine.vocabulary.encode("".join(map(chr, range(256))), parse_special=True)
+        logits = engine.forward(Batch.chain(ids[:2] or [0]))
+        if fault := fault_of(logits):
+            if named := try_weights(path):  # says which of them are damaged
+                return named
+            return f"{path} is not a usable model: {fault}. Download or export it again"
+        engine.forward(Batch.chain([0], last_only=True))
+    return None
+
+
+def try_weights(path: Path) -> str | None:
+    """In the child: read all weights of a GGUF. The reason when some are no numbers, else None."""
+    if is_graph(path) or is_eagle3(path) or has_address_limit():
+        return None
+    from edgespec.engines.llamacpp.library import library, open_model
+
+    try:
+        library().llama_model_free(open_model(path, check_tensors=True))
+    except EdgespecError as exc:
+        return str(exc)
+    return None
+
+
+def main(order: str, paths: Sequence[str]) -> None:
+    for report in _reports([Path(path) for path in paths], order == "last"):
+        print(report, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
