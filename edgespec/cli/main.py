@@ -27,6 +27,7 @@ _SECTIONS = {
         "serve": "Answer other programs: OpenAI's API, or JSON lines.",
         "race": "Watch plain and speculative decoding side by side.",
         "plan": "Show the memory that a model would take, and whether it fits.",
+        "handover": "Write how vLLM, SGLang or llama-server runs a pair.",
         "corpus": "Your own texts to draft from, and what --learn stored.",
     },
     "Models": {

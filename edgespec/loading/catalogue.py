@@ -58,6 +58,7 @@ class Measured:
 class Entry:
     """A model to get. One of `repo` (hub), `package` (Python index) and `convert` (hub id for export) is given.
 
+    `weights`: hub id of the original weights, which servers for many users read; empty: that of `convert`.
     `family`: models of one family have the same vocabulary; `draft`: the entry that drafts for it; `draft_only`: it is
     of no use alone; `quant`: which of the repository's files; `verified`: what was tried here, empty for nothing.
     """
@@ -70,6 +71,7 @@ class Entry:
     repo: str = ""
     package: str = ""
     convert: str = ""
+    weights: str = ""
     revision: str = ""
     quant: str = ""
     files: tuple[SourceFile, ...] = ()
@@ -84,6 +86,11 @@ class Entry:
     def source(self) -> str:
         """Where it comes from, as manifests of pulled models say it."""
         return self.repo or f"{self.package}=={self.revision}" if not self.convert else self.convert
+
+    @property
+    def original(self) -> str:
+        """Hub id of the original weights."""
+        return self.weights or self.convert
 
     @property
     def known_bytes(self) -> int | None:

@@ -80,7 +80,9 @@ class ExitPasses(Passes):
         self._parts: list[Part] = []
         self.device: Device
         for part in (cut.first, cut.rest, cut.head):
-            sessions, self.device = open_sessions(part, path.parent, settings)
+            sessions, self.device = open_sessions(
+                part, path.parent, threads=settings.threads, provider=settings.provider
+            )
             made = Part(
                 sessions,
                 part,

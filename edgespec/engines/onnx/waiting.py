@@ -17,7 +17,6 @@ from typing import Any
 from edgespec.engines.limits import free_memory
 from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.onnx.library import Device, open_session
-from edgespec.engines.onnx.settings import OnnxSettings
 from edgespec.errors import EdgespecError
 
 KEPT_S = 5.0  # the session that was replaced, in which a trial of the other may be given up again
@@ -84,12 +83,11 @@ class Sessions:
             return  # passes go on in the present one
 
 
-def open_sessions(graph: Graph, folder: Path, settings: OnnxSettings) -> tuple[Sessions, Device]:
+def open_sessions(graph: Graph, folder: Path, *, threads: int, provider: str) -> tuple[Sessions, Device]:
     """Sessions of `graph`, whose weights are in `folder`. Raises as `open_session`."""
 
     def make(spins: bool) -> tuple[Any, Device]:
-        where = {"threads": settings.threads, "provider": settings.provider}
-        return open_session(graph.serialised, folder, spins=spins, **where)
+        return open_session(graph.serialised, folder, threads=threads, provider=provider, spins=spins)
 
     session, device = make(True)
     return Sessions(lambda spins: make(spins)[0], session, graph.weight_bytes), device

@@ -1,0 +1,51 @@
+"""`edgespec handover`: the command that runs a pair on a server for many users."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+
+import click
+
+from edgespec.cli.terminal import note
+from edgespec.tuning.handover import HELP, check, handover
+
+
+@click.command("handover", short_help="Write how vLLM, SGLang or llama-server runs a pair.")
+@click.argument("engine", metavar="SERVER", type=click.Choice(list(HELP)))
+@click.argument("model", metavar="MODEL")
+@click.option("-md", "--draft", metavar="MODEL", help="Draft model, where MODEL names none")
+@click.option("--weights", metavar="ID", help="Hub id of the target's original weights, for vLLM and SGLang")
+@click.option("--draft-weights", metavar="ID", help="Hub id of the draft's")
+@click.option("--heads", is_flag=True, help="Draft with the published EAGLE-3 head, where one is known")
+@click.option("--draft-length", type=int, metavar="N", help="Tokens of a draft [default: as tuned here, else 4]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object")
+def command(
+    engine: str,
+    model: str,
+    draft: str | None,
+    weights: str | None,
+    draft_weights: str | None,
+    heads: bool,
+    draft_length: int | None,
+    as_json: bool,
+) -> int:
+    """Write the command that starts SERVER (vllm, sglang, llama-server) with MODEL and its draft.
+
+    edgespec runs one device for one or a few people. For many users the same pair runs on a server made for them, with
+    the draft length that `edgespec tune` found. MODEL is a name that `edgespec ls` shows, a file or a folder.
+    """
+    found = handover(
+        engine, model, draft=draft, weights=weights, draft_weights=draft_weights, length=draft_length, heads=heads
+    )
+    is_checked = check(found)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(found) | {"command": found.command, "checked": is_checked}))
+        return 0
+    click.echo(shlex.join(found.command))
+    if draft_length is None and not found.is_measured:
+        note(f"a draft length of {found.length} is a guess: edgespec tune {model} measures the best one here")
+    if not is_checked:
+        note(f"{engine} is not installed here: whether it knows these flags was not checked")
+    return 0
