@@ -45,6 +45,7 @@ PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 EXTRAS = {
     "test": ["test"],
     "lint": ["lint"],
+    "chat": ["convert"],
     "serve": ["server"],
     "export": ["export"],
     "bench": ["bench"],

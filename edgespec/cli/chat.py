@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from edgespec.cli.dialogue import Chat
+from edgespec.cli.first_model import first_model
 from edgespec.cli.help import GroupedOption, SettingsCommand
 from edgespec.cli.lines import ReadLine, is_interactive, line_reader, read_message
 from edgespec.cli.main import exit_code
@@ -36,6 +37,8 @@ def command(model_name: str | None, config_file: Path | None, session_path: Path
     MODEL is a name (demo), a GGUF or ONNX file, or a folder with one.
     """
     settings = resolve_settings(given, model_name, config_file)
+    if (name := first_model(settings)) is not None:
+        settings = resolve_settings(given, name, config_file)
     saved = None if session_path is None else SavedChat(session_path)
     require_chat_template(settings, is_chat=True)
     session = open_session(settings, remembers=True)

@@ -18,6 +18,7 @@ from rich.progress import (
 )
 
 from edgespec.cli.terminal import note, verbosity
+from edgespec.formats.manifest import ModelPair
 from edgespec.loading.download import OnBytes
 from edgespec.loading.listing import pair_bytes
 from edgespec.loading.pull import pull as pull_model
@@ -39,8 +40,7 @@ def command(model: str, draft: str, no_draft: bool, name: str, revision: str) ->
     """
     if draft and no_draft:
         raise click.UsageError("--draft and --no-draft contradict each other: keep one")
-    with _progress() as on_bytes:
-        pair = pull_model(model, on_bytes, note, name=name, draft=draft, wants_draft=not no_draft, revision=revision)
+    pair = fetched(model, name=name, draft=draft, wants_draft=not no_draft, revision=revision)
     chosen = pair.target.parent.name
     size = pair_bytes(pair)
     if fits(size) is False:
@@ -49,6 +49,12 @@ def command(model: str, draft: str, no_draft: bool, name: str, revision: str) ->
         note(f"{chosen} has no draft model; edgespec pair {chosen} ranks those that fit")
     click.echo(f"run it: edgespec chat {chosen}")
     return 0
+
+
+def fetched(model: str, *, name: str = "", draft: str = "", wants_draft: bool = True, revision: str = "") -> ModelPair:
+    """Pull a model and show how far it is. Raises as `edgespec.loading.pull.pull`."""
+    with _progress() as on_bytes:
+        return pull_model(model, on_bytes, note, name=name, draft=draft, wants_draft=wants_draft, revision=revision)
 
 
 @contextmanager

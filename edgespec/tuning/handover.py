@@ -101,7 +101,7 @@ def _measured(model: str, draft: str | None) -> tuple[Mapping[str, Any], bool]:
         return {}, False
     settings = load_profile(path).settings
     length = settings.get("draft_length")
-    return settings | {"draft_length": length if isinstance(length, int) else None}, isinstance(length, int)
+    return {**settings, "draft_length": length if isinstance(length, int) else None}, isinstance(length, int)
 
 
 def _local(

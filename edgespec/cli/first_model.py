@@ -1,0 +1,105 @@
+"""What `chat` talks with where no model was named: a real one, which is fetched if the user agrees, else the demo.
+
+The demo knows a few subjects and is made for trying things out. A small real model is asked for once, in a terminal
+only; without llama.cpp it is converted to ONNX, so that nothing needs a compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+
+from edgespec.cli.lines import is_interactive
+from edgespec.cli.pull import fetched
+from edgespec.cli.status import waiting
+from edgespec.cli.terminal import note, verbosity
+from edgespec.engines import disk_cache
+from edgespec.errors import EdgespecError
+from edgespec.installation import has_engine, install_command, is_importable
+from edgespec.loading.catalogue import entries
+from edgespec.loading.registry import models_folder, registered_folders
+from edgespec.settings import Settings
+from edgespec.types import Progress
+
+FIRST = "smollm2-135m"
+# int8 loses least of the formats that ONNX Runtime runs fast, and takes seconds to write.
+QUANT = "int8"
+CONVERTED = f"{FIRST}-{QUANT}"
+_KEY = disk_cache.key_of("first model", FIRST)
+_ANSWERED = disk_cache.a_record({"wanted": disk_cache.flag})
+
+
+def first_model(settings: Settings) -> str | None:
+    """The model to chat with where the settings name none and there is a better one than the demo; else None.
+
+    Asks and fetches where that is possible and was not declined before; what fails is said, and the demo serves.
+    """
+    if settings.values.get("model") is not None or settings.values.get("engine", "auto") != "auto":
+        return None
+    return _usable() or _fetched()
+
+
+def _usable() -> str | None:
+    """The first model's name where it is on this machine in a form that this installation runs."""
+    here = registered_folders()
+    if FIRST in here and has_engine("llamacpp"):
+        return FIRST
+    return CONVERTED if CONVERTED in here and has_engine("onnx") else None
+
+
+def _fetched() -> str | None:
+    if not is_interactive() or verbosity() == "quiet" or disk_cache.get("asked", _KEY, _ANSWERED) is not None:
+        return None
+    needs_conversion = not has_engine("llamacpp")
+    if needs_conversion and not is_importable("gguf"):
+        note(f"no model is named: the demo answers. A real one can be had after {install_command('convert')}")
+        return None
+    entry = entries()[FIRST]
+    size = (entry.known_bytes or 0) / 1e6
+    if not click.confirm(
+        f"No model is named. Get {entry.description} ({size:.0f} MB, {entry.licence})? It is small and talks about "
+        "anything; the demo, which answers otherwise, knows restaurants, travel and the like",
+        default=True,
+        err=True,
+    ):
+        disk_cache.put("asked", _KEY, {"wanted": False})
+        note(f"edgespec pull {FIRST} gets it later")
+        return None
+    try:
+        path = fetched(FIRST, wants_draft=False).target
+        if needs_conversion:
+            _convert(str(path))
+    except EdgespecError as exc:
+        note(f"{exc}\nthe demo answers for now")
+        return None
+    return _usable()
+
+
+def _convert(source: str) -> None:
+    from edgespec import __version__
+    from edgespec.export.pair import export_pair
+    from edgespec.export.request import ExportRequest
+
+    # Its checksum is known, and what the conversion loses of this file was measured.
+    request = ExportRequest(
+        source=source,
+        output=models_folder() / CONVERTED,
+        quants={"onnx": QUANT},
+        check=False,
+        made_by=f"edgespec {__version__}",
+    )
+    export_pair(request, _Quiet())
+
+
+class _Quiet:
+    """Shows the stage of a conversion that takes long, and nothing else."""
+
+    def note(self, text: str) -> None:
+        """Said by the command `export`; here the conversion is a part of something else."""
+
+    @contextmanager
+    def stage(self, title: str) -> Iterator[Progress]:
+        with waiting(title) as on_progress:
+            yield on_progress

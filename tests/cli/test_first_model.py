@@ -1,0 +1,112 @@
+"""A chat without a model's name: a real model where the user agrees, the demo otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import edgespec
+from demo import DEMO
+from edgespec.cli import first_model as module
+from edgespec.cli.first_model import CONVERTED, FIRST, first_model
+from edgespec.errors import DownloadError
+from edgespec.formats.manifest import ModelPair
+from edgespec.loading.own_models import add
+from edgespec.loading.registry import resolve as pair_of
+from edgespec.settings import Settings
+
+UNNAMED = Settings({}, {})
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("EDGESPEC_MODELS", str(tmp_path / "models"))
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "is_interactive", lambda: True)
+
+
+def asked(answers: str) -> tuple[str | None, str]:
+    """The model that is chosen while these answers are typed, and all that is shown."""
+    with CliRunner().isolation(answers) as (_, shown, *_rest):
+        found = first_model(UNNAMED)
+        return found, shown.getvalue().decode()
+
+
+def test_nothing_is_asked_without_a_terminal_or_where_a_model_or_an_engine_is_named(terminal: None) -> None:
+    assert first_model(Settings({"model": "demo"}, {})) is None
+    assert first_model(Settings({"engine": "onnx"}, {})) is None
+
+
+def test_a_pipe_gets_the_demo() -> None:
+    assert asked("") == (None, "")
+
+
+def test_who_declines_is_not_asked_again(terminal: None) -> None:
+    found, shown = asked("n\n")
+    assert found is None
+    assert "SmolLM2" in shown and "98 MB" in shown and f"edgespec pull {FIRST}" in shown
+    assert asked("") == (None, "")
+
+
+def test_what_cannot_be_fetched_is_said_and_asked_again(terminal: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(name: str, **_: Any) -> ModelPair:
+        raise DownloadError(f"{name}: no network")
+
+    monkeypatch.setattr(module, "fetched", fails)
+    for _ in range(2):
+        found, shown = asked("y\n")
+        assert found is None
+        assert "no network" in shown and "the demo answers" in shown
+
+
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The demo's GGUF stands in for the model that would be downloaded."""
+    names: list[str] = []
+
+    def take(name: str, *, wants_draft: bool) -> ModelPair:
+        assert not wants_draft
+        names.append(add(DEMO / "demo-target-q8_0.gguf", name))
+        return pair_of(name)
+
+    monkeypatch.setattr(module, "fetched", take)
+    yield names
+
+
+def test_it_is_converted_where_llama_cpp_is_missing(
+    terminal: None, fetched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gguf")
+    monkeypatch.setattr(module, "has_engine", lambda engine: engine == "onnx")
+    assert asked("\n")[0] == CONVERTED
+    with edgespec.load(CONVERTED, context_length=128) as model:
+        assert model.target.facts.name == "onnx"
+        result = model.generate("Hello", None, edgespec.GenerateOptions(max_tokens=3, ignore_eos=True))
+        assert len(result.token_ids) == 3
+    assert asked("") == (CONVERTED, "")  # it is there from now on
+    assert fetched == [FIRST]
+
+
+def test_llama_cpp_reads_the_file_itself(terminal: None, fetched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "has_engine", lambda engine: True)
+    assert asked("y\n")[0] == FIRST
+    assert asked("")[0] == FIRST
+    assert fetched == [FIRST]
+
+
+def test_without_the_package_for_conversion_the_command_is_named(
+    terminal: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "has_engine", lambda engine: engine == "onnx")
+    monkeypatch.setattr(module, "is_importable", lambda name: False)
+    found, shown = asked("")
+    assert found is None
+    assert "convert" in shown
