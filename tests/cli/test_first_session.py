@@ -12,6 +12,7 @@ import time
 import pytest
 from click.testing import CliRunner, Result
 
+from edgespec.cli import status
 from edgespec.cli.lines import line_reader
 from edgespec.cli.main import cli
 from edgespec.cli.status import waiting
@@ -120,9 +121,11 @@ def test_a_long_load_says_what_it_waits_for(monkeypatch, capsys):
     monkeypatch.setattr("edgespec.cli.status.LOG_PATIENCE_S", 0.01)
     with waiting("loading x") as on_progress:
         until = time.monotonic() + 30
-        said = ""
-        while "loading x" not in said and time.monotonic() < until:
-            said += capsys.readouterr().err
+        shown = status._waiting[-1]
+        while not shown._has_said and time.monotonic() < until:
+            time.sleep(0.01)
+        with shown._lock:  # held while it is being said; reading what was captured meanwhile could lose it
+            said = capsys.readouterr().err
         for done in range(3):
             on_progress(done, 3, "measuring y")
     assert said == "note: loading x\n"

@@ -53,7 +53,10 @@ def test_llama_server_gets_files(target_path: Path, draft_path: Path) -> None:
     assert command[command.index("--model-draft") + 1] == str(draft_path)
 
 
-def test_a_tuned_length_and_drafter_are_handed_over(target_path: Path) -> None:
+def test_a_tuned_length_and_drafter_are_handed_over(
+    target_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
     path = profile_path(str(target_path))
     assert path is not None
     settings = {"drafter": "suffix", "draft_length": 7, "engine": "llamacpp"}
