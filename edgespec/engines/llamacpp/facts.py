@@ -40,6 +40,7 @@ def read_facts(model: Any, context: Any, settings: ContextSettings) -> EngineFac
         pinned_class=None,
         device="gpu" if settings.gpu_layers else "cpu",
         threads=settings.threads,
+        can_pack=settings.max_sequences > 1,
     )
 
 
