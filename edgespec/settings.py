@@ -149,7 +149,6 @@ SETTINGS: tuple[Setting, ...] = (
         "load",
         ("engine", "text", "--engine", "Inference engine"),
         ("threads", "integer", "-t --threads", "CPU threads"),
-        ("parallel", "integer", "-np --parallel", "Answers at once, each with a context of its own"),
         ("gpu_layers", "integer", "-ngl --gpu-layers", "GGUF: layers on the GPU, -1 for all"),
         ("draft_gpu_layers", "integer", "-ngld --gpu-layers-draft", "GGUF: layers of the draft model on the GPU"),
         ("provider", "text", "--provider", "ONNX: device"),

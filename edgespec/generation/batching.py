@@ -25,7 +25,7 @@ from edgespec.errors import Cancelled
 from edgespec.generation.executor import Executor
 from edgespec.generation.handle import Generation, Result
 from edgespec.generation.slots import Slot, Slots
-from edgespec.types import Batch, Logits, TokenEvent
+from edgespec.types import Logits, TokenEvent, packed
 
 PROMPT_ROWS = 64  # of prompts in a pass that answers wait for: more would make them wait for long
 MOST_OUTPUTS = WIDEST - 1  # rows with logits in a pass
@@ -285,18 +285,3 @@ class ContinuousBatch:
         member.slot.is_taken = False
         member.slot.latest_use = self._num_passes
         member.generation.ended(failure)
-
-
-def packed(batches: Sequence[Batch]) -> Batch:
-    """The rows of all `batches`, one after another."""
-    offsets = np.cumsum([0, *(batch.width for batch in batches[:-1])])
-    parents = [
-        np.where(batch.parents >= 0, batch.parents + offset, batch.parents)
-        for batch, offset in zip(batches, offsets, strict=True)
-    ]
-    return Batch(
-        np.concatenate([batch.token_ids for batch in batches]),
-        np.concatenate(parents).astype(np.int32),
-        np.concatenate([batch.sequences for batch in batches]),
-        np.concatenate([batch.outputs for batch in batches]),
-    )

@@ -14,6 +14,8 @@ from edgespec.engines.parked import LEAST_TOKENS
 from edgespec.engines.sequence import CachedSequence
 from edgespec.generation.executor import Executor, Request
 
+MOST_IDLE_TOKENS = 1024  # of texts without a generation that stay in cells which all sequences share
+
 
 @dataclass(eq=False, slots=True)
 class Slot:
@@ -29,6 +31,7 @@ class Slots:
     """All places of a model, as many as its target has sequences."""
 
     def __init__(self, executor: Executor) -> None:
+        self._parked = executor.parked
         self._all = [Slot(sequence, pool) for sequence, pool in executor.places()]
 
     @property
@@ -45,6 +48,18 @@ class Slots:
         able = [slot for slot in self._all if slot.pool.has(options)] or self._all[:1]
         return [slot for slot in able if not slot.is_taken]
 
+    def _clear_idle(self, found: Slot) -> None:
+        """Where sequences share their cells, a pass looks at those of all, so idle texts are parked instead."""
+        if found.sequence.engine.facts.pinned_class is not None:
+            return
+        idle = sorted((s for s in self._all if not s.is_taken), key=lambda slot: slot.latest_use, reverse=True)
+        kept = 0
+        for slot in idle:
+            kept += slot.sequence.length
+            if kept > MOST_IDLE_TOKENS:
+                self._parked.park(slot.sequence)
+                slot.sequence.rollback(0)
+
     def take(self, request: Request) -> Slot:
         """The free place that continues the prompt furthest, of equal ones that which was used longest ago."""
         prompt_ids = request.prompt_ids
@@ -59,4 +74,5 @@ class Slots:
         shared = source.sequence.shared_length(prompt_ids)
         if shared >= own + LEAST_TOKENS and found.sequence.engine.facts.can_rollback:
             found.sequence.adopt_prefix(source.sequence, shared)
+        self._clear_idle(found)
         return found

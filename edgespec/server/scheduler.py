@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -91,7 +92,7 @@ class Ticket:
         """What the scheduler's thread runs."""
         return self._generation
 
-    def post(self, event: TokenEvent, metrics: Metrics) -> None:
+    def post(self, metrics: Metrics, event: TokenEvent) -> None:
         """The next event; called by the scheduler's thread."""
         if not self._has_begun:
             metrics.first_token_s += monotonic() - self.submitted_s
@@ -237,7 +238,7 @@ class Scheduler:
                 ticket = self._waiting.popleft()
                 self._running.append(ticket)
             try:
-                batch.begin(ticket.generation, lambda event, ticket=ticket: ticket.post(event, self.metrics))
+                batch.begin(ticket.generation, partial(ticket.post, self.metrics))
             except Exception as exc:
                 self._end(ticket, exc)
 

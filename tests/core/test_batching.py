@@ -118,7 +118,9 @@ def test_64_clients_with_random_cancels(model: Model) -> None:
     sampling = Sampling(temperature=1.0, seed=2)
     drafters = ["none", "auto", "model", "tree", "suffix"]
     jobs = [
-        model.stream(prompt, sampling, replace(OPTIONS, drafter=random.choice(drafters), max_tokens=random.randrange(1, 60)))
+        model.stream(
+            prompt, sampling, replace(OPTIONS, drafter=random.choice(drafters), max_tokens=random.randrange(1, 60))
+        )
         for prompt in prompts
     ]
     cancelled_at = {index: random.randrange(20) for index in random.sample(range(64), 20)}
