@@ -150,6 +150,11 @@ class RunCosts:
         self._other_rows = other_rows
 
     @property
+    def is_shared(self) -> bool:
+        """Whether the next passes hold rows of other sequences."""
+        return self._num_sequences > 1 or self._other_rows > 0
+
+    @property
     def most_rows(self) -> int:
         """Rows of one sequence whose cost is known; a few at least beside a prompt, which asks for no logits."""
         return max(WIDEST - self._other_rows, c.LEAST_SHARED_ROWS)
@@ -188,7 +193,7 @@ class RunCosts:
 
     def prices(self, context: int) -> Prices:
         """What rounds cost with `context` tokens in the cache: their passes and, if something is drafted, our work."""
-        if self._num_sequences > 1 or self._other_rows:
+        if self.is_shared:
             return self._shared_prices(context)
         table, round_s = self.curve.table(context), self.round.round_s
         if self._table is not table:
@@ -209,7 +214,7 @@ class RunCosts:
 
     def observe_pass(self, record: RoundRecord) -> None:
         """Learn what a round's pass cost. One that the machine disturbed counts only while costs are guessed."""
-        if self._num_sequences > 1 or self._other_rows:
+        if self.is_shared:
             return  # `observe_shared` learns it
         if not self.curve.is_scaled or not record.is_disturbed:
             self._observe(record.width, record.position, record.verify_s)

@@ -119,6 +119,7 @@ class ContinuousBatch:
         loop = steps(run, controller, rule)
         member = Member(generation, run, slot, loop, controller, on_event, latest_pass=self._num_passes)
         self._members.append(member)
+        self._executor.join_batch(generation.claim)
         self._advance(member, partial(next, loop))
 
     def results(self, generations: Sequence[Generation]) -> list[Result]:
@@ -237,7 +238,7 @@ class ContinuousBatch:
         for member in chosen:
             member.run.share = PassShare(seconds * member.num_rows / num_rows, is_disturbed)
             costs = None if member.controller is None else member.controller.shared_costs
-            if costs is None or member.is_reading:
+            if costs is None or member.is_reading or not costs.is_shared:
                 continue
             if is_pure and not is_disturbed and id(costs) not in seen:
                 seen.add(id(costs))
@@ -277,6 +278,7 @@ class ContinuousBatch:
     def _leave(self, member: Member, failure: Exception | None = None) -> None:
         """End a member and free its slot; its answer is learnt."""
         self._members.remove(member)
+        self._executor.leave_batch(member.generation.claim)
         member.steps.close()
         stats = member.run.stats
         if failure is None:

@@ -85,6 +85,7 @@ class Executor:
         self.last_stats = Stats()
         self._running: _Running | None = None
         self._current: Claim | None = None  # the generation that `interrupt` ends
+        self._batched: list[Claim] = []  # or those of a batch
         # Reentrant: a signal handler may call `interrupt` while this thread begins or ends a generation.
         self._interrupting = threading.RLock()
         self._reading = threading.RLock()  # guards the vocabulary, which is freed with the target
@@ -214,6 +215,17 @@ class Executor:
                     for drafter in self._drafters():
                         drafter.clear_cancel()
 
+    def join_batch(self, claim: Claim) -> None:
+        """A generation of a batch begins: `interrupt` affects it from now on."""
+        with self._interrupting:
+            self._batched.append(claim)
+            self.target.clear_cancel()
+
+    def leave_batch(self, claim: Claim) -> None:
+        """A generation of a batch has ended."""
+        with self._interrupting:
+            self._batched.remove(claim)
+
     def conclude(self, run: Run, pool: DrafterPool) -> None:
         """A generation has ended: complete its counters and learn its answer."""
         run.stats.peak_rss_bytes = peak_rss_bytes()
@@ -227,6 +239,10 @@ class Executor:
         May be called from any thread or a signal handler.
         """
         with self._interrupting:
+            for batched in self._batched if claim is None else ():
+                batched.withdraw()
+            if self._batched and all(batched.is_withdrawn for batched in self._batched):
+                self.target.cancel()  # the running pass serves nobody
             current = self._current
             if current is None or claim not in (None, current):
                 return

@@ -226,6 +226,11 @@ class Generation(Closing):
         self._is_over, self._failure = True, failure
 
     @property
+    def claim(self) -> Claim:
+        """Its place in the queue, by which it is cancelled."""
+        return self._claim
+
+    @property
     def is_cancelled(self) -> bool:
         """Whether `cancel` was called."""
         return self._claim.is_withdrawn

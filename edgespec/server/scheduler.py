@@ -18,6 +18,7 @@ from time import monotonic
 from typing import Any, TypeVar
 
 from edgespec.config import GenerateOptions
+from edgespec.errors import EdgespecError
 from edgespec.generation.batching import ContinuousBatch
 from edgespec.generation.handle import Generation
 from edgespec.runtime import Model
@@ -184,6 +185,8 @@ class Scheduler:
             if ticket not in self._waiting:
                 return
             self._waiting.remove(ticket)
+        with suppress(EdgespecError):  # the model was closed meanwhile
+            ticket.generation.close()
         ticket.end()
 
     def stop(self) -> None:
@@ -220,14 +223,13 @@ class Scheduler:
 
     def _decode(self, batch: ContinuousBatch) -> None:
         """Run jobs until none is left, or until somebody else waits for the model."""
-        while True:
-            if not batch.is_wanted_elsewhere or not self._running:
-                self._admit(batch)
-            if not self._running:
-                return
+        self._admit(batch)
+        while self._running:
             batch.step()
             for ticket in [ticket for ticket in self._running if ticket.generation.is_over]:
                 self._end(ticket, ticket.generation.failure)
+            if not batch.is_wanted_elsewhere:
+                self._admit(batch)
 
     def _admit(self, batch: ContinuousBatch) -> None:
         """Begin the jobs that there is room for, in order."""
