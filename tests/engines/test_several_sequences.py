@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,11 +40,9 @@ def test_reproducible_texts_do_not_depend_on_what_runs_beside_them(
     alone = []
     for prompt in PROMPTS:
         reproducible.forget()
-        alone.append(
-            reproducible.generate(prompt, sampling, GenerateOptions(max_tokens=24, ignore_eos=True, drafter="none"))
-        )
+        alone.append(reproducible.generate(prompt, sampling, replace(OPTIONS, drafter="none")))
     reproducible.forget()
-    options = GenerateOptions(max_tokens=24, ignore_eos=True, drafter=drafter, draft_length=4)
+    options = replace(OPTIONS, drafter=drafter, draft_length=4)
     found = reproducible.generate_all(PROMPTS, sampling, options)
     assert [(result.token_ids, result.logprobs) for result in found] == [
         (result.token_ids, result.logprobs) for result in alone
@@ -69,7 +68,7 @@ def test_fastest_mode_shares_passes(engine: Any) -> None:
             return forward(batch)
 
         model.target.forward = counting  # type: ignore[method-assign]
-        found = model.generate_all(PROMPTS[:3], Sampling(), GenerateOptions(max_tokens=24, drafter="none"))
+        found = model.generate_all(PROMPTS[:3], Sampling(), replace(OPTIONS, drafter="none"))
         assert max(passes) == 3 and len(passes) < sum(result.stats.target_passes for result in found) / 2
         model.target.forward = forward  # type: ignore[method-assign]
         # Bits may differ from those of a pass alone, and by no more than that.
