@@ -39,6 +39,7 @@ PROVIDERS: tuple[ProviderName, ...] = ("auto", "cpu", "cuda", "dml", "webgpu")
 CACHE_TYPES: tuple[CacheType, ...] = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "int8")
 MAX_DRAFT_LENGTH = 64
 MAX_TOP_LOGPROBS = 256
+MAX_PARALLEL = 64
 MAX_COUNT = 2**31 - 1  # the engines' libraries count in int32
 Class = TypeVar("Class", bound=type[Any])
 
@@ -155,6 +156,7 @@ class LoadKeywords(TypedDict, total=False):
     context_length: int | None
     draft_context_length: int | None
     threads: int | None
+    parallel: int
     gpu_layers: int
     draft_gpu_layers: int | None
     cache_type_k: CacheType | None
@@ -187,7 +189,8 @@ class LoadOptions:
     `reproducible`: same tokens with and without speculation; None: where model and rule allow it; True: required, else
     CapabilityError; False: off, for speed.
 
-    Machine. `context_length`, `draft_context_length`: tokens. `gpu_layers`, `draft_gpu_layers`: layers that llama.cpp
+    Machine. `context_length`, `draft_context_length`: tokens. `parallel`: generations that can run at once
+    (`Model.batch`), each with a context of that length. `gpu_layers`, `draft_gpu_layers`: layers that llama.cpp
     places on the GPU, -1 for all. `provider`: ONNX Runtime's device. `cache_type_k`, `cache_type_v`: KV cache formats,
     `draft_cache_type_k`, `draft_cache_type_v` those of the draft model. `memory`: budget for all that is loaded, as
     "6GiB", "80%" of what is free, "auto" for all of it, or bytes; options that are not given are chosen smaller to keep
@@ -215,6 +218,7 @@ class LoadOptions:
     context_length: int | None = None
     draft_context_length: int | None = None
     threads: int | None = None
+    parallel: int = 1
     gpu_layers: int = 0
     draft_gpu_layers: int | None = None
     cache_type_k: CacheType | None = None
@@ -245,6 +249,8 @@ class LoadOptions:
                 _one_of("cache type", kind, CACHE_TYPES)
         _one_of("provider", self.provider, PROVIDERS)
         _at_least("threads", self.threads, 1)
+        if not 1 <= _whole("parallel", self.parallel) <= MAX_PARALLEL:
+            raise ConfigError(f"parallel must be from 1 to {MAX_PARALLEL}, got {shown(self.parallel)}")
         _at_least("gpu-layers", self.gpu_layers, -1)
         _at_least("draft gpu-layers", self.draft_gpu_layers, -1)
         _at_least("exit-layer", self.exit_layer, 1)

@@ -3,15 +3,19 @@
 `autoregressive` is the non-speculative baseline: one pass per token. `speculative` emits the same tokens under the
 coupled rule, and the same distribution under the rejection and block rules. Both leave the cache consistent at every
 `yield`, so a caller may stop at any time. This file does not depend on a specific engine or drafter.
+
+The loop itself (`steps`) asks for each pass of the target and is given its logits. `alone` runs these passes at once;
+`generation.batching` packs those of several sequences into one.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from time import perf_counter, thread_time
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -20,12 +24,23 @@ from edgespec.control.base import NOTHING, Controller, Proposal
 from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import DraftRequest
 from edgespec.engines.parked import ParkedStates
-from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.sequence import CachedSequence, Passes, PassRequest
 from edgespec.engines.watch import ClassWatch
 from edgespec.errors import Cancelled, EngineError, PromptError
 from edgespec.sampling import Sampler
 from edgespec.stopping import StopRules, TextStream
 from edgespec.types import Distribution, Draft, Logits, RoundRecord, Stats, TokenEvent, TokenIds, Verdict
+
+Returned = TypeVar("Returned")
+Steps = Generator[TokenEvent | PassRequest, Any, Returned]
+"""Events, and passes to be run: each of these is answered with its logits."""
+
+
+class PassShare(NamedTuple):
+    """One sequence's part of a pass that several shared: its seconds, and whether other load disturbed these."""
+
+    seconds: float
+    is_disturbed: bool
 
 
 @dataclass(slots=True)
@@ -35,6 +50,7 @@ class Run:
     `parked`: saved KV states of other texts, one of which may be a prefix of the prompt.
     `relieve`: frees memory where too much is in use, and says what it did; called between rounds.
     `threads`: chooses the number of threads; None: unchanged. `watch`: checks that the passes stay reproducible.
+    `share`: its part of the last pass, where passes are shared with other sequences; None: they are its own.
     Raises PromptError for an empty prompt or one that does not fit the context.
     """
 
@@ -49,6 +65,7 @@ class Run:
     on_round: Callable[[RoundRecord], None] | None = None
     watch: ClassWatch | None = None
     relieve: Callable[[], str] | None = None
+    share: PassShare | None = None
     stats: Stats = field(default_factory=Stats)
     text: TextStream = field(init=False)
     _started_s: float = field(init=False, default=0.0)
@@ -58,26 +75,29 @@ class Run:
         check_prompt(self.prompt_ids, self.target.engine.facts.context_length)
         self.text = TextStream(self.target.engine.vocabulary, self.stop)
 
-    def prefill(self) -> Logits:
+    def prefill(self) -> Passes:
         """Feed the part of the prompt that is not cached; returns the logits [vocabulary] after its last token."""
         self._started_s = perf_counter()
         self.stats.prompt_tokens = self.prompt_ids.size
         if self.parked is not None:
             self.parked.make_way(self.target, self.prompt_ids)
         self.stats.reused_tokens = self.target.reuse(self.prompt_ids)
-        logits = self.target.feed(self.prompt_ids[self.target.length :])
+        logits = yield from self.target.feeding(self.prompt_ids[self.target.length :])
         self.stats.prefill_s = perf_counter() - self._started_s
         self.stats.target_passes = self.target.passes_for(self.prompt_ids.size - self.stats.reused_tokens)
         if self.threads is not None:
             self.threads.begin()
         return logits
 
-    def timed(self, rows: int, seconds: float, started_cpu_s: float) -> bool:
-        """Report a pass over `rows` rows to thread control; True if other load disturbed its time."""
+    def timed(self, rows: int, started_s: float, started_cpu_s: float) -> PassShare:
+        """The time of the pass over `rows` rows that has just ended, which is reported to thread control."""
+        if self.share is not None:
+            return self.share
+        seconds = perf_counter() - started_s
         if self.threads is None:
-            return False
+            return PassShare(seconds, is_disturbed=False)
         cpu_s = seconds if os.name == "nt" else thread_time() - started_cpu_s  # its resolution on Windows is 16 ms
-        return self.threads.passed(rows, seconds, cpu_s)
+        return PassShare(seconds, self.threads.passed(rows, seconds, cpu_s))
 
     def emit(self, token_id: int, position: int, logits: Logits, drafter: str | None = None) -> Iterator[TokenEvent]:
         """Yield one event. The consumer's time is not counted."""
@@ -150,34 +170,7 @@ def check_prompt(prompt_ids: TokenIds, context_length: int) -> None:
 
 def autoregressive(run: Run) -> Generator[TokenEvent, None, None]:
     """Plain decoding: one token per target pass."""
-    with run.guarded():
-        yield from _plain_rounds(run, (yield from _first_token(run)))
-
-
-def _first_token(run: Run) -> Generator[TokenEvent, None, int]:
-    """Prefill and emit the first token; returns it as the pending token."""
-    logits = run.prefill()
-    pending_id = run.sampler.pick(run.sampler.distribution(logits, run.prompt_ids), run.target.length)
-    yield from run.emit(pending_id, run.target.length, logits)
-    return pending_id
-
-
-def _plain_rounds(run: Run, pending_id: int, most: int | None = None) -> Generator[TokenEvent, None, int]:
-    """One pass per token, for `most` rounds (None: until the end); returns the pending token."""
-    done = 0
-    while run.stats.finish_reason is None and done != most:
-        run.keep_within_memory()
-        started_s, started_cpu_s = perf_counter(), thread_time()
-        logits = run.target.feed(np.array([pending_id], np.int32))
-        pass_s = perf_counter() - started_s
-        position = run.target.length
-        is_disturbed = run.timed(1, pass_s, started_cpu_s)
-        run.count(RoundRecord(position, None, 0, 0, (), 0.0, pass_s, is_disturbed=is_disturbed))
-        pending_id = run.sampler.pick(run.sampler.distribution(logits, run.target.token_ids), position)
-        yield from run.emit(pending_id, position, logits)
-        run.look_again(logits[None], pass_s)
-        done += 1
-    return pending_id
+    return alone(steps(run))
 
 
 def speculative(run: Run, controller: Controller, rule: Rule) -> Generator[TokenEvent, None, None]:
@@ -186,35 +179,91 @@ def speculative(run: Run, controller: Controller, rule: Rule) -> Generator[Token
     Under the other lossless rules it samples from the same distribution. A drafter that fails is disabled for the rest
     of the answer; decoding continues without it.
     """
+    return alone(steps(run, controller, rule))
+
+
+def alone(steps: Steps[None]) -> Generator[TokenEvent, None, None]:
+    """The events of a sequence that has the engine to itself: each pass is run as soon as it is asked for."""
+    try:
+        while True:
+            step = next(steps)
+            while isinstance(step, PassRequest):
+                step = steps.send(step.run())
+            yield step
+    except StopIteration:
+        return
+    except GeneratorExit:
+        steps.close()
+        raise
+    except BaseException as exc:  # a pass failed, or was interrupted: the loop restores its cache
+        with suppress(StopIteration):  # it ends normally when cancelled
+            steps.throw(exc)
+
+
+def steps(run: Run, controller: Controller | None = None, rule: Rule | None = None) -> Steps[None]:
+    """The loop: speculative with a controller and a rule, plain without."""
     with run.guarded():
         pending_id = yield from _first_token(run)
-        controller.begin(run.prompt_ids, run.stats.prefill_s)
-        while run.stats.finish_reason is None:
-            pending_id = yield from _plain_rounds(run, pending_id, controller.rest())
+        if controller is None or rule is None:
+            yield from _plain_rounds(run, pending_id)
+        else:
+            yield from _speculative_rounds(run, controller, rule, pending_id)
+
+
+def _first_token(run: Run) -> Steps[int]:
+    """Prefill and emit the first token; returns it as the pending token."""
+    logits = yield from run.prefill()
+    pending_id = run.sampler.pick(run.sampler.distribution(logits, run.prompt_ids), run.target.length)
+    yield from run.emit(pending_id, run.target.length, logits)
+    return pending_id
+
+
+def _plain_rounds(run: Run, pending_id: int, most: int | None = None) -> Steps[int]:
+    """One pass per token, for `most` rounds (None: until the end); returns the pending token."""
+    done = 0
+    while run.stats.finish_reason is None and done != most:
+        run.keep_within_memory()
+        started_s, started_cpu_s = perf_counter(), thread_time()
+        logits = yield from run.target.feeding(np.array([pending_id], np.int32))
+        pass_s, is_disturbed = run.timed(1, started_s, started_cpu_s)
+        position = run.target.length
+        run.count(RoundRecord(position, None, 0, 0, (), 0.0, pass_s, is_disturbed=is_disturbed))
+        pending_id = run.sampler.pick(run.sampler.distribution(logits, run.target.token_ids), position)
+        yield from run.emit(pending_id, position, logits)
+        run.look_again(logits[None], pass_s)
+        done += 1
+    return pending_id
+
+
+def _speculative_rounds(run: Run, controller: Controller, rule: Rule, pending_id: int) -> Steps[None]:
+    """Draft, verify, accept, until the end."""
+    controller.begin(run.prompt_ids, run.stats.prefill_s)
+    while run.stats.finish_reason is None:
+        pending_id = yield from _plain_rounds(run, pending_id, controller.rest())
+        if run.stats.finish_reason is not None:
+            return
+        run.keep_within_memory()
+        context_ids = run.target.with_pending(pending_id)
+        position = context_ids.size
+        proposal, draft_s = _propose(run, controller, context_ids, rule)
+        draft = proposal.draft
+        logits, verify_s, is_disturbed = yield from _score(run, pending_id, draft)
+        started_s = perf_counter()
+        verdict = _judge(run, rule, draft, context_ids, logits)
+        run.target.keep(pending_id, draft, verdict.accepted_nodes)
+        seconds = draft_s, verify_s, perf_counter() - started_s
+        record = _record(proposal, verdict, position, seconds, is_disturbed)
+        controller.observe(proposal, verdict, record)
+        run.count(record)
+        row = 0
+        for node in verdict.accepted_nodes:
+            yield from run.emit(int(draft.token_ids[node]), position, logits[row], proposal.drafter)
             if run.stats.finish_reason is not None:
                 return
-            run.keep_within_memory()
-            context_ids = run.target.with_pending(pending_id)
-            position = context_ids.size
-            proposal, draft_s = _propose(run, controller, context_ids, rule)
-            draft = proposal.draft
-            logits, verify_s, is_disturbed = _score(run, pending_id, draft)
-            started_s = perf_counter()
-            verdict = _judge(run, rule, draft, context_ids, logits)
-            run.target.keep(pending_id, draft, verdict.accepted_nodes)
-            seconds = draft_s, verify_s, perf_counter() - started_s
-            record = _record(proposal, verdict, position, seconds, is_disturbed)
-            controller.observe(proposal, verdict, record)
-            run.count(record)
-            row = 0
-            for node in verdict.accepted_nodes:
-                yield from run.emit(int(draft.token_ids[node]), position, logits[row], proposal.drafter)
-                if run.stats.finish_reason is not None:
-                    return
-                row, position = node + 1, position + 1
-            pending_id = verdict.next_token_id
-            yield from run.emit(pending_id, position, logits[row])
-            run.look_again(logits, verify_s, verdict.accepted_nodes)
+            row, position = node + 1, position + 1
+        pending_id = verdict.next_token_id
+        yield from run.emit(pending_id, position, logits[row])
+        run.look_again(logits, verify_s, verdict.accepted_nodes)
 
 
 def _propose(run: Run, controller: Controller, context_ids: TokenIds, rule: Rule) -> tuple[Proposal, float]:
@@ -246,12 +295,11 @@ def _propose(run: Run, controller: Controller, context_ids: TokenIds, rule: Rule
     return proposal, perf_counter() - started_s
 
 
-def _score(run: Run, pending_id: int, draft: Draft) -> tuple[Logits, float, bool]:
+def _score(run: Run, pending_id: int, draft: Draft) -> Steps[tuple[Logits, float, bool]]:
     """Logits [rows, vocabulary] of the draft, the seconds of the pass, and whether other load disturbed that time."""
     started_s, started_cpu_s = perf_counter(), thread_time()
-    logits = run.target.score(pending_id, draft)
-    seconds = perf_counter() - started_s
-    return logits, seconds, run.timed(draft.num_tokens + 1, seconds, started_cpu_s)
+    logits = yield from run.target.scoring(pending_id, draft)
+    return logits, *run.timed(draft.num_tokens + 1, started_s, started_cpu_s)
 
 
 def _judge(run: Run, rule: Rule, draft: Draft, context_ids: TokenIds, logits: Logits) -> Verdict:

@@ -20,6 +20,7 @@ from edgespec.engines.progress import OnProgress, reporting_to
 from edgespec.errors import CapabilityError, ConfigError, PromptError, SamplingError
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
+from edgespec.generation.batching import ContinuousBatch
 from edgespec.generation.executor import Executor, Request
 from edgespec.generation.handle import Generation, Result
 from edgespec.generation.inputs import checked_chat, checked_ids, of_kind, refuses_unknown_keywords
@@ -207,6 +208,34 @@ class Model(Closing):
             prompt = self.encode(prompt)
         with self._executor.vocabulary() as vocabulary:
             return checked_ids(prompt, vocabulary.size)
+
+    @contextmanager
+    def batch(self) -> Iterator[ContinuousBatch]:
+        """Exclusive use of the model for up to `LoadOptions.parallel` generations at once; all end with the block.
+
+        Raises Busy and StateError.
+        """
+        with self._executor.exclusive():
+            found = ContinuousBatch(self._executor)
+            try:
+                yield found
+            finally:
+                found.close()
+
+    @refuses_unknown_keywords
+    def generate_all(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling | None = None,
+        options: GenerateOptions | None = None,
+    ) -> list[Result]:
+        """Complete answers to all prompts, in their order, up to `LoadOptions.parallel` of them at once.
+
+        Raises the errors of `generate`; the first one ends all of them.
+        """
+        generations = [self.stream(prompt, sampling, options) for prompt in prompts]
+        with self.batch() as batch:
+            return batch.results(generations)
 
     def prepare(self) -> None:
         """Build the drafters now rather than in the first generation. Runs no pass of a model."""

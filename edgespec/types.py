@@ -92,6 +92,21 @@ class Batch:
         return int(self.token_ids.size)
 
 
+def packed(batches: Sequence[Batch]) -> Batch:
+    """The rows of all `batches`, one after another."""
+    offsets = np.cumsum([0, *(batch.width for batch in batches[:-1])])
+    parents = [
+        np.where(batch.parents >= 0, batch.parents + offset, batch.parents)
+        for batch, offset in zip(batches, offsets, strict=True)
+    ]
+    return Batch(
+        np.concatenate([batch.token_ids for batch in batches]),
+        np.concatenate(parents).astype(np.int32),
+        np.concatenate([batch.sequences for batch in batches]),
+        np.concatenate([batch.outputs for batch in batches]),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """The proposed tokens of one round: a tree in which parents come before children and the main chain comes first.

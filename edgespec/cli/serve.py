@@ -18,10 +18,12 @@ from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.session import open_session, show_beginning
 from edgespec.cli.status import stop_waiting
 from edgespec.cli.terminal import note
-from edgespec.config import LoadOptions
+from edgespec.config import MAX_PARALLEL, LoadOptions
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.installation import install_command, is_importable
+from edgespec.loading.opening import resolve_pair
 from edgespec.loading.registry import resolve
+from edgespec.memory.fit import usual_parallel
 from edgespec.settings import Settings
 
 if TYPE_CHECKING:
@@ -44,6 +46,13 @@ def _option(*flags: str, **attributes: Any) -> Callable[[Any], Any]:
 @_option("--api-key", metavar="KEY", help=f"Key that clients must send; better in {API_KEY} [any key]")
 @_option("--cors-origin", multiple=True, metavar="ORIGIN", help="Web page that may call, * for all; repeatable [none]")
 @_option("--alias", metavar="NAME", help="Name of the model for clients [its own]")
+@_option(
+    "-np",
+    "--parallel",
+    type=click.IntRange(1, MAX_PARALLEL),
+    metavar="N",
+    help="Answers at once, each with a context of its own; more wait [4 if they fit]",
+)
 @_option("--max-queue", type=click.IntRange(0, 4096), metavar="N", help="Requests that may wait; more get 429 [32]")
 @_option(
     "--timeout",
@@ -59,7 +68,7 @@ def command(model_name: str | None, config_file: Path | None, **given: Any) -> i
     MODEL is a name (demo), a GGUF or ONNX file, or a folder with one.
     """
     context = click.get_current_context()
-    own = {name: given.pop(name) for name in (*_HTTP_ONLY, "alias", "max_queue", "timeout", "stdio")}
+    own = {name: given.pop(name) for name in (*_HTTP_ONLY, "alias", "parallel", "max_queue", "timeout", "stdio")}
     if own["stdio"]:
         _refuse_http_options(context)
     else:
@@ -69,7 +78,8 @@ def command(model_name: str | None, config_file: Path | None, **given: Any) -> i
 
     def load() -> None:
         with context.scope(cleanup=False):  # click knows its context by thread
-            session = open_session(settings, remembers=True)
+            parallel = own["parallel"] or _usual_parallel(settings)
+            session = open_session(settings, remembers=True, parallel=parallel)
             if "seed" not in settings.values:
                 session.sampling = replace(session.sampling, seed=None)  # another one for each request
             service.use(session.model, session.sampling, session.options)
@@ -116,6 +126,12 @@ def _service(settings: Settings, own: dict[str, Any]) -> Service:
     if key == "":
         raise ConfigError(f"the API key is empty: give --api-key a key, or leave it and {API_KEY} out")
     return Service(own["alias"] or pair.name, _limits(own), key)
+
+
+def _usual_parallel(settings: Settings) -> int:
+    """Answers at once where nobody said how many."""
+    options = LoadOptions(**settings.part("load"))
+    return usual_parallel(options, resolve_pair(options))
 
 
 def _limits(own: dict[str, Any]) -> Limits:

@@ -53,11 +53,12 @@ class Session:
                 note(f"note: {hint}")
 
 
-def open_session(settings: Settings, *, remembers: bool = False) -> Session:
+def open_session(settings: Settings, *, remembers: bool = False, parallel: int = 1) -> Session:
     """Load what the settings name. Every option is checked before any file is opened.
 
-    `remembers`: a command whose answers may be stored on disk and drafted from, if the settings ask for it; the others
-    never do. With `learn`, stored answers are drafted from too, unless that is switched off.
+    `parallel`: answers at once. `remembers`: a command whose answers may be stored on disk and drafted from, if the
+    settings ask for it; the others never do. With `learn`, stored answers are drafted from too, unless that is switched
+    off.
     Raises ConfigError, SamplingError, and whatever `edgespec.load` raises.
     """
     if not remembers:
@@ -67,7 +68,7 @@ def open_session(settings: Settings, *, remembers: bool = False) -> Session:
     seed = sampling_of(settings).seed
     options = GenerateOptions(**settings.part("generate"))
     shown = SessionOptions(**settings.part("session"))
-    model = _load(settings)
+    model = _load(settings, parallel)
     settings = settings.below(model.pair.recommended, f"recommended for {model.pair.name}")
     settings = settings.below({"seed": seed}, "chosen at random")
     return Session(model, settings, sampling_of(settings), options, shown)
@@ -94,8 +95,8 @@ def require_chat_template(settings: Settings, *, is_chat: bool = False) -> None:
         )
 
 
-def _load(settings: Settings) -> Model:
-    options = settings.part("load")
+def _load(settings: Settings, parallel: int) -> Model:
+    options = settings.part("load") | {"parallel": parallel}
     try:
         with waiting(f"loading {options.get('model', 'demo')}") as on_progress:
             return load(**options, on_progress=on_progress)

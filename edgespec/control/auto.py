@@ -19,7 +19,7 @@ from edgespec.control import constants as c
 from edgespec.control.bank import TimeBank
 from edgespec.control.base import NOTHING, Controller, Proposal
 from edgespec.control.choice import Kinds, add_ucb_bonus, kind_of
-from edgespec.control.cost import WIDEST, CostCurve
+from edgespec.control.cost import CostCurve
 from edgespec.control.length import Prices, best_length, ceiling, forecast
 from edgespec.control.round import PaidRound, Round, UnusedDraft, UnusedDrafts
 from edgespec.control.run_cost import DraftCost, RoundCost, RunCosts
@@ -60,6 +60,17 @@ class AutoController(Controller):
         self._prefill_s = 0.0
         self._context_ids: TokenIds = np.empty(0, np.int32)  # of the round in progress
         self._learning_s = 0.0  # that the last `observe` took
+        self._is_scaled = curve.is_scaled  # whether the bank counts in seconds of this machine
+
+    def another(self, drafters: Mapping[str, Drafter]) -> AutoController:
+        """A controller for another sequence of the same models: its own rounds, costs and confidences in common.
+
+        `drafters`: some of the same names.
+        """
+        made = AutoController(drafters, self.costs.curve, {}, self.bank.share / c.DRAFTING_SHARE, self._clock)
+        made.costs, made._kinds = self.costs, self._kinds
+        made._states, made._hedge = made._kinds.of("greedy")
+        return made
 
     def begin(self, prompt_ids: TokenIds, prefill_s: float = 0.0) -> None:
         for name, drafter in self.drafters.items():
@@ -78,6 +89,13 @@ class AutoController(Controller):
     def use_threads(self, threads: int) -> None:
         self.costs.use_threads(threads)
 
+    @property
+    def shared_costs(self) -> RunCosts:
+        return self.costs
+
+    def share_passes(self, num_sequences: int, other_rows: int) -> None:
+        self.costs.share_passes(num_sequences, other_rows)
+
     def rest(self) -> int:
         self._rested, self._rest = self._rest, 0
         return self._rested
@@ -91,7 +109,7 @@ class AutoController(Controller):
         self.costs.follow_threads()
         self._states, self._hedge = self._kinds.of(kind_of(request))
         prices = self.costs.prices(context)
-        most = min(request.max_tokens, c.MAX_AUTO_LENGTH, WIDEST - 1)
+        most = min(request.max_tokens, c.MAX_AUTO_LENGTH, self.costs.most_rows - 1)
         if not self.costs.curve.is_sure_of_plain():
             return NOTHING  # all costs are relative to plain decoding's, so that is timed first
         least_s, plain_s = prices.pass_s[2], prices.pass_s[1]
@@ -212,7 +230,9 @@ class AutoController(Controller):
         work_s, pass_s = self._account(proposal, record, decided, plain_s)
         if decided is not None:
             self._learn_drafts(decided, proposal.drafter, record, rate)
-        if self.costs.observe_pass(record):
+        self.costs.observe_pass(record)
+        if self.costs.curve.is_scaled and not self._is_scaled:
+            self._is_scaled = True
             scaled_s = self.costs.plain_s(record.position)
             self.bank = TimeBank(self.bank.share, c.START_PASSES * scaled_s)
             self._open_bank(scaled_s)
@@ -236,7 +256,7 @@ class AutoController(Controller):
         """Credit and charge the bank; seconds of (our own work, the pass), without stalls of the machine."""
         # Infinite where no cost is known: then all time is charged.
         expected_s = decided.paid.expected_s if decided is not None and decided.paid is not None else 0.0
-        on_time_s = c.LATE * self.costs.curve.at(record.width, record.position)
+        on_time_s = c.LATE * self.costs.pass_s(record.width, record.position)
         pass_s = min(record.verify_s, on_time_s)
         if proposal.drafter is None:
             self._since_plain = 0
@@ -278,7 +298,7 @@ class AutoController(Controller):
 
     def _count_probes(self, decided: Round) -> None:
         for name, state in self._states.items():
-            if not self.drafters[name].is_free:
+            if name in self.drafters and not self.drafters[name].is_free:
                 expected = decided.gains.get(name, 0.0) > 0
                 is_promising = decided.paid is not None and decided.paid.is_promising
                 state.count_probe(asked=name == decided.chosen, expected=expected, promising=is_promising)

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection
 from typing import NamedTuple
 
+from edgespec.control.run_cost import RunCosts
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.types import EMPTY_DRAFT, Draft, RoundRecord, TokenIds, Verdict
 
@@ -41,6 +42,14 @@ class Controller(ABC):
 
     def use_threads(self, threads: int) -> None:
         """Passes and drafts use so many threads from now on, which changes what they cost."""
+
+    @property
+    def shared_costs(self) -> RunCosts | None:
+        """The costs that it decides by; None where it does not look at costs."""
+        return None
+
+    def share_passes(self, num_sequences: int, other_rows: int) -> None:
+        """The next rounds' passes hold `other_rows` rows of others as well, and rows of `num_sequences` in all."""
 
     @abstractmethod
     def leave_out(self) -> str:

@@ -21,6 +21,7 @@ LONGEST_REST = 64  # rounds without a decision at most: texts change
 # -- a round (auto, length, round)
 MAX_AUTO_LENGTH = 32  # tokens; no measured pass over more rows paid
 FORESIGHT = 16  # tokens that a forecast looks ahead: no kernel's step of cost is wider
+LEAST_SHARED_ROWS = 9  # of one sequence in a pass that it shares with others, however many rows these have
 RATE_MEMORY = 0.95  # per round, of the running rate of tokens
 READING_ROUNDS = 16  # rounds over which a paid drafter's reading of missed text is spread
 REFRESH_FIRST, REFRESH_EVERY = 16, 128  # rounds of speculation before a plain pass is timed again, doubling

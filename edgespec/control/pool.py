@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -45,18 +46,36 @@ class DrafterPool:
     """Owns the drafters of a model, and a controller for each drafter (or `auto`) that was asked for."""
 
     def __init__(
-        self, options: LoadOptions, pair: ModelPair, target: CachedSequence, drafters: dict[DrafterName, Drafter]
+        self,
+        options: LoadOptions,
+        pair: ModelPair,
+        target: CachedSequence,
+        drafters: dict[DrafterName, Drafter],
+        first: DrafterPool | None = None,
     ) -> None:
+        """`first`: the pool of the target's first sequence, whose costs and confidences this one shares."""
         self.drafters = drafters
+        self._first = first
         self._options = options
         self._pair = pair
         self._target = target
         self._automatic: dict[DrafterName, AutoController] = {}
         self._is_measured = False
         self._dropped: tuple[DrafterName, ...] = ()  # closed to free their memory
-        self.threads = self._thread_control()
+        self.threads = self._thread_control() if first is None else None
         # Opened now: a generation may end after its model, and with it the vocabulary, was closed.
-        self._learnt = learnt_texts(target.engine.vocabulary) if options.learn else None
+        self._learnt = learnt_texts(target.engine.vocabulary) if options.learn and first is None else None
+        self._others: list[DrafterPool] = []
+
+    def another(self, target: CachedSequence) -> DrafterPool:
+        """The pool of another sequence of the target. It has those drafters that serve several sequences."""
+        found = {name: self._drafter_of(name, target.sequence) for name in self.drafters}
+        drafters = {name: drafter for name, drafter in found.items() if drafter is not None}
+        self._others.append(DrafterPool(self._options, self._pair, target, drafters, self))
+        return self._others[-1]
+
+    def _drafter_of(self, name: DrafterName, sequence: int) -> Drafter | None:
+        return self.drafter(name).another(sequence)
 
     def _thread_control(self) -> ThreadControl | None:
         """Chooses the number of threads; None where the user did, or where the engine cannot change it."""
@@ -75,7 +94,12 @@ class DrafterPool:
         for drafter in self.drafters.values():
             drafter.set_threads(threads)
         for controller in self._automatic.values():
-            controller.use_threads(threads)
+            controller.use_threads(threads)  # those of other sequences have the same costs
+
+    def has(self, options: GenerateOptions) -> bool:
+        """Whether this sequence has the drafter that `options` ask for."""
+        name = self._present(options.drafter or self._options.drafter)
+        return name in ("none", "auto") or self._can_have(name)
 
     def controller(self, options: GenerateOptions) -> Controller | None:
         """The controller of one generation; None for plain decoding.
@@ -129,6 +153,8 @@ class DrafterPool:
 
     def _automatic_one(self, name: DrafterName) -> AutoController:
         """The automatic controller of a drafter or of `auto`; all generations share what it learns."""
+        if self._first is not None:
+            return self._of_first(name, self._first._automatic_one(name))
         found = self._automatic.get(name)
         if found is None:
             names = self.names if name == "auto" else [name]
@@ -138,6 +164,15 @@ class DrafterPool:
             if self.threads is not None:
                 found.use_threads(self.threads.threads)
             found.restore(disk_cache.get("learnt", self._learnt_key(name), numbers))
+            self._automatic[name] = found
+        return found
+
+    def _of_first(self, name: DrafterName, first: AutoController) -> AutoController:
+        """This sequence's controller, which shares what `first` learns."""
+        found = self._automatic.get(name)
+        if found is None or found.costs is not first.costs:
+            names = [each for each in first.drafters if self._can_have(cast(DrafterName, each))]
+            found = first.another({each: self.drafter(cast(DrafterName, each)) for each in names})
             self._automatic[name] = found
         return found
 
@@ -160,6 +195,10 @@ class DrafterPool:
 
     def drafter(self, name: DrafterName) -> Drafter:
         """The drafter of that name. Raises CapabilityError for one that this pair does not have."""
+        if name not in self.drafters and self._first is not None:
+            found = self._first._drafter_of(name, self._target.sequence)
+            if found is not None:
+                self.drafters[name] = found
         if name not in self.drafters:
             vocabulary = self._target.engine.vocabulary
             self.drafters[name] = made(name, self._options, vocabulary, self.drafters, self._pair.name)
@@ -168,6 +207,8 @@ class DrafterPool:
     @cached_property
     def cost_curve(self) -> CostCurve:
         """What the target's passes cost on this machine, as far as known; refined by every pass."""
+        if self._first is not None:
+            return self._first.cost_curve
         return known_curve(self._target.engine, self._pair.paths("target"))
 
     @cached_property
@@ -232,11 +273,12 @@ class DrafterPool:
 
     def learn(self, answer_ids: TokenIds) -> None:
         """An answer [n] is complete: keep it for later ones where the options say so."""
-        if self._learnt is not None and answer_ids.size:
+        learnt = self._learnt if self._first is None else self._first._learnt
+        if learnt is not None and answer_ids.size:
             cache = self.drafters.get("cache")
             if isinstance(cache, CacheDrafter):
                 cache.learn(answer_ids)
-            self._learnt.add(answer_ids)
+            learnt.add(answer_ids)
 
     def keep(self) -> None:
         """Store costs and confidences for the next run. Raises OSError."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
 from edgespec.control import constants as c
-from edgespec.control.cost import CostCurve
+from edgespec.control.cost import WIDEST, CostCurve
 from edgespec.control.length import Prices, least_ahead
 from edgespec.types import RoundRecord
 
@@ -114,6 +115,8 @@ class RunCosts:
         self._pass_s: list[float] = []
         self._ahead_s: list[float] = []
         self._round_s = 0.0
+        self._num_sequences, self._other_rows = 1, 0
+        self._shared: tuple[object, list[float], list[float]] = (None, [], [])  # of prices at another total width
 
     def use_threads(self, threads: int) -> None:
         """From the next round on: the outcome of the last one belongs to the old number."""
@@ -133,12 +136,65 @@ class RunCosts:
         self._threads, (self.curve, self.drafts) = threads, self._known[threads]
         self._table = []
 
+    def share_passes(self, num_sequences: int, other_rows: int) -> None:
+        """The next passes hold `other_rows` rows of others as well, and rows of `num_sequences` in all.
+
+        A sequence's part of a plain pass over all of them is 1/n of it, and its draft costs what the further rows add
+        to the pass that is there already. So a token of any of them is worth the same, and the tokens of all per second
+        are maximised.
+        """
+        if num_sequences != self._num_sequences:
+            before_s = self.plain_s(0)
+            self._num_sequences = num_sequences
+            self._seconds *= self.plain_s(0) / before_s
+        self._other_rows = other_rows
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the next passes hold rows of other sequences."""
+        return self._num_sequences > 1 or self._other_rows > 0
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of one sequence whose cost is known; a few at least beside a prompt, which asks for no logits."""
+        return max(WIDEST - self._other_rows, c.LEAST_SHARED_ROWS)
+
     def plain_s(self, context: int) -> float:
-        """Seconds of a plain pass with `context` tokens in the cache."""
-        return self.curve.at(1, context)
+        """Seconds of a plain pass, or of one sequence's part of it, with `context` tokens in the cache."""
+        return _at(self.curve.table(context), self._num_sequences) / self._num_sequences
+
+    def part_of(self, num_sequences: int, other_rows: int, num_rows: int, context: int) -> float:
+        """Seconds of one sequence's part of a pass, as `share_passes` has it."""
+        table = self.curve.table(context)
+        plain_s = _at(table, num_sequences) / num_sequences
+        return plain_s + _at(table, other_rows + num_rows) - _at(table, other_rows + 1)
+
+    def pass_s(self, num_rows: int, context: int) -> float:
+        """Seconds of a pass over `num_rows` rows, or of one sequence's part of it."""
+        return self.part_of(self._num_sequences, self._other_rows, num_rows, context)
+
+    def observe_shared(self, num_rows: int, context: int, seconds: float) -> None:
+        """Learn what a pass over `num_rows` rows of several sequences took."""
+        if not self.curve.is_sure_of_plain():  # it says first of all what plain passes cost
+            self._observe(1, context, seconds * self.curve.at(1, context) / _at(self.curve.table(context), num_rows))
+        elif num_rows <= WIDEST:
+            self._observe(num_rows, context, seconds)
+
+    def _shared_prices(self, context: int) -> Prices:
+        table, round_s, others = self.curve.table(context), self.round.round_s, self._other_rows
+        key = (id(table), table[1], self._num_sequences, others, round_s)
+        if self._shared[0] != key:
+            plain_s, base_s = self.plain_s(context), _at(table, others + 1)
+            widths = range(2, min(c.MAX_AUTO_LENGTH + c.FORESIGHT + 2, WIDEST + 1))
+            pass_s = [0.0, plain_s, *(plain_s + _at(table, others + width) - base_s + round_s for width in widths)]
+            self._shared = key, pass_s, least_ahead(pass_s[: c.MAX_AUTO_LENGTH + 2])
+        _, pass_s, ahead_s = self._shared
+        return Prices(pass_s, ahead_s, self.rate(pass_s[1]))
 
     def prices(self, context: int) -> Prices:
         """What rounds cost with `context` tokens in the cache: their passes and, if something is drafted, our work."""
+        if self.is_shared:
+            return self._shared_prices(context)
         table, round_s = self.curve.table(context), self.round.round_s
         if self._table is not table:
             self._ahead_s = least_ahead(table[: c.MAX_AUTO_LENGTH + 2])
@@ -156,16 +212,23 @@ class RunCosts:
         self._tokens = c.RATE_MEMORY * self._tokens + num_tokens
         self._seconds = c.RATE_MEMORY * self._seconds + seconds
 
-    def observe_pass(self, record: RoundRecord) -> bool:
-        """Learn what a round's pass cost; True when that turns guessed costs into seconds.
+    def observe_pass(self, record: RoundRecord) -> None:
+        """Learn what a round's pass cost. One that the machine disturbed counts only while costs are guessed."""
+        if self.is_shared:
+            return  # `observe_shared` learns it
+        if not self.curve.is_scaled or not record.is_disturbed:
+            self._observe(record.width, record.position, record.verify_s)
 
-        A pass that the machine disturbed counts only while costs are guessed.
-        """
+    def _observe(self, width: int, context: int, seconds: float) -> None:
         was_guessed = not self.curve.is_scaled
-        if was_guessed or not record.is_disturbed:
-            self.curve.observe(record.width, record.position, record.verify_s)
-        if not (was_guessed and self.curve.is_scaled):
-            return False
-        for cost in self.drafts.values():
-            cost.scale(self.plain_s(record.position))
-        return True
+        self.curve.observe(width, context, seconds)
+        if was_guessed and self.curve.is_scaled:
+            for cost in self.drafts.values():
+                cost.scale(self.curve.at(1, context))
+
+
+def _at(table: Sequence[float], width: int) -> float:
+    """Seconds of a pass; beyond the table rows cost what they cost on average at its upper half."""
+    if width <= WIDEST:
+        return table[width]
+    return table[WIDEST] + (width - WIDEST) * (table[WIDEST] - table[WIDEST // 2]) / (WIDEST - WIDEST // 2)

@@ -78,6 +78,13 @@ class Drafter(ABC):
         """Tokens of the committed `token_ids` [n] that it must read before it can draft behind them."""
         return 0
 
+    def another(self, sequence: int) -> Drafter | None:
+        """A drafter of this kind for another sequence, which runs the same models and owns none of them.
+
+        `sequence`: of the target, and of a draft model. None: it serves one sequence, or needs nothing of this one.
+        """
+        return None
+
     @property
     def engine(self) -> Engine | None:
         """Its own engine; None without one."""

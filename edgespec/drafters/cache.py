@@ -65,6 +65,12 @@ class CacheDrafter(Drafter):
         """An answer [n] is complete; later texts may draft from it."""
         self._answers.add(answer_ids.tolist(), 0)
 
+    def another(self, sequence: int) -> Drafter | None:
+        """It drafts from the same answers."""
+        found = CacheDrafter(MAX_VOCABULARY)
+        found._earlier, found._answers = self._earlier, self._answers
+        return found
+
     @property
     def bytes_used(self) -> int:
         tables = (self._earlier, self._answers, self._text)

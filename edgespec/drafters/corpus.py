@@ -14,7 +14,7 @@ class CorpusMatch:
     """The longest end of a text that occurs in `index`, kept up to date token by token."""
 
     def __init__(self, index: SuffixIndex) -> None:
-        self._index = index
+        self.index = index
         self._span: Span | None = None
         self._num_seen = 0
 
@@ -25,7 +25,7 @@ class CorpusMatch:
 
     @property
     def bytes_used(self) -> int:
-        return self._index.bytes_used
+        return self.index.bytes_used
 
     def restart(self) -> None:
         """Another text begins."""
@@ -36,7 +36,7 @@ class CorpusMatch:
         num_new = len(token_ids) - self._num_seen
         self._num_seen = len(token_ids)
         if num_new > LONGEST_MATCH:
-            self._span = self._index.longest_end(token_ids[-LONGEST_MATCH:])
+            self._span = self.index.longest_end(token_ids[-LONGEST_MATCH:])
             return
         for end in range(len(token_ids) - num_new + 1, len(token_ids) + 1):
             self._span = self._longer(token_ids[end - 1]) or self._found_anew(token_ids, end)
@@ -44,16 +44,16 @@ class CorpusMatch:
     def _longer(self, token_id: int) -> Span | None:
         """The match with one more token behind it."""
         span = self._span
-        return None if span is None or span.length >= LONGEST_MATCH else self._index.narrowed(span, token_id)
+        return None if span is None or span.length >= LONGEST_MATCH else self.index.narrowed(span, token_id)
 
     def _found_anew(self, token_ids: Sequence[int], end: int) -> Span | None:
         """The match of the first `end` tokens, at most as long as before; one of full length restarts from half."""
         most = LONGEST_MATCH // 2 if self.length == LONGEST_MATCH else max(self.length, 1)
-        return self._index.longest_end(token_ids[max(end - most, 0) : end], most)
+        return self.index.longest_end(token_ids[max(end - most, 0) : end], most)
 
     def continued(self, most: int) -> list[Continuation]:
         """Up to `most` tokens, each the most frequent one after those before it."""
-        index, span = self._index, self._span
+        index, span = self.index, self._span
         found: list[Continuation] = []
         while span is not None and len(found) < most:
             places = span.high - span.low

@@ -142,12 +142,15 @@ class MappedSequence(CachedSequence):
     It supports what a draft model needs (feed, look, rollback), not the scoring of drafts.
     """
 
-    def __init__(self, engine: Engine, mapping: VocabularyMap) -> None:
+    def __init__(self, engine: Engine, mapping: VocabularyMap, sequence: int = 0) -> None:
         self._map = mapping
-        self._inner = CachedSequence(engine)  # empties the engine, which this one cannot yet
-        super().__init__(engine)
+        self._inner = CachedSequence(engine, sequence)  # empties it, which this one cannot yet
+        super().__init__(engine, sequence)
         self._ends = np.zeros(engine.facts.context_length + 1, np.intp)  # draft tokens up to each target token
         self.most_per_token = mapping.most_per_token + len(mapping.begins_with)
+
+    def another(self, sequence: int) -> CachedSequence:
+        return MappedSequence(self.engine, self._map, sequence)
 
     @property
     def end_ids(self) -> frozenset[int]:

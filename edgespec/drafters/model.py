@@ -42,9 +42,9 @@ class DraftTemperature:
 
 
 class ModelDrafter(Drafter):
-    """Drafts with `engine`, which it owns and closes; `cache` shows another vocabulary as the target's.
+    """Drafts with `engine`; `cache` shows another vocabulary as the target's.
 
-    `temperature`: that of the draft as a multiple of the target's.
+    It owns and closes the engine unless told otherwise. `temperature`: that of the draft as a multiple of the target's.
     """
 
     name = "model"
@@ -56,8 +56,11 @@ class ModelDrafter(Drafter):
         cache: CachedSequence | None = None,
         notes: tuple[str, ...] = (),
         temperature: float = 1.0,
+        *,
+        owns_engine: bool = True,
     ) -> None:
         self.notes = notes
+        self._owns_engine = owns_engine
         self.temperature = DraftTemperature(temperature)  # a drafter that shares the model shares it too
         self._engine = engine
         self._cache = CachedSequence(engine) if cache is None else cache
@@ -142,6 +145,13 @@ class ModelDrafter(Drafter):
     def set_threads(self, threads: int) -> None:
         self._engine.set_threads(min(threads, self._engine.facts.threads))
 
+    def another(self, sequence: int) -> Drafter | None:
+        if type(self) is not ModelDrafter or sequence >= self._engine.facts.max_sequences:
+            return None
+        return ModelDrafter(
+            self._engine, self._cache.another(sequence), temperature=self.temperature.factor, owns_engine=False
+        )
+
     def cancel(self) -> None:
         self._engine.cancel()
 
@@ -149,4 +159,5 @@ class ModelDrafter(Drafter):
         self._engine.clear_cancel()
 
     def close(self) -> None:
-        self._engine.close()
+        if self._owns_engine:
+            self._engine.close()

@@ -37,6 +37,11 @@ class SuffixDrafter(Drafter):
         self._corpus = None if corpus is None else CorpusMatch(corpus)
         self._is_new = False
 
+    def another(self, sequence: int) -> Drafter | None:
+        """It searches the same corpus."""
+        index = None if self._corpus is None else self._corpus.index
+        return SuffixDrafter(self._min_match, self._max_indexed, index)
+
     def begin(self, prompt_ids: TokenIds) -> None:
         self._is_new = True  # the prompt is indexed with the first draft, if there is one
         if not prompt_ids.size:

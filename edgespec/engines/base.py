@@ -24,8 +24,9 @@ class EngineFacts:
     `width_classes`: the measured intervals (low, high) of pass widths within which a token's logits are bitwise
     equal whatever the width; `pinned_class` is the one that reproducible mode uses, None when it is off or when the
     model has none. `padding_cost`: with a pinned class, the time of a single-token pass padded into it over that of
-    one that is not padded. `can_tree`: whether a batch may hold trees; chains are always allowed. `notes`: what the
-    user should know about this load.
+    one that is not padded. `can_tree`: whether a batch may hold trees; chains are always allowed. `can_pack`: whether
+    rows of several sequences may share a pass; in reproducible mode, whether each of them then has the bits that it has
+    alone. `notes`: what the user should know about this load.
     """
 
     name: str
@@ -42,6 +43,7 @@ class EngineFacts:
     device: str
     threads: int
     padding_cost: float = 1.0
+    can_pack: bool = False
     notes: tuple[str, ...] = ()
 
 

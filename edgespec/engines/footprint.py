@@ -15,7 +15,7 @@ class Footprint:
     `vocabulary`: tokens and the tokenizer's tables; `device`: what lies on a GPU instead.
     `loading`, `loading_mapped`: what is needed only while the model is opened, of either kind; `reserved`: addresses
     beyond those used.
-    `context_length`: tokens of the full context.
+    `context_length`: tokens of the full context, of which there are `sequences`.
     """
 
     mapped: int = 0
@@ -29,6 +29,7 @@ class Footprint:
     loading_mapped: int = 0
     reserved: int = 0
     context_length: int = 0
+    sequences: int = 1
 
     @property
     def own(self) -> int:
@@ -41,7 +42,8 @@ class Use:
     """How a model will be used, as far as it decides on memory. None: the engine's default.
 
     `context_length` in tokens, None for the trained one up to `default_context`; `cache_types` of keys and values;
-    `rows`: widest pass that asks for logits of all its rows; `gpu_layers`: -1 for all.
+    `rows`: widest pass that asks for logits of all its rows; `gpu_layers`: -1 for all; `sequences`: texts at once, each
+    with a context of that length.
     """
 
     context_length: int | None = None
@@ -50,3 +52,4 @@ class Use:
     gpu_layers: int = 0
     exit_layer: int | None = None
     default_context: int = 4096
+    sequences: int = 1

@@ -1,7 +1,7 @@
 """Saved KV states of other conversations, in memory, so that conversations in turn need not be read again.
 
-Several sequences in one engine would avoid the copy, but llama.cpp keeps them in one cache and adds in the order of its
-cells, which would change bits. A state that is saved and loaded gives the bits of a fresh model.
+They are used beside the sequences of an engine, of which there are few and which take memory for a whole context each.
+A state that is saved and loaded gives the bits of a fresh model.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ParkedStates:
             if shared > most and (can_rollback or shared == parked.token_ids.size):
                 found, most = parked, shared
         if _pays(live.length - held, live.length):
-            self._park(live)
+            self.park(live)
         if found is not None and _pays(most - held, found.token_ids.size):
             self._states = [parked for parked in self._states if parked is not found]
             try:
@@ -66,7 +66,10 @@ class ParkedStates:
             except (EdgespecError, MemoryError) as exc:
                 logger.debug("a parked state cannot be used: %s", exc)
 
-    def _park(self, live: CachedSequence) -> None:
+    def park(self, live: CachedSequence) -> None:
+        """Save the state of `live`, unless it is too large or cannot be saved."""
+        if live.length < LEAST_TOKENS:
+            return
         if live.length * live.engine.facts.kv_bytes_per_token > self._most_bytes:
             return
         token_ids = live.token_ids.copy()

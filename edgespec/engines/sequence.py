@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +18,54 @@ from edgespec.errors import EdgespecError
 from edgespec.types import Batch, Draft, Logits, TokenIds
 
 
+class PassRequest(NamedTuple):
+    """Rows of one sequence that wait for a pass; the reply is their logits, a view until the next pass.
+
+    `hidden`: with hidden states or without them; None: as the engine does now.
+    """
+
+    target: CachedSequence
+    batch: Batch
+    hidden: bool | None = None
+
+    def run(self) -> Logits:
+        """The logits of a pass of its own. Raises as `Engine.forward`."""
+        self.target.first_row = 0
+        if self.hidden is not None:
+            self.target.engine.give_hidden_states(self.hidden)
+        return self.target.engine.forward(self.batch)
+
+    @property
+    def can_share(self) -> bool:
+        """Whether its rows may be packed with those of other sequences: hidden states are read of one sequence only."""
+        return self.target.shares_passes
+
+
+Passes = Generator[PassRequest, Logits, Logits]
+"""Asks for passes one after another; returns logits."""
+
+
+def at_once(passes: Passes) -> Logits:
+    """What `passes` return when each pass is run as soon as it is asked for. Raises as `Engine.forward`."""
+    try:
+        request = next(passes)
+        while True:
+            request = passes.send(request.run())
+    except StopIteration as end:
+        logits: Logits = end.value
+        return logits
+
+
 class CachedSequence:
-    """The KV cache of one sequence as a list of tokens that grows, is rolled back and is reused."""
+    """The KV cache of one sequence as a list of tokens that grows, is rolled back and is reused.
+
+    `most_rows`: of a pass that reads a prompt, where other sequences wait for theirs. `first_row`: of this sequence in
+    the last pass, where others came before.
+    """
 
     most_per_token = 1  # most places of the cache that a token takes
+    most_rows = sys.maxsize
+    first_row = 0
 
     def __init__(self, engine: Engine, sequence: int = 0) -> None:
         self.engine = engine
@@ -34,6 +80,10 @@ class CachedSequence:
         self._scored_layers: Features | None = None
         if self._length:
             self.rollback(0)
+
+    def another(self, sequence: int) -> CachedSequence:
+        """The like for another sequence of the engine, which is emptied."""
+        return CachedSequence(self.engine, sequence)
 
     @property
     def length(self) -> int:
@@ -141,23 +191,45 @@ class CachedSequence:
         self._ids[: token_ids.size] = token_ids
         self._length = int(token_ids.size)
 
-    def feed(self, token_ids: TokenIds) -> Logits:
-        """Append tokens [n] in as few passes as possible; the logits row [vocabulary] after the last one.
+    def adopt_prefix(self, other: CachedSequence, length: int) -> None:
+        """Hold the first `length` tokens of another sequence of the engine. Raises as `Engine.fork`."""
+        self._length = 0
+        self._forget_rows(0)
+        self.engine.fork(other.sequence, self.sequence)
+        self._ids[: other.length] = other.token_ids
+        self._length = other.length
+        self.rollback(length)
 
-        In reproducible mode all passes have widths of the pinned class, so that the cache has the same bits whether
+    @property
+    def shares_passes(self) -> bool:
+        """Whether its rows may be packed with those of other sequences."""
+        return self._features is None and not self._layers
+
+    def feed(self, token_ids: TokenIds) -> Logits:
+        """Append tokens [n] in as few passes as possible; the logits row [vocabulary] after the last one."""
+        return at_once(self.feeding(token_ids))
+
+    def feeding(self, token_ids: TokenIds) -> Passes:
+        """The passes of `feed`.
+
+        In reproducible mode all of them have widths of the pinned class, so that the cache has the same bits whether
         the tokens came as one prompt, in parts, or were decoded.
         """
         for start, end in itertools.pairwise(self._borders(token_ids.size)):
-            part = token_ids[start:end]
-            wanted = self._features is not None and end + PROMPT_FEATURES > token_ids.size
-            if self._features is not None:
-                self.engine.give_hidden_states(wanted)
-            logits = self.engine.forward(Batch.chain(part, sequence=self.sequence, last_only=True))
-            if wanted and self._features is not None:
-                self._features.append(self._length, self.engine.hidden_states())
-            if self._layers:
-                self._layer_rows.append(self._length, self.engine.layer_inputs())
-            self._append(part)
+            while start < end:
+                part = token_ids[start : end if self.engine.facts.pinned_class else min(end, start + self.most_rows)]
+                start += part.size
+                wanted = self._features is not None and start + PROMPT_FEATURES > token_ids.size
+                logits = yield PassRequest(
+                    self,
+                    Batch.chain(part, sequence=self.sequence, last_only=True),
+                    None if self._features is None else wanted,
+                )
+                if wanted and self._features is not None:
+                    self._features.append(self._length, self.engine.hidden_states())
+                if self._layers:
+                    self._layer_rows.append(self._length, self.engine.layer_inputs())
+                self._append(part)
         last: Logits = logits[-1]
         return last
 
@@ -179,10 +251,15 @@ class CachedSequence:
 
     def score(self, pending_token_id: int, draft: Draft) -> Logits:
         """Logits [1 + draft tokens, vocabulary] of the pending token and every draft node; `keep` must follow."""
+        return at_once(self.scoring(pending_token_id, draft))
+
+    def scoring(self, pending_token_id: int, draft: Draft) -> Passes:
+        """The pass of `score`."""
         if draft.num_tokens:
-            logits = self.engine.forward(Batch.tree(pending_token_id, draft, sequence=self.sequence))
+            batch = Batch.tree(pending_token_id, draft, sequence=self.sequence)
         else:
-            logits = self.engine.forward(Batch.chain([pending_token_id], sequence=self.sequence))
+            batch = Batch.chain([pending_token_id], sequence=self.sequence)
+        logits = yield PassRequest(self, batch, None if self._features is None else True)
         self._scored = None if self._features is None else self.engine.hidden_states().copy()
         self._scored_layers = self.engine.layer_inputs() if self._layers else None
         return logits
@@ -227,7 +304,8 @@ class CachedSequence:
             if len(accepted_nodes) < draft.num_tokens:
                 self.engine.rollback(kept, self.sequence)
         else:
-            self.engine.keep_path((0, *(node + 1 for node in accepted_nodes)), self.sequence)
+            path = (0, *(node + 1 for node in accepted_nodes))
+            self.engine.keep_path(tuple(self.first_row + row for row in path), self.sequence)
         self._append(np.array([pending_token_id, *draft.token_ids[list(accepted_nodes)]], np.int32))
 
     def rollback(self, to_length: int) -> None:

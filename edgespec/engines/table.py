@@ -84,6 +84,7 @@ class TableEngine(Engine):
             pinned_class=(1, max_batch),
             device="cpu",
             threads=1,
+            can_pack=True,
         )
         self._table, self._order = table, order
         self._logits = np.zeros((0, table.shape[1]), np.float32)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from edgespec.engines import disk_cache, proof
 from edgespec.engines.base import Engine, EngineFacts
-from edgespec.engines.disk_cache import Schema, a_list, a_record, a_row, flag, text, whole
+from edgespec.engines.disk_cache import Schema, a_list, a_record, a_row, flag, key_of, text, whole
 from edgespec.engines.disk_cache import seconds as of_time
 from edgespec.engines.proof import PREFIX, Survey, WidthClass
 from edgespec.errors import CapabilityError
@@ -77,6 +77,25 @@ def pinned_facts(engine: Engine, key: str, *, widest: int, reproducible: bool | 
         max_batch=max_batch,
         padding_cost=found.padding_cost,
     )
+
+
+def is_known_free(key: str, widest: int) -> bool:
+    """Whether an earlier test under `key` found a class with single-token passes in it, so that it costs nothing."""
+    kept = disk_cache.get("widths", key, _kept(widest))
+    if kept is None:
+        return False
+    found = Proved(tuple((low, high) for low, high in kept["classes"]), {}, kept["refuted"])
+    return found.pinned is not None and found.pinned[0] == 1
+
+
+def packs_alike(engine: Engine, key: str) -> bool:
+    """Whether rows in a pass with rows of other sequences have the bits that they have alone: cached, or tested now."""
+    key = key_of(METHOD, key, engine.facts.max_sequences)
+    kept = disk_cache.get("packing", key, a_record({"alike": flag}))
+    if kept is None:
+        kept = {"alike": proof.packs_alike(engine)}
+        disk_cache.put("packing", key, kept)
+    return bool(kept["alike"])
 
 
 def refute(engine: Engine) -> None:

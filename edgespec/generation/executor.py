@@ -9,7 +9,7 @@ import atexit
 import logging
 import math
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -78,12 +78,14 @@ class Executor:
         self.target = target
         self.sequence = CachedSequence(target)
         self.pool = DrafterPool(options, pair, self.sequence, drafters)
+        self._places = [(self.sequence, self.pool)]
         self.class_watch = ClassWatch()
         self.memory = memory
         self.parked = ParkedStates() if memory is None else ParkedStates(most_bytes=memory.parked_bytes)
         self.last_stats = Stats()
         self._running: _Running | None = None
         self._current: Claim | None = None  # the generation that `interrupt` ends
+        self._batched: list[Claim] = []  # or those of a batch
         # Reentrant: a signal handler may call `interrupt` while this thread begins or ends a generation.
         self._interrupting = threading.RLock()
         self._reading = threading.RLock()  # guards the vocabulary, which is freed with the target
@@ -115,9 +117,20 @@ class Executor:
         self._take_over(claim)
         self.last_stats = stats
         controller = self.pool.controller(request.options)
+        relieve = self.reliever(lambda: () if controller is None else (controller,))
+        run = self.run_of(request, stats, self.sequence, relieve)
+        run.threads = self.pool.threads
+        events = autoregressive(run) if controller is None else speculative(run, controller, RULES[request.rule])
+        self._running = _Running(run, events)
+        return events
+
+    def run_of(
+        self, request: Request, stats: Stats, sequence: CachedSequence, relieve: Callable[[], str] | None
+    ) -> Run:
+        """The state of a generation on `sequence`."""
         options, vocabulary = request.options, self.target.vocabulary
-        run = Run(
-            target=self.sequence,
+        return Run(
+            target=sequence,
             prompt_ids=request.prompt_ids,
             sampler=request.sampler,
             stop=StopRules(
@@ -127,16 +140,23 @@ class Executor:
             top_logprobs=options.top_logprobs,
             parked=self.parked,
             watch=self.class_watch,
-            threads=self.pool.threads,
-            relieve=None if self.memory is None else partial(self._relieve, self.memory, controller),
+            relieve=relieve,
             on_round=request.on_round,
             stats=stats,
         )
-        events = autoregressive(run) if controller is None else speculative(run, controller, RULES[request.rule])
-        self._running = _Running(run, events)
-        return events
 
-    def _relieve(self, memory: MemoryReport, controller: Controller | None) -> str:
+    def places(self) -> list[tuple[CachedSequence, DrafterPool]]:
+        """A sequence and its drafters for each generation that can run at once; the first are those of `begin`."""
+        while len(self._places) < self.target.facts.max_sequences:
+            sequence = CachedSequence(self.target, len(self._places))
+            self._places.append((sequence, self.pool.another(sequence)))
+        return self._places
+
+    def reliever(self, controllers: Callable[[], Iterable[Controller]]) -> Callable[[], str] | None:
+        """What frees memory between rounds, given the controllers in use; None where nothing watches it."""
+        return None if self.memory is None else partial(self._relieve, self.memory, controllers)
+
+    def _relieve(self, memory: MemoryReport, controllers: Callable[[], Iterable[Controller]]) -> str:
         """Free memory where the budget is exceeded: saved states first, then the draft model, never the target."""
         excess = memory.watch.excess()
         if not excess:
@@ -146,14 +166,21 @@ class Executor:
         self.parked.clear()
         if saved >= excess:
             return f"{over}: saved states of other conversations dropped"
-        names = self.pool.drop_models()
-        if controller is not None:
+        names = self._drop_models()
+        for controller in controllers():
             controller.drop(names)
         return_freed_memory()
         if names:
             return f"{over}: draft model released ({', '.join(names)}), drafters without one go on"
         memory.watch.stop()
         return f"{over}, and nothing is left to release: use a smaller --ctx-size"
+
+    def _drop_models(self) -> tuple[DrafterName, ...]:
+        """Close the draft models. The first pool owns them, so it comes last."""
+        names: tuple[DrafterName, ...] = ()
+        for _, pool in reversed(self._places):
+            names = pool.drop_models()
+        return names
 
     def finish(self, claim: Claim) -> None:
         """End the generation of `claim`, finished or not: its answer is learnt and `interrupt` no longer affects it."""
@@ -179,10 +206,7 @@ class Executor:
         try:
             if running is not None:
                 running.events.close()
-                running.run.stats.peak_rss_bytes = peak_rss_bytes()
-                running.run.stats.planned_bytes = 0 if self.memory is None else self.memory.plan.total_bytes
-                begin = running.run.prompt_ids.size
-                self.pool.learn(self.sequence.token_ids[begin : begin + running.run.stats.new_tokens])
+                self.conclude(running.run, self.pool)
         finally:
             with self._interrupting:
                 self._current = claim
@@ -191,12 +215,34 @@ class Executor:
                     for drafter in self._drafters():
                         drafter.clear_cancel()
 
+    def join_batch(self, claim: Claim) -> None:
+        """A generation of a batch begins: `interrupt` affects it from now on."""
+        with self._interrupting:
+            self._batched.append(claim)
+            self.target.clear_cancel()
+
+    def leave_batch(self, claim: Claim) -> None:
+        """A generation of a batch has ended."""
+        with self._interrupting:
+            self._batched.remove(claim)
+
+    def conclude(self, run: Run, pool: DrafterPool) -> None:
+        """A generation has ended: complete its counters and learn its answer."""
+        run.stats.peak_rss_bytes = peak_rss_bytes()
+        run.stats.planned_bytes = 0 if self.memory is None else self.memory.plan.total_bytes
+        begin = run.prompt_ids.size
+        pool.learn(run.target.token_ids[begin : begin + run.stats.new_tokens])
+
     def interrupt(self, claim: Claim | None = None) -> None:
         """End the running generation after at most one pass; with `claim`, only if it is that claim's.
 
         May be called from any thread or a signal handler.
         """
         with self._interrupting:
+            for batched in self._batched if claim is None else ():
+                batched.withdraw()
+            if self._batched and all(batched.is_withdrawn for batched in self._batched):
+                self.target.cancel()  # the running pass serves nobody
             current = self._current
             if current is None or claim not in (None, current):
                 return
@@ -215,8 +261,9 @@ class Executor:
     def forget(self) -> None:
         """Clear all caches. The caller must hold the turn."""
         self.parked.clear()
-        self.sequence.rollback(0)
-        self.pool.empty()
+        for sequence, pool in self._places:
+            sequence.rollback(0)
+            pool.empty()
 
     def close(self, *, at_exit: bool = False) -> None:
         """Cancel the running generation, wait for it, save learnt data and free everything. Closing twice is allowed.

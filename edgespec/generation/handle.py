@@ -63,6 +63,11 @@ class Generation(Closing):
     # -- state
 
     @property
+    def request(self) -> Request:
+        """What was asked for, for a batch that runs it."""
+        return self._request
+
+    @property
     def text(self) -> str:
         """Text of the events read so far."""
         return "".join(event.text for event in self._emitted)
@@ -76,6 +81,11 @@ class Generation(Closing):
     def is_over(self) -> bool:
         """Whether there are no more events."""
         return self._is_over
+
+    @property
+    def failure(self) -> Exception | None:
+        """What it failed with."""
+        return self._failure
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -204,6 +214,26 @@ class Generation(Closing):
             self._executor.finish(self._claim)
         finally:
             self._executor.turn.give_back(self._claim)
+
+    # -- run by a batch
+
+    def receive(self, event: TokenEvent) -> None:
+        """The next event, from the batch that runs it in place of this handle."""
+        self._emitted.append(event)
+
+    def ended(self, failure: Exception | None) -> None:
+        """The batch has come to its end."""
+        self._is_over, self._failure = True, failure
+
+    @property
+    def claim(self) -> Claim:
+        """Its place in the queue, by which it is cancelled."""
+        return self._claim
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether `cancel` was called."""
+        return self._claim.is_withdrawn
 
     # -- ending
 

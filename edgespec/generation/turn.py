@@ -84,6 +84,11 @@ class Turn:
         self._joining = threading.Lock()
         self.is_shut = self.is_exiting = False
 
+    @property
+    def num_queued(self) -> int:
+        """Claims that have the turn or wait for it."""
+        return len(self._queue)
+
     def is_of(self, claim: Claim) -> bool:
         """Whether `claim` has the turn."""
         return bool(self._queue) and self._queue[0] is claim

@@ -16,11 +16,14 @@ from edgespec.config import LoadOptions
 from edgespec.drafters.spec import SPECS
 from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.manifest import ModelPair
-from edgespec.loading.requirements import without_drafts
+from edgespec.loading.heads import head_paths
+from edgespec.loading.requirements import Chosen, without_drafts
 from edgespec.memory.plan import Plan, planned
 from edgespec.memory.verdict import Room, Verdict
 from edgespec.sizes import as_size
 
+PARALLEL = 4  # answers at once of a server
+ONE_TEXT = {"eagle3", "hierarchical"}  # drafters with a model that serve one text at a time
 COMFORTABLE_CONTEXT, LEAST_CONTEXT = 2048, 512
 _DRAFT_CONTEXTS = (1024, 512)
 
@@ -58,6 +61,19 @@ class Fitted:
     @property
     def _limit(self) -> str:
         return f"{as_size(self.verdict.free_bytes)} ({self.verdict.name})"
+
+
+def usual_parallel(options: LoadOptions, pair: ModelPair, room: Room | None = None) -> int:
+    """Answers at once for a server where nobody said how many: PARALLEL if they fit with nothing given up, else 1.
+
+    1 too where a drafter of the pair serves one text only, as heads and early exits do. Raises as `planned`.
+    """
+    chosen = Chosen.of(options, pair)
+    serves_one = any(SPECS[name].owns == "layers of the target" or name in ONE_TEXT for name in chosen.wanted)
+    if serves_one or head_paths(options, pair, is_cut=chosen.is_cut):
+        return 1
+    room = Room.now(options.memory) if room is None else room
+    return PARALLEL if _fitted(replace(options, parallel=PARALLEL), pair, room, ()).verdict.fit == "fits" else 1
 
 
 def fit(options: LoadOptions, pair: ModelPair, room: Room | None = None) -> Fitted:

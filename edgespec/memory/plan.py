@@ -49,10 +49,11 @@ class ModelNeed:
 
     def parts(self) -> list[Part]:
         need, role = self.footprint, self.role
+        texts = f" for each of {need.sequences} answers" if need.sequences > 1 else ""
         found = (
             Part(f"{role}: weights in their file", 0, need.mapped),
             Part(f"{role}: weights copied for the processor", need.packed),
-            Part(f"{role}: KV cache, {need.context_length} tokens, {self.cache}", need.cache),
+            Part(f"{role}: KV cache, {need.context_length} tokens{texts}, {self.cache}", need.cache),
             Part(f"{role}: results of a pass", need.compute),
             Part(f"{role}: logits", need.logits),
             Part(f"{role}: vocabulary", need.vocabulary),
@@ -133,6 +134,7 @@ def planned(options: LoadOptions, pair: ModelPair) -> Plan:
         rows=1,
         gpu_layers=options.gpu_layers if options.draft_gpu_layers is None else options.draft_gpu_layers,
         default_context=draft_context(target.footprint.context_length),
+        sequences=options.parallel,
     )
     types = cache_types(options, is_draft=True)
     is_head = "eagle3" in chosen.wanted
@@ -160,6 +162,7 @@ def _target_use(options: LoadOptions, chosen: Chosen) -> Use:
         rows=max(rows, _SURVEYED_ROWS) if options.reproducible else rows,
         gpu_layers=options.gpu_layers,
         exit_layer=chosen.exit_layer,
+        sequences=options.parallel,
     )
 
 

@@ -1,7 +1,7 @@
 """Runs the requests of all clients on one model: a queue with a limit, and one thread that owns the engine.
 
-`Scheduler.submit` and the `Ticket`s that it returns are all that the protocols know of this, so that a scheduler that
-decodes several requests in one pass can take its place. A slow reader holds up nobody: the thread does not wait for it.
+As many requests run at once as the model was loaded for (`--parallel`); the others wait in the queue. A slow reader
+holds up nobody: the thread does not wait for it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import Any, TypeVar
 
 from edgespec.config import GenerateOptions
 from edgespec.errors import EdgespecError
+from edgespec.generation.batching import ContinuousBatch
 from edgespec.generation.handle import Generation
 from edgespec.runtime import Model
 from edgespec.sampling import Sampling
@@ -48,6 +50,7 @@ class Ticket:
         self._events: list[TokenEvent] = []
         self._failure: Exception | None = None
         self._is_over = False
+        self._has_begun = False
         self.submitted_s = monotonic()
 
     @property
@@ -85,23 +88,18 @@ class Ticket:
         self._generation.cancel()
         self._scheduler.forget(self)
 
-    def run(self, metrics: Metrics) -> Exception | None:
-        """Decode to the last event; called by the scheduler's thread, which calls `end` with what is returned."""
-        failure: Exception | None = None
-        is_first = True
-        try:
-            for event in self._generation:
-                if is_first:
-                    metrics.first_token_s += monotonic() - self.submitted_s
-                    metrics.first_tokens += 1
-                is_first = False
-                self._post(event)
-        except Exception as exc:  # whatever it is, the reader must learn of it and the thread must go on
-            failure = exc
-        with suppress(EdgespecError):  # the model was closed meanwhile
-            self._generation.close()
-        metrics.add(self.stats, has_failed=failure is not None)
-        return failure
+    @property
+    def generation(self) -> Generation:
+        """What the scheduler's thread runs."""
+        return self._generation
+
+    def post(self, metrics: Metrics, event: TokenEvent) -> None:
+        """The next event; called by the scheduler's thread."""
+        if not self._has_begun:
+            metrics.first_token_s += monotonic() - self.submitted_s
+            metrics.first_tokens += 1
+        self._has_begun = True
+        self._post(event)
 
     def end(self, failure: Exception | None = None) -> None:
         """There are no more events."""
@@ -122,12 +120,12 @@ class Ticket:
 
 
 class Scheduler:
-    """The queue of a model: first come, first served. `max_queued`: jobs that may wait while another one runs."""
+    """The queue of a model: first come, first served. `max_queued`: jobs that may wait while others run."""
 
     def __init__(self, model: Model, max_queued: int, metrics: Metrics) -> None:
         self.model, self.max_queued, self.metrics = model, max_queued, metrics
         self._waiting: deque[Ticket] = deque()
-        self._running: Ticket | None = None
+        self._running: list[Ticket] = []
         self._changed = threading.Condition()
         self._preparing = ThreadPoolExecutor(1, "edgespec-prepare")
         self._is_stopping = False
@@ -142,7 +140,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Jobs that are being decoded."""
-        return 0 if self._running is None else 1
+        return len(self._running)
 
     async def prepare(self, function: Callable[..., Returned], *args: Any) -> Returned:
         """Call what checks and encodes a request. One thread does that for all, so that requests keep their order."""
@@ -171,11 +169,10 @@ class Scheduler:
     def _check_room(self, num_jobs: int) -> None:
         if self._is_stopping:
             raise _stopping()
-        room = self.max_queued + 1 - self.num_running - self.num_waiting
-        if num_jobs > self.max_queued + 1:
-            raise HttpError(
-                400, f"{num_jobs} answers at once; this server queues at most {self.max_queued + 1}", param="n"
-            )
+        most = self.max_queued + self.model.options.parallel
+        room = most - self.num_running - self.num_waiting
+        if num_jobs > most:
+            raise HttpError(400, f"{num_jobs} answers at once; this server takes at most {most}", param="n")
         if num_jobs > room:
             self.metrics.refused += 1
             raise HttpError(
@@ -188,10 +185,12 @@ class Scheduler:
             if ticket not in self._waiting:
                 return
             self._waiting.remove(ticket)
+        with suppress(EdgespecError):  # the model was closed meanwhile
+            ticket.generation.close()
         ticket.end()
 
     def stop(self) -> None:
-        """Refuse new and waiting jobs from now on; the running one goes on."""
+        """Refuse new and waiting jobs from now on; the running ones go on."""
         with self._changed:
             self._is_stopping = True
             waiting, self._waiting = list(self._waiting), deque()
@@ -200,25 +199,63 @@ class Scheduler:
             ticket.end(_stopping())
 
     def close(self) -> None:
-        """`stop`, cancel the running job and wait for the thread to end. The model stays open."""
+        """`stop`, cancel the running jobs and wait for the thread to end. The model stays open."""
         self.stop()
-        running = self._running
-        if running is not None:
+        for running in list(self._running):
             running.cancel()
         self._preparing.shutdown(wait=False, cancel_futures=True)
         self._thread.join(_JOIN_S)
 
     def _serve(self) -> None:
+        while self._has_work():
+            try:
+                with self.model.batch() as batch:
+                    self._decode(batch)
+            except Exception as exc:  # whatever it is, the readers must learn of it and the thread must go on
+                self._fail_all(exc)
+
+    def _has_work(self) -> bool:
+        """Wait until a job waits; False when the server stops."""
+        with self._changed:
+            while not self._waiting and not self._is_stopping:
+                self._changed.wait()
+            return bool(self._waiting)
+
+    def _decode(self, batch: ContinuousBatch) -> None:
+        """Run jobs until none is left, or until somebody else waits for the model."""
+        self._admit(batch)
+        while self._running:
+            batch.step()
+            for ticket in [ticket for ticket in self._running if ticket.generation.is_over]:
+                self._end(ticket, ticket.generation.failure)
+            if not batch.is_wanted_elsewhere:
+                self._admit(batch)
+
+    def _admit(self, batch: ContinuousBatch) -> None:
+        """Begin the jobs that there is room for, in order."""
         while True:
             with self._changed:
-                while not self._waiting and not self._is_stopping:
-                    self._changed.wait()
-                if not self._waiting:
+                if not self._waiting or not batch.has_room(self._waiting[0].generation):
                     return
-                ticket = self._running = self._waiting.popleft()
-            failure = ticket.run(self.metrics)
-            self._running = None  # before the client knows, so that its next request finds room
-            ticket.end(failure)
+                ticket = self._waiting.popleft()
+                self._running.append(ticket)
+            try:
+                batch.begin(ticket.generation, partial(ticket.post, self.metrics))
+            except Exception as exc:
+                self._end(ticket, exc)
+
+    def _end(self, ticket: Ticket, failure: Exception | None) -> None:
+        self.metrics.add(ticket.stats, has_failed=failure is not None)
+        self._running.remove(ticket)  # before the client knows, so that its next request finds room
+        ticket.end(failure)
+
+    def _fail_all(self, failure: Exception) -> None:
+        """The model cannot be used: it was closed, or a batch broke."""
+        with self._changed:
+            waiting, self._waiting = list(self._waiting), deque()
+            self._running += waiting
+        for ticket in list(self._running):
+            self._end(ticket, failure)
 
 
 def _stopping() -> HttpError:

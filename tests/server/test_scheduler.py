@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 from starlette.applications import Starlette
 
+from bench_table import table_model
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.errors import EdgespecError, SamplingError
 from edgespec.server.app import create_app
 from edgespec.server.http_errors import HttpError
+from edgespec.server.metrics import Metrics
 from edgespec.server.scheduler import Job, Scheduler, Ticket
 from edgespec.server.service import Service
 from waiting import reached
@@ -131,6 +136,62 @@ def test_stopping_refuses_the_waiting_and_finishes_the_running(scheduler: Schedu
         assert running.stats.new_tokens == 60
 
     asyncio.run(main())
+
+
+# -- several at once
+
+
+def test_64_clients_and_random_cancels_on_four_slots(tmp_path: Path):
+    """Everybody gets the text that he gets alone, or the beginning of it; no slot stays taken."""
+    random = Random(4)
+    prompts = [[random.randrange(10) for _ in range(random.choice([1, 6, 120]))] for _ in range(64)]
+    options = [
+        GenerateOptions(max_tokens=random.randrange(1, 40), drafter=random.choice(["none", "auto"])) for _ in prompts
+    ]
+    leaving = set(random.sample(range(64), 24))
+    with table_model(tmp_path, pass_s=0.001, parallel=4) as model:
+        scheduler = Scheduler(model, 64, Metrics())
+
+        async def client(index: int) -> list[int]:
+            await asyncio.sleep(random.random() * 0.3)
+            (ticket,) = await scheduler.submit([Job(prompts[index], Sampling(temperature=1.0, seed=9), options[index])])
+            assert scheduler.num_running <= 4
+            if index in leaving:
+                asyncio.get_running_loop().call_later(random.random() * 0.2, ticket.cancel)
+            ids = [event.token_id async for events in ticket for event in events]
+            assert ticket.finish_reason is not None and (ticket.finish_reason != "cancelled" or index in leaving)
+            return ids
+
+        async def main() -> list[list[int]]:
+            return await asyncio.gather(*(client(index) for index in range(64)))
+
+        found = asyncio.run(main())
+        scheduler.close()
+        model.target.pass_s = 0.0  # type: ignore[attr-defined]
+        assert scheduler.num_running == scheduler.num_waiting == 0
+        assert sum(scheduler.metrics.finished.values()) >= 64 - len(leaving)
+        for index, ids in enumerate(found):
+            alone = replace(options[index], drafter="none")
+            whole = list(model.generate(prompts[index], Sampling(temperature=1.0, seed=9), alone).token_ids)
+            assert ids == (whole[: len(ids)] if index in leaving else whole)
+
+
+def test_a_caller_in_the_process_gets_the_model_between_answers(tmp_path: Path):
+    """While clients keep the server busy, another thread's generation is not kept waiting for ever."""
+    with table_model(tmp_path, pass_s=0.001, parallel=2) as model:
+        scheduler = Scheduler(model, 64, Metrics())
+
+        async def main() -> None:
+            options = GenerateOptions(max_tokens=200, drafter="none")
+            tickets = await scheduler.submit([Job([1, 2], Sampling(), options) for _ in range(12)])
+            await reached(lambda: tickets[0].stats.new_tokens > 0)
+            result = await asyncio.to_thread(model.generate, [3, 4], Sampling(), GenerateOptions(max_tokens=5))
+            assert result.stats.new_tokens == 5 and scheduler.num_waiting > 2
+            for ticket in tickets:
+                ticket.cancel()
+
+        asyncio.run(main())
+        scheduler.close()
 
 
 # -- clients that leave

@@ -1,6 +1,7 @@
 """Assigns cells of the KV cache to sequences: the only module that adds and removes llama.cpp sequence ids.
 
-Ids: first our own sequences, then a pool of branch ids for trees, last a scratch id for padding rows. A branch id
+Ids: first our own sequences, then a pool of branch ids for trees, last a scratch id for padding rows; where sequences
+have streams of their own there are only the first, and padding rows go behind those of a sequence. A branch id
 mirrors one of our sequences up to some length and is updated when a tree needs it. What shortens a sequence shortens
 its mirrors as well, so that no cell remains of a token that was dropped.
 
@@ -54,7 +55,8 @@ class Cells:
                 f"the trees of this batch have {sum(needed.values())} side branches, this engine was loaded for "
                 f"{len(self._branch_ids)}; draft fewer branches or load with a larger max_branches"
             )
-        self._trim(self._scratch_id, 0)
+        if self._scratch_id >= 0:
+            self._trim(self._scratch_id, 0)
         for sequence in placed:
             self.trim(sequence)
         free = list(self._branch_ids)

@@ -1,4 +1,7 @@
-"""The llama.cpp engine, on the library's low-level functions: one unified KV cache holds all sequences."""
+"""The llama.cpp engine, on the library's low-level functions.
+
+One unified KV cache holds all sequences; in reproducible mode with several of them, each has a stream of its own.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from edgespec.engines.envelope import StateStamp
 from edgespec.engines.held import HeldFiles
 from edgespec.engines.llamacpp.cells import Cells
 from edgespec.engines.llamacpp.eagle3 import Eagle3Head
-from edgespec.engines.llamacpp.facts import keeps_running_state, measured_facts, read_facts
+from edgespec.engines.llamacpp.facts import keeps_running_state, measured_facts, read_facts, will_be_reproducible
 from edgespec.engines.llamacpp.layers import LayerInputs
 from edgespec.engines.llamacpp.library import CancelFlag, complaints, forget_complaints, library, open_model, version
 from edgespec.engines.llamacpp.rows import RowBuffer, Selection
@@ -44,8 +47,7 @@ NO_ROOM, ABORTED = 1, 2
 class LlamaCppEngine(Engine):
     """One GGUF model in llama.cpp. Make it with `load`. Logits stay valid until the next `forward`.
 
-    In reproducible mode the logits of a sequence depend bitwise on its tokens alone, as long as no other sequence is
-    changed meanwhile: all share one cache, and attention adds in the order of its cells.
+    In reproducible mode the logits of a sequence depend bitwise on its tokens alone.
     """
 
     vocabulary: LlamaCppVocabulary
@@ -154,6 +156,8 @@ class LlamaCppEngine(Engine):
         model = open_model(path, gpu_layers=settings.gpu_layers, check_tensors=check_tensors)
         if keeps_running_state(model):
             settings = replace(settings, max_branches=0)
+        if settings.max_sequences > 1 and will_be_reproducible(path, settings):
+            settings = replace(settings, max_branches=0, streams=True)
         cancel = CancelFlag()
         try:
             require_generator(model, path)

@@ -12,7 +12,7 @@ from edgespec.engines.base import Engine, EngineFacts
 from edgespec.engines.disk_cache import file_key, key_of
 from edgespec.engines.llamacpp.library import library, version
 from edgespec.engines.llamacpp.settings import ContextSettings
-from edgespec.engines.widths import METHOD, PREFIX, pinned_facts
+from edgespec.engines.widths import METHOD, PREFIX, is_known_free, packs_alike, pinned_facts
 from edgespec.formats.gguf.split import model_files
 from edgespec.types import Batch
 
@@ -40,6 +40,7 @@ def read_facts(model: Any, context: Any, settings: ContextSettings) -> EngineFac
         pinned_class=None,
         device="gpu" if settings.gpu_layers else "cpu",
         threads=settings.threads,
+        can_pack=settings.max_sequences > 1,
     )
 
 
@@ -55,7 +56,20 @@ def measured_facts(engine: Engine, path: Path, settings: ContextSettings, state_
     engine.facts = facts
     advice = f"Use a Q8_0 file in place of {path.name}, or --no-reproducible"
     key = _widths_key(path, settings)
-    return pinned_facts(engine, key, widest=settings.widest, reproducible=settings.reproducible, advice=advice)
+    facts = pinned_facts(engine, key, widest=settings.widest, reproducible=settings.reproducible, advice=advice)
+    if not settings.streams:
+        return facts
+    # A pass over several streams is split into parts of equal widths, which padding cannot bring into a class.
+    engine.facts = replace(facts, can_pack=False)
+    can_pack = facts.pinned_class is not None and facts.pinned_class[0] == 1 and packs_alike(engine, key)
+    return replace(facts, can_pack=can_pack)
+
+
+def will_be_reproducible(path: Path, settings: ContextSettings) -> bool:
+    """Whether a model loaded with `settings` will use a width class, as far as can be said before it is measured."""
+    if settings.reproducible is None:
+        return is_known_free(_widths_key(path, settings), settings.widest)
+    return settings.reproducible
 
 
 def _widths_key(path: Path, settings: ContextSettings) -> str:

@@ -17,6 +17,7 @@ from edgespec.engines.llamacpp.eagle3 import DEFAULT_CONTEXT as EAGLE3_CONTEXT
 from edgespec.engines.llamacpp.eagle3 import num_bytes
 from edgespec.engines.llamacpp.settings import (
     CACHE_BYTES,
+    CELLS_MULTIPLE,
     DEFAULTS,
     PLAIN_TYPES,
     ContextSettings,
@@ -30,7 +31,7 @@ from edgespec.formats.gguf.header import GgufHeader, TensorInfo
 from edgespec.formats.gguf.split import model_files
 from edgespec.formats.gguf.values import GgufNumbers
 
-_CELLS_MULTIPLE, _CACHE_BLOCK = 256, 32
+_CACHE_BLOCK = 32
 _EMBEDDINGS, _HEAD = "token_embd.weight", "output.weight"
 # Rows of a matrix that are interleaved, and the instructions that the kernel needs, by type (ggml's repack.cpp).
 _X86 = {"Q4_0": "avx2", "Q4_K": "avx2", "IQ4_NL": "avx2", "MXFP4": "avx2", "Q2_K": "avx512f"}
@@ -69,10 +70,11 @@ def footprint(path: Path, use: Use) -> Footprint:
     shape = Shape.of(header)
     context = choose_context_length(path, header.context_length, use.context_length, use.default_context)
     kinds = [kind or "f16" for kind in use.cache_types]
+    defaults = DEFAULTS | {"max_sequences": use.sequences}
     settings = ContextSettings.checked(
-        context_length=context, threads=1, gpu_layers=0, cache_type_k=kinds[0], cache_type_v=kinds[1], **DEFAULTS
+        context_length=context, threads=1, gpu_layers=0, cache_type_k=kinds[0], cache_type_v=kinds[1], **defaults
     )
-    cells = -(-settings.cells // _CELLS_MULTIPLE) * _CELLS_MULTIPLE
+    cells = -(-settings.cells // CELLS_MULTIPLE) * CELLS_MULTIPLE
     _check_cache(path, header, kinds)
     cache = int(sum(count * CACHE_BYTES[kind] for count, kind in zip(shape.kv, kinds, strict=True)) * cells)
     on_device = _share_on_device(use.gpu_layers, shape.layers)
@@ -91,6 +93,7 @@ def footprint(path: Path, use: Use) -> Footprint:
         device=int((weights + cache) * on_device),
         reserved=reserved - compute,
         context_length=context,
+        sequences=use.sequences,
     )
 
 

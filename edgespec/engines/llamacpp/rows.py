@@ -87,13 +87,16 @@ class RowBuffer:
             self.ids[row, : len(ids)] = ids
 
     def pad(self, low: int, scratch_id: int) -> None:
-        """Append scratch rows of a sequence of their own up to `low` rows."""
+        """Append scratch rows up to `low` rows: of a sequence of their own, or behind the last row if that is -1."""
         width = self.struct.n_tokens
         if width >= low:
             return
         scratch = slice(width, low)
         self.token_ids[scratch] = 0
         self.positions[scratch] = self._counting[: low - width]
+        if scratch_id < 0:
+            scratch_id = self.ids[width - 1, 0]
+            self.positions[scratch] += self.positions[width - 1] + 1
         self.num_ids[scratch] = 1
         self.ids[scratch, 0] = scratch_id
         self.outputs[scratch] = 0

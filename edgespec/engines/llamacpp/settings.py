@@ -28,6 +28,7 @@ CACHE_BYTES = {
     "q4_0": 18 / 32,
 }
 AUTO, OFF, ON = -1, 0, 1
+CELLS_MULTIPLE = 256  # llama.cpp rounds a context up to it
 NO_POOLING = 0
 PLAIN_TYPES = frozenset({"f32", "f16", "bf16"})
 # What an engine is loaded with unless its caller says otherwise.
@@ -44,7 +45,11 @@ DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class ContextSettings:
-    """Checked settings. `context_length` in tokens per sequence; `flash_attention` None leaves it to the library."""
+    """Checked settings. `context_length` in tokens per sequence; `flash_attention` None leaves it to the library.
+
+    `streams`: every sequence has cells of its own, so that attention adds in the order of its tokens whatever the
+    others hold; there are no branches then. Otherwise all share their cells.
+    """
 
     context_length: int
     threads: int
@@ -57,6 +62,7 @@ class ContextSettings:
     flash_attention: bool | None
     reproducible: bool | None
     widest: int
+    streams: bool = False
 
     @classmethod
     def checked(cls, *, threads: int | None, **given: Any) -> Self:
@@ -93,11 +99,12 @@ class ContextSettings:
     @property
     def sequence_ids(self) -> int:
         """Ids that llama.cpp keeps apart: sequences, branches beyond each tree's main chain, the scratch id."""
-        return self.max_sequences + self.max_branches + 1
+        return self.max_sequences if self.streams else self.max_sequences + self.max_branches + 1
 
     @property
     def scratch_id(self) -> int:
-        return self.sequence_ids - 1
+        """The id of padding rows; -1 where they go behind the rows of a sequence."""
+        return -1 if self.streams else self.sequence_ids - 1
 
     @property
     def batch_capacity(self) -> int:
@@ -106,6 +113,8 @@ class ContextSettings:
     @property
     def cells(self) -> int:
         """KV cells: every sequence full, and room for scratch rows on top."""
+        if self.streams:
+            return -(-(self.context_length + self.widest) // CELLS_MULTIPLE) * CELLS_MULTIPLE * self.max_sequences
         return self.context_length * self.max_sequences + self.widest
 
     @property
@@ -155,7 +164,7 @@ def create_context(model: Any, path: Path, settings: ContextSettings, cancel: Ca
     params.n_threads = params.n_threads_batch = settings.threads
     params.type_k, params.type_v = CACHE_TYPES[settings.cache_type_k], CACHE_TYPES[settings.cache_type_v]
     params.flash_attn_type = settings.flash_attention_type
-    params.kv_unified = True
+    params.kv_unified = not settings.streams
     params.swa_full = True  # a sliding-window cache could not be rolled back
     params.no_perf = True
     params.pooling_type = NO_POOLING  # hidden states are wanted by the row

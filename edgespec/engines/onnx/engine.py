@@ -71,6 +71,7 @@ class OnnxEngine(Engine):
             pinned_class=None,
             device=device.provider,
             threads=settings.threads,
+            can_pack=settings.max_sequences > 1 and isinstance(self._caches, PackedCaches),
         )
 
     @classmethod

@@ -61,13 +61,14 @@ def footprint(path: Path, use: Use) -> Footprint:
         provider="cpu",
         cache_type=use.cache_types[0] or "f32",
         exit_layer=use.exit_layer,
-        **DEFAULTS,
+        **DEFAULTS | {"max_sequences": use.sequences},
     )
     if settings.cache_type == "int8" and not graph.is_shared:
         raise CapabilityError(NO_INT8_CACHE)
     per_token = _cache_bytes_per_token(graph, settings)
     # A cache that grows by concatenation exists twice while it is copied.
-    cache = per_token * settings.cells(graph) * (1 if graph.is_shared else 2)
+    caches = 1 if settings.packs(graph) else settings.max_sequences
+    cache = per_token * settings.cells(graph) * caches * (1 if graph.is_shared else 2)
     rows = max(settings.max_batch, settings.widest)
     results = 4 * rows * (3 * products.inner + 4 * products.width)
     outputs = min(use.rows, settings.max_outputs(graph.vocabulary_size))
@@ -88,6 +89,7 @@ def footprint(path: Path, use: Use) -> Footprint:
         loading_mapped=0 if loading else products.largest,
         reserved=files,
         context_length=settings.context_length,
+        sequences=use.sequences,
     )
 
 

@@ -1,0 +1,78 @@
+"""The places of a model where generations can run at once: a sequence of the target and drafters for it each.
+
+A place keeps its text when a generation ends. The next one takes the place whose text it continues furthest, or copies
+a prefix from a place in use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edgespec.config import GenerateOptions
+from edgespec.control.pool import DrafterPool
+from edgespec.engines.parked import LEAST_TOKENS
+from edgespec.engines.sequence import CachedSequence
+from edgespec.generation.executor import Executor, Request
+
+MOST_IDLE_TOKENS = 1024  # of texts without a generation that stay in cells which all sequences share
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """One place. `latest_use`: when its last generation ended, as a number that grows."""
+
+    sequence: CachedSequence
+    pool: DrafterPool
+    is_taken: bool = False
+    latest_use: int = 0
+
+
+class Slots:
+    """All places of a model, as many as its target has sequences."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._parked = executor.parked
+        self._all = [Slot(sequence, pool) for sequence, pool in executor.places()]
+
+    @property
+    def have_features(self) -> bool:
+        """Whether any sequence reads hidden states."""
+        return any(not slot.sequence.shares_passes for slot in self._all)
+
+    def has_one_for(self, options: GenerateOptions) -> bool:
+        """Whether a free place has what `options` ask for."""
+        return bool(self._free(options))
+
+    def _free(self, options: GenerateOptions) -> list[Slot]:
+        """A drafter that serves one sequence only exists in the first place, which also says why one is missing."""
+        able = [slot for slot in self._all if slot.pool.has(options)] or self._all[:1]
+        return [slot for slot in able if not slot.is_taken]
+
+    def _clear_idle(self, found: Slot) -> None:
+        """Where sequences share their cells, a pass looks at those of all, so idle texts are parked instead."""
+        if found.sequence.engine.facts.pinned_class is not None:
+            return
+        idle = sorted((s for s in self._all if not s.is_taken), key=lambda slot: slot.latest_use, reverse=True)
+        kept = 0
+        for slot in idle:
+            kept += slot.sequence.length
+            if kept > MOST_IDLE_TOKENS:
+                self._parked.park(slot.sequence)
+                slot.sequence.rollback(0)
+
+    def take(self, request: Request) -> Slot:
+        """The free place that continues the prompt furthest, of equal ones that which was used longest ago."""
+        prompt_ids = request.prompt_ids
+
+        def kept(slot: Slot) -> int:
+            return slot.sequence.reusable_length(prompt_ids)
+
+        found = max(self._free(request.options), key=lambda slot: (kept(slot), -slot.latest_use))
+        found.is_taken = True
+        own = kept(found)
+        source = max(self._all, key=lambda slot: slot.sequence.shared_length(prompt_ids))
+        shared = source.sequence.shared_length(prompt_ids)
+        if shared >= own + LEAST_TOKENS and found.sequence.engine.facts.can_rollback:
+            found.sequence.adopt_prefix(source.sequence, shared)
+        self._clear_idle(found)
+        return found

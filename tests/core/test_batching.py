@@ -1,0 +1,200 @@
+"""Several generations on one engine: the text of each is the one that it has alone, whatever runs beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench_table import table_model
+from edgespec import GenerateOptions, Model, Result, Sampling
+from edgespec.errors import CapabilityError, EngineError
+from edgespec.types import Batch, Logits
+
+OPTIONS = GenerateOptions(max_tokens=30, ignore_eos=True)
+PROMPTS = [[1, 2, 3], [4, 5], [1, 2, 3, 4, 5, 6, 7] * 12, [3], [2, 2, 2], [9, 8, 7, 6], [0, 1], [5, 4, 3, 2, 1] * 7]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Iterator[Model]:
+    with table_model(tmp_path, parallel=4) as opened:
+        yield opened
+
+
+def alone(model: Model, prompt: list[int], sampling: Sampling, options: GenerateOptions = OPTIONS) -> Result:
+    model.forget()
+    return model.generate(prompt, sampling, replace(options, drafter="none"))
+
+
+def same(found: Result, expected: Result) -> bool:
+    return (found.token_ids, found.logprobs, found.finish_reason) == (
+        expected.token_ids,
+        expected.logprobs,
+        expected.finish_reason,
+    )
+
+
+@pytest.mark.parametrize("drafter", ["none", "auto", "model", "ngram", "suffix", "cache", "lookahead", "tree"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_text_is_the_one_that_it_has_alone(model: Model, drafter: Any, temperature: float) -> None:
+    sampling = Sampling(temperature=temperature, seed=5)
+    expected = [alone(model, prompt, sampling) for prompt in PROMPTS]
+    model.forget()
+    for length in ("auto", 3):
+        options = replace(OPTIONS, drafter=drafter, draft_length=length)
+        found = model.generate_all(PROMPTS, sampling, options)
+        assert all(map(same, found, expected))
+        if drafter not in ("none", "auto") and length == 3:
+            assert sum(result.stats.accepted_tokens for result in found) > 0
+
+
+def test_all_wait_for_one_pass(model: Model) -> None:
+    """The passes of four answers at once are about as many as those of the longest."""
+    options = replace(OPTIONS, drafter="none")
+    counted = Counting(model.target)
+    found = model.generate_all(PROMPTS[:2] + PROMPTS[3:5], Sampling(), options)
+    assert all(result.stats.new_tokens == 30 for result in found)
+    assert counted.widths[:8] and max(counted.widths) == 4
+    assert len(counted.widths) < 40
+
+
+def test_long_prompts_do_not_hold_up_answers(model: Model) -> None:
+    """A prompt is read in parts beside the passes of an answer that has begun."""
+    long = [1, 2, 3, 4, 5] * 40
+    events: list[tuple[str, int]] = []
+    short_one = model.stream([1], Sampling(), replace(OPTIONS, drafter="none"))
+    long_one = model.stream(long, Sampling(), replace(OPTIONS, drafter="none"))
+    with model.batch() as batch:
+        batch.begin(short_one, lambda event: events.append(("short", event.position)))
+        batch.step()
+        batch.begin(long_one, lambda event: events.append(("long", event.position)))
+        while batch.num_running:
+            batch.step()
+    before = events.index(("long", len(long)))
+    assert 3 <= before < 10, events
+
+
+def test_a_shared_prefix_is_read_once(model: Model) -> None:
+    system = [1, 2, 3, 4, 5, 6, 7, 8] * 8
+    first, second = (model.stream([*system, last], Sampling(), OPTIONS) for last in (1, 2))
+    with model.batch() as batch:
+        batch.begin(first)
+        while not first.stats.new_tokens:
+            batch.step()
+        batch.begin(second)
+        while batch.num_running:
+            batch.step()
+    assert first.stats.reused_tokens == 0
+    assert second.stats.reused_tokens == len(system)
+    found = second.result()
+    assert same(found, alone(model, [*system, 2], Sampling()))
+
+
+def test_a_failing_pass_ends_its_own_generation_only(model: Model) -> None:
+    prompts = [[1, 2], [3, 4], [5, 6]]
+    expected = [alone(model, prompt, Sampling()) for prompt in prompts]
+    model.forget()
+    generations = [model.stream(prompt, Sampling(), OPTIONS) for prompt in prompts]
+    Counting(model.target).broken_sequence = 1
+    with model.batch() as batch:
+        for generation in generations:
+            batch.begin(generation)
+        while batch.num_running:
+            batch.step()
+    assert isinstance(generations[1].failure, EngineError)
+    assert same(generations[0].result(), expected[0]) and same(generations[2].result(), expected[2])
+
+
+def test_64_clients_with_random_cancels(model: Model) -> None:
+    """No slot stays taken, no text is wrong: also those of cancelled ones are right as far as they got."""
+    random = Random(1)
+    prompts = [[random.randrange(10) for _ in range(random.choice([1, 5, 40, 150]))] for _ in range(64)]
+    sampling = Sampling(temperature=1.0, seed=2)
+    drafters = ["none", "auto", "model", "tree", "suffix"]
+    jobs = [
+        model.stream(
+            prompt, sampling, replace(OPTIONS, drafter=random.choice(drafters), max_tokens=random.randrange(1, 60))
+        )
+        for prompt in prompts
+    ]
+    cancelled_at = {index: random.randrange(20) for index in random.sample(range(64), 20)}
+    waiting = list(enumerate(jobs))
+    begun: dict[int, int] = {}
+    with model.batch() as batch:
+        while waiting or batch.num_running:
+            while waiting and batch.has_room(waiting[0][1]):
+                index, job = waiting.pop(0)
+                begun[index] = 0
+                batch.begin(job)
+            batch.step()
+            for index in begun:
+                begun[index] += 1
+                if begun[index] == cancelled_at.get(index):
+                    jobs[index].cancel()
+        assert batch.num_running == 0 and batch.has_room(jobs[0])
+    ended = [job.result() for job in jobs]
+    assert sum(result.finish_reason == "cancelled" for result in ended) > 5
+    for prompt, job, result in zip(prompts, jobs, ended, strict=True):
+        whole = alone(model, prompt, sampling, job.request.options)
+        if result.finish_reason == "cancelled":
+            assert result.token_ids == whole.token_ids[: len(result.token_ids)]
+        else:
+            assert same(result, whole)
+
+
+def test_a_cancelled_prompt_frees_its_slot_after_one_pass(model: Model) -> None:
+    jobs = [model.stream([1, 2, 3] * 70, Sampling(), OPTIONS) for _ in range(4)]
+    with model.batch() as batch:
+        for job in jobs:
+            batch.begin(job)
+        assert not batch.has_room(jobs[0])
+        jobs[2].cancel()
+        batch.step()
+        assert batch.num_running == 3 and jobs[2].finish_reason == "cancelled" and not jobs[2].stats.new_tokens
+        assert batch.has_room(jobs[0])
+    assert all(job.is_over for job in jobs)
+
+
+def test_engines_that_cannot_pack_take_passes_in_turn(model: Model) -> None:
+    expected = [alone(model, prompt, Sampling()) for prompt in PROMPTS]
+    model.forget()
+    model.target.facts = replace(model.target.facts, can_pack=False)
+    counted = Counting(model.target)
+    found = model.generate_all(PROMPTS, Sampling(), OPTIONS)
+    assert all(map(same, found, expected))
+    assert set(counted.widths) == {1}
+    # in turn: between two passes of one sequence at most three of others
+    order = counted.sequences
+    gaps = [b - a for k in range(4) for a, b in pairwise([i for i, s in enumerate(order) if s == k])]
+    assert max(gaps) <= 5
+
+
+def test_a_drafter_that_is_not_there_is_refused(model: Model) -> None:
+    with pytest.raises(CapabilityError, match="medusa"):
+        model.generate_all([[1]], options=replace(OPTIONS, drafter="medusa"))
+
+
+class Counting:
+    """Notes the sequences of every pass; a pass with rows of `broken_sequence` fails."""
+
+    def __init__(self, engine: Any) -> None:
+        self.widths: list[int] = []
+        self.sequences: list[int] = []
+        self.broken_sequence = -1
+        self._forward = engine.forward
+        engine.forward = self.forward
+
+    def forward(self, batch: Batch) -> Logits:
+        found = np.unique(batch.sequences).tolist()
+        self.widths.append(len(found))
+        self.sequences.append(found[0])
+        if self.broken_sequence in found:
+            raise EngineError("broken")
+        logits: Logits = self._forward(batch)
+        return logits

@@ -1,0 +1,47 @@
+"""Contexts for several answers at once: planned, and taken by a server where they fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from edgespec.config import LoadOptions
+from edgespec.errors import ConfigError
+from edgespec.loading.opening import resolve_pair
+from edgespec.memory.fit import PARALLEL, usual_parallel
+from edgespec.memory.plan import planned
+from edgespec.memory.verdict import Room
+
+OPTIONS = LoadOptions("demo", context_length=1024, drafter="model")
+
+
+@pytest.mark.parametrize("engine", ["llamacpp", "onnx"])
+def test_each_answer_has_a_cache_of_its_own_in_the_plan(engine: Any) -> None:
+    if engine == "onnx":
+        pytest.importorskip("onnxruntime", reason="reading its footprint needs onnxruntime")
+    options = replace(OPTIONS, engine=engine)
+    pair = resolve_pair(options)
+    one, four = (planned(replace(options, parallel=count), pair) for count in (1, 4))
+    for alone, several in zip(one.models, four.models, strict=True):
+        assert several.footprint.cache == pytest.approx(4 * alone.footprint.cache, rel=0.2)
+    assert any("for each of 4 answers" in part.name for part in four.parts)
+
+
+def test_a_server_takes_several_where_they_fit_and_one_elsewhere() -> None:
+    pair = resolve_pair(OPTIONS)
+    several = planned(replace(OPTIONS, parallel=PARALLEL), pair).total_bytes
+    assert usual_parallel(OPTIONS, pair, Room(several, ())) == PARALLEL
+    assert usual_parallel(OPTIONS, pair, Room(several - 1, ())) == 1
+
+
+def test_a_drafter_that_serves_one_text_leaves_one() -> None:
+    options = replace(OPTIONS, drafter="hierarchical")
+    assert usual_parallel(options, resolve_pair(options), Room(None, ())) == 1
+
+
+@pytest.mark.parametrize("given", [0, 65, "4", True])
+def test_a_wrong_number_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match="parallel must be"):
+        LoadOptions("demo", parallel=given)
