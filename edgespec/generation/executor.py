@@ -30,6 +30,7 @@ from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.watch import ClassWatch
 from edgespec.errors import EdgespecError, StateError
 from edgespec.formats.manifest import ModelPair
+from edgespec.generation.advisor import Advisor
 from edgespec.generation.turn import Claim, Turn
 from edgespec.memory.report import MemoryReport
 from edgespec.sampling import Sampler
@@ -78,6 +79,7 @@ class Executor:
         self.target = target
         self.sequence = CachedSequence(target)
         self.pool = DrafterPool(options, pair, self.sequence, drafters)
+        self.advisor = Advisor(options, pair, target, self.pool)
         self.class_watch = ClassWatch()
         self.memory = memory
         self.parked = ParkedStates() if memory is None else ParkedStates(most_bytes=memory.parked_bytes)
@@ -129,7 +131,7 @@ class Executor:
             watch=self.class_watch,
             threads=self.pool.threads,
             relieve=None if self.memory is None else partial(self._relieve, self.memory, controller),
-            on_round=request.on_round,
+            on_round=self.advisor.watching(request.options, request.on_round),
             stats=stats,
         )
         events = autoregressive(run) if controller is None else speculative(run, controller, RULES[request.rule])
@@ -182,6 +184,8 @@ class Executor:
                 running.run.stats.peak_rss_bytes = peak_rss_bytes()
                 running.run.stats.planned_bytes = 0 if self.memory is None else self.memory.plan.total_bytes
                 begin = running.run.prompt_ids.size
+                if line := self.advisor.judged(running.run.stats):
+                    running.run.stats.notes.append(line)
                 self.pool.learn(self.sequence.token_ids[begin : begin + running.run.stats.new_tokens])
         finally:
             with self._interrupting:

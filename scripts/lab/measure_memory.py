@@ -31,7 +31,7 @@ EVERY_S, CHILD_S = 0.02, 240.0
 CONTEXTS = (512, 2048)
 NEW_TOKENS = 24
 PARTS = ("own", "own_peak"), ("mapped", "file_peak")
-TEXT = "The quick brown fox jumps over the lazy dog and runs away into the deep forest. "
+TEXTS = Path(__file__).resolve().parents[2] / "docs"  # prose: the rows of an embedding that occur in it are mapped
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def run_child(options: dict[str, Any]) -> None:
     with edgespec.load(**options) as model:
         memory = model.memory
         assert memory is not None
-        words = model.encode(TEXT)
+        words = model.encode(" ".join(path.read_text(encoding="utf-8") for path in sorted(TEXTS.glob("*.md"))))
         most = model.context_length - NEW_TOKENS - 1
         prompt = (words * (most // len(words) + 1))[:most]
         chosen = edgespec.GenerateOptions(max_tokens=NEW_TOKENS, ignore_eos=True)

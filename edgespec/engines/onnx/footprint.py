@@ -1,9 +1,10 @@
 """What an ONNX export takes in ONNX Runtime, from its graph without the weights.
 
 The weights of products are packed into memory of the session's own when it is made. Those of MatMulNBits are read with
-their scales, which are packed twice more. Everything else stays mapped. Where signed integer products would saturate
-(x86 without VNNI), unsigned copies of the weights and packed ones exist at the same time while the session is made.
-Matrices are packed one by one, so that the largest is in memory twice for a moment.
+their scales, which are packed twice more. Everything else stays mapped; of tables that rows are looked up in, pages
+become resident as their tokens occur. Where signed integer products would saturate (x86 without VNNI), unsigned copies
+of the weights and packed ones exist at the same time while the session is made. Matrices are packed one by one, so that
+the largest is in memory twice for a moment.
 Results of a pass lie in an arena that grows in powers of two. Checked by scripts/lab/measure_memory.py.
 """
 
@@ -27,7 +28,10 @@ from edgespec.formats.gguf.header import once
 from edgespec.formats.onnx import WHOLE_PRODUCT
 
 _NBITS, _PRODUCTS = "MatMulNBits", ("MatMul", "Gemm", "MatMulInteger", WHOLE_PRODUCT)
+_LOOKUPS = ("Gather", "GatherBlockQuantized")
 _SCALES_COPIES = 2
+# Linux maps 16 pages around the one that is read. A text of n tokens has about 1.7 n^.78 different ones.
+_TOUCHED_BYTES = 24 << 10
 _TOKENIZER_FACTOR = 14  # memory of a `tokenizers` object over the bytes of its file
 _SESSION_BYTES = 6 << 20
 _RETAINED_BYTES = 48 << 20  # freed matrices below the allocator's threshold for pages of their own
@@ -38,13 +42,14 @@ _FLOAT16, _INT8 = 10, 3
 @dataclass(frozen=True, slots=True)
 class Products:
     """The products of a graph. Bytes: `packed` of all weights, `largest` of one product's, `scales` of quantised ones,
-    `signed` of integer products. `inner`, `width`: hidden sizes.
+    `signed` of integer products, `looked_up` of tables of rows. `inner`, `width`: hidden sizes.
     """
 
     packed: int
     largest: int
     scales: int
     signed: int
+    looked_up: int
     inner: int
     width: int
 
@@ -76,16 +81,17 @@ def footprint(path: Path, use: Use) -> Footprint:
     if products.signed and lacks_vnni():
         loading = products.signed + products.largest + min(2 * products.largest, _RETAINED_BYTES)
     files = sum(file.stat().st_size for file in weight_files(path))
+    touched = min(products.looked_up, _TOUCHED_BYTES * settings.context_length)
     tokenizer = path.parent / "tokenizer.json"
     return Footprint(
-        mapped=max(files - products.packed, 0),
+        mapped=max(files - products.packed - products.looked_up, 0) + touched,
         packed=packed,
         cache=cache,
         compute=int(_ARENA_FACTOR * results),
         logits=4 * outputs * graph.vocabulary_size,
         vocabulary=_TOKENIZER_FACTOR * tokenizer.stat().st_size if tokenizer.is_file() else 0,
         loading=loading,
-        loading_mapped=0 if loading else products.largest,
+        loading_mapped=0 if loading else max(products.largest - touched, 0),
         reserved=files,
         context_length=settings.context_length,
     )
@@ -104,8 +110,11 @@ def _products(graph: Graph) -> Products:
     packed: dict[str, int] = {}
     scales: dict[str, int] = {}
     signed: dict[str, int] = {}
+    looked_up: dict[str, int] = {}
     sizes = [(1, 1)]
     for node in found.node:
+        if node.op_type in _LOOKUPS:
+            looked_up |= {name: tensor_bytes(tensors[name]) for name in node.input if name in tensors}
         weights = tensors.get(node.input[1]) if len(node.input) > 1 else None
         if weights is None or node.op_type not in (_NBITS, *_PRODUCTS):
             continue
@@ -121,6 +130,7 @@ def _products(graph: Graph) -> Products:
         max(packed.values(), default=0),
         sum(scales.values()),
         sum(signed.values()),
+        sum(size for name, size in looked_up.items() if name not in packed and name not in scales),
         max(max(size) for size in inner),
         max(size[0] for size in sizes if size[1] == graph.vocabulary_size) if len(inner) < len(sizes) else 1,
     )
