@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.engines.footprint import Footprint, Use
-from edgespec.engines.machine import lacks_vnni
+from edgespec.engines.machine import products_saturate
 from edgespec.engines.onnx.graph import CacheEntry, Graph, read_graph
 from edgespec.engines.onnx.opening import NO_INT8_CACHE, weight_files
 from edgespec.engines.onnx.passes import element_of
@@ -31,7 +31,7 @@ _NBITS, _PRODUCTS = "MatMulNBits", ("MatMul", "Gemm", "MatMulInteger", WHOLE_PRO
 _LOOKUPS = ("Gather", "GatherBlockQuantized")
 _SCALES_COPIES = 2
 # Linux maps 16 pages around the one that is read. A text of n tokens has about 1.7 n^.78 different ones.
-_TOUCHED_BYTES = 24 << 10
+_TOUCHED_BYTES = 32 << 10
 _TOKENIZER_FACTOR = 14  # memory of a `tokenizers` object over the bytes of its file
 _SESSION_BYTES = 6 << 20
 _RETAINED_BYTES = 48 << 20  # freed matrices below the allocator's threshold for pages of their own
@@ -78,7 +78,7 @@ def footprint(path: Path, use: Use) -> Footprint:
     outputs = min(use.rows, settings.max_outputs(graph.vocabulary_size))
     packed = products.packed + _SCALES_COPIES * products.scales + _SESSION_BYTES
     loading = 0
-    if products.signed and lacks_vnni():
+    if products.signed and products_saturate():
         loading = products.signed + products.largest + min(2 * products.largest, _RETAINED_BYTES)
     files = sum(file.stat().st_size for file in weight_files(path))
     touched = min(products.looked_up, _TOUCHED_BYTES * settings.context_length)
