@@ -36,7 +36,7 @@ _LONGEST_DRAFT = 16
 class Advisor:
     """Watches the answers of one loaded model.
 
-    `conditions`: reads the machine's state; `least_s`: of decoding, below which an answer is not judged.
+    `conditions`: reads the machine's state.
     """
 
     def __init__(
@@ -46,9 +46,8 @@ class Advisor:
         target: Engine,
         pool: DrafterPool,
         conditions: Callable[[], Conditions] = Conditions.now,
-        least_s: float = LEAST_S,
     ) -> None:
-        self.least_s = least_s
+        self.least_s = LEAST_S
         self._options, self._pair, self._target, self._pool = options, pair, target, pool
         self._read = conditions
         self._before = conditions()
@@ -123,7 +122,8 @@ class Advisor:
         threads = engine.facts.threads if pool.threads is None else pool.threads.threads
         is_busy = threads < engine.facts.threads or (now.load or 0.0) > threads + 0.7
         draft = pool.draft_name
-        other, gain = self._other_engine()
+        # What other programs slow down says nothing of this engine, nor of heat.
+        other, gain = (None, 1.0) if is_busy else self._other_engine()
         share, most = self._draft_cost()
         return Evidence(
             model=shlex.quote(str(options.model)),

@@ -143,7 +143,7 @@ class Executor:
         excess = memory.watch.excess()
         if not excess:
             return ""
-        over = f"memory: {as_size(excess)} over the budget"
+        over = f"memory: {as_size(excess)} {memory.watch.why}"
         saved = self.parked.num_bytes
         self.parked.clear()
         if saved >= excess:
@@ -254,6 +254,8 @@ class Executor:
         with self._interrupting:
             self._is_closed = True
         self.parked.clear()
+        if self.memory is not None:
+            self.memory.watch.close()
         for drafter in self._drafters():
             drafter.close()
         self.target.close()

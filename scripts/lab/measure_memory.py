@@ -42,7 +42,7 @@ class Case:
     options: dict[str, Any]
 
     def __str__(self) -> str:
-        shown = (f"{value}" for key, value in self.options.items() if key not in ("model", "cache_type_v"))
+        shown = (f"{value}" for key, value in self.options.items() if key not in ("model", "cache_type_v", "threads"))
         return " ".join((self.name, *shown))
 
 
@@ -51,6 +51,7 @@ def cases(pairs: dict[str, str]) -> Iterator[Case]:
         engines = resolve(path, check_hashes=False).engines
         for engine, context, is_small, drafter in itertools.product(engines, CONTEXTS, (False, True), ("none", "auto")):
             options: dict[str, Any] = {"model": path, "engine": engine, "context_length": context, "drafter": drafter}
+            options["threads"] = 1  # on a busy machine more wait for each other; memory is the same
             if is_small:
                 kind = "int8" if engine == "onnx" else "q8_0"
                 options |= {"cache_type_k": kind, "cache_type_v": kind}

@@ -26,6 +26,7 @@ from edgespec.engines.onnx.weights import tensor_bytes
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import once
 from edgespec.formats.onnx import WHOLE_PRODUCT
+from edgespec.formats.onnx.tensors import external_entry
 
 _NBITS, _PRODUCTS = "MatMulNBits", ("MatMul", "Gemm", "MatMulInteger", WHOLE_PRODUCT)
 _LOOKUPS = ("Gather", "GatherBlockQuantized")
@@ -42,7 +43,8 @@ _FLOAT16, _INT8 = 10, 3
 @dataclass(frozen=True, slots=True)
 class Products:
     """The products of a graph. Bytes: `packed` of all weights, `largest` of one product's, `scales` of quantised ones,
-    `signed` of integer products, `looked_up` of tables of rows. `inner`, `width`: hidden sizes.
+    `signed` of integer products, `looked_up` of tables of rows, `only_looked_up` without what products share with them.
+    `inner`, `width`: hidden sizes.
     """
 
     packed: int
@@ -50,6 +52,7 @@ class Products:
     scales: int
     signed: int
     looked_up: int
+    only_looked_up: int
     inner: int
     width: int
 
@@ -70,11 +73,13 @@ def footprint(path: Path, use: Use) -> Footprint:
     )
     if settings.cache_type == "int8" and not graph.is_shared:
         raise CapabilityError(NO_INT8_CACHE)
+    cells = settings.cells(graph)
     per_token = _cache_bytes_per_token(graph, settings)
     # A cache that grows by concatenation exists twice while it is copied.
-    cache = per_token * settings.cells(graph) * (1 if graph.is_shared else 2)
+    cache = per_token * cells * (1 if graph.is_shared else 2)
     rows = max(settings.max_batch, settings.widest)
-    results = 4 * rows * (3 * products.inner + 4 * products.width)
+    # Besides the layers' results, what each row sees of the cache, and a copy of that.
+    results = _ARENA_FACTOR * 4 * rows * (3 * products.inner + 4 * products.width) + 8 * rows * cells
     outputs = min(use.rows, settings.max_outputs(graph.vocabulary_size))
     packed = products.packed + _SCALES_COPIES * products.scales + _SESSION_BYTES
     loading = 0
@@ -84,10 +89,10 @@ def footprint(path: Path, use: Use) -> Footprint:
     touched = min(products.looked_up, _TOUCHED_BYTES * settings.context_length)
     tokenizer = path.parent / "tokenizer.json"
     return Footprint(
-        mapped=max(files - products.packed - products.looked_up, 0) + touched,
+        mapped=max(files - products.packed - products.only_looked_up, 0) + touched,
         packed=packed,
         cache=cache,
-        compute=int(_ARENA_FACTOR * results),
+        compute=int(results),
         logits=4 * outputs * graph.vocabulary_size,
         vocabulary=_TOKENIZER_FACTOR * tokenizer.stat().st_size if tokenizer.is_file() else 0,
         loading=loading,
@@ -124,16 +129,25 @@ def _products(graph: Graph) -> Products:
         if node.op_type == _NBITS and node.input[2] in tensors:
             scales[node.input[2]] = tensor_bytes(tensors[node.input[2]])
         sizes.append(_sizes(node, weights))
+    places = {name: _place(tensor) for name, tensor in tensors.items()}
+    in_products = {places[name] for name in (*packed, *scales)}
     inner = [size for size in sizes if size[1] != graph.vocabulary_size]
     return Products(
         sum(packed.values()),
         max(packed.values(), default=0),
         sum(scales.values()),
         sum(signed.values()),
-        sum(size for name, size in looked_up.items() if name not in packed and name not in scales),
+        sum(looked_up.values()),
+        sum(size for name, size in looked_up.items() if places[name] not in in_products),
         max(max(size) for size in inner),
         max(size[0] for size in sizes if size[1] == graph.vocabulary_size) if len(inner) < len(sizes) else 1,
     )
+
+
+def _place(tensor: Any) -> tuple[str, str]:
+    """Where a tensor lies: (file, offset), or (its name, ""). A tied head and embedding share a place in a file."""
+    entry = external_entry(tensor)
+    return (entry.get("location", ""), entry.get("offset", "0")) if entry else (tensor.name, "")
 
 
 def _sizes(node: Any, weights: Any) -> tuple[int, int]:
