@@ -53,5 +53,9 @@ def parse_budget(given: object) -> MemoryBudget:
 
 
 def as_size(num_bytes: float) -> str:
-    """A size for people: MiB below 1 GiB, GiB above."""
-    return f"{num_bytes / 2**20:.0f} MiB" if num_bytes < 1 << 30 else f"{num_bytes / 2**30:.2f} GiB"
+    """A size for people: GiB from 1 GiB on, MiB below, KiB or bytes where it would be no MiB."""
+    if num_bytes >= 1 << 30:
+        return f"{num_bytes / 2**30:.2f} GiB"
+    if num_bytes >= 1 << 19:
+        return f"{num_bytes / 2**20:.0f} MiB"
+    return f"{num_bytes / 2**10:.0f} KiB" if num_bytes >= 1 << 10 else f"{num_bytes:.0f} bytes"

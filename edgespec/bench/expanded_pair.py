@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from edgespec.bench.expansion import LLAMA_1B, Expansion, Shape
 from edgespec.bench.heads import expand_heads
-from edgespec.engines.machine import lacks_vnni
+from edgespec.engines.machine import products_saturate
 from edgespec.errors import CapabilityError, ModelFileError, StateError
 from edgespec.export.manifest import write_manifest
 from edgespec.export.workspace import opened
@@ -168,7 +168,7 @@ def _write_graph(folder: Path, expansion: Expansion, progress: Progress) -> Path
 
     folder.mkdir(exist_ok=True)
     config = expansion.config()
-    form = partial(WholeNumbers, ExpandedWeights(expansion), is_unsigned=lacks_vnni())
+    form = partial(WholeNumbers, ExpandedWeights(expansion), is_unsigned=products_saturate())
     write_llama(folder, LlamaConfig.from_hub(config), form, partial(_report, progress))
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for name in COMPANIONS:

@@ -54,6 +54,7 @@ _SECTIONS = {
 }
 _IN_MODELS = ("ls", "show", "add", "rm")  # short commands that share a module
 COMMANDS = {name: text for commands in _SECTIONS.values() for name, text in commands.items()}
+_RAISE_LIMITS = "Raise its limits (ulimit -v, ulimit -d), or close other programs"
 _EPILOG = """\b
 First steps:  edgespec chat          or  edgespec generate -p "Hello"
 Models:       edgespec ls            then  edgespec pull NAME
@@ -114,6 +115,14 @@ class CommandGroup(click.Group):
             code = BROKEN_PIPE
         except OSError as exc:
             code = _report(f"{exc.filename or 'output'}: {exc.strerror or exc}", FAILED)
+        except MemoryError:  # nothing may be imported here
+            code = _report(f"this process has no memory left. {_RAISE_LIMITS}", FAILED)
+        except ImportError as exc:
+            from edgespec.engines.machine import has_address_limit
+
+            if not has_address_limit():
+                raise
+            code = _report(f"this process has too little memory for a library: {exc}. {_RAISE_LIMITS}", FAILED)
         _let_go_of_output()
         sys.exit(code if isinstance(code, int) else 0)
 

@@ -7,15 +7,17 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from edgespec.acceptance import LOSSY
 from edgespec.config import GenerateOptions, RuleName
-from edgespec.runtime import Model
 from edgespec.sampling import Sampling
 from edgespec.types import Stats
+
+if TYPE_CHECKING:
+    from edgespec.runtime import Model  # commands that load nothing do not pay for its imports
 
 Verbosity = Literal["quiet", "normal", "verbose"]
 _VERBOSITY = "edgespec.verbosity"

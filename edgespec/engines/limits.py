@@ -38,6 +38,11 @@ def free_memory(root: Path = Path("/")) -> int | None:
     return max(min(found), 0) if found else None
 
 
+def least_free(root: Path = Path("/")) -> int | None:
+    """Bytes that this process can still take before something fails, swap included; None where unknown."""
+    return min((each.free_bytes for each in limits(root) if each.kind != "addresses"), default=None)
+
+
 def own_bytes() -> int | None:
     """Memory of this process that is no file's, now; cheap enough for every second. None where unknown."""
     try:

@@ -49,8 +49,11 @@ def instruction_sets() -> frozenset[str]:
     return frozenset({"avx2"})
 
 
-def lacks_vnni() -> bool:
-    """Whether this is an x86 processor on which products of unsigned and signed bytes saturate."""
+def products_saturate() -> bool:
+    """Whether sums of products of unsigned and signed bytes saturate at 16 bits: on x86 without VNNI.
+
+    Where the processor is not known it is taken for one on which they do, which costs time at a load only.
+    """
     found = instruction_sets()
     return bool(found) and not found & {"avx512_vnni", "avx_vnni"}
 

@@ -22,6 +22,7 @@ from typing import Literal
 from edgespec.errors import ConfigError, StateError
 
 MAX_TEXT_BYTES = 256 << 20  # of a file that is read whole; devices never end
+_PIECE_BYTES = 1 << 20
 TEMPORARY, REPLACED = ".tmp", ".replaced"
 AnyPath = str | os.PathLike[str]
 WRITE_FIX = "free some space, or give another place"
@@ -92,10 +93,12 @@ def read_text(path: AnyPath) -> str:
 
     Raises OSError, for more than MAX_TEXT_BYTES too, and UnicodeDecodeError.
     """
+    contents = bytearray()
     with open(path, "rb", opener=_open_at_once) as file:
-        contents = file.read(MAX_TEXT_BYTES + 1)
-    if len(contents) > MAX_TEXT_BYTES:
-        raise OSError(errno.EFBIG, f"has more than {MAX_TEXT_BYTES >> 20} MiB", os.fspath(path))
+        while piece := file.read(_PIECE_BYTES):  # asked for at once, the most that is allowed would be allocated
+            contents += piece
+            if len(contents) > MAX_TEXT_BYTES:
+                raise OSError(errno.EFBIG, f"has more than {MAX_TEXT_BYTES >> 20} MiB", os.fspath(path))
     return contents.decode("utf-8")
 
 

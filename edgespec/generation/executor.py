@@ -30,6 +30,7 @@ from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.watch import ClassWatch
 from edgespec.errors import EdgespecError, StateError
 from edgespec.formats.manifest import ModelPair
+from edgespec.generation.advisor import Advisor
 from edgespec.generation.turn import Claim, Turn
 from edgespec.memory.report import MemoryReport
 from edgespec.sampling import Sampler
@@ -79,6 +80,7 @@ class Executor:
         self.sequence = CachedSequence(target)
         self.pool = DrafterPool(options, pair, self.sequence, drafters)
         self._places = [(self.sequence, self.pool)]
+        self.advisor = Advisor(options, pair, target, self.pool)
         self.class_watch = ClassWatch()
         self.memory = memory
         self.parked = ParkedStates() if memory is None else ParkedStates(most_bytes=memory.parked_bytes)
@@ -120,6 +122,7 @@ class Executor:
         relieve = self.reliever(lambda: () if controller is None else (controller,))
         run = self.run_of(request, stats, self.sequence, relieve)
         run.threads = self.pool.threads
+        run.on_round = self.advisor.watching(request.options, request.on_round)
         events = autoregressive(run) if controller is None else speculative(run, controller, RULES[request.rule])
         self._running = _Running(run, events)
         return events
@@ -161,7 +164,7 @@ class Executor:
         excess = memory.watch.excess()
         if not excess:
             return ""
-        over = f"memory: {as_size(excess)} over the budget"
+        over = f"memory: {as_size(excess)} {memory.watch.why}"
         saved = self.parked.num_bytes
         self.parked.clear()
         if saved >= excess:
@@ -207,6 +210,8 @@ class Executor:
             if running is not None:
                 running.events.close()
                 self.conclude(running.run, self.pool)
+                if line := self.advisor.judged(running.run.stats):
+                    running.run.stats.notes.append(line)
         finally:
             with self._interrupting:
                 self._current = claim
@@ -297,6 +302,8 @@ class Executor:
         with self._interrupting:
             self._is_closed = True
         self.parked.clear()
+        if self.memory is not None:
+            self.memory.watch.close()
         for drafter in self._drafters():
             drafter.close()
         self.target.close()

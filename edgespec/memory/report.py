@@ -34,7 +34,9 @@ class MemoryReport:
         counted = min(room.own, fitted.plan.process.own)
         left = MOST_BYTES if most is None else most - room.own - fitted.plan.own_bytes + counted
         parked = min(max(left, 0), MOST_BYTES)
-        return cls(fitted.plan, fitted.verdict, fitted.given_up, MemoryWatch(most), parked, fitted.note)
+        planned = fitted.plan.own_bytes - fitted.plan.process.own
+        watch = MemoryWatch(room.most_in_budget(fitted.plan), planned_bytes=planned)
+        return cls(fitted.plan, fitted.verdict, fitted.given_up, watch, parked, fitted.note)
 
     @property
     def own_bytes(self) -> int | None:

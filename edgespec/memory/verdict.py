@@ -52,9 +52,14 @@ class Room:
     def most_own(self, plan: Plan) -> int | None:
         """What the process's own memory may grow to; None without a limit."""
         most = [self.own + each.free_bytes for each in self.limits if each.kind != "addresses"]
-        if self.budget_bytes is not None:
-            most.append(self.own - min(self.own, plan.process.own) + self.budget_bytes)
-        return min(most, default=None)
+        in_budget = self.most_in_budget(plan)
+        return min(most if in_budget is None else [*most, in_budget], default=None)
+
+    def most_in_budget(self, plan: Plan) -> int | None:
+        """What the process's own memory may grow to under the user's budget; None without one."""
+        if self.budget_bytes is None:
+            return None
+        return self.own - min(self.own, plan.process.own) + self.budget_bytes
 
     def verdict(self, plan: Plan) -> Verdict:
         """The worst over all limits; of equals the tightest."""

@@ -1,37 +1,67 @@
-"""Keeps a loaded pair within its budget: looks once a second, between rounds, at the process's own memory."""
+"""Keeps loaded pairs within their budgets: looks once a second, between rounds, at the process's own memory.
+
+Several pairs in one process share that memory, so what others were planned to take since is added to a budget. The
+limits of the machine and of its control groups are read again with every look, as they and other programs change.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from time import monotonic
+from weakref import WeakSet
 
-from edgespec.engines.limits import own_bytes
+from edgespec.engines.limits import least_free, own_bytes
 
 _LOOK_EVERY_S = 1.0
+LEAST_FREE_BYTES = 8 << 20  # that must be left: with less, the next allocation may end the process
+_watches: WeakSet[MemoryWatch] = WeakSet()
 
 
 class MemoryWatch:
-    """`limit_bytes`: most that the process's own memory may grow to; None: it is never over."""
+    """`limit_bytes`: most that the process's own memory may grow to; None: the user set none.
+
+    `planned_bytes`: what the pair was planned to take of it; `why`: the last excess, after a number of bytes.
+    """
 
     def __init__(
         self,
         limit_bytes: int | None,
         used: Callable[[], int | None] = own_bytes,
         clock: Callable[[], float] = monotonic,
+        planned_bytes: int = 0,
+        free: Callable[[], int | None] = least_free,
     ) -> None:
         self.limit_bytes = limit_bytes
-        self._used, self._clock = used, clock
+        self.planned_bytes = planned_bytes
+        self._used, self._clock, self._free = used, clock, free
         self._next_s = clock()
+        self.why = ""
+        self._is_stopped = False
+        self._others_before = self._others_bytes()
+        _watches.add(self)
+
+    def _others_bytes(self) -> int:
+        return sum(watch.planned_bytes for watch in list(_watches) if watch is not self)
 
     def stop(self) -> None:
         """Do not look any more."""
-        self.limit_bytes = None
+        self._is_stopped = True
+
+    def close(self) -> None:
+        """The pair was closed: its memory is free for others."""
+        self._is_stopped = True
+        _watches.discard(self)
 
     def excess(self) -> int:
-        """Bytes over the limit now; 0 within it, and between two looks."""
+        """Bytes over the limit, or too few that are free, now; 0 within both, and between two looks."""
         now_s = self._clock()
-        if self.limit_bytes is None or now_s < self._next_s:
+        if self._is_stopped or now_s < self._next_s:
             return 0
         self._next_s = now_s + _LOOK_EVERY_S
-        used = self._used()
-        return 0 if used is None else max(used - self.limit_bytes, 0)
+        free, used = self._free(), self._used()
+        short = 0 if free is None else max(LEAST_FREE_BYTES - free, 0)
+        over = 0
+        if used is not None and self.limit_bytes is not None:
+            over = used - self.limit_bytes - self._others_bytes() + self._others_before
+        self.why = "over the budget" if over >= short else "more must be free"
+        return max(over, short)

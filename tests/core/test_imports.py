@@ -49,7 +49,8 @@ DRAFTERS_ASSEMBLE = {"drafters.factory", "drafters.spec"}  # what makes the othe
 SHARED_BY_DRAFTERS = {"corpus.index"}  # the data structure that the corpus drafter looks up
 # what puts engines and drafters together, or reads their files
 ASSEMBLING = {"engines", "drafters", "runtime", "export", "loading", "memory", "control.pool"}
-MEASURED = {"engines.disk_cache", "engines.limits", "engines.machine"}  # of the machine; they know no engine
+# of the machine; they know no engine
+MEASURED = {"engines.conditions", "engines.disk_cache", "engines.limits", "engines.machine"}
 HEAVY = {"torch", "tokenizers", "gguf", "safetensors", "transformers"}
 
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
+from edgespec.engines.machine import products_saturate
 from edgespec.engines.onnx import OnnxEngine, library, unsigned
 from edgespec.errors import ModelFileError
 from edgespec.export.accuracy import compare, limits_of
@@ -144,6 +145,20 @@ def test_a_processor_that_saturates_takes_unsigned_weights(
     with open_engine(whole) as engine:
         np.testing.assert_array_equal(score(engine, ids), expected)
     assert asked
+
+
+@pytest.mark.parametrize("count", [1, 8])  # a single row has a kernel of its own
+def test_signed_products_are_exact_where_the_machine_says_so(count: int) -> None:
+    if products_saturate():
+        pytest.skip("this processor lacks VNNI: its signed products are not used")
+    weights = numpy_helper.from_array(np.full((INNER, OUTER), 127, np.int8), "weights")
+    codes = helper.make_tensor_value_info("codes", TensorProto.UINT8, ["rows", INNER])
+    sums = helper.make_tensor_value_info("sums", TensorProto.INT32, ["rows", OUTER])
+    node = helper.make_node("MatMulInteger", ["codes", "weights"], ["sums"])
+    graph = helper.make_graph([node], "saturation", [codes], [sums], [weights])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    session, _ = library.open_session(model.SerializeToString(), Path(), threads=1, provider="cpu")
+    assert (session.run(None, {"codes": np.full((count, INNER), 255, np.uint8)})[0] == 255 * 127 * INNER).all()
 
 
 def test_weights_made_unsigned_here_give_the_bits_of_onnx_runtimes_own(

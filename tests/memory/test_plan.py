@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import pytest
@@ -18,8 +18,11 @@ from edgespec.config import LoadOptions
 from edgespec.engines.footprint import Use
 from edgespec.engines.llamacpp.footprint import footprint
 from edgespec.errors import CapabilityError, ConfigError
+from edgespec.formats.gguf.header import keeping_headers
 from edgespec.loading.opening import resolve_pair
+from edgespec.memory.fit import fit
 from edgespec.memory.plan import Plan, planned
+from edgespec.memory.verdict import Room
 
 MIB = 1 << 20
 TEST_THREADS = 2
@@ -86,30 +89,43 @@ def test_the_drafts_cache_has_types_of_its_own() -> None:
     assert small[1].footprint.cache < 0.6 * plain[1].footprint.cache
 
 
-def write_70b(path: Path) -> int:
-    """A header like that of a 70B model in Q4_K, over a hole of a file; the bytes of its weights."""
-    layers, width, inner, kv, vocabulary = 80, 8192, 28672, 1024, 4000
+class Size(NamedTuple):
+    """Of a Llama: layers, hidden size, inner size, numbers of heads."""
+
+    layers: int
+    width: int
+    inner: int
+    heads: int
+
+
+LLAMA_70B, LLAMA_8B = Size(80, 8192, 28672, 64), Size(32, 4096, 14336, 32)
+KV, VOCABULARY = 1024, 4000
+
+
+def write_header(path: Path, size: Size) -> int:
+    """A header like that of a Llama 3 in Q4_K, over a hole of a file; the bytes of its weights."""
+    layers, width, inner, heads = size
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(131072)
     writer.add_embedding_length(width)
     writer.add_block_count(layers)
     writer.add_feed_forward_length(inner)
-    writer.add_head_count(64)
+    writer.add_head_count(heads)
     writer.add_head_count_kv(8)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"t{i}" for i in range(vocabulary)])
+    writer.add_token_list([f"t{i}" for i in range(VOCABULARY)])
     q4, f32 = gguf.GGMLQuantizationType.Q4_K, gguf.GGMLQuantizationType.F32
-    shapes = {"token_embd": (vocabulary, width), "output": (vocabulary, width)}
+    shapes = {"token_embd": (VOCABULARY, width), "output": (VOCABULARY, width)}
     for layer in range(layers):
-        rows = {"attn_q": width, "attn_k": kv, "attn_v": kv, "attn_output": width, "ffn_gate": inner, "ffn_up": inner}
+        rows = {"attn_q": width, "attn_k": KV, "attn_v": KV, "attn_output": width, "ffn_gate": inner, "ffn_up": inner}
         shapes |= {f"blk.{layer}.{name}": (count, width) for name, count in rows.items()}
         shapes[f"blk.{layer}.ffn_down"] = (width, inner)
     total = 0
     for name, (rows_, columns) in shapes.items():
-        size = rows_ * columns // 256 * 144
-        writer.add_tensor_info(f"{name}.weight", (rows_, columns // 256 * 144), np_uint8(), size, q4)
-        total += -(-size // 32) * 32
+        num_bytes = rows_ * columns // 256 * 144
+        writer.add_tensor_info(f"{name}.weight", (rows_, columns // 256 * 144), np_uint8(), num_bytes, q4)
+        total += -(-num_bytes // 32) * 32
     writer.add_tensor_info("output_norm.weight", (width,), np_float32(), 4 * width, f32)
     total += 4 * width
     writer.write_header_to_file()
@@ -133,9 +149,9 @@ def np_float32() -> Any:
     return np.dtype(np.float32)
 
 
-def test_a_70b_model_is_planned_from_its_header_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "huge.gguf"
-    weights = write_70b(path)
+@pytest.fixture
+def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of all that is read from files."""
     read: list[int] = []
 
     class Counting(io.FileIO):
@@ -148,12 +164,34 @@ def test_a_70b_model_is_planned_from_its_header_alone(tmp_path: Path, monkeypatc
     monkeypatch.setattr(
         Path, "open", lambda self, mode="r", **k: Counting(self, "r") if mode == "rb" else opened(self, mode, **k)
     )
+    return read
+
+
+def test_a_70b_model_is_planned_from_its_header_alone(tmp_path: Path, bytes_read: list[int]) -> None:
+    path = tmp_path / "huge.gguf"
+    weights = write_header(path, LLAMA_70B)
     found = footprint(path, Use())
-    assert weights > 35e9 and sum(read) < 4 * MIB
+    assert weights > 35e9 and sum(bytes_read) < 4 * MIB
     assert found.mapped == path.stat().st_size
     assert found.packed == 0 or found.packed > 0.9 * weights  # by processor
     assert found.cache == 4352 * 80 * 2 * 1024 * 2  # cells, layers, keys and values, bytes
     assert found.context_length == 4096
+
+
+def test_a_70b_and_8b_pair_is_planned_from_its_headers_alone(tmp_path: Path, bytes_read: list[int]) -> None:
+    """Under a budget too, where many contexts and types are tried: every header is read once."""
+    target, draft = tmp_path / "70b.gguf", tmp_path / "8b.gguf"
+    write_header(target, LLAMA_70B), write_header(draft, LLAMA_8B)
+    chosen = LoadOptions(model=str(target), draft=draft, memory="48GiB", context_length=8192, gpu_layers=0)
+    with keeping_headers():
+        pair = resolve_pair(chosen, check_hashes=False)
+        whole = planned(chosen, pair)
+        once = sum(bytes_read)
+        found = fit(chosen, pair, Room(whole.own_bytes - (64 << 20), ()))
+    assert [model.role for model in whole.models] == ["target", "draft"]
+    assert whole.mapped_bytes > target.stat().st_size + draft.stat().st_size
+    assert found.given_up and found.plan.own_bytes < whole.own_bytes
+    assert once < 8 * MIB and sum(bytes_read) == once
 
 
 def test_what_a_model_cannot_have_is_refused_before_anything_loads(tiny_path: Path) -> None:

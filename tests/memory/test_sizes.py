@@ -50,3 +50,4 @@ def test_what_is_no_size_is_refused_with_what_is(text: object) -> None:
 
 def test_sizes_for_people() -> None:
     assert (as_size(300 << 20), as_size(3 * GIB // 2)) == ("300 MiB", "1.50 GiB")
+    assert (as_size(700 << 10), as_size(200 << 10), as_size(5)) == ("1 MiB", "200 KiB", "5 bytes")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+if sys.platform != "win32":
+    import resource
 
 CHILD = """
 import resource, sys
@@ -43,3 +47,24 @@ def test_under_any_limit_a_model_works_or_says_what_it_needs(target_path: Path, 
         assert said == "works" or (said.startswith("refused:") and "MiB" in said and "\n" not in said)
     assert "are left under the limit of" in found[4]
     assert found[1000] == "works"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of addresses are kept by Linux only")
+@pytest.mark.parametrize(("limit", "mib"), [("RLIMIT_AS", 150), ("RLIMIT_AS", 300), ("RLIMIT_DATA", 90)])
+def test_a_command_that_starts_under_a_limit_fails_in_one_line(target_path: Path, limit: str, mib: int) -> None:
+    """Where not even the libraries can be imported."""
+    command = [sys.executable, "-m", "edgespec", "generate", str(target_path), "-p", "hi", "-n", "2", "-t", "1"]
+    most = mib << 20
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+        preexec_fn=lambda: resource.setrlimit(getattr(resource, limit), (most, most)),
+    )
+    assert done.returncode in (0, 1, 2), (done.returncode, done.stderr[-500:])
+    assert "Traceback" not in done.stderr
+    if done.returncode:
+        assert "emory" in done.stderr.strip().splitlines()[-1]

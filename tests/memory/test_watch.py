@@ -6,7 +6,9 @@ import pytest
 
 import edgespec
 from edgespec.engines.limits import own_bytes
-from edgespec.memory.watch import MemoryWatch
+from edgespec.loading.opening import resolve_pair
+from edgespec.memory.plan import planned
+from edgespec.memory.watch import LEAST_FREE_BYTES, MemoryWatch
 
 PROMPT = "The quick brown fox jumps over the lazy dog. The quick brown fox"
 OPTIONS = edgespec.GenerateOptions(max_tokens=40, ignore_eos=True)
@@ -20,7 +22,7 @@ def test_it_looks_once_a_second() -> None:
         looks.append(now_s)
         return 70
 
-    watch = MemoryWatch(60, used, lambda: now_s)
+    watch = MemoryWatch(60, used, lambda: now_s, free=lambda: 1 << 30)
     for step in range(400):
         now_s = step / 100
         assert watch.excess() in (0, 10)
@@ -28,6 +30,35 @@ def test_it_looks_once_a_second() -> None:
     watch.stop()
     now_s = 9.0
     assert watch.excess() == 0 and len(looks) == 4
+
+
+def test_pairs_loaded_later_take_nothing_from_an_earlier_ones_budget() -> None:
+    used, now_s = 100, 0.0
+
+    def clock() -> float:
+        nonlocal now_s
+        now_s += 2.0
+        return now_s
+
+    first = MemoryWatch(120, lambda: used, clock, 60, lambda: None)
+    used = 150
+    second = MemoryWatch(200, lambda: used, clock, 50, lambda: None)
+    assert (first.excess(), second.excess()) == (0, 0)
+    used = 180
+    assert (first.excess(), second.excess()) == (10, 0)
+    first.close()
+    used = 145
+    assert second.excess() == 5  # its limit counted what the first one took
+    assert first.excess() == 0
+
+
+def test_a_limit_that_shrinks_while_it_runs_is_noticed() -> None:
+    now_s, free = 0.0, 1 << 30
+    watch = MemoryWatch(None, lambda: 70, lambda: now_s, free=lambda: free)
+    now_s, free = 1.5, 3 << 20
+    assert watch.excess() == LEAST_FREE_BYTES - (3 << 20) and watch.why == "more must be free"
+    now_s, free = 3.0, 1 << 30
+    assert watch.excess() == 0
 
 
 @pytest.mark.skipif(own_bytes() is None, reason="the system does not tell this process's memory")
@@ -69,3 +100,18 @@ def test_saved_states_go_before_the_draft() -> None:
         stats = model.generate(words[::-1], options=OPTIONS).stats
         assert ["saved states of other conversations dropped" in note for note in stats.notes] == [True]
         assert model.draft_engine is not None
+
+
+@pytest.mark.skipif(own_bytes() is None, reason="the system does not tell this process's memory")
+def test_a_second_model_in_the_process_costs_the_first_one_nothing() -> None:
+    chosen = edgespec.LoadOptions(model="demo", **LOAD)  # type: ignore[arg-type]
+    budget = planned(chosen, resolve_pair(chosen)).own_bytes
+    with edgespec.load("demo", memory=budget, **LOAD) as first, edgespec.load("demo", **LOAD) as second:  # type: ignore[arg-type]
+        assert first.memory is not None and second.memory is not None and not first.memory.given_up
+        held = b"x" * (second.memory.watch.planned_bytes // 2)  # the second one takes more of what it was planned to
+        limit = first.memory.watch.limit_bytes
+        first.memory.watch._next_s = 0.0
+        assert not first.generate(PROMPT, options=OPTIONS).stats.notes
+        assert first.draft_engine is not None
+        assert limit is not None and (own_bytes() or 0) > limit
+        del held

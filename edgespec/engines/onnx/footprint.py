@@ -1,9 +1,10 @@
 """What an ONNX export takes in ONNX Runtime, from its graph without the weights.
 
 The weights of products are packed into memory of the session's own when it is made. Those of MatMulNBits are read with
-their scales, which are packed twice more. Everything else stays mapped. Where signed integer products would saturate
-(x86 without VNNI), unsigned copies of the weights and packed ones exist at the same time while the session is made.
-Matrices are packed one by one, so that the largest is in memory twice for a moment.
+their scales, which are packed twice more. Everything else stays mapped; of tables that rows are looked up in, pages
+become resident as their tokens occur. Where signed integer products would saturate (x86 without VNNI), unsigned copies
+of the weights and packed ones exist at the same time while the session is made. Matrices are packed one by one, so that
+the largest is in memory twice for a moment.
 Results of a pass lie in an arena that grows in powers of two. Checked by scripts/lab/measure_memory.py.
 """
 
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.engines.footprint import Footprint, Use
-from edgespec.engines.machine import lacks_vnni
+from edgespec.engines.machine import products_saturate
 from edgespec.engines.onnx.graph import CacheEntry, Graph, read_graph
 from edgespec.engines.onnx.opening import NO_INT8_CACHE, weight_files
 from edgespec.engines.onnx.passes import element_of
@@ -25,9 +26,13 @@ from edgespec.engines.onnx.weights import tensor_bytes
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import once
 from edgespec.formats.onnx import WHOLE_PRODUCT
+from edgespec.formats.onnx.tensors import external_entry
 
 _NBITS, _PRODUCTS = "MatMulNBits", ("MatMul", "Gemm", "MatMulInteger", WHOLE_PRODUCT)
+_LOOKUPS = ("Gather", "GatherBlockQuantized")
 _SCALES_COPIES = 2
+# Linux maps 16 pages around the one that is read. A text of n tokens has about 1.7 n^.78 different ones.
+_TOUCHED_BYTES = 32 << 10
 _TOKENIZER_FACTOR = 14  # memory of a `tokenizers` object over the bytes of its file
 _SESSION_BYTES = 6 << 20
 _RETAINED_BYTES = 48 << 20  # freed matrices below the allocator's threshold for pages of their own
@@ -38,13 +43,16 @@ _FLOAT16, _INT8 = 10, 3
 @dataclass(frozen=True, slots=True)
 class Products:
     """The products of a graph. Bytes: `packed` of all weights, `largest` of one product's, `scales` of quantised ones,
-    `signed` of integer products. `inner`, `width`: hidden sizes.
+    `signed` of integer products, `looked_up` of tables of rows, `only_looked_up` without what products share with them.
+    `inner`, `width`: hidden sizes.
     """
 
     packed: int
     largest: int
     scales: int
     signed: int
+    looked_up: int
+    only_looked_up: int
     inner: int
     width: int
 
@@ -65,28 +73,31 @@ def footprint(path: Path, use: Use) -> Footprint:
     )
     if settings.cache_type == "int8" and not graph.is_shared:
         raise CapabilityError(NO_INT8_CACHE)
+    cells = settings.cells(graph)
     per_token = _cache_bytes_per_token(graph, settings)
     # A cache that grows by concatenation exists twice while it is copied.
     caches = 1 if settings.packs(graph) else settings.max_sequences
-    cache = per_token * settings.cells(graph) * caches * (1 if graph.is_shared else 2)
+    cache = per_token * cells * caches * (1 if graph.is_shared else 2)
     rows = max(settings.max_batch, settings.widest)
-    results = 4 * rows * (3 * products.inner + 4 * products.width)
+    # Besides the layers' results, what each row sees of the cache, and a copy of that.
+    results = _ARENA_FACTOR * 4 * rows * (3 * products.inner + 4 * products.width) + 8 * rows * cells
     outputs = min(use.rows, settings.max_outputs(graph.vocabulary_size))
     packed = products.packed + _SCALES_COPIES * products.scales + _SESSION_BYTES
     loading = 0
-    if products.signed and lacks_vnni():
+    if products.signed and products_saturate():
         loading = products.signed + products.largest + min(2 * products.largest, _RETAINED_BYTES)
     files = sum(file.stat().st_size for file in weight_files(path))
+    touched = min(products.looked_up, _TOUCHED_BYTES * settings.context_length)
     tokenizer = path.parent / "tokenizer.json"
     return Footprint(
-        mapped=max(files - products.packed, 0),
+        mapped=max(files - products.packed - products.only_looked_up, 0) + touched,
         packed=packed,
         cache=cache,
-        compute=int(_ARENA_FACTOR * results),
+        compute=int(results),
         logits=4 * outputs * graph.vocabulary_size,
         vocabulary=_TOKENIZER_FACTOR * tokenizer.stat().st_size if tokenizer.is_file() else 0,
         loading=loading,
-        loading_mapped=0 if loading else products.largest,
+        loading_mapped=0 if loading else max(products.largest - touched, 0),
         reserved=files,
         context_length=settings.context_length,
         sequences=use.sequences,
@@ -106,8 +117,11 @@ def _products(graph: Graph) -> Products:
     packed: dict[str, int] = {}
     scales: dict[str, int] = {}
     signed: dict[str, int] = {}
+    looked_up: dict[str, int] = {}
     sizes = [(1, 1)]
     for node in found.node:
+        if node.op_type in _LOOKUPS:
+            looked_up |= {name: tensor_bytes(tensors[name]) for name in node.input if name in tensors}
         weights = tensors.get(node.input[1]) if len(node.input) > 1 else None
         if weights is None or node.op_type not in (_NBITS, *_PRODUCTS):
             continue
@@ -117,15 +131,25 @@ def _products(graph: Graph) -> Products:
         if node.op_type == _NBITS and node.input[2] in tensors:
             scales[node.input[2]] = tensor_bytes(tensors[node.input[2]])
         sizes.append(_sizes(node, weights))
+    places = {name: _place(tensor) for name, tensor in tensors.items()}
+    in_products = {places[name] for name in (*packed, *scales)}
     inner = [size for size in sizes if size[1] != graph.vocabulary_size]
     return Products(
         sum(packed.values()),
         max(packed.values(), default=0),
         sum(scales.values()),
         sum(signed.values()),
+        sum(looked_up.values()),
+        sum(size for name, size in looked_up.items() if places[name] not in in_products),
         max(max(size) for size in inner),
         max(size[0] for size in sizes if size[1] == graph.vocabulary_size) if len(inner) < len(sizes) else 1,
     )
+
+
+def _place(tensor: Any) -> tuple[str, str]:
+    """Where a tensor lies: (file, offset), or (its name, ""). A tied head and embedding share a place in a file."""
+    entry = external_entry(tensor)
+    return (entry.get("location", ""), entry.get("offset", "0")) if entry else (tensor.name, "")
 
 
 def _sizes(node: Any, weights: Any) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from edgespec.engines.machine import products_saturate
 from edgespec.engines.onnx.unsigned import Weights, make_unsigned
 from edgespec.errors import Cancelled, CapabilityError, ConfigError, EngineError, ModelFileError
 from edgespec.formats.onnx import WHOLE_PRODUCT
@@ -25,7 +26,7 @@ PROVIDERS = {
     "cpu": ("CPUExecutionProvider", "cpu"),
 }
 ERRORS_ONLY = 3
-SATURATION_SIZE = 64
+_TRIED_SIZE = 64
 
 
 @cache
@@ -146,12 +147,12 @@ def reads_packed_weights() -> bool:
     """
     from onnx import TensorProto, helper
 
-    weights = np.random.default_rng(0).integers(0, 256, (SATURATION_SIZE, SATURATION_SIZE), np.uint8)
+    weights = np.random.default_rng(0).integers(0, 256, (_TRIED_SIZE, _TRIED_SIZE), np.uint8)
     given = TensorProto(name="weights", data_type=TensorProto.UINT8, dims=weights.shape)
     given.data_location = TensorProto.EXTERNAL
     given.external_data.add(key="location", value="weights")
-    sums = helper.make_tensor_value_info("sums", TensorProto.FLOAT, ["rows", SATURATION_SIZE])
-    codes = helper.make_tensor_value_info("codes", TensorProto.UINT8, ["rows", SATURATION_SIZE])
+    sums = helper.make_tensor_value_info("sums", TensorProto.FLOAT, ["rows", _TRIED_SIZE])
+    codes = helper.make_tensor_value_info("codes", TensorProto.UINT8, ["rows", _TRIED_SIZE])
     one = helper.make_tensor("one", TensorProto.FLOAT, [], [1.0])
     middle = helper.make_tensor("middle", TensorProto.UINT8, [], [128])
     product = helper.make_node(
@@ -165,7 +166,7 @@ def reads_packed_weights() -> bool:
     session = library().InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     exact = weights.astype(np.int64) - 128
     weights[:] = 0
-    rows = (np.arange(count * SATURATION_SIZE, dtype=np.uint8).reshape(count, -1) for count in (1, 2, 5, 16, 64))
+    rows = (np.arange(count * _TRIED_SIZE, dtype=np.uint8).reshape(count, -1) for count in (1, 2, 5, 16, 64))
     return all((session.run(None, {"codes": x})[0] == (x.astype(np.int64) - 128) @ exact).all() for x in rows)
 
 
@@ -198,27 +199,6 @@ def _options(graph: bytes, folder: Path, threads: int, name: str) -> tuple[Any, 
     graph, place = with_real_files(graph, folder)
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(place))
     return options, graph, weights
-
-
-@cache
-def products_saturate() -> bool:
-    """Whether sums of products of unsigned and signed bytes saturate at 16 bits, as on x86 without VNNI."""
-    from onnx import TensorProto, helper, numpy_helper
-
-    weights = np.full((SATURATION_SIZE, SATURATION_SIZE), 127, np.int8)
-    found, read = (
-        helper.make_tensor_value_info(name, kind, ["rows", SATURATION_SIZE])
-        for name, kind in (("sums", TensorProto.INT32), ("codes", TensorProto.UINT8))
-    )
-    product = helper.make_node("MatMulInteger", ["codes", "weights"], ["sums"])
-    graph = helper.make_graph([product], "saturation", [read], [found], [numpy_helper.from_array(weights, "weights")])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-    session = _open(model.SerializeToString(), Path(), 1, "cpu")
-    exact = 255 * 127 * SATURATION_SIZE
-    rows = (
-        np.full((count, SATURATION_SIZE), 255, np.uint8) for count in (1, 8)
-    )  # a single row has a kernel of its own
-    return any((session.run(None, {"codes": codes})[0] != exact).any() for codes in rows)
 
 
 @cache

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from edgespec.engines.machine import physical_cores
-from edgespec.engines.onnx.library import products_saturate
+from edgespec.engines.machine import physical_cores, products_saturate
 from edgespec.errors import ConfigError, ModelFileError
 from edgespec.export.onnx.activations import RecordedProducts, largest_inputs
 from edgespec.export.onnx.convert import DEFAULT_GROUP_SIZES

@@ -1,0 +1,145 @@
+"""What the types of a KV cache cost: bytes, quality of the target's text, and acceptance of drafts.
+
+    python scripts/lab/measure_cache_types.py MODEL --text FILE.jsonl.xz --prompts FILE.jsonl.xz [--engine onnx]
+
+Quality: the target reads `--text` (records with `prompt`) in windows of 1024 tokens; perplexity, the share of tokens
+whose most likely next token is that of the first type's, and the mean KL divergence from it, with standard errors over
+windows. Acceptance of a fixed draft of 4 tokens while prompts (records with `turns`) are answered greedily: of lookups
+in the text, and of a draft model that is the target itself with a draft cache of that type, where all that is not
+accepted was lost to the type.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import math
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import edgespec
+from edgespec.types import Batch
+
+WINDOW, PIECE, CONTEXT = 1024, 32, 2048
+TYPES = {"llamacpp": ("f16", "q8_0", "q4_0"), "onnx": ("f32", "int8")}
+DRAFT_LENGTH, NEW_TOKENS = 4, 64
+
+
+@dataclass
+class Quality:
+    """Per window: mean negative log likelihood in nats, share of equal choices, mean KL divergence in nats."""
+
+    nll: list[float]
+    agrees: list[float]
+    divergence: list[float]
+
+
+def records(path: Path, key: str) -> list[str]:
+    with lzma.open(path, "rt", encoding="utf-8") as file:
+        found = [json.loads(line)[key] for line in file]
+    return [value if isinstance(value, str) else str(value[0]) for value in found]
+
+
+def opened(model: str, engine: str, kind: str, **options: Any) -> edgespec.Model:
+    kinds = {} if kind == "f32" else {"cache_type_k": kind, "cache_type_v": kind}
+    given = {"context_length": CONTEXT, "threads": 1, "reproducible": False, **kinds, **options}
+    return edgespec.load(model, engine=engine, **given)
+
+
+def log_probs(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    """[rows, vocabulary] in nats."""
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    found: NDArray[np.float32] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return found
+
+
+def quality(model: edgespec.Model, text: str, windows: int, reference: Path, *, is_first: bool) -> Quality:
+    ids = np.array(model.encode(text)[: windows * WINDOW], np.int32)
+    found = Quality([], [], [])
+    with model.measuring() as (engine, _):
+        shape = (ids.size, engine.vocabulary.size)
+        kept = np.memmap(reference, np.float16, "w+" if is_first else "r", shape=shape)
+        for start in range(0, ids.size - WINDOW + 1, WINDOW):
+            engine.rollback(0)
+            nll, agrees, divergence = [], [], []
+            for at in range(start, start + WINDOW, PIECE):
+                rows = log_probs(np.array(engine.forward(Batch.chain(ids[at : at + PIECE])), np.float32))
+                if is_first:
+                    kept[at : at + PIECE] = rows
+                true = np.array(kept[at : at + PIECE], np.float32)
+                following = ids[at + 1 : min(at + PIECE + 1, start + WINDOW)]
+                nll += (-rows[np.arange(following.size), following]).tolist()
+                agrees += (rows.argmax(axis=1) == true.argmax(axis=1)).tolist()
+                divergence += (np.exp(true) * (true - rows)).sum(axis=1).tolist()
+            for store, values in zip(
+                (found.nll, found.agrees, found.divergence), (nll, agrees, divergence), strict=True
+            ):
+                store.append(float(np.mean(values)))
+    return found
+
+
+def accepted(model: edgespec.Model, prompts: list[str], drafter: str) -> tuple[float, float]:
+    """(accepted share of drafted tokens, its standard error over prompts)."""
+    shares, counts = [], []
+    options = edgespec.GenerateOptions(
+        max_tokens=NEW_TOKENS,
+        ignore_eos=True,
+        draft_length=DRAFT_LENGTH,
+        drafter=drafter,  # type: ignore[arg-type]
+    )
+    for prompt in prompts:
+        ids = model.encode_chat([{"role": "user", "content": prompt}])[-CONTEXT // 2 :]
+        stats = model.generate(ids, edgespec.Sampling(temperature=0), options).stats
+        if stats.drafted_tokens:
+            shares.append(stats.acceptance_rate)
+            counts.append(stats.drafted_tokens)
+    mean = float(np.average(shares, weights=counts))
+    return mean, float(np.std(shares, ddof=1) / math.sqrt(len(shares)))
+
+
+def error_of(values: list[float]) -> float:
+    return float(np.std(values, ddof=1) / math.sqrt(len(values)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--engine", default="llamacpp", choices=TYPES)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--windows", type=int, default=4)
+    parser.add_argument("--count", type=int, default=8, help="prompts")
+    given = parser.parse_args()
+    text = "\n\n".join(sorted(records(given.text, "prompt"), key=len)[-200:])
+    prompts = sorted(records(given.prompts, "turns"), key=len)[-given.count :]
+    first: Quality | None = None
+    print("type  bytes/token  perplexity     change        agrees        KL (nats)        lookups       draft")
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in TYPES[given.engine]:
+            with opened(given.model, given.engine, kind, drafter="ngram") as model:
+                found = quality(model, text, given.windows, Path(folder) / "first", is_first=first is None)
+                per_token = model.target.facts.kv_bytes_per_token
+                lookups = accepted(model, prompts, "ngram")
+            first = first or found
+            kinds = {} if kind == "f32" else {"draft_cache_type_k": kind, "draft_cache_type_v": kind}
+            base = TYPES[given.engine][0]
+            with opened(given.model, given.engine, base, draft=given.model, drafter="model", **kinds) as model:
+                draft = accepted(model, prompts, "model")
+            change = np.array(found.nll) - np.array(first.nll)
+            print(
+                f"{kind:5} {per_token:10}  {math.exp(np.mean(found.nll)):10.3f}  {np.mean(change):+.4f}±"
+                f"{error_of(change.tolist()):.4f}  {np.mean(found.agrees):.4f}±{error_of(found.agrees):.4f}  "
+                f"{np.mean(found.divergence):.5f}±{error_of(found.divergence):.5f}  "
+                f"{lookups[0]:.3f}±{lookups[1]:.3f}  {draft[0]:.3f}±{draft[1]:.3f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
