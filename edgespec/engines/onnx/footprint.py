@@ -79,8 +79,8 @@ def footprint(path: Path, use: Use) -> Footprint:
     caches = 1 if settings.packs(graph) else settings.max_sequences
     cache = per_token * cells * caches * (1 if graph.is_shared else 2)
     rows = max(settings.max_batch, settings.widest)
-    # Besides the layers' results, what each row sees of the cache, and a copy of that.
-    results = _ARENA_FACTOR * 4 * rows * (3 * products.inner + 4 * products.width) + 8 * rows * cells
+    # Besides the layers' results, what each row sees of the cache.
+    results = _ARENA_FACTOR * 4 * rows * (3 * products.inner + 4 * products.width) + 4 * rows * cells
     outputs = min(use.rows, settings.max_outputs(graph.vocabulary_size))
     packed = products.packed + _SCALES_COPIES * products.scales + _SESSION_BYTES
     loading = 0
