@@ -337,7 +337,9 @@ class GenerateOptions:
 
     def _check_structure(self) -> None:
         """Raise ConfigError for more than one structure, an empty one, or an option that contradicts it."""
-        given = {name: text for name in ("json_schema", "grammar", "regex") if (text := getattr(self, name)) is not None}
+        given = {
+            name: text for name in ("json_schema", "grammar", "regex") if (text := getattr(self, name)) is not None
+        }
         for name, text in (given | {"free_until": self.free_until}).items():
             _optional_text(name, text)
             if text == "":

@@ -1,8 +1,8 @@
 """Sampling: logits to sparse distributions, and tokens sampled from them.
 
 The order is fixed: logit bias and penalties -> the mask of a constraint -> temperature -> top-k -> top-p -> min-p.
-Temperature 0 is argmax (ties: the lowest id). Every step is a function of one logits row and the tokens before it, so a row of a draft gives the same
-distribution as the same row in plain decoding.
+Temperature 0 is argmax (ties: the lowest id). Every step is a function of one logits row and the tokens before it, so a
+row of a draft gives the same distribution as the same row in plain decoding.
 """
 
 from __future__ import annotations
@@ -311,7 +311,9 @@ class Sampler:
 def _unusable(best: float) -> EngineError:
     """The error for a row whose largest logit is not finite."""
     if best == -math.inf:
-        return EngineError("no token can be sampled: all logits are -inf, from the model, from logit_bias or from it with a grammar")
+        return EngineError(
+            "no token can be sampled: all logits are -inf, from the model, from logit_bias or from it with a grammar"
+        )
     kind = "NaN" if math.isnan(best) else "infinite"
     return EngineError(f"the model returned {kind} logits: its weights are damaged or overflow in this precision")
 

@@ -88,7 +88,9 @@ def _slashed(regex: str) -> str:
 
 def _escaped(text: str) -> str:
     """A regular expression for `text` itself, between slashes."""
-    return _slashed("".join(letter if letter.isalnum() or letter in " _" else f"\\x{{{ord(letter):x}}}" for letter in text))
+    return _slashed(
+        "".join(letter if letter.isalnum() or letter in " _" else f"\\x{{{ord(letter):x}}}" for letter in text)
+    )
 
 
 def compiled(grammar: Grammar, library: Library) -> LLMatcher:

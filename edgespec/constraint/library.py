@@ -6,11 +6,10 @@ an error in it, which every caller asks for. What this file does not know: what 
 
 from __future__ import annotations
 
-import weakref
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from edgespec.errors import CapabilityError, StateError
+from edgespec.errors import CapabilityError
 from edgespec.installation import install_command, is_importable
 from edgespec.vocabulary import Vocabulary
 
@@ -30,12 +29,12 @@ def require_library() -> None:
 
 
 class _Tokens:
-    """A vocabulary in the shape that LLTokenizer asks for. Weak: the vocabulary belongs to a model that is closed."""
+    """A vocabulary in the shape that LLTokenizer asks for."""
 
     is_tokenizer_wrapper = True
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = weakref.ref(vocabulary)
+        self._vocabulary = vocabulary
         self.eos_token_id, self.bos_token_id = max(vocabulary.end_ids), vocabulary.bos_id
         silent = {token_id for token_id, piece in enumerate(vocabulary.pieces) if not piece} | vocabulary.end_ids
         self.tokens = [
@@ -46,9 +45,7 @@ class _Tokens:
 
     def __call__(self, text: str) -> list[int]:
         """Token ids that print `text` exactly, as the model's own tokenizer splits it."""
-        vocabulary = self._vocabulary()
-        if vocabulary is None:
-            raise StateError("this model is closed: load it again")
+        vocabulary = self._vocabulary
         wanted = text.encode()
         token_ids = vocabulary.encode(text)
         if b"".join(map(vocabulary.piece, token_ids)) == wanted:
@@ -72,14 +69,13 @@ class Library:
             raise CapabilityError(
                 "structured output needs a model whose vocabulary has an end-of-text token, and this one names none"
             )
-        self._vocabulary = weakref.ref(vocabulary)
+        self._vocabulary = vocabulary
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
         from llguidance import LLTokenizer
 
-        vocabulary = self._vocabulary()
-        assert vocabulary is not None
+        vocabulary = self._vocabulary
         tokens: Any = _Tokens(vocabulary)
         return LLTokenizer(tokens, n_vocab=vocabulary.size, eos_token=sorted(vocabulary.end_ids))
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _MOST_MASKS = 96  # kept at a time: more than the nodes of two rounds
 _MOST_GRAMMARS = 16  # compiled ones kept per model
+_MOST_SAID = 300  # characters of an error in the library
 _FEW, _MANY = 8, 4  # at most one in 8 allowed: copy these; at most one in 4 forbidden: overwrite those
 _FORBIDDEN = np.float32(-np.inf)
 
@@ -118,7 +119,9 @@ class Constraint:
         self._check()
         mask = self.mask(np.concatenate((text_ids, np.array(forced, np.int32))))
         if mask.num_allowed <= len(self._end_ids) and self._end_ids.issuperset(mask.ids.tolist()):
-            forced.append(int(mask.ids[-1]))  # of several, the end of a turn has the highest id in all known vocabularies
+            forced.append(
+                int(mask.ids[-1])
+            )  # of several, the end of a turn has the highest id in all known vocabularies
         return tuple(forced)
 
     def permitted(self, draft: Draft, text_ids: TokenIds) -> Draft:
@@ -174,7 +177,7 @@ class Constraint:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            problem = self._matcher.get_error().strip()
+            problem = self._matcher.get_error().strip().split("\n")[0][:_MOST_SAID]
             raise EngineError(f"the grammar cannot be followed any further: {problem}; use a simpler schema or grammar")
 
 
