@@ -21,7 +21,7 @@ from edgespec.server.tools import ToolParser
 from edgespec.vocabulary import Vocabulary
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
-MOST_CALLS = 8  # of one answer whose calls are forced
+MOST_CALLS = 4  # of one answer: small models tend to go on calling
 _PLAIN = ("grammar", "regex", "free_until")
 
 
