@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -40,6 +41,7 @@ CACHE_TYPES: tuple[CacheType, ...] = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_
 MAX_DRAFT_LENGTH = 64
 MAX_TOP_LOGPROBS = 256
 MAX_PARALLEL = 64
+MAX_GRAMMAR_CHARACTERS = 1 << 18  # of a schema or grammar: what compiles within a second
 MAX_COUNT = 2**31 - 1  # the engines' libraries count in int32
 Class = TypeVar("Class", bound=type[Any])
 
@@ -109,6 +111,20 @@ def _as_texts(value: object) -> tuple[str, ...]:
     if not all(texts):
         raise ConfigError("stop contains an empty string; each stop string needs at least one character")
     return tuple(texts)
+
+
+def _as_schema(value: object) -> str:
+    """A JSON schema, given as a mapping or as JSON text, as JSON text. Raises ConfigError."""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+        text = json.dumps(dict(found), ensure_ascii=False, allow_nan=False) if isinstance(found, Mapping) else None
+    except json.JSONDecodeError as exc:
+        raise ConfigError(f"json_schema is not valid JSON: {exc}") from exc
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise ConfigError(f"json_schema holds what JSON cannot, or is nested too deeply: {exc}") from exc
+    if text is None:
+        raise ConfigError(f"json_schema must be a JSON object, as a dict or as text, got {shown(value)}")
+    return text
 
 
 def _as_path(name: str, value: object) -> Path | None:
@@ -278,6 +294,12 @@ class GenerateOptions:
     wait; None: no limit. `noise_offset`: sample position i with the random numbers of position i + `noise_offset`. Set
     it when the oldest turns of a conversation were dropped, else a new answer may get the random numbers of an old one
     and repeat it; `edgespec.chat.conversation.Conversation.noise_offset` computes it.
+
+    Structured output, one of: `json_schema`: the answer is JSON of this schema, a dict or JSON text; `grammar`: a Lark
+    or GBNF grammar that the answer follows; `regex`: a regular expression that the whole answer matches.
+    `free_until`: the answer is free up to and including this text, such as "</think>", and structured after it. An
+    answer that `max_tokens`, a stop string or the context cuts is incomplete. A grammar is checked when a generation
+    is asked for.
     Raises ConfigError for a value that is not allowed.
     """
 
@@ -291,8 +313,15 @@ class GenerateOptions:
     top_logprobs: int = 0
     max_wait_s: float | None = None
     noise_offset: int = 0
+    json_schema: Mapping[str, Any] | str | None = None
+    grammar: str | None = None
+    regex: str | None = None
+    free_until: str | None = None
 
     def __post_init__(self) -> None:
+        if self.json_schema is not None:
+            object.__setattr__(self, "json_schema", _as_schema(self.json_schema))
+        self._check_structure()
         _at_least("noise_offset", _whole("noise_offset", self.noise_offset), 0)
         _at_least("max-tokens", self.max_tokens, 1)
         object.__setattr__(self, "stop", _as_texts(self.stop))
@@ -311,6 +340,24 @@ class GenerateOptions:
             _one_of("verify", self.verify, RULES)
         if self.draft_length is not None:
             _check_draft_length(self.draft_length)
+
+    def _check_structure(self) -> None:
+        """Raise ConfigError for more than one structure, an empty one, or an option that contradicts it."""
+        given = {
+            name: text for name in ("json_schema", "grammar", "regex") if (text := getattr(self, name)) is not None
+        }
+        for name, text in (given | {"free_until": self.free_until}).items():
+            _optional_text(name, text)
+            if text == "":
+                raise ConfigError(f"{name} is empty: leave it out for an answer without structure")
+            if text is not None and len(text) > MAX_GRAMMAR_CHARACTERS:
+                raise ConfigError(f"{name} has {len(text)} characters; at most {MAX_GRAMMAR_CHARACTERS} are allowed")
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} were both given: an answer has one structure, keep one")
+        if self.free_until is not None and not given:
+            raise ConfigError("free_until needs json_schema, grammar or regex: without one the whole answer is free")
+        if given and self.ignore_eos is True:
+            raise ConfigError(f"ignore_eos contradicts {next(iter(given))}, which says where the answer ends: keep one")
 
 
 @dataclass(frozen=True, slots=True)

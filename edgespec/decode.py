@@ -129,6 +129,10 @@ class Run:
         finally:
             self._tick()
 
+    def is_forced(self, pending_id: int) -> bool:
+        """Whether a grammar forces what follows the pending token."""
+        return self.sampler.constraint is not None and bool(self.sampler.forced(self.target.with_pending(pending_id)))
+
     def count(self, record: RoundRecord) -> None:
         """Add a round to `stats` and report it to `on_round`."""
         stats = self.stats
@@ -219,9 +223,14 @@ def _first_token(run: Run) -> Steps[int]:
 
 
 def _plain_rounds(run: Run, pending_id: int, most: int | None = None) -> Steps[int]:
-    """One pass per token, for `most` rounds (None: until the end); returns the pending token."""
+    """One pass per token, for `most` rounds (None: until the end); returns the pending token.
+
+    With `most` it ends earlier where a grammar forces what comes next.
+    """
     done = 0
     while run.stats.finish_reason is None and done != most:
+        if most is not None and run.is_forced(pending_id):
+            break  # a draft that is nearly certain is worth a decision
         run.keep_within_memory()
         started_s, started_cpu_s = perf_counter(), thread_time()
         logits = yield from run.target.feeding(np.array([pending_id], np.int32))
@@ -239,9 +248,11 @@ def _speculative_rounds(run: Run, controller: Controller, rule: Rule, pending_id
     """Draft, verify, accept, until the end."""
     controller.begin(run.prompt_ids, run.stats.prefill_s)
     while run.stats.finish_reason is None:
-        pending_id = yield from _plain_rounds(run, pending_id, controller.rest())
+        rest, begun = controller.rest(), run.stats.rounds
+        pending_id = yield from _plain_rounds(run, pending_id, rest)
         if run.stats.finish_reason is not None:
             return
+        controller.wake(rest - (run.stats.rounds - begun))
         run.keep_within_memory()
         context_ids = run.target.with_pending(pending_id)
         position = context_ids.size
@@ -286,6 +297,8 @@ def _propose(run: Run, controller: Controller, context_ids: TokenIds, rule: Rule
     )
     try:
         proposal = controller.propose(request)
+        draft = run.sampler.permitted(proposal.draft, context_ids)
+        proposal = Proposal(draft, proposal.drafter) if draft.num_tokens else NOTHING
     except Cancelled:
         raise
     except (EngineError, MemoryError) as exc:
@@ -316,7 +329,7 @@ def _target_at(run: Run, draft: Draft, context_ids: TokenIds, logits: Logits) ->
 
     def target_at(node: int, path: tuple[int, ...]) -> Distribution:
         history = context_ids
-        if path and run.sampler.sampling.uses_history:
+        if path and run.sampler.uses_history:
             history = np.concatenate((context_ids, draft.token_ids[list(path)]))
         return run.sampler.distribution(logits[node + 1], history)
 

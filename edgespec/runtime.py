@@ -10,6 +10,8 @@ from typing import Any, TypeVar, Unpack
 
 from edgespec.acceptance import LOSSY
 from edgespec.config import DrafterName, GenerateOptions, LoadKeywords, LoadOptions, RuleName
+from edgespec.constraint.grammar import Grammar
+from edgespec.constraint.state import Constraint, Constraints
 from edgespec.control.cost import CostCurve
 from edgespec.control.pool import DrafterPool
 from edgespec.control.run_cost import DraftCost
@@ -61,6 +63,7 @@ class Model(Closing):
         self.memory = memory  # what was planned and what is used; None for a model that was not loaded by `load`
         self._executor = Executor(options, pair, target, drafters, memory)
         self._pool, self._sequence = self._executor.pool, self._executor.sequence
+        self._constraints = Constraints()
 
     def __repr__(self) -> str:
         facts = self.target.facts
@@ -158,7 +161,8 @@ class Model(Closing):
 
         The request is checked here; decoding starts when the first event is read. `prompt`: text or token ids.
         `on_round` is called after every round, before its tokens are emitted; it must not call the model.
-        Raises PromptError, SamplingError, ConfigError or CapabilityError if the request is not valid.
+        Raises PromptError, SamplingError, ConfigError or CapabilityError if the request is not valid; ConfigError names
+        the place of a mistake in a schema or grammar.
         """
         return Generation(self._executor, self._request(prompt, sampling, options, on_round), self.is_reproducible)
 
@@ -192,14 +196,29 @@ class Model(Closing):
         prompt_ids = self._prompt_ids(prompt)
         check_prompt(prompt_ids, self.context_length)
         self._pool.check(chosen)
+        constraint = self._constraint(chosen, prompt_ids.size)
         return Request(
             prompt_ids,
-            Sampler(sampling, self.target.vocabulary.size, chosen.noise_offset),
+            Sampler(sampling, self.target.vocabulary.size, chosen.noise_offset, constraint),
             chosen,
             chosen.drafter or self.drafter_name,
             chosen.verify or self.options.verify,
             on_round,
         )
+
+    def check_structure(self, options: GenerateOptions) -> None:
+        """Check the grammar of `options`, if there is one, as a generation does.
+
+        Raises ConfigError, which names the place of a mistake, and CapabilityError where llguidance is not installed.
+        """
+        self._constraint(of_kind("options", options, GenerateOptions, ConfigError), 0)
+
+    def _constraint(self, options: GenerateOptions, begin: int) -> Constraint | None:
+        grammar = Grammar.of(options)
+        if grammar is None:
+            return None
+        with self._executor.vocabulary() as vocabulary:
+            return self._constraints.of(grammar, vocabulary, begin)
 
     def _prompt_ids(self, prompt: Prompt) -> TokenIds:
         if isinstance(prompt, str):

@@ -1,8 +1,8 @@
 """Sampling: logits to sparse distributions, and tokens sampled from them.
 
-The order is fixed: logit bias and penalties -> temperature -> top-k -> top-p -> min-p. Temperature 0 is argmax (ties:
-the lowest id). Every step is a function of one logits row and the tokens before it, so a row of a draft gives the same
-distribution as the same row in plain decoding.
+The order is fixed: logit bias and penalties -> the mask of a constraint -> temperature -> top-k -> top-p -> min-p.
+Temperature 0 is argmax (ties: the lowest id). Every step is a function of one logits row and the tokens before it, so a
+row of a draft gives the same distribution as the same row in plain decoding.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.constraint.state import Constraint
 from edgespec.errors import EngineError, SamplingError, shown
 from edgespec.noise import Noise, Stream
-from edgespec.types import Distribution, Logits, TokenIds, one_hot
+from edgespec.types import Distribution, Draft, Logits, TokenIds, one_hot
 
 # Elements per column of the top-k prefilter. In a short row, comparing all elements is cheaper than selecting columns.
 _FOLD, _SHORT_FOLD, _SHORT_ROW = 64, 16, 8192
@@ -116,11 +117,14 @@ def _checked_bias(given: object) -> dict[int, float]:
 class Sampler:
     """Turns logits rows into distributions and samples tokens from them, with the settings and noise of one generation.
 
-    `noise_offset`: added to positions before their noise is computed (`GenerateOptions.noise_offset`).
+    `noise_offset`: added to positions before their noise is computed (`GenerateOptions.noise_offset`). `constraint`:
+    masks every row, that of the target and that of a draft alike; None: all tokens are allowed.
     Raises SamplingError if `logit_bias` names a token outside the vocabulary or forbids all tokens.
     """
 
-    def __init__(self, sampling: Sampling, vocabulary_size: int, noise_offset: int = 0) -> None:
+    def __init__(
+        self, sampling: Sampling, vocabulary_size: int, noise_offset: int = 0, constraint: Constraint | None = None
+    ) -> None:
         outside = [token_id for token_id in sampling.logit_bias if not 0 <= token_id < vocabulary_size]
         if outside:
             raise SamplingError(f"logit_bias names token {outside[0]}; the vocabulary has 0..{vocabulary_size - 1}")
@@ -128,6 +132,7 @@ class Sampler:
             raise SamplingError(f"logit_bias forbids all {vocabulary_size} tokens: leave at least one without -inf")
         self.sampling = sampling = sampling.seeded()
         self.vocabulary_size = vocabulary_size
+        self.constraint = constraint
         self.seed = sampling.seed or 0  # `seeded` has replaced None
         self.noise = Noise(self.seed, noise_offset)
         self._scratch = np.empty(vocabulary_size, np.float32)  # allocating a row of 150k costs more than its exp
@@ -136,6 +141,24 @@ class Sampler:
         self._bias_ids = np.fromiter(sampling.logit_bias.keys(), np.int64)
         self._bias = np.fromiter(sampling.logit_bias.values(), np.float32)
         self._adjusts = sampling.uses_history or self._bias_ids.size > 0
+
+    @property
+    def uses_history(self) -> bool:
+        """Whether distributions depend on the tokens before them: penalties and constraints do."""
+        return self.constraint is not None or self.sampling.uses_history
+
+    def at_temperature(self, temperature: float) -> Sampler:
+        """The same settings, noise and constraint at another temperature."""
+        sampling = replace(self.sampling, temperature=temperature)
+        return Sampler(sampling, self.vocabulary_size, self.noise.offset, self.constraint)
+
+    def permitted(self, draft: Draft, history: TokenIds) -> Draft:
+        """`draft`, which follows all tokens `history` [n], without what the constraint forbids."""
+        return draft if self.constraint is None else self.constraint.permitted(draft, history)
+
+    def forced(self, history: TokenIds) -> tuple[int, ...]:
+        """Tokens that spell what the constraint forces after `history` [n]; none without one."""
+        return () if self.constraint is None else self.constraint.forced(history)
 
     def distribution(self, logits: Logits, history: TokenIds) -> Distribution:
         """Distribution of the next token from one row of logits [vocabulary] and all tokens before it [n].
@@ -146,6 +169,13 @@ class Sampler:
         best = int(row.argmax())
         if not math.isfinite(row[best]):
             raise _unusable(float(row[best]))
+        if self.constraint is not None:
+            mask = self.constraint.mask(history)
+            if self.sampling.temperature > 0.0 or not mask.allows(best):  # else it would not change the choice
+                row = mask.applied(row)
+                best = int(row.argmax())
+                if not math.isfinite(row[best]):
+                    raise _unusable(float(row[best]))
         if self.sampling.temperature == 0.0:
             return one_hot(best)
         return self._truncated(row, float(row[best]))
@@ -188,6 +218,8 @@ class Sampler:
         Ignores top-k, top-p and min-p. Raises EngineError as `distribution` does.
         """
         row = self._adjusted(logits, history) if self._adjusts else logits
+        if self.constraint is not None:
+            row = self.constraint.mask(history).applied(row)
         if not math.isfinite(best := float(row.max())):
             raise _unusable(best)
         token_ids = top_ids(row, count)
@@ -201,7 +233,7 @@ class Sampler:
     def log_prob(self, logits: Logits, token_id: int) -> float:
         """Natural log probability of a token under the softmax of one raw logits row [vocabulary].
 
-        Temperature, bias, penalties and truncation are not applied.
+        Temperature, bias, penalties, truncation and constraints are not applied.
         """
         shift, log_sum = self._normaliser(logits)
         return float(logits[token_id]) - shift - log_sum
@@ -279,7 +311,9 @@ class Sampler:
 def _unusable(best: float) -> EngineError:
     """The error for a row whose largest logit is not finite."""
     if best == -math.inf:
-        return EngineError("no token can be sampled: all logits are -inf, from the model or from logit_bias")
+        return EngineError(
+            "no token can be sampled: all logits are -inf, from the model, from logit_bias or from it with a grammar"
+        )
     kind = "NaN" if math.isnan(best) else "infinite"
     return EngineError(f"the model returned {kind} logits: its weights are damaged or overflow in this precision")
 

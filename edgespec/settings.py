@@ -20,7 +20,7 @@ from edgespec.formats.files import expanded, is_file, read_text, user_folder
 
 Part = Literal["load", "sampling", "generate", "session"]
 Group = Literal["Model", "Speculation", "Sampling", "Answer", "Output", "Hardware"]
-Kind = Literal["text", "path", "integer", "number", "switch", "texts", "length"]
+Kind = Literal["text", "path", "integer", "number", "switch", "texts", "length", "contents"]
 ENVIRONMENT_PREFIX = "EDGESPEC_"
 # Variables that are no settings: where things lie, a real model for the tests that want one, the key of `serve`.
 PLACES = ("CONFIG", "HOME", "MODELS", "TEST_MODEL", "API_KEY")
@@ -32,6 +32,7 @@ _TOML_TYPES: dict[Kind, tuple[type, ...]] = {
     "path": (str,),
     "texts": (str, list),
     "length": (int, str),
+    "contents": (str,),
 }
 _SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -83,6 +84,8 @@ class Setting:
             return _SWITCHES[text.lower()]
         if self.kind == "texts":
             return (text,)
+        if self.kind == "contents":
+            return contents(text, source)
         return self._chosen(text, source)
 
     def check(self, value: Any, source: str) -> Any:
@@ -96,7 +99,7 @@ class Setting:
             return texts
         if self.kind == "number":
             return float(value)
-        if self.kind == "length":
+        if self.kind in ("length", "contents"):
             return self.parse(str(value), source)
         return self._chosen(value, source) if isinstance(value, str) else value
 
@@ -107,10 +110,21 @@ class Setting:
         return expanded(text) if self.kind == "path" else text
 
 
+def contents(text: str, source: str) -> str:
+    """What a file holds; `text` itself where it is a JSON object and so no name of a file. Raises ConfigError."""
+    if text.lstrip().startswith("{"):
+        return text
+    try:
+        return read_text(expanded(text))
+    except (OSError, ValueError) as exc:  # ValueError: no UTF-8, a NUL in the name
+        reason = exc.strerror if isinstance(exc, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"{source}: the file {text!r} cannot be read: {reason}") from exc
+
+
 # Listed by --help; the others by --help-all only.
 _BASIC = {
     *("draft", "context_length", "threads", "gpu_layers", "memory", "drafter", "draft_length", "reproducible", "learn"),
-    *("temperature", "top_k", "seed", "max_tokens", "system", "stats"),
+    *("temperature", "top_k", "seed", "max_tokens", "json_schema", "system", "stats"),
 }
 _CHOICES: dict[str, tuple[str, ...]] = {
     "engine": ENGINES,
@@ -122,7 +136,14 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "drafter": DRAFTERS,
     "verify": RULES,
 }
-_METAVARS = {"memory": "6GiB|80%|auto", "model": "MODEL", "draft_length": "N|auto", "max_slowdown": "SHARE"}
+_METAVARS = {
+    "memory": "6GiB|80%|auto",
+    "model": "MODEL",
+    "draft_length": "N|auto",
+    "max_slowdown": "SHARE",
+    "json_schema": "FILE|JSON",
+    "grammar": "FILE",
+}
 
 
 def _of(group: Group, part: Part, *rows: tuple[str, Kind, str, str]) -> Iterator[Setting]:
@@ -200,6 +221,10 @@ SETTINGS: tuple[Setting, ...] = (
         ("max_tokens", "integer", "-n --max-tokens", "Most tokens of an answer"),
         ("stop", "texts", "--stop", "Text that ends the answer; repeatable"),
         ("ignore_eos", "switch", "--ignore-eos", "Continue after end-of-text tokens"),
+        ("json_schema", "contents", "--json-schema", "Answer in JSON of this schema"),
+        ("grammar", "contents", "--grammar", "Answer in a language: a Lark or GBNF grammar"),
+        ("regex", "text", "--regex", "Answer with a text that this regular expression matches"),
+        ("free_until", "text", "--free-until", "Leave the answer free up to this text, such as </think>"),
     ),
     *_of(
         "Answer",
@@ -218,6 +243,7 @@ SETTINGS: tuple[Setting, ...] = (
 # Off unless a user asks: answers are private. Commands that measure ignore them: a prompt that is decoded again would
 # find its own answer.
 REMEMBERING = ("recall", "learn")
+STRUCTURE = ("json_schema", "grammar", "regex", "free_until")  # of one answer: for commands that give several kinds
 PRINTING = ("show_draft", "stats", "raw")  # how one answer is printed: for commands that print none to leave out
 _BY_KEY = {key: setting for setting in SETTINGS for key in setting.keys}
 

@@ -25,14 +25,14 @@ from edgespec.cli.terminal import note
 from edgespec.control.measure import cost_key
 from edgespec.errors import ConfigError
 from edgespec.formats.files import write_atomically
-from edgespec.settings import PRINTING, REMEMBERING, Settings
+from edgespec.settings import PRINTING, REMEMBERING, STRUCTURE, Settings
 from edgespec.tuning.prompt_sources import built_in, read_data, read_prompts
 from edgespec.tuning.workload import SYNTHETIC, BenchPrompt, Domains, choose, with_synthetic
 
 INTERRUPTED = 130
 DEFAULT_TOKENS = 96
 DEFAULT_PER_DOMAIN = 4
-_LEFT_OUT = ("stop", "system", *PRINTING, *REMEMBERING)
+_LEFT_OUT = ("stop", "system", *STRUCTURE, *PRINTING, *REMEMBERING)
 _PATH = click.Path(path_type=Path)
 
 

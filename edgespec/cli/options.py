@@ -14,7 +14,7 @@ from edgespec.cli.terminal import set_verbosity
 from edgespec.errors import ConfigError
 from edgespec.formats.files import is_file
 from edgespec.sampling import Sampling
-from edgespec.settings import SETTINGS, Kind, Part, Setting, Settings, resolve
+from edgespec.settings import SETTINGS, Kind, Part, Setting, Settings, contents, resolve
 from edgespec.tuning.profiles import with_profile
 
 
@@ -32,6 +32,15 @@ class _Length(click.ParamType):  # type: ignore[type-arg]  # generic in newer re
             self.fail(f"{value!r} is neither a whole number nor auto", param, ctx)
 
 
+class _Contents(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases of click only
+    """What a file holds, or a JSON object itself."""
+
+    name = "contents"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return contents(value, f"--{param.opts[-1].lstrip('-')}" if param is not None else "the command line")
+
+
 _TYPES: dict[Kind, Any] = {
     "text": str,
     "path": click.Path(path_type=Path),
@@ -40,6 +49,7 @@ _TYPES: dict[Kind, Any] = {
     "switch": bool,
     "texts": str,
     "length": _Length(),
+    "contents": _Contents(),
 }
 Function = TypeVar("Function", bound=Callable[..., Any])
 

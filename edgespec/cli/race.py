@@ -31,7 +31,7 @@ from edgespec.cli.terminal import note
 from edgespec.config import SessionOptions
 from edgespec.errors import Cancelled, ConfigError
 from edgespec.loading.sample_prompts import PROMPTS
-from edgespec.settings import PRINTING, REMEMBERING
+from edgespec.settings import PRINTING, REMEMBERING, STRUCTURE
 from edgespec.tuning.profiles import with_profile
 
 FAILED, INTERRUPTED = 1, 130
@@ -44,7 +44,7 @@ HOW = (
 
 
 @click.command(cls=SettingsCommand, short_help="Plain and speculative decoding of one prompt, side by side.")
-@settings_options("load", "generate", "sampling", "session", leave_out=(*PRINTING, *REMEMBERING))
+@settings_options("load", "generate", "sampling", "session", leave_out=(*STRUCTURE, *PRINTING, *REMEMBERING))
 @click.option("-p", "--prompt", metavar="TEXT|-", help="The prompt; - reads it from standard input.")
 @click.option(
     "-y/--no",

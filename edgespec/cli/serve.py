@@ -24,7 +24,7 @@ from edgespec.installation import install_command, is_importable
 from edgespec.loading.opening import resolve_pair
 from edgespec.loading.registry import resolve
 from edgespec.memory.fit import usual_parallel
-from edgespec.settings import Settings
+from edgespec.settings import STRUCTURE, Settings
 
 if TYPE_CHECKING:
     from edgespec.server.run import Binding
@@ -40,7 +40,7 @@ def _option(*flags: str, **attributes: Any) -> Callable[[Any], Any]:
 
 
 @click.command(cls=SettingsCommand)
-@settings_options("load", "generate", "sampling", leave_out=("stop", "ignore_eos"))
+@settings_options("load", "generate", "sampling", leave_out=("stop", "ignore_eos", *STRUCTURE))
 @_option("--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen on [127.0.0.1: this machine only]")
 @_option("--port", type=click.IntRange(0, 65535), default=8080, metavar="N", help="Port; 0 chooses a free one [8080]")
 @_option("--api-key", metavar="KEY", help=f"Key that clients must send; better in {API_KEY} [any key]")

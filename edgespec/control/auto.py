@@ -100,6 +100,9 @@ class AutoController(Controller):
         self._rested, self._rest = self._rest, 0
         return self._rested
 
+    def wake(self, num_left: int) -> None:
+        self._rested -= num_left
+
     def propose(self, request: DraftRequest) -> Proposal:
         context = request.token_ids.size
         self._context_ids = request.token_ids
@@ -152,11 +155,11 @@ class AutoController(Controller):
         """What each drafter is expected to gain: free ones draft on trial, paid ones are forecast."""
         found = Round(prices, {}, {}, {}, {})
         for name, drafter in self.drafters.items():
-            if name in self._left_out:
+            if name in self._left_out or (drafter.needs_constraint and request.sampler.constraint is None):
                 continue
             self._asked = name
             if drafter.is_free:
-                found.trials[name] = draft = drafter.draft(request)
+                found.trials[name] = draft = request.sampler.permitted(drafter.draft(request), request.token_ids)
                 confidences = self._states[name].confidences(draft) if draft.num_tokens else ()
                 found.lengths[name], found.gains[name] = best_length(confidences, prices, draft.num_tokens)
             else:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from edgespec.control.run_cost import RunCosts
 from edgespec.drafters.base import Drafter, DraftRequest
+from edgespec.drafters.forced import FORCED, ForcedDrafter
 from edgespec.types import EMPTY_DRAFT, Draft, RoundRecord, TokenIds, Verdict
 
 
@@ -40,6 +41,9 @@ class Controller(ABC):
         """Plain rounds to decode before the next `propose`; called before every `propose`."""
         return 0
 
+    def wake(self, num_left: int) -> None:
+        """The rest that was asked for last ended with so many rounds left."""
+
     def use_threads(self, threads: int) -> None:
         """Passes and drafts use so many threads from now on, which changes what they cost."""
 
@@ -65,18 +69,22 @@ class Controller(ABC):
 
 
 class FixedLength(Controller):
-    """One drafter with the same draft length in every round."""
+    """One drafter with the same draft length in every round; what a grammar forces comes first."""
 
     def __init__(self, drafter: Drafter, draft_length: int) -> None:
         self._drafter = drafter
         self.draft_length = draft_length
         self._is_left_out = self._is_dropped = False
+        self._forced = ForcedDrafter()
 
     def begin(self, prompt_ids: TokenIds, prefill_s: float = 0.0) -> None:
         self._is_left_out = self._is_dropped
         self._drafter.begin(prompt_ids)
 
     def propose(self, request: DraftRequest) -> Proposal:
+        forced = self._forced.draft(request)  # of any length: it costs nothing and is nearly certain
+        if forced.num_tokens:
+            return Proposal(forced, FORCED)
         most = min(self.draft_length, request.max_tokens)
         if most < 1 or self._is_left_out:
             return NOTHING
@@ -91,4 +99,5 @@ class FixedLength(Controller):
         self._is_left_out = self._is_dropped = self._is_dropped or self._drafter.name in names
 
     def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
-        self._drafter.observe(proposal.draft, verdict)
+        if proposal.drafter != FORCED:
+            self._drafter.observe(proposal.draft, verdict)

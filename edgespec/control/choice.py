@@ -211,7 +211,8 @@ class Kinds:
 
 
 def kind_of(request: DraftRequest) -> str:
-    """By temperature, and by whether the rule compares distributions."""
+    """By temperature, by whether the rule compares distributions, and by whether a grammar constrains the answer."""
     temperature = request.sampler.sampling.temperature
     heat = "greedy" if temperature == 0 else "cool" if temperature < 0.5 else "warm" if temperature <= 1.1 else "hot"
-    return f"{heat} rejection" if request.needs_distributions else heat
+    kind = f"{heat} rejection" if request.needs_distributions else heat
+    return kind if request.sampler.constraint is None else f"{kind} constrained"

@@ -33,6 +33,7 @@ from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.cache import CacheDrafter
 from edgespec.drafters.factory import learnt_texts
+from edgespec.drafters.forced import FORCED, ForcedDrafter
 from edgespec.drafters.spec import FALLBACK, SPECS, check_makeable, made
 from edgespec.engines import disk_cache
 from edgespec.engines.base import Engine
@@ -158,7 +159,7 @@ class DrafterPool:
         found = self._automatic.get(name)
         if found is None:
             names = self.names if name == "auto" else [name]
-            drafters: dict[str, Drafter] = {each: self.drafter(each) for each in names}
+            drafters: dict[str, Drafter] = {FORCED: ForcedDrafter()} | {each: self.drafter(each) for each in names}
             curve, costs, threads = self.cost_curve, self.draft_costs, self._target.engine.facts.threads
             found = AutoController(drafters, curve, costs, self._options.max_slowdown, threads=threads)
             if self.threads is not None:

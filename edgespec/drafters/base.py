@@ -49,7 +49,8 @@ class DraftRequest(NamedTuple):
 class Drafter(ABC):
     """One method of proposing tokens, for one generation at a time.
 
-    `is_free`: drafting costs next to nothing, so that it may be done on trial. `wants_features`: it reads the target's
+    `is_free`: drafting costs next to nothing, so that it may be done on trial. `needs_constraint`: it drafts only
+    where a grammar constrains the answer. `wants_features`: it reads the target's
     hidden states. `evidence_kind`: `bucket`, one number that names a class of similar proposals; `scores`, numbers of
     the order of one that grow with the probability of acceptance. `prior`: initial log odds of acceptance, a bias and
     the weight of each score, as far as they are known.
@@ -58,6 +59,7 @@ class Drafter(ABC):
     name: str
     notes: tuple[str, ...] = ()  # for the user, of its configuration
     is_free: ClassVar[bool] = False
+    needs_constraint: ClassVar[bool] = False
     wants_features: ClassVar[bool] = False
     wants_layers: tuple[int, ...] = ()  # of the target, counted from 0, whose inputs each request needs
     evidence_kind: ClassVar[Literal["bucket", "scores"]] = "scores"

@@ -132,7 +132,7 @@ def candidates_for(
     text_ids = request.token_ids
 
     def make(logits: Logits, depth: int, node: int, path_ids: TokenIds) -> Candidates:
-        uses_history = sampler.sampling.uses_history and path_ids.size > 0
+        uses_history = sampler.uses_history and path_ids.size > 0
         history = np.concatenate((text_ids, path_ids)) if uses_history else text_ids
         temperature, position = sampler.sampling.temperature, text_ids.size + depth
         if temperature == 0:

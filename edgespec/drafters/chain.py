@@ -43,7 +43,7 @@ class DrawnChain:
         `is_open` is whether one more is also expected to pay for a pass; a row that exists already costs nothing.
         """
         request, sampler, count = self.request, self.request.sampler, len(self.token_ids)
-        history = self.text if sampler.sampling.uses_history else request.token_ids
+        history = self.text if sampler.uses_history else request.token_ids
         distribution = sampler.distribution(logits, history)
         stream = Stream.DRAFT if request.needs_distributions else Stream.TARGET
         # Its own noise must not be used again in a later round, since what was accepted of this one depends on it.

@@ -6,8 +6,6 @@ window at a time, so that the cost of a slide is spread over many tokens and acc
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from edgespec.drafters.base import Drafter, DraftRequest
@@ -36,8 +34,7 @@ class DraftTemperature:
         # No sampler takes more than the highest temperature.
         temperature = min(settings.temperature * self.factor, MAX_TEMPERATURE)
         if self._made is None or self._made[0] is not target:
-            made = Sampler(replace(settings, temperature=temperature), target.vocabulary_size, target.noise.offset)
-            self._made = target, made
+            self._made = target, target.at_temperature(temperature)
         return self._made[1]
 
 

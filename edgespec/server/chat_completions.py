@@ -25,13 +25,13 @@ from edgespec.server.options import (
 )
 from edgespec.server.scheduler import Job, Ticket
 from edgespec.server.service import Loaded
+from edgespec.server.structure import forced_calls, read_structure
 from edgespec.server.tools import ToolCall, ToolParser, tool_parser
 from edgespec.types import TokenEvent
 
 FINGERPRINT = f"edgespec-{__version__}"
 MOST_TOP_LOGPROBS = 20
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_LATER = "structured output is not built yet; ask for it in the prompt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +153,11 @@ def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
     options = read_options(
         fields, loaded, read_max_tokens(fields, "max_completion_tokens", "max_tokens"), _read_logprobs(fields)
     )
+    options = read_structure(fields, loaded, options)
     count = read_choices(fields, loaded.limits)
-    tools = _read_tools(fields, loaded)
+    tools, choice = _read_tools(fields, loaded)
+    if tools.shown and tools.parser:
+        options = forced_calls(loaded, options, tools.shown, choice, tools.parser, parallel=tools.parallel)
     _refuse_unsupported(fields)
     messages = _read_messages(fields)
     fields.finish()
@@ -201,9 +204,6 @@ def _as_system(message: Any) -> Any:
 
 def _refuse_unsupported(fields: Fields) -> None:
     fields.ignore(*WITHOUT_EFFECT)
-    form = fields.fields("response_format")
-    if form is not None and form.choice("type", ("text", "json_object", "json_schema")) != "text":
-        raise bad_request(f"response_format is not supported: {_LATER}", "response_format", "unsupported_parameter")
     fields.refuse("modalities", "this server answers in text", (["text"],))
     fields.refuse("reasoning_effort", "the chat template decides on reasoning", ("none",))
     for name in ("audio", "prediction", "web_search_options", "moderation", "verbosity"):
@@ -212,20 +212,21 @@ def _refuse_unsupported(fields: Fields) -> None:
         fields.refuse(name, "use tools and tool_choice")
 
 
-def _read_tools(fields: Fields, loaded: Loaded) -> Tools:
+def _read_tools(fields: Fields, loaded: Loaded) -> tuple[Tools, object]:
+    """The tools, and `tool_choice`."""
     tools = fields.listed("tools", loaded.limits.max_tools)
     parallel = fields.flag("parallel_tool_calls", True)
     choice = fields.given("tool_choice")
-    if choice not in (None, "none", "auto"):
-        raise bad_request(
-            f"tool_choice must be none or auto; to force a call is not supported: {_LATER}", "tool_choice"
-        )
+    if isinstance(choice, str) and choice not in ("none", "auto", "required"):
+        raise fields.wrong("tool_choice", "must be none, auto, required or an object that names a function", choice)
     if not tools:
-        return Tools()
+        if choice not in (None, "none", "auto"):
+            raise bad_request("tool_choice forces a call, and no tools are given", "tool_choice")
+        return Tools(), choice
     for index, tool in enumerate(tools):
         _check_tool(tool, f"tools.{index}")
     if choice == "none":
-        return Tools()
+        return Tools(), choice
     parser = tool_parser(loaded.model.target.vocabulary.chat_template)
     if parser is None:
         raise bad_request(
@@ -233,7 +234,7 @@ def _read_tools(fields: Fields, loaded: Loaded) -> Tools:
             "tools",
             "unsupported_parameter",
         )
-    return Tools(tools, parser, parallel)
+    return Tools(tools, parser, parallel), choice
 
 
 def _check_tool(tool: Any, where: str) -> None:

@@ -26,6 +26,7 @@ from edgespec.server.options import (
 )
 from edgespec.server.scheduler import Job, Ticket
 from edgespec.server.service import Limits, Loaded
+from edgespec.server.structure import read_structure
 from edgespec.types import TokenEvent
 
 MOST_LOGPROBS = 5
@@ -119,6 +120,7 @@ def read_completion(loaded: Loaded, fields: Fields) -> CompletionExchange:
     sampling = read_sampling(fields, loaded)
     max_tokens = read_max_tokens(fields, "max_tokens")
     options = read_options(fields, loaded, max_tokens, fields.whole("logprobs", 0, MOST_LOGPROBS))
+    options = read_structure(fields, loaded, options)
     count = read_choices(fields, loaded.limits)
     fields.ignore(*WITHOUT_EFFECT)
     fields.refuse("echo", "the answer holds new text only", (False,))

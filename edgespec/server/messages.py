@@ -188,9 +188,10 @@ def _read_tools(loaded: Loaded, fields: Fields) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if choice is not None:
         kind = choice.choice("type", ("auto", "none", "any", "tool"))
-        if kind in ("any", "tool"):
-            raise bad_request("tool_choice must be auto or none: to force a call is not supported", "tool_choice")
-        found = {"tool_choice": kind, "parallel_tool_calls": not choice.flag("disable_parallel_tool_use")}
+        named = {"type": "function", "function": {"name": choice.text("name")}}
+        forced = {"any": "required", "tool": named}.get(kind or "", kind)
+        found = {"tool_choice": forced, "parallel_tool_calls": not choice.flag("disable_parallel_tool_use")}
+        choice.finish()
     if tools is None:
         return found
     for index, tool in enumerate(tools):

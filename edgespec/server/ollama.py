@@ -19,6 +19,7 @@ from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import require_model
 from edgespec.server.scheduler import Ticket
 from edgespec.server.service import Loaded, Service
+from edgespec.server.structure import ANY_OBJECT
 from edgespec.server.tools import tool_parser
 
 _TAG = ":latest"
@@ -27,7 +28,6 @@ _SAMPLING = (
     *("repeat_penalty", "presence_penalty", "frequency_penalty", "repeat_last_n"),
 )
 _WITHOUT_EFFECT = ("num_batch", "num_gpu", "num_thread", "main_gpu", "use_mmap", "numa", "num_keep")
-_LATER = "structured output is not built yet; ask for it in the prompt"
 
 
 class OllamaExchange(Exchange):
@@ -124,9 +124,8 @@ def _read_common(loaded: Loaded, fields: Fields) -> tuple[bool, dict[str, Any]]:
     """Whether to stream, which is Ollama's default, and the options under OpenAI's names."""
     _require(loaded, fields)
     fields.ignore("keep_alive")
-    fields.refuse("format", _LATER, ("",))
     fields.refuse("think", "the chat template decides on reasoning", (False,))
-    body = {"speculative": fields.given("speculative")}
+    body = {"speculative": fields.given("speculative"), "json_schema": _format(fields)}
     options = fields.fields("options")
     if options is not None:
         body |= {name: options.given(name) for name in _SAMPLING}
@@ -140,6 +139,18 @@ def _read_common(loaded: Loaded, fields: Fields) -> tuple[bool, dict[str, Any]]:
         options.ignore(*_WITHOUT_EFFECT)
         options.finish()
     return fields.flag("stream", True), body
+
+
+def _format(fields: Fields) -> dict[str, Any] | None:
+    """`format`, "json" or a schema, as a schema."""
+    form = fields.given("format")
+    if form in (None, ""):
+        return None
+    if form == "json":
+        return ANY_OBJECT
+    if not isinstance(form, dict):
+        raise fields.wrong("format", "must be json or a JSON schema", form)
+    return form
 
 
 def _require(loaded: Loaded, fields: Fields) -> None:

@@ -29,6 +29,10 @@ class ToolParser(ABC):
     """Splits an answer into text and calls. `is_over`: the calls are complete and the model goes on with other text."""
 
     mark = ""  # a control token that begins calls; it has no text of its own
+    # How a model writes calls: text around all of them, around each and between two ("": one call only).
+    around_all = around_each = ("", "")
+    between = ""
+    arguments = "arguments"  # the key of a call's arguments
 
     def __init__(self) -> None:
         self._held = ""
@@ -44,6 +48,9 @@ class ToolParser(ABC):
 
 
 class _Hermes(ToolParser):
+    around_each = (f"{_OPEN}\n", f"\n{_CLOSE}")
+    between = "\n"
+
     def __init__(self) -> None:
         super().__init__()
         self._has_called = False
@@ -87,6 +94,7 @@ class _Llama(ToolParser):
     """The whole answer is calls or text, which its first character tells."""
 
     mark = _LLAMA
+    arguments = "parameters"
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
         self._held += text
@@ -111,6 +119,8 @@ class _Llama(ToolParser):
 
 class _Mistral(ToolParser):
     mark = _MISTRAL
+    around_all = (f"{_MISTRAL}[", "]")
+    between = ", "
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
         self._held += text

@@ -19,7 +19,7 @@ RANKS = {
     **dict.fromkeys(("errors",), -1),
     **dict.fromkeys(("installation", "sizes"), 0),
     **dict.fromkeys(("types", "vocabulary", "config", "formats"), 1),
-    **dict.fromkeys(("noise", "settings", "stopping", "chat", "engines"), 2),
+    **dict.fromkeys(("noise", "settings", "stopping", "chat", "engines", "constraint"), 2),
     **dict.fromkeys(("sampling", "acceptance", "corpus"), 3),
     **dict.fromkeys(("drafters",), 4),
     **dict.fromkeys(("control", "loading"), 5),
@@ -43,6 +43,7 @@ BASES = {
     "engines.parked",
     "drafters.base",
     "drafters.factory",
+    "drafters.forced",  # every controller makes it: it needs neither a model nor a text
     "drafters.spec",
 }
 DRAFTERS_ASSEMBLE = {"drafters.factory", "drafters.spec"}  # what makes the others

@@ -97,7 +97,7 @@ def test_a_tool_is_used_and_its_result_answered(client: TestClient):
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "reads text only"),
         ({"system": 5}, "reads text only"),
         ({"tools": [{"name": "f"}]}, "input_schema"),
-        ({"tool_choice": {"type": "any"}}, "auto or none"),
+        ({"tool_choice": {"type": "any"}}, "no tools are given"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "not supported"),
         ({"max_token": 3}, "did you mean 'max_tokens'"),
     ],
@@ -158,7 +158,7 @@ def test_the_model_is_listed_and_shown(client: TestClient, model: Model):
     ("fields", "status", "words"),
     [
         ({"model": "llama3"}, 404, "serves 'demo'"),
-        ({"format": "json"}, 400, "not supported"),
+        ({"format": "xml"}, 400, "json or a JSON schema"),
         ({"think": True}, 400, "not supported"),
         ({"options": {"num_ctx": 10**6}}, 400, "--ctx-size"),
         ({"options": {"temprature": 1}}, 400, "did you mean 'temperature'"),

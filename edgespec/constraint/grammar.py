@@ -1,0 +1,144 @@
+"""What a request asks its answer to be: a JSON schema, a grammar (Lark or GBNF) or a regular expression.
+
+`compiled` turns it into a matcher, and a mistake in it into one error that names the place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from edgespec.config import GenerateOptions
+from edgespec.constraint.library import Library
+from edgespec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+Kind = Literal["json_schema", "grammar", "regex"]
+# As Python's json.dumps writes it. One fixed layout leaves punctuation no choice, so that it can be drafted, and a
+# model cannot fill an answer with blanks. A schema may ask for another one under "x-guidance".
+LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_MAPS, _LISTS, _SINGLE = (
+    ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"),
+    ("anyOf", "oneOf", "allOf", "prefixItems"),
+    ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames"),
+)
+_MOST_PLACES = 256  # parts of a schema that are tried to find the one at fault
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """`text` of a JSON schema, a Lark or GBNF grammar, or a regular expression.
+
+    `free_until`: the answer is free up to and including this text; None: the grammar holds from its first token on.
+    """
+
+    kind: Kind
+    text: str
+    free_until: str | None = None
+
+    @classmethod
+    def of(cls, options: GenerateOptions) -> Self | None:
+        """What the options ask for; None where an answer is free."""
+        kinds: tuple[Kind, ...] = ("json_schema", "grammar", "regex")
+        given = ((kind, getattr(options, kind)) for kind in kinds)
+        return next((cls(kind, text, options.free_until) for kind, text in given if text is not None), None)
+
+    @property
+    def source(self) -> str:
+        """In llguidance's own form. Raises ConfigError for a GBNF grammar that does not parse."""
+        grammars = [_body(self.kind, self.text)]
+        if self.free_until is not None:
+            # A lazy rule is over as soon as the text is complete; models put empty lines behind it.
+            lark = f"start: preamble gap @body\npreamble[lazy]: /(?s:.*){_escaped(self.free_until)}/\ngap: /\\n{{0,2}}/"
+            grammars = [{"lark_grammar": lark}, {"name": "body"} | grammars[0]]
+        return json.dumps({"grammars": grammars})
+
+
+def _body(kind: Kind, text: str) -> dict[str, Any]:
+    if kind == "json_schema":
+        return {"json_schema": laid_out(json.loads(text))}
+    if kind == "regex":
+        return {"lark_grammar": f"start: TEXT\nTEXT: /{_slashed(text)}/"}
+    return {"lark_grammar": _as_lark(text)}
+
+
+def laid_out(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """`schema` with the layout of the JSON that it describes, where it gives none itself."""
+    own = schema.get("x-guidance")
+    return {**schema, "x-guidance": LAYOUT | (own if isinstance(own, dict) else {})}
+
+
+def _as_lark(text: str) -> str:
+    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+    try:
+        return str(any_to_lark(text))
+    except (GbnfToLarkError, RecursionError) as exc:
+        raise ConfigError(f"grammar cannot be used: {str(exc) or 'it is nested too deeply'}") from exc
+
+
+def _slashed(regex: str) -> str:
+    """`regex` between slashes, as Lark writes it."""
+    return regex.replace("\\/", "/").replace("/", "\\/").replace("\n", "\\n")
+
+
+def _escaped(text: str) -> str:
+    """A regular expression for `text` itself, between slashes."""
+    return _slashed(
+        "".join(letter if letter.isalnum() or letter in " _" else f"\\x{{{ord(letter):x}}}" for letter in text)
+    )
+
+
+def compiled(grammar: Grammar, library: Library) -> LLMatcher:
+    """A matcher at the beginning of an answer. Raises ConfigError, which names the place of a mistake."""
+    matcher = library.matcher(grammar.source)
+    if not matcher.is_error():
+        return matcher
+    problem = matcher.get_error().strip()
+    if grammar.kind == "json_schema":
+        schema = json.loads(grammar.text)
+        raise ConfigError(f"json_schema cannot be used: {_place(schema, problem, library)}{_first_line(problem)}")
+    raise ConfigError(f"{grammar.kind} cannot be used: {problem}")
+
+
+def _first_line(problem: str) -> str:
+    """Errors of a pattern take several lines: the pattern, a mark and the reason."""
+    return " ".join(problem.split())
+
+
+def _place(schema: dict[str, Any], problem: str, library: Library) -> str:
+    """`at properties.age: `, the smallest part of `schema` that has the same problem alone; empty for the whole."""
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    path, part, tried = "", schema, 0
+    while True:
+        for name, below in _parts(part):
+            tried += 1
+            if tried > _MOST_PLACES:
+                return f"at {path}: " if path else ""
+            found = library.matcher(json.dumps({"grammars": [{"json_schema": shared | below}]}))
+            if found.is_error() and found.get_error().strip() == problem:
+                path, part = f"{path}.{name}" if path else name, below
+                break
+        else:
+            return f"at {path}: " if path else ""
+
+
+def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The schemas directly inside a schema, with their names."""
+    for key in _MAPS:
+        inner = schema.get(key)
+        for name, part in inner.items() if isinstance(inner, dict) else ():
+            if isinstance(part, dict):
+                yield f"{key}.{name}", part
+    for key in _LISTS:
+        listed = schema.get(key)
+        for index, part in enumerate(listed) if isinstance(listed, list) else ():
+            if isinstance(part, dict):
+                yield f"{key}.{index}", part
+    for key in _SINGLE:
+        if isinstance(part := schema.get(key), dict):
+            yield key, part

@@ -1,0 +1,217 @@
+"""The constraint of one answer: which tokens may follow any of its prefixes, and which ones the grammar forces.
+
+Everything is a function of the answer's token ids, so that the row of a draft gets the same mask as the same row in
+plain decoding. A matcher walks between the prefixes that are asked for; the masks of one round are kept, since drafter
+and target ask for the same ones.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.constraint.grammar import Grammar, compiled
+from edgespec.constraint.library import Library
+from edgespec.errors import EngineError
+from edgespec.types import NO_PARENT, Draft, Logits, TokenIds
+from edgespec.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+_MOST_MASKS = 96  # kept at a time: more than the nodes of two rounds
+_MOST_GRAMMARS = 16  # compiled ones kept per model
+_MOST_SAID = 300  # characters of an error in the library
+_FEW, _MANY = 8, 4  # at most one in 8 allowed: copy these; at most one in 4 forbidden: overwrite those
+_FORBIDDEN = np.float32(-np.inf)
+
+
+class Mask:
+    """The tokens that may come next. `allowed` [vocabulary]."""
+
+    def __init__(self, allowed: NDArray[np.bool_]) -> None:
+        self.allowed = allowed
+        self.num_allowed = int(np.count_nonzero(allowed))
+
+    def allows(self, token_id: int) -> bool:
+        return token_id < self.allowed.size and bool(self.allowed[token_id])
+
+    @cached_property
+    def ids(self) -> NDArray[np.intp]:
+        """The allowed token ids, ascending."""
+        return np.flatnonzero(self.allowed)
+
+    @cached_property
+    def _forbidden_ids(self) -> NDArray[np.intp]:
+        return np.flatnonzero(~self.allowed)
+
+    def applied(self, row: Logits) -> Logits:
+        """A copy of a row of logits [n] with -inf for every token that is not allowed.
+
+        A draft's row may be shorter than the vocabulary; where it is longer the rest is left out.
+        """
+        row = row[: self.allowed.size]
+        if self.num_allowed * _FEW <= self.allowed.size:
+            ids = self.ids if row.size == self.allowed.size else self.ids[: int(self.ids.searchsorted(row.size))]
+            masked = np.full(row.size, _FORBIDDEN)
+            masked[ids] = row[ids]
+        elif (self.allowed.size - self.num_allowed) * _MANY <= self.allowed.size:
+            ids = self._forbidden_ids
+            masked = row.copy()
+            masked[ids if row.size == self.allowed.size else ids[: int(ids.searchsorted(row.size))]] = _FORBIDDEN
+        else:
+            masked = np.where(self.allowed[: row.size], row, _FORBIDDEN)
+        return masked
+
+
+class Constraint:
+    """Follows one answer, which begins at position `begin` of the text. `end_ids` may come only where it is complete.
+
+    Its methods take the whole text before a row [n], prompt included. Raises EngineError where the grammar turns out to
+    be too complex to follow.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocabulary_size: int, end_ids: frozenset[int], begin: int) -> None:
+        self._matcher, self._size, self._end_ids, self._begin = matcher, vocabulary_size, end_ids, begin
+        self._read: TokenIds = np.empty(0, np.int32)  # what the matcher has consumed
+        self._masks: dict[bytes, Mask] = {}
+        self._forced: tuple[bytes, tuple[int, ...]] | None = None
+
+    def mask(self, text_ids: TokenIds) -> Mask:
+        """The mask of the row that follows `text_ids`."""
+        answer = text_ids[self._begin :]
+        key = answer.tobytes()
+        found = self._masks.get(key)
+        if found is None:
+            if len(self._masks) >= _MOST_MASKS:
+                self._masks.clear()
+            found = self._masks[key] = Mask(self._allowed(answer))
+        return found
+
+    def _allowed(self, answer: TokenIds) -> NDArray[np.bool_]:
+        if self._has_ended(answer):  # a rule may look behind an end token; nothing there is ever emitted
+            return np.ones(self._size, np.bool_)
+        self._go_to(answer)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._check()
+        return np.unpackbits(bits, count=self._size, bitorder="little").view(np.bool_)
+
+    def forced(self, text_ids: TokenIds) -> tuple[int, ...]:
+        """The tokens that spell what the grammar forces next, as the model's tokenizer splits it; mostly none.
+
+        Only their bytes are forced: the model may spell them differently, so they are a draft to verify.
+        """
+        answer = text_ids[self._begin :]
+        key = answer.tobytes()
+        if self._forced is None or self._forced[0] != key:
+            self._forced = key, self._found_forced(text_ids, answer)
+        return self._forced[1]
+
+    def _found_forced(self, text_ids: TokenIds, answer: TokenIds) -> tuple[int, ...]:
+        self._go_to(answer)
+        tokens = self._matcher.compute_ff_tokens()
+        forced = tokens[: self._matcher.validate_tokens(tokens)]
+        self._check()
+        mask = self.mask(np.concatenate((text_ids, np.array(forced, np.int32))))
+        if mask.num_allowed <= len(self._end_ids) and self._end_ids.issuperset(mask.ids.tolist()):
+            forced.append(
+                int(mask.ids[-1])
+            )  # of several, the end of a turn has the highest id in all known vocabularies
+        return tuple(forced)
+
+    def permitted(self, draft: Draft, text_ids: TokenIds) -> Draft:
+        """`draft` without the tokens that the grammar forbids, those behind them, and those behind an end token."""
+        if not draft.num_tokens:
+            return draft
+        token_ids = draft.token_ids.tolist()
+        if draft.is_chain:
+            count = self._num_permitted(token_ids, text_ids)
+            return draft if count == len(token_ids) else draft.first(count)
+        return self._pruned(draft, text_ids, token_ids)
+
+    def _num_permitted(self, token_ids: list[int], text_ids: TokenIds) -> int:
+        """How many tokens of a chain may follow the text."""
+        until_end = next((at for at, each in enumerate(token_ids) if each in self._end_ids), len(token_ids))
+        self._go_to(text_ids[self._begin :])
+        count = self._matcher.validate_tokens(token_ids[:until_end])
+        self._check()
+        if count == until_end < len(token_ids):
+            behind = np.concatenate((text_ids, np.array(token_ids[:until_end], np.int32)))
+            count += self.mask(behind).allows(token_ids[until_end])
+        return count
+
+    def _pruned(self, draft: Draft, text_ids: TokenIds, token_ids: list[int]) -> Draft:
+        """Of a tree: the nodes whose whole paths are allowed."""
+        paths: dict[int, list[int]] = {NO_PARENT: []}  # of the nodes that are kept and may have children
+        kept: list[int] = []
+        for node, (token_id, parent) in enumerate(zip(token_ids, draft.parents.tolist(), strict=True)):
+            path = paths.get(parent)
+            if path is None:
+                continue
+            mask = self.mask(np.concatenate((text_ids, np.array(path, np.int32))) if path else text_ids)
+            if mask.allows(token_id):
+                kept.append(node)
+                if token_id not in self._end_ids:
+                    paths[node] = [*path, token_id]
+        return draft if len(kept) == draft.num_tokens else _restricted(draft, kept)
+
+    def _has_ended(self, answer: TokenIds) -> bool:
+        return answer.size > 0 and int(answer[-1]) in self._end_ids
+
+    def _go_to(self, answer: TokenIds) -> None:
+        """Roll the matcher back to what it shares with `answer` [m] and let it read the rest, in which nothing ends."""
+        size = min(self._read.size, answer.size)
+        differs = np.flatnonzero(self._read[:size] != answer[:size])
+        shared = int(differs[0]) if differs.size else size
+        if shared < self._read.size:
+            self._matcher.rollback(self._read.size - shared)
+        if shared < answer.size:
+            self._matcher.consume_tokens(answer[shared:].tolist())
+        self._read = answer.copy()
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            problem = self._matcher.get_error().strip().split("\n")[0][:_MOST_SAID]
+            raise EngineError(f"the grammar cannot be followed any further: {problem}; use a simpler schema or grammar")
+
+
+def _restricted(draft: Draft, kept: list[int]) -> Draft:
+    """The tree of the nodes `kept`, ascending, with whose every node its ancestors are kept."""
+    places = {node: place for place, node in enumerate(kept)} | {NO_PARENT: NO_PARENT}
+    return Draft(
+        draft.token_ids[kept],
+        np.array([places[int(draft.parents[node])] for node in kept], np.int32),
+        draft.confidences[kept],
+        None if draft.distributions is None else tuple(draft.distributions[node] for node in kept),
+        None if draft.evidence is None else tuple(draft.evidence[node] for node in kept),
+        draft.wants_rows,
+    )
+
+
+class Constraints:
+    """Makes the constraints of one model's answers. Its tokenizer and the latest compiled grammars are kept."""
+
+    def __init__(self) -> None:
+        self._library: Library | None = None
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, grammar: Grammar, vocabulary: Vocabulary, begin: int) -> Constraint:
+        """The constraint of an answer that begins at position `begin`.
+
+        Raises ConfigError for a grammar that cannot be used, CapabilityError without llguidance or an end token.
+        """
+        with self._lock:
+            if self._library is None:
+                self._library = Library(vocabulary)
+            known = self._compiled.pop(grammar, None) or compiled(grammar, self._library)
+            self._compiled[grammar] = known
+            if len(self._compiled) > _MOST_GRAMMARS:
+                self._compiled.popitem(last=False)
+            return Constraint(known.deep_copy(), vocabulary.size, vocabulary.end_ids, begin)

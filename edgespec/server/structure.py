@@ -1,0 +1,170 @@
+"""What a request asks its answer to be: `response_format`, llama.cpp's `json_schema` and `grammar`, a forced tool call.
+
+Each becomes one of the structures of `GenerateOptions`; a mistake in a schema is one 400 that names the field and the
+place in it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from edgespec.config import GenerateOptions
+from edgespec.constraint.grammar import laid_out
+from edgespec.errors import CapabilityError, ConfigError, shown
+from edgespec.server.fields import Fields
+from edgespec.server.http_errors import HttpError, bad_request
+from edgespec.server.service import Loaded
+from edgespec.server.tools import ToolParser
+from edgespec.vocabulary import Vocabulary
+
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+MOST_CALLS = 4  # of one answer: small models tend to go on calling
+_PLAIN = ("grammar", "regex", "free_until")
+
+
+def read_structure(fields: Fields, loaded: Loaded, options: GenerateOptions) -> GenerateOptions:
+    """`options` with the structure that the request asks for, checked. Raises HttpError 400."""
+    given: dict[str, Any] = {name: text for name in _PLAIN if (text := fields.text(name)) is not None}
+    schema = fields.fields("json_schema")
+    if schema is not None:
+        given["json_schema"] = fields.given("json_schema")
+    where = next((name for name in ("json_schema", "grammar", "regex") if name in given), "free_until")
+    described = _response_format(fields)
+    if described is not None:
+        if "json_schema" in given:
+            raise bad_request("response_format and json_schema are the same setting: give one", "response_format")
+        where, given["json_schema"] = described
+    return structured(loaded, options, given, where) if given else options
+
+
+def _response_format(fields: Fields) -> tuple[str, Mapping[str, Any]] | None:
+    """(the field that holds the schema, the schema) of OpenAI's `response_format`; None for free text."""
+    form = fields.fields("response_format")
+    if form is None:
+        return None
+    kind = form.choice("type", ("text", "json_object", "json_schema"))
+    if kind is None:
+        raise bad_request("response_format.type is missing: give text, json_object or json_schema", "response_format")
+    if kind != "json_schema":
+        form.finish()
+        return None if kind == "text" else ("response_format", ANY_OBJECT)
+    described = form.fields("json_schema")
+    schema = None if described is None else described.fields("schema")
+    if described is None or schema is None:
+        raise bad_request(
+            'response_format.json_schema is missing: give {"name": ..., "schema": {...}}', "response_format.json_schema"
+        )
+    described.text("name", 64)
+    described.ignore("description")
+    described.flag("strict")  # every schema is kept strictly
+    described.finish()
+    form.finish()
+    return described.path("schema"), described.given("schema")
+
+
+def structured(loaded: Loaded, options: GenerateOptions, given: Mapping[str, Any], where: str) -> GenerateOptions:
+    """`options` with the structure `given`, checked. Raises HttpError 400, which names the field `where`."""
+    try:
+        chosen = replace(options, **given)
+        loaded.model.check_structure(chosen)
+    except ConfigError as exc:
+        name = next((name for name in ("json_schema", "grammar", "regex") if str(exc).startswith(name)), "")
+        message = f"{where}{str(exc).removeprefix(name)}" if name else str(exc)
+        raise bad_request(message, where, "invalid_structure") from exc
+    except CapabilityError as exc:
+        raise HttpError(501, str(exc), param=where, code="not_supported") from exc
+    return chosen
+
+
+def forced_calls(
+    loaded: Loaded,
+    options: GenerateOptions,
+    tools: Sequence[dict[str, Any]],
+    choice: object,
+    parser: type[ToolParser],
+    *,
+    parallel: bool,
+) -> GenerateOptions:
+    """`options` with a grammar of the calls that `tool_choice` asks for, or unchanged where it asks for none.
+
+    Under auto with a JSON schema the answer is either calls or JSON. Raises HttpError for another choice, a function
+    that is not among the tools, and parameters that cannot be used.
+    """
+    is_free = choice in (None, "auto")
+    if is_free and options.json_schema is None:
+        return options
+    if not is_free and _structure_of(options) is not None:
+        raise bad_request(
+            f"tool_choice forces a call, and {_structure_of(options)} another answer: keep one", "tool_choice"
+        )
+    chosen = list(tools) if is_free or choice == "required" else [_named(choice, tools)]
+    for tool in chosen:
+        where = f"tools.{tools.index(tool)}.function.parameters"
+        structured(loaded, replace(options, json_schema=None), {"json_schema": _parameters(tool)}, where)
+    calls = [_call_schema(tool, parser) for tool in chosen]
+    most = MOST_CALLS if parallel and len(parser.between) and (is_free or choice == "required") else 1
+    answer = None if options.json_schema is None else json.loads(str(options.json_schema))
+    grammar = _grammar(calls, parser, loaded.model.target.vocabulary, most, answer)
+    return structured(loaded, replace(options, json_schema=None), {"grammar": grammar}, "tool_choice")
+
+
+def _structure_of(options: GenerateOptions) -> str | None:
+    return next((name for name in ("json_schema", "grammar", "regex") if getattr(options, name) is not None), None)
+
+
+def _named(choice: object, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The tool that a choice names."""
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise bad_request(
+            'tool_choice must be none, auto, required or {"type": "function", "function": {"name": ...}}', "tool_choice"
+        )
+    for tool in tools:
+        if tool["function"]["name"] == name:
+            return tool
+    raise bad_request(f"tool_choice names {shown(name)}, which is not among the tools", "tool_choice")
+
+
+def _parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
+    return ANY_OBJECT | (tool["function"].get("parameters") or {})
+
+
+def _call_schema(tool: Mapping[str, Any], parser: type[ToolParser]) -> dict[str, Any]:
+    """The JSON of one call. What its parameters share by reference lies at the top, where references look for it."""
+    parameters = _parameters(tool)
+    shared = {name: parameters.pop(name) for name in ("$defs", "definitions") if name in parameters}
+    fields = {"name": {"const": tool["function"]["name"]}, parser.arguments: parameters}
+    return {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False} | shared
+
+
+def _grammar(
+    calls: Sequence[dict[str, Any]],
+    parser: type[ToolParser],
+    vocabulary: Vocabulary,
+    most: int,
+    answer: dict[str, Any] | None,
+) -> str:
+    """Lark for 1 to `most` calls in the form that `parser` reads, or else for JSON of the schema `answer`."""
+
+    def literal(text: str) -> str:
+        """Text, and the control token that it may begin with."""
+        ids = vocabulary.encode(parser.mark, parse_special=True) if parser.mark and text.startswith(parser.mark) else []
+        if len(ids) == 1 and not vocabulary.piece(ids[0]):
+            rest = text.removeprefix(parser.mark)
+            return f"<[{ids[0]}]> {json.dumps(rest)}" if rest else f"<[{ids[0]}]>"
+        return json.dumps(text) if text else ""
+
+    kinds = [f"call_{index}" for index in range(len(calls))]
+    more = f" ({literal(parser.between)} call){{0,{most - 1}}}" if most > 1 else ""
+    start, end = map(literal, parser.around_all)
+    lines = [f"start: {start} call{more} {end}{'' if answer is None else ' | answer'}"]
+    before, behind = map(literal, parser.around_each)
+    lines.append(f"call: {before} ({' | '.join(kinds)}) {behind}")
+    lines += [f"{kind}: %json {json.dumps(laid_out(call))}" for kind, call in zip(kinds, calls, strict=True)]
+    if answer is not None:
+        lines.append(f"answer: %json {json.dumps(laid_out(answer))}")
+    return "\n".join(lines)

@@ -1,0 +1,78 @@
+"""--json-schema, --grammar, --regex and --free-until on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from edgespec.cli.main import cli
+from edgespec.config import GenerateOptions
+from edgespec.errors import ConfigError
+from edgespec.settings import resolve
+
+pytest.importorskip("llguidance")
+pytestmark = pytest.mark.usefixtures("one_thread")
+SCHEMA = {
+    "type": "object",
+    "properties": {"seats": {"enum": [2, 4]}},
+    "required": ["seats"],
+    "additionalProperties": False,
+}
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, list(arguments))
+
+
+def test_a_schema_comes_from_a_file_or_the_line_itself(tmp_path: Path, pair):
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps(SCHEMA), encoding="utf-8")
+    for given in (str(file), json.dumps(SCHEMA)):
+        result = run("generate", *pair, "-p", "A table", "-n", "40", "--temp", "0", "--json-schema", given, "--json")
+        assert result.exit_code == 0, result.output
+        answer = json.loads(result.stdout)
+        assert answer["finish_reason"] == "stop" and json.loads(answer["text"])["seats"] in (2, 4)
+
+
+def test_a_grammar_comes_from_a_file(tmp_path: Path, pair):
+    file = tmp_path / "answer.gbnf"
+    file.write_text('root ::= "yes" | "no"\n', encoding="utf-8")
+    result = run("generate", *pair, "-p", "Well?", "--grammar", str(file))
+    assert result.exit_code == 0 and result.stdout in ("yes\n", "no\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--json-schema", "nowhere.json"], "the file 'nowhere.json' cannot be read: No such file"),
+        (["--json-schema", "{"], "json_schema is not valid JSON"),
+        (["--json-schema", '{"properties": {"a": {"type": "strin"}}}'], "at properties.a: Invalid type: strin"),
+        (["--json-schema", "{}", "--regex", "a"], "one structure"),
+        (["--regex", "a", "--ignore-eos"], "ignore_eos contradicts regex"),
+        (["--free-until", "</think>"], "free_until needs json_schema"),
+    ],
+)
+def test_a_mistake_is_one_line(pair, arguments: list[str], words: str):
+    result = run("generate", *pair, "-p", "x", *arguments)
+    assert result.exit_code == 2 and result.stdout == ""
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert words in line
+
+
+def test_a_config_file_and_the_environment_name_a_schema_too(tmp_path: Path):
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps(SCHEMA), encoding="utf-8")
+    config = tmp_path / "config.toml"
+    config.write_text(f"json-schema = '{file}'\n", encoding="utf-8")
+    for settings in (resolve({}, {}, config), resolve({}, {"EDGESPEC_JSON_SCHEMA": str(file), "EDGESPEC_CONFIG": ""})):
+        assert GenerateOptions(**settings.part("generate")).json_schema == json.dumps(SCHEMA)
+    with pytest.raises(ConfigError, match="EDGESPEC_GRAMMAR: the file 'gone' cannot be read"):
+        resolve({}, {"EDGESPEC_GRAMMAR": "gone", "EDGESPEC_CONFIG": ""})
+
+
+def test_serving_has_no_structure_of_its_own():
+    result = run("serve", "--regex", "a")
+    assert result.exit_code == 2 and "--regex" in result.stderr

@@ -1,0 +1,242 @@
+"""Masks, forced tokens and cut drafts are functions of the text, and the loop stays exact under them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgespec import GenerateOptions, Sampling
+from edgespec.acceptance import RULES
+from edgespec.constraint import library
+from edgespec.constraint.grammar import Grammar
+from edgespec.constraint.state import Constraint, Constraints, Mask
+from edgespec.control.base import FixedLength
+from edgespec.decode import Run, autoregressive, speculative
+from edgespec.drafters.base import Drafter
+from edgespec.drafters.lookahead import LookaheadDrafter
+from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.ngram import NgramDrafter
+from edgespec.drafters.tree import TreeDrafter
+from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.table import TableEngine
+from edgespec.errors import CapabilityError, ConfigError, EngineError, SamplingError
+from edgespec.sampling import Sampler
+from edgespec.stopping import StopRules
+from edgespec.types import Draft, TokenEvent
+from laws import ALPHA_1E6, chi_square_score
+from lossless import SAMPLINGS
+
+pytest.importorskip("llguidance")
+SIZE = 7
+END = SIZE - 1
+PROMPT = np.array([0, 1], np.int32)
+FORCING = Grammar("regex", "(a(bcde|cedb)[abf]{2}){4,30}")
+PARITY = Grammar("regex", "([abc][cdef])*")  # even places: a, b, c; odd ones: c, d, e, f
+
+
+def table(order: int = 2, **fields: Any) -> TableEngine:
+    return TableEngine.random(SIZE, order=order, seed=3, spread=1.5, context_length=600, end_id=END, **fields)
+
+
+def constraint(grammar: Grammar, target: TableEngine, begin: int = PROMPT.size) -> Constraint:
+    return Constraints().of(grammar, target.vocabulary, begin)
+
+
+DRAFTERS = {
+    "model": lambda target: ModelDrafter(target.related(sigma=1.0)),
+    "warm model": lambda target: ModelDrafter(target.related(sigma=1.0), temperature=1.5),
+    "tree": lambda target: TreeDrafter(ModelDrafter(target.related(sigma=1.0))),
+    "ngram": lambda target: NgramDrafter(min_ngram=1),
+    "lookahead": lambda target: LookaheadDrafter(ngram=3),
+}
+
+
+def run_once(
+    target: TableEngine,
+    grammar: Grammar,
+    drafter: Drafter | None,
+    rule: str,
+    length: int,
+    sampling: Sampling,
+    most: int,
+) -> tuple[list[TokenEvent], Run]:
+    sampler = Sampler(sampling, SIZE, constraint=constraint(grammar, target))
+    run = Run(CachedSequence(target), PROMPT, sampler, StopRules(target.vocabulary.end_ids, (), most))
+    if drafter is None:
+        return list(autoregressive(run)), run
+    return list(speculative(run, FixedLength(drafter, length), RULES[rule])), run
+
+
+# -- masks
+
+
+@pytest.mark.parametrize("share", [0.001, 0.05, 0.3, 0.6, 0.95, 1.0])
+@pytest.mark.parametrize("size", [300, 257, 320])
+def test_a_mask_is_applied_alike_however_many_tokens_it_allows(share: float, size: int) -> None:
+    draws = np.random.default_rng(int(share * 1000))
+    allowed = draws.random(300) < share
+    allowed[3] = True
+    row = draws.standard_normal(size).astype(np.float32)
+    before = row.copy()
+    masked = Mask(allowed).applied(row)
+    known = row[:300]
+    assert np.array_equal(masked, np.where(allowed[: known.size], known, -np.inf))
+    assert np.array_equal(row, before), "the engine's row was changed"
+
+
+def test_masks_depend_on_the_text_alone() -> None:
+    """However a matcher was walked before, back and forth and over the end of the answer."""
+    target, draws = table(), np.random.default_rng(5)
+    walked = constraint(FORCING, target)
+    texts = [PROMPT]
+    for _ in range(150):
+        text = texts[int(draws.integers(len(texts)))]
+        fresh = constraint(FORCING, target)
+        assert np.array_equal(walked.mask(text).allowed, fresh.mask(text).allowed)
+        assert walked.forced(text) == fresh.forced(text)
+        choices = [each for each in walked.mask(text).ids.tolist() if each != END]
+        if choices:
+            texts.append(np.append(text, np.int32(draws.choice(choices))))
+        walked._masks.clear()
+
+
+def test_forced_tokens_end_where_there_is_a_choice_and_with_the_end() -> None:
+    target = table()
+    found = constraint(Grammar("regex", "abc[de]fab"), target)
+    text = target.vocabulary.encode
+    assert found.forced(PROMPT) == tuple(text("abc"))
+    assert found.forced(np.append(PROMPT, text("abc"))) == ()
+    assert found.forced(np.append(PROMPT, text("abcd"))) == (*text("fab"), END)
+    assert found.forced(np.append(PROMPT, text("abcdfab"))) == (END,)
+
+
+@pytest.mark.parametrize(
+    ("drafted", "kept"), [("abcda", 4), ("b", 0), ("abcdfab", 7), ("abce", 4), ("abcdf[6]a", 5), ("abcdfab[6]a", 8)]
+)
+def test_a_chain_is_cut_at_the_first_forbidden_token(drafted: str, kept: int) -> None:
+    target = table()
+    found = constraint(Grammar("regex", "abc[de]fab"), target)
+    ids = [END if letter == "g" else ord(letter) - ord("a") for letter in drafted.replace("[6]", "g")]
+    assert found.permitted(Draft.chain(ids), PROMPT).token_ids.tolist() == ids[:kept]
+
+
+def test_a_tree_keeps_the_nodes_with_allowed_paths() -> None:
+    found = constraint(Grammar("regex", "a[bc]d|bd"), table())
+    #          0:a  1:d(bad)  2:b  3:d  4:c  5:a(bad)  6:below 5  7:END  8:behind the end
+    ids, parents = [0, 3, 1, 3, 2, 0, 3, END, 0], [-1, 0, -1, 2, 0, 4, 5, 3, 7]
+    draft = Draft(np.array(ids, np.int32), np.array(parents, np.int32), np.ones(9, np.float32))
+    kept = found.permitted(draft, PROMPT)
+    assert kept.token_ids.tolist() == [0, 1, 3, 2, END] and kept.parents.tolist() == [-1, -1, 1, 0, 2]
+
+
+def test_a_row_without_an_allowed_token_is_one_clear_error() -> None:
+    target = table()
+    sampler = Sampler(Sampling(temperature=0.0, logit_bias={0: -np.inf}), SIZE, constraint=constraint(FORCING, target))
+    with pytest.raises(EngineError, match="logit_bias"):
+        sampler.distribution(np.zeros(SIZE, np.float32), PROMPT)
+    with pytest.raises(EngineError, match="NaN"):
+        sampler.distribution(np.full(SIZE, np.nan, np.float32), PROMPT)
+    with pytest.raises(SamplingError, match="forbids all"):
+        Sampler(Sampling(logit_bias=dict.fromkeys(range(SIZE), -np.inf)), SIZE)
+
+
+# -- the loop
+
+
+@pytest.mark.parametrize("settings", SAMPLINGS)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_coupled_text_under_a_grammar_is_plain_text(settings: Sampling, name: str) -> None:
+    target = table()
+    plain, _ = run_once(target, FORCING, None, "coupled", 0, settings, 150)
+    letters = "".join(event.text for event in plain)
+    assert len(plain) > 28 and letters.startswith("a")
+    for length in (1, 6):
+        found, run = run_once(target, FORCING, DRAFTERS[name](target), "coupled", length, settings, 150)
+        assert [(event.token_id, event.logprob) for event in found] == [(e.token_id, e.logprob) for e in plain]
+        assert run.stats.accepted_tokens > len(plain) / 4 and run.stats.rounds < len(plain) * 0.8
+
+
+@pytest.mark.parametrize(("rule", "name"), [*itertools.product(("rejection", "block"), ("model", "ngram")),
+                                            ("rejection", "tree"), ("rejection", "warm model")])  # fmt: skip
+def test_the_law_under_a_mask_is_the_masked_targets(rule: str, name: str) -> None:
+    """Counts of (place, two tokens before, token) against the table's own rows, masked and normalised."""
+    target = table()
+    target._table[:, END] = -80.0  # it may come at every even place, and never does
+    counts = np.zeros((2, SIZE, SIZE, SIZE))
+    accepted = 0
+    for seed in range(6):
+        sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=seed)
+        found, run = run_once(target, PARITY, DRAFTERS[name](target), rule, 5, sampling, 500)
+        ids = [*PROMPT.tolist(), *(event.token_id for event in found)]
+        accepted += run.stats.accepted_tokens
+        for place in range(2, len(ids)):
+            counts[place % 2, ids[place - 2], ids[place - 1], ids[place]] += 1
+    assert accepted > 300, "so few drafts stood that nothing was tested"
+    expected, allowed = np.zeros_like(counts), {0: [0, 1, 2], 1: [2, 3, 4, 5]}
+    for place, first, second in itertools.product(range(2), range(SIZE), range(SIZE)):
+        weights = np.exp(target.row((first, second))[allowed[place]].astype(np.float64))
+        expected[place, first, second, allowed[place]] = counts[place, first, second].sum() * weights / weights.sum()
+    statistic_counts, statistic_expected, freedom = [], [], 0
+    for place, first, second in itertools.product(range(2), range(SIZE), range(SIZE)):
+        row = expected[place, first, second, allowed[place]]
+        if row.min() >= 5:
+            statistic_counts.append(counts[place, first, second, allowed[place]])
+            statistic_expected.append(row)
+            freedom += len(allowed[place]) - 1
+        assert counts[place, first, second].sum() == counts[place, first, second, allowed[place]].sum()
+    assert freedom > 20
+    score = chi_square_score(np.concatenate(statistic_counts), np.concatenate(statistic_expected), freedom)
+    assert score < ALPHA_1E6
+
+
+# -- what is asked for
+
+
+def test_only_one_structure_and_nothing_that_contradicts_it() -> None:
+    for fields, words in (
+        ({"json_schema": {}, "regex": "a"}, "one structure"),
+        ({"free_until": "</think>"}, "needs json_schema"),
+        ({"grammar": "start: x", "ignore_eos": True}, "ignore_eos contradicts grammar"),
+        ({"json_schema": "{"}, "not valid JSON"),
+        ({"json_schema": "[1]"}, "must be a JSON object"),
+        ({"json_schema": {"a": {1, 2}}}, "JSON cannot"),
+        ({"regex": ""}, "regex is empty"),
+        ({"grammar": 5}, "grammar must be text"),
+        ({"grammar": "x" * ((1 << 18) + 1)}, "at most 262144"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            GenerateOptions(**fields)
+    given = {"type": "object"}
+    options = GenerateOptions(json_schema=given)
+    given["type"] = "array"
+    assert options.json_schema == '{"type": "object"}' and options == GenerateOptions(json_schema='{"type": "object"}')
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "words"),
+    [
+        ("json_schema", '{"properties": {"a": {"items": {"type": "strin"}}}}', "at properties.a.items: Invalid type"),
+        ("json_schema", '{"$defs": {"x": {"not": {}}}, "$ref": "#/$defs/x"}', r"at \$defs.x: Unimplemented keys"),
+        ("json_schema", '{"anyOf": [{"type": "null"}, {"type": "string", "pattern": "(a"}]}', "at anyOf.1: regex"),
+        ("json_schema", '{"$ref": "#/nowhere"}', "Pointer '/nowhere' does not exist"),
+        ("grammar", "start: x", "unknown name"),
+        ("grammar", 'root ::= "yes" | (', "Expected"),
+        ("grammar", "nothing", "grammar cannot be used"),
+        ("regex", "[a-", "unclosed character class"),
+    ],
+)
+def test_a_mistake_is_one_error_that_names_its_place(kind: Any, source: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as raised:
+        Constraints().of(Grammar(kind, source), table().vocabulary, 0)
+    assert str(raised.value).startswith(f"{kind} cannot be used: ")
+
+
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CapabilityError, match="end-of-text"):
+        Constraints().of(FORCING, TableEngine.random(SIZE).vocabulary, 0)
+    monkeypatch.setattr(library, "is_importable", lambda name: False)
+    with pytest.raises(CapabilityError, match="structured output needs llguidance"):
+        Constraints().of(FORCING, table().vocabulary, 0)

@@ -1,0 +1,104 @@
+"""Structured answers of the demo pair: valid, and the same with and without speculation, on both engines."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+
+import pytest
+
+import edgespec
+from demo import TEST_THREADS
+from edgespec import GenerateOptions, Model, Sampling
+from edgespec.types import RoundRecord
+from structures import SCHEMAS, record, some, text, whole
+
+pytest.importorskip("llguidance")
+jsonschema = pytest.importorskip("jsonschema")
+MOST = 400
+
+
+@pytest.fixture(scope="module", params=["llamacpp", "onnx"])
+def demo(request: pytest.FixtureRequest) -> Iterator[Model]:
+    with edgespec.load("demo", engine=request.param, reproducible=True, threads=TEST_THREADS) as model:
+        yield model
+
+
+def prompt(model: Model, what: str) -> list[int]:
+    return model.encode_chat([{"role": "user", "content": f"Write {what} as JSON."}])
+
+
+def test_answers_to_twenty_schemas_are_valid(demo: Model) -> None:
+    drafted = accepted = 0
+    for seed, (name, what, schema) in enumerate(SCHEMAS):
+        options = GenerateOptions(max_tokens=MOST, drafter="ngram", draft_length=4, json_schema=schema, logprobs=False)
+        found = demo.generate(prompt(demo, what), Sampling(temperature=seed % 2, seed=seed), options)
+        assert found.finish_reason == "stop", (name, found.text)
+        jsonschema.validate(json.loads(found.text), schema, format_checker=jsonschema.FormatChecker())
+        drafted, accepted = drafted + found.stats.drafted_tokens, accepted + found.stats.accepted_tokens
+    assert accepted > 0.6 * drafted > 100
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_speculation_changes_neither_tokens_nor_log_probabilities(demo: Model, temperature: float) -> None:
+    schema = record(name=text(12), size=whole(1, 500), colours=some({"enum": ["red", "green", "blue"]}, 3, 2))
+    ids, sampling = prompt(demo, "a thing"), Sampling(temperature=temperature, seed=4)
+    plain = demo.generate(ids, sampling, GenerateOptions(max_tokens=MOST, drafter="none", json_schema=schema))
+    jsonschema.validate(json.loads(plain.text), schema)
+    names = [*(each for each in ("ngram", "model", "tree", "medusa", "eagle") if each in demo.drafter_names), "auto"]
+    for drafter, length in itertools.product(names, (3, "auto")):
+        options = GenerateOptions(max_tokens=MOST, drafter=drafter, draft_length=length, json_schema=schema)
+        found = demo.generate(ids, sampling, options)
+        assert (found.token_ids, found.logprobs) == (plain.token_ids, plain.logprobs), (drafter, length)
+        assert found.reproducible and not found.stats.notes
+        if length == 3:
+            assert found.stats.rounds < 0.8 * plain.stats.rounds, (drafter, found.stats.rounds)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_other_rules_answer_in_the_schema_too(demo: Model, rule: str) -> None:
+    schema = SCHEMAS[0][2]
+    for seed in range(3):
+        options = GenerateOptions(max_tokens=MOST, drafter="model", draft_length=4, verify=rule, json_schema=schema)
+        found = demo.generate(prompt(demo, "a person"), Sampling(seed=seed), options)
+        jsonschema.validate(json.loads(found.text), schema)
+        assert found.stats.accepted_tokens > 0 and not found.stats.notes
+
+
+def test_forced_tokens_are_a_draft_of_their_own(demo: Model) -> None:
+    records: list[RoundRecord] = []
+    schema = record(first_name=text(10), family_name=text(10), postal_address=text(10))
+    options = GenerateOptions(max_tokens=MOST, drafter="ngram", draft_length=2, json_schema=schema)
+    events = list(demo.stream(prompt(demo, "a person"), Sampling(temperature=0.0), options, records.append))
+    forced = [each for each in records if each.drafter == "forced"]
+    assert len(forced) >= 3 and sum(each.accepted_tokens for each in forced) > 8
+    assert {event.drafter for event in events} >= {"forced", None}
+
+
+def test_other_grammars_and_a_free_preamble(demo: Model) -> None:
+    ids, greedy = prompt(demo, "a person"), Sampling(temperature=0.0)
+
+    def answer(**fields: str) -> str:
+        return demo.generate(ids, greedy, GenerateOptions(max_tokens=60, **fields)).text
+
+    assert answer(grammar='start: "yes" | "no"') in ("yes", "no")
+    assert answer(grammar='root ::= "yes" | "no"') in ("yes", "no")
+    assert answer(regex="[a-c]{3}/[0-9]")[3] == "/"
+    free = demo.generate(ids, greedy, GenerateOptions(max_tokens=6, drafter="none"))
+    begun, mark = demo.decode(free.token_ids[:2]), demo.decode(free.token_ids[2:5])  # what the model writes anyway
+    found = answer(json_schema='{"const": {"a": 1}}', free_until=mark)
+    assert found.startswith(begun + mark) and json.loads(found.removeprefix(begun + mark)) == {"a": 1}
+
+
+def test_the_mask_takes_little_of_a_round(demo: Model) -> None:
+    """Not a time but a count: target and drafter share the masks of a round, and each is made once."""
+    schema = SCHEMAS[0][2]
+    options = GenerateOptions(max_tokens=MOST, drafter="model", draft_length=4, json_schema=schema)
+    generation = demo.stream(prompt(demo, "a person"), Sampling(temperature=0.0), options)
+    constraint = generation._request.sampler.constraint
+    assert constraint is not None
+    made, allowed = [], constraint._allowed
+    constraint._allowed = lambda answer: (made.append(answer.tobytes()), allowed(answer))[1]  # type: ignore[method-assign]
+    stats = generation.result().stats
+    assert len(made) == len(set(made)) <= stats.new_tokens + stats.drafted_tokens + stats.rounds

@@ -1,0 +1,180 @@
+"""Structured answers and forced calls over HTTP, in every protocol; a bad schema is one clear 400."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from edgespec.server import structure
+from edgespec.server.tools import ToolParser, _Hermes, _Llama, _Mistral
+
+pytest.importorskip("llguidance")
+jsonschema = pytest.importorskip("jsonschema")
+CHAT, MESSAGES, OLLAMA = "/v1/chat/completions", "/v1/messages", "/api/chat"
+QUESTION = [{"role": "user", "content": "I want a table for two in San Jose."}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 12}, "seats": {"enum": [1, 2, 3]}},
+    "required": ["city", "seats"],
+    "additionalProperties": False,
+}
+BAD = {"type": "object", "properties": {"city": {"type": "strin"}}}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "table", "schema": SCHEMA, "strict": True}}
+BAD_FORMAT = {"type": "json_schema", "json_schema": {"name": "table", "schema": BAD}}
+
+
+def tool(name: str, parameters: dict[str, Any] = SCHEMA) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [tool("BookTable"), tool("FindTable")]
+SHARING = {  # what it refers to must be found inside of a call too
+    "$defs": {"x": {"type": "string", "maxLength": 9}},
+    "properties": {"a": {"$ref": "#/$defs/x"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+def post(client: TestClient, path: str, **fields: Any) -> dict[str, Any]:
+    asked = {"model": "demo", "messages": QUESTION, "max_tokens": 120, "temperature": 0} | fields
+    if path == OLLAMA:
+        asked = {"model": "demo", "messages": QUESTION, "stream": False, "options": {"temperature": 0}} | fields
+    answered = client.post(path, json=asked)
+    assert answered.status_code == 200, answered.text
+    return answered.json()
+
+
+def test_a_response_format_is_kept_with_and_without_speculation(client: TestClient):
+    texts = set()
+    for speculative in (False, {"draft_length": 4}):
+        answer = post(client, CHAT, response_format=FORMAT, speculative=speculative)
+        (choice,) = answer["choices"]
+        assert choice["finish_reason"] == "stop"
+        jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+        texts.add(choice["message"]["content"])
+    assert len(texts) == 1
+    loose = post(client, CHAT, response_format={"type": "json_object"}, max_tokens=16)["choices"][0]["message"]
+    assert loose["content"].startswith("{")
+
+
+def test_llama_cpps_fields_work_in_chats_and_completions(client: TestClient):
+    for fields in ({"json_schema": SCHEMA}, {"response_format": FORMAT}):
+        completed = client.post("/v1/completions", json={"prompt": "A table:", "max_tokens": 120} | fields).json()
+        jsonschema.validate(json.loads(completed["choices"][0]["text"]), SCHEMA)
+    for grammar in ('root ::= "yes" | "no"', 'start: "yes" | "no"'):
+        assert post(client, CHAT, grammar=grammar)["choices"][0]["message"]["content"] in ("yes", "no")
+    assert post(client, CHAT, regex="[0-9]{3}")["choices"][0]["message"]["content"].isdecimal()
+
+
+def test_ollamas_format(client: TestClient):
+    jsonschema.validate(json.loads(post(client, OLLAMA, format=SCHEMA)["message"]["content"]), SCHEMA)
+    answered = post(client, OLLAMA, format="json", options={"temperature": 0, "num_predict": 8})
+    assert answered["message"]["content"].startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", {"BookTable", "FindTable"}),
+        ({"type": "function", "function": {"name": "FindTable"}}, {"FindTable"}),
+    ],
+)
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_forced_call_is_a_call_of_the_tools(client: TestClient, choice: Any, names: set[str], parallel: bool):
+    greeting = [{"role": "user", "content": "Tell me a story."}]
+    fields = {
+        "tools": TOOLS,
+        "tool_choice": choice,
+        "parallel_tool_calls": parallel,
+        "messages": greeting,
+        "max_tokens": 300,
+    }
+    (found,) = post(client, CHAT, **fields)["choices"]
+    assert found["finish_reason"] == "tool_calls" and found["message"]["content"] is None
+    calls = found["message"]["tool_calls"]
+    assert 1 <= len(calls) <= (structure.MOST_CALLS if parallel else 1)
+    for call in calls:
+        assert call["function"]["name"] in names
+        jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
+
+
+def test_anthropics_tool_choice(client: TestClient):
+    tools = [{"name": "FindTable", "input_schema": SCHEMA}, {"name": "BookTable", "input_schema": SCHEMA}]
+    for choice in ({"type": "any"}, {"type": "tool", "name": "BookTable", "disable_parallel_tool_use": True}):
+        answer = post(client, MESSAGES, tools=tools, tool_choice=choice)
+        assert answer["stop_reason"] == "tool_use"
+        block = answer["content"][-1]
+        assert block["name"] == choice.get("name", block["name"])
+        jsonschema.validate(block["input"], SCHEMA)
+
+
+def test_tools_and_a_schema_answer_with_one_of_both(client: TestClient):
+    found = post(client, CHAT, tools=TOOLS, response_format=FORMAT, max_tokens=300)["choices"][0]["message"]
+    answer = json.loads(found["content"]) if found["content"] else None
+    for value in [answer] if answer else [json.loads(call["function"]["arguments"]) for call in found["tool_calls"]]:
+        jsonschema.validate(value, SCHEMA)
+
+
+@pytest.mark.parametrize("parser", [_Hermes, _Llama, _Mistral])
+@pytest.mark.parametrize("schema", [SCHEMA, SHARING])
+def test_what_the_grammar_of_calls_allows_is_what_the_parser_reads(
+    client: TestClient, service: Any, parser: type[ToolParser], schema: dict[str, Any]
+):
+    """Whatever the model of a format would write under the grammar; the demo writes it here, at a high temperature."""
+    from edgespec import GenerateOptions, Sampling
+
+    model = service.require().model
+    options = structure.forced_calls(
+        service.require(), GenerateOptions(max_tokens=400), [tool("f", schema), tool("g", schema)], "required", parser,
+        parallel=True,
+    )  # fmt: skip
+    found = model.generate("x", Sampling(temperature=1.0, seed=2), options)
+    assert found.finish_reason == "stop", found.text
+    reader = parser()
+    shown, calls = reader.push(found.text)
+    rest, more = reader.finish()
+    assert not (shown + rest).strip() and {call.name for call in calls + more} <= {"f", "g"} and calls + more
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"response_format": BAD_FORMAT}, "response_format.json_schema.schema", "at properties.city: Invalid type"),
+        ({"json_schema": BAD}, "json_schema", "at properties.city: Invalid type"),
+        ({"response_format": FORMAT, "json_schema": SCHEMA}, "response_format", "give one"),
+        ({"response_format": {}}, "response_format", "type is missing"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema", "is missing"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+        ({"grammar": "start: x"}, "grammar", "unknown name"),
+        ({"grammar": "start: x", "regex": "a"}, "grammar", "one structure"),
+        ({"free_until": "</think>"}, "free_until", "needs json_schema"),
+        ({"tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice", "none, auto, required"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", "function"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "among"),
+        ({"tools": TOOLS, "tool_choice": "required", "response_format": FORMAT}, "tool_choice", "keep one"),
+        ({"tools": [tool("f", BAD)], "tool_choice": "required"}, "tools.0.function.parameters", "properties.city"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_400_that_names_the_field(client: TestClient, fields: dict[str, Any], param: str, words: str):
+    answered = client.post(CHAT, json={"messages": QUESTION} | fields)
+    error = answered.json()["error"]
+    assert answered.status_code == 400, error
+    assert error["param"] == param and words in error["message"]
+    if "grammar" in fields:
+        completed = client.post("/v1/completions", json={"prompt": "x"} | fields)
+        assert completed.status_code == 400 and completed.json()["error"] == error
+
+
+def test_without_the_library_the_server_says_what_to_install(client: TestClient, service: Any, monkeypatch: Any):
+    from edgespec.constraint import library
+    from edgespec.constraint.state import Constraints
+
+    monkeypatch.setattr(service.require().model, "_constraints", Constraints())
+    monkeypatch.setattr(library, "is_importable", lambda name: False)
+    answered = client.post(CHAT, json={"messages": QUESTION, "response_format": FORMAT})
+    assert answered.status_code == 501 and "needs llguidance" in answered.json()["error"]["message"]
