@@ -172,8 +172,9 @@ class DrafterPool:
         """This sequence's controller, which shares what `first` learns."""
         found = self._automatic.get(name)
         if found is None or found.costs is not first.costs:
-            names = [each for each in first.drafters if self._can_have(cast(DrafterName, each))]
-            found = first.another({each: self.drafter(cast(DrafterName, each)) for each in names})
+            names = [cast(DrafterName, each) for each in first.drafters if each != FORCED]
+            drafters: dict[str, Drafter] = {each: self.drafter(each) for each in names if self._can_have(each)}
+            found = first.another({FORCED: ForcedDrafter()} | drafters)
             self._automatic[name] = found
         return found
 
