@@ -16,14 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-DEMO = (
-    *("manifest.toml", "demo-target-q8_0.gguf", "demo-draft-q8_0.gguf", "demo-medium-q8_0.gguf"),
-    *("chat_template.jinja", "NOTICE"),
-)
 # What edgespec imports only for export, training, plots and tests.
 EXCLUDED = (
     *("torch", "transformers", "matplotlib", "PIL", "pytest", "_pytest", "mypy", "hatchling", "tkinter", "IPython"),
@@ -46,6 +44,14 @@ else:
 """
 
 
+def packaged() -> Iterator[tuple[Path, str]]:
+    """Files and folders of the checkout that a wheel holds too, and the folder of each in the bundle."""
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    for source, target in table["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"].items():
+        path = ROOT / source
+        yield path, target if path.is_dir() else target.rpartition("/")[0]
+
+
 def build(output: Path, *, has_onnx: bool, has_server: bool) -> Path:
     """The program of a new bundle in `output`."""
     output.mkdir(parents=True, exist_ok=True)
@@ -60,8 +66,8 @@ def build(output: Path, *, has_onnx: bool, has_server: bool) -> Path:
     command += ["--collect-submodules", "uvicorn"] if has_server else []
     for name in excluded:
         command += ["--exclude-module", name]
-    for name in DEMO:
-        command += ["--add-data", f"{ROOT / 'models' / 'demo' / name}{os.pathsep}edgespec/data/models/demo"]
+    for source, target in packaged():
+        command += ["--add-data", f"{source}{os.pathsep}{target}"]
     began_s = time.monotonic()
     subprocess.run([*command, str(launcher)], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     print(f"built in {time.monotonic() - began_s:.0f} s")

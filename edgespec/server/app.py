@@ -106,7 +106,7 @@ def _readable(service: Service) -> list[Route]:
         return json_response(facts.properties(service.require()))
 
     async def described(_: Request) -> Response:
-        return json_response(document())
+        return json_response(document(service.name))
 
     async def version(_: Request) -> Response:
         return json_response(ollama.version())

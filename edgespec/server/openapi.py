@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from edgespec import __version__
+from edgespec.config import DRAFTERS, RULES
 
 Schema = dict[str, Any]
 _TEXT: Schema = {"type": "string"}
 _FLAG: Schema = {"type": ["boolean", "null"]}
-_MODEL: Schema = {"model": {"type": ["string", "null"], "description": "The served model's name, or nothing"}}
+_MODEL: Schema = {"model": {"$ref": "#/components/schemas/Model"}}
 _TEXTS: Schema = {"oneOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": 16}, {"type": "null"}]}
 
 
@@ -26,18 +27,22 @@ def _object(properties: Schema, required: tuple[str, ...] = ()) -> Schema:
 
 
 _LIMIT = _whole(1, 2**31 - 1)
+_PARTS: Schema = {"type": "array", "items": _object({"type": {"const": "text"}, "text": _TEXT}, ("type", "text"))}
+_CONTENT: Schema = {"oneOf": [_TEXT, _PARTS]}
 _MESSAGE = _object(
-    {
-        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-        "content": {"oneOf": [_TEXT, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]},
-    },
-    ("role",),
+    {"role": {"enum": ["system", "developer", "user", "assistant", "tool"]}, "content": _CONTENT}, ("role", "content")
 )
 _MESSAGES: Schema = {"type": "array", "items": _MESSAGE, "minItems": 1}
 _SPECULATIVE: Schema = {
     "oneOf": [
         {"type": "boolean"},
-        _object({"drafter": _TEXT, "draft_length": {"oneOf": [_whole(0, 64), {"const": "auto"}]}, "verify": _TEXT}),
+        _object(
+            {
+                "drafter": {"enum": list(DRAFTERS)},
+                "draft_length": {"oneOf": [_whole(0, 64), {"const": "auto"}]},
+                "verify": {"enum": list(RULES)},
+            }
+        ),
         {"type": "null"},
     ],
     "description": "false: plain decoding; an object chooses how to draft",
@@ -63,6 +68,7 @@ _COMMON: Schema = {
     "stream_options": {"oneOf": [_object({"include_usage": _FLAG}), {"type": "null"}]},
     "speculative": _SPECULATIVE,
 }
+_CHOICE: Schema = {"oneOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}, {"type": "null"}]}
 _CHAT = _object(
     {
         **_COMMON,
@@ -71,7 +77,7 @@ _CHAT = _object(
         "logprobs": _FLAG,
         "top_logprobs": _whole(0, 20),
         "tools": {"type": ["array", "null"], "items": {"type": "object"}, "maxItems": 128},
-        "tool_choice": {},
+        "tool_choice": _CHOICE,
         "parallel_tool_calls": _FLAG,
         "response_format": {"type": ["object", "null"]},
         "timings_per_token": {**_FLAG, "description": "In a stream: `timings` and `tokens`, with each one's drafter"},
@@ -96,15 +102,15 @@ _RESPONSES = _object(
         "max_output_tokens": _LIMIT,
         "text": {"type": ["object", "null"]},
         "tools": {"type": ["array", "null"], "items": {"type": "object"}},
-        "tool_choice": {},
+        "tool_choice": _CHOICE,
         "stream": _FLAG,
         "speculative": _SPECULATIVE,
     },
     ("input",),
 )
-_TURN = _object({"role": {"enum": ["user", "assistant"]}, "content": {}}, ("role",))
+_TURN = _object({"role": {"enum": ["user", "assistant"]}, "content": _CONTENT}, ("role", "content"))
 _TURNS: Schema = {"type": "array", "items": _TURN}
-_COUNTED: Schema = {**_MODEL, "messages": _TURNS, "system": {}, "tools": {"type": ["array", "null"]}}
+_COUNTED: Schema = {**_MODEL, "messages": _TURNS, "system": _CONTENT, "tools": {"type": ["array", "null"]}}
 _ANTHROPIC: Schema = {
     **_COUNTED,
     **{name: _SAMPLING[name] for name in ("temperature", "top_p", "top_k")},
@@ -145,8 +151,8 @@ _JSON: Schema = {"application/json": {"schema": {"type": "object"}}}
 _ERROR: Schema = {"description": "What is wrong and what is allowed", "content": _JSON}
 
 
-def document() -> Schema:
-    """The whole document."""
+def document(model_name: str) -> Schema:
+    """The whole document of a server that serves `model_name`."""
     paths: Schema = {path: {"get": _get(path, text)} for path, text in _GETS.items()}
     paths |= {path: {"post": _post(path, *about)} for path, about in _POSTS.items()}
     paths |= {path: {"post": _unsupported(text)} for path, text in _UNSUPPORTED.items()}
@@ -158,7 +164,10 @@ def document() -> Schema:
             "description": "Local text generation with speculative decoding",
         },
         "paths": paths,
-        "components": {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "components": {
+            "schemas": {"Model": {"enum": [model_name, None], "description": "The served model; null or absent too"}},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
         "security": [{}, {"key": []}],
     }
 

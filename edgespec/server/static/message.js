@@ -86,7 +86,7 @@ export class MessageView {
     const { message, actions, index } = this;
     const copy = message.content && iconButton("copy", "Copy", () => actions.copy(message.content));
     const other = message.role === "user" ? iconButton("edit", "Edit and send again", () => this.edit())
-      : iconButton("again", "Answer again", () => actions.again(index));
+      : !message.error && iconButton("again", "Answer again", () => actions.again(index));
     return [copy, other].filter(Boolean);
   }
 
