@@ -26,7 +26,6 @@ ROOT = Path(__file__).resolve().parents[1]
 EXCLUDED = (
     *("torch", "transformers", "matplotlib", "PIL", "pytest", "_pytest", "mypy", "hatchling", "tkinter", "IPython"),
     *("contourpy", "fontTools", "kiwisolver", "safetensors", "gguf", "pandas", "scipy", "sympy", "setuptools", "pip"),
-    *("edgespec.export.training", "edgespec.bench"),
 )
 ONNX = ("onnxruntime", "onnx", "ml_dtypes", "google")
 # edgespec starts itself as `python -m edgespec....` to try a file in a process of its own.
@@ -69,7 +68,9 @@ def build(output: Path, *, has_onnx: bool, has_server: bool) -> Path:
     for source, target in packaged():
         command += ["--add-data", f"{source}{os.pathsep}{target}"]
     began_s = time.monotonic()
-    subprocess.run([*command, str(launcher)], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    done = subprocess.run([*command, str(launcher)], check=False, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    if done.returncode != 0:
+        raise SystemExit("PyInstaller has failed; its messages are above (to install it: pip install pyinstaller)")
     print(f"built in {time.monotonic() - began_s:.0f} s")
     return output / "dist" / "edgespec" / ("edgespec.exe" if os.name == "nt" else "edgespec")
 
