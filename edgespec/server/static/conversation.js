@@ -156,7 +156,7 @@ function take(chunk, message, view) {
   if (chunk.timings) message.timings = chunk.timings;
   frame ||= requestAnimationFrame(() => {
     frame = 0;
-    if (!running) return; // `answer` has drawn the end
+    if (!running || !view.element.isConnected) return; // `answer` has drawn the end, or another conversation is shown
     view.draw(true);
     if (message.timings) live.update(message.timings, message.runs);
     follow();
