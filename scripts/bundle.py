@@ -4,7 +4,8 @@
 
 Run it with an environment that holds edgespec's packages and PyInstaller. The folder holds the command, llama.cpp, the
 demo pair and, unless left out, ONNX Runtime; `--with-server` adds HTTP and the page. It is then run as a sidecar:
-`edgespec serve demo --stdio` must answer a chat and end with its standard input. Prints size and times.
+`edgespec serve demo --stdio` must answer a chat and end with its standard input; with the server, the page must come
+too. Prints size and times.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 import tomllib
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,8 +53,13 @@ def packaged() -> Iterator[tuple[Path, str]]:
         yield path, target if path.is_dir() else target.rpartition("/")[0]
 
 
-def build(output: Path, *, has_onnx: bool, has_server: bool) -> Path:
-    """The program of a new bundle in `output`."""
+def program_in(output: Path) -> Path:
+    """The command of the bundle in `output`."""
+    return output / "dist" / "edgespec" / ("edgespec.exe" if os.name == "nt" else "edgespec")
+
+
+def build(output: Path, *, has_onnx: bool, has_server: bool) -> None:
+    """Make a new bundle in `output`."""
     output.mkdir(parents=True, exist_ok=True)
     launcher = output / "launcher.py"
     launcher.write_text(LAUNCHER, encoding="utf-8")
@@ -72,7 +79,6 @@ def build(output: Path, *, has_onnx: bool, has_server: bool) -> Path:
     if done.returncode != 0:
         raise SystemExit("PyInstaller has failed; its messages are above (to install it: pip install pyinstaller)")
     print(f"built in {time.monotonic() - began_s:.0f} s")
-    return output / "dist" / "edgespec" / ("edgespec.exe" if os.name == "nt" else "edgespec")
 
 
 def size_of(folder: Path) -> int:
@@ -80,15 +86,35 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
 
 
+def started(program: Path, home: str, *options: str) -> subprocess.Popen[bytes]:
+    """The bundle's `serve`, without anything of this Python in its environment."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen([program, "serve", "demo", *options], **pipes, env=environment | {"EDGESPEC_HOME": home})
+
+
+def page(program: Path) -> int:
+    """The bytes of the page that the bundle's server sends; raises if it does not."""
+    with tempfile.TemporaryDirectory() as home, started(program, home, "--port", "0", "--exit-with-stdin") as child:
+        try:
+            assert child.stdin is not None and child.stdout is not None
+            url = json.loads(child.stdout.readline())["url"]
+            with urllib.request.urlopen(url) as answer:
+                content: bytes = answer.read()
+            child.stdin.close()
+            code = child.wait(60)
+        finally:
+            child.kill()
+    if b"<title>edgespec" not in content or code != 0:
+        raise SystemExit(f"the server of the bundle does not work: it ended with code {code}")
+    return len(content)
+
+
 def chat(program: Path) -> dict[str, Any]:
     """Run the bundle as a sidecar, ask once, close it. Times in seconds; raises if anything is not as it should be."""
     with tempfile.TemporaryDirectory() as home:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         began_s = time.monotonic()
-        child = subprocess.Popen(
-            [program, "serve", "demo", "--stdio"], **pipes, env=environment | {"EDGESPEC_HOME": home}
-        )
+        child = started(program, home, "--stdio")
         try:
             assert child.stdin is not None and child.stdout is not None
             found: dict[str, Any] = {"text": ""}
@@ -120,11 +146,14 @@ def main() -> None:
     parser.add_argument("--with-server", action="store_true")
     parser.add_argument("--skip-build", action="store_true", help="run the bundle that is there")
     options = parser.parse_args()
-    program = options.output.resolve() / "dist" / "edgespec" / "edgespec"
+    output = options.output.resolve()
     if not options.skip_build:
-        program = build(options.output.resolve(), has_onnx=not options.without_onnx, has_server=options.with_server)
+        build(output, has_onnx=not options.without_onnx, has_server=options.with_server)
+    program = program_in(output)
     answer = chat(program)
     print(f"{program.parent}: {size_of(program.parent) / 2**20:.0f} MiB")
+    if options.with_server:
+        print(f"the server sends its page: {page(program)} bytes")
     print(f"ready after {answer['ready_s']:.1f} s, answered {answer['text']!r}, ended with code {answer['code']}")
 
 
