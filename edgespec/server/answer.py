@@ -15,11 +15,15 @@ from edgespec.vocabulary import Vocabulary
 
 @dataclass(slots=True)
 class Piece:
-    """What became certain at once: text, whole tool calls, and the tokens that the text is made of."""
+    """What became certain at once: text, whole tool calls, and the tokens that the text is made of.
+
+    `tokens`: only with log probabilities; `shares`: the text by token, each with the drafter that proposed it or None.
+    """
 
     text: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     tokens: list[TokenEvent] = field(default_factory=list)
+    shares: list[tuple[str, str | None]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.text or self.calls or self.tokens)
@@ -78,7 +82,7 @@ class Answer:
                 raise HttpError(503, "the server ended this answer before it was complete", code="stopping")
             if self._parser is not None and not self._is_cut:
                 text, calls = self._parser.finish()
-                piece = Piece(text, calls)
+                piece = Piece(text, calls, shares=[(text, None)])
                 if piece:
                     yield self._kept(piece)
         finally:
@@ -101,6 +105,7 @@ class Answer:
                 text, calls = self._parser.push(self._mark(event) + text)
                 piece.calls += calls
             piece.text += text
+            piece.shares.append((text, event.drafter))
         return piece
 
     def _mark(self, event: TokenEvent) -> str:
@@ -163,7 +168,10 @@ def usage(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def timings(stats: Stats) -> dict[str, Any]:
-    """Speed and drafting of one answer: llama.cpp's names, and `mean_accepted_length`. Times in milliseconds."""
+    """Speed and drafting of one answer: llama.cpp's names, `rounds` and `mean_accepted_length`. Times in milliseconds.
+
+    The mean width of a target pass is (draft_n + rounds) / rounds.
+    """
     read = stats.prompt_tokens - stats.reused_tokens
     prompt_ms, decode_ms = 1000 * stats.prefill_s, 1000 * max(stats.decode_s, 0.0)
     return {
@@ -176,5 +184,6 @@ def timings(stats: Stats) -> dict[str, Any]:
         "predicted_per_second": stats.tokens_per_second,
         "draft_n": stats.drafted_tokens,
         "draft_n_accepted": stats.accepted_tokens,
+        "rounds": stats.rounds,
         "mean_accepted_length": stats.mean_accepted_length,
     }

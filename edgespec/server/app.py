@@ -14,13 +14,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from edgespec.server import facts, messages, ollama
+from edgespec.server import facts, messages, ollama, page, responses
 from edgespec.server.chat_completions import read_chat
 from edgespec.server.completions import read_completion
 from edgespec.server.exchange import Read
 from edgespec.server.fields import Fields, parse_object
 from edgespec.server.guard import LOOPBACK, Guard
 from edgespec.server.http_errors import HttpError
+from edgespec.server.openapi import document
 from edgespec.server.options import unknown_model
 from edgespec.server.service import Loaded, Service
 from edgespec.server.web import CLIENT_LEFT, error_response, json_response, read_body, respond
@@ -29,6 +30,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 _GENERATING: dict[str, Read] = {
     "/v1/chat/completions": read_chat,
     "/v1/completions": read_completion,
+    "/v1/responses": responses.read_responses,
     "/v1/messages": messages.read_messages,
     "/api/chat": ollama.read_chat_request,
     "/api/generate": ollama.read_generate_request,
@@ -37,6 +39,7 @@ _REPLYING: dict[str, Callable[[Loaded, Fields], dict[str, Any]]] = {
     "/tokenize": facts.tokenize,
     "/detokenize": facts.detokenize,
     "/v1/embeddings": facts.no_embeddings,
+    "/infill": facts.no_infill,
     "/v1/messages/count_tokens": messages.count_tokens,
     "/api/show": ollama.show,
 }
@@ -50,13 +53,17 @@ def create_app(service: Service, *, origins: Sequence[str] = (), hosts: Sequence
     routes = [Route(path, _caught(_generating(service, read)), methods=["POST"]) for path, read in _GENERATING.items()]
     routes += [Route(path, _caught(_replying(service, reply)), methods=["POST"]) for path, reply in _REPLYING.items()]
     routes += _readable(service)
-    paths = [route.path for route in routes]
-    middleware = [Middleware(Guard, service=service, paths=paths, hosts=hosts, origins=origins)]
+    shown = page.routes()
+    paths = [route.path for route in (*routes, *shown)]
+    open_paths = ["/health", *(route.path for route in shown)]  # the page asks for the key itself
+    middleware = [Middleware(Guard, service=service, paths=paths, open_paths=open_paths, hosts=hosts, origins=origins)]
     if origins:
         methods = ["GET", "POST"]
         cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
         middleware.insert(0, cors)
-    app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_exception})
+    app = Starlette(
+        routes=[*routes, *shown], middleware=middleware, exception_handlers={HTTPException: _http_exception}
+    )
     app.router.redirect_slashes = False
     return app
 
@@ -98,6 +105,9 @@ def _readable(service: Service) -> list[Route]:
     async def properties(_: Request) -> Response:
         return json_response(facts.properties(service.require()))
 
+    async def described(_: Request) -> Response:
+        return json_response(document(service.name))
+
     async def version(_: Request) -> Response:
         return json_response(ollama.version())
 
@@ -110,6 +120,7 @@ def _readable(service: Service) -> list[Route]:
         "/health": health,
         "/metrics": metrics,
         "/props": properties,
+        "/openapi.json": described,
         "/api/version": version,
         "/api/tags": listed,
         "/api/ps": listed,

@@ -47,10 +47,17 @@ class ChatExchange(Exchange):
     """A request to `/v1/chat/completions`."""
 
     def __init__(
-        self, loaded: Loaded, jobs: Sequence[Job], tools: Tools, *, is_stream: bool, includes_usage: bool = False
+        self,
+        loaded: Loaded,
+        jobs: Sequence[Job],
+        tools: Tools,
+        *,
+        is_stream: bool,
+        includes_usage: bool = False,
+        per_token: bool = False,
     ) -> None:
         super().__init__(jobs, is_stream=is_stream)
-        self._loaded, self._tools, self._includes_usage = loaded, tools, includes_usage
+        self._loaded, self._tools, self._includes_usage, self._per_token = loaded, tools, includes_usage, per_token
         self._vocabulary = loaded.model.target.vocabulary
         self._has_logprobs = jobs[0].options.logprobs
         self._id, self._created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
@@ -84,7 +91,9 @@ class ChatExchange(Exchange):
                     yield self._chunk(index, begins)
                     begins = {}
                 for delta in _deltas(piece, num_calls):
-                    yield self._chunk(index, delta, self._logprobs(piece.tokens) if "content" in delta else None)
+                    has_text = "content" in delta
+                    logprobs = self._logprobs(piece.tokens) if has_text else None
+                    yield self._chunk(index, delta, logprobs, extra=self._progress(answer, piece) if has_text else None)
                 num_calls += len(piece.calls)
             if begins:
                 yield self._chunk(index, begins)
@@ -93,6 +102,13 @@ class ChatExchange(Exchange):
         if self._includes_usage:
             yield sse(self._object("chat.completion.chunk", []) | {"usage": usage(answers)})
         yield DONE
+
+    def _progress(self, answer: Answer, piece: Piece) -> dict[str, Any] | None:
+        """With `timings_per_token`: the timings so far, and each token's text with the drafter that proposed it."""
+        if not self._per_token:
+            return None
+        tokens = [{"text": text, "drafter": drafter} for text, drafter in piece.shares]
+        return {"timings": timings(answer.stats), "tokens": tokens}
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -149,6 +165,7 @@ def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
     is_stream = fields.flag("stream")
     stream_options = fields.fields("stream_options")
     includes_usage = read_stream_options(stream_options, is_stream=is_stream)
+    per_token = fields.flag("timings_per_token")
     sampling = read_sampling(fields, loaded)
     options = read_options(
         fields, loaded, read_max_tokens(fields, "max_completion_tokens", "max_tokens"), _read_logprobs(fields)
@@ -163,7 +180,7 @@ def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
     fields.finish()
     prompt_ids = loaded.model.encode_chat(messages, tools.shown)
     jobs = [Job(prompt_ids, numbered(sampling, index), options) for index in range(count)]
-    return ChatExchange(loaded, jobs, tools, is_stream=is_stream, includes_usage=includes_usage)
+    return ChatExchange(loaded, jobs, tools, is_stream=is_stream, includes_usage=includes_usage, per_token=per_token)
 
 
 def read_stream_options(options: Fields | None, *, is_stream: bool) -> bool:

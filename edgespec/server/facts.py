@@ -46,6 +46,28 @@ def properties(loaded: Loaded) -> dict[str, Any]:
         "drafter": model.drafter_name,
         "verify": model.options.verify,
         "reproducible": model.reproducible,
+        "memory": _memory(loaded),
+    }
+
+
+def _memory(loaded: Loaded) -> dict[str, Any] | None:
+    """The plan that was made before loading, and what the process takes now, in bytes; None without a plan."""
+    report = loaded.model.memory
+    if report is None:
+        return None
+    plan, verdict = report.plan, report.verdict
+    return {
+        "own_bytes": plan.own_bytes,
+        "mapped_bytes": plan.mapped_bytes,
+        "total_bytes": plan.total_bytes,
+        "device_bytes": plan.device_bytes,
+        "free_bytes": verdict.free_bytes,
+        "verdict": verdict.fit,
+        "limit": verdict.name,
+        "parts": [{"name": part.name, "own_bytes": part.own, "mapped_bytes": part.mapped} for part in plan.parts],
+        "given_up": [each.text for each in report.given_up],
+        "used_own_bytes": report.own_bytes,
+        "peak_rss_bytes": report.peak_rss_bytes,
     }
 
 
@@ -91,3 +113,10 @@ def detokenize(loaded: Loaded, fields: Fields) -> dict[str, Any]:
 def no_embeddings(loaded: Loaded, fields: Fields) -> dict[str, Any]:
     """`/v1/embeddings`. Raises HttpError 501."""
     raise HttpError(501, "embeddings are not supported: this server generates text only", code="not_supported")
+
+
+def no_infill(loaded: Loaded, fields: Fields) -> dict[str, Any]:
+    """`/infill`. Raises HttpError 501."""
+    raise HttpError(
+        501, "filling gaps is not supported: continue a text with /v1/completions instead", code="not_supported"
+    )

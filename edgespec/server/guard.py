@@ -22,16 +22,26 @@ from edgespec.server.web import error_response
 
 logger = logging.getLogger("edgespec")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_OPEN_PATHS = ("/health",)
 
 
 class Guard:
-    """ASGI middleware. `hosts`: allowed names in the Host header, empty for any; `origins`: web pages that may call."""
+    """ASGI middleware. `hosts`: allowed names in the Host header, empty for any; `origins`: web pages that may call.
+
+    `paths`: those that are counted under their own name; `open_paths`: those that need no API key.
+    """
 
     def __init__(
-        self, app: ASGIApp, service: Service, paths: Collection[str], hosts: Collection[str], origins: Collection[str]
+        self,
+        app: ASGIApp,
+        service: Service,
+        *,
+        paths: Collection[str],
+        open_paths: Collection[str],
+        hosts: Collection[str],
+        origins: Collection[str],
     ) -> None:
-        self._app, self._service, self._paths = app, service, frozenset(paths)
+        self._app, self._service = app, service
+        self._paths, self._open_paths = frozenset(paths), frozenset(open_paths)
         self._hosts, self._origins = frozenset(hosts), frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,7 +77,7 @@ class Guard:
         is_foreign = origin is not None and urlsplit(origin).netloc != headers.get("host")
         if is_foreign and not {origin, "*"} & self._origins:
             raise HttpError(403, "requests of web pages are refused; --cors-origin allows a page", code="wrong_origin")
-        if path not in _OPEN_PATHS:
+        if path not in self._open_paths:
             self._check_key(headers)
 
     def _check_key(self, headers: Headers) -> None:

@@ -126,4 +126,5 @@ class EventStream(Response):
                     self._has_begun = True
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 await send({"type": "http.response.body", "body": part, "more_body": True})
+                await asyncio.sleep(0)  # lets the loop notice that the client has left
         await send({"type": "http.response.body", "body": b"", "more_body": False})

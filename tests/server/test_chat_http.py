@@ -57,6 +57,25 @@ def test_speculation_is_chosen_per_request_and_reported(client):
     assert on["mean_accepted_length"] > 1
 
 
+def test_each_tokens_drafter_is_told_when_asked_for(client):
+    question = [{"role": "user", "content": "Repeat: one two three one two three one two three"}]
+    fields = {"messages": question, "temperature": 0, "speculative": {"draft_length": 4}}
+    plain = stream(client, **fields)
+    assert not any("tokens" in chunk for chunk in plain)
+    told = stream(client, **fields, timings_per_token=True)
+    parts = [chunk for chunk in told if chunk["choices"][0]["delta"].get("content")]
+    for chunk in parts:
+        assert "".join(token["text"] for token in chunk["tokens"]) == chunk["choices"][0]["delta"]["content"]
+    drafted = [token for chunk in parts for token in chunk["tokens"] if token["drafter"] is not None]
+    assert 0 < len(drafted) <= told[-1]["timings"]["draft_n_accepted"] < told[-1]["timings"]["draft_n"] + 1
+    counts = [chunk["timings"]["predicted_n"] for chunk in parts]
+    assert counts == sorted(counts) and "".join(map(content_of, told)) == "".join(map(content_of, plain))
+
+
+def content_of(chunk: dict[str, Any]) -> str:
+    return chunk["choices"][0]["delta"].get("content") or ""
+
+
 def test_a_stream_has_strict_deltas(client, model, greedy, plain):
     expected = model.chat(QUESTION, greedy, plain).result()
     chunks = stream(client, temperature=0, stream_options={"include_usage": True})

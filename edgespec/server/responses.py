@@ -1,0 +1,193 @@
+"""`/v1/responses`: OpenAI's newer protocol, without stored state. `responses_input` translates requests to those of
+`chat_completions`, which checks them; answers are written here.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+from edgespec.server.answer import Answer, timings, usage
+from edgespec.server.chat_completions import ChatExchange, read_chat
+from edgespec.server.exchange import Exchange, sse
+from edgespec.server.fields import Fields
+from edgespec.server.http_errors import HttpError
+from edgespec.server.responses_input import as_chat
+from edgespec.server.scheduler import Ticket
+from edgespec.server.service import Loaded
+from edgespec.server.tools import ToolCall
+
+
+class ResponsesExchange(Exchange):
+    """A request to `/v1/responses`, around the chat that it was translated to. `echoed`: what the answer repeats."""
+
+    def __init__(self, loaded: Loaded, chat: ChatExchange, echoed: dict[str, Any]) -> None:
+        super().__init__(chat.jobs, is_stream=chat.is_stream)
+        self._name, self._chat, self._echoed = loaded.name, chat, echoed
+        self._id, self._created = f"resp_{secrets.token_hex(12)}", int(time.time())
+        self._sequence = 0
+
+    def answer(self, ticket: Ticket) -> Answer:
+        return self._chat.answer(ticket)
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        (answer,) = answers
+        status = _status(answer)
+        text = [_message(status, answer.text)] if answer.text.strip() or not answer.calls else []
+        return self._ended(answer, [*text, *(_call(call) for call in answer.calls)])
+
+    async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
+        (answer,) = answers
+        output: list[dict[str, Any]] = []
+        has_begun, text = False, _Text(self, output)
+        async for piece in answer.pieces():
+            if not has_begun:
+                has_begun = True
+                for part in self._beginning():
+                    yield part
+            if piece.text:
+                for part in text.push(piece.text):
+                    yield part
+            if piece.calls:
+                for part in text.close("completed"):
+                    yield part
+            for call in piece.calls:
+                for part in self._call_parts(call, output):
+                    yield part
+        if not has_begun:
+            for part in self._beginning():
+                yield part
+        if not output:  # an empty answer is a message too
+            for part in text.push(""):
+                yield part
+        for part in text.close(_status(answer)):
+            yield part
+        yield self.event(f"response.{_status(answer)}", response=self._ended(answer, output))
+
+    def failure(self, error: HttpError) -> bytes:
+        return self.event("error", code=error.code or error.kind, message=error.message, param=error.param)
+
+    def event(self, kind: str, **fields: Any) -> bytes:
+        """The next event of the stream."""
+        self._sequence += 1
+        return sse({"type": kind, "sequence_number": self._sequence - 1, **fields}, kind)
+
+    def _beginning(self) -> Iterator[bytes]:
+        begun = self._object("in_progress", [])
+        yield self.event("response.created", response=begun)
+        yield self.event("response.in_progress", response=begun)
+
+    def _call_parts(self, call: ToolCall, output: list[dict[str, Any]]) -> Iterator[bytes]:
+        item, at = _call(call), {"output_index": len(output)}
+        place = at | {"item_id": item["id"]}
+        yield self.event("response.output_item.added", item=item | {"arguments": "", "status": "in_progress"}, **at)
+        yield self.event("response.function_call_arguments.delta", delta=call.arguments, **place)
+        yield self.event("response.function_call_arguments.done", name=call.name, arguments=call.arguments, **place)
+        yield self.event("response.output_item.done", item=item, **at)
+        output.append(item)
+
+    def _ended(self, answer: Answer, output: list[dict[str, Any]]) -> dict[str, Any]:
+        counts = usage([answer])
+        details = {"reason": "max_output_tokens"} if _status(answer) == "incomplete" else None
+        return self._object(_status(answer), output) | {
+            "incomplete_details": details,
+            "usage": {
+                "input_tokens": counts["prompt_tokens"],
+                "input_tokens_details": counts["prompt_tokens_details"],
+                "output_tokens": counts["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": counts["total_tokens"],
+            },
+            "timings": timings(answer.stats),
+            "seed": answer.ticket.seed,
+        }
+
+    def _object(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+        sampling = self.jobs[0].sampling
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "model": self._name,
+            "output": output,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "previous_response_id": None,
+            "store": False,
+            "truncation": "disabled",
+            "usage": None,
+        } | self._echoed
+
+
+class _Text:
+    """The message of a stream that is being written: `push` and `close` return its events."""
+
+    def __init__(self, exchange: ResponsesExchange, output: list[dict[str, Any]]) -> None:
+        self._exchange, self._output = exchange, output
+        self._item: dict[str, Any] | None = None
+        self._text = ""
+
+    def push(self, text: str) -> Iterator[bytes]:
+        event = self._exchange.event
+        if self._item is None:
+            self._item, self._text = _message("in_progress", None), ""
+            yield event("response.output_item.added", item=self._item, output_index=len(self._output))
+            yield event("response.content_part.added", part=_part(""), **self._place(self._item))
+        self._text += text
+        yield event("response.output_text.delta", delta=text, logprobs=[], **self._place(self._item))
+
+    def close(self, status: str) -> Iterator[bytes]:
+        item, event = self._item, self._exchange.event
+        if item is None:
+            return
+        self._item = None
+        place = self._place(item)
+        done = item | {"status": status, "content": [_part(self._text)]}
+        yield event("response.output_text.done", text=self._text, logprobs=[], **place)
+        yield event("response.content_part.done", part=_part(self._text), **place)
+        yield event("response.output_item.done", item=done, output_index=len(self._output))
+        self._output.append(done)
+
+    def _place(self, item: dict[str, Any]) -> dict[str, Any]:
+        return {"item_id": item["id"], "output_index": len(self._output), "content_index": 0}
+
+
+def _status(answer: Answer) -> str:
+    return "incomplete" if answer.finish_reason == "length" else "completed"
+
+
+def _message(status: str, text: str | None) -> dict[str, Any]:
+    content = [] if text is None else [_part(text)]
+    return {
+        "id": f"msg_{secrets.token_hex(12)}",
+        "type": "message",
+        "role": "assistant",
+        "status": status,
+        "content": content,
+    }
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {
+        "id": f"fc_{secrets.token_hex(12)}",
+        "type": "function_call",
+        "call_id": call.id,
+        "name": call.name,
+        "arguments": call.arguments,
+        "status": "completed",
+    }
+
+
+def read_responses(loaded: Loaded, fields: Fields) -> ResponsesExchange:
+    """Check a request and render its prompt. Blocks while it encodes. Raises HttpError and EdgespecError."""
+    body, echoed = as_chat(fields, loaded.limits)
+    return ResponsesExchange(loaded, read_chat(loaded, Fields(body)), echoed)

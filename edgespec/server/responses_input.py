@@ -1,0 +1,153 @@
+"""Requests to `/v1/responses` under the names of `/v1/chat/completions`: input items, tools and the text's format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edgespec.server.fields import Fields
+from edgespec.server.http_errors import HttpError, bad_request
+from edgespec.server.options import WITHOUT_EFFECT
+from edgespec.server.service import Limits
+
+_MOST_ITEMS = 4096
+_SAME = (
+    *("model", "temperature", "top_p", "stream", "parallel_tool_calls"),
+    *("seed", "top_k", "min_p", "repeat_penalty", "speculative"),  # as in /v1/chat/completions; not OpenAI's
+)
+_TEXT_PARTS = ("input_text", "output_text", "text")
+_STATELESS = "this server stores no responses: send the whole conversation as input"
+
+
+def as_chat(fields: Fields, limits: Limits) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The chat request, and the fields of the request that its answer repeats. Raises HttpError."""
+    instructions = fields.text("instructions")
+    first = [{"role": "system", "content": instructions}] if instructions else []
+    body = {name: fields.given(name) for name in _SAME}
+    body |= {"messages": first + _read_input(fields), "max_completion_tokens": fields.given("max_output_tokens")}
+    tools = fields.listed("tools", limits.max_tools)
+    choice = fields.given("tool_choice")
+    body |= {"tools": _read_tools(tools), "tool_choice": _read_choice(choice)}
+    form = _read_format(fields)
+    body["response_format"] = form
+    _refuse_unsupported(fields)
+    metadata = fields.given("metadata")
+    fields.finish()
+    echoed = {
+        "instructions": instructions,
+        "max_output_tokens": body["max_completion_tokens"],
+        "parallel_tool_calls": body["parallel_tool_calls"] is not False,
+        "tools": tools or [],
+        "tool_choice": choice or "auto",
+        "text": {"format": {"type": "text"} if form is None else _flat_format(form)},
+        "reasoning": {"effort": None, "summary": None},
+        "metadata": metadata if isinstance(metadata, dict) else {},
+    }
+    return body, echoed
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    fields.ignore(*(name for name in WITHOUT_EFFECT if name != "metadata"))
+    for name in ("previous_response_id", "conversation"):
+        fields.refuse(name, _STATELESS)
+    fields.refuse("background", _STATELESS, (False,))
+    fields.refuse("truncation", "a conversation that is too long is refused", ("disabled",))
+    fields.refuse("include", "answers hold text and function calls only", ([],))
+    fields.refuse("prompt", "this server stores no prompts")
+    fields.refuse("top_logprobs", "use /v1/chat/completions for log probabilities", (0,))
+    fields.refuse("max_tool_calls", "this server runs no tools itself")
+    fields.refuse("reasoning", "the chat template decides on reasoning", ({}, {"effort": None}, {"effort": "none"}))
+    options = fields.fields("stream_options")
+    if options is not None:
+        options.ignore("include_obfuscation")
+        options.finish()
+
+
+def _read_input(fields: Fields) -> list[dict[str, Any]]:
+    given = fields.given("input")
+    if given is None:
+        raise bad_request("input is missing: give a text or a list of items", "input")
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    found: list[dict[str, Any]] = []
+    for index, item in enumerate(fields.listed("input", _MOST_ITEMS) or ()):
+        _add_item(found, item, f"input.{index}")
+    return found
+
+
+def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
+    """Append an item; calls of one turn join the assistant's message before them, as chat templates expect."""
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    if kind == "message":
+        messages.append({"role": item.get("role"), "content": _text_of(item.get("content"), f"{where}.content")})
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        if messages and messages[-1]["role"] == "assistant":
+            messages[-1].setdefault("tool_calls", []).append(call)
+        else:
+            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+    elif kind == "function_call_output":
+        output = _text_of(item.get("output"), f"{where}.output")
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+    else:
+        raise bad_request(f"{where} must be a message, a function_call or a function_call_output", where)
+
+
+def _text_of(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise bad_request(f"{where} must be a text or a list of parts", where)
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) and part.get("type") in _TEXT_PARTS else None
+        if not isinstance(text, str):
+            raise bad_request(f"{where} may hold only parts of text: this server reads text only", where)
+        texts.append(text)
+    return "".join(texts)
+
+
+def _read_tools(tools: list[Any] | None) -> list[dict[str, Any]] | None:
+    """Functions as chat completions nest them. OpenAI's own tools, such as web search, are refused."""
+    if tools is None:
+        return None
+    found = []
+    for index, tool in enumerate(tools):
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            raise _unsupported(f"tools.{index}", "only tools of type function are supported")
+        names = ("name", "description", "parameters", "strict")
+        found.append({"type": "function", "function": {name: tool[name] for name in names if name in tool}})
+    return found
+
+
+def _read_choice(choice: Any) -> Any:
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+def _read_format(fields: Fields) -> dict[str, Any] | None:
+    """`text.format` as a `response_format`; None for plain text."""
+    text = fields.fields("text")
+    if text is None:
+        return None
+    text.refuse("verbosity", "this server has no such feature", ("medium",))
+    form = text.given("format")
+    text.finish()
+    if form is None:
+        return None
+    if not isinstance(form, dict):
+        raise text.wrong("format", "must be an object", form)
+    if form.get("type") == "text":
+        return None
+    if form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {key: value for key, value in form.items() if key != "type"}}
+
+
+def _flat_format(form: dict[str, Any]) -> dict[str, Any]:
+    return {"type": form.get("type"), **form.get("json_schema", {})}
+
+
+def _unsupported(where: str, why: str) -> HttpError:
+    return bad_request(f"{where}: {why}", where, "unsupported_parameter")

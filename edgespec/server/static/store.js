@@ -1,0 +1,62 @@
+// Conversations and preferences in localStorage. They never leave the browser, except as prompts to this server.
+
+const PREFERENCES = "edgespec.preferences";
+const PREFIX = "edgespec.conversation.";
+const memory = new Map(); // where storage is off
+
+function read(key) {
+  try {
+    return JSON.parse(localStorage.getItem(key)) ?? memory.get(key) ?? null;
+  } catch {
+    return memory.get(key) ?? null;
+  }
+}
+
+/** Whether it could be stored; what could not lives until the page is closed. */
+function write(key, value) {
+  memory.set(key, value);
+  try {
+    localStorage.setItem(key, JSON.stringify(value));
+    return true;
+  } catch {
+    return false;
+  }
+}
+
+export const preferences = { theme: "", marks: true, panel: true, request: {}, ...read(PREFERENCES) };
+
+export const savePreferences = () => write(PREFERENCES, preferences);
+
+export function newConversation() {
+  return { id: crypto.randomUUID?.() ?? String(Date.now() + Math.random()), system: "", messages: [], updated: Date.now() };
+}
+
+/** The first words of a conversation. */
+export function titleOf(conversation) {
+  const first = conversation.messages.find((message) => message.role === "user")?.content.trim() ?? "";
+  return first.split("\n")[0].slice(0, 60) || "New conversation";
+}
+
+export function saveConversation(conversation) {
+  conversation.updated = Date.now();
+  return write(PREFIX + conversation.id, conversation);
+}
+
+function isConversation(value) {
+  return typeof value?.id === "string" && Array.isArray(value.messages)
+    && value.messages.every((message) => typeof message?.content === "string" && typeof message.role === "string");
+}
+
+/** All conversations, the latest first. */
+export function conversations() {
+  const keys = new Set([...memory.keys()].filter((key) => key.startsWith(PREFIX)));
+  try {
+    for (let i = 0; i < localStorage.length; i++) if (localStorage.key(i).startsWith(PREFIX)) keys.add(localStorage.key(i));
+  } catch { /* storage is off */ }
+  return [...keys].map(read).filter(isConversation).sort((a, b) => b.updated - a.updated);
+}
+
+export function removeConversation(id) {
+  memory.delete(PREFIX + id);
+  try { localStorage.removeItem(PREFIX + id); } catch { /* storage is off */ }
+}

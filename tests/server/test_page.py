@@ -1,0 +1,218 @@
+"""The page in a real browser: headless Chromium against `edgespec serve demo`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from browser import Browser, find_browser
+from serving import read_line, served
+from waiting import until
+
+PROGRAM = find_browser()
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason="neither chromium nor chrome is installed")
+QUESTION = "Find me a bus to Fresno. Find me a bus to Fresno. Find me a bus"
+READY = "document.querySelector('#state').dataset.state === 'ready'"
+DONE = "!document.querySelector('.running') && document.querySelector('.assistant .meta button')"
+TEXT = "[...document.querySelectorAll('.assistant .text')].at(-1).textContent"
+HOSTILE = '<img src=x onerror="document.title=\'gone\'"><script>document.title="gone"</script> [a](javascript:alert(1))'
+ANSWER = f"""# Title
+
+Some **bold and *more* of it** text with `code` and [a link](https://example.org/a).
+{HOSTILE}
+
+1. one
+2. two
+   - inner <b>item</b>
+
+> quoted
+
+| a | b |
+|---|---|
+| 1 | **2** |
+
+```python
+print("<i>hi</i>")
+```
+"""
+
+
+@pytest.fixture(scope="module")
+def url(private_home: Path) -> Iterator[str]:
+    options = ("--port", "0", "--reproducible", "--exit-with-stdin", "--drafter", "model", "--draft-length", "4")
+    with served(private_home, *options) as process:
+        yield read_line(process)["url"]
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Browser]:
+    assert PROGRAM is not None
+    with Browser(PROGRAM) as browser:
+        yield browser
+
+
+@pytest.fixture
+def browser(running: Browser, url: str) -> Iterator[Browser]:
+    """A page without stored conversations, which complains of nothing and asks nobody else for anything."""
+    running.failures.clear()
+    running.requested.clear()
+    running.open(url)
+    running.value("localStorage.clear()")
+    running.reload()
+    running.until(READY)
+    yield running
+    assert running.failures == []
+    assert [each for each in running.requested if not each.startswith((url, "data:", "blob:"))] == []
+
+
+def choose(browser: Browser, **fields: Any) -> None:
+    for name, value in fields.items():
+        browser.value(f"document.querySelector('[name={name}]').focus()")
+        browser.write(str(value))
+
+
+def ask(browser: Browser, text: str) -> None:
+    browser.value("document.querySelector('#prompt').focus()")
+    browser.write(text)
+    browser.press("Enter")
+    browser.until("document.querySelectorAll('.assistant').length")
+
+
+def test_an_answer_comes_as_the_api_gives_it_with_its_drafts_marked(browser: Browser, url: str):
+    choose(browser, temperature=0, max_tokens=48)
+    ask(browser, QUESTION)
+    browser.until(DONE)
+    fields = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 48}
+    whole = httpx.post(url + "/v1/chat/completions", json=fields, timeout=60).json()
+    content = whole["choices"][0]["message"]["content"]
+    assert "".join(browser.value(TEXT).split()) == "".join(content.split())
+    kept = json.loads(browser.value("localStorage[Object.keys(localStorage).find(k => k.includes('conversation'))]"))
+    message = kept["messages"][1]
+    assert message["content"] == content and sum(length for length, _ in message["runs"]) == len(content)
+    drafted = sum(length for length, drafter in message["runs"] if drafter == "model")
+    shown = browser.value("[...document.querySelectorAll('.assistant .t')].map(e => e.textContent).join('').length")
+    assert drafted >= shown > 0 and message["timings"]["draft_n_accepted"] > 0
+    assert f"{message['timings']['predicted_n']} tokens" in browser.text(".assistant .meta")
+    assert browser.text("#f-acceptance").endswith("%") and float(browser.text("#f-width")) > 1
+    assert "drafted by model" in browser.text("#legend") and "MiB" in browser.text("#memory-total")
+    coloured = "getComputedStyle(document.querySelector('.assistant .t')).backgroundColor"
+    before = browser.value(coloured)
+    browser.press("d", "KeyD", alt=True)
+    assert browser.value(coloured) != before
+    assert browser.value("document.querySelector('#marks').getAttribute('aria-pressed')") == "false"
+
+
+def test_stop_again_edit_and_a_reload(browser: Browser, url: str):
+    choose(browser, temperature=5, seed=1, top_k=0)  # rambles on until the context is full
+    ask(browser, "Tell me a long story")
+    browser.until("document.querySelector('.running .text').textContent.length > 10")
+    assert browser.value("document.querySelector('#messages').getAttribute('aria-busy')") == "true"
+    browser.press("Escape")
+    browser.until(DONE)
+    until(lambda: httpx.get(url + "/health").json()["running"] == 0)
+    assert browser.text(".assistant .note") == "Stopped."
+    browser.value("document.querySelector('[data-do=reset]').click()")
+    choose(browser, temperature=0, max_tokens=3)
+    browser.press("r", "KeyR", alt=True)
+    browser.until(f"{DONE} && !document.querySelector('.note p')?.textContent.includes('Stopped')")
+    assert "3 tokens" in browser.text(".assistant .meta") and "limit of tokens" in browser.text(".assistant .note")
+    browser.value("document.querySelector('#prompt').focus()")
+    browser.press("ArrowUp")
+    browser.until("document.activeElement.closest('.editing')")
+    browser.write(" about a bus")
+    browser.press("Enter")
+    browser.until(f"{DONE} && document.querySelector('.user .text').textContent === 'Tell me a long story about a bus'")
+    answer = browser.value(TEXT)
+    browser.reload()
+    browser.until(READY)
+    browser.click("#conversations li button")
+    assert browser.value(TEXT) == answer and browser.value("document.querySelectorAll('article').length") == 2
+
+
+def test_what_a_model_writes_is_text(browser: Browser):
+    stored = {
+        "id": "x",
+        "system": "",
+        "updated": 1,
+        "messages": [
+            {"role": "user", "content": HOSTILE},
+            {"role": "assistant", "content": ANSWER, "runs": [[20, None], [300, "ngram"]]},
+        ],
+    }
+    browser.value(f"localStorage['edgespec.conversation.x'] = {json.dumps(json.dumps(stored))}")
+    browser.reload()
+    browser.until(READY)
+    browser.click("#conversations li button")
+    count = "document.querySelectorAll('#messages :is({})').length"
+    assert browser.value(count.format("img, script, b, i, a[href^=javascript]")) == 0
+    assert browser.text(".user .text") == HOSTILE and HOSTILE.split(" [")[0] in browser.value(TEXT)
+    structure = ("strong em", "p > code", "ol > li > ul > li", "blockquote", "td > strong", "pre > code")
+    for selector in (".text h3", *structure):
+        assert browser.value(f"document.querySelectorAll('#messages .assistant {selector}').length") == 1, selector
+    assert browser.value("document.querySelector('#messages a').rel") == "noopener noreferrer nofollow"
+    assert browser.text("pre > code") == 'print("<i>hi</i>")'
+    assert browser.value("document.title") == "demo"
+
+
+def test_what_is_wrong_is_said_at_the_answer(browser: Browser):
+    browser.click("#schema-box summary")
+    choose(browser, schema='{"type":')
+    assert "Not valid JSON" in browser.text("#schema-state")
+    ask(browser, "Hello")
+    assert "Not valid JSON" in browser.text(".problem")
+    browser.value("document.querySelector('[data-do=reset]').click()")
+    browser.click(".problem button")
+    browser.until(DONE)
+    browser.until("!document.querySelector('.problem')")
+    ask(browser, "word " * 4000)
+    browser.until("document.querySelector('.problem')")
+    assert "context" in browser.text(".problem p")
+    browser.failures = [each for each in browser.failures if "400" not in each]  # the browser notes the status
+
+
+def test_keys_themes_and_small_screens(browser: Browser, url: str):
+    browser.value("document.activeElement.blur()")
+    browser.press("?")
+    browser.until("document.querySelector('#help-dialog').open")
+    browser.press("Escape")
+    browser.until("!document.querySelector('#help-dialog').open")
+    paper = "getComputedStyle(document.body).backgroundColor"
+    light = browser.value(paper)
+    browser.prefer("dark")
+    assert browser.value(paper) != light
+    browser.click("[data-do=theme]")  # against the system
+    assert browser.value(paper) == light
+    browser.open(url, width=360, height=640, phone=True)
+    browser.until(READY)
+    assert browser.value("document.scrollingElement.scrollWidth") <= 360
+    assert browser.value("getComputedStyle(document.querySelector('#side')).display") == "none"
+    browser.click("[data-do=side]")
+    browser.until("document.querySelector('#side').contains(document.activeElement)")
+    browser.press("Escape")
+    browser.click("#panel-button")
+    assert browser.value("document.querySelector('#panel').getBoundingClientRect().right") <= 360
+    unnamed = "[...document.querySelectorAll('button, input, textarea')].filter(e => !e.textContent.trim()"
+    unnamed += " && !e.getAttribute('aria-label') && !e.labels?.length).length"
+    assert browser.value(unnamed) == 0
+
+
+def test_a_key_is_asked_for(running: Browser, private_home: Path):
+    with served(private_home, "--port", "0", "--exit-with-stdin", EDGESPEC_API_KEY="secret") as process:
+        running.open(read_line(process)["url"])
+        for key in ("wrong", "secret"):
+            running.until("document.querySelector('#key-dialog').open")
+            running.until("document.activeElement.id === 'key'")
+            running.write(key)
+            running.press("Enter")
+            running.until(f"{READY} || document.querySelector('#key-error').textContent")
+        running.until(READY)
+        ask(running, "Hi")
+        running.until(DONE)
+        assert running.value(
+            "!document.querySelector('.problem') && !Object.values(localStorage).join().match('secret')"
+        )
