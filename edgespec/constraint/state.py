@@ -138,7 +138,7 @@ class Constraint:
         """How many tokens of a chain may follow the text."""
         until_end = next((at for at, each in enumerate(token_ids) if each in self._end_ids), len(token_ids))
         self._go_to(text_ids[self._begin :])
-        count = self._matcher.validate_tokens(token_ids[:until_end])
+        count: int = self._matcher.validate_tokens(token_ids[:until_end])
         self._check()
         if count == until_end < len(token_ids):
             behind = np.concatenate((text_ids, np.array(token_ids[:until_end], np.int32)))
