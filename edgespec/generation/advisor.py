@@ -178,7 +178,7 @@ class Advisor:
         for name in self._pair.engines:
             if name != self._pair.files["target"].engine:
                 try:
-                    files = resolve(self._options.model, engine=name, check_hashes=False).paths("target")  # type: ignore[arg-type]
+                    files = resolve(self._options.model, engine=name, check_hashes=False).paths("target")
                     curve = file_curve(files)
                 except (EdgespecError, OSError):
                     continue
