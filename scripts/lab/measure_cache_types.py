@@ -48,8 +48,15 @@ def records(path: Path, key: str) -> list[str]:
 
 def opened(model: str, engine: str, kind: str, **options: Any) -> edgespec.Model:
     kinds = {} if kind == "f32" else {"cache_type_k": kind, "cache_type_v": kind}
-    given = {"context_length": CONTEXT, "threads": 1, "reproducible": False, **kinds, **options}
-    return edgespec.load(model, engine=engine, **given)
+    given: dict[str, Any] = {
+        "engine": engine,
+        "context_length": CONTEXT,
+        "threads": 1,
+        "reproducible": False,
+        **kinds,
+        **options,
+    }
+    return edgespec.load(model, **given)
 
 
 def log_probs(logits: NDArray[np.float32]) -> NDArray[np.float32]:
