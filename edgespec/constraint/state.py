@@ -115,13 +115,11 @@ class Constraint:
     def _found_forced(self, text_ids: TokenIds, answer: TokenIds) -> tuple[int, ...]:
         self._go_to(answer)
         tokens = self._matcher.compute_ff_tokens()
-        forced = tokens[: self._matcher.validate_tokens(tokens)]
+        forced: list[int] = tokens[: self._matcher.validate_tokens(tokens)]
         self._check()
         mask = self.mask(np.concatenate((text_ids, np.array(forced, np.int32))))
         if mask.num_allowed <= len(self._end_ids) and self._end_ids.issuperset(mask.ids.tolist()):
-            forced.append(
-                int(mask.ids[-1])
-            )  # of several, the end of a turn has the highest id in all known vocabularies
+            forced.append(int(mask.ids[-1]))  # of several the last: known vocabularies list the end of a turn late
         return tuple(forced)
 
     def permitted(self, draft: Draft, text_ids: TokenIds) -> Draft:
@@ -138,7 +136,7 @@ class Constraint:
         """How many tokens of a chain may follow the text."""
         until_end = next((at for at, each in enumerate(token_ids) if each in self._end_ids), len(token_ids))
         self._go_to(text_ids[self._begin :])
-        count: int = self._matcher.validate_tokens(token_ids[:until_end])
+        count = int(self._matcher.validate_tokens(token_ids[:until_end]))
         self._check()
         if count == until_end < len(token_ids):
             behind = np.concatenate((text_ids, np.array(token_ids[:until_end], np.int32)))
