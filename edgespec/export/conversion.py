@@ -15,7 +15,7 @@ from edgespec.errors import CapabilityError, ConfigError, EngineError, ModelFile
 from edgespec.export.accuracy import ExportRefused
 from edgespec.export.conversion_check import check_conversion, check_vocabulary
 from edgespec.export.manifest import write_manifest
-from edgespec.export.onnx.from_gguf import FORMS, convert_gguf, open_gguf
+from edgespec.export.onnx.from_gguf import FORMS, GROUPED, convert_gguf, open_gguf
 from edgespec.export.onnx.gguf_model import GgufModel
 from edgespec.export.plan import BITS, PROBE_TOKENS, PROGRAM_BYTES, SPARE, Needs
 from edgespec.export.request import ExportRequest
@@ -105,6 +105,7 @@ def _identity(request: ExportRequest, models: Models) -> dict[str, Any]:
         "draft_quants": dict(request.draft_quants),
         "derivation": str(request.derivation),
         "group_size": request.group_size,
+        "grouped": request.grouped,
         "name": request.name,
         "licence": request.licence,
     }
@@ -156,7 +157,8 @@ def _convert(
     quant, folder = request.quant_of(role, "onnx"), workspace.pair / "onnx" / role
     folder.parent.mkdir(exist_ok=True)
     with atomic_folder(folder) as partial_folder:
-        convert_gguf(model, partial_folder, quant, request.group_size, progress)
+        grouped = GROUPED if request.grouped is None else request.grouped
+        convert_gguf(model, partial_folder, quant, request.group_size, progress, grouped=grouped)
     graph = f"onnx/{role}/model.onnx"
     parts = tuple(sorted(name for f in folder.iterdir() if (name := f"onnx/{role}/{f.name}") != graph))
     return [Artefact(f"onnx.{role}", "onnx", role, quant, graph, parts, model.num_parameters)]
