@@ -96,6 +96,7 @@ def tell_draft(draft: Path, plain: Model, ids: list[int]) -> None:
 
 
 def measure(chosen: argparse.Namespace) -> None:
+    began_s = monotonic()
     found: dict[tuple[float, str], list[Answered]] = defaultdict(list)
     drafts = {"draft": str(chosen.draft)} if chosen.draft else {}
     with fresh_home(), ExitStack() as stack:
@@ -110,7 +111,6 @@ def measure(chosen: argparse.Namespace) -> None:
             run(model, ids, 0.0, 8)  # pages and buffers are touched before anything counts
         if chosen.draft:
             tell_draft(chosen.draft, plain, ids)
-        began_s = monotonic()
         for number, prompt in enumerate(prompts):
             if number and monotonic() - began_s > chosen.seconds:
                 break
@@ -118,7 +118,9 @@ def measure(chosen: argparse.Namespace) -> None:
             for temperature in chosen.temps:
                 order = (plain, default) if number % 2 else (default, plain)
                 stats = {model: run(model, ids, temperature, chosen.tokens) for model in order}
-                found[temperature, prompt.domain].append(Answered(stats[plain], stats[default]))
+                answered = Answered(stats[plain], stats[default])
+                found[temperature, prompt.domain].append(answered)
+                print(f"  T={temperature:g} {prompt.domain:14} {answered.ratio:.2f}", file=sys.stderr, flush=True)
     print(f"{chosen.model}, {'draft ' + str(chosen.draft) if chosen.draft else 'no draft'}, {number} prompts")
     for temperature in chosen.temps:
         kinds = {kind: answered for (temp, kind), answered in found.items() if temp == temperature}
@@ -135,7 +137,7 @@ def main() -> None:
     parser.add_argument("--temps", default="0,0.8", type=lambda text: [float(part) for part in text.split(",")])
     parser.add_argument("--tokens", type=int, default=40)
     parser.add_argument("--characters", type=int, default=500, help="longer prompts are cut (default %(default)s)")
-    parser.add_argument("--seconds", type=float, default=280, help="no prompt begins later (default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=280, help="no prompt begins later, loading included")
     measure(parser.parse_args())
 
 

@@ -18,7 +18,7 @@ from expansion import real
 from expansion.real import AS_IS, RealBench, compared
 
 SOURCE = DEMO / "demo-target-q8_0.gguf"
-SMALL = Shape(1024, 1792, 11, 16, 4, vocab_size=4096)
+SMALL = Shape(512, 1024, 10, 8, 2, vocab_size=4096)
 PROMPT = "Hi, can you find me a restaurant?"
 
 
