@@ -76,10 +76,10 @@ def tell(name: str, answered: list[Answered]) -> None:
     accepted = sum(a.default.accepted_tokens for a in answered)
     passes, tokens = sum(a.default.rounds for a in answered), sum(a.default.new_tokens - 1 for a in answered)
     ratios = [a.ratio for a in answered]
-    error = stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else float("nan")
+    error = f" +- {stdev(ratios) / len(ratios) ** 0.5:.3f}" if len(ratios) > 1 else ""
     print(
         f"{name:26} {len(ratios):3} prompts  accepted {accepted / drafted if drafted else 0:.2f} of {drafted:4}  "
-        f"per pass {tokens / passes if passes else 0:.2f}  over plain {mean(ratios):.3f} +- {error:.3f}, "
+        f"per pass {tokens / passes if passes else 0:.2f}  over plain {mean(ratios):.3f}{error}, "
         f"worst {min(ratios):.2f}"
     )
 
