@@ -65,6 +65,13 @@ LABELS = {"llamacpp": ", llama.cpp on the GGUF"}  # beside the formats that were
     help="ONNX: weights per scale; from 128 on int8 is not reproducible.  [default: int8 and w8a8 64, int4 32]",
 )
 @click.option(
+    "--in-groups",
+    "grouped",
+    metavar="LIST",
+    help="w8a8 of a SOURCE.gguf: matrices that keep a scale per 64 weights, such as down_proj,lm_head, or none: more "
+    "of them lose less of the model and make passes over many tokens dearer.  [default: down_proj]",
+)
+@click.option(
     "--imatrix",
     type=click.Path(path_type=Path),
     metavar="FILE.txt",
@@ -111,10 +118,18 @@ def _request(
     quants: tuple[str, ...],
     draft_quants: tuple[str, ...],
     derive: str | None,
+    grouped: str | None,
     no_check: bool,
     **rest: Any,
 ) -> ExportRequest:
-    from edgespec.export.request import DEFAULT_QUANTS, Derivation, ExportRequest, parse_formats, parse_quants
+    from edgespec.export.request import (
+        DEFAULT_QUANTS,
+        Derivation,
+        ExportRequest,
+        parse_formats,
+        parse_grouped,
+        parse_quants,
+    )
 
     formats = parse_formats(to)
     if derive == "early-exit:auto":
@@ -129,6 +144,7 @@ def _request(
         quants=chosen,
         draft_quants=parse_quants("--draft-quant", draft_quants, formats),
         derivation=derivation,
+        grouped=None if grouped is None else parse_grouped(grouped),
         check=not no_check,
         made_by=f"edgespec {__version__}",
         **rest,

@@ -15,7 +15,7 @@ from edgespec.errors import CapabilityError, ConfigError, EngineError, ModelFile
 from edgespec.export.accuracy import ExportRefused
 from edgespec.export.conversion_check import check_conversion, check_vocabulary
 from edgespec.export.manifest import write_manifest
-from edgespec.export.onnx.from_gguf import FORMS, convert_gguf, open_gguf
+from edgespec.export.onnx.from_gguf import FORMS, GROUPED, convert_gguf, open_gguf
 from edgespec.export.onnx.gguf_model import GgufModel
 from edgespec.export.plan import BITS, PROBE_TOKENS, PROGRAM_BYTES, SPARE, Needs
 from edgespec.export.request import ExportRequest
@@ -50,6 +50,11 @@ def convert_pair(request: ExportRequest, reporter: Reporter) -> tuple[dict[str, 
             reporter.note(f"resuming an interrupted export: {len(workspace.finished_files)} files are finished")
         try:
             _check_room(request, models, workspace, reporter)
+            if request.quants["onnx"] == "w8a8":
+                reporter.note(
+                    f"w8a8 with {', '.join(_grouped(request)) or 'nothing'} in groups of weights with a scale each, "
+                    "which keeps more of the model; --in-groups chooses"
+                )
             artefacts = run_stages(list(_stages(request, models, workspace)), workspace, reporter)
             figures = _check(request, models, workspace, reporter)
             files = _described(request, models, artefacts, figures, workspace)
@@ -105,6 +110,7 @@ def _identity(request: ExportRequest, models: Models) -> dict[str, Any]:
         "draft_quants": dict(request.draft_quants),
         "derivation": str(request.derivation),
         "group_size": request.group_size,
+        "grouped": _grouped(request),
         "name": request.name,
         "licence": request.licence,
     }
@@ -156,10 +162,15 @@ def _convert(
     quant, folder = request.quant_of(role, "onnx"), workspace.pair / "onnx" / role
     folder.parent.mkdir(exist_ok=True)
     with atomic_folder(folder) as partial_folder:
-        convert_gguf(model, partial_folder, quant, request.group_size, progress)
+        convert_gguf(model, partial_folder, quant, request.group_size, progress, grouped=_grouped(request))
     graph = f"onnx/{role}/model.onnx"
     parts = tuple(sorted(name for f in folder.iterdir() if (name := f"onnx/{role}/{f.name}") != graph))
     return [Artefact(f"onnx.{role}", "onnx", role, quant, graph, parts, model.num_parameters)]
+
+
+def _grouped(request: ExportRequest) -> tuple[str, ...]:
+    """Kinds of matrices that a w8a8 graph keeps in groups."""
+    return GROUPED if request.grouped is None else request.grouped
 
 
 def _early_exit(request: ExportRequest, workspace: Workspace, progress: Progress) -> list[Artefact]:

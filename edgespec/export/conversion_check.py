@@ -91,11 +91,11 @@ class _Check:
     def run(self) -> Checked:
         if not has_engine("llamacpp"):
             with self._float_graph() as path, self._opened(path) as engine:
-                reference = _reference(engine, "the float32 graph of the same file")
+                reference = reference_of(engine, "the float32 graph of the same file")
             return self._judged(reference, {}, self._logits(reference))
         self.progress(0, STEPS, "llama.cpp on the file")
         with self._opened(self.model.path) as engine:
-            reference = _reference(engine, "llama.cpp on the same file")
+            reference = reference_of(engine, "llama.cpp on the same file")
         self.progress(1, STEPS, "the graph")
         made = self._logits(reference)
         found = compare_logits(reference, made)
@@ -110,7 +110,7 @@ class _Check:
         """The comparison with the weights as float32; the logits of llama.cpp on the file, and of the graph made."""
         self.progress(2, STEPS, "llama.cpp on the weights as float32")
         with self._float_gguf() as path, self._opened(path) as engine:
-            reference = _reference(engine, "llama.cpp on the file's weights as float32")
+            reference = reference_of(engine, "llama.cpp on the file's weights as float32")
         figures = {"llamacpp": _figures(compare_logits(reference, of_the_file))}
         if self.quant == FLOAT:
             _refuse(compare_logits(reference, made).complaint(limits_of(FLOAT)), reference)
@@ -173,7 +173,8 @@ class _Check:
         return ""
 
 
-def _reference(engine: Engine, name: str) -> Reference:
+def reference_of(engine: Engine, name: str) -> Reference:
+    """What an open engine makes of the probe texts."""
     vocabulary = engine.vocabulary
     ids = probe_ids([vocabulary.encode(text) for text in PROBE_TEXTS.values()], engine.facts.context_length)
     logits = tuple(_whole(engine, row) for row in ids)

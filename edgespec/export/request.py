@@ -78,7 +78,8 @@ def _layers(text: str, spec: str) -> tuple[int, ...]:
 class ExportRequest:
     """One export. `source` and `draft` are folders or hub ids.
 
-    `quants`: one quantisation per requested format; `draft_quants`: those of the draft that differ; `threads` None:
+    `quants`: one quantisation per requested format; `grouped`: kinds of matrices that a w8a8 graph made of a GGUF keeps
+    in groups, None for the default; `draft_quants`: those of the draft that differ; `threads` None:
     automatic; `made_by`: program and version. Raises ConfigError for conflicting options.
     """
 
@@ -89,6 +90,7 @@ class ExportRequest:
     draft_quants: Mapping[Format, str] = field(default_factory=dict)
     derivation: Derivation | None = None
     group_size: int | None = None
+    grouped: tuple[str, ...] | None = None
     imatrix: Path | None = None
     exporter: str = "auto"
     revision: str | None = None
@@ -113,6 +115,8 @@ class ExportRequest:
             raise ConfigError(f"--threads {self.threads} is not possible: give 1 or more")
         if "onnx" not in self.quants and (self.exporter != "auto" or self.group_size is not None):
             raise ConfigError("--exporter and --group-size are for ONNX: give --to onnx or --to both")
+        if self.grouped is not None and not self.is_grouping_possible:
+            raise ConfigError("--in-groups is for the ONNX type w8a8 made of a GGUF: give SOURCE.gguf and --quant w8a8")
         self._check_imatrix()
 
     def _check_imatrix(self) -> None:
@@ -135,6 +139,10 @@ class ExportRequest:
     def has_own_draft_files(self) -> bool:
         """Whether the draft has files of its own; an early exit shares the target's weights."""
         return self.draft is not None or (self.derivation is not None and self.derivation.kind == "prune")
+
+    @property
+    def is_grouping_possible(self) -> bool:
+        return self.source.lower().endswith(".gguf") and self.quants.get("onnx") == "w8a8"
 
     def quant_of(self, role: str, wanted: Format) -> str:
         """The quantisation of one role. A draft's default is the target's, except for DRAFT_QUANTS."""
@@ -160,6 +168,18 @@ def parse_formats(to: str) -> tuple[Format, ...]:
             return (wanted,)
     hint = did_you_mean(to, (*FORMATS, "both"))
     raise ConfigError(f"--to {to!r} is not known; allowed: gguf, onnx, both{hint}")
+
+
+def parse_grouped(text: str) -> tuple[str, ...]:
+    """Kinds of matrices by commas, or `none`. Raises ConfigError."""
+    from edgespec.formats.onnx.mixed import GROUPABLE
+
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(","))) if text.strip() != "none" else ()
+    for name in names:
+        if name not in GROUPABLE:
+            hint = did_you_mean(name, GROUPABLE)
+            raise ConfigError(f"--in-groups {name!r} is not known{hint}; allowed: {_listed(GROUPABLE)}, or none")
+    return names
 
 
 def parse_quants(flag: str, given: Sequence[str], formats: Sequence[Format]) -> dict[Format, str]:

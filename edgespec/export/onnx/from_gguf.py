@@ -6,7 +6,7 @@ Weights are decoded with the package gguf and quantised as they are written, one
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
@@ -23,10 +23,12 @@ from edgespec.formats.gguf.split import model_files
 from edgespec.formats.onnx import MODEL
 from edgespec.formats.onnx.forms import Blocks, Form, Plain, QuantisedRows, RowWeights, WholeNumbers
 from edgespec.formats.onnx.llama import write_llama
+from edgespec.formats.onnx.mixed import Mixed
 from edgespec.formats.onnx.nodes import Nodes
 from edgespec.types import Progress, no_progress
 
 FORMS = ("w8a8", "int8", "int4", "fp32")
+GROUPED = ("down_proj",)  # of w8a8: what loses most in whole numbers, for the least time (docs/benchmarks/speed.md)
 
 
 def open_gguf(path: Path) -> GgufModel:
@@ -41,9 +43,17 @@ def open_gguf(path: Path) -> GgufModel:
 
 
 def convert_gguf(
-    model: GgufModel, folder: Path, quant: str, group_size: int | None = None, progress: Progress = no_progress
+    model: GgufModel,
+    folder: Path,
+    quant: str,
+    group_size: int | None = None,
+    progress: Progress = no_progress,
+    *,
+    grouped: Collection[str] = GROUPED,
 ) -> Path:
     """Write graph, weights, tokenizer and configuration into the empty `folder`; the path of model.onnx.
+
+    `grouped`: kinds of matrices that w8a8 keeps in groups, as `Mixed` takes them.
 
     Raises ModelFileError for damaged weights or a vocabulary that cannot be written, ConfigError for a type that is not
     in `FORMS`, OSError.
@@ -54,8 +64,8 @@ def convert_gguf(
     report = _Report(progress, model.config.num_layers + 2, num_graphs=2 if quant == "w8a8" else 1)
     weights: RowWeights = GgufWeights(model)
     if quant == "w8a8":
-        weights = _smoothed(model, weights, folder, report)
-    form = _form(weights, quant, group_size)
+        weights = smoothed(model, weights, folder, report, grouped=grouped)
+    form = _form(weights, quant, group_size, grouped)
     write_llama(folder, model.config, form, report)
     return folder / MODEL
 
@@ -72,14 +82,24 @@ class _Report:
         self._progress(self._done, self._total, f"part {self._done} of {self._total}")
 
 
-def _smoothed(model: GgufModel, weights: RowWeights, folder: Path, report: _Report) -> SmoothedWeights:
-    """The weights smoothed by what an unsmoothed graph of them shows, which is written to `folder` for that."""
+def smoothed(
+    model: GgufModel,
+    weights: RowWeights,
+    folder: Path,
+    report: Callable[[int, int], None] | None = None,
+    *,
+    grouped: Collection[str] = (),
+) -> SmoothedWeights:
+    """The weights smoothed by what an unsmoothed graph of them shows, which is written to `folder` for that.
+
+    `folder` holds the tokenizer. A head that is `grouped` stays as it is, so that it may be the embedding.
+    """
     readers: dict[str, list[str]] = {}
     is_unsigned = products_saturate()
     form = partial(RecordedProducts, QuantisedRows(weights), readers=readers, is_unsigned=is_unsigned)
     write_llama(folder, model.config, form, report)
     largest = largest_inputs(folder, model.config, readers, physical_cores())
-    return SmoothedWeights(weights, model.config, largest)
+    return SmoothedWeights(weights, model.config, largest, smooths_head="lm_head" not in grouped)
 
 
 def _check_form(quant: str) -> None:
@@ -87,9 +107,11 @@ def _check_form(quant: str) -> None:
         raise ConfigError(f"a GGUF cannot be converted to the ONNX type {quant!r}; allowed: {', '.join(FORMS)}")
 
 
-def _form(weights: RowWeights, quant: str, group_size: int | None) -> Callable[[Nodes], Form]:
-    if quant == "w8a8":
-        return partial(WholeNumbers, QuantisedRows(weights), is_unsigned=products_saturate())
+def _form(weights: RowWeights, quant: str, group_size: int | None, grouped: Collection[str]) -> Callable[[Nodes], Form]:
     if quant == "fp32":
         return partial(Plain, weights)
-    return partial(Blocks, int(quant.removeprefix("int")), group_size or DEFAULT_GROUP_SIZES[quant], weights)
+    size = group_size or DEFAULT_GROUP_SIZES[quant]
+    if quant != "w8a8":
+        return partial(Blocks, int(quant.removeprefix("int")), size, weights)
+    whole = partial(WholeNumbers, QuantisedRows(weights), is_unsigned=products_saturate())
+    return lambda nodes: Mixed(whole(nodes), Blocks(8, size, weights, nodes), grouped)

@@ -26,16 +26,20 @@ class SmoothedWeights:
     """`RowWeights` that compute what `weights` do, but are easier to quantise.
 
     `largest` [inputs]: the largest magnitude of each input of a product, by the name of one of its matrices.
+    `smooths_head`: not for one that is read as the embedding, too.
     """
 
-    def __init__(self, weights: RowWeights, config: LlamaConfig, largest: Largest) -> None:
+    def __init__(
+        self, weights: RowWeights, config: LlamaConfig, largest: Largest, *, smooths_head: bool = True
+    ) -> None:
         self._weights, self._config = weights, config
         self.is_tied = weights.is_tied
         self._read_by: dict[str, Floats] = {}  # by matrix: scales of its inputs
         self._made_by: dict[str, Floats] = {}  # by norm, bias or matrix: scales of its outputs
         for layer in range(config.num_layers):
             self._smooth_layer(f"model.layers.{layer}", largest)
-        self._smooth("model.norm.weight", (HEAD,), largest)
+        if smooths_head:
+            self._smooth("model.norm.weight", (HEAD,), largest)
 
     def _smooth_layer(self, layer: str, largest: Largest) -> None:
         attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"

@@ -1,0 +1,198 @@
+"""A real model at the cost of a bigger one, and drafts for it: the GGUF of a small Llama, expanded, without torch.
+
+    OUTPUT/source/                  tokenizer and configuration of the GGUF, which all that is made reads
+    OUTPUT/target-FORMAT            the expanded target: a folder (ONNX) or a file (.gguf)
+    OUTPUT/draft-SIZE-FORMAT-...    the small model again as a draft, at its own cost or at that of a bigger one
+
+A target of type w8a8 is made of smoothed weights and has the groups that the exporter gives one. The draft is the same
+model with noise in its head, since no small model of the same family can be had here: what a real draft accepts depends
+on two trainings, what this one accepts on the noise. Finished models are kept; another source or seed needs another
+OUTPUT.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from edgespec.bench.expanded_weights import ExpandedCheckpoint, ExpandedWeights
+from edgespec.bench.expansion import Expansion, Shape
+from edgespec.engines.onnx.library import products_saturate
+from edgespec.errors import ConfigError
+from edgespec.export.gguf import convert
+from edgespec.export.gguf.quantise import FILE_TYPES, quantise
+from edgespec.export.onnx.convert import DEFAULT_GROUP_SIZES
+from edgespec.export.onnx.from_gguf import GROUPED, open_gguf, smoothed
+from edgespec.export.onnx.gguf_model import GgufModel
+from edgespec.export.onnx.gguf_tokenizer import write_tokenizer_files
+from edgespec.export.onnx.gguf_weights import GgufWeights
+from edgespec.formats.files import atomic_folder
+from edgespec.formats.onnx.forms import Blocks, Form, LlamaWeights, QuantisedRows, RowWeights, WholeNumbers
+from edgespec.formats.onnx.llama import write_llama
+from edgespec.formats.onnx.llama_config import LlamaConfig
+from edgespec.formats.onnx.mixed import Mixed
+from edgespec.formats.onnx.nodes import Nodes
+from expansion.rows import ExpandedRows, NoisyHead, RowCheckpoint
+
+Progress = Callable[[int, int, str], None]
+ONNX_FORMATS = ("w8a8", "int8", "int4")
+GGUF_FORMATS = ("q8_0", *(name for name in FILE_TYPES if name != "q8_0"))
+AS_IS = "135m"
+
+# SmolLM2 has 30 layers with 9 + 3 heads of 64, and expansion keeps depth and the ratio of heads; 1b and 3b have about
+# the weights of Llama 3.2 1B and 3B without their vocabulary, in narrower and more layers.
+DEEP_SHAPES = {
+    "230m": Shape(768, 2048, 30, 12, 4, vocab_size=49_152),
+    "360m": Shape(1024, 2560, 30, 15, 5, vocab_size=49_152),
+    "1b": Shape(1792, 4608, 30, 24, 8, vocab_size=49_152),
+    "3b": Shape(3072, 8192, 30, 36, 12, vocab_size=49_152),
+}
+
+
+@dataclass(frozen=True)
+class RealBench:
+    """What is made of the GGUF `source` in `output`. Raises ModelFileError for a GGUF that cannot be expanded."""
+
+    source: Path
+    output: Path
+    seed: int = 0
+    progress: Progress | None = None
+
+    def target(self, size: str, kind: str, vocab_size: int | None = None) -> Path:
+        """The expanded model as `kind`; its path. Raises ConfigError for an unknown size or format."""
+        shape = _shape(size)
+        if vocab_size is not None:
+            shape = replace(shape, vocab_size=vocab_size)
+        path = self._path(f"target-{size}" + (f"-vocab-{vocab_size}" if vocab_size else ""), kind)
+        if not path.exists():
+            checkpoint = self._checkpoint(self._smoothed if kind == "w8a8" else self._weights)
+            self._write(path, kind, Expansion(checkpoint, shape, self.seed))
+        return path
+
+    def draft(self, size: str, kind: str, sigma: float) -> Path:
+        """The model with noise of `sigma` deviations in its head, expanded unless `size` is its own; its path."""
+        path = self._path(f"draft-{size}-sigma-{sigma:g}", kind)
+        if not path.exists():
+            rows: RowWeights = NoisyHead(self._weights, sigma, self.seed) if sigma else self._weights
+            checkpoint = self._checkpoint(rows)
+            self._write(path, kind, checkpoint if size == AS_IS else Expansion(checkpoint, _shape(size), self.seed))
+        return path
+
+    @cached_property
+    def _model(self) -> GgufModel:
+        return open_gguf(self.source)
+
+    @cached_property
+    def _weights(self) -> GgufWeights:
+        return GgufWeights(self._model)
+
+    @cached_property
+    def _smoothed(self) -> RowWeights:
+        """Smoothing gives the head scales of its own, so it is a table of its own, too."""
+        folder = self.output / "smoothing"
+        shutil.copytree(self._companions, folder, dirs_exist_ok=True)
+        try:
+            return Untied(smoothed(self._model, self._weights, folder, grouped=GROUPED))
+        finally:
+            shutil.rmtree(folder)
+
+    @cached_property
+    def _companions(self) -> Path:
+        folder = self.output / "source"
+        if not folder.exists():
+            with atomic_folder(folder) as made:
+                write_tokenizer_files(self._model.header, made)
+                (made / "config.json").write_text(json.dumps(self._model.hub_config(), indent=2), encoding="utf-8")
+        return folder
+
+    def _checkpoint(self, rows: RowWeights) -> RowCheckpoint:
+        return RowCheckpoint.of(rows, self._model.hub_config(), self._companions, tuple(self._model.tensors))
+
+    def _path(self, name: str, kind: str) -> Path:
+        if kind not in (*ONNX_FORMATS, *GGUF_FORMATS):
+            raise ConfigError(f"no format {kind!r}; allowed: {', '.join((*ONNX_FORMATS, *GGUF_FORMATS))}")
+        return self.output / (f"{name}-{kind}" + ("" if kind in ONNX_FORMATS else ".gguf"))
+
+    def _write(self, path: Path, kind: str, made: Expansion | RowCheckpoint) -> None:
+        self.output.mkdir(parents=True, exist_ok=True)
+        told = self._told(path.name)
+        if kind in ONNX_FORMATS:
+            self._write_graph(path, kind, made, told)
+        elif kind == "q8_0":
+            convert(made if isinstance(made, RowCheckpoint) else ExpandedCheckpoint.of(made), path, kind, progress=told)
+        else:
+            # 8 bits first: as floats a large model would take more disk than both results
+            between = path.with_name(f"{path.stem.removesuffix(kind)}q8_0.gguf")
+            is_new = not between.exists()
+            if is_new:
+                self._write(between, "q8_0", made)
+            quantise(between, path, kind, may_requantise=True, progress=told)
+            if is_new:
+                between.unlink()
+
+    def _write_graph(self, folder: Path, kind: str, made: Expansion | RowCheckpoint, told: Progress) -> None:
+        config = made.config() if isinstance(made, Expansion) else made.config
+        with atomic_folder(folder) as partial_folder:
+            shutil.copytree(self._companions, partial_folder, dirs_exist_ok=True)
+            (partial_folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            write_llama(
+                partial_folder,
+                LlamaConfig.from_hub(config),
+                _form(kind, made),
+                lambda done, total: told(done, total, "part"),
+            )
+
+    def _told(self, name: str) -> Progress:
+        tell = self.progress
+        return (lambda done, total, what: None) if tell is None else lambda done, total, _: tell(done, total, name)
+
+
+class Untied:
+    """`RowWeights` whose head is read as a table of its own."""
+
+    is_tied = False
+
+    def __init__(self, rows: RowWeights) -> None:
+        self.vector, self.shape, self.rows = rows.vector, rows.shape, rows.rows
+
+
+def _form(kind: str, made: Expansion | RowCheckpoint) -> Callable[[Nodes], Form]:
+    rows = ExpandedRows(made) if isinstance(made, Expansion) else made.rows
+    size = DEFAULT_GROUP_SIZES[kind]
+    if kind != "w8a8":
+        return partial(Blocks, int(kind.removeprefix("int")), size, rows)
+    weights: LlamaWeights = ExpandedWeights(made) if isinstance(made, Expansion) else QuantisedRows(made.rows)
+    whole = partial(WholeNumbers, weights, is_unsigned=products_saturate())
+    return lambda nodes: Mixed(whole(nodes), Blocks(8, size, rows, nodes), GROUPED)
+
+
+def _shape(size: str) -> Shape:
+    if size not in DEEP_SHAPES:
+        raise ConfigError(f"no size {size!r}; allowed: {', '.join(DEEP_SHAPES)}")
+    return DEEP_SHAPES[size]
+
+
+def compared(source: Path, paths: Sequence[Path], temporary: Path) -> dict[str, Any]:
+    """Each model of `paths` against the float32 weights of `source`, over the exporter's probe texts, by name."""
+    from edgespec.export.accuracy import compare, open_engine
+    from edgespec.export.conversion_check import CHECK_CONTEXT, reference_of
+
+    exact = temporary / "float32.tmp.gguf"
+    try:
+        quantise(source, exact, "f32", may_requantise=True)
+        with open_engine("gguf", exact, CHECK_CONTEXT, None) as engine:
+            reference = reference_of(engine, "llama.cpp on the source's weights as float32")
+    finally:
+        exact.unlink(missing_ok=True)
+    found = {}
+    for path in paths:
+        is_gguf = path.suffix == ".gguf"
+        file = path if is_gguf else path / "model.onnx"
+        with open_engine("gguf" if is_gguf else "onnx", file, CHECK_CONTEXT, None) as engine:
+            found[path.name] = compare(reference, engine)
+    return found

@@ -1,0 +1,83 @@
+"""A GGUF at the cost of a bigger model still says what it said, and its draft says it less surely with more noise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("gguf", reason="expansion needs the package gguf: scripts/run.py install export")
+
+import edgespec
+from demo import DEMO, TEST_THREADS
+from edgespec import GenerateOptions, Sampling
+from edgespec.bench.expansion import Shape
+from edgespec.errors import ConfigError
+from edgespec.export.accuracy import Comparison
+from expansion import real
+from expansion.real import AS_IS, RealBench, compared
+
+SOURCE = DEMO / "demo-target-q8_0.gguf"
+SMALL = Shape(512, 1024, 10, 8, 2, vocab_size=4096)
+PROMPT = "Hi, can you find me a restaurant?"
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> RealBench:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(real, "DEEP_SHAPES", {"small": SMALL})
+        bench = RealBench(SOURCE, tmp_path_factory.mktemp("real") / "bench")
+        for kind in ("w8a8", "q8_0", "q4_k_m"):
+            bench.target("small", kind)
+        bench.target("small", "w8a8", vocab_size=4352)
+        for sigma in (0.0, 0.2):
+            bench.draft(AS_IS, "int8", sigma)
+        bench.draft("small", "int8", 0.2)
+    return bench
+
+
+@pytest.fixture(scope="module")
+def found(bench: RealBench) -> dict[str, Comparison]:
+    made = [path for path in bench.output.iterdir() if path.name != "source"]
+    return compared(SOURCE, made, bench.output)
+
+
+def test_every_format_says_what_the_source_says(found: dict[str, Comparison]) -> None:
+    limits = {"target-small-w8a8": 0.005, "target-small-vocab-4352-w8a8": 0.005, "target-small-q8_0.gguf": 0.001}
+    for name, limit in {**limits, "target-small-q4_k_m.gguf": 0.1, "draft-135m-sigma-0-int8": 0.005}.items():
+        assert found[name].mean_kl < limit, (name, found[name])
+        assert found[name].top1_agreement > 0.95, (name, found[name])
+
+
+def test_noise_makes_a_draft_that_is_often_but_not_always_right(found: dict[str, Comparison]) -> None:
+    """The same noise in a draft of any size: what it accepts does not depend on what it costs."""
+    as_is, expanded = found["draft-135m-sigma-0.2-int8"], found["draft-small-sigma-0.2-int8"]
+    assert 10 * found["draft-135m-sigma-0-int8"].mean_kl < as_is.mean_kl < 3
+    assert expanded.mean_kl == pytest.approx(as_is.mean_kl, rel=0.25)
+
+
+def test_a_made_target_runs_with_its_draft(bench: RealBench) -> None:
+    options = GenerateOptions(max_tokens=24)
+    answers = []
+    for drafter in ("none", "model"):
+        with edgespec.load(
+            str(bench.output / "target-small-w8a8"),
+            draft=str(bench.output / "draft-135m-sigma-0.2-int8"),
+            threads=TEST_THREADS,
+            reproducible=True,
+            drafter=drafter,
+        ) as model:
+            ids = model.encode_chat([{"role": "user", "content": PROMPT}])
+            result = model.generate(ids, Sampling(temperature=0.0), options)
+            answers.append((list(result.token_ids), result.stats.accepted_tokens))
+    assert answers[0][0] == answers[1][0]
+    assert answers[1][1] > 0
+
+
+def test_names_that_are_not_known_are_refused(tmp_path: Path) -> None:
+    bench = RealBench(SOURCE, tmp_path / "bench")
+    with pytest.raises(ConfigError, match="no size '2b'; allowed: 230m, 360m, 1b, 3b"):
+        bench.target("2b", "w8a8")
+    with pytest.raises(ConfigError, match="no format 'w4a4'; allowed: w8a8"):
+        bench.target("1b", "w4a4")
+    assert not bench.output.exists()
