@@ -152,7 +152,11 @@ def _announce(url: str) -> None:
     from edgespec import __version__
 
     line = {"event": "listening", "url": url, "pid": os.getpid(), "version": __version__}
-    click.echo(f"Listening on {url} (Ctrl-C stops)" if sys.stdout.isatty() else json.dumps(line))
+    click.echo(
+        f"Listening on {url}, a page for people and APIs for programs (Ctrl-C stops)"
+        if sys.stdout.isatty()
+        else json.dumps(line)
+    )
     sys.stdout.flush()
 
 

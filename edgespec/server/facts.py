@@ -35,7 +35,7 @@ def properties(loaded: Loaded) -> dict[str, Any]:
     return {
         "model_alias": loaded.name,
         "build_info": f"edgespec {__version__}",
-        "total_slots": 1,
+        "total_slots": model.target.facts.max_sequences,
         "chat_template": model.target.vocabulary.chat_template or "",
         "default_generation_settings": {
             "n_ctx": model.context_length,
