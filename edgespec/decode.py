@@ -222,14 +222,14 @@ def _first_token(run: Run) -> Steps[int]:
     return pending_id
 
 
-def _plain_rounds(run: Run, pending_id: int, most: int | None = None) -> Steps[int]:
+def _plain_rounds(run: Run, pending_id: int, most: int | None = None, *, wakes: bool = False) -> Steps[int]:
     """One pass per token, for `most` rounds (None: until the end); returns the pending token.
 
-    With `most` it ends earlier where a grammar forces what comes next.
+    With `wakes` it ends earlier where a grammar forces what comes next.
     """
     done = 0
     while run.stats.finish_reason is None and done != most:
-        if most is not None and run.is_forced(pending_id):
+        if wakes and run.is_forced(pending_id):
             break  # a draft that is nearly certain is worth a decision
         run.keep_within_memory()
         started_s, started_cpu_s = perf_counter(), thread_time()
@@ -249,7 +249,7 @@ def _speculative_rounds(run: Run, controller: Controller, rule: Rule, pending_id
     controller.begin(run.prompt_ids, run.stats.prefill_s)
     while run.stats.finish_reason is None:
         rest, begun = controller.rest(), run.stats.rounds
-        pending_id = yield from _plain_rounds(run, pending_id, rest)
+        pending_id = yield from _plain_rounds(run, pending_id, rest, wakes=controller.wakes)
         if run.stats.finish_reason is not None:
             return
         controller.wake(rest - (run.stats.rounds - begun))

@@ -57,6 +57,7 @@ class AutoController(Controller):
         self._since_plain, self._refresh_after = 0, c.REFRESH_FIRST
         self._rest = 0  # rounds before the next decision: where a pass takes a millisecond, deciding is not free
         self._rested = 0  # plain rounds since the last one that was decided
+        self._is_short = False  # it rests because the bank could pay for no draft
         self._prefill_s = 0.0
         self._context_ids: TokenIds = np.empty(0, np.int32)  # of the round in progress
         self._learning_s = 0.0  # that the last `observe` took
@@ -100,6 +101,10 @@ class AutoController(Controller):
         self._rested, self._rest = self._rest, 0
         return self._rested
 
+    @property
+    def wakes(self) -> bool:
+        return not self._is_short
+
     def wake(self, num_left: int) -> None:
         self._rested -= num_left
 
@@ -116,7 +121,8 @@ class AutoController(Controller):
         if not self.costs.curve.is_sure_of_plain():
             return NOTHING  # all costs are relative to plain decoding's, so that is timed first
         least_s, plain_s = prices.pass_s[2], prices.pass_s[1]
-        if most < 1 or not self.bank.can_pay(least_s, plain_s):
+        self._is_short = not self.bank.can_pay(least_s, plain_s)
+        if most < 1 or self._is_short:
             # The bank cannot pay for any draft, so no time is spent on deciding until it can.
             self._rest = min(self.bank.rounds_until(least_s, plain_s), c.LONGEST_REST)
             return NOTHING

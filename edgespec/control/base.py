@@ -41,6 +41,11 @@ class Controller(ABC):
         """Plain rounds to decode before the next `propose`; called before every `propose`."""
         return 0
 
+    @property
+    def wakes(self) -> bool:
+        """Whether its rest should end where a grammar forces what comes next, since that is nearly always accepted."""
+        return True
+
     def wake(self, num_left: int) -> None:
         """The rest that was asked for last ended with so many rounds left."""
 
