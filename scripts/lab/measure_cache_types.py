@@ -1,12 +1,9 @@
-"""What the types of a KV cache cost: bytes, quality of the target's text, and acceptance of drafts.
+"""What the types of a KV cache cost: bytes, and quality of the target's text.
 
-    python scripts/lab/measure_cache_types.py MODEL --text FILE.jsonl.xz --prompts FILE.jsonl.xz [--engine onnx]
+    python scripts/lab/measure_cache_types.py MODEL --text FILE.jsonl.xz [--engine onnx] [--windows 4]
 
-Quality: the target reads `--text` (records with `prompt`) in windows of 1024 tokens; perplexity, the share of tokens
-whose most likely next token is that of the first type's, and the mean KL divergence from it, with standard errors over
-windows. Acceptance of a fixed draft of 4 tokens while prompts (records with `turns`) are answered greedily: of lookups
-in the text, and of a draft model that is the target itself with a draft cache of that type, where all that is not
-accepted was lost to the type.
+The target reads `--text` (records with `prompt`) in windows of 512 tokens; perplexity, the share of tokens whose most
+likely next token is that of the first type's, and the mean KL divergence from it, with standard errors over windows.
 """
 
 from __future__ import annotations
@@ -26,9 +23,9 @@ from numpy.typing import NDArray
 import edgespec
 from edgespec.types import Batch
 
-WINDOW, PIECE, CONTEXT = 1024, 32, 2048
+WINDOW, PIECE, CONTEXT = 512, 32, 2048
+MOST_TEXT = 20_000  # characters
 TYPES = {"llamacpp": ("f16", "q8_0", "q4_0"), "onnx": ("f32", "int8")}
-DRAFT_LENGTH, NEW_TOKENS = 4, 64
 
 
 @dataclass
@@ -91,25 +88,6 @@ def quality(model: edgespec.Model, text: str, windows: int, reference: Path, *, 
     return found
 
 
-def accepted(model: edgespec.Model, prompts: list[str], drafter: str) -> tuple[float, float]:
-    """(accepted share of drafted tokens, its standard error over prompts)."""
-    shares, counts = [], []
-    options = edgespec.GenerateOptions(
-        max_tokens=NEW_TOKENS,
-        ignore_eos=True,
-        draft_length=DRAFT_LENGTH,
-        drafter=drafter,  # type: ignore[arg-type]
-    )
-    for prompt in prompts:
-        ids = model.encode_chat([{"role": "user", "content": prompt}])[-CONTEXT // 2 :]
-        stats = model.generate(ids, edgespec.Sampling(temperature=0), options).stats
-        if stats.drafted_tokens:
-            shares.append(stats.acceptance_rate)
-            counts.append(stats.drafted_tokens)
-    mean = float(np.average(shares, weights=counts))
-    return mean, float(np.std(shares, ddof=1) / math.sqrt(len(shares)))
-
-
 def error_of(values: list[float]) -> float:
     return float(np.std(values, ddof=1) / math.sqrt(len(values)))
 
@@ -119,31 +97,22 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--engine", default="llamacpp", choices=TYPES)
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--windows", type=int, default=4)
-    parser.add_argument("--count", type=int, default=8, help="prompts")
     given = parser.parse_args()
-    text = "\n\n".join(sorted(records(given.text, "prompt"), key=len)[-200:])
-    prompts = sorted(records(given.prompts, "turns"), key=len)[-given.count :]
+    text = "\n\n".join(sorted(records(given.text, "prompt"), key=len)[-200:])[:MOST_TEXT]
     first: Quality | None = None
-    print("type  bytes/token  perplexity     change        agrees        KL (nats)        lookups       draft")
+    print("type  bytes/token  perplexity     change        agrees        KL (nats)")
     with tempfile.TemporaryDirectory() as folder:
         for kind in TYPES[given.engine]:
-            with opened(given.model, given.engine, kind, drafter="ngram") as model:
+            with opened(given.model, given.engine, kind, drafter="none") as model:
                 found = quality(model, text, given.windows, Path(folder) / "first", is_first=first is None)
                 per_token = model.target.facts.kv_bytes_per_token
-                lookups = accepted(model, prompts, "ngram")
             first = first or found
-            kinds = {} if kind == "f32" else {"draft_cache_type_k": kind, "draft_cache_type_v": kind}
-            base = TYPES[given.engine][0]
-            with opened(given.model, given.engine, base, draft=given.model, drafter="model", **kinds) as model:
-                draft = accepted(model, prompts, "model")
             change = np.array(found.nll) - np.array(first.nll)
             print(
                 f"{kind:5} {per_token:10}  {math.exp(np.mean(found.nll)):10.3f}  {np.mean(change):+.4f}±"
                 f"{error_of(change.tolist()):.4f}  {np.mean(found.agrees):.4f}±{error_of(found.agrees):.4f}  "
-                f"{np.mean(found.divergence):.5f}±{error_of(found.divergence):.5f}  "
-                f"{lookups[0]:.3f}±{lookups[1]:.3f}  {draft[0]:.3f}±{draft[1]:.3f}",
+                f"{np.mean(found.divergence):.5f}±{error_of(found.divergence):.5f}",
                 flush=True,
             )
 
