@@ -27,7 +27,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> RealBench:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(real, "DEEP_SHAPES", {"small": SMALL})
         bench = RealBench(SOURCE, tmp_path_factory.mktemp("real") / "bench")
-        for kind in ("w8a8", "q8_0", "q4_k_m"):
+        for kind in ("w8a8", "q4_k_m"):
             bench.target("small", kind)
         bench.target("small", "w8a8", vocab_size=4352)
         for sigma in (0.0, 0.2):
@@ -43,7 +43,7 @@ def found(bench: RealBench) -> dict[str, Comparison]:
 
 
 def test_every_format_says_what_the_source_says(found: dict[str, Comparison]) -> None:
-    limits = {"target-small-w8a8": 0.005, "target-small-vocab-4352-w8a8": 0.005, "target-small-q8_0.gguf": 0.001}
+    limits = {"target-small-w8a8": 0.005, "target-small-vocab-4352-w8a8": 0.005}
     for name, limit in {**limits, "target-small-q4_k_m.gguf": 0.1, "draft-135m-sigma-0-int8": 0.005}.items():
         assert found[name].mean_kl < limit, (name, found[name])
         assert found[name].top1_agreement > 0.95, (name, found[name])
@@ -57,7 +57,7 @@ def test_noise_makes_a_draft_that_is_often_but_not_always_right(found: dict[str,
 
 
 def test_a_made_target_runs_with_its_draft(bench: RealBench) -> None:
-    options = GenerateOptions(max_tokens=24)
+    options = GenerateOptions(max_tokens=24, draft_length=4)
     answers = []
     for drafter in ("none", "model"):
         with edgespec.load(
