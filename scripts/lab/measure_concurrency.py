@@ -60,7 +60,7 @@ def measure(model: Model, counts: Sequence[int], repeats: int, max_tokens: int) 
             for drafter in ("none", "auto") if repeat % 2 else ("auto", "none"):
                 # Different prompts for few chats in each repeat, the same ones in both modes.
                 chosen = [prompts[(repeat * count + place) % len(prompts)] for place in range(count)]
-                options = GenerateOptions(max_tokens=max_tokens, ignore_eos=True, drafter=drafter, logprobs=False)  # type: ignore[arg-type]
+                options = GenerateOptions(max_tokens=max_tokens, ignore_eos=True, drafter=drafter, logprobs=False)
                 model.forget()
                 started_s = perf_counter()
                 found = model.generate_all(chosen, Sampling(), options)

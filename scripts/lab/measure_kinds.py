@@ -24,6 +24,7 @@ from itertools import zip_longest
 from pathlib import Path
 from statistics import mean, stdev
 from time import monotonic
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -98,7 +99,7 @@ def tell_draft(draft: Path, plain: Model, ids: list[int]) -> None:
 def measure(chosen: argparse.Namespace) -> None:
     began_s = monotonic()
     found: dict[tuple[float, str], list[Answered]] = defaultdict(list)
-    drafts = {"draft": str(chosen.draft)} if chosen.draft else {}
+    drafts: dict[str, Any] = {"draft": str(chosen.draft)} if chosen.draft else {}
     with fresh_home(), ExitStack() as stack:
         loaded = [
             edgespec.load(chosen.model, context_length=1024, reproducible=False, drafter="none"),
@@ -124,9 +125,9 @@ def measure(chosen: argparse.Namespace) -> None:
     print(f"{chosen.model}, {'draft ' + str(chosen.draft) if chosen.draft else 'no draft'}, {number} prompts")
     for temperature in chosen.temps:
         kinds = {kind: answered for (temp, kind), answered in found.items() if temp == temperature}
-        for kind, answered in kinds.items():
-            tell(f"T={temperature:g} {kind}", answered)
-        tell(f"T={temperature:g} all", [each for answered in kinds.values() for each in answered])
+        for kind, answers in kinds.items():
+            tell(f"T={temperature:g} {kind}", answers)
+        tell(f"T={temperature:g} all", [each for answers in kinds.values() for each in answers])
 
 
 def main() -> None:

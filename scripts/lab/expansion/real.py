@@ -22,7 +22,7 @@ from typing import Any
 
 from edgespec.bench.expanded_weights import ExpandedCheckpoint, ExpandedWeights
 from edgespec.bench.expansion import Expansion, Shape
-from edgespec.engines.onnx.library import products_saturate
+from edgespec.engines.machine import products_saturate
 from edgespec.errors import ConfigError
 from edgespec.export.gguf import convert
 from edgespec.export.gguf.quantise import FILE_TYPES, quantise
@@ -124,7 +124,9 @@ class RealBench:
         if kind in ONNX_FORMATS:
             self._write_graph(path, kind, made, told)
         elif kind == "q8_0":
-            convert(made if isinstance(made, RowCheckpoint) else ExpandedCheckpoint.of(made), path, kind, progress=told)
+            convert(
+                made if isinstance(made, RowCheckpoint) else ExpandedCheckpoint.of(made), path, "q8_0", progress=told
+            )
         else:
             # 8 bits first: as floats a large model would take more disk than both results
             between = path.with_name(f"{path.stem.removesuffix(kind)}q8_0.gguf")

@@ -69,7 +69,8 @@ class ExpandedRows:
         return outputs, inputs
 
     def rows(self, name: str) -> Iterator[Floats]:
-        return self._plan(name).blocks(self._seed)
+        blocks: Iterator[Floats] = self._plan(name).blocks(self._seed)
+        return blocks
 
     def _plan(self, name: str) -> Any:
         return self._plans[EMBEDDING if name == HEAD and self.is_tied else name]
