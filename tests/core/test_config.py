@@ -15,7 +15,8 @@ from edgespec.settings import SETTINGS, did_you_mean, find, resolve
 
 OWNERS = {"load": LoadOptions, "sampling": Sampling, "generate": GenerateOptions, "session": SessionOptions}
 # Fields that no flag sets: overridden per generation, or only by the Python API.
-WITHOUT_FLAG = {"logit_bias", "logprobs", "top_logprobs", "max_wait_s", "noise_offset"}
+# `parallel` is an option of `serve` alone
+WITHOUT_FLAG = {"logit_bias", "logprobs", "top_logprobs", "max_wait_s", "noise_offset", "parallel"}
 
 
 @pytest.fixture

@@ -46,10 +46,15 @@ class Cells:
         """Prepare the cache for a batch, and give every branch of its trees an id.
 
         A side branch gets an id that mirrors its sequence; the main chain keeps the sequence's own. Raises BatchError
-        when there are too few ids, before anything is changed.
+        when there are too few ids, CapabilityError when there are none, before anything is changed.
         """
         trees = {sequence: part for sequence, part in placed.items() if part.is_tree}
         needed = {sequence: len(leaves(part.parents)) - 1 for sequence, part in trees.items()}
+        if trees and not self._branch_ids:
+            raise CapabilityError(
+                "this model was loaded for chains only: trees need a cache that rolls back, and one sequence or "
+                "reproducible=False"
+            )
         if sum(needed.values()) > len(self._branch_ids):
             raise BatchError(
                 f"the trees of this batch have {sum(needed.values())} side branches, this engine was loaded for "

@@ -33,7 +33,7 @@ def read_facts(model: Any, context: Any, settings: ContextSettings) -> EngineFac
         max_sequences=settings.max_sequences,
         max_batch=min(settings.max_batch, llama.llama_n_batch(context)),
         can_rollback=can_rollback,
-        can_tree=can_rollback,
+        can_tree=can_rollback and settings.max_branches > 0,
         weight_bytes=int(llama.llama_model_size(model)),
         kv_bytes_per_token=0,
         width_classes=(),
