@@ -92,7 +92,7 @@ class ThreadControl:
         if self._settling:
             if not self._is_settled():
                 if self._trial is not None:
-                    self._trial.lost_s += seconds  # making the change takes time from the passes
+                    self._trial.lost_s += seconds / 2  # making the change slows passes down
                 return True
             self._settling = False
             if self._trial is not None and self._trial.is_upward and late is not None and late > c.STALLED:
