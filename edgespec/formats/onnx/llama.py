@@ -47,8 +47,9 @@ def write_llama(
 def rotary_tables(config: LlamaConfig) -> Tables:
     """Cosines and sines [positions, half a head], rounded from 64 bits: numpy's own 32 bits depend on the processor."""
     halves = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    powers = np.power(np.float64(np.float32(config.rope_theta)), halves.astype(np.float64))
-    frequencies = np.float32(1) / powers.astype(np.float32)
+    base = np.full(halves.shape, np.float32(config.rope_theta), np.float64)
+    powers: NDArray[np.float32] = np.power(base, halves.astype(np.float64)).astype(np.float32)
+    frequencies = np.reciprocal(powers)
     if config.rope_divisors:
         frequencies = frequencies / np.array(config.rope_divisors, np.float32)
     angles = np.arange(config.max_positions, dtype=np.float32)[:, None] * frequencies
