@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from edgespec.errors import CapabilityError, ConfigError, EngineError, ModelFileError
+from edgespec.errors import CapabilityError, ConfigError, EdgespecError, EngineError, ModelFileError
 from edgespec.export.accuracy import ExportRefused
 from edgespec.export.conversion_check import check_conversion, check_vocabulary
 from edgespec.export.manifest import write_manifest
@@ -207,6 +207,15 @@ def _check(request: ExportRequest, models: Models, workspace: Workspace, reporte
     return figures
 
 
+def _sampling_beside(path: Path) -> dict[str, float]:
+    """What the manifest beside a GGUF recommends for it; empty without one."""
+    try:
+        pair = read_pair(path.parent, check_hashes=False)
+    except EdgespecError:
+        return {}
+    return dict(pair.recommended) if any(file.path == path for file in pair.files.values()) else {}
+
+
 def _described(
     request: ExportRequest, models: Models, artefacts: list[Artefact], figures: Mapping[str, Any], workspace: Workspace
 ) -> dict[str, int]:
@@ -220,6 +229,8 @@ def _described(
         "licence": request.licence or str(target.header.metadata.get("general.license", "")),
         "context_length": target.config.max_positions,
     }
+    if sampling := _sampling_beside(target.path):
+        values["sampling"] = sampling
     for artefact in artefacts:
         values.setdefault(artefact.table, {})[artefact.role] = artefact.manifest_entry(facts)
     made_of = {role: {"file": model.path.name, "bytes": model.path.stat().st_size} for role, model in models.items()}

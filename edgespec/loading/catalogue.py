@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,8 @@ class Entry:
 
     `weights`: hub id of the original weights, which servers for many users read; empty: that of `convert`.
     `family`: models of one family have the same vocabulary; `draft`: the entry that drafts for it; `draft_only`: it is
-    of no use alone; `quant`: which of the repository's files; `verified`: what was tried here, empty for nothing.
+    of no use alone; `quant`: which of the repository's files; `verified`: what was tried here, empty for nothing;
+    `sampling`: what its makers recommend, by names of `Sampling`.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Entry:
     advice: str = ""
     verified: str = ""
     measured: tuple[Measured, ...] = ()
+    sampling: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     @property
     def source(self) -> str:

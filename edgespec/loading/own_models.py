@@ -60,7 +60,10 @@ def one_writer(name: str, on_wait: Callable[[], None] | None = None) -> Iterator
 
 
 def write_manifest(folder: Path, about: Mapping[str, Any], roles: Mapping[str, ModelFile]) -> None:
-    """Make `folder` a model: from now on it is found by its name. `about`: texts, and `location` where files are."""
+    """Make `folder` a model: from now on it is found by its name.
+
+    `about`: texts, `location` where its files are, `sampling` that is recommended.
+    """
     root = Path(about.get("location", folder))
     table: dict[str, Any] = {"format": MANIFEST_FORMAT, "name": folder.name, **{k: v for k, v in about.items() if v}}
     for role, file in roles.items():

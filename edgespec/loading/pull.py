@@ -7,7 +7,7 @@ pull left is used by the next one. A draft that cannot be used is left out with 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -57,6 +57,7 @@ class PullPlan:
     description: str
     licence: str
     notes: tuple[str, ...]
+    sampling: Mapping[str, float]
 
     @property
     def bytes(self) -> int:
@@ -104,7 +105,8 @@ def make_plan(reference: Reference, name: str, *, draft: str = "", wants_draft: 
     elif wants_draft and entry is not None and entry.draft:
         parts.append(_parts_of(parse(entry.draft), "draft")[0])
     licence = entry.licence if entry else target.repo.licence if target.repo else ""
-    return PullPlan(name, tuple(parts), entry.description if entry else "", licence, tuple(notes))
+    sampling = entry.sampling if entry else {}
+    return PullPlan(name, tuple(parts), entry.description if entry else "", licence, tuple(notes), sampling)
 
 
 def _parts_of(reference: Reference, role: str) -> tuple[Part, Part | None, list[str]]:
@@ -181,7 +183,7 @@ def _fetch_all(plan: PullPlan, folder: Path, on_bytes: OnBytes, on_note: OnNote)
             continue
         roles[part.role] = model
     source = next(part.source for part in plan.parts if part.role == "target")
-    about = {"description": plan.description, "licence": plan.licence, "source": source}
+    about = {"description": plan.description, "licence": plan.licence, "source": source, "sampling": plan.sampling}
     replace_manifest(folder, about, roles)
     return read_pair(folder)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,9 @@ from edgespec.cli import first_model as module
 from edgespec.cli.first_model import CONVERTED, FIRST, first_model
 from edgespec.errors import DownloadError
 from edgespec.formats.manifest import ModelPair
-from edgespec.loading.own_models import add
+from edgespec.loading.catalogue import entries
+from edgespec.loading.own_models import add, write_manifest
+from edgespec.loading.registry import models_folder
 from edgespec.loading.registry import resolve as pair_of
 from edgespec.settings import Settings
 
@@ -110,3 +114,24 @@ def test_without_the_package_for_conversion_the_command_is_named(
     found, shown = asked("")
     assert found is None
     assert "convert" in shown
+
+
+def test_what_its_makers_recommend_comes_with_it_and_through_the_conversion(
+    terminal: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("gguf")
+    assert dict(entries()[FIRST].sampling) == {"temperature": 0.2, "top_p": 0.9}
+
+    def take(name: str, *, wants_draft: bool) -> ModelPair:
+        folder = models_folder() / name
+        folder.mkdir(parents=True)
+        file = pair_of("demo", engine="llamacpp").files["target"]
+        copy = replace(file, path=shutil.copy(file.path, folder / "model.gguf"))
+        write_manifest(folder, {"sampling": entries()[FIRST].sampling}, {"target": copy})
+        return pair_of(name)
+
+    monkeypatch.setattr(module, "fetched", take)
+    monkeypatch.setattr(module, "has_engine", lambda engine: engine == "onnx")
+    assert asked("y\n")[0] == CONVERTED
+    for name in (FIRST, CONVERTED):
+        assert dict(pair_of(name).recommended) == {"temperature": 0.2, "top_p": 0.9}
