@@ -6,12 +6,14 @@ Installs a Ctrl-C handler before importing anything else: Ctrl-C during the impo
 from __future__ import annotations
 
 import os
-import signal
 import sys
 
 TYPE_CHECKING = False  # importing typing would leave Ctrl-C unanswered for longer than all else here
 if TYPE_CHECKING:
+    import signal
     from typing import NoReturn
+else:
+    import _signal as signal  # the same functions; `signal` itself imports enum, which takes ten times as long
 
 INTERRUPTED = 130
 

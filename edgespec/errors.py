@@ -13,6 +13,7 @@ EdgespecError
 ├── EngineError                 a valid call failed in the engine
 │   ├── BatchError              rows that no engine accepts: a bug in the caller, never passed to the library
 │   ├── ContextFull             the KV cache is full
+│   ├── Unreachable             an RPC server does not answer, or was lost in a pass; the next pass connects again
 │   └── Cancelled               `cancel()` was called during a pass; the cache is as before the pass
 └── StateError                  a saved state, conversation or cache of another model; a closed model; a file that
                                 cannot be written
@@ -80,6 +81,10 @@ class BatchError(EngineError):
 
 
 class ContextFull(EngineError):
+    pass
+
+
+class Unreachable(EngineError):
     pass
 
 

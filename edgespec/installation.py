@@ -20,6 +20,18 @@ from edgespec.errors import CapabilityError
 
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
 ENGINE_MODULES = {"llamacpp": "llama_cpp", "onnx": "onnxruntime"}
+# What CMake has to be told for each backend of llama.cpp.
+BACKENDS = {
+    "cuda": "-DGGML_CUDA=ON",
+    "metal": "-DGGML_METAL=ON",
+    "rocm": "-DGGML_HIP=ON",
+    "vulkan": "-DGGML_VULKAN=ON",
+    "rpc": "-DGGML_RPC=ON",
+}
+_NO_MEMORY = ("allocate memory", "map segment", "bad_alloc")
+_MOST_REASON = 200  # characters
+# What importing a library raises that has no memory for a part of itself, or is damaged; MemoryError is one for all.
+IMPORT_FAILURES = (ImportError, AttributeError, NameError, OSError, RuntimeError, SystemError, TypeError)
 COMPILES = "a ready wheel is used where pip finds one, else it is compiled once: 6 to 10 minutes on two cores"
 
 
@@ -46,6 +58,43 @@ def require_engine(engine: str, what: str, otherwise: str = "") -> None:
     raise CapabilityError(
         f"{what} needs llama.cpp, which is not installed here: {install_command('llamacpp')} ({COMPILES})"
         f"{otherwise and f', {otherwise}'}"
+    )
+
+
+def cause_of(exc: BaseException) -> str:
+    """What a failure began with, in a short line; numpy's own message is a page about installing it."""
+    while exc.__cause__ is not None:
+        exc = exc.__cause__
+    return " ".join(str(exc).split())[:_MOST_REASON]
+
+
+def has_memory_limit() -> bool:
+    """Whether this process may have only so many bytes of addresses or of its own (`ulimit -v`, `ulimit -d`)."""
+    if sys.platform == "win32":
+        return False
+    import resource  # not there on Windows
+
+    kinds = resource.RLIMIT_AS, resource.RLIMIT_DATA
+    return any(resource.getrlimit(kind)[0] != resource.RLIM_INFINITY for kind in kinds)
+
+
+def not_importable(what: str, exc: Exception, module: str, extra: str = "") -> CapabilityError:
+    """The error for a library that `what` needs and whose import raised `exc`: absent, without memory, or damaged.
+
+    The system's loader tells what it had no memory for in words only, in the user's language. A package that was
+    imported in part fails in any way, also the next time.
+    """
+    missing = exc.name if isinstance(exc, ModuleNotFoundError) else None
+    if missing is not None and not is_importable(missing.partition(".")[0]):
+        return CapabilityError(f"{what} needs {missing}: {install_command(extra)}")
+    reason = cause_of(exc)
+    if has_memory_limit() or any(words in reason for words in _NO_MEMORY):
+        return CapabilityError(
+            f"{what} needs more memory than this process may have: {module} cannot be loaded ({reason}). Raise its "
+            "limits (ulimit -v, ulimit -d)"
+        )
+    return CapabilityError(
+        f"{what} needs {module}, which fails: {reason}. Install it again: {reinstall_command(module)}"
     )
 
 
@@ -82,9 +131,23 @@ def reinstall_command(package: str, *options: str) -> str:
     return " ".join([_pip("install"), "--force-reinstall", *options, _quoted(next(wanted, package))])
 
 
+def build_command(backend: str) -> str:
+    """What to type to compile llama.cpp with one of BACKENDS, in place of the build that is there."""
+    checkout = _checkout()
+    if checkout is not None and Path(sys.prefix).resolve() == (checkout / ".venv").resolve():
+        script = checkout / "scripts" / "run.py"
+        return (
+            f"{'python' if os.name == 'nt' else 'python3'} {_quoted(str(script))} install llamacpp --backend {backend}"
+        )
+    setting = f"CMAKE_ARGS={BACKENDS[backend]}"
+    set_it = f"set {setting} && " if os.name == "nt" else f"{setting} "
+    return set_it + reinstall_command("llama-cpp-python", "--no-deps", "--no-cache-dir", "--no-binary=llama-cpp-python")
+
+
 def swap_command(old: str, new: str) -> str:
     """What to type to have one of two packages that hold the same files, in place of the other or of both."""
-    return f"{_pip('uninstall')} -y {old}, then {reinstall_command(new, '--no-deps')}"
+    wanted = (text for texts in requirements().values() for text in texts if name_of(text) == new)
+    return f"{_pip('uninstall')} -y {old} {new}, then {_pip('install')} {_quoted(next(wanted, new))}"
 
 
 @cache

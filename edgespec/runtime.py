@@ -8,31 +8,31 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
-from edgespec.acceptance import LOSSY
-from edgespec.config import DrafterName, GenerateOptions, LoadKeywords, LoadOptions, RuleName
-from edgespec.constraint.grammar import Grammar
-from edgespec.constraint.state import Constraint, Constraints
+from edgespec.closing import Closing, closed_on_failure
+from edgespec.config import LOSSY, DrafterName, GenerateOptions, LoadKeywords, LoadOptions, RuleName
 from edgespec.control.cost import CostCurve
 from edgespec.control.pool import DrafterPool
 from edgespec.control.run_cost import DraftCost
-from edgespec.decode import check_prompt
 from edgespec.drafters.base import Drafter
 from edgespec.engines.base import Engine
-from edgespec.engines.progress import OnProgress, reporting_to
-from edgespec.errors import CapabilityError, ConfigError, PromptError, SamplingError
+from edgespec.engines.limits import keep_one_arena
+from edgespec.engines.progress import reporting_to
+from edgespec.errors import CapabilityError, ConfigError
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
 from edgespec.generation.batching import ContinuousBatch
-from edgespec.generation.executor import Executor, Request
+from edgespec.generation.executor import Executor
 from edgespec.generation.handle import Generation, Result
-from edgespec.generation.inputs import checked_chat, checked_ids, of_kind, refuses_unknown_keywords
+from edgespec.generation.inputs import checked_chat, checked_ids, refuses_unknown_keywords
+from edgespec.generation.request_maker import RequestMaker
 from edgespec.generation.saved_state import load_sequence, save_sequence
-from edgespec.loading.opening import open_models, resolve_pair, start_trial
+from edgespec.loading.opening import open_models, start_trial
+from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import fit
 from edgespec.memory.report import MemoryReport
 from edgespec.memory.verdict import Room
-from edgespec.sampling import Sampler, Sampling
-from edgespec.types import Closing, RoundRecord, Stats, TokenIds
+from edgespec.sampling import Sampling
+from edgespec.types import Progress, RoundRecord, Stats
 
 __all__ = ["Generation", "Messages", "Model", "Prompt", "Result", "load"]
 Prompt = str | Sequence[int]
@@ -63,7 +63,7 @@ class Model(Closing):
         self.memory = memory  # what was planned and what is used; None for a model that was not loaded by `load`
         self._executor = Executor(options, pair, target, drafters, memory)
         self._pool, self._sequence = self._executor.pool, self._executor.sequence
-        self._constraints = Constraints()
+        self._requests = RequestMaker(self._executor, options)
 
     def __repr__(self) -> str:
         facts = self.target.facts
@@ -127,27 +127,27 @@ class Model(Closing):
 
         `parse_special`: control tokens spelled out in the text become their ids. Raises PromptError if it is not a str.
         """
-        with self._executor.vocabulary() as vocabulary:
-            return vocabulary.encode(
-                of_kind("text", text, str, PromptError), parse_special=parse_special, add_bos=vocabulary.adds_bos
-            )
+        return self._requests.encode(text, parse_special=parse_special)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids; control tokens print nothing. Raises PromptError for an id outside the vocabulary."""
         with self._executor.vocabulary() as vocabulary:
             return vocabulary.decode(checked_ids(token_ids, vocabulary.size).tolist())
 
-    def encode_chat(self, messages: Messages, tools: Messages | None = None) -> list[int]:
+    def encode_chat(
+        self, messages: Messages, tools: Messages | None = None, template_arguments: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Token ids of a conversation, rendered by the model's chat template up to the start of the assistant's turn.
 
-        `messages` and `tools` as in OpenAI's API. Raises PromptError if the model has no chat template or the template
-        rejects the messages.
+        `messages` and `tools` as in OpenAI's API; `template_arguments` for what the template knows besides, such as
+        `{"enable_thinking": False}` for Qwen3. Raises PromptError if the model has no chat template or the template
+        rejects the messages, or does not know an argument.
         """
         from edgespec.chat.template import encode_messages  # jinja2 is needed only here
 
         messages = checked_chat(messages)
         with self._executor.vocabulary() as vocabulary:
-            return encode_messages(vocabulary, messages, tools, self.pair.name)
+            return encode_messages(vocabulary, messages, tools, self.pair.name, template_arguments)
 
     @refuses_unknown_keywords
     def stream(
@@ -164,7 +164,8 @@ class Model(Closing):
         Raises PromptError, SamplingError, ConfigError or CapabilityError if the request is not valid; ConfigError names
         the place of a mistake in a schema or grammar.
         """
-        return Generation(self._executor, self._request(prompt, sampling, options, on_round), self.is_reproducible)
+        request = self._requests.make(prompt, sampling or self.recommended_sampling, options, on_round)
+        return Generation(self._executor, request, self.is_reproducible)
 
     @refuses_unknown_keywords
     def generate(
@@ -188,45 +189,12 @@ class Model(Closing):
         """Generate the assistant's next turn; like `stream`. The part of the prompt that is still cached is reused."""
         return self.stream(self.encode_chat(messages, tools), sampling, options)
 
-    def _request(
-        self, prompt: Prompt, sampling: Sampling | None, options: GenerateOptions | None, on_round: OnRound | None
-    ) -> Request:
-        chosen = of_kind("options", options or GenerateOptions(), GenerateOptions, ConfigError)
-        sampling = of_kind("sampling", sampling or self.recommended_sampling, Sampling, SamplingError)
-        prompt_ids = self._prompt_ids(prompt)
-        check_prompt(prompt_ids, self.context_length)
-        self._pool.check(chosen)
-        constraint = self._constraint(chosen, prompt_ids.size)
-        return Request(
-            prompt_ids,
-            Sampler(sampling, self.target.vocabulary.size, chosen.noise_offset, constraint),
-            chosen,
-            chosen.drafter or self.drafter_name,
-            chosen.verify or self.options.verify,
-            on_round,
-        )
-
     def check_structure(self, options: GenerateOptions) -> None:
         """Check the grammar of `options`, if there is one, as a generation does.
 
         Raises ConfigError, which names the place of a mistake, and CapabilityError where llguidance is not installed.
         """
-        self._constraint(of_kind("options", options, GenerateOptions, ConfigError), 0)
-
-    def _constraint(self, options: GenerateOptions, begin: int) -> Constraint | None:
-        grammar = Grammar.of(options)
-        if grammar is None:
-            return None
-        with self._executor.vocabulary() as vocabulary:
-            return self._constraints.of(grammar, vocabulary, begin)
-
-    def _prompt_ids(self, prompt: Prompt) -> TokenIds:
-        if isinstance(prompt, str):
-            if not prompt:
-                raise PromptError("the prompt is empty: give at least one character")
-            prompt = self.encode(prompt)
-        with self._executor.vocabulary() as vocabulary:
-            return checked_ids(prompt, vocabulary.size)
+        self._requests.check_structure(options)
 
     @contextmanager
     def batch(self) -> Iterator[ContinuousBatch]:
@@ -359,7 +327,7 @@ class Model(Closing):
 def load(
     model: str | os.PathLike[str] | LoadOptions = "demo",
     *,
-    on_progress: OnProgress | None = None,
+    on_progress: Progress | None = None,
     **options: Unpack[LoadKeywords],
 ) -> Model:
     """Load a pair by registry name or path, with the fields of `LoadOptions` as keywords; or by one `LoadOptions`.
@@ -385,16 +353,19 @@ def load(
         with reporting_to(on_progress), keeping_headers():
             room = Room.now(chosen.memory)
             pair = resolve_pair(chosen)
+            if room.has_resource_limits:
+                keep_one_arena()
+                fit(chosen, pair, room)  # refuse what has no room for the stack of the trial's thread
             with start_trial(chosen, pair) as trial:
                 fitted = fit(chosen, pair, room)
+                if fitted.has_other_draft:  # which that trial does not know
+                    trial.close()
+                    trial = start_trial(fitted.options, fitted.pair)
                 pair, target, drafters = open_models(fitted.options, fitted.pair, trial)
     except MemoryError as exc:
         why = "needs more memory than this process may have. Use a smaller --ctx-size, a smaller model, or no draft"
         raise CapabilityError(f"{chosen.model} {why}") from exc
     opened = Model(fitted.options, pair, target, drafters, MemoryReport.of(fitted, room))
-    try:
+    with closed_on_failure(opened):
         opened.prepare()
-    except BaseException:
-        opened.close()
-        raise
     return opened

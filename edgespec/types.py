@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,25 +18,11 @@ Evidence = tuple[float, ...]
 """Features of one drafted token, from which its acceptance is predicted; each drafter defines its own."""
 NO_PARENT = -1
 Progress = Callable[[int, int, str], None]
-"""Callback of long work: (steps done, steps in all, what is being done)."""
+"""Callback of long work: (steps done, steps in all, what is being done); an exception it raises ends the work."""
 
 
 def no_progress(_done: int, _total: int, _what: str) -> None:
     """A callback that ignores progress."""
-
-
-class Closing(ABC):
-    """An object that has to be closed; a `with` block closes it at its end."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release what it holds."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class Distribution(NamedTuple):

@@ -6,18 +6,20 @@ import codecs
 from abc import ABC, abstractmethod
 from functools import cached_property
 
-from edgespec.errors import VocabularyMismatch
+from edgespec.errors import UsageError, VocabularyMismatch
 
 
 class Vocabulary(ABC):
     """Token ids and their bytes.
 
-    `size`: number of ids, from 0; `bos_id`: begin-of-text token or None; `end_ids`: tokens that end a generation;
-    `adds_bos`: prompts begin with `bos_id`; `chat_template`: Jinja source or None.
+    `size`: number of ids, from 0; `bos_id`: begin-of-text token or None; `eos_id`: the token that chat templates call
+    `eos_token`, or None; `end_ids`: tokens that end a generation; `adds_bos`: prompts begin with `bos_id`;
+    `chat_template`: Jinja source or None.
     """
 
     size: int
     bos_id: int | None
+    eos_id: int | None = None
     end_ids: frozenset[int]
     adds_bos: bool
     chat_template: str | None
@@ -49,6 +51,11 @@ class Vocabulary(ABC):
     @cached_property
     def _pieces_read(self) -> dict[int, bytes]:
         return {}
+
+    def check_id(self, token_id: int) -> None:
+        """Raises UsageError for an id that the vocabulary does not have."""
+        if not 0 <= token_id < self.size:
+            raise UsageError(f"token id {token_id} is outside the vocabulary 0..{self.size - 1}")
 
     def token_names(self) -> list[str]:
         """`token_name` of every id."""

@@ -8,7 +8,7 @@ from its outcome, and from unused drafts as soon as the text shows whether they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from itertools import islice
 from time import perf_counter
 from typing import Any
@@ -16,14 +16,16 @@ from typing import Any
 import numpy as np
 
 from edgespec.control import constants as c
+from edgespec.control.accounts import Accounts
 from edgespec.control.bank import TimeBank
-from edgespec.control.base import NOTHING, Controller, Proposal
+from edgespec.control.base import NOTHING, Clock, Controller, Proposal
 from edgespec.control.choice import Kinds, add_ucb_bonus, kind_of
 from edgespec.control.cost import CostCurve
 from edgespec.control.length import Prices, best_length, ceiling, forecast
 from edgespec.control.round import PaidRound, Round, UnusedDraft, UnusedDrafts
 from edgespec.control.run_cost import DraftCost, RoundCost, RunCosts
 from edgespec.drafters.base import Drafter, DraftRequest
+from edgespec.engines.pass_request import Passes
 from edgespec.types import RoundRecord, TokenIds, Verdict
 
 
@@ -41,51 +43,52 @@ class AutoController(Controller):
         curve: CostCurve,
         costs: Mapping[str, DraftCost],
         share: float = 0.02,
-        clock: Callable[[], float] = perf_counter,
+        clock: Clock = perf_counter,
         threads: int = 1,
     ) -> None:
         self.drafters = dict(drafters)
-        self.costs = RunCosts(curve, {name: costs.get(name) or DraftCost() for name in drafters}, threads)
-        self.bank = TimeBank(c.DRAFTING_SHARE * share, c.START_PASSES * curve.at(1))
-        self._clock = clock
+        drafts = {name: costs.get(name) or DraftCost() for name in drafters}
+        bank = TimeBank(c.DRAFTING_SHARE * share, c.START_PASSES * curve.at(1), is_guessed=not curve.is_scaled)
+        self._accounts = Accounts(RunCosts(curve, drafts, threads), bank)
+        self._clock = self._own_clock = clock
         self._kinds = Kinds(self.drafters)
         self._states, self._hedge = self._kinds.of("greedy")
         self._unused = UnusedDrafts()
         self._round: Round | None = None
         self._asked, self._left_out = "", set[str]()  # who drafts; who failed and is left out until `begin`
         self._dropped = set[str]()  # who was closed
-        self._since_plain, self._refresh_after = 0, c.REFRESH_FIRST
         self._rest = 0  # rounds before the next decision: where a pass takes a millisecond, deciding is not free
         self._rested = 0  # plain rounds since the last one that was decided
         self._is_short = False  # it rests because the bank could pay for no draft
-        self._prefill_s = 0.0
         self._context_ids: TokenIds = np.empty(0, np.int32)  # of the round in progress
-        self._learning_s = 0.0  # that the last `observe` took
-        self._is_scaled = curve.is_scaled  # whether the bank counts in seconds of this machine
+
+    @property
+    def costs(self) -> RunCosts:
+        return self._accounts.costs
+
+    @property
+    def bank(self) -> TimeBank:
+        return self._accounts.bank
 
     def another(self, drafters: Mapping[str, Drafter]) -> AutoController:
-        """A controller for another sequence of the same models: its own rounds, costs and confidences in common.
+        """A controller for another sequence of the same models: its own rounds; costs, confidences, bank in common.
 
         `drafters`: some of the same names.
         """
-        made = AutoController(drafters, self.costs.curve, {}, self.bank.share / c.DRAFTING_SHARE, self._clock)
-        made.costs, made._kinds = self.costs, self._kinds
+        made = AutoController(drafters, self.costs.curve, {}, clock=self._clock)
+        made._accounts, made._kinds = Accounts(self.costs, self.bank), self._kinds
         made._states, made._hedge = made._kinds.of("greedy")
         return made
 
-    def begin(self, prompt_ids: TokenIds, prefill_s: float = 0.0) -> None:
+    def begin(self, prompt_ids: TokenIds, prefill_s: float = 0.0, clock: Clock | None = None) -> None:
+        self._own_clock = clock or self._clock
         for name, drafter in self.drafters.items():
             if name not in self._dropped:
                 drafter.begin(prompt_ids)
         self._unused.clear()
         self._left_out &= self._dropped
         self._round, self._rest, self._rested = None, 0, 0
-        self._prefill_s = prefill_s
-        self._open_bank(self.costs.plain_s(prompt_ids.size))
-
-    def _open_bank(self, plain_s: float) -> None:
-        self.bank.open(c.START_PASSES * plain_s, c.MOST_PASSES * plain_s, c.KEPT_PASSES * plain_s)
-        self.bank.waited(self._prefill_s)  # so that a draft model can read a long prompt
+        self._accounts.begin(prompt_ids.size, prefill_s)
 
     def use_threads(self, threads: int) -> None:
         self.costs.use_threads(threads)
@@ -94,8 +97,8 @@ class AutoController(Controller):
     def shared_costs(self) -> RunCosts:
         return self.costs
 
-    def share_passes(self, num_sequences: int, other_rows: int) -> None:
-        self.costs.share_passes(num_sequences, other_rows)
+    def share_passes(self, num_sequences: int, other_rows: int, prompt_rows: int) -> None:
+        self.costs.share_passes(num_sequences, other_rows, prompt_rows)
 
     def rest(self) -> int:
         self._rested, self._rest = self._rest, 0
@@ -108,12 +111,12 @@ class AutoController(Controller):
     def wake(self, num_left: int) -> None:
         self._rested -= num_left
 
-    def propose(self, request: DraftRequest) -> Proposal:
+    def proposing(self, request: DraftRequest) -> Passes[Proposal]:
         context = request.token_ids.size
         self._context_ids = request.token_ids
         if self._rested:
-            self.bank.decoded(self._rested * self.costs.plain_s(context), 0.0)
-            self._rested = self._since_plain = 0
+            self._accounts.rested(self._rested, context)
+            self._rested = 0
         self.costs.follow_threads()
         self._states, self._hedge = self._kinds.of(kind_of(request))
         prices = self.costs.prices(context)
@@ -128,16 +131,14 @@ class AutoController(Controller):
             return NOTHING
         request = request.at_most(most)
         decided = self._expected(request, prices)
-        decided.is_refresh = self._since_plain >= self._refresh_after
+        decided.is_refresh = self._accounts.is_refresh_due
         decided.chosen = None if decided.is_refresh else self._chosen(decided, most)
         self._round = decided
-        if decided.is_refresh:
-            self._refresh_after = min(2 * self._refresh_after, c.REFRESH_EVERY)
         if decided.chosen is None:
             return NOTHING
         if decided.chosen in decided.trials:
             return self._affordable(decided, decided.chosen)
-        return self._paid_proposal(decided, decided.chosen, request)
+        return (yield from self._paid_proposal(decided, decided.chosen, request))
 
     def leave_out(self) -> str:
         self._left_out.add(self._asked)
@@ -153,7 +154,7 @@ class AutoController(Controller):
         self._learn(proposal, verdict, record)
         self._judge_unused(proposal.draft.token_ids[list(verdict.accepted_nodes)], verdict.next_token_id)
         self.costs.prices(record.position + record.accepted_tokens + 1)  # made now, so that the next decision is quick
-        self._learning_s = self._clock() - started_s
+        self._accounts.learning_s = self._clock() - started_s
 
     # -- deciding
 
@@ -181,7 +182,7 @@ class AutoController(Controller):
         Not the gain at the expected confidences: whether to verify is decided when they are known, so that the gain of
         asking is larger on average.
         """
-        cost, state = self.costs.drafts[name], self._states[name]
+        cost, state = self.costs.draft(name), self._states[name]
         if not self.bank.can_pay(prices.pass_s[2] + cost.of(1, num_uncached), prices.pass_s[1]):
             return 0.0
         if state.expected_gain is None:
@@ -197,7 +198,7 @@ class AutoController(Controller):
         pass_s = decided.prices.pass_s
         for name, state in self._states.items():
             if name in decided.uncached and state.probe_in <= 0:
-                cost = self.costs.drafts[name]
+                cost = self.costs.draft(name)
                 if ceiling(pass_s, cost.token_s, most)[1] >= c.PROBE_CEILING:
                     reading_s = decided.uncached[name] * cost.read_s
                     return name if reading_s <= c.PROBE_READING * self.bank.balance_s else None
@@ -210,16 +211,16 @@ class AutoController(Controller):
         confidences = list(islice(self._states[name].confidences(draft), length))
         return Proposal(draft.first(length, confidences), name) if length else NOTHING
 
-    def _paid_proposal(self, decided: Round, name: str, request: DraftRequest) -> Proposal:
+    def _paid_proposal(self, decided: Round, name: str, request: DraftRequest) -> Passes[Proposal]:
         """A paid drafter's draft, as far as it pays, or a free one's that is expected to gain more."""
         self._asked = name
         asked = PaidRound(
-            self.drafters[name], self._states[name], self.costs.drafts[name], decided.prices, decided.uncached[name]
+            self.drafters[name], self._states[name], self.costs.draft(name), decided.prices, decided.uncached[name]
         )
         if not (most := asked.affordable(request.max_tokens, self.bank)):
             return NOTHING
         decided.paid = asked
-        draft, confidences, length = asked.drafted(request, most, self._clock)
+        draft, confidences, length = yield from asked.drafting(request, most, self._own_clock)
         if draft.distributions is not None:
             length = draft.num_tokens  # under the rejection rule a sampled token may not be dropped for what it is
         else:
@@ -236,15 +237,14 @@ class AutoController(Controller):
         plain_s = self.costs.plain_s(record.position)
         num_tokens, rate = record.accepted_tokens + 1, self.costs.rate(plain_s)
         decided, self._round = self._round, None
-        work_s, pass_s = self._account(proposal, record, decided, plain_s)
+        is_plain = proposal.drafter is None
+        expected_s = decided.paid.expected_s if decided is not None and decided.paid is not None else 0.0
+        work_s, pass_s = self._accounts.charge(record, plain_s, is_plain=is_plain, expected_s=expected_s)
         if decided is not None:
+            if is_plain and decided.paid is None and not decided.is_refresh:
+                self._rest = self._accounts.rounds_to_earn(work_s, plain_s)
             self._learn_drafts(decided, proposal.drafter, record, rate)
-        self.costs.observe_pass(record)
-        if self.costs.curve.is_scaled and not self._is_scaled:
-            self._is_scaled = True
-            scaled_s = self.costs.plain_s(record.position)
-            self.bank = TimeBank(self.bank.share, c.START_PASSES * scaled_s)
-            self._open_bank(scaled_s)
+        self._accounts.learn_pass(record, plain_s, is_plain=is_plain)
         reading_s = 0.0 if decided is None else decided.reading_s
         self.costs.earned(num_tokens, work_s + pass_s - reading_s)
         if decided is None:
@@ -258,30 +258,6 @@ class AutoController(Controller):
         self._hedge.update(decided.gains, decided.net_tokens(proposal.drafter, gained, rate))
         self._hedge.share()
         self._count_probes(decided)
-
-    def _account(
-        self, proposal: Proposal, record: RoundRecord, decided: Round | None, plain_s: float
-    ) -> tuple[float, float]:
-        """Credit and charge the bank; seconds of (our own work, the pass), without stalls of the machine."""
-        # Infinite where no cost is known: then all time is charged.
-        expected_s = decided.paid.expected_s if decided is not None and decided.paid is not None else 0.0
-        on_time_s = c.LATE * self.costs.pass_s(record.width, record.position)
-        pass_s = min(record.verify_s, on_time_s)
-        if proposal.drafter is None:
-            self._since_plain = 0
-            self.costs.round.decoded(record.judge_s)
-            work_s = self.bank.own_work(record.draft_s + self._learning_s, expected_s, plain_s)
-            self.bank.decoded(plain_s, work_s)
-            if decided is not None and decided.paid is None and not decided.is_refresh:
-                affordable_s = c.DECIDING_SHARE * self.bank.share * plain_s
-                self._rest = min(int(work_s / affordable_s), c.LONGEST_REST) if affordable_s else 0
-            return work_s, pass_s
-        self._since_plain += 1
-        num_tokens = record.accepted_tokens + 1
-        own_s = self.costs.round.speculated(num_tokens, record.judge_s + self._learning_s)
-        work_s = self.bank.own_work(record.draft_s + own_s, expected_s + self.costs.round.round_s, plain_s)
-        self.bank.speculated(num_tokens, work_s + pass_s, plain_s)
-        return work_s, pass_s
 
     def _learn_drafts(self, decided: Round, used: str | None, record: RoundRecord, rate: float) -> None:
         """Learn each drafter's costs and confidences; drafts that were not verified wait for the text."""

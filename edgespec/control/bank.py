@@ -24,8 +24,9 @@ from edgespec.control import constants as c
 class TimeBank:
     """Seconds that speculation may still lose. `share`: of plain decoding's time, that may be lost at most.
 
-    `balance_s`: what this generation may spend; `aside_s`: saved by earlier ones for later ones; `stalls`: how often
-    the fine for a stall has doubled; `on_time`: rounds since the last stall.
+    `balance_s`: what this generation, or those that run at once, may spend; `aside_s`: saved by earlier ones for later
+    ones; `stalls`: how often the fine for a stall has doubled; `on_time`: rounds since the last stall; `is_guessed`:
+    its seconds are not yet those of this machine.
     """
 
     share: float
@@ -33,6 +34,12 @@ class TimeBank:
     aside_s: float = 0.0
     stalls: int = 0
     on_time: int = 0
+    is_guessed: bool = False
+
+    def scale(self, balance_s: float) -> None:
+        """What a plain pass takes is known: begin again, with `balance_s`."""
+        self.balance_s, self.aside_s, self.stalls, self.on_time = balance_s, 0.0, 0, 0
+        self.is_guessed = False
 
     def can_pay(self, round_s: float, plain_s: float) -> bool:
         """Whether the bank can pay a round of `round_s` for one token, which takes `plain_s` in plain decoding."""

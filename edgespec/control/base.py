@@ -7,12 +7,13 @@ speed and never the output.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from edgespec.control.run_cost import RunCosts
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.forced import FORCED, ForcedDrafter
+from edgespec.engines.pass_request import Passes, at_once
 from edgespec.types import EMPTY_DRAFT, Draft, RoundRecord, TokenIds, Verdict
 
 
@@ -24,18 +25,30 @@ class Proposal(NamedTuple):
 
 
 NOTHING = Proposal(EMPTY_DRAFT)
+Clock = Callable[[], float]
+"""Seconds that went by since some moment."""
 
 
 class Controller(ABC):
     """Proposes before each round and learns from its outcome."""
 
     @abstractmethod
-    def begin(self, prompt_ids: TokenIds, prefill_s: float = 0.0) -> None:
-        """A new generation starts from `prompt_ids` [n], which the target took `prefill_s` to read."""
+    def begin(self, prompt_ids: TokenIds, prefill_s: float = 0.0, clock: Clock | None = None) -> None:
+        """A new generation starts from `prompt_ids` [n], which the target took `prefill_s` to read.
+
+        `clock`: seconds of this generation, without those of others whose drafts share passes with its own.
+        """
 
     @abstractmethod
+    def proposing(self, request: DraftRequest) -> Passes[Proposal]:
+        """The draft of the next round: at most `request.max_tokens` tokens; an empty one is plain decoding.
+
+        Asks for the passes of draft models.
+        """
+
     def propose(self, request: DraftRequest) -> Proposal:
-        """The draft of the next round: at most `request.max_tokens` tokens; an empty one is plain decoding."""
+        """`proposing`, with each pass run at once."""
+        return at_once(self.proposing(request))
 
     def rest(self) -> int:
         """Plain rounds to decode before the next `propose`; called before every `propose`."""
@@ -57,8 +70,11 @@ class Controller(ABC):
         """The costs that it decides by; None where it does not look at costs."""
         return None
 
-    def share_passes(self, num_sequences: int, other_rows: int) -> None:
-        """The next rounds' passes hold `other_rows` rows of others as well, and rows of `num_sequences` in all."""
+    def share_passes(self, num_sequences: int, other_rows: int, prompt_rows: int) -> None:
+        """The next rounds' passes are shared: `num_sequences` decode, and others have `other_rows` rows in them.
+
+        `prompt_rows`: those of them that read a prompt.
+        """
 
     @abstractmethod
     def leave_out(self) -> str:
@@ -82,18 +98,18 @@ class FixedLength(Controller):
         self._is_left_out = self._is_dropped = False
         self._forced = ForcedDrafter()
 
-    def begin(self, prompt_ids: TokenIds, prefill_s: float = 0.0) -> None:
+    def begin(self, prompt_ids: TokenIds, prefill_s: float = 0.0, clock: Clock | None = None) -> None:
         self._is_left_out = self._is_dropped
         self._drafter.begin(prompt_ids)
 
-    def propose(self, request: DraftRequest) -> Proposal:
+    def proposing(self, request: DraftRequest) -> Passes[Proposal]:
         forced = self._forced.draft(request)  # of any length: it costs nothing and is nearly certain
         if forced.num_tokens:
             return Proposal(forced, FORCED)
         most = min(self.draft_length, request.max_tokens)
         if most < 1 or self._is_left_out:
             return NOTHING
-        draft = self._drafter.draft(request.at_most(most))
+        draft = yield from self._drafter.drafting(request.at_most(most))
         return Proposal(draft, self._drafter.name if draft.num_tokens else None)
 
     def leave_out(self) -> str:

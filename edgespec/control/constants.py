@@ -25,6 +25,7 @@ LEAST_SHARED_ROWS = 9  # of one sequence in a pass that it shares with others, h
 RATE_MEMORY = 0.95  # per round, of the running rate of tokens
 READING_ROUNDS = 16  # rounds over which a paid drafter's reading of missed text is spread
 REFRESH_FIRST, REFRESH_EVERY = 16, 128  # rounds of speculation before a plain pass is timed again, doubling
+SAME_PACE = 0.05  # of a plain pass, by which that pass may differ from what is expected after a wide one
 MOST_PENDING = 64  # unused drafts that wait for the text that decides about them
 
 # -- trying drafters (choice, auto, pool)
@@ -87,10 +88,16 @@ LEAST_CHECKED_S = 0.005  # of a plain pass, below which a moment's decoding corr
 
 # -- threads; lateness is in natural logarithms of time
 ON_TIME = 0.3  # by which passes may differ
+CONTEXT_UNIT, CONTEXT_RATIO = 256, 0.2  # tokens of context, over which a step of it is counted; logarithm of a step
 SLACK, ALARM = 0.25, 1.2  # CUSUM (Page 1954): what is forgiven of each late pass, and the sum that is too much
 MOST_LATE = 1.0  # that one pass may add to that sum, so that at least two are needed
 STALLED, MOST_STALLS, STALL_MEMORY = 1.0, 1.5, 0.95  # passes that late; how many, fading, are too many
-STARVED, MOST_STARVED = 0.85, 2.0  # share of a pass that its thread had a core; passes below that, on balance
+LACKING_S, LACKING_RATE = 0.12, 0.33  # over which the cores that threads lacked are averaged; at most so much of a pass
+LACKING_PRIOR_S = 0.03  # of passes that lacked nothing, before the first one
+# Cores lacking, of two: .0 on an idle machine, .2 to .35 beside many programs that wake up shortly, where two threads
+# are still the best number, .6 and more beside one that computes.
+CONTENDED = 0.5
+LATE_RUN = 8  # late passes whose mean is compared with that of fewer threads
 CLIPPED = 2.0  # largest lateness that one pass counts for in a mean
 BETTER = 0.1  # by which fewer threads must be faster; more of them half as much
 MOST_WORSE = 0.3  # by which the first pass with more threads may be slower; beyond that it is the last

@@ -85,13 +85,13 @@ class CostCurve:
         """Seconds of one pass."""
         return self.table(context_tokens)[width]
 
-    def observe(self, width: int, context_tokens: int, seconds: float) -> None:
-        """Learn from a pass that took `seconds`."""
+    def observe(self, width: int, context_tokens: int, seconds: float, *, is_plain: bool = False) -> None:
+        """Learn from a pass that took `seconds`. `is_plain`: it is the plain pass of as many sequences."""
         if not 1 <= width <= WIDEST or seconds <= 0:
             return
         ratio = math.log(seconds / (self._base[width] + self.context.at(width, context_tokens)))
         if width > 1 or len(self._first) == c.FIRST_PASSES:
-            self._follow(width, ratio)
+            self._follow(width, ratio, c.PLAIN_RATE if is_plain or width == 1 else c.DRIFT_RATE)
         else:
             self._first.append(ratio)
             self._drift = median(self._first)  # an earlier measurement may be from a busier machine
@@ -116,7 +116,7 @@ class CostCurve:
         odd = self._odd.get(1)
         return not (odd and odd[0] < 0)
 
-    def _follow(self, width: int, ratio: float) -> None:
+    def _follow(self, width: int, ratio: float, rate: float) -> None:
         """Move a little towards one pass; after three large deviations in one direction, all the way."""
         surprise = ratio - self._drift - float(self._local[width])
         odd = self._odd.setdefault(width, [])
@@ -125,14 +125,14 @@ class CostCurve:
         if abs(surprise) > c.MOST_SURPRISE:
             odd.append(surprise)
         if len(odd) < c.FIRST_PASSES:
-            self._move(width, max(-c.MOST_SURPRISE, min(c.MOST_SURPRISE, surprise)))
+            self._move(width, max(-c.MOST_SURPRISE, min(c.MOST_SURPRISE, surprise)), rate)
         else:
             self._jump(width, median(odd))
             odd.clear()
 
-    def _move(self, width: int, surprise: float) -> None:
-        """All widths are relative to plain passes, so a plain pass changes only the machine's pace."""
-        self._drift += (c.PLAIN_RATE if width == 1 else c.DRIFT_RATE) * surprise
+    def _move(self, width: int, surprise: float, rate: float) -> None:
+        """All widths are relative to plain passes, so a plain pass changes mostly the machine's pace, by `rate`."""
+        self._drift += rate * surprise
         self._stale += abs(surprise) * c.PLAIN_RATE
         if width > 1:
             seen = self._local[width] + surprise
@@ -227,7 +227,7 @@ class PriorCurve(CostCurve):
     def is_sure_of_plain(self) -> bool:
         return self._is_scaled and super().is_sure_of_plain()
 
-    def observe(self, width: int, context_tokens: int, seconds: float) -> None:
+    def observe(self, width: int, context_tokens: int, seconds: float, *, is_plain: bool = False) -> None:
         if not self._is_scaled:
             if width <= self._low and seconds > 0:
                 self._plain.append(seconds)
@@ -237,7 +237,7 @@ class PriorCurve(CostCurve):
             self._is_scaled, width, seconds = True, 1, min(self._plain)
         if self._low < width <= WIDEST and seconds > 0:
             self._learn_row(width, seconds)  # first, so that only the rest counts as this width's own
-        super().observe(width, context_tokens, seconds)
+        super().observe(width, context_tokens, seconds, is_plain=is_plain)
 
     def _line(self, width: int) -> float:
         return 1.0 + self._row * max(width - self._low, 0)

@@ -22,7 +22,7 @@ from edgespec.engines import disk_cache
 from edgespec.engines.base import Engine
 from edgespec.engines.disk_cache import a_list, a_record, a_row, a_table, file_key, key_of, number, seconds
 from edgespec.engines.machine import processor
-from edgespec.types import Batch
+from edgespec.types import Batch, TokenIds
 
 logger = logging.getLogger("edgespec")
 METHOD = 3  # part of the cache key: raise it when the measurement changes
@@ -53,7 +53,10 @@ def known_curve(engine: Engine, files: Sequence[Path]) -> CostCurve:
 def known_draft_cost(engine: Engine, files: Iterable[Path], target: Engine) -> DraftCost:
     """What the tokens of a draft model cost, as it was measured or learnt before, or a guess by its size."""
     known = _kept_draft_cost(cost_key(engine, files))
-    return known or guessed_draft_cost(engine.facts.weight_bytes / max(target.facts.weight_bytes, 1))
+    guess = guessed_draft_cost(engine.facts.weight_bytes / max(target.facts.weight_bytes, 1))
+    if target.facts.device.startswith("rpc"):  # a pass of it waits for the network, which a draft does not
+        guess.scale(guessed_plain_s(target.facts.weight_bytes))
+    return known or guess
 
 
 def target_curve(engine: Engine, files: Sequence[Path]) -> CostCurve:
@@ -121,11 +124,10 @@ def draft_cost(engine: Engine, files: Iterable[Path]) -> DraftCost:
 
 def exit_cost(engine: Engine) -> DraftCost:
     """Seconds per token of an early exit that shares an empty target's cache, so that it reads nothing itself."""
-    ids = np.random.default_rng(0).integers(0, engine.vocabulary.size, c.PREFIX + 1 + c.EXIT_PASSES).astype(np.int32)
+    ids = _some_ids(engine, c.PREFIX + 1 + c.EXIT_PASSES)
     taken = []
     try:
-        for start in range(0, c.PREFIX, engine.widest_pass):
-            engine.forward(Batch.chain(ids[start : min(start + engine.widest_pass, c.PREFIX)], last_only=True))
+        _read(engine, ids[: c.PREFIX])
         found = engine.early_exit()
         found.follow(ids[: c.PREFIX + 1])
         for token in range(c.PREFIX, ids.size):
@@ -159,12 +161,10 @@ def timed_costs(
     `context_tokens`: tokens cached before. The engine must be empty, and is left empty. All rows give logits, as in
     verification.
     """
-    ids = np.random.default_rng(0).integers(0, engine.vocabulary.size, context_tokens + max(widths)).astype(np.int32)
+    ids = _some_ids(engine, context_tokens + max(widths))
     taken: dict[int, list[float]] = defaultdict(list)
     try:
-        step = engine.widest_pass
-        for start in range(0, context_tokens, step):
-            engine.forward(Batch.chain(ids[start : min(start + step, context_tokens)], last_only=True))
+        _read(engine, ids[:context_tokens])
         engine.forward(Batch.chain(ids[context_tokens : context_tokens + max(widths)]))  # pages and buffers are touched
         done = 0
         while not done or not is_enough(done):
@@ -180,6 +180,15 @@ def timed_costs(
     return {width: sorted(times)[len(times) // 4] for width, times in taken.items()}
 
 
+def _some_ids(engine: Engine, count: int) -> TokenIds:
+    return np.random.default_rng(0).integers(0, engine.vocabulary.size, count).astype(np.int32)
+
+
+def _read(engine: Engine, ids: TokenIds) -> None:
+    for start in range(0, ids.size, engine.widest_pass):
+        engine.forward(Batch.chain(ids[start : start + engine.widest_pass], last_only=True))
+
+
 def cost_key(engine: Engine, files: Iterable[Path]) -> str:
     """A key of everything that the time of a pass depends on: files, library, machine, device, threads, cache."""
     facts = engine.facts
@@ -188,6 +197,7 @@ def cost_key(engine: Engine, files: Iterable[Path]) -> str:
         [file_key(file) for file in files],
         (facts.name, _library_version(facts.name), processor()),
         (facts.device, facts.threads, facts.kv_bytes_per_token, facts.pinned_class),
+        *((facts.placement,) if facts.placement else ()),
     )
 
 

@@ -66,14 +66,12 @@ class DrafterPool:
         self.threads = self._thread_control() if first is None else None
         # Opened now: a generation may end after its model, and with it the vocabulary, was closed.
         self._learnt = learnt_texts(target.engine.vocabulary) if options.learn and first is None else None
-        self._others: list[DrafterPool] = []
 
     def another(self, target: CachedSequence) -> DrafterPool:
         """The pool of another sequence of the target. It has those drafters that serve several sequences."""
         found = {name: self._drafter_of(name, target.sequence) for name in self.drafters}
         drafters = {name: drafter for name, drafter in found.items() if drafter is not None}
-        self._others.append(DrafterPool(self._options, self._pair, target, drafters, self))
-        return self._others[-1]
+        return DrafterPool(self._options, self._pair, target, drafters, self)
 
     def _drafter_of(self, name: DrafterName, sequence: int) -> Drafter | None:
         return self.drafter(name).another(sequence)
@@ -99,7 +97,7 @@ class DrafterPool:
 
     def has(self, options: GenerateOptions) -> bool:
         """Whether this sequence has the drafter that `options` ask for."""
-        name = self._present(options.drafter or self._options.drafter)
+        name, _ = self._asked(options)
         return name in ("none", "auto") or self._can_have(name)
 
     def controller(self, options: GenerateOptions) -> Controller | None:
@@ -107,8 +105,7 @@ class DrafterPool:
 
         Raises CapabilityError for a drafter that this pair does not have.
         """
-        name = self._present(options.drafter or self._options.drafter)
-        length: DraftLength = self._options.draft_length if options.draft_length is None else options.draft_length
+        name, length = self._asked(options)
         controller = self._chosen(name, length)
         asked = () if controller is None else self.drafters if name == "auto" else (name,)
         self._target.keep_features(any(self.drafters[each].wants_features for each in asked))
@@ -118,15 +115,16 @@ class DrafterPool:
 
     def check(self, options: GenerateOptions) -> None:
         """Raises CapabilityError where `controller` would for a missing drafter; changes nothing."""
-        name = self._present(options.drafter or self._options.drafter)
-        length = self._options.draft_length if options.draft_length is None else options.draft_length
+        name, length = self._asked(options)
         drafts = name not in ("none", "auto") and length != 0 and self._target.engine.facts.can_rollback
         if drafts and name not in self.drafters:
             check_makeable(name, self.drafters, self._pair.name)
 
-    def _present(self, name: DrafterName) -> DrafterName:
-        """`name`, or in place of a drafter that was closed to free memory the one that needs none."""
-        return FALLBACK if name in self._dropped else name
+    def _asked(self, options: GenerateOptions) -> tuple[DrafterName, DraftLength]:
+        """Drafter and draft length of a generation; a drafter closed to free memory is replaced by one without any."""
+        name = options.drafter or self._options.drafter
+        length: DraftLength = self._options.draft_length if options.draft_length is None else options.draft_length
+        return FALLBACK if name in self._dropped else name, length
 
     def drop_models(self) -> tuple[DrafterName, ...]:
         """Close the drafters that own an engine, to free its memory; their names. The caller must hold the turn."""

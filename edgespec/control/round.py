@@ -13,6 +13,7 @@ from edgespec.control.choice import DrafterState
 from edgespec.control.length import Prices, best_nodes, forecast
 from edgespec.control.run_cost import DraftCost
 from edgespec.drafters.base import Drafter, DraftRequest
+from edgespec.engines.pass_request import Passes
 from edgespec.types import Draft, Evidence, TokenIds
 
 
@@ -56,7 +57,9 @@ class PaidRound:
         pass_s, cost, num_uncached = self.prices.pass_s, self.cost, self.num_uncached
         return bank.longest(most, lambda count: pass_s[count + 1] + cost.of(count, num_uncached), pass_s[1])
 
-    def drafted(self, request: DraftRequest, most: int, clock: Callable[[], float]) -> tuple[Draft, list[float], int]:
+    def drafting(
+        self, request: DraftRequest, most: int, clock: Callable[[], float]
+    ) -> Passes[tuple[Draft, list[float], int]]:
         """(all that was drafted of at most `most` tokens, their confidences, how many of them to verify)."""
         pass_s, ahead_s, rate = prices = self.prices
         token_s, judge, upcoming = self.cost.token_s, self.state.calibrator.judge(), self.state.upcoming
@@ -77,7 +80,7 @@ class PaidRound:
 
         row_cost = rate * ((pass_s[most + 1] - pass_s[1]) / most + token_s)
         started_s = clock()
-        draft = self.drafter.draft(
+        draft = yield from self.drafter.drafting(
             request._replace(max_tokens=most, should_continue=should_continue, row_cost=row_cost)
         )
         self.seconds = clock() - started_s

@@ -24,14 +24,26 @@ class DraftCost:
     read_s: float = 0.0
     is_relative: bool = False
     _seen: int = field(default=0, init=False)
+    _among: dict[int, DraftCost] = field(default_factory=dict, init=False)
 
     @property
     def is_observed(self) -> bool:
         """Whether a draft was timed."""
         return self._seen > 0
 
+    def among(self, num_sequences: int) -> DraftCost:
+        """What it costs one of `num_sequences` that draft at once: its share of their passes, guessed until timed."""
+        if num_sequences == 1:
+            return self
+        if num_sequences not in self._among:
+            share = (1.0 + c.FIRST_ROW * (num_sequences - 1)) / num_sequences
+            self._among[num_sequences] = DraftCost(self.token_s * share, self.read_s, self.is_relative)
+        return self._among[num_sequences]
+
     def scale(self, plain_s: float) -> None:
         """A plain pass takes `plain_s`: convert to seconds."""
+        for shared in self._among.values():
+            shared.scale(plain_s)
         if self.is_relative:
             self.token_s, self.read_s, self.is_relative = self.token_s * plain_s, self.read_s * plain_s, False
 
@@ -59,21 +71,32 @@ class RoundCost:
     """Seconds that a speculative round takes beyond its draft, its pass and what its tokens cost in any mode.
 
     Judging a draft, rolling back what was rejected and learning from it take no time compared with the pass of a large
-    model, and more than that of a tiny one. `token_s`: what choosing a token takes when nothing is drafted.
+    model, and more than that of a tiny one. `token_s`: what choosing a token takes when nothing is drafted. `after_s`:
+    what a plain pass takes more after a speculative round than after another plain pass; `last`: share of such rounds
+    that are followed by one. llama.cpp plans its graph again whenever the width changes: a tenth of a plain pass for a
+    model of 135M in 30 layers.
     """
 
     token_s: float = 0.0
     round_s: float = 0.0
+    after_s: float = 0.0
+    last: float = 1.0
+    _timed: int = 0  # passes that `after_s` is the mean of, while these are few
 
     @classmethod
     def of(cls, kept: object) -> Self:
         """As `kept` returned it; the default for anything else."""
-        is_kept = isinstance(kept, list) and len(kept) == 2 and all(isinstance(s, float) and 0 <= s < 1 for s in kept)
+        is_kept = isinstance(kept, list) and len(kept) == 3 and all(isinstance(s, float) and 0 <= s < 1 for s in kept)
         return cls(*kept) if is_kept and isinstance(kept, list) else cls()
 
     def kept(self) -> list[float]:
         """For the next run, as JSON."""
-        return [self.token_s, self.round_s]
+        return [self.token_s, self.round_s, max(self.after_s, 0.0)]
+
+    @property
+    def price_s(self) -> float:
+        """What a speculative round is expected to cost besides its draft and its pass."""
+        return self.round_s + self.last * max(self.after_s, 0.0)
 
     def decoded(self, judge_s: float) -> None:
         """A plain round took `judge_s` to choose its token."""
@@ -84,6 +107,13 @@ class RoundCost:
         extra_s = max(seconds - num_tokens * self.token_s, 0.0)
         self.round_s = _moved(self.round_s, max(extra_s, 1e-7), c.COST_RATE)
         return extra_s
+
+    def followed(self, late_s: float | None) -> None:
+        """The plain pass after a speculative round took `late_s` more than usual; None where that speculated too."""
+        self.last += c.COST_RATE * ((late_s is not None) - self.last)
+        if late_s is not None:
+            self._timed += 1
+            self.after_s += max(1.0 / self._timed, c.COST_RATE) * (late_s - self.after_s)
 
 
 def _moved(old: float, seen: float, rate: float) -> float:
@@ -116,6 +146,7 @@ class RunCosts:
         self._ahead_s: list[float] = []
         self._round_s = 0.0
         self._num_sequences, self._other_rows = 1, 0
+        self._drafted_rows = 0  # of the others' rows
         self._shared: tuple[object, list[float], list[float]] = (None, [], [])  # of prices at another total width
 
     def use_threads(self, threads: int) -> None:
@@ -136,18 +167,24 @@ class RunCosts:
         self._threads, (self.curve, self.drafts) = threads, self._known[threads]
         self._table = []
 
-    def share_passes(self, num_sequences: int, other_rows: int) -> None:
-        """The next passes hold `other_rows` rows of others as well, and rows of `num_sequences` in all.
+    def share_passes(self, num_sequences: int, other_rows: int, prompt_rows: int = 0) -> None:
+        """The next passes hold `other_rows` rows of others as well, `prompt_rows` of them of prompts.
 
-        A sequence's part of a plain pass over all of them is 1/n of it, and its draft costs what the further rows add
-        to the pass that is there already. So a token of any of them is worth the same, and the tokens of all per second
-        are maximised.
+        `num_sequences`: those that decode. A sequence's part of a plain pass over all of them is 1/n of it, so a token
+        of any of them is worth the same and the tokens of all per second are maximised. Its draft costs what the
+        further rows add to the pass that is there already, or its share of what all drafts add, whichever is more:
+        where one row costs a step and the next ones nothing, each draft alone would seem free beside the others.
         """
         if num_sequences != self._num_sequences:
             before_s = self.plain_s(0)
             self._num_sequences = num_sequences
             self._seconds *= self.plain_s(0) / before_s
         self._other_rows = other_rows
+        self._drafted_rows = max(other_rows - prompt_rows - (num_sequences - 1), 0)
+
+    def draft(self, name: str) -> DraftCost:
+        """What the tokens of a drafter cost beside the sequences that the next passes hold."""
+        return self.drafts[name].among(self._num_sequences)
 
     @property
     def is_shared(self) -> bool:
@@ -163,30 +200,41 @@ class RunCosts:
         """Seconds of a plain pass, or of one sequence's part of it, with `context` tokens in the cache."""
         return _at(self.curve.table(context), self._num_sequences) / self._num_sequences
 
-    def part_of(self, num_sequences: int, other_rows: int, num_rows: int, context: int) -> float:
-        """Seconds of one sequence's part of a pass, as `share_passes` has it."""
-        table = self.curve.table(context)
-        plain_s = _at(table, num_sequences) / num_sequences
-        return plain_s + _at(table, other_rows + num_rows) - _at(table, other_rows + 1)
+    def parts_of(self, widths: Sequence[int], prompt_rows: int, context: int) -> list[float]:
+        """Seconds of the parts of sequences that decode, of `widths`, in a pass beside `prompt_rows` of prompts.
+
+        Together they are the whole pass, less what the prompts add to it; drafts pay by their rows for what they add.
+        """
+        table, count, drafted = self.curve.table(context), len(widths), sum(widths) - len(widths)
+        plain_s = _at(table, count) / count
+        added_s = _at(table, count + drafted + prompt_rows) - _at(table, count + prompt_rows)
+        return [plain_s + added_s * (width - 1) / max(drafted, 1) for width in widths]
 
     def pass_s(self, num_rows: int, context: int) -> float:
         """Seconds of a pass over `num_rows` rows, or of one sequence's part of it."""
-        return self.part_of(self._num_sequences, self._other_rows, num_rows, context)
+        return self.plain_s(context) + self._added_s(self.curve.table(context), num_rows)
 
-    def observe_shared(self, num_rows: int, context: int, seconds: float) -> None:
-        """Learn what a pass over `num_rows` rows of several sequences took."""
+    def _added_s(self, table: Sequence[float], num_rows: int) -> float:
+        """Seconds that `num_rows` rows of one sequence add to a pass that has one of them, as `share_passes` has it."""
+        others, drafted = self._other_rows, self._drafted_rows
+        whole_s = _at(table, others + num_rows)
+        share = (num_rows - 1) / max(num_rows - 1 + drafted, 1)
+        return max(whole_s - _at(table, others + 1), (whole_s - _at(table, others - drafted + 1)) * share)
+
+    def observe_shared(self, num_rows: int, context: int, seconds: float, *, is_plain: bool) -> None:
+        """Learn what a pass over `num_rows` rows of several sequences took. `is_plain`: none of them drafted."""
         if not self.curve.is_sure_of_plain():  # it says first of all what plain passes cost
             self._observe(1, context, seconds * self.curve.at(1, context) / _at(self.curve.table(context), num_rows))
         elif num_rows <= WIDEST:
-            self._observe(num_rows, context, seconds)
+            self._observe(num_rows, context, seconds, is_plain=is_plain)
 
     def _shared_prices(self, context: int) -> Prices:
-        table, round_s, others = self.curve.table(context), self.round.round_s, self._other_rows
-        key = (id(table), table[1], self._num_sequences, others, round_s)
+        table, round_s = self.curve.table(context), self.round.price_s
+        key = (table, self._num_sequences, self._other_rows, self._drafted_rows, round_s)
         if self._shared[0] != key:
-            plain_s, base_s = self.plain_s(context), _at(table, others + 1)
+            plain_s = self.plain_s(context)
             widths = range(2, min(c.MAX_AUTO_LENGTH + c.FORESIGHT + 2, WIDEST + 1))
-            pass_s = [0.0, plain_s, *(plain_s + _at(table, others + width) - base_s + round_s for width in widths)]
+            pass_s = [0.0, plain_s, *(plain_s + self._added_s(table, width) + round_s for width in widths)]
             self._shared = key, pass_s, least_ahead(pass_s[: c.MAX_AUTO_LENGTH + 2])
         _, pass_s, ahead_s = self._shared
         return Prices(pass_s, ahead_s, self.rate(pass_s[1]))
@@ -195,7 +243,7 @@ class RunCosts:
         """What rounds cost with `context` tokens in the cache: their passes and, if something is drafted, our work."""
         if self.is_shared:
             return self._shared_prices(context)
-        table, round_s = self.curve.table(context), self.round.round_s
+        table, round_s = self.curve.table(context), self.round.price_s
         if self._table is not table:
             self._ahead_s = least_ahead(table[: c.MAX_AUTO_LENGTH + 2])
         if self._table is not table or self._round_s != round_s:
@@ -219,9 +267,9 @@ class RunCosts:
         if not self.curve.is_scaled or not record.is_disturbed:
             self._observe(record.width, record.position, record.verify_s)
 
-    def _observe(self, width: int, context: int, seconds: float) -> None:
+    def _observe(self, width: int, context: int, seconds: float, *, is_plain: bool = False) -> None:
         was_guessed = not self.curve.is_scaled
-        self.curve.observe(width, context, seconds)
+        self.curve.observe(width, context, seconds, is_plain=is_plain)
         if was_guessed and self.curve.is_scaled:
             for cost in self.drafts.values():
                 cost.scale(self.curve.at(1, context))

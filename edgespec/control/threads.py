@@ -5,20 +5,48 @@ of them wait for it: on two cores with one busy neighbour two threads of llama.c
 machine, and one alone is hardly slowed. When passes are suddenly late, fewer threads are tried, and kept if passes get
 faster. Now and then more are tried again, so rarely that it costs little.
 
-Lateness is the logarithm of a pass's time over that of passes with as many rows earlier in this run. A machine that
-was busy from the start is detected by processor time: the calling thread computes or spins through the whole pass, so
-where it got much less processor time than that, something else used its core. This module knows nothing about engines,
-drafts, or costs known in advance.
+Lateness is the logarithm of a pass's time over that of passes with as many rows, and about as many tokens in the
+cache, earlier in this run: where answers share passes, half of a pass may go to the caches of all of them. Late passes
+alone are no sign of a busy machine: hosts and heat slow processors down by half for seconds, and then fewer threads
+only cost more. Processor time tells the two apart: threads compute or spin through the whole pass, so what they got
+less than that was taken from them. It also tells of a machine that was busy from the start. This module knows nothing
+about engines, drafts, or costs known in advance.
 """
 
 from __future__ import annotations
 
 import math
+import os
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from time import perf_counter
+from time import perf_counter, process_time, thread_time
+from typing import NamedTuple, Self
 
 from edgespec.control import constants as c
+
+
+class Started(NamedTuple):
+    """When a pass began: seconds of the wall, and of processor time of the calling thread and of the process."""
+
+    wall_s: float
+    own_s: float
+    all_s: float
+
+    @classmethod
+    def now(cls) -> Self:
+        return cls(perf_counter(), thread_time(), process_time())
+
+    def lacking_s(self, threads: int) -> float | None:
+        """Seconds of a core that a pass on `threads` threads did not get; None where that is told too roughly.
+
+        Other threads of the process may have used what the pass did not get, so the calling thread counts by itself.
+        """
+        if os.name == "nt":  # processor time is told in steps of 16 ms
+            return None
+        seconds = perf_counter() - self.wall_s
+        own_s, all_s = thread_time() - self.own_s, process_time() - self.all_s
+        return max(threads * seconds - all_s, seconds - own_s, 0.0)
 
 
 @dataclass(slots=True)
@@ -52,14 +80,16 @@ class ThreadControl:
         self._at = 0  # of the steps
         self._trial: Trial | None = None
         self._settling = False  # the next pass is the first with this number of threads: it starts or stops some
-        self._base: dict[int, float] = {}  # by rows: logarithm of the usual seconds, without the pace
+        # By rows and steps of the context: logarithm of the usual seconds, without the pace.
+        self._base: defaultdict[int, dict[int, float]] = defaultdict(dict)
         self._pace = 0.0  # by which all passes are slower lastingly: a long context, heat
         self._level = 0.0  # mean lateness lately
         self._sum = self._stalls = 0.0
         self._run: list[float] = []  # latenesses since the sum was 0
         self._wait_s, self._next_s, self._returned_s = c.FIRST_WAIT_S, 0.0, -math.inf
         self._affordable_s = 0.0  # when more of them may be tried again within PROBING
-        self._starved = 0.0  # passes in which the calling thread had no core, less half of the others
+        self._recent_s, self._lacking_s = c.LACKING_PRIOR_S, 0.0  # of recent passes, older ones fading
+        self._tells_lacking = False
         self._hold_s = 0.0  # before which fewer threads are not tried again
         self._failures = 0  # of such trials in a row
         self._last_s = clock()
@@ -81,14 +111,21 @@ class ThreadControl:
             self._switch(0)
             self._level = 0.0
 
-    def passed(self, rows: int, seconds: float, cpu_s: float) -> bool:
-        """A pass over `rows` took `seconds`, in which the calling thread had `cpu_s` of processor time.
+    @property
+    def lacking(self) -> float | None:
+        """Cores that the threads lacked in recent passes on average; None where that is not known."""
+        return self._lacking_s / self._recent_s if self._tells_lacking else None
 
+    def passed(self, rows: int, seconds: float, lacking_s: float | None = None, cached: int = 0) -> bool:
+        """A pass over `rows` took `seconds`, in which its threads lacked `lacking_s` of processor time, where known.
+
+        `cached`: tokens in the cache, of all its sequences.
         True if its time says nothing about what passes cost: it was disturbed, or part of a trial.
         """
         self._last_s = self._clock()
-        self._starved = max(self._starved + (1.0 if cpu_s < c.STARVED * seconds else -0.5), 0.0)
-        late = self._lateness(rows, seconds)
+        if not self._settling:
+            self._notice(seconds, lacking_s)
+        late = self._lateness(rows, cached, seconds)
         if self._settling:
             if not self._is_settled():
                 if self._trial is not None:
@@ -99,7 +136,7 @@ class ThreadControl:
                 self._judge(self._trial, late, seconds)  # late enough to decide without another pass
             return True
         if late is None:
-            return self._trial is not None or cpu_s < c.STARVED * seconds
+            return self._trial is not None or (self.lacking or 0.0) > c.CONTENDED
         if self._trial is not None:
             self._judge(self._trial, late, seconds)
             return True
@@ -110,53 +147,85 @@ class ThreadControl:
             return late - usual > 0.5
         return self._watch(late, late - usual)
 
-    def _lateness(self, rows: int, seconds: float) -> float | None:
+    def _notice(self, seconds: float, lacking_s: float | None) -> None:
+        self._tells_lacking = lacking_s is not None
+        kept = math.exp(-min(seconds / c.LACKING_S, c.LACKING_RATE))
+        self._recent_s = kept * self._recent_s + seconds
+        self._lacking_s = kept * self._lacking_s + (lacking_s or 0.0)
+
+    def _lateness(self, rows: int, cached: int, seconds: float) -> float | None:
         """The lateness of a pass; None while its number of rows is new. Learns the usual time."""
-        base = self._base.get(rows)
+        bases, step = self._base[rows], round(math.log(1.0 + cached / c.CONTEXT_UNIT) / c.CONTEXT_RATIO)
         seen = math.log(max(seconds, 1e-7)) - self._pace
-        if base is None:
-            if self._at == 0 and self._trial is None and not self._sum:
-                self._base[rows] = seen
+        is_usual = self._at == 0 and self._trial is None
+        learns_new = is_usual and not self._sum
+        if not bases:
+            if learns_new:
+                bases[step] = seen
             return None
-        late = seen - base
-        if self._at == 0 and self._trial is None and late < c.ON_TIME:
+        near = min(bases, key=lambda other: abs(other - step))
+        if learns_new and near != step:  # a pass takes no longer than in proportion to what it reads of the cache
+            bases[step], near = min(seen, bases[near] + c.CONTEXT_RATIO * max(step - near, 0)), step
+        late = seen - bases[near]
+        if is_usual and late < c.ON_TIME:
             # Faster passes count more than slower ones: disturbances only slow a pass.
             factor = 3.0 if late < 0 else 1.0
-            self._base[rows] += factor * c.BASE_RATE * late
+            bases[near] += factor * c.BASE_RATE * late
             self._pace += factor * c.PACE_RATE * late
         return late
 
     def _watch(self, late: float, more: float) -> bool:
         """Whether a pass, `more` later than usual, was disturbed; tries fewer threads after too many of these."""
         self._stalls = c.STALL_MEMORY * self._stalls + (more > c.STALLED)
-        self._sum = min(max(self._sum + min(more, c.MOST_LATE) - c.SLACK, 0.0), 2 * c.ALARM)
-        self._run = [*self._run[-7:], _clipped(late)] if self._sum else []
-        is_too_much = self._sum > c.ALARM or self._stalls > c.MOST_STALLS or self._starved >= c.MOST_STARVED
-        if is_too_much and self._at + 1 < len(self.steps) and self._last_s >= self._hold_s:
-            self._try(self._at + 1, max(self._level, sum(self._run) / max(len(self._run), 1)), is_upward=False)
-        return more > 0.5 or self._sum > 0.5
+        self._sum = min(max(self._sum + min(more, c.MOST_LATE) - c.SLACK, 0.0), 3 * c.ALARM)
+        self._run = [*self._run[1 - c.LATE_RUN :], _clipped(late)] if self._sum else []
+        lacking, mean = self.lacking, _mean(self._run)
+        is_late = self._sum > c.ALARM or self._stalls > c.MOST_STALLS
+        is_contended = is_late if lacking is None else lacking > c.CONTENDED
+        may_be_contended = lacking is None or lacking > c.CONTENDED / 2
+        was_always = not self._sum and not self._failures  # busy before the first pass, so that none is late
+        if is_contended and (is_late or was_always):
+            if self._at + 1 < len(self.steps) and self._last_s >= self._hold_s:
+                self._try(self._at + 1, max(self._level, mean), is_upward=False)
+        elif self._sum >= 3 * c.ALARM:
+            self._slowed(mean)
+        # What takes long behind a longer context or on a slower machine is what passes cost now.
+        return may_be_contended and (more > 0.5 or self._sum > 0.5)
+
+    def _slowed(self, lateness: float) -> None:
+        """Passes are late, but not for lack of a core: the machine itself is slower now."""
+        if self._at == 0:
+            self._pace += max(lateness, 0.0)
+            self._level = 0.0
+        else:
+            self._level = max(self._level, lateness)
+        self._sum = self._stalls = 0.0
+        self._run = []
 
     def _try(self, step: int, lateness: float, *, is_upward: bool) -> None:
         self._trial = Trial(self._at, lateness, is_upward, self._at)
-        self._sum = self._stalls = self._starved = 0.0
+        self._sum = self._stalls = 0.0
         self._run = []
         self._switch(step)
 
     def _switch(self, step: int) -> None:
         self._at, self._settling = step, True
+        self._recent_s, self._lacking_s = c.LACKING_PRIOR_S, 0.0
         self._use(self.steps[step])
 
     def _judge(self, trial: Trial, late: float, seconds: float) -> None:
         trial.seen.append(_clipped(late))
         trial.lost_s += seconds * (1.0 - math.exp(min(trial.lateness - late, 0.0)))
+        is_contended = self.lacking is None or self.lacking > c.CONTENDED / 2  # a few passes tell no more
         is_much_worse = trial.is_upward and len(trial.seen) == 1 and late > trial.lateness + c.MOST_WORSE
+        is_much_worse = is_much_worse and is_contended
         if len(trial.seen) < c.TRIED and not is_much_worse:
             return
-        mean = sum(trial.seen) / len(trial.seen)
+        mean = _mean(trial.seen)
         if trial.is_upward:
             # Where passes are on time again, the usual number of threads is taken even if it gains next to nothing.
             needed = 0.0 if mean < c.BETTER else c.BETTER / 2
-            self._judged_upward(trial, mean, is_better=mean < trial.lateness - needed)
+            self._judged_upward(trial, mean, is_better=not is_contended or mean < trial.lateness - needed)
         else:
             self._judged_downward(trial, mean, is_better=mean < trial.lateness - c.BETTER)
 
@@ -180,9 +249,7 @@ class ThreadControl:
             self._wait_s = c.FIRST_WAIT_S if is_new else self._wait_s
             self._next_s = self._last_s + self._wait_s
         else:
-            # Slow, but not for lack of a core: the machine itself is slower now.
-            self._pace += max(trial.lateness, 0.0)
-            self._level = 0.0
+            self._slowed(trial.lateness)
 
     def _judged_upward(self, trial: Trial, mean: float, *, is_better: bool) -> None:
         self._trial = None
@@ -195,6 +262,11 @@ class ThreadControl:
         else:
             self._returned_s = self._last_s
             self._level = 0.0
+
+
+def _mean(lateness: Sequence[float]) -> float:
+    """Of the passes' time, so that a few that stall count for what they cost; 0 without passes."""
+    return math.log(sum(map(math.exp, lateness)) / len(lateness)) if lateness else 0.0
 
 
 def _clipped(late: float) -> float:

@@ -49,7 +49,6 @@ class SuffixAutomaton:
         return self._count[state]
 
     def extend(self, token_ids: Iterable[int]) -> None:
-        """Append tokens to the text."""
         for token_id in token_ids:
             self._append(token_id)
 

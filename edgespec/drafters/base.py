@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import Engine
+from edgespec.engines.pass_request import Passes
 from edgespec.sampling import Sampler
 from edgespec.types import Draft, Evidence, TokenIds, Verdict
 
@@ -72,6 +73,11 @@ class Drafter(ABC):
     @abstractmethod
     def draft(self, request: DraftRequest) -> Draft:
         """Propose at most `request.max_tokens` tokens to follow `request.token_ids`; an empty draft is allowed."""
+
+    def drafting(self, request: DraftRequest) -> Passes[Draft]:
+        """`draft`, asking for the passes of its model: those of several sequences may be run as one."""
+        yield from ()
+        return self.draft(request)
 
     def observe(self, draft: Draft, verdict: Verdict) -> None:
         """Learn the outcome of the last draft; the committed tokens arrive with the next request."""

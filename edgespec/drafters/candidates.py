@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.chain import evidence_of
-from edgespec.noise import Stream
 from edgespec.sampling import Sampler
+from edgespec.sampling.noise import Stream
 from edgespec.types import Distribution, Evidence, Logits, TokenIds
 
 # Fitted to the demo pair, in dialogues; the controller calibrates probabilities while it runs.

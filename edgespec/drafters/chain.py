@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from edgespec.drafters.base import DraftRequest
-from edgespec.noise import Stream
+from edgespec.sampling.noise import Stream
 from edgespec.types import Distribution, Draft, Evidence, Logits, TokenIds
 
 # Log odds of acceptance by a token's evidence: half as steep as what fits the demo's draft and medium models on

@@ -12,6 +12,7 @@ own path, and grow best first, which selects the rows that EAGLE-2's ranking sel
 from __future__ import annotations
 
 import math
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,15 +52,23 @@ class EagleDrafter(StateDrafter):
             self._vocabulary = heads.vocabulary.astype(np.float16)
             self._scored = ScoredTokens(heads, vocabulary_size, self._vocabulary)
         self._arrays, self._scored_rows = {}, self._vocabulary  # the products have them
-        self._products = products or NumpyProducts(heads)
-        self._sizes = heads.manifest
-        sizes = heads.manifest
+        self._products, self._owns_products = products or NumpyProducts(heads), True
+        self._sizes = sizes = heads.manifest
         half = np.arange(0, sizes.head_dim, 2, dtype=np.float32) / np.float32(sizes.head_dim)
         self._frequencies = np.float32(sizes.rope_theta) ** -half
-        self._keys = np.zeros((sizes.kv_heads, 0, sizes.head_dim), np.float32)
+        self._begin_cache()
+
+    def _begin_cache(self) -> None:
+        self._keys = np.zeros((self._sizes.kv_heads, 0, self._sizes.head_dim), np.float32)
         self._values = self._keys.copy()
         self._length = 0  # pairs in the cache
         self._end = 0  # text position of the first pair that is not in it
+
+    def another(self, sequence: int) -> Self:
+        found = super().another(sequence)
+        found._owns_products = False
+        found._begin_cache()
+        return found
 
     def begin(self, prompt_ids: TokenIds) -> None:
         super().begin(prompt_ids)
@@ -187,7 +196,8 @@ class EagleDrafter(StateDrafter):
         return super().bytes_used + self._products.num_bytes + self._keys.nbytes + self._values.nbytes
 
     def close(self) -> None:
-        self._products.close()
+        if self._owns_products:
+            self._products.close()
 
 
 def _rotated(x: Array, cos: Array, sin: Array) -> Array:

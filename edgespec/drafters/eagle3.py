@@ -93,6 +93,10 @@ class Eagle3Drafter(Drafter):
     def bytes_used(self) -> int:
         return self._head.facts.num_bytes + self._max_features * self._head.facts.feature_width * BYTES_PER_FEATURE
 
+    def another(self, sequence: int) -> Drafter | None:
+        head = self._head.another()
+        return None if head is None else Eagle3Drafter(head, self._max_features)
+
     def set_threads(self, threads: int) -> None:
         self._head.set_threads(threads)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.model import DraftTemperature, ModelDrafter
 from edgespec.engines.base import Engine
+from edgespec.engines.pass_request import Passes
 from edgespec.types import EMPTY_DRAFT, Draft, Logits, TokenIds
 
 
@@ -36,19 +37,24 @@ class SharedStateDrafter(EarlyExitDrafter):
         self.temperature = DraftTemperature(temperature)
         self._exit = target.early_exit()
 
+    def another(self, sequence: int) -> None:
+        """It follows the target's first sequence only."""
+
     def begin(self, prompt_ids: TokenIds) -> None:
         """The target reads the prompt for both."""
 
-    def look_ahead(self, request: DraftRequest) -> Draft:
+    def looking_ahead(self, request: DraftRequest) -> Passes[Draft]:
         """As ModelDrafter's; empty where the target's cache holds no prefix of the text."""
         text = request.token_ids
         most = min(request.max_tokens, self._engine.facts.context_length - text.size)
         read = self._exit.follow(text)
         if read is None or most < 1:
             return EMPTY_DRAFT
-        return self._chain(request, self._feed(text[read:]), most)
+        logits = yield from self._feeding(text[read:])
+        return (yield from self._chain(request, logits, most))
 
-    def _feed(self, token_ids: TokenIds) -> Logits:
+    def _feeding(self, token_ids: TokenIds) -> Passes[Logits]:
+        yield from ()  # its rows are the target's own and share no pass
         return self._exit.feed(token_ids)
 
     @property

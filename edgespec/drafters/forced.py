@@ -7,8 +7,6 @@ where an answer is free.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.types import EMPTY_DRAFT, Draft, TokenIds
 
@@ -21,9 +19,8 @@ class ForcedDrafter(Drafter):
 
     name = FORCED
     is_free = True
-    needs_constraint: ClassVar[bool] = True
-    # Models nearly always spell what they must write as they learnt to.
-    prior: ClassVar[tuple[float, ...]] = (3.0,)
+    needs_constraint = True
+    prior = (3.0,)  # models nearly always spell what they must write as they learnt to
 
     def begin(self, prompt_ids: TokenIds) -> None:
         pass

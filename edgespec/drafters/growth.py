@@ -87,7 +87,6 @@ class Growth:
         return False
 
     def _take(self, parent: int, end_ids: frozenset[int]) -> None:
-        """Add the next child of `parent`."""
         above = self.at(parent)
         assert above.candidates is not None
         if above.num_children:

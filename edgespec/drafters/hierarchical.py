@@ -15,7 +15,8 @@ from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.chain import DrawnChain
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.base import Engine
-from edgespec.engines.sequence import restored_on_failure
+from edgespec.engines.pass_request import Passes
+from edgespec.engines.sequence import CachedSequence, restored_on_failure
 from edgespec.types import EMPTY_DRAFT, Draft, TokenIds
 
 _AHEAD = 4  # tokens of the small model for each pass of the medium
@@ -31,41 +32,56 @@ class HierarchicalDrafter(ModelDrafter):
 
     name = "hierarchical"
 
-    def __init__(self, small: ModelDrafter, medium: Engine, temperature: float = 1.0, ahead: int = _AHEAD) -> None:
-        super().__init__(medium, temperature=temperature)
+    def __init__(
+        self,
+        small: ModelDrafter,
+        medium: Engine,
+        temperature: float = 1.0,
+        ahead: int = _AHEAD,
+        cache: CachedSequence | None = None,
+    ) -> None:
+        """`cache`: of the medium, for another sequence of one that owns the engine; None: its first one, owned."""
+        super().__init__(medium, cache, temperature=temperature, owns_engine=cache is None)
         self._small, self._ahead = small, ahead
+
+    def _of_sequence(self, sequence: int) -> ModelDrafter | None:
+        small = self._small.another(sequence)
+        if small is None:
+            return None
+        cache = self._cache.another(sequence)
+        return HierarchicalDrafter(small, self._engine, self.temperature.factor, self._ahead, cache)
 
     def begin(self, prompt_ids: TokenIds) -> None:
         super().begin(prompt_ids)
         self._small.begin(prompt_ids)
 
-    def look_ahead(self, request: DraftRequest) -> Draft:
+    def looking_ahead(self, request: DraftRequest) -> Passes[Draft]:
         """A chain of the medium's tokens, as ModelDrafter's."""
         most = min(request.max_tokens, self._engine.facts.context_length // 4)
         if most < 1:
             return EMPTY_DRAFT
         chain = DrawnChain(request, most, self._engine.vocabulary.end_ids)
         with restored_on_failure(self._cache):
-            missing = self._missing(request.token_ids, most)
+            missing = yield from self._missing(request.token_ids, most)
             while chain.is_open:
-                missing = self._inner_round(chain, missing)
+                missing = yield from self._inner_round(chain, missing)
         return chain.as_draft()
 
-    def _missing(self, token_ids: TokenIds, most: int) -> TokenIds:
+    def _missing(self, token_ids: TokenIds, most: int) -> Passes[TokenIds]:
         """The last few tokens that the medium has not read; earlier ones that it lacks are read here."""
         window = self._window(token_ids, most)
         self._cache.reuse(window)
         missing = window[self._cache.length :]
         if missing.size > _READ_ALONG:
-            self._cache.feed(missing[:-1])
+            yield from self._cache.feeding(missing[:-1])
             return missing[-1:]
         return missing
 
-    def _inner_round(self, chain: DrawnChain, missing: TokenIds) -> TokenIds:
+    def _inner_round(self, chain: DrawnChain, missing: TokenIds) -> Passes[TokenIds]:
         """The small model drafts, the medium reads `missing` and verifies in one pass; what it has not read then."""
-        ahead = self._small_draft(chain)
+        ahead = yield from self._small_draft(chain)
         fed = Draft.chain(np.concatenate((missing[1:], ahead.token_ids)))
-        logits = self._cache.score(int(missing[0]), fed)[missing.size - 1 :]
+        logits = (yield from self._cache.scoring(int(missing[0]), fed))[missing.size - 1 :]
         agreed, agrees = 0, True
         while agrees:
             is_room_left = chain.add(logits[agreed])
@@ -76,7 +92,7 @@ class HierarchicalDrafter(ModelDrafter):
         self._cache.keep(int(missing[0]), fed, tuple(range(missing.size - 1 + agreed)))
         return np.array(chain.token_ids[-1:], np.int32)
 
-    def _small_draft(self, chain: DrawnChain) -> Draft:
+    def _small_draft(self, chain: DrawnChain) -> Passes[Draft]:
         """Tokens of the small model behind those of the chain, drawn with the noise that the medium will use."""
         count = min(self._ahead, chain.most - len(chain.token_ids) - 1)
         if count < 1:
@@ -84,7 +100,7 @@ class HierarchicalDrafter(ModelDrafter):
         behind = chain.request._replace(
             token_ids=chain.text, max_tokens=count, num_drafted=len(chain.token_ids), should_continue=None
         )
-        return self._small.look_ahead(behind)
+        return (yield from self._small.looking_ahead(behind))
 
     def reset_engine(self) -> Engine | None:
         self._small.reset_engine()

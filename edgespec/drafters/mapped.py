@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import Engine
+from edgespec.engines.pass_request import Passes
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import PromptError
 from edgespec.types import Logits, TokenIds
@@ -164,18 +165,18 @@ class MappedSequence(CachedSequence):
         latest = token_ids[token_ids.size - max(min(token_ids.size, capacity), 0) :]
         return int(self._map.sizes(latest)[::-1].cumsum().searchsorted(capacity, side="right"))
 
-    def feed(self, token_ids: TokenIds) -> Logits:
+    def feeding(self, token_ids: TokenIds) -> Passes[Logits]:
         read, ends = self._map.read(token_ids), self._map.sizes(token_ids).cumsum()
         if not self._length and self._map.begins_with:
             read = np.concatenate((np.array(self._map.begins_with, np.int32), read))
         self._ends[0] = 0
-        logits = self._inner.feed(read)
+        logits = yield from self._inner.feeding(read)
         self._ends[self._length + 1 : self._length + 1 + token_ids.size] = self._inner.length - int(ends[-1]) + ends
         self._append(token_ids)
         return self._map.gathered(logits)
 
-    def look(self, token_ids: TokenIds, parents: TokenIds, outputs: NDArray[np.bool_]) -> Logits:
-        logits = self._inner.look(self._map.proposed(token_ids), parents, outputs)
+    def looking(self, token_ids: TokenIds, parents: TokenIds, outputs: NDArray[np.bool_]) -> Passes[Logits]:
+        logits = yield from self._inner.looking(self._map.proposed(token_ids), parents, outputs)
         return np.array([self._map.gathered(row).copy() for row in logits])
 
     def rollback(self, to_length: int) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.chain import CHAIN_PRIOR, DrawnChain
 from edgespec.engines.base import Engine
+from edgespec.engines.pass_request import Passes, at_once
 from edgespec.engines.sequence import CachedSequence, restored_on_failure
 from edgespec.sampling import MAX_TEMPERATURE, Sampler
 from edgespec.types import EMPTY_DRAFT, Draft, Logits, TokenIds
@@ -62,6 +63,7 @@ class ModelDrafter(Drafter):
         self._engine = engine
         self._cache = CachedSequence(engine) if cache is None else cache
         self._window_start = 1  # first text position in the window behind the text's first token
+        self._others: dict[int, ModelDrafter] = {}  # by sequence
 
     @property
     def cache(self) -> CachedSequence:
@@ -74,22 +76,26 @@ class ModelDrafter(Drafter):
 
     def draft(self, request: DraftRequest) -> Draft:
         """A chain sampled with the target's settings and, unless the rule needs distributions, the target's noise."""
-        return self.look_ahead(request._replace(sampler=self.temperature.sampler(request.sampler)))
+        return at_once(self.drafting(request))
 
-    def look_ahead(self, request: DraftRequest) -> Draft:
-        """As `draft`, at the temperature of the request's sampler."""
+    def drafting(self, request: DraftRequest) -> Passes[Draft]:
+        return self.looking_ahead(request._replace(sampler=self.temperature.sampler(request.sampler)))
+
+    def looking_ahead(self, request: DraftRequest) -> Passes[Draft]:
+        """As `drafting`, at the temperature of the request's sampler."""
         room = self._engine.facts.context_length
         most = min(request.max_tokens, room // 4)
         if most < 1:
             return EMPTY_DRAFT
         with restored_on_failure(self._cache):
-            return self._chain(request, self.catch_up(request.token_ids, most), most)
+            logits = yield from self.catching_up(request.token_ids, most)
+            return (yield from self._chain(request, logits, most))
 
-    def catch_up(self, token_ids: TokenIds, most: int) -> Logits:
+    def catching_up(self, token_ids: TokenIds, most: int) -> Passes[Logits]:
         """Feed what the cache lacks of `token_ids` [n]; the logits row after the last of them."""
         window = self._window(token_ids, most)
         self._cache.reuse(window)
-        return self._cache.feed(window[self._cache.length :])
+        return (yield from self._cache.feeding(window[self._cache.length :]))
 
     def _window(self, token_ids: TokenIds, most: int) -> TokenIds:
         """The text as the draft sees it: all of it, or its first token and the latest part that fits.
@@ -106,19 +112,19 @@ class ModelDrafter(Drafter):
             self._window_start = token_ids.size - self._cache.latest_fitting(token_ids, capacity // 2)
         return np.concatenate((token_ids[:1], token_ids[self._window_start :]))
 
-    def _chain(self, request: DraftRequest, logits: Logits, most: int) -> Draft:
+    def _chain(self, request: DraftRequest, logits: Logits, most: int) -> Passes[Draft]:
         chain = DrawnChain(request, most, self._end_ids)
         chain.add(logits)
         while chain.is_open:
-            chain.add(self._feed(np.array(chain.token_ids[-1:], np.int32)))
+            chain.add((yield from self._feeding(np.array(chain.token_ids[-1:], np.int32))))
         return chain.as_draft()
 
     @property
     def _end_ids(self) -> frozenset[int]:
         return self._cache.end_ids
 
-    def _feed(self, token_ids: TokenIds) -> Logits:
-        return self._cache.feed(token_ids)
+    def _feeding(self, token_ids: TokenIds) -> Passes[Logits]:
+        return self._cache.feeding(token_ids)
 
     def num_uncached(self, token_ids: TokenIds) -> int:
         room = self._engine.facts.context_length
@@ -142,12 +148,18 @@ class ModelDrafter(Drafter):
     def set_threads(self, threads: int) -> None:
         self._engine.set_threads(min(threads, self._engine.facts.threads))
 
-    def another(self, sequence: int) -> Drafter | None:
-        if type(self) is not ModelDrafter or sequence >= self._engine.facts.max_sequences:
+    def another(self, sequence: int) -> ModelDrafter | None:
+        """The same one each time, since several drafters of a sequence may share its draft model."""
+        if sequence >= self._engine.facts.max_sequences:
             return None
-        return ModelDrafter(
-            self._engine, self._cache.another(sequence), temperature=self.temperature.factor, owns_engine=False
-        )
+        if sequence not in self._others and (made := self._of_sequence(sequence)) is not None:
+            self._others[sequence] = made
+        return self._others.get(sequence)
+
+    def _of_sequence(self, sequence: int) -> ModelDrafter | None:
+        """The like for another sequence of the engine, which is not its own."""
+        cache, factor = self._cache.another(sequence), self.temperature.factor
+        return type(self)(self._engine, cache, temperature=factor, owns_engine=False)
 
     def cancel(self) -> None:
         self._engine.cancel()

@@ -12,11 +12,12 @@ from collections import deque
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.types import EMPTY_DRAFT, Draft, TokenIds, Verdict
 
+_MAX_NGRAM, _REFUSALS_KEPT = 4, 32
 _BYTES_PER_PLACE = 120  # one dictionary entry with its key and place list, measured on CPython 3.11
 
 
 class NgramDrafter(Drafter):
-    """Copies the continuation of the longest earlier match of `max_ngram` down to `min_ngram` tokens."""
+    """Copies the continuation of the longest earlier match of 4 down to `min_ngram` tokens."""
 
     name = "ngram"
     is_free = True
@@ -25,18 +26,16 @@ class NgramDrafter(Drafter):
     def __init__(
         self,
         min_ngram: int = 2,
-        max_ngram: int = 4,
         places_kept: int = 4,
-        refusals_kept: int = 32,
         max_indexed: int = 1 << 17,
     ) -> None:
-        self._sizes = range(max_ngram, min_ngram - 1, -1)
+        self._sizes = range(_MAX_NGRAM, min_ngram - 1, -1)
         self._places_kept, self._max_indexed = places_kept, max_indexed
         self._ids: list[int] = []
         self._places: dict[tuple[int, ...], list[int]] = {}
         self._older_places: dict[tuple[int, ...], list[int]] = {}
         self._next_half = max_indexed // 2  # tokens at which the older places are dropped
-        self._refused: deque[int] = deque(maxlen=refusals_kept)
+        self._refused: deque[int] = deque(maxlen=_REFUSALS_KEPT)
         self._source: tuple[int, int] | None = None  # n-gram size and place of the last draft
         self._is_new = False
 
@@ -57,9 +56,7 @@ class NgramDrafter(Drafter):
         return Draft.chain(copied, evidence=[(float(size),)] * len(copied))
 
     def observe(self, draft: Draft, verdict: Verdict) -> None:
-        if self._source is None or not draft.num_tokens:
-            return
-        if not verdict.accepted_nodes:
+        if self._source is not None and draft.num_tokens and not verdict.accepted_nodes:
             self._refused.append(self._source[1])
 
     @property

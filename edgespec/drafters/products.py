@@ -6,7 +6,7 @@ import numpy as np
 
 from edgespec.drafters.scored import Array
 from edgespec.drafters.states import silu
-from edgespec.engines.head import LayerProducts
+from edgespec.engines.head import FusedProducts, LayerProducts
 from edgespec.formats.head_file import PROJECT, HeadFile
 
 
@@ -26,12 +26,15 @@ class NumpyProducts(LayerProducts):
         x = np.concatenate((states, embedded), axis=1) @ self._arrays["fc"].T
         return x, self._normed(x, "attention_norm") @ self._queries_keys_values.T
 
-    def after(self, x: Array, attended: Array) -> tuple[Array, Array]:
+    def _behind_layer(self, x: Array, attended: Array) -> Array:
         arrays = self._arrays
         x = x + attended @ arrays["o_proj"].T
         normed = self._normed(x, "mlp_norm")
         inner: Array = silu(normed @ arrays["gate_proj"].T) * (normed @ arrays["up_proj"].T)
-        found = self._normed(x + inner @ arrays["down_proj"].T, "norm")
+        return x + inner @ arrays["down_proj"].T
+
+    def after(self, x: Array, attended: Array) -> tuple[Array, Array]:
+        found = self._normed(self._behind_layer(x, attended), "norm")
         return found, (found @ self._scored_rows.T) * self._scale
 
     def _normed(self, x: Array, name: str) -> Array:
@@ -40,3 +43,26 @@ class NumpyProducts(LayerProducts):
 
     def close(self) -> None:
         """Does nothing: there are only arrays to free."""
+
+
+class NumpyLayerProducts(NumpyProducts, FusedProducts):
+    """Those of an EAGLE-3 head."""
+
+    def __init__(self, heads: HeadFile) -> None:
+        super().__init__(heads)
+        self._manifest = heads.manifest
+
+    def fuse(self, features: Array) -> Array:
+        found = self._normed(features, "feature_norm") if self._manifest.norms_features else features
+        fused: Array = found @ self._arrays["fc"].T
+        return fused
+
+    def before(self, states: Array, embedded: Array) -> tuple[Array, Array]:
+        normed = self._normed(states, "state_norm")
+        pairs = np.concatenate((self._normed(embedded, "embedding_norm"), normed), axis=1)
+        return normed if self._manifest.norms_residual else states, pairs @ self._queries_keys_values.T
+
+    def after(self, x: Array, attended: Array) -> tuple[Array, Array]:
+        """The states are those before the last norm: the layer goes on with them."""
+        states = self._behind_layer(x, attended)
+        return states, (self._normed(states, "norm") @ self._scored_rows.T) * self._scale

@@ -7,6 +7,8 @@ occurred before; 16,384 are 95% (FR-Spec, arXiv 2502.14856, keeps frequent ones 
 
 from __future__ import annotations
 
+from copy import copy
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -36,6 +38,14 @@ class ScoredTokens:
         self._met_rows = np.zeros((room, manifest.hidden_size), np.float32)
         self._row = np.zeros(manifest.vocabulary_size, np.float32)  # without the target's padding
         self.begin()
+
+    def another(self) -> ScoredTokens:
+        """The like for another text, which has the same rows of the head."""
+        found = copy(self)
+        found._is_known, found._row = self._is_known.copy(), np.zeros_like(self._row)
+        found._met_rows = np.zeros((min(len(self._met_rows), FIRST_ROOM), self._met_rows.shape[1]), np.float32)
+        found.begin()
+        return found
 
     def begin(self) -> None:
         """A new text."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
+from copy import copy
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,6 +78,12 @@ class StateDrafter(Drafter):
 
     def begin(self, prompt_ids: TokenIds) -> None:
         self._scored.begin()
+
+    def another(self, sequence: int) -> Self:
+        """It has the same weights, which stay this one's to free."""
+        found = copy(self)
+        found._scored = self._scored.another()
+        return found
 
     @abstractmethod
     def drafted(self, request: DraftRequest, features: Array) -> Draft:

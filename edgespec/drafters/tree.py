@@ -13,49 +13,51 @@ from edgespec.drafters.candidates import candidates_for
 from edgespec.drafters.growth import ROOT, Growth
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.base import Engine
+from edgespec.engines.pass_request import Passes, at_once
 from edgespec.engines.sequence import restored_on_failure
 from edgespec.types import EMPTY_DRAFT, NO_PARENT, Draft, TokenIds, Verdict
 
+_MOST_CHILDREN = 4  # of one node
+
 
 class TreeDrafter(Drafter):
-    """Drafts with the engine and the cache of `model`, which owns them; a chain where trees are not possible.
-
-    `most_children` of one node.
-    """
+    """Drafts with the engine and the cache of `model`, which owns them; a chain where trees are not possible."""
 
     name = "tree"
 
-    def __init__(self, model: ModelDrafter, most_children: int = 4) -> None:
+    def __init__(self, model: ModelDrafter) -> None:
         self._model = model
-        self._most_children = most_children
 
     def begin(self, prompt_ids: TokenIds) -> None:
         self._model.begin(prompt_ids)
 
     def draft(self, request: DraftRequest) -> Draft:
         """A tree of at most `request.max_tokens` nodes, `request.max_branches` of them side branches' ends."""
+        return at_once(self.drafting(request))
+
+    def drafting(self, request: DraftRequest) -> Passes[Draft]:
         cache = self._model.cache
         branches = min(request.max_branches, cache.most_branches)
         if not branches:
-            return self._model.draft(request)
+            return (yield from self._model.drafting(request))
         most = min(request.max_tokens, cache.engine.facts.context_length // 4)
         if most < 1:
             return EMPTY_DRAFT
         candidates = candidates_for(request, self._model.temperature.sampler(request.sampler))
         with restored_on_failure(cache):
-            growth = Growth(candidates, most, branches, self._most_children, request.row_cost)
-            growth.open(ROOT, self._model.catch_up(request.token_ids, most))
+            growth = Growth(candidates, most, branches, _MOST_CHILDREN, request.row_cost)
+            growth.open(ROOT, (yield from self._model.catching_up(request.token_ids, most)))
             while growth.grow(cache.end_ids):
-                self._score(growth)
+                yield from self._scoring(growth)
             return growth.draft()
 
-    def _score(self, growth: Growth) -> None:
+    def _scoring(self, growth: Growth) -> Passes[None]:
         """One pass of the draft model over the nodes that the growth waits for, with their ancestors."""
         wanted = growth.waiting
         rows = sorted({node for leaf in wanted for node in growth.path(leaf)})
         index = {node: row for row, node in enumerate(rows)}
         nodes = [growth.nodes[node] for node in rows]
-        logits = self._model.cache.look(
+        logits = yield from self._model.cache.looking(
             np.array([node.candidate.token_id for node in nodes], np.int32),
             np.array([index.get(node.parent, NO_PARENT) for node in nodes], np.int32),
             np.isin(rows, wanted),

@@ -1,78 +1,43 @@
 """Continuous batching: the rows of several generations on one engine, packed into shared passes.
 
 Each generation is the loop of `decode`, which asks for its passes. Every `step` packs those that wait - a chunk of a
-prompt, plain rows, the rows of drafts - into one pass, as many as it may hold, longest waiting first. Where an engine
-cannot pack, or packing would change bits in reproducible mode, they take passes of their own, in turn. What a further
-row costs is told to the controllers at the width that the pass has already.
+prompt, plain rows, the rows of drafts - into one pass, as many as it may hold, longest waiting first. Those that draft
+with a model first share its passes, a token each, until their drafts are complete. Where an engine cannot pack, or
+packing would change bits in reproducible mode, they take passes of their own, in turn. What a further row costs is told
+to the controllers at the width that the pass has already.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import partial
-from time import perf_counter, thread_time
+from time import perf_counter
 
 import numpy as np
 
-from edgespec.acceptance import RULES
 from edgespec.control.base import Controller
-from edgespec.control.cost import WIDEST
-from edgespec.decode import PassShare, Run, Steps, steps
-from edgespec.engines.sequence import PassRequest
-from edgespec.errors import Cancelled
+from edgespec.control.run_cost import RunCosts
+from edgespec.control.threads import Started
+from edgespec.engines.pass_request import PassRequest
+from edgespec.errors import Cancelled, EdgespecError
+from edgespec.generation.decode import steps
 from edgespec.generation.executor import Executor
 from edgespec.generation.handle import Generation, Result
-from edgespec.generation.slots import Slot, Slots
+from edgespec.generation.members import Member, Room, num_rows_of
+from edgespec.generation.run_state import PassShare
+from edgespec.generation.slots import Slots
+from edgespec.sampling.acceptance import RULES
 from edgespec.types import Logits, TokenEvent, packed
 
-PROMPT_ROWS = 64  # of prompts in a pass that answers wait for: more would make them wait for long
-MOST_OUTPUTS = WIDEST - 1  # rows with logits in a pass
+# Of prompts in a pass that answers wait for: more would make them wait for long. Half where hidden states are read,
+# since a pass with those may ask for logits of all its rows.
+PROMPT_ROWS = 64
 
 
 def no_event(_event: TokenEvent) -> None:
     """Ignores an event."""
-
-
-@dataclass(eq=False, slots=True)
-class Member:
-    """One generation of a batch. `on_event` is called with each of its events.
-
-    `other_rows`: rows of the others that its latest draft was priced beside; `latest_pass`: number of its latest pass.
-    """
-
-    generation: Generation
-    run: Run
-    slot: Slot
-    steps: Steps[None]
-    controller: Controller | None
-    on_event: Callable[[TokenEvent], None]
-    waiting: PassRequest | None = None
-    other_rows: int = 0
-    latest_pass: int = 0
-
-    @property
-    def is_reading(self) -> bool:
-        """Whether its prompt is still being read."""
-        return not self.run.stats.new_tokens
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the pass that it waits for; one while that is not known."""
-        return 1 if self.waiting is None else self.waiting.batch.width
-
-    @property
-    def num_outputs(self) -> int:
-        return 1 if self.is_reading else self.num_rows
-
-    @property
-    def num_branches(self) -> int:
-        """Side branches of the tree that it waits to score."""
-        if self.waiting is None:
-            return 0
-        parents = self.waiting.batch.parents
-        return self.num_rows - np.unique(parents).size
 
 
 class ContinuousBatch:
@@ -106,12 +71,13 @@ class ContinuousBatch:
 
         Raises CapabilityError for a drafter that the model lacks.
         """
-        request = generation.request
+        request, threads = generation.request, self._executor.pool.threads
+        if threads is not None and not self._members:
+            threads.begin()
         slot = self._slots.take(request)
         try:
             controller = slot.pool.controller(request.options)
-            relieve = self._executor.reliever(self._controllers)
-            run = self._executor.run_of(request, generation.stats, slot.sequence, relieve)
+            run = self._executor.run_of(request, generation.stats, slot.sequence, self._controllers)
         except BaseException:
             slot.is_taken = False
             raise
@@ -144,7 +110,6 @@ class ContinuousBatch:
             self._leave(member)
         chosen = self._chosen()
         if chosen:
-            self._num_passes += 1
             self._run(chosen)
 
     def close(self) -> None:
@@ -156,107 +121,142 @@ class ContinuousBatch:
 
     def _chosen(self) -> list[Member]:
         """Whose rows make up the next pass."""
-        engine = self._executor.target
         waiting = sorted(self._members, key=lambda member: member.latest_pass)
         if not waiting:
             return []
+        self._can_pack = self._executor.target.facts.can_pack
         first = waiting[0]
-        self._can_pack = engine.facts.can_pack
-        if not self._can_pack or first.waiting is None or not first.waiting.can_share:
+        if self._can_pack:  # they go on together, so all drafts come before the target's pass
+            first = next((member for member in waiting if member.is_drafting), first)
+        return self._beside(first, waiting)
+
+    def _beside(self, first: Member, waiting: Sequence[Member]) -> list[Member]:
+        """`first`, which goes on even if it would never fit beside others, and those that fit into the same pass."""
+        engine = first.asked.cache.engine
+        if not engine.facts.can_pack:
             return [first]
-        is_decoding = any(not member.is_reading for member in waiting)
-        rows_left, outputs_left, branches_left = engine.widest_pass, MOST_OUTPUTS, engine.most_branches
-        prompt_rows_left = PROMPT_ROWS if is_decoding else rows_left
-        found = []
+        is_target = not first.is_drafting
+        room = Room.of(engine, gives_states=any(member.asked.hidden for member in waiting))
+        if is_target and any(not member.is_reading for member in waiting):
+            room.prompt_rows = PROMPT_ROWS
+        found = [first]
+        room.take(first)
         for member in waiting:
-            prompt_rows = member.num_rows if member.is_reading else 0
-            fits = (
-                member.num_rows <= rows_left
-                and member.num_outputs <= outputs_left
-                and member.num_branches <= branches_left
-                and prompt_rows <= prompt_rows_left
-            )
-            is_alone = member is first  # one that would never fit beside others goes first when it waits longest
-            if is_alone or (fits and member.waiting is not None and member.waiting.can_share):
+            if member is not first and member.asked.cache.engine is engine and room.fits(member):
+                room.take(member)
                 found.append(member)
-                rows_left -= member.num_rows
-                outputs_left -= member.num_outputs
-                branches_left -= member.num_branches
-                prompt_rows_left -= prompt_rows
         return found
 
     # -- running
 
     def _run(self, chosen: Sequence[Member]) -> None:
-        started_s, started_cpu_s = perf_counter(), thread_time()
+        for costs in self._shared_costs(chosen):
+            costs.follow_threads()  # while all of them rest, nobody else does
+        started = Started.now()
         try:
-            logits = self._logits(chosen)
+            logits = self._logits([member.asked for member in chosen])
         except Cancelled:  # of a generation that has ended since: the caches are as before, and the pass is repeated
             return
         except Exception as exc:
             if len(chosen) > 1:  # whose fault it is shows when each runs alone
                 for member in chosen:
-                    member.run.target.restore()
+                    with suppress(EdgespecError):  # it fails again, alone
+                        member.asked.cache.restore()
                     self._run([member])
             else:
                 self._throw(chosen[0], exc)
             return
-        seconds = perf_counter() - started_s
-        num_rows = sum(member.num_rows for member in chosen)
-        threads = self._executor.pool.threads
-        is_disturbed = threads is not None and threads.passed(num_rows, seconds, thread_time() - started_cpu_s)
-        self._account(chosen, seconds, is_disturbed)
-        for member in chosen:
-            member.latest_pass, member.waiting = self._num_passes, None
+        seconds = perf_counter() - started.wall_s
+        if chosen[0].is_drafting:
+            self._share(chosen, seconds)
+        else:
+            self._num_passes += 1
+            self._account(chosen, seconds, self._was_disturbed(num_rows_of(chosen), seconds, started))
         for member, rows in zip(chosen, logits, strict=True):
             self._advance(member, partial(member.steps.send, rows))
 
-    def _logits(self, chosen: Sequence[Member]) -> list[Logits]:
-        """The logits of each member's rows. A copy where several share a pass, as the loops may run passes between."""
-        requests = [member.waiting for member in chosen if member.waiting is not None]
+    def _was_disturbed(self, num_rows: int, seconds: float, started: Started) -> bool:
+        """Whether other load disturbed a pass of the target, as thread control sees it."""
+        threads = self._executor.pool.threads
+        if threads is None:
+            return False
+        cached = sum(member.run.target.length for member in self._members)
+        return threads.passed(num_rows, seconds, started.lacking_s(threads.threads), cached)
+
+    def _logits(self, requests: Sequence[PassRequest]) -> list[Logits]:
+        """The logits of each request's rows. A copy where several share a pass, as the loops may run passes between."""
+        engine = requests[0].cache.engine
+        gives_states = any(request.hidden for request in requests)
+        if engine is self._executor.target and self._slots.have_features:
+            engine.give_hidden_states(gives_states)
         if len(requests) == 1:
             return [requests[0].run()]
-        engine = self._executor.target
-        if self._slots.have_features:
-            engine.give_hidden_states(False)
+        layers = next(filter(None, (request.cache.layers for request in requests)), ())
+        if layers:
+            engine.give_layer_inputs(layers)
         batches = [request.batch for request in requests]
         logits = engine.forward(packed(batches)).copy()
-        first_rows = np.cumsum([0, *(batch.width for batch in batches)]).tolist()
-        for request, row in zip(requests, first_rows, strict=False):
-            request.target.first_row = row
+        states = engine.hidden_states() if gives_states else None
+        inputs = engine.layer_inputs() if layers else None
+        row = 0
+        for request in requests:
+            own = slice(row, row + request.batch.width)
+            own_states = states[own].copy() if states is not None and request.hidden else None
+            request.cache.took_part(row, own_states, None if inputs is None else inputs[own])
+            row = own.stop
         ends = np.cumsum([np.count_nonzero(batch.outputs) for batch in batches])
         return np.split(logits, ends[:-1])
 
-    def _account(self, chosen: Sequence[Member], seconds: float, is_disturbed: bool) -> None:
-        """Tell each member its part of the pass, and the controllers' cost curves what all of it took."""
-        decoding = [member for member in chosen if not member.is_reading]
-        num_rows = sum(member.num_rows for member in chosen)
-        widths = [member.num_rows for member in decoding]
-        is_pure = len(decoding) == len(chosen)
-        context = sum(member.run.target.length for member in decoding) // max(len(decoding), 1)
-        seen: set[int] = set()
+    def _share(self, chosen: Sequence[Member], seconds: float) -> None:
+        """Give each member its part of a draft model's pass, by rows."""
+        num_rows = num_rows_of(chosen)
         for member in chosen:
-            member.run.share = PassShare(seconds * member.num_rows / num_rows, is_disturbed)
-            costs = None if member.controller is None else member.controller.shared_costs
-            if costs is None or member.is_reading or not costs.is_shared:
-                continue
-            if is_pure and not is_disturbed and id(costs) not in seen:
-                seen.add(id(costs))
-                costs.observe_shared(sum(widths), context, seconds)
-            part = costs.part_of(len(decoding), member.other_rows, member.num_rows, context)
-            whole = costs.curve.at(min(num_rows, WIDEST), context)
-            member.run.share = PassShare(part * seconds / whole if is_pure else part, is_disturbed)
+            member.run.share = PassShare(seconds * member.asked.batch.width / num_rows, is_disturbed=False)
+
+    def _account(self, chosen: Sequence[Member], seconds: float, is_disturbed: bool) -> None:
+        """Give each member its part of a pass of the target, and the cost curves what all of it took."""
+        num_rows = num_rows_of(chosen)
+        for member in chosen:
+            rows = member.asked.batch.width
+            member.latest_pass, member.latest_rows = self._num_passes, 1 if member.is_reading else rows
+            member.run.share = PassShare(seconds * rows / num_rows, is_disturbed)
+        decoding = [member for member in chosen if not member.is_reading]
+        if not decoding:
+            return
+        widths = [member.asked.batch.width for member in decoding]
+        prompt_rows = num_rows - sum(widths)
+        context = sum(member.run.target.length for member in decoding) // len(decoding)
+        for costs in self._shared_costs(decoding):
+            if not prompt_rows and not is_disturbed:
+                costs.observe_shared(num_rows, context, seconds, is_plain=num_rows == len(decoding))
+            parts = costs.parts_of(widths, prompt_rows, context)
+            scale = 1.0 if prompt_rows else seconds / sum(parts)  # what a prompt takes is not told apart
+            for member, part in zip(decoding, parts, strict=True):
+                if member.controller is not None and member.controller.shared_costs is costs:
+                    member.run.share = PassShare(part * scale, is_disturbed)
+
+    @staticmethod
+    def _shared_costs(members: Sequence[Member]) -> list[RunCosts]:
+        """The costs that their controllers decide by, where passes are shared: each once."""
+        found = [None if member.controller is None else member.controller.shared_costs for member in members]
+        return list({id(costs): costs for costs in found if costs is not None and costs.is_shared}.values())
 
     def _advance(self, member: Member, resume: Callable[[], TokenEvent | PassRequest]) -> None:
         """Run a member's loop up to its next pass."""
-        self._join(member)
+        if member.waiting is not None and member.run.share is not None:
+            member.run.others_s += perf_counter() - member.asked_s - member.run.share.seconds
+        if not member.is_drafting:
+            self._join(member)
+        if member.controller is not None:  # controllers share what they know of costs
+            member.controller.share_passes(member.num_sharing, member.other_rows, member.prompt_rows)
+        member.waiting = None
         try:
             step = resume()
             while not isinstance(step, PassRequest):
                 member.generation.receive(step)
                 member.on_event(step)
                 step = next(member.steps)
-            member.waiting = step
+            member.waiting, member.asked_s = step, perf_counter()
         except StopIteration:
             self._leave(member)
         except Exception as exc:
@@ -266,14 +266,14 @@ class ContinuousBatch:
         self._advance(member, partial(member.steps.throw, exc))
 
     def _join(self, member: Member) -> None:
-        """Tell its controller and its prompt what else the next pass holds."""
+        """Note what else the target's next pass holds, for its controller and its prompt."""
         others = [other for other in self._members if other is not member]
-        member.run.target.most_rows = PROMPT_ROWS if others else self._executor.target.widest_pass
+        rows = PROMPT_ROWS // 2 if member.run.target.keeps_features else PROMPT_ROWS
+        member.run.target.most_rows = rows if others else self._executor.target.widest_pass
         decoding = [other for other in others if not other.is_reading] if self._can_pack else []
-        reading = [other.num_rows for other in others if other.is_reading] if self._can_pack else []
-        member.other_rows = sum(other.num_rows for other in decoding) + max(reading, default=0)
-        if member.controller is not None:
-            member.controller.share_passes(len(decoding) + 1, member.other_rows)
+        reading = [other.expected_rows for other in others if other.is_reading] if self._can_pack else []
+        member.num_sharing, member.prompt_rows = len(decoding) + 1, max(reading, default=0)
+        member.other_rows = sum(other.expected_rows for other in decoding) + member.prompt_rows
 
     def _leave(self, member: Member, failure: Exception | None = None) -> None:
         """End a member and free its slot; its answer is learnt."""

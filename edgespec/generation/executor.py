@@ -16,14 +16,11 @@ from functools import partial
 from time import monotonic
 from weakref import WeakSet
 
-from edgespec.acceptance import RULES
-from edgespec.config import DrafterName, GenerateOptions, LoadOptions, RuleName
+from edgespec.config import DrafterName, LoadOptions
 from edgespec.control.base import Controller
 from edgespec.control.pool import DrafterPool
-from edgespec.decode import Run, autoregressive, speculative
 from edgespec.drafters.base import Drafter
 from edgespec.engines.base import Engine
-from edgespec.engines.limits import return_freed_memory
 from edgespec.engines.machine import peak_rss_bytes
 from edgespec.engines.parked import ParkedStates
 from edgespec.engines.sequence import CachedSequence
@@ -31,30 +28,20 @@ from edgespec.engines.watch import ClassWatch
 from edgespec.errors import EdgespecError, StateError
 from edgespec.formats.manifest import ModelPair
 from edgespec.generation.advisor import Advisor
+from edgespec.generation.decode import autoregressive, speculative
+from edgespec.generation.relief import Relief
+from edgespec.generation.request import Request
+from edgespec.generation.run_state import Run
 from edgespec.generation.turn import Claim, Turn
 from edgespec.memory.report import MemoryReport
-from edgespec.sampling import Sampler
-from edgespec.sizes import as_size
-from edgespec.stopping import StopRules
-from edgespec.types import RoundRecord, Stats, TokenEvent, TokenIds
+from edgespec.sampling.acceptance import RULES
+from edgespec.types import Stats, TokenEvent
 from edgespec.vocabulary import Vocabulary
 
 logger = logging.getLogger("edgespec")
 _LOOK_S, _EXIT_WAIT_S = 0.1, 10.0
 _open: WeakSet[Executor] = WeakSet()
 Events = Generator[TokenEvent, None, None]
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A checked request for one generation. `on_round` is called after every round, before its tokens are emitted."""
-
-    prompt_ids: TokenIds
-    sampler: Sampler
-    options: GenerateOptions
-    drafter: DrafterName
-    rule: RuleName
-    on_round: Callable[[RoundRecord], None] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +71,7 @@ class Executor:
         self.class_watch = ClassWatch()
         self.memory = memory
         self.parked = ParkedStates() if memory is None else ParkedStates(most_bytes=memory.parked_bytes)
+        self._relief = None if memory is None else Relief(memory.watch, self.parked, self._drop_models)
         self.last_stats = Stats()
         self._running: _Running | None = None
         self._current: Claim | None = None  # the generation that `interrupt` ends
@@ -119,8 +107,7 @@ class Executor:
         self._take_over(claim)
         self.last_stats = stats
         controller = self.pool.controller(request.options)
-        relieve = self.reliever(lambda: () if controller is None else (controller,))
-        run = self.run_of(request, stats, self.sequence, relieve)
+        run = self.run_of(request, stats, self.sequence, lambda: () if controller is None else (controller,))
         run.threads = self.pool.threads
         run.on_round = self.advisor.watching(request.options, request.on_round)
         events = autoregressive(run) if controller is None else speculative(run, controller, RULES[request.rule])
@@ -128,25 +115,13 @@ class Executor:
         return events
 
     def run_of(
-        self, request: Request, stats: Stats, sequence: CachedSequence, relieve: Callable[[], str] | None
+        self, request: Request, stats: Stats, sequence: CachedSequence, controllers: Callable[[], Iterable[Controller]]
     ) -> Run:
-        """The state of a generation on `sequence`."""
-        options, vocabulary = request.options, self.target.vocabulary
-        return Run(
-            target=sequence,
-            prompt_ids=request.prompt_ids,
-            sampler=request.sampler,
-            stop=StopRules(
-                frozenset() if options.ignore_eos else vocabulary.end_ids, tuple(options.stop), options.max_tokens
-            ),
-            logprobs=options.logprobs,
-            top_logprobs=options.top_logprobs,
-            parked=self.parked,
-            watch=self.class_watch,
-            relieve=relieve,
-            on_round=request.on_round,
-            stats=stats,
-        )
+        """The state of a generation on `sequence`; `controllers`: those in use, for when a draft model is dropped."""
+        run = request.run_on(sequence, stats)
+        run.parked, run.watch = self.parked, self.class_watch
+        run.relieve = None if self._relief is None else partial(self._relief.relieve, controllers)
+        return run
 
     def places(self) -> list[tuple[CachedSequence, DrafterPool]]:
         """A sequence and its drafters for each generation that can run at once; the first are those of `begin`."""
@@ -155,31 +130,8 @@ class Executor:
             self._places.append((sequence, self.pool.another(sequence)))
         return self._places
 
-    def reliever(self, controllers: Callable[[], Iterable[Controller]]) -> Callable[[], str] | None:
-        """What frees memory between rounds, given the controllers in use; None where nothing watches it."""
-        return None if self.memory is None else partial(self._relieve, self.memory, controllers)
-
-    def _relieve(self, memory: MemoryReport, controllers: Callable[[], Iterable[Controller]]) -> str:
-        """Free memory where the budget is exceeded: saved states first, then the draft model, never the target."""
-        excess = memory.watch.excess()
-        if not excess:
-            return ""
-        over = f"memory: {as_size(excess)} {memory.watch.why}"
-        saved = self.parked.num_bytes
-        self.parked.clear()
-        if saved >= excess:
-            return f"{over}: saved states of other conversations dropped"
-        names = self._drop_models()
-        for controller in controllers():
-            controller.drop(names)
-        return_freed_memory()
-        if names:
-            return f"{over}: draft model released ({', '.join(names)}), drafters without one go on"
-        memory.watch.stop()
-        return f"{over}, and nothing is left to release: use a smaller --ctx-size"
-
     def _drop_models(self) -> tuple[DrafterName, ...]:
-        """Close the draft models. The first pool owns them, so it comes last."""
+        """Close the draft models; their drafters. The first pool owns them, so it comes last."""
         names: tuple[DrafterName, ...] = ()
         for _, pool in reversed(self._places):
             names = pool.drop_models()

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeVar
 
-from edgespec.acceptance import LOSSY
-from edgespec.config import DrafterName, RuleName
+from edgespec.closing import Closing
+from edgespec.config import LOSSY, DrafterName, RuleName
 from edgespec.errors import Cancelled
-from edgespec.generation.executor import Events, Executor, Request
+from edgespec.generation.executor import Events, Executor
+from edgespec.generation.request import Request
 from edgespec.generation.turn import Caller, Claim
-from edgespec.types import Closing, FinishReason, Stats, TokenEvent
+from edgespec.types import FinishReason, Stats, TokenEvent
 
 Returned = TypeVar("Returned")
 
@@ -182,27 +183,24 @@ class Generation(Closing):
                 # cleanup (`settle`) runs in the next call or the next turn.
                 self._is_over = True
                 self._executor.turn.give_back(self._claim)
-            elif event is None or self._is_cancelled():
+            elif event is None or self.is_cancelled:
                 self._end()
             return event
 
     def _advance(self) -> TokenEvent | None:
-        if self._is_over or self._is_cancelled():
+        if self._is_over or self.is_cancelled:
             return None
         try:
             if self._source is None:
                 self._source = self._executor.begin(self._claim, self._request, self.stats)
             # `interrupt` reaches the engines from `begin` on; a cancellation just before that is detected here.
-            return None if self._is_cancelled() else next(self._source, None)
+            return None if self._claim.is_withdrawn else next(self._source, None)
         except Cancelled:  # before the decoding loop, for example while costs were measured
             return None
         except BaseException as exc:
             self._failure = exc if isinstance(exc, Exception) else None
             self._end(failed=isinstance(exc, Exception))
             raise
-
-    def _is_cancelled(self) -> bool:
-        return self._claim.is_withdrawn
 
     def _end(self, *, failed: bool = False) -> None:
         if self._is_over:

@@ -57,7 +57,7 @@ def load_sequence(path: Path, sequence: CachedSequence) -> int:
     if token_ids.size != count or hashlib.sha256(rest[: 4 * count]).hexdigest() != header.get("sha256"):
         raise StateError(f"the saved state {path} is damaged; {_AGAIN}")
     _check_fits(path, header, token_ids, sequence)
-    sequence.adopt(bytes(rest[4 * count :]), token_ids)
+    sequence.adopt(rest[4 * count :], token_ids)
     return int(token_ids.size)
 
 

@@ -12,7 +12,8 @@ from edgespec.config import GenerateOptions
 from edgespec.control.pool import DrafterPool
 from edgespec.engines.parked import LEAST_TOKENS
 from edgespec.engines.sequence import CachedSequence
-from edgespec.generation.executor import Executor, Request
+from edgespec.generation.executor import Executor
+from edgespec.generation.request import Request
 
 MOST_IDLE_TOKENS = 1024  # of texts without a generation that stay in cells which all sequences share
 
@@ -37,7 +38,7 @@ class Slots:
     @property
     def have_features(self) -> bool:
         """Whether any sequence reads hidden states."""
-        return any(not slot.sequence.shares_passes for slot in self._all)
+        return any(slot.sequence.keeps_features for slot in self._all)
 
     def has_one_for(self, options: GenerateOptions) -> bool:
         """Whether a free place has what `options` ask for."""

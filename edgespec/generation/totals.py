@@ -23,7 +23,6 @@ class Totals:
     decode_s: float = 0.0
 
     def add(self, stats: Stats) -> None:
-        """Add one generation."""
         self.num_generations += 1
         self.new_tokens += stats.new_tokens
         self.decoded_tokens += max(stats.new_tokens - 1, 0)

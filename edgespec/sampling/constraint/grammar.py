@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from edgespec.config import GenerateOptions
-from edgespec.constraint.library import Library
 from edgespec.errors import ConfigError
+from edgespec.sampling.constraint.library import Library
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from edgespec.errors import CapabilityError
-from edgespec.installation import install_command, is_importable
+from edgespec.installation import IMPORT_FAILURES, install_command, is_importable, not_importable
 from edgespec.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -73,8 +73,10 @@ class Library:
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
-        from llguidance import LLTokenizer
-
+        try:
+            from llguidance import LLTokenizer
+        except IMPORT_FAILURES as exc:
+            raise not_importable("structured output", exc, "llguidance", "structured") from exc
         vocabulary = self._vocabulary
         tokens: Any = _Tokens(vocabulary)
         return LLTokenizer(tokens, n_vocab=vocabulary.size, eos_token=sorted(vocabulary.end_ids))

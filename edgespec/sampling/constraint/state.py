@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.constraint.grammar import Grammar, compiled
-from edgespec.constraint.library import Library
 from edgespec.errors import EngineError
+from edgespec.sampling.constraint.grammar import Grammar, compiled
+from edgespec.sampling.constraint.library import Library
 from edgespec.types import NO_PARENT, Draft, Logits, TokenIds
 from edgespec.vocabulary import Vocabulary
 

@@ -1,22 +1,21 @@
-"""Where an option's value comes from: flag > EDGESPEC_* environment > TOML config file > default.
+"""The options: one table, SETTINGS, names each of them once.
 
-One table, SETTINGS, names every option once; the command line's flags, the environment's variables, the config file's
-keys and the chat's `/set` are all read from it. Defaults live in the dataclasses that the values end in.
+The command line's flags, the environment's variables, the config file's keys and the chat's `/set` are all read from
+it. Defaults live in the dataclasses that the values end in.
 """
 
 from __future__ import annotations
 
 import difflib
-import os
-import tomllib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from edgespec.config import CACHE_TYPES, DRAFTERS, ENGINES, PROVIDERS, RULES
+from edgespec.config.habits import CALLED, INSTEAD
 from edgespec.errors import ConfigError
-from edgespec.formats.files import expanded, is_file, read_text, user_folder
+from edgespec.formats.files import expanded, read_text
 
 Part = Literal["load", "sampling", "generate", "session"]
 Group = Literal["Model", "Speculation", "Sampling", "Answer", "Output", "Hardware"]
@@ -138,8 +137,12 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 _METAVARS = {
     "memory": "6GiB|80%|auto",
+    "device": "NAMES",
+    "draft_device": "NAMES",
+    "rpc": "HOST:PORT,...",
     "model": "MODEL",
     "draft_length": "N|auto",
+    "gpu_layers": "N",
     "max_slowdown": "SHARE",
     "json_schema": "FILE|JSON",
     "grammar": "FILE",
@@ -170,8 +173,12 @@ SETTINGS: tuple[Setting, ...] = (
         "load",
         ("engine", "text", "--engine", "Inference engine"),
         ("threads", "integer", "-t --threads", "CPU threads"),
-        ("gpu_layers", "integer", "-ngl --gpu-layers", "GGUF: layers on the GPU, -1 for all"),
+        ("gpu_layers", "length", "-ngl --gpu-layers", "GGUF: layers on the GPU, -1: all; or auto"),
         ("draft_gpu_layers", "integer", "-ngld --gpu-layers-draft", "GGUF: layers of the draft model on the GPU"),
+        ("device", "text", "-dev --device", "GGUF: devices for these layers, as doctor lists them, or none"),
+        ("draft_device", "text", "-devd --device-draft", "GGUF: devices of the draft model"),
+        ("kv_offload", "switch", "--kv-offload", "GGUF: KV cache on the device of its layers"),
+        ("rpc", "text", "--rpc", "GGUF: spread the target over RPC servers (edgespec rpc-server)"),
         ("provider", "text", "--provider", "ONNX: device"),
         ("cache_type_k", "text", "-ctk --cache-type-k", "Type of cached keys"),
         ("cache_type_v", "text", "-ctv --cache-type-v", "Type of cached values"),
@@ -231,6 +238,7 @@ SETTINGS: tuple[Setting, ...] = (
         "session",
         ("system", "text", "-s --system", "System prompt"),
         ("chat_template", "switch", "--chat-template", "Put the prompt into the chat template"),
+        ("thinking", "switch", "--thinking", "Let a model that can reason before it answers do so"),
     ),
     *_of(
         "Output",
@@ -244,69 +252,24 @@ SETTINGS: tuple[Setting, ...] = (
 # find its own answer.
 REMEMBERING = ("recall", "learn")
 STRUCTURE = ("json_schema", "grammar", "regex", "free_until")  # of one answer: for commands that give several kinds
+PROMPTING = ("system", "thinking")  # of the prompt, besides its text: for commands with prompts of their own
 PRINTING = ("show_draft", "stats", "raw")  # how one answer is printed: for commands that print none to leave out
-_BY_KEY = {key: setting for setting in SETTINGS for key in setting.keys}
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The values that were given anywhere, and for each where: `values` and `sources` by setting name."""
-
-    values: Mapping[str, Any] = field(default_factory=dict)
-    sources: Mapping[str, str] = field(default_factory=dict)
-
-    def part(self, part: Part) -> dict[str, Any]:
-        """Keyword arguments for the dataclass of one part; what is absent keeps that class's default."""
-        return {s.name: self.values[s.name] for s in SETTINGS if s.part == part and s.name in self.values}
-
-    def below(self, defaults: Mapping[str, Any], source: str) -> Settings:
-        """These settings with `defaults` (a model's recommended values) filled in underneath."""
-        known = {find(key, source).name: value for key, value in defaults.items()}
-        return Settings({**known, **self.values}, {**dict.fromkeys(known, source), **self.sources})
-
-    def without(self, names: Iterable[str]) -> Settings:
-        """These settings as if nobody had given those of `names`."""
-        left_out = set(names)
-        values = {name: value for name, value in self.values.items() if name not in left_out}
-        return Settings(values, {name: source for name, source in self.sources.items() if name in values})
-
-
-def find(key: str, source: str) -> Setting:
-    """The setting that `key` names, hyphens or underscores alike. Raises ConfigError with the nearest name."""
-    setting = _BY_KEY.get(key.replace("-", "_"))
-    if setting is None:
-        hint = did_you_mean(key, [spelling.replace("_", "-") for spelling in _BY_KEY])
-        raise ConfigError(
-            f"{source}: unknown setting {key!r}{hint or '; known: ' + ', '.join(s.key for s in SETTINGS)}"
-        )
-    return setting
-
-
-def resolve(
-    flags: Mapping[str, Any], environ: Mapping[str, str] | None = None, config_file: Path | None = None
-) -> Settings:
-    """Merge `flags` (by setting name; None, False for absent texts: not given), environment and config file.
-
-    `config_file` None: the file that EDGESPEC_CONFIG names (empty: none), else the user's own if there is one.
-    Raises ConfigError for an unknown key, a wrong type, or a file that cannot be read.
-    """
-    environ = os.environ if environ is None else environ
-    values: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-    path = config_file or _config_file(environ)
-    layers = [_from_file(path)] if path else []
-    layers += [_from_environment(environ), [(name, value, "the command line") for name, value in flags.items()]]
-    for layer in layers:
-        for name, value, source in layer:
-            if value is not None and value != ():
-                values[name], sources[name] = value, source
-    return Settings(values, sources)
+BY_KEY = {key: setting for setting in SETTINGS for key in setting.keys}
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """'; did you mean ...?' with the nearest of `known`, or nothing when none is near."""
+    """'; did you mean ...?' with the nearest of `known`, or nothing when none is near.
+
+    A word of another program has its name here, or says how the same is done, before any that looks alike.
+    """
     options = sorted(set(known))
     bare = name.lstrip("-/").lower()
+    habit = bare.replace("_", "-")
+    for option in options:
+        if CALLED.get(habit) == option.lstrip("-/").replace("_", "-"):
+            return f"; did you mean '{option}'?"
+    if habit in INSTEAD and not {"chat", "--ctx-size"}.isdisjoint(options):
+        return f"; {INSTEAD[habit]}"
     by_bare = {option.lstrip("-/").lower(): option for option in options}
     begun = [option for option in by_bare if min(len(option), len(bare)) > 2 and _share_beginning(option, bare)]
     # 'temprature' is nearer to 'chat-template' by letters, but it begins with 'temp'
@@ -317,46 +280,3 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def _share_beginning(one: str, other: str) -> bool:
     return one.startswith(other) or other.startswith(one)
-
-
-def _config_file(environ: Mapping[str, str]) -> Path | None:
-    chosen = environ.get(ENVIRONMENT_PREFIX + "CONFIG")
-    if chosen is not None:
-        return expanded(chosen) if chosen else None
-    own = user_folder("config", environ) / "config.toml"
-    return own if is_file(own) else None
-
-
-def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Any, str]]:
-    found = []
-    for variable, text in sorted(environ.items()):
-        key = variable.removeprefix(ENVIRONMENT_PREFIX)
-        if key == variable or key in PLACES:
-            continue
-        setting = _BY_KEY.get(key.lower())
-        if setting is None:
-            names = [ENVIRONMENT_PREFIX + known.upper() for known in (*_BY_KEY, *PLACES)]
-            raise ConfigError(f"unknown environment variable {variable}{did_you_mean(variable, names)}")
-        found.append((setting.name, setting.parse(text, variable), variable))
-    return found
-
-
-def _from_file(path: Path) -> list[tuple[str, Any, str]]:
-    try:
-        table = tomllib.loads(read_text(path))
-    except OSError as exc:
-        raise ConfigError(f"config file {path} cannot be read: {exc.strerror}") from exc
-    except (ValueError, RecursionError) as exc:  # ValueError: TOML, UTF-8, an integer without end
-        raise ConfigError(f"config file {path} is not TOML: {exc}") from exc
-    seen: dict[str, str] = {}
-    found = []
-    for key, value in table.items():
-        setting = find(key, str(path))
-        if setting.name in seen:
-            raise ConfigError(f"{path}: {key!r} and {seen[setting.name]!r} are the same setting; keep one")
-        seen[setting.name] = key
-        checked = setting.check(value, f"{path}: {key}")
-        if isinstance(checked, Path):  # a path in a file is meant from where the file lies
-            checked = path.parent / checked
-        found.append((setting.name, checked, str(path)))
-    return found

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import CapabilityError
-from edgespec.noise import Stream
+from edgespec.sampling.noise import Stream
 from edgespec.types import Distribution, Draft, TokenIds, Verdict
 
 ROOT = -1
@@ -168,4 +168,3 @@ def _probs_at(distribution: Distribution, token_ids: TokenIds) -> NDArray[Any]:
 RULES: dict[str, Rule] = {"coupled": coupled, "rejection": rejection, "block": block, "typical": typical}
 COMPARING = frozenset({rejection, block})  # rules that need the distribution from which each token was drafted
 CHAINS_ONLY = frozenset({block})
-LOSSY = frozenset({"typical"})

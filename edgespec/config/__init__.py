@@ -1,0 +1,44 @@
+"""Typed options: their names and limits, the checks of their values, and the classes that hold them."""
+
+from __future__ import annotations
+
+from edgespec.config.generate_options import GenerateOptions, SessionOptions
+from edgespec.config.load_options import LoadKeywords, LoadOptions, keywords_of
+from edgespec.config.names import (
+    CACHE_TYPES,
+    DRAFTERS,
+    ENGINES,
+    LOSSY,
+    MAX_DRAFT_LENGTH,
+    MAX_PARALLEL,
+    PROVIDERS,
+    RULES,
+    CacheType,
+    DrafterName,
+    DraftLength,
+    EngineName,
+    ProviderName,
+    RuleName,
+)
+
+__all__ = [
+    "CACHE_TYPES",
+    "DRAFTERS",
+    "ENGINES",
+    "LOSSY",
+    "MAX_DRAFT_LENGTH",
+    "MAX_PARALLEL",
+    "PROVIDERS",
+    "RULES",
+    "CacheType",
+    "DraftLength",
+    "DrafterName",
+    "EngineName",
+    "GenerateOptions",
+    "LoadKeywords",
+    "LoadOptions",
+    "ProviderName",
+    "RuleName",
+    "SessionOptions",
+    "keywords_of",
+]

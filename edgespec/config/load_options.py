@@ -1,0 +1,236 @@
+"""Typed options of loading a pair (`LoadOptions`), and its keywords."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypedDict
+
+from edgespec.config.checks import (
+    as_path,
+    at_least,
+    check_draft_length,
+    check_draft_temperature,
+    check_gpu_layers,
+    check_share,
+    device_names,
+    one_of,
+    optional_text,
+    refuses_unknown,
+    switches,
+    whole,
+)
+from edgespec.config.endpoints import parse_endpoints
+from edgespec.config.names import (
+    CACHE_TYPES,
+    DRAFTERS,
+    ENGINES,
+    MAX_PARALLEL,
+    PROVIDERS,
+    RULES,
+    CacheType,
+    DrafterName,
+    DraftLength,
+    EngineName,
+    GpuLayers,
+    ProviderName,
+    RuleName,
+)
+from edgespec.config.sizes import parse_budget
+from edgespec.errors import ConfigError, shown
+
+Location = str | os.PathLike[str]
+
+
+class LoadKeywords(TypedDict, total=False):
+    """Keywords of `load`: the fields of `LoadOptions` except `model`. Paths may be str."""
+
+    draft: Location | None
+    medium: Location | None
+    exit_layer: int | None
+    heads: Location | None
+    engine: EngineName
+    drafter: DrafterName
+    draft_length: DraftLength
+    draft_temperature: float
+    max_slowdown: float
+    verify: RuleName
+    reproducible: bool | None
+    context_length: int | None
+    draft_context_length: int | None
+    threads: int | None
+    parallel: int
+    gpu_layers: GpuLayers
+    draft_gpu_layers: int | None
+    device: str | None
+    draft_device: str | None
+    kv_offload: bool
+    rpc: str | None
+    cache_type_k: CacheType | None
+    cache_type_v: CacheType | None
+    draft_cache_type_k: CacheType | None
+    draft_cache_type_v: CacheType | None
+    memory: str | int | None
+    provider: ProviderName
+    corpus: bool
+    recall: bool
+    learn: bool
+
+
+@refuses_unknown(ConfigError)
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """Which models to load, and how. None means: choose by model and machine.
+
+    Models. `model`: registry name or path of the target's pair; paths may be str. `draft`: draft model; None: the
+    pair's own. `medium`: model between target and draft, loaded for drafter hierarchical only; None: the pair's own.
+    `heads`: heads file for drafter medusa or eagle; None: the pair's own, which drafter auto uses if there is no draft
+    model. `exit_layer`: number of layers of an ONNX target that draft; None: as the pair was exported. `engine`: which
+    files of the pair to use.
+
+    Speculation. `drafter`: auto chooses the drafter with the best expected speed, every round. `draft_length`: tokens,
+    or nodes for a drafter that drafts trees if the target can score trees; auto chooses every round; a number with
+    drafter auto selects the pair's own draft, or ngram without one. `draft_temperature`: factor on the target's
+    temperature for sampling from the draft model. `verify`: the acceptance rule. `max_slowdown`: the fraction of plain
+    decoding time that speculation may lose at most.
+    `reproducible`: same tokens with and without speculation; None: where model and rule allow it; True: required, else
+    CapabilityError; False: off, for speed.
+
+    Machine. `context_length`, `draft_context_length`: tokens. `parallel`: generations that can run at once
+    (`Model.batch`), each with a context of that length. `gpu_layers`, `draft_gpu_layers`: layers that llama.cpp
+    places on the GPU, -1 for all; "auto": as many of the target as its free memory holds, and the draft if it fits
+    beside them. `device`, `draft_device`: names of llama.cpp's devices for these layers, with commas
+    between them, or "none"; given alone, all layers go there. `kv_offload`: the KV cache of these layers is there too.
+    `rpc`: "HOST:PORT[,HOST:PORT...]" of RPC servers (`edgespec rpc-server`) that hold the layers of a GGUF target, all
+    of them unless `gpu_layers` is given; the draft stays on this machine. `provider`: ONNX Runtime's device.
+    `cache_type_k`, `cache_type_v`: KV cache formats, `draft_cache_type_k`, `draft_cache_type_v` those of the draft
+    model. `memory`: budget for all that is loaded, as "6GiB", "80%" of what is free, "auto" for all of it, or bytes;
+    options that are not given are chosen smaller to keep it. None: what is free, and only the draft model gives way.
+
+    Texts to draft from. `corpus`: drafter suffix also searches the user's corpus. `recall`: drafter cache reads what it
+    learnt in earlier runs. `learn`: this run's answers are added to that file. Both are off by default: a benchmark
+    that decodes the same prompt twice would otherwise draft from its own earlier answer.
+
+    Raises ConfigError for a value that is not allowed.
+    """
+
+    model: str = "demo"
+    draft: Path | None = None
+    medium: Path | None = None
+    exit_layer: int | None = None
+    heads: Path | None = None
+    engine: EngineName = "auto"
+    drafter: DrafterName = "auto"
+    draft_length: DraftLength = "auto"
+    draft_temperature: float = 1.0
+    max_slowdown: float = 0.02
+    verify: RuleName = "coupled"
+    reproducible: bool | None = None
+    context_length: int | None = None
+    draft_context_length: int | None = None
+    threads: int | None = None
+    parallel: int = 1
+    gpu_layers: GpuLayers = 0
+    draft_gpu_layers: int | None = None
+    device: str | None = None
+    draft_device: str | None = None
+    kv_offload: bool = True
+    rpc: str | None = None
+    cache_type_k: CacheType | None = None
+    cache_type_v: CacheType | None = None
+    draft_cache_type_k: CacheType | None = None
+    draft_cache_type_v: CacheType | None = None
+    memory: str | int | None = None
+    provider: ProviderName = "auto"
+    corpus: bool = True
+    recall: bool = False
+    learn: bool = False
+
+    def __post_init__(self) -> None:
+        switches(
+            self,
+            "corpus",
+            "recall",
+            "learn",
+            "kv_offload",
+            *(("reproducible",) if self.reproducible is not None else ()),
+        )
+        check_gpu_layers(self.gpu_layers)
+        if not isinstance(self.model, str | os.PathLike):
+            raise ConfigError(f"model must be a registry name or a path, got {shown(self.model)}")
+        object.__setattr__(self, "model", os.fsdecode(self.model))
+        for name in ("draft", "medium", "heads"):
+            object.__setattr__(self, name, as_path(name, getattr(self, name)))
+        one_of("engine", self.engine, ENGINES)
+        one_of("drafter", self.drafter, DRAFTERS)
+        one_of("verify", self.verify, RULES)
+        if self.memory is not None:
+            parse_budget(self.memory)
+        for kind in (self.cache_type_k, self.cache_type_v, self.draft_cache_type_k, self.draft_cache_type_v):
+            if kind is not None:
+                one_of("cache type", kind, CACHE_TYPES)
+        one_of("provider", self.provider, PROVIDERS)
+        at_least("threads", self.threads, 1)
+        if not 1 <= whole("parallel", self.parallel) <= MAX_PARALLEL:
+            raise ConfigError(f"parallel must be from 1 to {MAX_PARALLEL}, got {shown(self.parallel)}")
+        at_least("draft gpu-layers", self.draft_gpu_layers, -1)
+        for name in ("device", "draft_device"):
+            optional_text(name, getattr(self, name))
+            device_names(name.replace("_", "-"), getattr(self, name))
+        if self.rpc is not None:
+            parse_endpoints(self.rpc)
+        at_least("exit-layer", self.exit_layer, 1)
+        at_least("ctx-size", self.context_length, 16)
+        at_least("draft ctx-size", self.draft_context_length, 16)
+        check_draft_length(self.draft_length)
+        check_draft_temperature(self.draft_temperature)
+        check_share(self.max_slowdown)
+        if self.reproducible and self.verify != "coupled":
+            raise ConfigError(
+                f"--reproducible does not work with --verify {self.verify}, whose text depends on the "
+                "draft. Use --verify coupled, or --no-reproducible"
+            )
+        if self.reproducible and self.gpu_layers == "auto":
+            raise ConfigError(
+                "--reproducible does not work with -ngl auto, which goes by the memory that is free just now, and bits "
+                "depend on where layers are. Give their number: edgespec plan -ngl auto tells it"
+            )
+
+    @property
+    def rpc_servers(self) -> tuple[str, ...]:
+        """The RPC servers for the target, HOST:PORT each."""
+        return () if self.rpc is None else parse_endpoints(self.rpc)
+
+    @property
+    def target_devices(self) -> tuple[str, ...] | None:
+        """Names of the devices for the target's layers; None: llama.cpp's choice."""
+        return device_names("device", self.device)
+
+    @property
+    def draft_devices(self) -> tuple[str, ...] | None:
+        """The same for draft models, which are placed as the target where nothing is said, but never on RPC servers."""
+        if self.draft_device is not None or self.rpc is not None:
+            return device_names("draft-device", self.draft_device)
+        return self.target_devices
+
+    @property
+    def target_gpu_layers(self) -> int:
+        """Layers of the target that are not the processor's, -1 for all; "auto" counts as all until it is chosen."""
+        if self.gpu_layers == "auto":
+            return -1
+        return self.gpu_layers or (-1 if self.rpc or self.target_devices else 0)
+
+    @property
+    def draft_model_gpu_layers(self) -> int:
+        """The same for draft models."""
+        if self.draft_gpu_layers is not None:
+            return self.draft_gpu_layers
+        if self.draft_device is not None:
+            return -1 if self.draft_devices else 0
+        return 0 if self.rpc is not None else self.target_gpu_layers
+
+
+def keywords_of(options: LoadOptions) -> dict[str, Any]:
+    """The keywords with which `edgespec.load` makes these options again."""
+    return {field.name: getattr(options, field.name) for field in fields(options)}

@@ -1,0 +1,57 @@
+"""EAGLE-3 (arXiv 2503.01840) over the target's states: a head that reads the inputs of several layers, fused into one.
+
+Drafts, trees and the cache are those of `eagle`; the head has an embedding of its own, and its layer goes on with the
+state before the last norm. `edgespec export TARGET --draft HEAD --to onnx` makes its file.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from edgespec.drafters.eagle import EagleDrafter
+from edgespec.drafters.products import NumpyLayerProducts
+from edgespec.drafters.scored import Array, ScoredTokens
+from edgespec.engines.head import FusedProducts
+from edgespec.formats.head_file import HeadFile
+from edgespec.types import TokenIds
+
+
+class LayersEagleDrafter(EagleDrafter):
+    """`heads` of generation 3; without `products` numpy computes them in float32."""
+
+    def __init__(
+        self,
+        heads: HeadFile,
+        vocabulary_size: int,
+        end_ids: frozenset[int],
+        given_layers: tuple[int, ...] = (),
+        products: FusedProducts | None = None,
+    ) -> None:
+        made = products or NumpyLayerProducts(heads)
+        super().__init__(heads, vocabulary_size, end_ids, given_layers, made)
+        self._fused = made
+        self._fused_size = heads.manifest.fused_size
+        self._frequencies = heads.arrays["frequencies"]
+        # Its products have the rows of the head, and embeddings come from a table of their own.
+        self._vocabulary = self._scored_rows = np.zeros((0, heads.manifest.hidden_size), np.float16)
+        self._scored = ScoredTokens(heads, vocabulary_size, self._vocabulary)
+        assert heads.embedding is not None
+        self._embedding = heads.embedding
+
+    def read(self, features: Array) -> Array:
+        if self._columns is not None:
+            features = features[:, self._columns]
+        return self._fused.fuse(np.ascontiguousarray(features[:, : self._fused_size]))
+
+    def embed(self, token_ids: TokenIds) -> Array:
+        return self._embedding.rows(token_ids)
+
+    def scores_behind(self, token_ids: TokenIds, features: Array) -> Array:
+        """Scores [the heads' vocabulary] of what follows the text `token_ids` [n], whose `features` [m] are known up to
+        the last token but one; the next call overwrites them."""
+        self._make_room(len(features))
+        return self.row(self._catch_up(token_ids, features)[1])
+
+    @property
+    def bytes_used(self) -> int:
+        return super().bytes_used + self._embedding.num_bytes

@@ -1,0 +1,204 @@
+"""The decoding loop: prefill, then rounds of draft, verify and accept. A generator of token events.
+
+`autoregressive` is the non-speculative baseline: one pass per token. `speculative` emits the same tokens under the
+coupled rule, and the same distribution under the rejection and block rules. Both leave the cache consistent at every
+`yield`, so a caller may stop at any time. This file does not depend on a specific engine or drafter.
+
+The loop itself (`steps`) asks for each pass, of the target or of a draft model, and is given its logits. `alone` runs
+these passes at once; `generation.batching` packs those of several sequences into one. `run_state` holds the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from edgespec.control.base import NOTHING, Controller, Proposal
+from edgespec.drafters.base import DraftRequest
+from edgespec.engines.pass_request import PassRequest
+from edgespec.errors import Cancelled, EngineError
+from edgespec.generation.run_state import Run
+from edgespec.sampling.acceptance import CHAINS_ONLY, COMPARING, Rule, TargetAt
+from edgespec.types import Distribution, Draft, Logits, RoundRecord, TokenEvent, TokenIds, Verdict
+
+Returned = TypeVar("Returned")
+Steps = Generator[TokenEvent | PassRequest, Any, Returned]
+"""Events, and passes to be run: each of these is answered with its logits."""
+
+
+def autoregressive(run: Run) -> Generator[TokenEvent, None, None]:
+    """Plain decoding: one token per target pass."""
+    return alone(steps(run))
+
+
+def speculative(run: Run, controller: Controller, rule: Rule) -> Generator[TokenEvent, None, None]:
+    """Rounds of draft, verify, accept. Under rule coupled it emits the same tokens as `autoregressive`.
+
+    Under the other lossless rules it samples from the same distribution. A drafter that fails is disabled for the rest
+    of the answer; decoding continues without it.
+    """
+    return alone(steps(run, controller, rule))
+
+
+def alone(steps: Steps[None]) -> Generator[TokenEvent, None, None]:
+    """The events of a sequence that has the engine to itself: each pass is run as soon as it is asked for."""
+    try:
+        step = next(steps)
+        while True:
+            if isinstance(step, PassRequest):
+                try:
+                    logits = step.run()
+                except BaseException as exc:  # the loop restores its cache, and goes on where a draft failed
+                    step = steps.throw(exc)
+                else:
+                    step = steps.send(logits)
+            else:
+                yield step
+                step = next(steps)
+    except StopIteration:
+        return
+    finally:
+        steps.close()
+
+
+def steps(run: Run, controller: Controller | None = None, rule: Rule | None = None) -> Steps[None]:
+    """The loop: speculative with a controller and a rule, plain without."""
+    with run.guarded():
+        pending_id = yield from _first_token(run)
+        if controller is None or rule is None:
+            yield from _plain_rounds(run, pending_id)
+        else:
+            yield from _speculative_rounds(run, controller, rule, pending_id)
+
+
+def _first_token(run: Run) -> Steps[int]:
+    """Prefill and emit the first token; returns it as the pending token."""
+    logits = yield from run.prefill()
+    pending_id = run.sampler.pick(run.sampler.distribution(logits, run.prompt_ids), run.target.length)
+    yield from run.emit(pending_id, run.target.length, logits)
+    return pending_id
+
+
+def _plain_rounds(run: Run, pending_id: int, most: int | None = None, *, wakes: bool = False) -> Steps[int]:
+    """One pass per token, for `most` rounds (None: until the end); returns the pending token.
+
+    With `wakes` it ends earlier where a grammar forces what comes next.
+    """
+    done = 0
+    while run.stats.finish_reason is None and done != most:
+        if wakes and run.is_forced(pending_id):
+            break  # a draft that is nearly certain is worth a decision
+        run.keep_within_memory()
+        started = run.asks()
+        logits = yield from run.target.feeding(np.array([pending_id], np.int32))
+        pass_s, is_disturbed = run.timed(1, started)
+        position = run.target.length
+        run.count(RoundRecord(position, None, 0, 0, (), 0.0, pass_s, is_disturbed=is_disturbed))
+        pending_id = run.sampler.pick(run.sampler.distribution(logits, run.target.token_ids), position)
+        yield from run.emit(pending_id, position, logits)
+        run.look_again(logits[None], pass_s)
+        done += 1
+    return pending_id
+
+
+def _speculative_rounds(run: Run, controller: Controller, rule: Rule, pending_id: int) -> Steps[None]:
+    """Draft, verify, accept, until the end."""
+    controller.begin(run.prompt_ids, run.reading_s, run.clock)
+    while run.stats.finish_reason is None:
+        rest, begun = controller.rest(), run.stats.rounds
+        pending_id = yield from _plain_rounds(run, pending_id, rest, wakes=controller.wakes)
+        if run.stats.finish_reason is not None:
+            return
+        controller.wake(rest - (run.stats.rounds - begun))
+        run.keep_within_memory()
+        context_ids = run.target.with_pending(pending_id)
+        position = context_ids.size
+        proposal, draft_s = yield from _propose(run, controller, context_ids, rule)
+        draft = proposal.draft
+        logits, verify_s, is_disturbed = yield from _score(run, pending_id, draft)
+        started_s = run.clock()
+        verdict = _judge(run, rule, draft, context_ids, logits)
+        run.target.keep(pending_id, draft, verdict.accepted_nodes)
+        seconds = draft_s, verify_s, run.clock() - started_s
+        record = _record(proposal, verdict, position, seconds, is_disturbed)
+        controller.observe(proposal, verdict, record)
+        run.count(record)
+        row = 0
+        for node in verdict.accepted_nodes:
+            yield from run.emit(int(draft.token_ids[node]), position, logits[row], proposal.drafter)
+            if run.stats.finish_reason is not None:
+                return
+            row, position = node + 1, position + 1
+        pending_id = verdict.next_token_id
+        yield from run.emit(pending_id, position, logits[row])
+        run.look_again(logits, verify_s, verdict.accepted_nodes)
+
+
+def _propose(run: Run, controller: Controller, context_ids: TokenIds, rule: Rule) -> Steps[tuple[Proposal, float]]:
+    """The round's draft and the seconds it took. Limited to what can still be emitted, cached and scored."""
+    most = min(run.target.engine.widest_pass - 1, run.target.room - 1)
+    if run.stop.max_tokens is not None:
+        most = min(most, run.stop.max_tokens - run.stats.new_tokens - 1)
+    if most <= 0:
+        return NOTHING, 0.0
+    started_s = run.clock()
+    target = run.target
+    request = DraftRequest(
+        context_ids,
+        most,
+        run.sampler,
+        needs_distributions=rule in COMPARING,
+        max_branches=0 if rule in CHAINS_ONLY else target.engine.most_branches,
+        features=target.features,
+        layer_inputs=target.layer_inputs,
+    )
+    try:
+        proposal = yield from controller.proposing(request)
+        draft = run.sampler.permitted(proposal.draft, context_ids)
+        proposal = Proposal(draft, proposal.drafter) if draft.num_tokens else NOTHING
+    except Cancelled:
+        raise
+    except (EngineError, MemoryError) as exc:
+        name = controller.leave_out()
+        run.stats.notes.append(f"drafter {name} failed and is disabled for the rest of this answer: {exc}")
+        proposal = NOTHING
+    return proposal, run.clock() - started_s
+
+
+def _score(run: Run, pending_id: int, draft: Draft) -> Steps[tuple[Logits, float, bool]]:
+    """Logits [rows, vocabulary] of the draft, the seconds of the pass, and whether other load disturbed that time."""
+    started = run.asks()
+    logits = yield from run.target.scoring(pending_id, draft)
+    return logits, *run.timed(draft.num_tokens + 1, started)
+
+
+def _judge(run: Run, rule: Rule, draft: Draft, context_ids: TokenIds, logits: Logits) -> Verdict:
+    """Apply the acceptance rule; without a draft, choose the next token as plain decoding does."""
+    position = context_ids.size
+    if not draft.num_tokens:
+        return Verdict((), run.sampler.pick(run.sampler.distribution(logits[0], context_ids), position))
+    verdict = rule(draft, _target_at(run, draft, context_ids, logits), run.sampler, position)
+    return replace(verdict, row_choices=tuple(logits.argmax(axis=1).tolist())) if draft.wants_rows else verdict
+
+
+def _target_at(run: Run, draft: Draft, context_ids: TokenIds, logits: Logits) -> TargetAt:
+    """A function that computes the target's distribution after a node, for the nodes that a rule reaches."""
+
+    def target_at(node: int, path: tuple[int, ...]) -> Distribution:
+        history = context_ids
+        if path and run.sampler.uses_history:
+            history = np.concatenate((context_ids, draft.token_ids[list(path)]))
+        return run.sampler.distribution(logits[node + 1], history)
+
+    return target_at
+
+
+def _record(
+    proposal: Proposal, verdict: Verdict, position: int, seconds: tuple[float, float, float], is_disturbed: bool
+) -> RoundRecord:
+    draft, accepted = proposal.draft, len(verdict.accepted_nodes)
+    confidences = tuple(draft.confidences.tolist()) if draft.num_tokens else ()
+    return RoundRecord(position, proposal.drafter, draft.num_tokens, accepted, confidences, *seconds, is_disturbed)

@@ -1,0 +1,73 @@
+"""Makes requests of what the callers of a loaded model give, after checking it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from edgespec.config import GenerateOptions, LoadOptions
+from edgespec.errors import ConfigError, PromptError, SamplingError
+from edgespec.generation.executor import Executor
+from edgespec.generation.inputs import checked_ids, of_kind
+from edgespec.generation.request import Request
+from edgespec.generation.run_state import check_prompt
+from edgespec.sampling import Sampler, Sampling
+from edgespec.sampling.constraint.grammar import Grammar
+from edgespec.sampling.constraint.state import Constraint, Constraints
+from edgespec.types import RoundRecord, TokenIds
+
+
+class RequestMaker:
+    """For the model of `executor`, loaded with `options`. Its methods raise as those of `Model`."""
+
+    def __init__(self, executor: Executor, options: LoadOptions) -> None:
+        self._executor, self._options = executor, options
+        self._constraints = Constraints()
+
+    def make(
+        self,
+        prompt: str | Sequence[int],
+        sampling: Sampling,
+        options: GenerateOptions | None,
+        on_round: Callable[[RoundRecord], None] | None,
+    ) -> Request:
+        """The request that `Model.stream` describes."""
+        chosen = of_kind("options", options or GenerateOptions(), GenerateOptions, ConfigError)
+        sampling = of_kind("sampling", sampling, Sampling, SamplingError)
+        prompt_ids = self._prompt_ids(prompt)
+        check_prompt(prompt_ids, self._executor.target.facts.context_length)
+        self._executor.pool.check(chosen)
+        constraint = self._constraint(chosen, prompt_ids.size)
+        return Request(
+            prompt_ids,
+            Sampler(sampling, self._executor.target.vocabulary.size, chosen.noise_offset, constraint),
+            chosen,
+            chosen.drafter or self._options.drafter,
+            chosen.verify or self._options.verify,
+            on_round,
+        )
+
+    def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
+        """Token ids of `text` as a prompt."""
+        with self._executor.vocabulary() as vocabulary:
+            return vocabulary.encode(
+                of_kind("text", text, str, PromptError), parse_special=parse_special, add_bos=vocabulary.adds_bos
+            )
+
+    def check_structure(self, options: GenerateOptions) -> None:
+        """Check the grammar of `options`, if there is one."""
+        self._constraint(of_kind("options", options, GenerateOptions, ConfigError), 0)
+
+    def _constraint(self, options: GenerateOptions, begin: int) -> Constraint | None:
+        grammar = Grammar.of(options)
+        if grammar is None:
+            return None
+        with self._executor.vocabulary() as vocabulary:
+            return self._constraints.of(grammar, vocabulary, begin)
+
+    def _prompt_ids(self, prompt: str | Sequence[int]) -> TokenIds:
+        if isinstance(prompt, str):
+            if not prompt:
+                raise PromptError("the prompt is empty: give at least one character")
+            prompt = self.encode(prompt)
+        with self._executor.vocabulary() as vocabulary:
+            return checked_ids(prompt, vocabulary.size)

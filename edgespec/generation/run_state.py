@@ -1,0 +1,171 @@
+"""The state of one generation while it is decoded: its text, its sampler, its limits, its counters and its clock.
+
+`decode` is the loop that moves it on. What happens at one place only is there; this holds what several steps share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import NamedTuple
+
+from edgespec.control.threads import Started, ThreadControl
+from edgespec.engines.parked import ParkedStates
+from edgespec.engines.pass_request import Passes
+from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.watch import ClassWatch
+from edgespec.errors import Cancelled, PromptError
+from edgespec.sampling import Sampler
+from edgespec.sampling.stopping import StopRules, TextStream
+from edgespec.types import Logits, RoundRecord, Stats, TokenEvent, TokenIds
+
+
+class PassShare(NamedTuple):
+    """One sequence's part of a pass that several shared: its seconds, and whether other load disturbed these."""
+
+    seconds: float
+    is_disturbed: bool
+
+
+@dataclass(slots=True)
+class Run:
+    """State of one generation. `stats` is updated while it runs; `on_round` is called after each round.
+
+    `parked`: saved KV states of other texts, one of which may be a prefix of the prompt.
+    `relieve`: frees memory where too much is in use, and says what it did; called between rounds.
+    `threads`: chooses the number of threads; None: unchanged. `watch`: checks that the passes stay reproducible.
+    `share`: its part of the last pass, where passes are shared with other sequences; None: they are its own.
+    `others_s`: seconds that it waited while passes worked for other sequences; `reading_s`: those that reading the
+    prompt took without them.
+    Raises PromptError for an empty prompt or one that does not fit the context.
+    """
+
+    target: CachedSequence
+    prompt_ids: TokenIds
+    sampler: Sampler
+    stop: StopRules
+    logprobs: bool = True
+    top_logprobs: int = 0
+    parked: ParkedStates | None = None
+    threads: ThreadControl | None = None
+    on_round: Callable[[RoundRecord], None] | None = None
+    watch: ClassWatch | None = None
+    relieve: Callable[[], str] | None = None
+    share: PassShare | None = None
+    others_s: float = 0.0
+    stats: Stats = field(default_factory=Stats)
+    text: TextStream = field(init=False)
+    reading_s: float = field(init=False, default=0.0)
+    _started_s: float = field(init=False, default=0.0)
+    _paused_s: float = field(init=False, default=0.0)
+
+    def __post_init__(self) -> None:
+        check_prompt(self.prompt_ids, self.target.engine.facts.context_length)
+        self.text = TextStream(self.target.engine.vocabulary, self.stop)
+
+    def clock(self) -> float:
+        """Seconds of this generation: those that went by while others were served do not count."""
+        return perf_counter() - self.others_s
+
+    def prefill(self) -> Passes[Logits]:
+        """Feed the part of the prompt that is not cached; returns the logits [vocabulary] after its last token."""
+        self._started_s, started_s = perf_counter(), self.clock()
+        self.stats.prompt_tokens = self.prompt_ids.size
+        if self.parked is not None:
+            self.parked.make_way(self.target, self.prompt_ids)
+        self.stats.reused_tokens = self.target.reuse(self.prompt_ids)
+        logits = yield from self.target.feeding(self.prompt_ids[self.target.length :])
+        self.stats.prefill_s, self.reading_s = perf_counter() - self._started_s, self.clock() - started_s
+        self.stats.target_passes = self.target.passes_for(self.prompt_ids.size - self.stats.reused_tokens)
+        if self.threads is not None:
+            self.threads.begin()
+        return logits
+
+    @staticmethod
+    def asks() -> Started:
+        """A pass is about to be asked for."""
+        return Started.now()
+
+    def timed(self, rows: int, started: Started) -> PassShare:
+        """The time of the pass over `rows` rows that has just ended, which is reported to thread control."""
+        if self.share is not None:
+            return self.share
+        seconds = perf_counter() - started.wall_s
+        if self.threads is None:
+            return PassShare(seconds, is_disturbed=False)
+        lacking_s = started.lacking_s(self.threads.threads)
+        return PassShare(seconds, self.threads.passed(rows, seconds, lacking_s, self.target.length))
+
+    def emit(self, token_id: int, position: int, logits: Logits, drafter: str | None = None) -> Iterator[TokenEvent]:
+        """Yield one event. The consumer's time is not counted."""
+        shown, reason = self.text.push(token_id)
+        if reason is None and position + 1 > self.target.engine.facts.context_length:
+            shown, reason = shown + self.text.finish(), "length"
+        logprob = self.sampler.log_prob(logits, token_id) if self.logprobs else None
+        likeliest = self.sampler.top_log_probs(logits, self.top_logprobs) if self.top_logprobs else ()
+        self.stats.new_tokens += 1
+        self.stats.finish_reason = reason
+        self._tick()
+        paused_s = perf_counter()
+        yield TokenEvent(token_id, shown, position, drafter, logprob, reason, likeliest)
+        self._paused_s += perf_counter() - paused_s
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Finish normally on Cancelled; after any exception the cache holds only committed tokens."""
+        try:
+            yield
+        except GeneratorExit:
+            raise
+        except Cancelled:
+            self.target.restore()
+            self.stats.finish_reason = "cancelled"
+        except BaseException:
+            self.target.restore()
+            raise
+        finally:
+            self._tick()
+
+    def is_forced(self, pending_id: int) -> bool:
+        """Whether a grammar forces what follows the pending token."""
+        return self.sampler.constraint is not None and bool(self.sampler.forced(self.target.with_pending(pending_id)))
+
+    def count(self, record: RoundRecord) -> None:
+        """Add a round to `stats` and report it to `on_round`."""
+        stats = self.stats
+        stats.rounds += 1
+        stats.target_passes += 1
+        stats.drafted_tokens += record.drafted_tokens
+        stats.accepted_tokens += record.accepted_tokens
+        stats.draft_s += record.draft_s
+        stats.verify_s += record.verify_s
+        if self.on_round is not None:
+            self.on_round(record)
+
+    def keep_within_memory(self) -> None:
+        """Free memory if that is needed, and say so."""
+        if self.relieve is not None and (said := self.relieve()):
+            self.stats.notes.append(said)
+
+    def look_again(self, logits: Logits, pass_s: float, accepted_nodes: tuple[int, ...] = ()) -> None:
+        """Occasionally score a round's tokens again, to check that its `logits` [rows, vocabulary] are reproducible."""
+        if self.watch is not None:
+            self.watch.spent(pass_s)
+            if self.watch.is_due(self.target):
+                self.watch.look(self.target, logits[[0, *(node + 1 for node in accepted_nodes)]])
+
+    def _tick(self) -> None:
+        self.stats.wall_s = perf_counter() - self._started_s - self._paused_s
+
+
+def check_prompt(prompt_ids: TokenIds, context_length: int) -> None:
+    """Raise PromptError for an empty prompt [n], or one that leaves no room for an answer."""
+    if prompt_ids.size == 0:
+        raise PromptError("the prompt is empty: give at least one token")
+    if prompt_ids.size >= context_length:
+        raise PromptError(
+            f"the prompt has {prompt_ids.size} tokens and the context holds {context_length}, answer included: "
+            "shorten the prompt or give a larger --ctx-size"
+        )

@@ -1,0 +1,14 @@
+"""Sampling: settings, and the sampler that turns logits into distributions and tokens."""
+
+from __future__ import annotations
+
+from edgespec.sampling.parameters import MAX_TEMPERATURE, Sampling
+from edgespec.sampling.sampler import Sampler
+from edgespec.sampling.top import top_ids
+
+__all__ = [
+    "MAX_TEMPERATURE",
+    "Sampler",
+    "Sampling",
+    "top_ids",
+]
