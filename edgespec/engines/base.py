@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.closing import Closing
 from edgespec.errors import BatchError, CapabilityError, ConfigError, ContextFull
-from edgespec.types import NO_PARENT, Batch, Closing, Logits, TokenIds
+from edgespec.types import NO_PARENT, Batch, Logits, TokenIds
 from edgespec.vocabulary import Vocabulary
 
 
@@ -26,7 +27,8 @@ class EngineFacts:
     model has none. `padding_cost`: with a pinned class, the time of a single-token pass padded into it over that of
     one that is not padded. `can_tree`: whether a batch may hold trees; chains are always allowed. `can_pack`: whether
     rows of several sequences may share a pass; in reproducible mode, whether each of them then has the bits that it has
-    alone. `notes`: what the user should know about this load.
+    alone. `notes`: what the user should know about this load. `placement`: which devices, by their own names, and how
+    much of the model is on them; empty: all is the processor's. Whatever is measured belongs to it.
     """
 
     name: str
@@ -45,6 +47,7 @@ class EngineFacts:
     padding_cost: float = 1.0
     can_pack: bool = False
     notes: tuple[str, ...] = ()
+    placement: str = ""
 
 
 class EarlyExit(ABC):
@@ -120,7 +123,7 @@ class Engine(Closing, ABC):
         """The whole state of one sequence."""
 
     @abstractmethod
-    def load_state(self, state: bytes, sequence: int = 0) -> None:
+    def load_state(self, state: bytes | memoryview, sequence: int = 0) -> None:
         """Restore what `save_state` gave. Raises StateError when it is not from this model and settings."""
 
     def give_hidden_states(self, wanted: bool) -> None:

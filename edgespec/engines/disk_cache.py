@@ -102,13 +102,11 @@ def flag(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-def a_list(element: Schema, *, least: int = 0, size: int | None = None) -> Schema:
-    """A list of at least `least` elements, or of exactly `size`."""
+def a_list(element: Schema, *, size: int | None = None) -> Schema:
+    """A list of any length, or of exactly `size` elements."""
 
     def fits(value: Any) -> bool:
-        if not isinstance(value, list) or (len(value) < least if size is None else len(value) != size):
-            return False
-        return all(map(element, value))
+        return isinstance(value, list) and size in (None, len(value)) and all(map(element, value))
 
     return fits
 

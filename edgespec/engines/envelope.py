@@ -31,9 +31,13 @@ class StateStamp:
     def wrap(self, payload: bytes, length: int) -> bytes:
         return HEADER.pack(self.magic, self.digest, hashlib.sha256(payload).digest(), length) + payload
 
-    def unwrap(self, state: bytes) -> tuple[bytes, int]:
-        """(payload, length in tokens). Raises StateError for anything but a complete state of this model."""
-        if len(state) < HEADER.size or not state.startswith(self.magic):
+    def unwrap(self, state: bytes | memoryview, context_length: int) -> tuple[memoryview, int]:
+        """(payload, length in tokens), not copied.
+
+        Raises StateError for anything but a whole state of this model, of at most `context_length` tokens.
+        """
+        state = memoryview(state)
+        if len(state) < HEADER.size or state[: len(self.magic)] != self.magic:
             raise StateError("this is not a saved sequence of this engine; start from the prompt instead")
         _, stamp, digest, length = HEADER.unpack_from(state)
         if stamp != self.digest:
@@ -43,6 +47,8 @@ class StateStamp:
         payload = state[HEADER.size :]
         if hashlib.sha256(payload).digest() != digest:
             raise StateError("this saved sequence is damaged; start from the prompt instead")
+        if length > context_length:
+            raise StateError(f"the state holds {length} tokens, this context {context_length}")
         return payload, length
 
 

@@ -5,6 +5,8 @@ They may begin anywhere in the text: earlier passes may have given none, and of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -53,3 +55,52 @@ class FeatureRows:
         if length < self.end:
             self.end = length
             self.start = min(self.start, length)
+
+
+class KeptFeatures:
+    """One kind of rows that passes give besides logits, hidden states or inputs of layers, of the latest tokens.
+
+    `read`: gives a copy [rows, size] of those of the engine's last pass.
+    """
+
+    def __init__(self, read: Callable[[], Features], window: int = WINDOW) -> None:
+        self._read, self._window = read, window
+        self._kept: FeatureRows | None = None
+        self._scored: Features | None = None  # the rows that `keep` chooses from
+        self.given: Features | None = None  # the sequence's own of the last pass; None: all that the pass gave are
+
+    @property
+    def are_kept(self) -> bool:
+        return self._kept is not None
+
+    def switch(self, on: bool) -> None:
+        """Keep rows from the next pass on, or drop them and stop."""
+        self._kept = FeatureRows(self._window) if on else None
+
+    def latest(self, length: int) -> Features | None:
+        """Rows [n, size] of the last n of `length` tokens, a view; None unless they are kept."""
+        if self._kept is None:
+            return None
+        return self._kept.states if self._kept.end == length else self._kept.states[:0]
+
+    def _of_pass(self) -> Features:
+        return self._read() if self.given is None else self.given
+
+    def append(self, length: int) -> None:
+        """The last pass read the tokens from position `length` on."""
+        if self._kept is not None:
+            self._kept.append(length, self._of_pass())
+
+    def score(self) -> None:
+        """The last pass scored rows of which `keep` will say which became tokens."""
+        self._scored = None if self._kept is None else self._of_pass()
+
+    def keep(self, length: int, rows: list[int]) -> None:
+        """These of the scored rows are the tokens from position `length` on."""
+        if self._kept is not None and self._scored is not None:
+            self._kept.append(length, self._scored[rows])
+
+    def truncate(self, length: int) -> None:
+        """Drop the tokens from position `length` on."""
+        if self._kept is not None:
+            self._kept.truncate(length)

@@ -9,16 +9,18 @@ from dataclasses import dataclass
 class Footprint:
     """Bytes of a loaded model once its context is full.
 
-    `mapped`: weights that stay in the file and come through the page cache, which the system may drop and read again.
+    `mapped`: weights that stay in the file and come through the page cache, which the system may drop and read again;
+    `read_once` of them are only copied from, when the model is opened, so that dropping them costs nothing.
     All other parts are memory of the process's own. `packed`: weights copied in another order (llama.cpp's repacking,
     ONNX Runtime's prepacking); `cache`: keys and values; `compute`: results of a pass; `logits`: rows of scores;
-    `vocabulary`: tokens and the tokenizer's tables; `device`: what lies on a GPU instead.
+    `vocabulary`: tokens and the tokenizer's tables; `device`: what lies on another device instead.
     `loading`, `loading_mapped`: what is needed only while the model is opened, of either kind; `reserved`: addresses
     beyond those used.
     `context_length`: tokens of the full context, of which there are `sequences`.
     """
 
     mapped: int = 0
+    read_once: int = 0
     packed: int = 0
     cache: int = 0
     compute: int = 0
@@ -42,8 +44,9 @@ class Use:
     """How a model will be used, as far as it decides on memory. None: the engine's default.
 
     `context_length` in tokens, None for the trained one up to `default_context`; `cache_types` of keys and values;
-    `rows`: widest pass that asks for logits of all its rows; `gpu_layers`: -1 for all; `sequences`: texts at once, each
-    with a context of that length.
+    `rows`: widest pass that asks for logits of all its rows; `gpu_layers`: -1 for all, with their caches if
+    `kv_offload`; `sequences`: texts at once, each with a context of that length; `device`: of ONNX Runtime, None for
+    the processor.
     """
 
     context_length: int | None = None
@@ -52,4 +55,6 @@ class Use:
     gpu_layers: int = 0
     exit_layer: int | None = None
     default_context: int = 4096
+    kv_offload: bool = True
     sequences: int = 1
+    device: str | None = None

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.types import Closing, Logits, TokenIds
+from edgespec.closing import Closing
+from edgespec.types import Logits, TokenIds
 
 States = NDArray[np.float32]
 
@@ -73,6 +74,10 @@ class FeatureHead(Closing, ABC):
     def clear_cancel(self) -> None:
         """Drop a `cancel` that has not ended a pass yet."""
 
+    def another(self) -> FeatureHead | None:
+        """The same head with a cache of its own, which lives as long as this one; None where that is not possible."""
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Free everything; closing twice is allowed."""
@@ -97,3 +102,11 @@ class LayerProducts(Closing, ABC):
 
         `x` [n, width]: what the layer starts with; `attended` [n, heads * head_dim]. Raises EngineError.
         """
+
+
+class FusedProducts(LayerProducts):
+    """The same of an EAGLE-3 head, which first fuses the inputs of several of the target's layers."""
+
+    @abstractmethod
+    def fuse(self, features: States) -> States:
+        """States [n, width] of `features` [n, inputs of all layers read]. Raises EngineError."""

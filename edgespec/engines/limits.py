@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 Kind = Literal["memory", "data", "addresses"]
+_ARENA_MAX = -8  # of glibc's malloc.h
 _NO_LIMIT = 1 << 60  # control groups of version 1 write a number for "no limit"
 
 
@@ -58,6 +59,17 @@ def return_freed_memory() -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
+
+
+def keep_one_arena() -> None:
+    """Have threads that are started from now on allocate where the first one does (glibc).
+
+    Each would reserve 64 MiB of addresses for an arena of its own, which a limit of addresses counts.
+    """
+    if sys.platform == "linux":
+        set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+        if set_option is not None:
+            set_option(_ARENA_MAX, 1)
 
 
 def _of_machine(root: Path) -> Iterator[Limit]:

@@ -5,23 +5,30 @@ Work deep inside an engine can report without every call in between passing a li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-OnProgress = Callable[[int, int, str], None]
-"""Called with (steps done, steps in all, what is being done); an exception it raises ends the work."""
-_listener: ContextVar[OnProgress | None] = ContextVar("edgespec_on_progress", default=None)
+from edgespec.types import Progress
+
+_listener: ContextVar[Progress | None] = ContextVar("edgespec_on_progress", default=None)
 
 
 @contextmanager
-def reporting_to(on_progress: OnProgress | None) -> Iterator[None]:
+def reporting_to(on_progress: Progress | None) -> Iterator[None]:
     """Inside the block, in this thread, work reports to `on_progress`, if it is not None."""
     before = _listener.set(on_progress)
     try:
         yield
     finally:
         _listener.reset(before)
+
+
+def report(done: int, total: int, what: str) -> None:
+    """Tell the listener, if there is one, that `done` of `total` steps of `what` are done."""
+    listener = _listener.get()
+    if listener is not None:
+        listener(done, total, what)
 
 
 class Work:
@@ -37,6 +44,4 @@ class Work:
         self._report()
 
     def _report(self) -> None:
-        listener = _listener.get()
-        if listener is not None:
-            listener(self.done, self.total, self.what)
+        report(self.done, self.total, self.what)

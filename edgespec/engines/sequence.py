@@ -4,68 +4,28 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import Engine
-from edgespec.engines.features import LAYERS_WINDOW, PROMPT_FEATURES, FeatureRows, Features
+from edgespec.engines.features import LAYERS_WINDOW, PROMPT_FEATURES, Features, KeptFeatures
+from edgespec.engines.pass_request import Passes, PassRequest, at_once
 from edgespec.engines.proof import EVERY_WIDTH_TO
 from edgespec.errors import EdgespecError
 from edgespec.types import Batch, Draft, Logits, TokenIds
 
 
-class PassRequest(NamedTuple):
-    """Rows of one sequence that wait for a pass; the reply is their logits, a view until the next pass.
-
-    `hidden`: with hidden states or without them; None: as the engine does now.
-    """
-
-    target: CachedSequence
-    batch: Batch
-    hidden: bool | None = None
-
-    def run(self) -> Logits:
-        """The logits of a pass of its own. Raises as `Engine.forward`."""
-        self.target.first_row = 0
-        if self.hidden is not None:
-            self.target.engine.give_hidden_states(self.hidden)
-        return self.target.engine.forward(self.batch)
-
-    @property
-    def can_share(self) -> bool:
-        """Whether its rows may be packed with those of other sequences: hidden states are read of one sequence only."""
-        return self.target.shares_passes
-
-
-Passes = Generator[PassRequest, Logits, Logits]
-"""Asks for passes one after another; returns logits."""
-
-
-def at_once(passes: Passes) -> Logits:
-    """What `passes` return when each pass is run as soon as it is asked for. Raises as `Engine.forward`."""
-    try:
-        request = next(passes)
-        while True:
-            request = passes.send(request.run())
-    except StopIteration as end:
-        logits: Logits = end.value
-        return logits
-
-
 class CachedSequence:
     """The KV cache of one sequence as a list of tokens that grows, is rolled back and is reused.
 
-    `most_rows`: of a pass that reads a prompt, where other sequences wait for theirs. `first_row`: of this sequence in
-    the last pass, where others came before.
+    `most_rows`: of a pass that reads a prompt, where other sequences wait for theirs.
     """
 
     most_per_token = 1  # most places of the cache that a token takes
     most_rows = sys.maxsize
-    first_row = 0
 
     def __init__(self, engine: Engine, sequence: int = 0) -> None:
         self.engine = engine
@@ -73,11 +33,10 @@ class CachedSequence:
         # one more than the cache holds: the pending token comes after the cached ones
         self._ids = np.zeros(engine.facts.context_length + 1, np.int32)
         self._length = engine.length(sequence)
-        self._features: FeatureRows | None = None
-        self._scored: Features | None = None  # hidden states of the rows that `keep` chooses from
-        self._layers: tuple[int, ...] = ()
-        self._layer_rows = FeatureRows(LAYERS_WINDOW)
-        self._scored_layers: Features | None = None
+        self._first_row = 0  # of this sequence in the last pass, where others came before
+        self._states = KeptFeatures(lambda: engine.hidden_states().copy())
+        self._inputs = KeptFeatures(engine.layer_inputs, LAYERS_WINDOW)
+        self.layers: tuple[int, ...] = ()  # whose inputs are kept; another sequence may stop the engine giving them
         if self._length:
             self.rollback(0)
 
@@ -104,10 +63,14 @@ class CachedSequence:
 
         For a prompt they are computed for its last tokens only. Raises CapabilityError when the engine gives none.
         """
-        if wanted == (self._features is not None):
-            return
-        self.engine.give_hidden_states(wanted)
-        self._features = FeatureRows() if wanted else None
+        if wanted != self._states.are_kept:
+            self.engine.give_hidden_states(wanted)
+            self._states.switch(wanted)
+
+    @property
+    def keeps_features(self) -> bool:
+        """Whether hidden states are kept."""
+        return self._states.are_kept
 
     @property
     def features(self) -> Features | None:
@@ -115,19 +78,17 @@ class CachedSequence:
 
         n is from 1 after a pass to WINDOW.
         """
-        if self._features is None:
-            return None
-        return self._features.states if self._features.end == self._length else self._features.states[:0]
+        return self._states.latest(self._length)
 
     def keep_layer_inputs(self, layers: tuple[int, ...]) -> None:
         """Keep the inputs of `layers` for the latest tokens from the next pass on; no layers: stop doing so.
 
         Raises CapabilityError when the engine gives none.
         """
-        if layers == self._layers:
-            return
-        self.engine.give_layer_inputs(layers)
-        self._layers, self._layer_rows = layers, FeatureRows(LAYERS_WINDOW)
+        if layers != self.layers:
+            self.engine.give_layer_inputs(layers)
+            self.layers = layers
+            self._inputs.switch(bool(layers))
 
     @property
     def layer_inputs(self) -> Features | None:
@@ -135,9 +96,7 @@ class CachedSequence:
 
         n is from 1 after a pass to LAYERS_WINDOW.
         """
-        if not self._layers:
-            return None
-        return self._layer_rows.states if self._layer_rows.end == self._length else self._layer_rows.states[:0]
+        return self._inputs.latest(self._length)
 
     @property
     def room(self) -> int:
@@ -176,7 +135,7 @@ class CachedSequence:
         """Length of the common prefix of the cache and `wanted_ids` [n], at most n - 1."""
         return shared_prefix(self.token_ids, wanted_ids)
 
-    def adopt(self, state: bytes, token_ids: TokenIds) -> None:
+    def adopt(self, state: bytes | memoryview, token_ids: TokenIds) -> None:
         """Load `state`, which the engine saved after `token_ids` [n]; the sequence is empty when that fails.
 
         Raises StateError, EngineError.
@@ -200,16 +159,15 @@ class CachedSequence:
         self._length = other.length
         self.rollback(length)
 
-    @property
-    def shares_passes(self) -> bool:
-        """Whether its rows may be packed with those of other sequences."""
-        return self._features is None and not self._layers
+    def took_part(self, first_row: int, states: Features | None = None, layer_inputs: Features | None = None) -> None:
+        """Its rows are those from `first_row` on of the last pass; where others share it, what it gave of these."""
+        self._first_row, self._states.given, self._inputs.given = first_row, states, layer_inputs
 
     def feed(self, token_ids: TokenIds) -> Logits:
         """Append tokens [n] in as few passes as possible; the logits row [vocabulary] after the last one."""
         return at_once(self.feeding(token_ids))
 
-    def feeding(self, token_ids: TokenIds) -> Passes:
+    def feeding(self, token_ids: TokenIds) -> Passes[Logits]:
         """The passes of `feed`.
 
         In reproducible mode all of them have widths of the pinned class, so that the cache has the same bits whether
@@ -219,16 +177,12 @@ class CachedSequence:
             while start < end:
                 part = token_ids[start : end if self.engine.facts.pinned_class else min(end, start + self.most_rows)]
                 start += part.size
-                wanted = self._features is not None and start + PROMPT_FEATURES > token_ids.size
-                logits = yield PassRequest(
-                    self,
-                    Batch.chain(part, sequence=self.sequence, last_only=True),
-                    None if self._features is None else wanted,
-                )
-                if wanted and self._features is not None:
-                    self._features.append(self._length, self.engine.hidden_states())
-                if self._layers:
-                    self._layer_rows.append(self._length, self.engine.layer_inputs())
+                batch = Batch.chain(part, sequence=self.sequence, last_only=True)
+                wanted = self.keeps_features and start + PROMPT_FEATURES > token_ids.size
+                logits = yield PassRequest(self, batch, wanted if self.keeps_features else None)
+                if wanted:
+                    self._states.append(self._length)
+                self._inputs.append(self._length)
                 self._append(part)
         last: Logits = logits[-1]
         return last
@@ -241,7 +195,7 @@ class CachedSequence:
         if self.engine.facts.pinned_class and EVERY_WIDTH_TO < last < step:
             ends.insert(-1, ends[-2] + EVERY_WIDTH_TO)  # the widths between were not all tested
         late = num_tokens - PROMPT_FEATURES
-        if self._features is None or step <= PROMPT_FEATURES or late <= 0:
+        if not self.keeps_features or step <= PROMPT_FEATURES or late <= 0:
             return ends
         return [*(end for end in ends if end < late), late, num_tokens]
 
@@ -253,15 +207,15 @@ class CachedSequence:
         """Logits [1 + draft tokens, vocabulary] of the pending token and every draft node; `keep` must follow."""
         return at_once(self.scoring(pending_token_id, draft))
 
-    def scoring(self, pending_token_id: int, draft: Draft) -> Passes:
+    def scoring(self, pending_token_id: int, draft: Draft) -> Passes[Logits]:
         """The pass of `score`."""
         if draft.num_tokens:
             batch = Batch.tree(pending_token_id, draft, sequence=self.sequence)
         else:
             batch = Batch.chain([pending_token_id], sequence=self.sequence)
-        logits = yield PassRequest(self, batch, None if self._features is None else True)
-        self._scored = None if self._features is None else self.engine.hidden_states().copy()
-        self._scored_layers = self.engine.layer_inputs() if self._layers else None
+        logits = yield PassRequest(self, batch, True if self.keeps_features else None)
+        self._states.score()
+        self._inputs.score()
         return logits
 
     def look(self, token_ids: TokenIds, parents: TokenIds, outputs: NDArray[np.bool_]) -> Logits:
@@ -269,8 +223,12 @@ class CachedSequence:
 
         `parents` [n]: rows, or -1 after the last cached token. Raises as `Engine.forward`.
         """
+        return at_once(self.looking(token_ids, parents, outputs))
+
+    def looking(self, token_ids: TokenIds, parents: TokenIds, outputs: NDArray[np.bool_]) -> Passes[Logits]:
+        """The pass of `look`."""
         sequences = np.full(token_ids.size, self.sequence, np.int32)
-        logits = self.engine.forward(Batch(token_ids, parents, sequences, outputs))
+        logits = yield PassRequest(self, Batch(token_ids, parents, sequences, outputs))
         self.engine.rollback(self._length, self.sequence)
         return logits
 
@@ -291,21 +249,17 @@ class CachedSequence:
     def keep(self, pending_token_id: int, draft: Draft, accepted_nodes: tuple[int, ...]) -> None:
         """Commit the pending token and the accepted path of the draft just scored, drop the rest."""
         rows = [0, *(node + 1 for node in accepted_nodes)]
-        if self._features is not None and self._scored is not None:
-            self._features.append(self._length, self._scored[rows])
-        if self._scored_layers is not None:
-            self._layer_rows.append(self._length, self._scored_layers[rows])
+        self._states.keep(self._length, rows)
+        self._inputs.keep(self._length, rows)
         if not draft.num_tokens:
             self._ids[self._length] = pending_token_id
             self._length += 1
             return
         if draft.is_chain:
-            kept = self._length + 1 + len(accepted_nodes)
             if len(accepted_nodes) < draft.num_tokens:
-                self.engine.rollback(kept, self.sequence)
+                self.engine.rollback(self._length + len(rows), self.sequence)
         else:
-            path = (0, *(node + 1 for node in accepted_nodes))
-            self.engine.keep_path(tuple(self.first_row + row for row in path), self.sequence)
+            self.engine.keep_path(tuple(self._first_row + row for row in rows), self.sequence)
         self._append(np.array([pending_token_id, *draft.token_ids[list(accepted_nodes)]], np.int32))
 
     def rollback(self, to_length: int) -> None:
@@ -315,9 +269,8 @@ class CachedSequence:
         self.engine.rollback(to_length, self.sequence)
 
     def _forget_rows(self, to_length: int) -> None:
-        if self._features is not None:
-            self._features.truncate(to_length)
-        self._layer_rows.truncate(to_length)
+        self._states.truncate(to_length)
+        self._inputs.truncate(to_length)
 
     def restore(self) -> None:
         """After an interrupt: drop what a half-finished call left after the known tokens."""

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import Engine, EngineFacts, check_batch
-from edgespec.errors import BatchError, Cancelled, CapabilityError, EngineError, PromptError, StateError, UsageError
+from edgespec.errors import BatchError, Cancelled, CapabilityError, EngineError, PromptError, StateError
 from edgespec.types import NO_PARENT, Batch, Logits
 from edgespec.vocabulary import Vocabulary
 
@@ -48,8 +48,7 @@ class LetterVocabulary(Vocabulary):
         return b"" if token_id in self.end_ids else self.token_name(token_id).encode()
 
     def token_name(self, token_id: int) -> str:
-        if not 0 <= token_id < self.size:
-            raise UsageError(f"token id {token_id} is outside the vocabulary 0..{self.size - 1}")
+        self.check_id(token_id)
         return LETTERS[token_id] if token_id < len(LETTERS) else f"[{token_id}]"
 
 
@@ -255,10 +254,11 @@ class TableEngine(Engine):
         payload = np.array(self._cached[sequence], np.int32).tobytes()
         return STATE_MAGIC + self._stamp(payload) + payload
 
-    def load_state(self, state: bytes, sequence: int = 0) -> None:
+    def load_state(self, state: bytes | memoryview, sequence: int = 0) -> None:
         self._require_open()
         self._check_sequence(sequence)
         start = len(STATE_MAGIC) + len(self._stamp(b""))
+        state = bytes(state)
         payload = state[start:]
         if not state.startswith(STATE_MAGIC) or state[len(STATE_MAGIC) : start] != self._stamp(payload):
             raise StateError("this is not a complete state of this table; start from the prompt instead")

@@ -1,7 +1,7 @@
 """Checks files of unknown origin in a child process first, because a bad file can end the process that loads it.
 
-The child uses each file as an engine would, then reads all its weights. The file may be opened here after the first
-step; the second one, which takes longer, goes on beside the load.
+The child opens each file, uses it as an engine would, and at last reads all its weights. The load here follows one
+step behind: what the child has opened is opened here while the child goes on.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Self
 
+from edgespec.closing import Closing
 from edgespec.engines import disk_cache
 from edgespec.engines.disk_cache import CHECKED_FILE, file_key, key_of
-from edgespec.engines.trial_child import Child, is_graph, start_child
+from edgespec.engines.trial_child import OPENED, USED, Child, is_graph, start_child
 from edgespec.errors import ModelFileError, ModelNotFound
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.split import model_files
@@ -40,8 +40,8 @@ def check_model_files(is_trusted: Mapping[Path, bool]) -> None:
         trial.require_sound()
 
 
-class Trial:
-    """`check_model_files` in two steps: a load waits for the first one only, and the second goes on beside it.
+class Trial(Closing):
+    """`check_model_files` in steps, each of which a load waits for only when it comes to it itself.
 
     Made, it has read the headers, and its child works. Raises ModelNotFound and ModelFileError.
     """
@@ -56,15 +56,23 @@ class Trial:
         if unknown:
             self._child = start_child(unknown, timeout_s=_allowed_s(unknown), weights_last=True)
 
-    def require_usable(self) -> None:
-        """Wait until the child has used each model once: none may be opened here before. Raises ModelFileError."""
-        if self._child is not None:
-            _require_none(self._child.results(len(self._keys)))
+    def require_opened(self, path: Path) -> None:
+        """Wait until the child has opened this model, which may not be opened here before. Raises ModelFileError."""
+        self._require(path, OPENED)
+
+    def require_used(self, path: Path) -> None:
+        """Wait until the child has used it: no context, pass or tokenizer of it before that. Raises ModelFileError."""
+        self._require(path, USED)
+
+    def _require(self, path: Path, step: int) -> None:
+        if self._child is not None and path in self._keys:
+            before = list(self._keys).index(path)
+            _require_none(self._child.results(before * USED + step))
 
     def require_sound(self) -> None:
-        """Wait until it has read all their weights too, and remember that. Raises ModelFileError."""
+        """Wait until it has read the weights of all models too, and remember that. Raises ModelFileError."""
         if self._child is not None:
-            _require_none(self._child.results(2 * len(self._keys)))
+            _require_none(self._child.results((USED + 1) * len(self._keys)))
         self.close()
         for path, key in self._keys.items():
             disk_cache.put("probed", key, {"path": str(path)})
@@ -75,12 +83,6 @@ class Trial:
         if self._child is not None:
             self._child.close()
             self._child = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _check_header(path: Path) -> None:

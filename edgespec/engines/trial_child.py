@@ -1,9 +1,9 @@
 """The child process that tries models, and what of it the parent sees.
 
 It is a fork where that is safe (`may_fork`), which saves the start of Python, and otherwise a program
-(`python -m edgespec.engines.trial_child each|last FILE...`). It writes a JSON object for each file it has finished:
-{"path": ..., "fault": null or the reason}. `each` reads a file's weights before the next file is opened; `last` reads
-them after all files were used, and reports a second time.
+(`python -m edgespec.engines.trial_child each|last FILE...`). It writes JSON objects, {"path": ..., "fault": null or the
+reason}. `each`: one per file, when it was opened and used and its weights were read. `last`: one when a file was
+opened, one when it was used, and after all files were, one per file whose weights were read.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import IO, NoReturn, Self
+from typing import IO, NoReturn
 
+from edgespec.closing import Closing
 from edgespec.engines.base import fault_of
 from edgespec.engines.machine import has_address_limit
 from edgespec.errors import CapabilityError, EdgespecError
@@ -31,6 +33,7 @@ from edgespec.formats.gguf.eagle3 import is_eagle3
 
 # Libraries with threads or devices of their own, which do not survive a fork.
 _UNFORKABLE = (b"libiomp", b"libomp", b"onnxruntime_pybind", b"libtorch", b"libcuda")
+OPENED, USED = 1, 2  # steps of a file's trial, and how many reports there are of it then
 _OPENMP = b"libgomp"  # of llama.cpp, which starts threads in its first pass; before that, of another library
 
 
@@ -39,21 +42,22 @@ def is_graph(path: Path) -> bool:
     return path.suffix == ".onnx"
 
 
-class Child:
-    """A child that tries `paths`: `results` tells what it found, `close` ends it.
+class Child(Closing):
+    """A child that tries models: `results` tells what it found, `close` ends it.
 
-    `reports`: what it writes; `ended`: waits for its end and gives its status; `kill`: ends it.
+    `order`: whom each report is about; `reports`: what it writes; `ended`: waits for its end and gives its status;
+    `kill`: ends it.
     """
 
     def __init__(
         self,
-        paths: Sequence[Path],
+        order: Sequence[Path],
         timeout_s: float,
         reports: IO[bytes],
         ended: Callable[[], int],
         kill: Callable[[], None],
     ) -> None:
-        self._paths, self._timeout_s = paths, timeout_s
+        self._order, self._timeout_s = order, timeout_s
         self._ended, self._kill = ended, kill
         self._deadline_s = monotonic() + timeout_s
         self._found: list[str | None] = []
@@ -65,7 +69,7 @@ class Child:
         """Wait for its first `count` reports: of each the fault, or None. Fewer if it ended: the last one says how."""
         while len(self._found) < count:
             if ending := self._read():
-                path = self._paths[len(self._found) % len(self._paths)]
+                path = self._order[len(self._found)]
                 how = f"{path} is not a usable model: loading it {ending}. Download or export it again"
                 return [*self._found, how]
         return self._found[:count]
@@ -90,12 +94,6 @@ class Child:
         with contextlib.suppress(ChildProcessError):
             self._ended()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def _copy_lines(reports: IO[bytes], lines: queue.Queue[bytes]) -> None:
     """Put every line into the queue, then an empty one."""
@@ -106,7 +104,7 @@ def _copy_lines(reports: IO[bytes], lines: queue.Queue[bytes]) -> None:
 
 
 def start_child(paths: Sequence[Path], *, timeout_s: float, weights_last: bool) -> Child:
-    """Let a child try `paths`. `weights_last`: two reports per file, those of the weights after all others."""
+    """Let a child try `paths`. `weights_last`: three reports per file, those of the weights after all others."""
     return (_fork if may_fork() else _start_program)(paths, timeout_s, weights_last)
 
 
@@ -139,7 +137,7 @@ def _fork(paths: Sequence[Path], timeout_s: float, weights_last: bool) -> Child:
         _be_the_child(paths, sending, timeout_s, weights_last)
     os.close(sending)
     forked = _Forked(process)
-    return Child(paths, timeout_s, os.fdopen(receiving, "rb"), forked.ended, forked.kill)
+    return Child(_order(paths, weights_last), timeout_s, os.fdopen(receiving, "rb"), forked.ended, forked.kill)
 
 
 @dataclass(slots=True)
@@ -173,8 +171,7 @@ def _be_the_child(paths: Sequence[Path], sending: int, timeout_s: float, weights
         for stream in range(3):
             os.dup2(nowhere, stream)
         logging.disable()
-        for report in _reports(paths, weights_last):
-            os.write(sending, report.encode() + b"\n")
+        _try_all(paths, weights_last, lambda report: os.write(sending, report.encode() + b"\n"))
         os._exit(0)
     except BaseException:
         os._exit(1)
@@ -200,48 +197,65 @@ def _start_program(paths: Sequence[Path], timeout_s: float, weights_last: bool) 
         env={**os.environ, "PYTHONPATH": search_path},
     )
     assert process.stdout is not None
-    return Child(paths, timeout_s, process.stdout, process.wait, process.kill)
+    return Child(_order(paths, weights_last), timeout_s, process.stdout, process.wait, process.kill)
 
 
-def _reports(paths: Sequence[Path], weights_last: bool) -> Iterator[str]:
-    """In the child: a line per file, or with `weights_last` two."""
-    found: list[str | None] = []
+def _try_all(paths: Sequence[Path], weights_last: bool, send: Callable[[str], object]) -> None:
+    """In the child: `send` what is found, in the order of `_order`."""
+    found: dict[Path, str | None] = {}
     for path in paths:
-        fault = try_model(path)
-        if not weights_last and fault is None:
-            fault = try_weights(path)
-        found.append(fault)
-        yield _report(path, fault)
+        sent: list[str] = []
+
+        def opened(path: Path = path, sent: list[str] = sent) -> None:
+            if weights_last and not sent:
+                sent.append(_report(path, None))
+                send(sent[0])
+
+        found[path] = try_model(path, opened)
+        if not weights_last:
+            send(_report(path, found[path] or try_weights(path)))
+            continue
+        for _ in range(USED - len(sent)):
+            send(_report(path, found[path]))
     if weights_last:
-        for path, fault in zip(paths, found, strict=True):
-            yield _report(path, try_weights(path) if fault is None else fault)
+        for path, fault in found.items():
+            send(_report(path, fault or try_weights(path)))
+
+
+def _order(paths: Sequence[Path], weights_last: bool) -> list[Path]:
+    """Whom each report is about."""
+    return [path for path in paths for _ in range(USED)] + [*paths] if weights_last else [*paths]
 
 
 def _report(path: Path, fault: str | None) -> str:
     return json.dumps({"path": str(path), "fault": fault})
 
 
-def try_model(path: Path) -> str | None:
-    """In the child: use a model as the engine will. The reason when it cannot be used, else None."""
+def try_model(path: Path, opened: Callable[[], None]) -> str | None:
+    """In the child: use a model as the engine will. The reason when it cannot be used, else None.
+
+    `opened` is called when its file was opened and before anything else of it was used.
+    """
     try:
         if is_graph(path):
             from edgespec.engines.onnx.opening import try_folder
 
-            try_folder(path)
+            try_folder(path, opened)
             return None
-        return _try_gguf(path)
+        return _try_gguf(path, opened)
     except EdgespecError as exc:
         return str(exc)
 
 
-def _try_gguf(path: Path) -> str | None:
+def _try_gguf(path: Path, opened: Callable[[], None]) -> str | None:
     from edgespec.engines.llamacpp import Eagle3Head, LlamaCppEngine
     from edgespec.types import Batch
 
     if is_eagle3(path):
         Eagle3Head.try_alone(path)
         return None
-    with LlamaCppEngine.load(path, context_length=16, max_batch=8, threads=1, reproducible=False) as engine:
+    load = partial(LlamaCppEngine.load, path, context_length=16, max_batch=8, threads=1, reproducible=False)
+    with load(opened=opened, is_repacked=False) as engine:
         ids = engine.vocabulary.encode("".join(map(chr, range(256))), parse_special=True)
         logits = engine.forward(Batch.chain(ids[:2] or [0]))
         if fault := fault_of(logits):
@@ -256,18 +270,13 @@ def try_weights(path: Path) -> str | None:
     """In the child: read all weights of a GGUF. The reason when some are no numbers, else None."""
     if is_graph(path) or is_eagle3(path) or has_address_limit():
         return None
-    from edgespec.engines.llamacpp.library import library, open_model
+    from edgespec.engines.llamacpp import weights
 
-    try:
-        library().llama_model_free(open_model(path, check_tensors=True))
-    except EdgespecError as exc:
-        return str(exc)
-    return None
+    return weights.try_weights(path)
 
 
 def main(order: str, paths: Sequence[str]) -> None:
-    for report in _reports([Path(path) for path in paths], order == "last"):
-        print(report, flush=True)
+    _try_all([Path(path) for path in paths], order == "last", partial(print, flush=True))
 
 
 if __name__ == "__main__":

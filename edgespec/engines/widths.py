@@ -14,10 +14,9 @@ from edgespec.engines import disk_cache, proof
 from edgespec.engines.base import Engine, EngineFacts
 from edgespec.engines.disk_cache import Schema, a_list, a_record, a_row, flag, key_of, text, whole
 from edgespec.engines.disk_cache import seconds as of_time
-from edgespec.engines.proof import PREFIX, Survey, WidthClass
+from edgespec.engines.proof import Survey, WidthClass
 from edgespec.errors import CapabilityError
 
-__all__ = ["METHOD", "PREFIX", "WidthClass", "choose_class", "pinned_facts", "refute"]
 logger = logging.getLogger("edgespec")
 METHOD = 3  # increase it when the test changes, so that older results are not used
 MAX_PADDED_WIDTH = 4
@@ -54,16 +53,17 @@ def pinned_facts(engine: Engine, key: str, *, widest: int, reproducible: bool | 
 
     `key` names everything that the bits depend on; results are cached under it. `reproducible` True finds a class or
     raises CapabilityError, with `advice`. None takes reproducible mode where single-token passes are known to be in
-    the class, so that it costs nothing, and the fastest mode otherwise. On a CPU that is known only after an earlier
-    load with True: testing takes longer than a user should wait for a first token.
+    the class, so that it costs nothing, and the fastest mode otherwise. On a CPU, or over a network, that is known only
+    after an earlier load with True: testing takes longer than a user should wait for a first token.
     """
     engine.class_key = key
-    if reproducible is None and engine.facts.device == "cpu" and disk_cache.get("widths", key, _kept(widest)) is None:
-        return _as_fastest(engine.facts, key)
+    is_slow = engine.facts.device == "cpu" or engine.facts.device.startswith("rpc")
+    if reproducible is None and is_slow and disk_cache.get("widths", key, _kept(widest)) is None:
+        return fastest_facts(engine, key)
     found = _proved(engine, key, widest) if engine.facts.can_rollback else Proved((), {})
     pinned = found.pinned
     if reproducible is None and (pinned is None or pinned[0] > 1):
-        return _as_fastest(engine.facts, key)
+        return fastest_facts(engine, key)
     if reproducible and pinned is None:
         raise CapabilityError(_why_none(found, advice))
     max_batch = engine.facts.max_batch
@@ -77,6 +77,19 @@ def pinned_facts(engine: Engine, key: str, *, widest: int, reproducible: bool | 
         max_batch=max_batch,
         padding_cost=found.padding_cost,
     )
+
+
+def fastest_facts(engine: Engine, key: str) -> EngineFacts:
+    """The facts of an engine in the fastest mode, with a note when that is chosen for the first time."""
+    engine.class_key = key
+    if disk_cache.get("modes", key, a_record({"mode": text})) is not None:
+        return engine.facts
+    disk_cache.put("modes", key, {"mode": "fastest"})
+    note = (
+        "mode: fastest; texts with and without drafting may differ where two tokens are about equally likely "
+        "(--reproducible excludes that, often at a cost in speed)"
+    )
+    return replace(engine.facts, notes=(*engine.facts.notes, note))
 
 
 def is_known_free(key: str, widest: int) -> bool:
@@ -104,18 +117,6 @@ def refute(engine: Engine) -> None:
     found = Proved(facts.width_classes, {}, refuted=True)
     disk_cache.put("widths", engine.class_key, found.kept())
     engine.drop_class()
-
-
-def _as_fastest(facts: EngineFacts, key: str) -> EngineFacts:
-    """The facts unchanged, with a note when the choice is made for the first time."""
-    if disk_cache.get("modes", key, a_record({"mode": text})) is not None:
-        return facts
-    disk_cache.put("modes", key, {"mode": "fastest"})
-    note = (
-        "mode: fastest; texts with and without drafting may differ where two tokens are about equally likely "
-        "(--reproducible excludes that, often at a cost in speed)"
-    )
-    return replace(facts, notes=(*facts.notes, note))
 
 
 def _proved(engine: Engine, key: str, widest: int) -> Proved:

@@ -12,13 +12,16 @@ every method that reads or extends a sequence trims it first. Padding rows are r
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
-from edgespec.engines.llamacpp.library import library
+import numpy as np
+
+from edgespec.engines.llamacpp.library import complaints, forget_complaints, library
 from edgespec.engines.llamacpp.rows import Branches, branches_through, leaves
 from edgespec.engines.llamacpp.settings import ContextSettings
 from edgespec.engines.rows import SequenceBook, SequenceRows
-from edgespec.errors import BatchError, CapabilityError, EngineError
+from edgespec.errors import BatchError, CapabilityError, EngineError, StateError
 
 END = -1
 
@@ -28,6 +31,7 @@ class Cells:
 
     def __init__(self, context: Any, settings: ContextSettings, book: SequenceBook) -> None:
         llama = library()
+        self._context = context
         self._memory = llama.llama_get_memory(context)
         self._remove, self._copy = llama.llama_memory_seq_rm, llama.llama_memory_seq_cp
         self._last_position = llama.llama_memory_seq_pos_max
@@ -126,3 +130,30 @@ class Cells:
         self.forget(destination)
         self._copy(self._memory, source, destination, -1, END)
         self._lengths[destination] = self._lengths[source]
+
+    def state_size(self, sequence: int = 0) -> int:
+        """Bytes of a sequence's state."""
+        return int(library().llama_state_seq_get_size(self._context, sequence))
+
+    def save(self, sequence: int) -> bytes:
+        """A sequence's state."""
+        self.trim(sequence)
+        size = self.state_size(sequence)
+        buffer = (ctypes.c_uint8 * size)()
+        forget_complaints()
+        written = library().llama_state_seq_get_data(self._context, buffer, size, sequence)
+        if written != size:
+            raise EngineError(f"llama.cpp wrote {written} of {size} bytes of the state: {complaints()}")
+        return bytes(buffer)
+
+    def load(self, state: bytes | memoryview, length: int, sequence: int) -> None:
+        """Give a sequence the `state` of one of `length` tokens. Raises StateError, and the sequence is then empty."""
+        self.forget(sequence)
+        if not length:
+            return
+        forget_complaints()
+        buffer = np.frombuffer(state, np.uint8).ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        if not library().llama_state_seq_set_data(self._context, buffer, len(state), sequence):
+            self.forget(sequence)
+            raise StateError(f"llama.cpp refused the state, the sequence is now empty: {complaints()}")
+        self._lengths[sequence] = length

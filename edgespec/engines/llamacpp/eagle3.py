@@ -7,6 +7,8 @@ that encodes needs positions as if it decoded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,7 +16,14 @@ import numpy as np
 
 from edgespec.engines.head import FeatureHead, HeadFacts, States
 from edgespec.engines.llamacpp.extensions import extension
-from edgespec.engines.llamacpp.library import CancelFlag, complaints, forget_complaints, library, open_model
+from edgespec.engines.llamacpp.library import (
+    CancelFlag,
+    complaints,
+    forget_complaints,
+    library,
+    open_model,
+    uninterrupted,
+)
 from edgespec.engines.llamacpp.rows import PairRows
 from edgespec.engines.llamacpp.settings import AUTO, CACHE_TYPES, ON
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
@@ -30,7 +39,10 @@ DEFAULT_CONTEXT = 2048
 
 
 class Eagle3Head(FeatureHead):
-    """Owns a llama.cpp model and a context; uses the target's context where the head shares weights with it."""
+    """Owns a llama.cpp model and a context; uses the target's context where the head shares weights with it.
+
+    `another` has a context of its own over the same model.
+    """
 
     def __init__(
         self,
@@ -40,9 +52,13 @@ class Eagle3Head(FeatureHead):
         cancel: CancelFlag,
         context_length: int,
         end_ids: frozenset[int],
+        make_context: Callable[[CancelFlag], Any],
     ) -> None:
+        """`make_context`: makes another context like `context`, which a cancel flag ends."""
         llama = library()
         self._model, self._context, self._cancel, self._sizes = model, context, cancel, sizes
+        self._make_context, self._owns_model = make_context, True
+        self._others: list[Eagle3Head] = []
         self._memory = llama.llama_get_memory(context)
         self._step = _step(sizes)
         self._rows = PairRows(self._step)
@@ -95,14 +111,15 @@ class Eagle3Head(FeatureHead):
     ) -> Eagle3Head:
         model = open_model(path, gpu_layers=gpu_layers, check_tensors=vocabulary is None)
         cancel = CancelFlag()
+        make = partial(_create_context, model, path, sizes, length, threads, target_context)
         try:
             if vocabulary is not None:
                 check_same_vocabulary(vocabulary, LlamaCppVocabulary(model))
-            context = _create_context(model, path, sizes, cancel, length, threads, target_context)
+            context = make(cancel)
         except BaseException:
             library().llama_model_free(model)
             raise
-        head = cls(model, context, sizes, cancel, length, vocabulary.end_ids if vocabulary else frozenset())
+        head = cls(model, context, sizes, cancel, length, vocabulary.end_ids if vocabulary else frozenset(), make)
         try:
             head._try_out(path)
         except BaseException:
@@ -217,9 +234,20 @@ class Eagle3Head(FeatureHead):
         if not self.start <= position <= self.end:
             raise BatchError(f"the head's cache holds pairs {self.start}..{self.end}, {position} is outside")
 
+    def another(self) -> Eagle3Head:
+        self._require_open()
+        cancel = CancelFlag()
+        context = self._make_context(cancel)
+        length, end_ids = self.facts.context_length, self.facts.end_ids
+        found = Eagle3Head(self._model, context, self._sizes, cancel, length, end_ids, self._make_context)
+        found._owns_model = False
+        self._others.append(found)
+        return found
+
     def set_threads(self, threads: int) -> None:
         self._require_open()
-        library().llama_set_n_threads(self._context, threads, threads)
+        for head in (self, *(other for other in self._others if other._context is not None)):
+            library().llama_set_n_threads(head._context, threads, threads)
 
     def cancel(self) -> None:
         self._cancel.set()
@@ -230,8 +258,11 @@ class Eagle3Head(FeatureHead):
     def close(self) -> None:
         if self._context is None:
             return
+        for other in self._others:
+            other.close()
         library().llama_free(self._context)
-        library().llama_model_free(self._model)
+        if self._owns_model:
+            library().llama_model_free(self._model)
         self._context = self._model = None
 
     def _require_open(self) -> None:
@@ -251,7 +282,7 @@ def num_bytes(sizes: Eagle3Sizes, context_length: int) -> int:
 
 
 def _create_context(
-    model: Any, path: Path, sizes: Eagle3Sizes, cancel: CancelFlag, length: int, threads: int, target_context: Any
+    model: Any, path: Path, sizes: Eagle3Sizes, length: int, threads: int, target_context: Any, cancel: CancelFlag
 ) -> Any:
     llama = library()
     params = llama.llama_context_default_params()
@@ -266,10 +297,11 @@ def _create_context(
     params.ctx_other = target_context if sizes.shares_embeddings or sizes.shares_output else None
     params.abort_callback, params.abort_callback_data = cancel.callback, cancel.callback_data
     forget_complaints()
-    context = llama.llama_init_from_model(model, params)
+    init = partial(llama.llama_init_from_model, model, params)
+    context = uninterrupted(init, llama.llama_free)
     if not context:
         params.flash_attn_type = AUTO  # not every device supports it
-        context = llama.llama_init_from_model(model, params)
+        context = uninterrupted(init, llama.llama_free)
     if not context:
         raise CapabilityError(f"llama.cpp refused a context of {length} pairs for head {path.name}: {complaints()}")
     return context

@@ -5,24 +5,28 @@ One unified KV cache holds all sequences; in reproducible mode with several of t
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import NoReturn, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.closing import closed_on_failure
 from edgespec.engines.base import Engine, EngineFacts, check_batch, check_threads
 from edgespec.engines.envelope import StateStamp
 from edgespec.engines.held import HeldFiles
 from edgespec.engines.llamacpp.cells import Cells
 from edgespec.engines.llamacpp.eagle3 import Eagle3Head
-from edgespec.engines.llamacpp.facts import keeps_running_state, measured_facts, read_facts, will_be_reproducible
+from edgespec.engines.llamacpp.facts import measured_facts, read_facts
+from edgespec.engines.llamacpp.hidden_states import HiddenStates
 from edgespec.engines.llamacpp.layers import LayerInputs
-from edgespec.engines.llamacpp.library import CancelFlag, complaints, forget_complaints, library, open_model, version
+from edgespec.engines.llamacpp.library import complaints, forget_complaints, library, version
+from edgespec.engines.llamacpp.opening import ModelOpener, OpenModel, checked_target
 from edgespec.engines.llamacpp.rows import RowBuffer, Selection
+from edgespec.engines.llamacpp.rpc_probe import RpcServer
 from edgespec.engines.llamacpp.settings import (
     DEFAULT_CONTEXT,
     MAX_BATCH,
@@ -30,14 +34,10 @@ from edgespec.engines.llamacpp.settings import (
     WIDEST,
     ContextSettings,
     choose_context_length,
-    create_context,
-    require_generator,
 )
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.engines.rows import SequenceBook, SequenceRows, split_by_sequence
-from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError, StateError
-from edgespec.formats.gguf.check import check_gguf
-from edgespec.formats.gguf.eagle3 import ARCHITECTURE as EAGLE3
+from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError
 from edgespec.formats.gguf.split import model_files
 from edgespec.types import Batch, Logits, TokenIds
 
@@ -52,23 +52,22 @@ class LlamaCppEngine(Engine):
 
     vocabulary: LlamaCppVocabulary
 
-    def __init__(self, model: Any, context: Any, path: Path, settings: ContextSettings, cancel: CancelFlag) -> None:
+    def __init__(self, path: Path, found: OpenModel) -> None:
         llama = library()
-        self._model, self._context, self._cancel = model, context, cancel
+        model, context, settings, self._cancel = found
+        self._model, self._context = model, context
         self._decode, self._get_logits = llama.llama_decode, llama.llama_get_logits
         self._rows = RowBuffer(settings.batch_capacity, settings.sequence_ids)
         self._book = SequenceBook(settings.max_sequences)
         self._cells = Cells(context, settings, self._book)
         self._scratch_id = settings.scratch_id
-        self._hidden_size = int(llama.llama_model_n_embd(model))
-        self._gives_hidden = False
-        self._hidden_rows = 0  # of the last pass
         self._layer_inputs = LayerInputs(model, context)
         kinds = (settings.cache_type_k, settings.cache_type_v, settings.flash_attention, version())
         self._held = HeldFiles(model_files(path))
         self._stamp = StateStamp.of("llamacpp", model_files(path), *kinds)
         self.vocabulary = LlamaCppVocabulary(model)
         self._max_outputs = settings.max_outputs(self.vocabulary.size)
+        self._hidden_states = HiddenStates(model, context, self._max_outputs)
         self.facts: EngineFacts = read_facts(model, context, settings)
         if not self.facts.can_rollback:
             # An aborted pass could not be rolled back; `forward` still checks the flag before each pass.
@@ -82,6 +81,9 @@ class LlamaCppEngine(Engine):
         context_length: int | None = None,
         threads: int | None = None,
         gpu_layers: int = 0,
+        devices: tuple[str, ...] | None = None,
+        servers: tuple[RpcServer, ...] = (),
+        kv_offload: bool = True,
         max_sequences: int = 1,
         max_batch: int = MAX_BATCH,
         max_branches: int = MAX_BRANCHES,
@@ -92,29 +94,34 @@ class LlamaCppEngine(Engine):
         widest: int = WIDEST,
         check_tensors: bool = False,
         default_context: int = DEFAULT_CONTEXT,
+        opened: Callable[[], None] = lambda: None,
+        is_repacked: bool = True,
     ) -> Self:
         """Load `path` and measure what it can do.
 
         `context_length` in tokens per sequence, None for the trained one up to `default_context`; `threads` None for
-        the physical cores; `gpu_layers` -1 for all; `max_branches`, side branches of all trees in a batch;
-        `cache_type_k` and `cache_type_v` None for f16, or q8_0 where reproducible mode would pad single tokens;
-        `reproducible` True finds a width class, None uses one only if it costs nothing, False uses none; `widest`, the
-        widest pass of a class, which then limits `facts.max_batch`, so that prompts are read inside it;
-        `check_tensors` reads all weights and refuses NaN.
+        the physical cores; `gpu_layers` -1 for all, on `devices` (names; None: all GPUs; none: the processor) and with
+        their KV cache unless `kv_offload` is False; `servers`, RPC servers whose devices this process has (see
+        `RemoteEngine`) and which hold all layers unless `gpu_layers` tells how many; `max_branches`, side branches of
+        all trees in a batch; `cache_type_k` and `cache_type_v` None for f16, or q8_0 where reproducible mode would pad
+        single tokens; `reproducible` True finds a width class, None uses one only if it costs nothing, False uses none;
+        `widest`, the widest pass of a class, which then limits `facts.max_batch`, so that prompts are read inside it;
+        `check_tensors` reads all weights and refuses NaN; `opened` is called when the file is open and before it is
+        used; `is_repacked` False leaves the weights as they are in the file, which loads faster and computes slower.
 
         Raises ModelNotFound, ModelFileError, ConfigError for an option out of range, CapabilityError when this
         build or model cannot do what was asked.
         """
-        header = check_gguf(path)
-        if header.architecture == EAGLE3:
-            raise CapabilityError(
-                f"{path.name} is an EAGLE-3 head, which only drafts for another model: give it with -md/--model-draft"
-            )
+        header = checked_target(path)
+        gpu_layers = gpu_layers or (-1 if servers else 0)
         checked = partial(
             ContextSettings.checked,
             context_length=choose_context_length(path, header.context_length, context_length, default_context),
             threads=threads,
             gpu_layers=gpu_layers,
+            devices=devices,
+            servers=servers,
+            kv_offload=kv_offload,
             max_sequences=max_sequences,
             max_batch=max_batch,
             max_branches=max_branches,
@@ -122,23 +129,24 @@ class LlamaCppEngine(Engine):
             reproducible=reproducible,
             widest=widest,
         )
+        opener = ModelOpener(path, gpu_layers, devices, check_tensors, is_repacked, opened)
         if reproducible and not gpu_layers and cache_type_k is cache_type_v is None and flash_attention is not False:
             settings = checked(cache_type_k="q8_0", cache_type_v="q8_0")
-            found = cls._open_unpadded(path, settings, check_tensors)
+            found = cls._open_unpadded(opener, settings)
             if found is not None:
                 return found
         settings = checked(cache_type_k=cache_type_k or "f16", cache_type_v=cache_type_v or "f16")
-        return cls._open(path, settings, check_tensors=check_tensors)
+        return cls._open(opener, settings)
 
     @classmethod
-    def _open_unpadded(cls, path: Path, settings: ContextSettings, check_tensors: bool) -> Self | None:
+    def _open_unpadded(cls, opener: ModelOpener, settings: ContextSettings) -> Self | None:
         """With the cache types of `settings`, if single-token passes then have the bits of wider ones; else None.
 
         With an f16 cache of 512 cells and more llama.cpp's attention has a path of its own for one row, so that single
         tokens have to be padded, which takes 1.5 to 2 times as long. With a q8_0 cache it has not.
         """
         try:
-            engine = cls._open(path, settings, check_tensors=check_tensors)
+            engine = cls._open(opener, settings)
         except CapabilityError:
             return None
         if engine.facts.pinned_class is not None and engine.facts.pinned_class[0] == 1:
@@ -152,25 +160,11 @@ class LlamaCppEngine(Engine):
         return None
 
     @classmethod
-    def _open(cls, path: Path, settings: ContextSettings, *, check_tensors: bool) -> Self:
-        model = open_model(path, gpu_layers=settings.gpu_layers, check_tensors=check_tensors)
-        if keeps_running_state(model):
-            settings = replace(settings, max_branches=0)
-        if settings.max_sequences > 1 and will_be_reproducible(path, settings):
-            settings = replace(settings, max_branches=0, streams=True)
-        cancel = CancelFlag()
-        try:
-            require_generator(model, path)
-            context = create_context(model, path, settings, cancel)
-        except BaseException:
-            library().llama_model_free(model)
-            raise
-        engine = cls(model, context, path, settings, cancel)
-        try:
-            engine.facts = measured_facts(engine, path, settings, engine._state_size)
-        except BaseException:
-            engine.close()
-            raise
+    def _open(cls, opener: ModelOpener, settings: ContextSettings) -> Self:
+        found = opener.open(settings)
+        engine = cls(opener.path, found)
+        with closed_on_failure(engine):
+            engine.facts = measured_facts(engine, opener.path, found.settings, engine._cells.state_size)
         return engine
 
     def forward(self, batch: Batch) -> Logits:
@@ -194,25 +188,17 @@ class LlamaCppEngine(Engine):
         low = self.facts.pinned_class[0] if self.facts.pinned_class else 1
         self._rows.fill(batch, placed, self._cells.prepare(placed))
         self._rows.pad(low, self._scratch_id)
-        self._choose_hidden(batch.width)
+        self._hidden_states.prepare(self._rows, batch.width)
         # The last layer and the head run on rows with logits only, whose number must be in the class as well.
         kept = self._rows.widen_outputs(batch.outputs, low)
         forget_complaints()
         result = self._decode(self._context, self._rows.struct)
         if result:
-            self._hidden_rows = 0
+            self._hidden_states.forget()
             self._layer_inputs.passed(0)
             self._raise_failed(result, batch.width)
         self._layer_inputs.passed(batch.width)
         return kept
-
-    def _choose_hidden(self, width: int) -> None:
-        """A pass with hidden states computes logits of all rows, so it must be narrow enough for them."""
-        gives = self._gives_hidden and self._rows.struct.n_tokens <= self._max_outputs
-        self._hidden_rows = width if gives else 0
-        library().llama_set_embeddings(self._context, gives)
-        if gives:
-            self._rows.outputs[: self._rows.struct.n_tokens] = 1
 
     def _raise_failed(self, result: int, width: int) -> NoReturn:
         if result == ABORTED:
@@ -229,17 +215,11 @@ class LlamaCppEngine(Engine):
 
     def give_hidden_states(self, wanted: bool) -> None:
         self._require_open()
-        self._gives_hidden = wanted
+        self._hidden_states.are_wanted = wanted
 
     def hidden_states(self) -> NDArray[np.float32]:
         self._require_open()
-        if not self._hidden_rows:
-            raise CapabilityError(
-                f"the last pass gave no hidden states: call give_hidden_states(True) before a pass of at most "
-                f"{self._max_outputs} rows"
-            )
-        states = library().llama_get_embeddings(self._context)
-        last = np.ctypeslib.as_array(states, (self._hidden_rows, self._hidden_size))
+        last = self._hidden_states.read()
         return np.concatenate((self._layer_inputs.read(), last), axis=1) if self.state_layers else last
 
     def read_layers(self, layers: tuple[int, ...]) -> None:
@@ -308,15 +288,15 @@ class LlamaCppEngine(Engine):
         """The cells of a side branch are in another order than its tokens, and attention adds in the order of cells."""
         self._cells.drop_from(base, sequence)
         self._book.forget_last(sequence)
-        was_cancelled, gave_hidden = self._cancel.is_set, self._gives_hidden
-        self._gives_hidden = False  # it would overwrite more rows of logits than are saved here
+        was_cancelled, gave_hidden = self._cancel.is_set, self._hidden_states.are_wanted
+        self._hidden_states.are_wanted = False  # it would overwrite more rows of logits than are saved here
         self._cancel.clear()
         low = self.facts.pinned_class[0] if self.facts.pinned_class else 1
         scored = self._logits(slice(0, low))
         before = scored.copy()
         self.forward(Batch.chain(token_ids, sequence=sequence, last_only=True))
         scored[:] = before
-        self._gives_hidden = gave_hidden
+        self._hidden_states.are_wanted = gave_hidden
         if was_cancelled:
             self._cancel.set()
 
@@ -331,38 +311,18 @@ class LlamaCppEngine(Engine):
     def save_state(self, sequence: int = 0) -> bytes:
         self._require_open()
         self._book.check_settled(sequence)
-        self._cells.trim(sequence)
-        size = self._state_size(sequence)
-        buffer = (ctypes.c_uint8 * size)()
-        forget_complaints()
-        written = library().llama_state_seq_get_data(self._context, buffer, size, sequence)
-        if written != size:
-            raise EngineError(f"llama.cpp wrote {written} of {size} bytes of the state: {complaints()}")
-        return self._stamp.wrap(bytes(buffer), self._book.lengths[sequence])
+        return self._stamp.wrap(self._cells.save(sequence), self._book.lengths[sequence])
 
-    def load_state(self, state: bytes, sequence: int = 0) -> None:
+    def load_state(self, state: bytes | memoryview, sequence: int = 0) -> None:
         self._require_open()
         self._book.check(sequence)
-        payload, length = self._stamp.unwrap(state)
-        if length > self.facts.context_length:
-            raise StateError(f"the state holds {length} tokens, this context {self.facts.context_length}")
+        payload, length = self._stamp.unwrap(state, self.facts.context_length)
         self._book.forget_last(sequence)
-        self._cells.forget(sequence)
-        if not length:
-            return
-        forget_complaints()
-        buffer = (ctypes.c_uint8 * len(payload)).from_buffer_copy(payload)
-        if not library().llama_state_seq_set_data(self._context, buffer, len(payload), sequence):
-            self._cells.forget(sequence)
-            raise StateError(f"llama.cpp refused the state, the sequence is now empty: {complaints()}")
-        self._book.lengths[sequence] = length
+        self._cells.load(payload, length, sequence)
 
     @property
     def most_branches(self) -> int:
         return self._cells.most_branches if self.facts.can_tree else 0
-
-    def _state_size(self, sequence: int = 0) -> int:
-        return int(library().llama_state_seq_get_size(self._context, sequence))
 
     def set_threads(self, threads: int) -> bool:
         self._require_open()

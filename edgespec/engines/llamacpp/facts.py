@@ -10,9 +10,11 @@ from typing import Any
 
 from edgespec.engines.base import Engine, EngineFacts
 from edgespec.engines.disk_cache import file_key, key_of
+from edgespec.engines.llamacpp.devices import gpus
 from edgespec.engines.llamacpp.library import library, version
 from edgespec.engines.llamacpp.settings import ContextSettings
-from edgespec.engines.widths import METHOD, PREFIX, is_known_free, packs_alike, pinned_facts
+from edgespec.engines.proof import PREFIX
+from edgespec.engines.widths import METHOD, is_known_free, packs_alike, pinned_facts
 from edgespec.formats.gguf.split import model_files
 from edgespec.types import Batch
 
@@ -25,7 +27,7 @@ def keeps_running_state(model: Any) -> bool:
 def read_facts(model: Any, context: Any, settings: ContextSettings) -> EngineFacts:
     """The facts that need no pass."""
     llama = library()
-    can_rollback = not keeps_running_state(model)
+    can_rollback, placement = not keeps_running_state(model), _placement(settings)
     return EngineFacts(
         name="llamacpp",
         architecture=_metadata(model, "general.architecture"),
@@ -38,9 +40,10 @@ def read_facts(model: Any, context: Any, settings: ContextSettings) -> EngineFac
         kv_bytes_per_token=0,
         width_classes=(),
         pinned_class=None,
-        device="gpu" if settings.gpu_layers else "cpu",
+        device=settings.place,
         threads=settings.threads,
         can_pack=settings.max_sequences > 1,
+        placement=" ".join(map(str, (settings.gpu_layers, *placement))) if placement else "",
     )
 
 
@@ -74,10 +77,25 @@ def will_be_reproducible(path: Path, settings: ContextSettings) -> bool:
 
 def _widths_key(path: Path, settings: ContextSettings) -> str:
     """The cache key: files, machine, library and settings."""
-    kernels = (settings.threads, settings.gpu_layers, settings.cache_type_k, settings.cache_type_v)
+    kernels = (
+        settings.threads,
+        settings.gpu_layers,
+        settings.cache_type_k,
+        settings.cache_type_v,
+        *_placement(settings),
+    )
     measured = (settings.flash_attention_type, settings.widest, settings.context_length > PREFIX + settings.widest)
     files = tuple(map(file_key, model_files(path)))
     return key_of(METHOD, files, version(), library().llama_print_system_info(), kernels, measured)
+
+
+def _placement(settings: ContextSettings) -> tuple[object, ...]:
+    """What computes the layers that are not the processor's; nothing where all of them are."""
+    if not settings.gpu_layers or settings.devices == ():
+        return ()
+    seen = tuple((device.name, device.description) for device in gpus())
+    servers = tuple(server.identity for server in settings.servers)
+    return seen, settings.devices, servers, settings.kv_offload
 
 
 def _metadata(model: Any, key: str) -> str:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec.engines.footprint import Footprint, Use
-from edgespec.engines.llamacpp.eagle3 import DEFAULT_CONTEXT as EAGLE3_CONTEXT
-from edgespec.engines.llamacpp.eagle3 import num_bytes
+from edgespec.engines.llamacpp.placement import EMBEDDINGS, HEAD, LayerSizes
 from edgespec.engines.llamacpp.settings import (
     CACHE_BYTES,
     CELLS_MULTIPLE,
     DEFAULTS,
+    MAX_BATCH,
     PLAIN_TYPES,
     ContextSettings,
     choose_context_length,
@@ -32,11 +32,12 @@ from edgespec.formats.gguf.split import model_files
 from edgespec.formats.gguf.values import GgufNumbers
 
 _CACHE_BLOCK = 32
-_EMBEDDINGS, _HEAD = "token_embd.weight", "output.weight"
 # Rows of a matrix that are interleaved, and the instructions that the kernel needs, by type (ggml's repack.cpp).
 _X86 = {"Q4_0": "avx2", "Q4_K": "avx2", "IQ4_NL": "avx2", "MXFP4": "avx2", "Q2_K": "avx512f"}
 _ARM = {"Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "MXFP4"}
 _INTERLEAVED_X86, _INTERLEAVED_ARM = 8, 4
+# Reserved per node of the largest graph, mostly for copies to other devices (ggml_backend_sched_new); hardly touched.
+_GRAPH_NODE_BYTES = 21_500
 _VOCABULARY_BYTES = 420  # a token: its text, score and merge in llama.cpp, its bytes in Python; measured on 49152
 
 
@@ -57,11 +58,12 @@ class Shape:
         size = width // heads if heads else 0
         kv_heads = _numbers(header, "attention.head_count_kv") or [heads]
         total = sum(kv_heads) if len(kv_heads) == layers else min(kv_heads) * layers
-        keeps_all = not any("ssm" in key or "wkv" in key for key in header.metadata)  # others keep a running state
         key, value = (_largest(header, f"attention.{kind}_length") or size for kind in ("key", "value"))
         experts = _largest(header, "expert_used_count") * _largest(header, "expert_feed_forward_length")
         inner = max(_largest(header, "feed_forward_length"), experts, width)
-        return cls(layers, width, inner, (total * key, total * value) if keeps_all else (0, 0), len(header.tokens))
+        return cls(
+            layers, width, inner, (total * key, total * value) if _keeps_all(header) else (0, 0), len(header.tokens)
+        )
 
 
 def footprint(path: Path, use: Use) -> Footprint:
@@ -77,21 +79,25 @@ def footprint(path: Path, use: Use) -> Footprint:
     cells = -(-settings.cells // CELLS_MULTIPLE) * CELLS_MULTIPLE
     _check_cache(path, header, kinds)
     cache = int(sum(count * CACHE_BYTES[kind] for count, kind in zip(shape.kv, kinds, strict=True)) * cells)
-    on_device = _share_on_device(use.gpu_layers, shape.layers)
+    sizes = LayerSizes.of(header, shape.layers, cache)
+    cache_there = sizes.cache_on(use.gpu_layers) if use.kv_offload else 0
+    weights_there = sizes.weights_on(use.gpu_layers)
     repacked = sum(tensor.num_bytes for tensor in header.tensors if _is_repacked(tensor, header))
     compute, reserved = _compute_bytes(shape, settings, cells, use.rows)
     outputs = min(settings.max_outputs(shape.vocabulary), max(use.rows, settings.sequence_ids))
     files = sum(file.stat().st_size for file in model_files(path))
-    weights = sum(tensor.num_bytes for tensor in header.tensors)
+    share_here = 1 - min(weights_there / max(sum(tensor.num_bytes for tensor in header.tensors), 1), 1)
+    packed = int(repacked * share_here)
     return Footprint(
         mapped=files,
-        packed=int(repacked * (1 - on_device)),
-        cache=int(cache * (1 - on_device)),
+        read_once=packed + weights_there,
+        packed=packed,
+        cache=cache - cache_there,
         compute=compute,
         logits=4 * outputs * shape.vocabulary,
         vocabulary=_VOCABULARY_BYTES * shape.vocabulary,
-        device=int((weights + cache) * on_device),
-        reserved=reserved - compute,
+        device=weights_there + cache_there + (reserved if weights_there else 0),
+        reserved=reserved - compute + _GRAPH_NODE_BYTES * _graph_nodes(header),
         context_length=context,
         sequences=use.sequences,
     )
@@ -112,10 +118,12 @@ def _check_cache(path: Path, header: GgufHeader, kinds: list[str]) -> None:
 
 def eagle3_footprint(path: Path, use: Use) -> Footprint:
     """The memory of an EAGLE-3 head beside its target. Raises as `footprint`."""
+    from edgespec.engines.llamacpp.eagle3 import DEFAULT_CONTEXT, num_bytes  # imports numpy
+
     sizes = read_eagle3(path)
-    context = min(sizes.context_length, use.context_length or EAGLE3_CONTEXT)
-    own = num_bytes(sizes, context) - sizes.weight_bytes
-    cache = context * sizes.kv_bytes_per_token
+    context = min(sizes.context_length, use.context_length or DEFAULT_CONTEXT)
+    own = use.sequences * (num_bytes(sizes, context) - sizes.weight_bytes)
+    cache = use.sequences * context * sizes.kv_bytes_per_token
     return Footprint(mapped=path.stat().st_size, cache=cache, compute=own - cache, context_length=context)
 
 
@@ -132,21 +140,29 @@ def _compute_bytes(shape: Shape, settings: ContextSettings, cells: int, rows: in
     return max(layer, head(min(rows, most))) + converted, max(layer, head(most)) + converted
 
 
+def _graph_nodes(header: GgufHeader) -> int:
+    """Nodes that llama.cpp reserves room for (llama_context::graph_max_nodes)."""
+    tensors = len(header.tensors)
+    if _keeps_all(header):
+        return max(1024, 8 * tensors)
+    return max(40 * MAX_BATCH, 32 * tensors)
+
+
+def _keeps_all(header: GgufHeader) -> bool:
+    """Whether every layer keeps keys and values of all tokens; others keep a running state."""
+    return not any("ssm" in key or "wkv" in key for key in header.metadata)
+
+
 def _is_repacked(tensor: TensorInfo, header: GgufHeader) -> bool:
     """Whether llama.cpp copies a matrix into the order of this processor's kernels."""
     if len(tensor.shape) not in (2, 3) or not tensor.name.endswith(".weight"):
         return False
-    if tensor.name == _EMBEDDINGS and any(each.name == _HEAD for each in header.tensors):
+    if tensor.name == EMBEDDINGS and any(each.name == HEAD for each in header.tensors):
         return False  # rows are looked up in it, never multiplied
     found = instruction_sets()
     if not found:  # not x86
         return tensor.kind in _ARM and tensor.shape[1] % _INTERLEAVED_ARM == 0
     return _X86.get(tensor.kind) in found and tensor.shape[1] % _INTERLEAVED_X86 == 0
-
-
-def _share_on_device(gpu_layers: int, layers: int) -> float:
-    """The share of the weights that lies on a GPU: the last layers, and the head when all of them do."""
-    return 1.0 if gpu_layers < 0 else min(gpu_layers / (layers + 1), 1.0)
 
 
 def _numbers(header: GgufHeader, name: str) -> list[int]:

@@ -10,16 +10,19 @@ import contextlib
 import ctypes
 import logging
 import os
+import signal
 import sys
+import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.gguf.split import model_files
-from edgespec.installation import reinstall_command, require_engine
+from edgespec.installation import IMPORT_FAILURES, not_importable, require_engine
 
 logger = logging.getLogger(__name__)
 ERROR, CONTINUED = 4, 5  # ggml_log_level
@@ -36,11 +39,9 @@ def library() -> Any:
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
     try:
         from llama_cpp import llama_cpp
-    except (ImportError, OSError, RuntimeError) as exc:
+    except IMPORT_FAILURES as exc:
         require_engine("llamacpp", "this command")
-        raise CapabilityError(
-            f"llama.cpp cannot be loaded: {exc}. Install it again: {reinstall_command('llama-cpp-python')}"
-        ) from exc
+        raise not_importable("a GGUF file", exc, "llama-cpp-python") from exc
     llama_cpp.llama_log_set(_log_callback(llama_cpp), None)
     llama_cpp.llama_backend_init()
     return llama_cpp
@@ -96,26 +97,71 @@ def listening(listener: Callable[[str], None]) -> Iterator[None]:
         _listeners.remove(listener)
 
 
-def open_model(path: Path, *, gpu_layers: int = 0, vocabulary_only: bool = False, check_tensors: bool = False) -> Any:
-    """Load a model that passed `check_gguf`, with its shards. Raises ModelFileError with the library's own reason."""
+def open_model(
+    path: Path,
+    *,
+    gpu_layers: int = 0,
+    devices: Sequence[int] | None = None,
+    vocabulary_only: bool = False,
+    check_tensors: bool = False,
+    is_repacked: bool = True,
+) -> Any:
+    """Load a model that passed `check_gguf`, with its shards. Raises ModelFileError with the library's own reason.
+
+    `devices`: handles of ggml's devices for the `gpu_layers`; None: all that are no processors. Without such layers no
+    device is used: llama.cpp would send wide passes to one all the same. `is_repacked` False: the weights stay as they
+    are in the file and are not copied for this processor's kernels.
+    """
     global _opened
     llama = library()
     _opened += 1
     params = llama.llama_model_default_params()
     params.n_gpu_layers = gpu_layers
+    if not gpu_layers:
+        devices = ()
+    if devices is not None:
+        with_end = (ctypes.c_void_p * (len(devices) + 1))(*devices)
+        params.devices = ctypes.addressof(with_end)
     params.vocab_only = vocabulary_only
     params.check_tensors = check_tensors
+    params.use_extra_bufts = is_repacked
     forget_complaints()
     files = [os.fsencode(file) for file in model_files(path)]
     if len(files) > 1:
-        model = llama.llama_model_load_from_splits((ctypes.c_char_p * len(files))(*files), len(files), params)
+        names = (ctypes.c_char_p * len(files))(*files)
+        load = partial(llama.llama_model_load_from_splits, names, len(files), params)
     else:
-        model = llama.llama_model_load_from_file(files[0], params)
+        load = partial(llama.llama_model_load_from_file, files[0], params)
+    model = uninterrupted(load, llama.llama_model_free)
     if not model and any(sign in complaints() for sign in _NO_MEMORY):
         raise CapabilityError(f"{path.name} needs more memory than there is ({complaints()}). Use a smaller model")
     if not model:
         raise ModelFileError(f"{path} cannot be loaded by llama.cpp: {complaints()}. Download or export it again")
     return model
+
+
+def uninterrupted(call: Callable[[], Any], free: Callable[[Any], object]) -> Any:
+    """What `call` gives, which logs a lot. A Ctrl-C meanwhile is answered after it, with what it gave freed.
+
+    The answer is an exception as a rule, which Python drops when it is raised in a callback, such as that of the log.
+    """
+    answer = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(answer):
+        return call()
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        found = call()
+    finally:
+        signal.signal(signal.SIGINT, answer)
+    try:
+        for number, frame in came:
+            answer(number, frame)
+    except BaseException:
+        if found:
+            free(found)
+        raise
+    return found
 
 
 class CancelFlag:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from edgespec.engines.llamacpp.library import CancelFlag, complaints, forget_complaints, library
+from edgespec.engines.llamacpp.devices import gpus, handles_of
+from edgespec.engines.llamacpp.library import CancelFlag, complaints, forget_complaints, library, uninterrupted
+from edgespec.engines.llamacpp.rpc_probe import RpcServer
 from edgespec.engines.machine import physical_cores
 from edgespec.errors import CapabilityError, ConfigError
 
@@ -47,8 +50,10 @@ DEFAULTS: dict[str, Any] = {
 class ContextSettings:
     """Checked settings. `context_length` in tokens per sequence; `flash_attention` None leaves it to the library.
 
-    `streams`: every sequence has cells of its own, so that attention adds in the order of its tokens whatever the
-    others hold; there are no branches then. Otherwise all share their cells.
+    `devices`: names of those that the `gpu_layers` are placed on; None: RPC servers first, then all GPUs; none: the
+    processor. `servers`: RPC servers, whose devices this process has. `kv_offload`: whether the KV cache of these
+    layers lies on their devices. `streams`: every sequence has cells of its own, so that attention adds in the order of
+    its tokens whatever the others hold; there are no branches then. Otherwise all share their cells.
     """
 
     context_length: int
@@ -62,6 +67,9 @@ class ContextSettings:
     flash_attention: bool | None
     reproducible: bool | None
     widest: int
+    devices: tuple[str, ...] | None = None
+    servers: tuple[RpcServer, ...] = ()
+    kv_offload: bool = True
     streams: bool = False
 
     @classmethod
@@ -74,10 +82,12 @@ class ContextSettings:
                 raise ConfigError(f"cache type {kind!r} is not known; allowed: {', '.join(CACHE_TYPES)}")
         if settings.flash_attention is False and settings.cache_type_v not in PLAIN_TYPES:
             raise ConfigError(f"a {settings.cache_type_v} cache for values needs flash attention; leave it on")
-        if settings.gpu_layers and not library().llama_supports_gpu_offload():
+        if settings.devices:
+            handles_of(settings.devices)
+        if settings.gpu_layers and not settings.servers and not gpus():
             raise CapabilityError(
-                f"{settings.gpu_layers} layers were asked for on a GPU, but this build of llama.cpp has none. "
-                "Use -ngl 0, or reinstall llama-cpp-python with CMAKE_ARGS=-DGGML_CUDA=on (or -DGGML_METAL=on)"
+                f"{settings.gpu_layers} layers were asked for on a GPU, but this build of llama.cpp sees none. Use "
+                "-ngl 0; edgespec doctor tells how to get a build for each kind of GPU"
             )
         return replace(settings, widest=min(settings.widest, settings.max_batch, settings.context_length // 2 + 1))
 
@@ -100,6 +110,15 @@ class ContextSettings:
     def sequence_ids(self) -> int:
         """Ids that llama.cpp keeps apart: sequences, branches beyond each tree's main chain, the scratch id."""
         return self.max_sequences if self.streams else self.max_sequences + self.max_branches + 1
+
+    @property
+    def place(self) -> str:
+        """Where the layers are, as `EngineFacts.device` says it."""
+        if not self.gpu_layers or self.devices == ():
+            return "cpu"
+        if self.devices:
+            return ",".join(self.devices)
+        return "rpc " + ",".join(server.endpoint for server in self.servers) if self.servers else "gpu"
 
     @property
     def scratch_id(self) -> int:
@@ -162,6 +181,7 @@ def create_context(model: Any, path: Path, settings: ContextSettings, cancel: Ca
     params.n_seq_max = settings.sequence_ids
     params.n_outputs_max = settings.max_outputs(vocabulary_size)
     params.n_threads = params.n_threads_batch = settings.threads
+    params.offload_kqv = settings.kv_offload
     params.type_k, params.type_v = CACHE_TYPES[settings.cache_type_k], CACHE_TYPES[settings.cache_type_v]
     params.flash_attn_type = settings.flash_attention_type
     params.kv_unified = not settings.streams
@@ -170,10 +190,11 @@ def create_context(model: Any, path: Path, settings: ContextSettings, cancel: Ca
     params.pooling_type = NO_POOLING  # hidden states are wanted by the row
     params.abort_callback, params.abort_callback_data = cancel.callback, cancel.callback_data
     forget_complaints()
-    context = llama.llama_init_from_model(model, params)
+    init = partial(llama.llama_init_from_model, model, params)
+    context = uninterrupted(init, llama.llama_free)
     if not context and settings.flash_attention is None and params.flash_attn_type == ON:
         params.flash_attn_type = AUTO  # not every model and device supports it
-        context = llama.llama_init_from_model(model, params)
+        context = uninterrupted(init, llama.llama_free)
     if not context:
         raise CapabilityError(
             f"llama.cpp refused a context of {settings.cells} cells for {path.name}: {complaints()}. "

@@ -10,10 +10,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from edgespec.closing import Closing
 from edgespec.engines.llamacpp.library import library, open_model
-from edgespec.errors import EngineError, PromptError, UsageError
+from edgespec.errors import EngineError, PromptError
 from edgespec.formats.gguf.check import check_gguf
-from edgespec.types import Closing
 from edgespec.vocabulary import Vocabulary
 
 MAX_TEXT_BYTES = 1 << 28
@@ -36,6 +36,7 @@ class LlamaCppVocabulary(Vocabulary):
         self.size = int(llama.llama_vocab_n_tokens(self._vocab))
         self._splits_by_regex = llama.llama_vocab_type(self._vocab) == llama.LLAMA_VOCAB_TYPE_BPE
         self.bos_id = self._id_or_none(llama.llama_vocab_bos(self._vocab))
+        self.eos_id = self._id_or_none(llama.llama_vocab_eos(self._vocab))
         self.adds_bos = bool(llama.llama_vocab_get_add_bos(self._vocab)) and self.bos_id is not None
         self.end_ids = frozenset(filter(partial(llama.llama_vocab_is_eog, self._vocab), range(self.size)))
         template = llama.llama_model_chat_template(model, None)
@@ -68,7 +69,7 @@ class LlamaCppVocabulary(Vocabulary):
 
     def token_bytes(self, token_id: int) -> bytes:
         vocab = self._require_open()
-        self._check_id(token_id)
+        self.check_id(token_id)
         room = 64
         while True:
             piece = ctypes.create_string_buffer(room)
@@ -79,7 +80,7 @@ class LlamaCppVocabulary(Vocabulary):
 
     def token_name(self, token_id: int) -> str:
         vocab = self._require_open()
-        self._check_id(token_id)
+        self.check_id(token_id)
         text: bytes | None = library().llama_vocab_get_text(vocab, token_id)
         return (text or b"").decode("utf-8", errors="backslashreplace")
 
@@ -108,10 +109,6 @@ class LlamaCppVocabulary(Vocabulary):
     def close(self) -> None:
         """Called when the model is freed: any further call raises EngineError."""
         self._model = None
-
-    def _check_id(self, token_id: int) -> None:
-        if not 0 <= token_id < self.size:
-            raise UsageError(f"token id {token_id} is outside the vocabulary 0..{self.size - 1}")
 
     def _require_open(self) -> Any:
         if self._model is None:

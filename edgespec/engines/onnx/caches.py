@@ -42,7 +42,7 @@ class Caches(ABC):
         """Tokens, keys and values of a sequence."""
 
     @abstractmethod
-    def load(self, sequence: int, payload: bytes, length: int) -> None:
+    def load(self, sequence: int, payload: bytes | memoryview, length: int) -> None:
         """Restore what `save` gave."""
 
     @abstractmethod
@@ -116,7 +116,7 @@ class SeparateCaches(Caches):
     def save(self, sequence: int, length: int) -> bytes:
         return self._ids[sequence, :length].tobytes() + self._passes.read(sequence, slice(0, length))
 
-    def load(self, sequence: int, payload: bytes, length: int) -> None:
+    def load(self, sequence: int, payload: bytes | memoryview, length: int) -> None:
         self._ids[sequence, :length] = np.frombuffer(payload, np.int32, length)
         self._passes.write(sequence, slice(0, length), payload[4 * length :])
 

@@ -88,7 +88,7 @@ class ConcatenatedPasses(Passes):
     def read(self, cache: int, cells: Cells) -> bytes:
         return b"".join(array[0][:, cells].tobytes() for array in self._cells(cache))
 
-    def write(self, cache: int, cells: Cells, payload: bytes) -> None:
+    def write(self, cache: int, cells: Cells, payload: bytes | memoryview) -> None:
         length = len(payload) // self.bytes_per_token
         self._caches[cache], start = [], 0
         for entry in self._graph.cache:

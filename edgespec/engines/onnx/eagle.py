@@ -6,16 +6,16 @@ The graph is made here, from the arrays of a heads file. Attention is the drafte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.head import LayerProducts, States
+from edgespec.engines.head import FusedProducts, LayerProducts, States
 from edgespec.engines.onnx.library import library, open_session, translated
-from edgespec.formats.head_file import HeadFile
+from edgespec.formats.head_file import HeadFile, HeadManifest, Matrix
 from edgespec.formats.onnx import MICROSOFT
 from edgespec.formats.onnx.w8a8 import quantise_rows
 
@@ -29,36 +29,44 @@ class OnnxProducts(LayerProducts):
     """`heads` of the kind eagle, on `threads` threads of the CPU. Raises ModelFileError for weights that are no
     numbers."""
 
+    _ends = "states", "states"  # names of the state that follows a pair, and of what is scored
+
     def __init__(self, heads: HeadFile, *, threads: int) -> None:
         manifest, arrays = heads.manifest, heads.arrays
         width, queries = manifest.hidden_size, manifest.heads * manifest.head_dim
         self.num_bytes = 0
         self._options = library().RunOptions()
 
-        before = _Graph(manifest.norm_eps)
-        before.add("Concat", ["states", "embedded"], "pairs", axis=1)
-        before.product("pairs", arrays["fc"], "x")
-        before.norm("x", arrays["attention_norm"], "normed")
-        together = np.concatenate([arrays[f"{name}_proj"] for name in "qkv"])
-        before.product("normed", together, "found")
-        made = [("x", width), ("found", len(together))]
-        self._before = self._open(before, [("states", width), ("embedded", width)], made, threads)
+        self._before = self._opened_before(manifest, arrays, threads)
+        self._after = self._opened_after(heads, width, queries, threads)
 
-        after = _Graph(manifest.norm_eps)
-        after.product("attended", arrays["o_proj"], "mixed")
-        after.add("Add", ["x", "mixed"], "between")
-        after.norm("between", arrays["mlp_norm"], "normed")
-        after.product("normed", arrays["gate_proj"], "gate")
-        after.product("normed", arrays["up_proj"], "up")
-        after.add("Sigmoid", ["gate"], "open")
-        after.add("Mul", ["gate", "open"], "silu")
-        after.add("Mul", ["silu", "up"], "inner")
-        after.product("inner", arrays["down_proj"], "added")
-        after.add("Add", ["between", "added"], "end")
-        after.norm("end", arrays["norm"], "states")
-        after.product("states", heads.frequent_rows * np.float32(manifest.scale), "scores")
-        made = [("states", width), ("scores", len(heads.frequent_rows))]
-        self._after = self._open(after, [("x", width), ("attended", queries)], made, threads)
+    def _opened_before(self, manifest: HeadManifest, arrays: Mapping[str, Matrix], threads: int) -> Any:
+        width, together = manifest.hidden_size, _together(arrays)
+        graph = _Graph(manifest.norm_eps)
+        graph.add("Concat", ["states", "embedded"], "pairs", axis=1)
+        graph.product("pairs", arrays["fc"], "x")
+        graph.norm("x", arrays["attention_norm"], "normed")
+        graph.product("normed", together, "found")
+        made = [("x", width), ("found", len(together))]
+        return self._open(graph, [("states", width), ("embedded", width)], made, threads)
+
+    def _opened_after(self, heads: HeadFile, width: int, queries: int, threads: int) -> Any:
+        arrays, graph = heads.arrays, _Graph(heads.manifest.norm_eps)
+        graph.product("attended", arrays["o_proj"], "mixed")
+        graph.add("Add", ["x", "mixed"], "between")
+        graph.norm("between", arrays["mlp_norm"], "normed")
+        graph.product("normed", arrays["gate_proj"], "gate")
+        graph.product("normed", arrays["up_proj"], "up")
+        graph.add("Sigmoid", ["gate"], "open")
+        graph.add("Mul", ["gate", "open"], "silu")
+        graph.add("Mul", ["silu", "up"], "inner")
+        graph.product("inner", arrays["down_proj"], "added")
+        state, scored = self._ends
+        graph.add("Add", ["between", "added"], "end")
+        graph.norm("end", arrays["norm"], scored)
+        graph.product(scored, heads.frequent_rows * np.float32(heads.manifest.scale), "scores")
+        made = [(state, width), ("scores", len(heads.frequent_rows))]
+        return self._open(graph, [("x", width), ("attended", queries)], made, threads)
 
     def _open(self, graph: _Graph, inputs: Sequence[Value], outputs: Sequence[Value], threads: int) -> Any:
         self.num_bytes += graph.num_bytes
@@ -78,6 +86,47 @@ class OnnxProducts(LayerProducts):
 
     def close(self) -> None:
         self._before = self._after = None
+
+
+class OnnxLayerProducts(OnnxProducts, FusedProducts):
+    """Those of an EAGLE-3 head; the layer goes on with the state before the last norm."""
+
+    _ends = "end", "scored"
+
+    def __init__(self, heads: HeadFile, *, threads: int) -> None:
+        super().__init__(heads, threads=threads)
+        manifest, graph = heads.manifest, _Graph(heads.manifest.norm_eps)
+        read = "features"
+        if manifest.norms_features:
+            graph.norm(read, heads.arrays["feature_norm"], read := "normed")
+        graph.product(read, heads.arrays["fc"], "states")
+        inputs, made = [("features", manifest.fused_size)], [("states", manifest.hidden_size)]
+        self._fuse = self._open(graph, inputs, made, threads)
+
+    def _opened_before(self, manifest: HeadManifest, arrays: Mapping[str, Matrix], threads: int) -> Any:
+        width, together = manifest.hidden_size, _together(arrays)
+        graph = _Graph(manifest.norm_eps)
+        graph.norm("states", arrays["state_norm"], "normed_states")
+        graph.norm("embedded", arrays["embedding_norm"], "normed_embedded")
+        graph.add("Concat", ["normed_embedded", "normed_states"], "pairs", axis=1)
+        graph.product("pairs", together, "found")
+        graph.add("Identity", ["normed_states" if manifest.norms_residual else "states"], "x")
+        made = [("x", width), ("found", len(together))]
+        return self._open(graph, [("states", width), ("embedded", width)], made, threads)
+
+    def fuse(self, features: States) -> States:
+        with translated(self._options):
+            found: States = self._fuse.run(None, {"features": features}, self._options)[0]
+        return found
+
+    def close(self) -> None:
+        super().close()
+        self._fuse = None
+
+
+def _together(arrays: Mapping[str, Matrix]) -> Matrix:
+    """Queries, keys and values as one matrix."""
+    return np.concatenate([arrays[f"{name}_proj"] for name in "qkv"])
 
 
 class _Graph:

@@ -6,6 +6,8 @@ pass.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -13,22 +15,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import EarlyExit, Engine, EngineFacts, check_batch, check_threads, fault_of
-from edgespec.engines.disk_cache import file_key, key_of
 from edgespec.engines.envelope import StateStamp
 from edgespec.engines.held import HeldFiles
-from edgespec.engines.machine import processor
 from edgespec.engines.onnx.caches import Caches, SeparateCaches
+from edgespec.engines.onnx.devices import DeviceLimits, device_limits
 from edgespec.engines.onnx.exits import ExitPasses, OnnxExit
 from edgespec.engines.onnx.graph import Graph, read_graph
-from edgespec.engines.onnx.library import library, version
-from edgespec.engines.onnx.opening import cache_scales, check_path, open_passes, weight_files
+from edgespec.engines.onnx.library import device_identity, first_choice, library, version
+from edgespec.engines.onnx.opening import cache_scales, check_path, open_passes, weight_files, widths_key
 from edgespec.engines.onnx.packed import PackedCaches
 from edgespec.engines.onnx.passes import SharedPasses
 from edgespec.engines.onnx.settings import DEFAULT_CONTEXT, MAX_BATCH, WIDEST, ModelConfig, OnnxSettings
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.engines.rows import SequenceBook, split_by_sequence
-from edgespec.engines.widths import METHOD, PREFIX, pinned_facts
-from edgespec.errors import BatchError, Cancelled, CapabilityError, EngineError, ModelFileError, StateError
+from edgespec.engines.widths import fastest_facts, is_known_free, pinned_facts
+from edgespec.errors import BatchError, Cancelled, CapabilityError, EngineError, ModelFileError
 from edgespec.types import Batch, Logits
 
 
@@ -37,19 +38,30 @@ class OnnxEngine(Engine):
 
     vocabulary: TokenizerFile
 
-    def __init__(self, path: Path, graph: Graph, settings: OnnxSettings, config: ModelConfig) -> None:
-        self.vocabulary = TokenizerFile(path.parent, graph.vocabulary_size)
+    def __init__(
+        self, path: Path, graph: Graph, settings: OnnxSettings, config: ModelConfig, opened: Callable[[], None]
+    ) -> None:
         self._options = library().RunOptions()
         self._max_outputs = settings.max_outputs(graph.vocabulary_size)
         passes, device = open_passes(path, graph, settings, self._options)
+        opened()
+        self.vocabulary = TokenizerFile(path.parent, graph.vocabulary_size)
         self._sessions = passes.sessions
         self.thread_change_bytes = graph.weight_bytes
         self._exit_passes = passes if isinstance(passes, ExitPasses) else None
+        max_batch = min(settings.max_batch, settings.context_length)
+        limits = DeviceLimits(max_batch, keeps_positions=True)
+        if device.provider != "cpu":
+            tried = passes, weight_files(path), device.provider, graph.vocabulary_size, max_batch, settings.exit_layer
+            limits = device_limits(*tried)
+        self._can_pack = settings.can_pack(graph) and limits.keeps_positions
+        is_packed = self._can_pack and settings.packs(graph)
+        if isinstance(passes, SharedPasses) and settings.packs(graph) and not is_packed:
+            passes.resize(settings.context_length)  # its caches were to hold all sequences
         self._separate = SeparateCaches(passes, settings.max_sequences)
         self._caches: Caches = self._separate
-        if settings.packs(graph) and isinstance(passes, SharedPasses):
+        if is_packed and isinstance(passes, SharedPasses):
             self._caches = PackedCaches(passes, settings.max_sequences)
-        self._can_pack = settings.can_pack(graph)
         self._has_hidden = graph.hidden_size is not None
         self._book = SequenceBook(settings.max_sequences)
         self._last_width = 0
@@ -62,7 +74,7 @@ class OnnxEngine(Engine):
             architecture=config.architecture,
             context_length=settings.context_length,
             max_sequences=settings.max_sequences,
-            max_batch=min(settings.max_batch, settings.context_length),
+            max_batch=limits.widest,
             can_rollback=True,
             can_tree=self._caches.can_tree,
             weight_bytes=graph.weight_bytes,
@@ -72,6 +84,8 @@ class OnnxEngine(Engine):
             device=device.provider,
             threads=settings.threads,
             can_pack=settings.max_sequences > 1 and isinstance(self._caches, PackedCaches),
+            notes=limits.notes(device.provider, max_batch),
+            placement=device_identity(device.provider),
         )
 
     @classmethod
@@ -91,14 +105,17 @@ class OnnxEngine(Engine):
         hidden_states: bool = False,
         default_context: int = DEFAULT_CONTEXT,
         state_layers: tuple[int, ...] = (),
+        opened: Callable[[], None] = lambda: None,
     ) -> Self:
         """Load `path` (model.onnx, its weights and tokenizer beside it) and measure what it can do.
 
         `context_length` in tokens per sequence, None for the trained one up to `default_context`; `threads` None for
         the physical cores; `provider`: auto, cpu, cuda, dml, webgpu; `cache_type`: f32 for the export's own, int8 for a
-        quarter of its bytes; `reproducible` True demands a width class, None uses one only if it costs nothing, False
-        skips the measurement; `widest`, the widest pass measured; `exit_layer`: cut the graph after this layer, for
-        `early_exit`; `hidden_states`: allow `give_hidden_states`, with the inputs of `state_layers`.
+        quarter of its bytes; `reproducible` True demands a width class, None uses one only if it costs nothing, for
+        several sequences only if an earlier load found that, False skips the measurement; `widest`, the widest pass
+        measured; `exit_layer`: cut the graph after this layer, for `early_exit`; `hidden_states`: allow
+        `give_hidden_states`, with the inputs of `state_layers`; `opened` is called when the graph is open and before
+        its tokenizer is.
 
         Raises ModelNotFound, ModelFileError, ConfigError for an option out of range, CapabilityError when this build
         or model cannot do what was asked.
@@ -123,18 +140,22 @@ class OnnxEngine(Engine):
             widest=widest,
             exit_layer=exit_layer,
         )
+        widest, states = settings.measured_widths, state_layers or hidden_states
+        key = "" if reproducible is False else widths_key(path, settings, first_choice(provider), widest, states)
+        if reproducible is None and is_known_free(key, widest):
+            settings = replace(settings, reproducible=True)  # each sequence gets a cache of its own
         cells = settings.cells(graph)
         scales = cache_scales(path, graph, settings) if cache_type == "int8" else None
         if scales is not None or (graph.max_positions is not None and graph.max_positions < cells):
             graph = read_graph(path, scales, cells, hidden_states=hidden_states, state_layers=state_layers)
-        engine = cls(path, graph, settings, config)
+        engine = cls(path, graph, settings, config, opened)
         engine.state_layers = state_layers
         engine._check_logits(path)
-        if reproducible is not False:
-            widest = settings.measured_widths
-            kernels = (settings.threads, settings.provider, cache_type, exit_layer, state_layers or hidden_states)
-            measured = (widest, settings.context_length > PREFIX + widest)
-            key = key_of(METHOD, "onnx", *map(file_key, weight_files(path)), version(), processor(), kernels, measured)
+        widest = min(widest, engine.facts.max_batch)  # a device may compute less than was asked for
+        key = "" if reproducible is False else widths_key(path, settings, engine.facts.device, widest, states)
+        if reproducible is None and engine.facts.can_pack:
+            engine.facts = fastest_facts(engine, key)
+        elif reproducible is not False:
             advice = "Use an int8 or int4 export, or --no-reproducible"
             engine.facts = pinned_facts(engine, key, widest=widest, reproducible=reproducible, advice=advice)
             if engine.facts.pinned_class:
@@ -215,12 +236,10 @@ class OnnxEngine(Engine):
         length = self._book.lengths[sequence]
         return self._stamp.wrap(self._caches.save(sequence, length), length)
 
-    def load_state(self, state: bytes, sequence: int = 0) -> None:
+    def load_state(self, state: bytes | memoryview, sequence: int = 0) -> None:
         self._require_open()
         self._book.check(sequence)
-        payload, length = self._stamp.unwrap(state)
-        if length > self.facts.context_length:
-            raise StateError(f"the state holds {length} tokens, this context {self.facts.context_length}")
+        payload, length = self._stamp.unwrap(state, self.facts.context_length)
         self._book.settle(sequence, 0)
         self._caches.load(sequence, payload, length)
         self._book.settle(sequence, length)
@@ -272,7 +291,7 @@ class OnnxEngine(Engine):
             self._held.close()
             for sessions in self._sessions:
                 sessions.close()
-            del self._caches
+            del self._caches, self._separate  # they hold the sessions too
             self._exit_passes = None
 
     def _require_open(self) -> None:

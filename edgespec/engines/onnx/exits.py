@@ -166,7 +166,7 @@ class ExitPasses(Passes):
     def read(self, cache: int, cells: Cells) -> bytes:
         return b"".join(part.read(cache, cells) for part in self._parts)
 
-    def write(self, cache: int, cells: Cells, payload: bytes) -> None:
+    def write(self, cache: int, cells: Cells, payload: bytes | memoryview) -> None:
         self._drafted = Drafted()
         length = len(payload) // self.bytes_per_token
         start = 0

@@ -5,12 +5,14 @@ their scales, which are packed twice more. Everything else stays mapped; of tabl
 become resident as their tokens occur. Where signed integer products would saturate (x86 without VNNI), unsigned copies
 of the weights and packed ones exist at the same time while the session is made. Matrices are packed one by one, so that
 the largest is in memory twice for a moment.
-Results of a pass lie in an arena that grows in powers of two. Checked by scripts/lab/measure_memory.py.
+Results of a pass lie in an arena that grows in powers of two. Attention over float32 keys and values works tile by
+tile. Over quantised or half precision ones, given an attention bias as ours is, it writes the scores of all heads of a
+layer (onnxruntime/contrib_ops/cpu/bert/gqa_attention_base.h, 1.32). Checked by scripts/lab/measure_memory.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from edgespec.engines.machine import products_saturate
 from edgespec.engines.onnx.graph import CacheEntry, Graph, read_graph
 from edgespec.engines.onnx.opening import NO_INT8_CACHE, weight_files
 from edgespec.engines.onnx.passes import element_of
+from edgespec.engines.onnx.rewriting import ATTENTION, attribute
 from edgespec.engines.onnx.settings import DEFAULTS, ModelConfig, OnnxSettings
 from edgespec.engines.onnx.weights import tensor_bytes
 from edgespec.errors import CapabilityError
@@ -37,14 +40,15 @@ _TOKENIZER_FACTOR = 14  # memory of a `tokenizers` object over the bytes of its 
 _SESSION_BYTES = 6 << 20
 _RETAINED_BYTES = 48 << 20  # freed matrices below the allocator's threshold for pages of their own
 _ARENA_FACTOR = 1.2
-_FLOAT16, _INT8 = 10, 3
+_ARENA_RESERVED = 2.0  # of the results, beyond what is used: its last region is as large as all others
+_FLOAT32, _FLOAT16, _INT8 = 1, 10, 3
 
 
 @dataclass(frozen=True, slots=True)
 class Products:
     """The products of a graph. Bytes: `packed` of all weights, `largest` of one product's, `scales` of quantised ones,
     `signed` of integer products, `looked_up` of tables of rows, `only_looked_up` without what products share with them.
-    `inner`, `width`: hidden sizes.
+    `inner`, `width`: hidden sizes; `heads`: of queries, the most of one layer.
     """
 
     packed: int
@@ -55,6 +59,7 @@ class Products:
     only_looked_up: int
     inner: int
     width: int
+    heads: int
 
 
 def footprint(path: Path, use: Use) -> Footprint:
@@ -79,8 +84,10 @@ def footprint(path: Path, use: Use) -> Footprint:
     caches = 1 if settings.packs(graph) else settings.max_sequences
     cache = per_token * cells * caches * (1 if graph.is_shared else 2)
     rows = max(settings.max_batch, settings.widest)
+    is_tiled = settings.cache_type == "f32" and all(entry.element_type == _FLOAT32 for entry in graph.cache)
+    scores = 0 if is_tiled else products.heads * cells
     # Besides the layers' results, what each row sees of the cache.
-    results = _ARENA_FACTOR * 4 * rows * (3 * products.inner + 4 * products.width) + 4 * rows * cells
+    results = _ARENA_FACTOR * 4 * rows * (3 * products.inner + 4 * products.width + scores) + 4 * rows * cells
     outputs = min(use.rows, settings.max_outputs(graph.vocabulary_size))
     packed = products.packed + _SCALES_COPIES * products.scales + _SESSION_BYTES
     loading = 0
@@ -89,8 +96,9 @@ def footprint(path: Path, use: Use) -> Footprint:
     files = sum(file.stat().st_size for file in weight_files(path))
     touched = min(products.looked_up, _TOUCHED_BYTES * settings.context_length)
     tokenizer = path.parent / "tokenizer.json"
-    return Footprint(
-        mapped=max(files - products.packed - products.only_looked_up, 0) + touched,
+    mapped = max(files - products.packed - products.only_looked_up, 0) + touched
+    found = Footprint(
+        mapped=mapped,
         packed=packed,
         cache=cache,
         compute=int(results),
@@ -98,10 +106,22 @@ def footprint(path: Path, use: Use) -> Footprint:
         vocabulary=_TOKENIZER_FACTOR * tokenizer.stat().st_size if tokenizer.is_file() else 0,
         loading=loading,
         loading_mapped=0 if loading else max(products.largest - touched, 0),
-        reserved=files,
+        # A limit of data counts files too, as ONNX Runtime maps them for writing.
+        reserved=mapped + products.largest + int(_ARENA_RESERVED * results),
         context_length=settings.context_length,
         sequences=use.sequences,
     )
+    return found if use.device is None else _on_device(found, files)
+
+
+def _on_device(found: Footprint, files: int) -> Footprint:
+    """The same where weights, cache and results lie on another device, to which `files` bytes are brought.
+
+    What its driver takes of this machine's memory is told by no file.
+    """
+    device = found.packed - _SESSION_BYTES + found.mapped + found.cache + found.compute
+    here = {"mapped": 0, "packed": _SESSION_BYTES, "cache": 0, "compute": 0, "loading": 0, "reserved": files}
+    return replace(found, device=device, loading_mapped=files, **here)
 
 
 def _read(path: Path) -> tuple[Graph, Products]:
@@ -119,7 +139,10 @@ def _products(graph: Graph) -> Products:
     signed: dict[str, int] = {}
     looked_up: dict[str, int] = {}
     sizes = [(1, 1)]
+    heads = 0
     for node in found.node:
+        if node.op_type == ATTENTION:
+            heads = max(heads, attribute(node, "num_heads", 0))
         if node.op_type in _LOOKUPS:
             looked_up |= {name: tensor_bytes(tensors[name]) for name in node.input if name in tensors}
         weights = tensors.get(node.input[1]) if len(node.input) > 1 else None
@@ -143,6 +166,7 @@ def _products(graph: Graph) -> Products:
         sum(size for name, size in looked_up.items() if places[name] not in in_products),
         max(max(size) for size in inner),
         max(size[0] for size in sizes if size[1] == graph.vocabulary_size) if len(inner) < len(sizes) else 1,
+        heads,
     )
 
 

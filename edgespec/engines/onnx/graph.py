@@ -25,7 +25,7 @@ from edgespec.engines.onnx.rewriting import (
 )
 from edgespec.engines.onnx.weights import check_weight_files, weight_bytes
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound
-from edgespec.installation import install_command
+from edgespec.installation import IMPORT_FAILURES, not_importable
 
 MASK = "attention_mask"
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
@@ -118,8 +118,8 @@ def _load(path: Path) -> Any:
     try:
         import onnx
         from google.protobuf.message import DecodeError
-    except ImportError as exc:
-        raise CapabilityError(f"reading ONNX files needs {exc.name}: {install_command()}") from exc
+    except IMPORT_FAILURES as exc:
+        raise not_importable("reading ONNX files", exc, "onnx") from exc
     if not path.is_file():
         raise ModelNotFound(f"no file {str(path)!r}: give the model.onnx of an export")
     try:

@@ -16,6 +16,7 @@ from edgespec.formats.onnx import WHOLE_PRODUCT
 FLOAT = 1
 LOGITS, HIDDEN, OUTPUT_ROWS = "logits", "hidden_states", "edgespec.output_rows"
 UNARY_AFTER_HEAD = frozenset({"Cast", "Div", "Mul", "Tanh", "Where", "Add"})
+SPREAD = {"Pad": 0, "Split": 0, "Concat": 0, "Transpose": 0, "ScatterND": 2}  # of a part of a vocabulary: their logits
 TO_CODES = frozenset({"Cast", "Add", "Round", "Div"})  # from the rows to the inputs of an integer product
 READ_ROWS = frozenset({"Abs", "Div"})  # for the scale, for the codes
 
@@ -29,8 +30,11 @@ def head_of(graph: Any, path: Path) -> Any:
     """The operator that turns hidden states into logits. Raises ModelFileError for one of an unknown kind."""
     producers = {name: node for node in graph.node for name in node.output}
     head = producers[LOGITS]
-    while head.op_type in UNARY_AFTER_HEAD and head.input[0] in producers:
-        head = producers[head.input[0]]
+    while head.op_type in UNARY_AFTER_HEAD or head.op_type in SPREAD:
+        value = head.input[SPREAD.get(head.op_type, 0)]
+        if value not in producers:
+            break
+        head = producers[value]
     if not head.op_type.startswith("MatMul") and head.op_type != "Gemm":
         raise ModelFileError(f"{path} has a head of an unknown kind ({head.op_type} {head.name!r}): export it again")
     return head

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from edgespec.engines.machine import products_saturate
+from edgespec.engines.onnx.plugins import failures, is_software, plugin_devices
 from edgespec.engines.onnx.unsigned import Weights, make_unsigned
 from edgespec.errors import Cancelled, CapabilityError, ConfigError, EngineError, ModelFileError
 from edgespec.formats.onnx import WHOLE_PRODUCT
-from edgespec.installation import install_command, reinstall_command
+from edgespec.installation import IMPORT_FAILURES, install_command, not_importable
 
 # Best first; the second name is onnxruntime's for the memory of the device.
 PROVIDERS = {
@@ -34,10 +36,8 @@ def library() -> Any:
     """The module `onnxruntime`, with its log turned off. Raises CapabilityError when it is not installed."""
     try:
         import onnxruntime
-    except ImportError as exc:
-        raise CapabilityError(
-            f"ONNX Runtime cannot be loaded: {exc}. Install it again: {reinstall_command('onnxruntime')}"
-        ) from exc
+    except IMPORT_FAILURES as exc:
+        raise not_importable("an ONNX model", exc, "onnxruntime") from exc
     onnxruntime.set_default_logger_severity(ERRORS_ONLY + 1)
     return onnxruntime
 
@@ -47,10 +47,40 @@ def version() -> str:
     return str(library().__version__)
 
 
+@cache
+def _built_in() -> tuple[str, ...]:
+    return tuple(library().get_available_providers())
+
+
 def installed_providers() -> tuple[str, ...]:
     """Our names of the devices that this build of ONNX Runtime supports, best first; the machine may lack them."""
-    available = library().get_available_providers()
-    return tuple(name for name, (provider, _) in PROVIDERS.items() if provider in available)
+    available = _built_in()  # first: a plugin that is registered stands among them, with a device or without
+    devices = plugin_devices(library())
+    return tuple(name for name, (provider, _) in PROVIDERS.items() if provider in available or name in devices)
+
+
+def first_choice(provider: str) -> str:
+    """The provider that `open_session` tries first for `provider`."""
+    return provider if provider != "auto" else next(filter(_is_hardware, installed_providers()))
+
+
+def device_identity(name: str) -> str:
+    """What results measured on a provider's device belong to: the provider's version and the device; "": the processor.
+
+    `name`: ours of a provider. Two devices of one kind are told apart by their own names, where the driver gives them.
+    """
+    if name not in PROVIDERS or name == "cpu":
+        return ""
+    found = plugin_devices(library()).get(name)
+    if found is None:
+        built_in = (each for each in library().get_ep_devices() if each.ep_name == PROVIDERS[name][0])
+        found = next(built_in, None)
+    if found is None:
+        return name
+    device = found.device
+    # Not where the provider's library lies, which another environment changes.
+    versions = sorted((key, value) for key, value in found.ep_metadata.items() if key != "library_path")
+    return f"{versions} {sorted(device.metadata.items())} {device.vendor} {device.vendor_id} {device.device_id}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +103,16 @@ def open_session(graph: bytes, folder: Path, *, threads: int, provider: str, spi
     if provider != "auto" and provider not in PROVIDERS:
         raise ConfigError(f"provider {provider!r} is not known; allowed: auto, {', '.join(PROVIDERS)}")
     if provider != "auto" and provider not in installed:
-        raise CapabilityError(
-            f"provider {provider!r} is not in this build of ONNX Runtime, which has: {', '.join(installed)}. "
-            f"For an NVIDIA GPU: {install_command('gpu')}"
+        reason = (
+            f"{provider} cannot be used: {failures[provider]}"
+            if provider in failures
+            else (f"provider {provider!r} is not in this build of ONNX Runtime")
         )
-    for name in (provider,) if provider != "auto" else installed:
+        raise CapabilityError(
+            f"{reason}. It has: {', '.join(installed)}. For an NVIDIA GPU: {install_command('gpu')}. "
+            f"For others: {install_command('webgpu')}"
+        )
+    for name in (provider,) if provider != "auto" else filter(_is_hardware, installed):
         try:
             return _open(graph, folder, threads, name, spins=spins), Device(name, PROVIDERS[name][1])
         except CapabilityError:
@@ -86,13 +121,23 @@ def open_session(graph: bytes, folder: Path, *, threads: int, provider: str, spi
     raise AssertionError("the CPU raises ModelFileError, never CapabilityError")
 
 
+def _is_hardware(name: str) -> bool:
+    device = plugin_devices(library()).get(name)
+    return device is None or not is_software(device)
+
+
 def _open(graph: bytes, folder: Path, threads: int, name: str, *, spins: bool = True) -> Any:
     ort = library()
     options, graph, weights = _options(graph, folder, threads, name)
     if not spins:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     try:
-        session = ort.InferenceSession(graph, options, providers=[PROVIDERS[name][0]])
+        if name == "cuda":
+            load_cuda()
+        if device := plugin_devices(ort).get(name):
+            options.add_provider_for_devices([device], {})
+        providers = None if device else [PROVIDERS[name][0]]
+        session = ort.InferenceSession(graph, options, providers=providers)
         if weights and not reads_packed_weights():
             session.edgespec_weights = weights  # it reads them as long as it lives, and holds no reference to them
         return session
@@ -100,7 +145,29 @@ def _open(graph: bytes, folder: Path, threads: int, name: str, *, spins: bool = 
         reason = " ".join(str(exc).split())
         if name == "cpu":
             raise ModelFileError(f"ONNX Runtime refused the model in {folder}: {reason}. Export it again") from exc
+        if name == "cuda" and load_cuda():
+            reason = f"{load_cuda()} ({reason})"
+        if WHOLE_PRODUCT.encode() in graph:
+            reason = "its w8a8 products are for processors; export it with --quant int4, int8 or fp16"
         raise CapabilityError(f"this model cannot run on {name}: {reason}. Use --provider cpu") from exc
+
+
+@cache
+def load_cuda() -> str:
+    """Load CUDA and cuDNN from where pip puts them, which the system's loader does not know; what onnxruntime says.
+
+    It prints what it does not find, on a processor's build nothing.
+    """
+    with redirect_stdout(StringIO()) as said:
+        library().preload_dlls()
+    return " ".join(said.getvalue().split())
+
+
+def unusable_providers() -> dict[str, str]:
+    """By our names of providers that are installed: why they cannot be used on this machine, as far as can be said."""
+    found = installed_providers()
+    missing = load_cuda() if "cuda" in found else ""
+    return {**failures, **({"cuda": missing} if missing else {})}
 
 
 def try_graph(graph: bytes, folder: Path) -> None:

@@ -1,7 +1,8 @@
-"""Opens an ONNX model: its session, its caches, and the scales of an int8 cache."""
+"""Opens an ONNX model: its session, its caches, the scales of an int8 cache, and the key of what is measured of it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,19 @@ import numpy as np
 
 from edgespec.engines import disk_cache
 from edgespec.engines.disk_cache import file_key, key_of
+from edgespec.engines.machine import processor
 from edgespec.engines.onnx.calibration import TEXT, as_scales, measure_scales, scales_schema
 from edgespec.engines.onnx.concatenated import ConcatenatedPasses
 from edgespec.engines.onnx.exits import ExitPasses
 from edgespec.engines.onnx.graph import Graph, read_graph
-from edgespec.engines.onnx.library import Device, library, try_graph, version
+from edgespec.engines.onnx.library import Device, device_identity, library, try_graph, version
 from edgespec.engines.onnx.passes import Passes, SharedPasses
 from edgespec.engines.onnx.rewriting import CacheScales
 from edgespec.engines.onnx.settings import CONFIGS, ModelConfig, OnnxSettings
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.engines.onnx.waiting import open_sessions
+from edgespec.engines.proof import PREFIX
+from edgespec.engines.widths import METHOD
 from edgespec.errors import CapabilityError, ModelFileError
 
 NO_INT8_CACHE = "an int8 cache needs GroupQueryAttention; this export concatenates its cache, use f32"
@@ -44,8 +48,10 @@ def all_files(path: Path) -> list[Path]:
     return [*weight_files(path), *(file for file in named if file.is_file())]
 
 
-def try_folder(path: Path) -> None:
+def try_folder(path: Path, opened: Callable[[], None]) -> None:
     """In a trial process: read everything that may end one. Raises EdgespecError for a model that cannot be used.
+
+    `opened` is called when a session could be made, and before anything beside the graph is read.
 
     It runs no pass: without packed weights one takes 17 s on a model of 1.2 billion weights, and packing them takes as
     long as the load itself. `OnnxEngine.load` checks the logits of its first pass instead.
@@ -53,10 +59,11 @@ def try_folder(path: Path) -> None:
     check_path(path)
     graph = read_graph(path)
     ModelConfig.read(path.parent)
+    try_graph(graph.serialised, path.parent)
+    opened()
     vocabulary = TokenizerFile(path.parent, graph.vocabulary_size)
     vocabulary.encode("".join(map(chr, range(256))), parse_special=True)
     _ = vocabulary.pieces
-    try_graph(graph.serialised, path.parent)
 
 
 def open_passes(path: Path, graph: Graph, settings: OnnxSettings, run_options: Any) -> tuple[Passes, Device]:
@@ -95,3 +102,10 @@ def cache_scales(path: Path, graph: Graph, settings: OnnxSettings) -> CacheScale
             raise ModelFileError(f"the keys and values of {path} are not plausible numbers: export the model again")
         disk_cache.put("cache-scales", key, measured)
     return as_scales(measured)
+
+
+def widths_key(path: Path, settings: OnnxSettings, provider: str, widest: int, states: object) -> str:
+    """The cache key of measured width classes: files, machine, device, library and settings."""
+    kernels = (settings.threads, provider, device_identity(provider), settings.cache_type, settings.exit_layer, states)
+    measured = (widest, settings.context_length > PREFIX + widest)
+    return key_of(METHOD, "onnx", *map(file_key, weight_files(path)), version(), processor(), kernels, measured)

@@ -76,7 +76,7 @@ class PackedCaches(Caches):
     def save(self, sequence: int, length: int) -> bytes:
         return self._passes.read(0, self._cells[sequence][:length])
 
-    def load(self, sequence: int, payload: bytes, length: int) -> None:
+    def load(self, sequence: int, payload: bytes | memoryview, length: int) -> None:
         self.truncate(sequence, 0)
         self._make_room(length)
         cells = np.arange(self._end, self._end + length)

@@ -47,8 +47,11 @@ class PassRows:
 class Passes(ABC):
     """`bytes_per_token` of one cache; `capacity`, its cells; `logits` [outputs, vocabulary], which passes overwrite.
 
-    `sessions`: what they run in, of all parts of the graph.
+    `sessions`: what they run in, of all parts of the graph. `takes_gaps`: a token may lie in a later cell than its
+    position says, behind cells that it does not see.
     """
+
+    takes_gaps = False
 
     bytes_per_token: int
     capacity: int
@@ -68,7 +71,7 @@ class Passes(ABC):
         """Keys and values of `cells`."""
 
     @abstractmethod
-    def write(self, cache: int, cells: Cells, payload: bytes) -> None:
+    def write(self, cache: int, cells: Cells, payload: bytes | memoryview) -> None:
         """Write what `read` returned into `cells`."""
 
     def hidden(self) -> NDArray[np.float32]:
@@ -84,6 +87,8 @@ def element_of(entry: CacheEntry) -> Any:
 
 class SharedPasses(Passes):
     """Independent caches of one buffer per layer, made when first used."""
+
+    takes_gaps = True
 
     def __init__(
         self,
@@ -116,6 +121,12 @@ class SharedPasses(Passes):
         self._counting = np.arange(capacity + max_rows, dtype=np.int64)
         self.bytes_per_token = sum(e.heads * head_size * np.dtype(element_of(e)).itemsize for e in graph.cache)
 
+    def resize(self, capacity: int) -> None:
+        """Have caches of fewer cells from now on; what is in them is lost."""
+        self.capacity = capacity
+        self._buffers.clear()
+        self._bindings.clear()
+
     def run(self, cache: int, rows: PassRows) -> Logits:
         self._run(self._bound(cache, rows))
         return self.logits[: rows.outputs.size]
@@ -123,6 +134,8 @@ class SharedPasses(Passes):
     def _run(self, binding: Any) -> None:
         with translated(self._options):
             self._session.run_with_iobinding(binding, self._options)
+            if self._device.memory != "cpu":
+                binding.synchronize_outputs()  # else the cache may be read before the device has written it
 
     def _bound(self, cache: int, rows: PassRows) -> Any:
         """The binding of everything that the pass over `rows` reads and writes."""
@@ -136,6 +149,8 @@ class SharedPasses(Passes):
         self._output_rows[:count] = rows.outputs
         self._lengths[0], self._total[0] = total - 1, total
         binding = self._binding(cache, width, count)
+        if self._device.memory != "cpu":
+            self._bind_rows(binding, width, count)  # which copies them to the device: a binding keeps that copy
         if self._graph.cache:
             bias = self._tree_bias(rows) if rows.parents else self._no_bias
             binding.bind_input(BIAS, "cpu", 0, np.float32, (1, 1, width, total), bias.ctypes.data)
@@ -166,8 +181,7 @@ class SharedPasses(Passes):
             found = self._bindings[key] = self._bind(cache, width, count)
         return found
 
-    def _bind(self, cache: int, width: int, count: int) -> Any:
-        binding = self._session.io_binding()
+    def _bind_rows(self, binding: Any, width: int, count: int) -> None:
         inputs: dict[str, tuple[tuple[int, ...], NDArray[Any]]] = {
             "input_ids": ((1, width), self._ids),
             POSITIONS: ((1, width), self._positions),
@@ -178,6 +192,10 @@ class SharedPasses(Passes):
         for name, (shape, array) in inputs.items():
             if name in self._graph.inputs:
                 binding.bind_input(name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
+
+    def _bind(self, cache: int, width: int, count: int) -> Any:
+        binding = self._session.io_binding()
+        self._bind_rows(binding, width, count)
         for entry, buffer in zip(self._graph.cache, self._cache_buffers(cache), strict=True):
             binding.bind_ortvalue_input(entry.past, buffer)
             binding.bind_ortvalue_output(entry.present, buffer)
@@ -222,7 +240,7 @@ class SharedPasses(Passes):
     def read(self, cache: int, cells: Cells) -> bytes:
         return b"".join(buffer.numpy()[0][:, cells].tobytes() for buffer in self._cache_buffers(cache))
 
-    def write(self, cache: int, cells: Cells, payload: bytes) -> None:
+    def write(self, cache: int, cells: Cells, payload: bytes | memoryview) -> None:
         length = len(payload) // self.bytes_per_token
         start = 0
         for entry, buffer in zip(self._graph.cache, self._cache_buffers(cache), strict=True):

@@ -132,8 +132,9 @@ class OnnxSettings:
         return graph.is_shared and not (graph.window is not None and graph.window < self.context_length)
 
     def packs(self, graph: Graph) -> bool:
-        """Whether they do: not in reproducible mode."""
-        return self.reproducible is False and self.can_pack(graph)
+        """Whether they do: not in reproducible mode, which is not taken for several by itself unless it is known."""
+        is_wanted = self.reproducible is False or (self.reproducible is None and self.max_sequences > 1)
+        return is_wanted and self.exit_layer is None and self.can_pack(graph)
 
     def cells(self, graph: Graph) -> int:
         """Cells of one cache."""

@@ -6,9 +6,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from edgespec.errors import CapabilityError, ModelFileError, PromptError, UsageError
+from edgespec.errors import ModelFileError, PromptError
 from edgespec.formats.hub_folder import chat_template, read_optional_json
-from edgespec.installation import install_command
+from edgespec.installation import IMPORT_FAILURES, not_importable
 from edgespec.vocabulary import Vocabulary
 
 _FIX = "export the model again"
@@ -52,6 +52,7 @@ class TokenizerFile(Vocabulary):
         self._is_byte_level = any(b'"ByteLevel"' in part.__getstate__() for part in parts if part is not None)
         settings = read_optional_json(folder / "tokenizer_config.json", fix=_FIX)
         self.bos_id = self._named(settings.get("bos_token"))
+        self.eos_id = self._named(settings.get("eos_token"))
         self.adds_bos = self.bos_id is not None and self._begins_with_bos(settings)
         self.end_ids = self._ends(settings, folder)
         self.chat_template = chat_template(folder, settings, fix=_FIX)
@@ -70,7 +71,7 @@ class TokenizerFile(Vocabulary):
 
     def token_bytes(self, token_id: int) -> bytes:
         if token_id in self._control:
-            self._check_id(token_id)
+            self.check_id(token_id)
             return b""
         if token_id in self._verbatim:
             return self._verbatim[token_id].encode()
@@ -90,13 +91,9 @@ class TokenizerFile(Vocabulary):
         return self._text(token_id) or f"[PAD{token_id}]"
 
     def _text(self, token_id: int) -> str | None:
-        self._check_id(token_id)
+        self.check_id(token_id)
         text: str | None = self._tokenizer.id_to_token(token_id)
         return text
-
-    def _check_id(self, token_id: int) -> None:
-        if not 0 <= token_id < self.size:
-            raise UsageError(f"token id {token_id} is outside the vocabulary 0..{self.size - 1}")
 
     def _named(self, token: Any) -> int | None:
         text = token.get("content") if isinstance(token, dict) else token
@@ -130,8 +127,8 @@ BYTE_OF = _byte_letters()
 def _open(path: Path) -> Any:
     try:
         from tokenizers import Tokenizer
-    except ImportError as exc:
-        raise CapabilityError(f"ONNX models need the package tokenizers: {install_command()}") from exc
+    except IMPORT_FAILURES as exc:
+        raise not_importable("an ONNX model", exc, "tokenizers") from exc
     if not path.is_file():
         raise ModelFileError(f"{path} is missing: an ONNX model needs its tokenizer beside it. Copy it there")
     try:

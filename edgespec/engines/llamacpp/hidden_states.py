@@ -1,0 +1,44 @@
+"""Hidden states of the last pass: the input of the model's head at each row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.engines.llamacpp.library import library
+from edgespec.engines.llamacpp.rows import RowBuffer
+from edgespec.errors import CapabilityError
+
+
+class HiddenStates:
+    """Those of one context. `most_rows`: of a pass that gives them, since it also computes logits of all rows."""
+
+    def __init__(self, model: Any, context: Any, most_rows: int) -> None:
+        self._context, self._most_rows = context, most_rows
+        self._width = int(library().llama_model_n_embd(model))
+        self.are_wanted = False
+        self._num_rows = 0  # of the last pass
+
+    def prepare(self, rows: RowBuffer, width: int) -> None:
+        """The next pass has these `rows`, the first `width` of them the caller's."""
+        gives = self.are_wanted and rows.struct.n_tokens <= self._most_rows
+        self._num_rows = width if gives else 0
+        library().llama_set_embeddings(self._context, gives)
+        if gives:
+            rows.outputs[: rows.struct.n_tokens] = 1
+
+    def forget(self) -> None:
+        """The pass failed."""
+        self._num_rows = 0
+
+    def read(self) -> NDArray[np.float32]:
+        """A view [rows, hidden size]. Raises CapabilityError when the last pass gave none."""
+        if not self._num_rows:
+            raise CapabilityError(
+                f"the last pass gave no hidden states: call give_hidden_states(True) before a pass of at most "
+                f"{self._most_rows} rows"
+            )
+        states = library().llama_get_embeddings(self._context)
+        return np.ctypeslib.as_array(states, (self._num_rows, self._width))

@@ -1,0 +1,70 @@
+"""Opens a GGUF file as a model with a context of its own, before there is an engine over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from edgespec.engines.llamacpp.devices import handles_of
+from edgespec.engines.llamacpp.facts import keeps_running_state, will_be_reproducible
+from edgespec.engines.llamacpp.library import CancelFlag, library, open_model
+from edgespec.engines.llamacpp.settings import ContextSettings, create_context, require_generator
+from edgespec.errors import CapabilityError
+from edgespec.formats.gguf.check import check_gguf
+from edgespec.formats.gguf.eagle3 import ARCHITECTURE as EAGLE3
+from edgespec.formats.gguf.header import GgufHeader
+
+
+class OpenModel(NamedTuple):
+    """A model and a context for it, with the settings that the context was made with."""
+
+    model: Any
+    context: Any
+    settings: ContextSettings
+    cancel: CancelFlag
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOpener:
+    """Opens `path`, as often as other settings of the context are tried. `opened` is called before the file is used."""
+
+    path: Path
+    gpu_layers: int
+    devices: tuple[str, ...] | None
+    check_tensors: bool
+    is_repacked: bool
+    opened: Callable[[], None]
+
+    def open(self, settings: ContextSettings) -> OpenModel:
+        """Raises ModelFileError, CapabilityError."""
+        model = open_model(
+            self.path,
+            gpu_layers=self.gpu_layers,
+            devices=None if self.devices is None else handles_of(self.devices),
+            check_tensors=self.check_tensors,
+            is_repacked=self.is_repacked,
+        )
+        if keeps_running_state(model):
+            settings = replace(settings, max_branches=0)
+        if settings.max_sequences > 1 and will_be_reproducible(self.path, settings):
+            settings = replace(settings, max_branches=0, streams=True)
+        cancel = CancelFlag()
+        try:
+            self.opened()
+            require_generator(model, self.path)
+            return OpenModel(model, create_context(model, self.path, settings, cancel), settings, cancel)
+        except BaseException:
+            library().llama_model_free(model)
+            raise
+
+
+def checked_target(path: Path) -> GgufHeader:
+    """The header of a model that generates text. Raises ModelNotFound, ModelFileError, CapabilityError for a head."""
+    header = check_gguf(path)
+    if header.architecture == EAGLE3:
+        raise CapabilityError(
+            f"{path.name} is an EAGLE-3 head, which only drafts for another model: give it with -md/--model-draft"
+        )
+    return header

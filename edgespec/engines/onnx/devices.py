@@ -1,0 +1,121 @@
+"""What a device other than the processor computes rightly, found by trying: its errors come without an error message.
+
+Seen with ONNX Runtime's WebGPU (plugin 0.4.0, on a software device): passes of 32 rows and more gave other logits, and
+attention took the number of a token's cell for its position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from edgespec.engines import disk_cache
+from edgespec.engines.disk_cache import file_key, key_of
+from edgespec.engines.onnx.library import device_identity, version
+from edgespec.engines.onnx.passes import Passes, PassRows
+from edgespec.errors import CapabilityError
+from edgespec.types import NO_PARENT, Logits, TokenIds
+
+METHOD = 1  # increase it when more is tried
+NARROW = 8  # rows of the passes that wider ones are compared with
+GAP = 3  # cells that no token sees
+TOLERANCE = 0.02  # of the logits' standard deviation
+WIDTHS = (16, 31, 64, 128, 256, 512)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLimits:
+    """`widest`: rows of a pass; `keeps_positions`: whether a token may lie in another cell than its position."""
+
+    widest: int
+    keeps_positions: bool
+
+    def notes(self, provider: str, asked: int) -> tuple[str, ...]:
+        """What the user should know."""
+        found = []
+        if self.widest < asked:
+            found.append(f"{provider} computes more than {self.widest} rows at once wrongly here: prompts take longer")
+        if not self.keeps_positions:
+            found.append(f"the attention of {provider} knows no positions: no trees, and answers one at a time")
+        return tuple(found)
+
+
+def device_limits(
+    passes: Passes, files: Sequence[Path], provider: str, vocabulary: int, rows: int, exit_layer: int | None = None
+) -> DeviceLimits:
+    """Tried once per model, device and version. Uses cache 0, and passes of at most `rows` rows.
+
+    `exit_layer`: after which the graph is cut; parts of a graph run other passes than the whole. Passes that only ever
+    follow a text to its end are not tried with a gap in it. Raises CapabilityError where not even narrow passes agree
+    with one another.
+    """
+    if passes.capacity < 4 * NARROW:  # too small a context to try anything in
+        return DeviceLimits(min(rows, NARROW), keeps_positions=False)
+    measured = (provider, version(), device_identity(provider), rows, type(passes).__name__, exit_layer)
+    key = key_of("device", METHOD, measured, *map(file_key, files))
+    known = disk_cache.get("devices", key, _is_limits)
+    if known is None:
+        limits = _Trial(passes, vocabulary, rows).limits()
+        disk_cache.put("devices", key, {"widest": limits.widest, "keeps_positions": limits.keeps_positions})
+        return limits
+    return DeviceLimits(**known)
+
+
+def _is_limits(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and type(value.get("widest")) is int
+        and value["widest"] >= 1
+        and type(value.get("keeps_positions")) is bool
+    )
+
+
+class _Trial:
+    def __init__(self, passes: Passes, vocabulary: int, rows: int) -> None:
+        self._passes = passes
+        self._ids = np.random.default_rng(0).integers(0, vocabulary, max(rows, 4 * NARROW)).astype(np.int32)
+        self._rows = rows
+
+    def limits(self) -> DeviceLimits:
+        halves = self._narrow(0, 2 * NARROW)
+        if not _agree(self._one_by_one(2 * NARROW), halves):
+            raise CapabilityError("this device computes this model wrongly: use --provider cpu, or another export")
+        sound = NARROW
+        for width in sorted({width for width in (*WIDTHS, self._rows) if NARROW < width <= self._rows}):
+            wanted = self._narrow(sound - sound % NARROW, width)  # cells before that are right
+            if not _agree(self._last(0, self._ids[:width]), wanted):
+                break  # no wider one is worth a try
+            sound = width
+        return DeviceLimits(min(sound, self._rows), self._has_positions(halves))
+
+    def _narrow(self, start: int, end: int) -> Logits:
+        """Logits of the last token before `end`, by narrow passes from `start` on."""
+        parts = [(base, self._ids[base : min(base + NARROW, end)]) for base in range(start, end, NARROW)]
+        return [self._last(base, part) for base, part in parts][-1]
+
+    def _last(self, base: int, ids: TokenIds) -> Logits:
+        scored: Logits = self._passes.run(0, PassRows(base, ids, np.array([ids.size - 1])))[0].copy()
+        return scored
+
+    def _one_by_one(self, count: int) -> Logits:
+        return [self._last(at, self._ids[at : at + 1]) for at in range(count)][-1]
+
+    def _has_positions(self, wanted: Logits) -> bool:
+        """Whether the second half of a text scores the same behind cells that it does not see.
+
+        True for passes that are never asked to.
+        """
+        if not self._passes.takes_gaps:
+            return True
+        self._last(0, self._ids[: NARROW + GAP])
+        ids, positions = self._ids[NARROW : 2 * NARROW], np.arange(NARROW, 2 * NARROW, dtype=np.int32)
+        parents, sees = [NO_PARENT, *range(NARROW - 1)], [np.arange(NARROW)] * NARROW
+        rows = PassRows(NARROW + GAP, ids, np.array([NARROW - 1]), parents, positions, sees)
+        return _agree(self._passes.run(0, rows)[0], wanted)
+
+
+def _agree(found: Logits, wanted: Logits) -> bool:
+    return bool(np.abs(found - wanted).max() <= TOLERANCE * wanted.std())

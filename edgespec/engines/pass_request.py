@@ -1,0 +1,54 @@
+"""A pass that a sequence waits for: who decodes asks for it, and whoever runs the engine answers with its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from edgespec.types import Batch, Logits
+
+if TYPE_CHECKING:
+    from edgespec.engines.sequence import CachedSequence
+
+Returned = TypeVar("Returned")
+
+
+class PassRequest(NamedTuple):
+    """Rows of one sequence, of a target or of a draft model, that wait for a pass of its engine.
+
+    The reply is their logits, a view until the next pass. `hidden`: with hidden states or without them; None: as the
+    engine does now. Other sequences of the same pass may want them and these rows not.
+    """
+
+    cache: CachedSequence
+    batch: Batch
+    hidden: bool | None = None
+
+    def run(self) -> Logits:
+        """The logits of a pass of its own. Raises as `Engine.forward`."""
+        self.cache.took_part(0)
+        if self.hidden is not None:
+            self.cache.engine.give_hidden_states(self.hidden)
+        if self.cache.layers:
+            self.cache.engine.give_layer_inputs(self.cache.layers)
+        return self.cache.engine.forward(self.batch)
+
+
+Passes = Generator[PassRequest, Logits, Returned]
+"""Asks for passes one after another, is given the logits of each, and returns what it makes of them."""
+
+
+def at_once(passes: Passes[Returned]) -> Returned:
+    """What `passes` return when each pass is run as soon as it is asked for. Raises as `Engine.forward`."""
+    try:
+        request = next(passes)
+        while True:
+            try:
+                logits = request.run()
+            except BaseException as exc:
+                request = passes.throw(exc)
+            else:
+                request = passes.send(logits)
+    except StopIteration as end:
+        made: Returned = end.value
+        return made
