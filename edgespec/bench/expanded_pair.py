@@ -9,14 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from edgespec.bench.expanded_heads import expand_heads
 from edgespec.bench.expansion import LLAMA_1B, Expansion, Shape
-from edgespec.bench.heads import expand_heads
 from edgespec.engines.machine import products_saturate
 from edgespec.errors import CapabilityError, ModelFileError, StateError
 from edgespec.export.manifest import write_manifest
@@ -24,9 +23,9 @@ from edgespec.export.workspace import opened
 from edgespec.formats.manifest import HEADS, ModelFile, ModelPair, read_pair, sha256_of
 from edgespec.formats.onnx import MODEL
 from edgespec.formats.onnx.llama_reader import LlamaGraph
+from edgespec.types import Progress, no_progress
 
 Engine = Literal["onnx", "llamacpp"]
-Progress = Callable[[int, int, str], None]
 
 FORMAT = 1  # a change of what is written makes older pairs stale
 WEIGHT_TYPES: dict[Engine, str] = {"onnx": "w8a8", "llamacpp": "q8_0"}
@@ -61,14 +60,13 @@ class ExpandedPair:
         return isinstance(expansion, dict) and expansion.get("made_from") == self._key()
 
     def needs(self) -> Needs:
-        """What building and running it takes."""
         weights, table = self.shape.parameters(tied=False), self.shape.vocab_size * self.shape.hidden_size
         if self.engine == "onnx":
             return Needs(int(weights * 1.02) + 16 * 2**20, int(weights * 2.3) + 300 * 2**20, 15 * weights / 1e9)
         stored = int((weights - table) * 34 / 32)
         return Needs(stored + 16 * 2**20, max(stored, table * 6) + 300 * 2**20, 40 * weights / 1e9)
 
-    def build(self, progress: Progress | None = None) -> Path:
+    def build(self, progress: Progress = no_progress) -> Path:
         """Write the folder; it appears when it is whole, in the place of an older one.
 
         Raises ModelFileError for a source without what is needed, CapabilityError for a missing package and for a disk
@@ -79,7 +77,7 @@ class ExpandedPair:
             with opened(self.folder, replace=True) as work:
                 work.begin(self._identity())
                 try:
-                    self._write(work.pair, demo, progress or _ignore)
+                    self._write(work.pair, demo, progress)
                 except BaseException:
                     work.discard()
                     raise
@@ -188,7 +186,3 @@ def _facts(folder: Path, path: Path) -> dict[str, Any]:
 
 def _report(progress: Progress, done: int, total: int, what: str = "") -> None:
     progress(done, total, "expanding the demo target")
-
-
-def _ignore(done: int, total: int, what: str) -> None:
-    return None

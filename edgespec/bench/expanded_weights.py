@@ -14,8 +14,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.bench.expanded_tensors import CONSTANT, PUSH, Floats, Indices, TensorPlan
 from edgespec.bench.expansion import Expansion
-from edgespec.bench.tensors import CONSTANT, PUSH, Floats, Indices, TensorPlan
 from edgespec.export.checkpoint import Checkpoint, StoredTensor
 from edgespec.formats.onnx.w8a8 import GROUP_SIZES, LARGEST, MIDDLE, quantise_rows, scales_of
 

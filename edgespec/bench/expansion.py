@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from edgespec.bench.tensors import CONSTANT, GAIN, Floats, Indices, TensorPlan, cancelling_shares_of, shares_of
+from edgespec.bench.expanded_tensors import CONSTANT, GAIN, Floats, Indices, TensorPlan, cancelling_shares_of, shares_of
 from edgespec.errors import ModelFileError
 
 BLOCK = 256  # columns of a K-quant's block, the widest of all

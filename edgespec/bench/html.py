@@ -31,7 +31,6 @@ _CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(1
 
 
 def page(report: Report) -> str:
-    """The HTML document."""
     title = f"edgespec bench: {report['model']}"
     return "\n".join(
         (

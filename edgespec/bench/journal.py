@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from edgespec.bench.record import Trial
+from edgespec.closing import Closing
 from edgespec.engines.disk_cache import cache_folder, key_of
 from edgespec.errors import ConfigError, StateError
-from edgespec.types import Closing
 
 FORMAT = 1
 
 
 def default_path(settings: Mapping[str, Any]) -> Path:
-    """Default path of the journal for these settings."""
     return cache_folder() / "bench" / f"{key_of(sorted(settings.items()))}.jsonl"
 
 

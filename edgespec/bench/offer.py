@@ -12,6 +12,7 @@ from typing import get_args
 
 from edgespec.bench.expanded_pair import WEIGHT_TYPES, Engine, ExpandedPair
 from edgespec.engines.disk_cache import cache_folder
+from edgespec.engines.limits import free_memory
 from edgespec.errors import CapabilityError, ModelNotFound
 from edgespec.export import resources
 from edgespec.installation import install_command
@@ -55,7 +56,7 @@ def _lack(pair: ExpandedPair) -> str | None:
     place = next(folder for folder in (pair.folder, *pair.folder.parents) if folder.exists())
     if needs.disk_bytes > (free := resources.free_bytes(place)):
         return f"needs {resources.human(needs.disk_bytes)} of disk in {place}, {resources.human(free)} are free"
-    available = resources.available_memory()
+    available = free_memory()
     if available is not None and needs.memory_bytes > available:
         return f"needs {resources.human(needs.memory_bytes)} of memory, {resources.human(available)} are available"
     return None

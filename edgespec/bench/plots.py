@@ -35,9 +35,7 @@ def _sheet(report: Report) -> bytes:
     for axes, name in zip(figure.subplots(max(len(names), 1), squeeze=False)[:, 0], names, strict=False):
         PLOTS[name](axes, report)
         axes.spines[["top", "right"]].set_visible(False)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()
+    return _saved(figure)
 
 
 def _draw_each(report: Report, folder: Path) -> list[Path]:
@@ -64,13 +62,16 @@ def _png(plot: Callable[[Any, Report], bool], report: Report) -> bytes | None:
     if not plot(axes, report):
         return None
     axes.spines[["top", "right"]].set_visible(False)
+    return _saved(figure)
+
+
+def _saved(figure: Any) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
 
 
 def _speedup(axes: Any, report: Report) -> bool:
-    """Median speedup per domain with its quartiles."""
     rows = [(name, figures) for name, figures in report["domains"].items() if figures["speedup"]]
     if not rows:
         return False
@@ -87,7 +88,6 @@ def _speedup(axes: Any, report: Report) -> bool:
 
 
 def _acceptance(axes: Any, report: Report) -> bool:
-    """Acceptance rate and tokens per pass along the answer."""
     steps = [step for step in report["acceptance_by_position"] if step["drafted_tokens"] >= _LEAST_DRAFTED]
     if not steps:
         return False
@@ -106,7 +106,6 @@ def _acceptance(axes: Any, report: Report) -> bool:
 
 
 def _lengths(axes: Any, report: Report) -> bool:
-    """Accepted tokens per round, by drafter."""
     counts = {name: {int(n): c for n, c in found.items()} for name, found in report["accepted_lengths"].items()}
     if set(counts) <= {"none"}:
         return False
@@ -145,7 +144,6 @@ def _reliability(axes: Any, report: Report) -> bool:
 
 
 def _cost(axes: Any, report: Report) -> bool:
-    """Time of a target pass by width, and the highest speedup possible at that width."""
     curve = {int(width): seconds for width, seconds in report["cost_curve"].items()}
     if len(curve) < 2:
         return False

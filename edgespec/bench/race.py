@@ -2,12 +2,12 @@
 
 Run at the same time, the two would slow each other down; alternating token by token, they would share caches. So the
 plain run comes first and is recorded; then the speculative run executes alone, and a caller may replay the recording
-beside it by the same clock. This needs one target in memory at a time. Both runs are warmed up first. If memory allows,
-the plain target stays loaded and decodes a few tokens again at the end, to report a change of the machine's speed.
+beside it by the same clock. Both runs are warmed up first, and use one loaded model in one mode, so that in
+reproducible mode their texts are equal. Plain decoding decodes a few tokens again at the end, to report a change of the
+machine's speed.
 
-The plain run uses the fastest mode, with no draft loaded and no padding of single tokens. Its text may therefore differ
-from a reproducible speculative run in a near-tie of rounding; then plain decoding in reproducible mode is run too, and
-the texts of that mode are compared.
+Reproducible mode may slow plain decoding down, and the baseline of all our claims is its fastest mode. So before the
+race both modes decode a few tokens plainly, one after the other, and the result tells the ratio.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import dataclasses
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from edgespec.config import GenerateOptions
+from edgespec.closing import Closing
+from edgespec.config import GenerateOptions, keywords_of
 from edgespec.control.cost import CostCurve
 from edgespec.control.run_cost import DraftCost
 from edgespec.errors import Cancelled
@@ -26,9 +26,10 @@ from edgespec.loading.sample_prompts import PROMPTS
 from edgespec.runtime import Model, load
 from edgespec.sampling import Sampling
 from edgespec.tuning.verify import Divergence, first_divergence
-from edgespec.types import Closing, RoundRecord, Stats, TokenEvent
+from edgespec.types import RoundRecord, Stats, TokenEvent
 
 _WARM_UP_TOKENS = 16
+_TRIALS = 3  # of either mode; the fastest counts, as a model is slow at first and other programs disturb
 _CHECK_S, _CHECK_TOKENS = 1.5, 8  # the pace is checked for so long, and with so many tokens at least
 
 
@@ -76,21 +77,20 @@ class Lap:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A finished race. `proof`: plain decoding in the speculative run's own mode, where that had to be run as well.
+    """A finished race. `divergence`: the first token in which the texts differ.
 
-    `divergence`: first token in which the speculative text parts from plain decoding's, of `proof` where there is one;
-    `rounding`: the same against the fastest plain run, when padding alone explains it. `pace`: plain decoding's rate
-    at the end over its rate at first, None when it could not be measured again.
+    `fastest`: plain decoding's rate in the fastest mode over that in the race's, None where it is the same mode or too
+    little was decoded to tell. `pace`: plain decoding's rate at the end over its rate at first, None when it was not
+    measured again.
     """
 
     plain: Lap
     drafted: Lap
-    proof: Lap | None
     divergence: Divergence | None
-    rounding: Divergence | None
     is_reproducible: bool
     is_greedy: bool
     pace: float | None
+    fastest: float | None
     curve: CostCurve | None
     draft_costs: dict[str, DraftCost]
 
@@ -102,137 +102,102 @@ class Outcome:
 
 
 class Race(Closing):
-    """Runs both sides of one race; takes over `model`, the speculative side, and closes it."""
+    """Runs both sides of one race; takes over `model` and closes it."""
 
     def __init__(self, model: Model, prompt_ids: Sequence[int], sampling: Sampling, options: GenerateOptions) -> None:
         self.plain, self.drafted = Lap(), Lap()
         self._prompt_ids, self._sampling, self._options = list(prompt_ids), sampling, options
         self._without_draft = dataclasses.replace(options, drafter="none")
         self._model = model
-        self._plain_model: Model | None = None
-        self._keeps_both = model.target.facts.pinned_class is None or fits_twice(model)
+        self._fastest: float | None = None
+        self._is_cancelled = False
         model.stream(self._prompt_ids, sampling, options)  # checks the prompt; nothing runs
         self._measure()
 
     @property
     def model(self) -> Model:
-        """The speculative side as it is loaded now."""
+        """The model of both sides as it is loaded now."""
         return self._model
 
     def get_ready(self) -> None:
-        """Load what is missing and warm up, so that neither side pays for first touches of memory."""
-        if self._keeps_both:
-            self._warm_up(self._model, self._options)
-        else:
-            self._model.close()
-        self._plain_model = self._open_plain()
-        self._warm_up(self._plain_model, self._without_draft)
+        """Compare the modes, and warm up, so that neither side pays for first touches of memory. Raises Cancelled."""
+        if self._model.target.facts.pinned_class is not None:
+            self._compare_modes()
+        self._warm_up(self._options)
 
     def plain_lap(self) -> Iterator[Lap]:
         """Decode plainly; the lap after every token. `get_ready` comes before."""
-        assert self._plain_model is not None
-        yield from _run(self.plain, self._plain_model, self._prompt_ids, self._sampling, self._without_draft)
+        yield from _run(self.plain, self._model, self._prompt_ids, self._sampling, self._without_draft)
 
     def change_sides(self) -> None:
-        """Between the laps: where memory holds one target only, the other one takes its place."""
-        if not self._keeps_both and self._plain_model is not None:
-            self._plain_model.close()
-            self._plain_model = None
-            self._model = load(**_fields(self._model))
-            self._measure()
-            self._warm_up(self._model, self._options)
-        if self._plain_model is self._model:
-            self._model.forget()  # the other side has just read the prompt
+        """Between the laps: the plain side has just read the prompt, and the other one has to read it too."""
+        self._model.forget()
 
     def drafted_lap(self) -> Iterator[Lap]:
         """Decode with speculation; the lap after every token."""
         yield from _run(self.drafted, self._model, self._prompt_ids, self._sampling, self._options)
 
     def outcome(self, *, checks_pace: bool = True) -> Outcome:
-        """Compare the texts and, with `checks_pace`, the pace of the machine now with that of the plain lap.
-
-        Raises Cancelled after `cancel`.
-        """
+        """Compare the texts and, with `checks_pace`, the pace of the machine now with that of the plain lap."""
         model = self._model
-        is_reproducible = model.is_reproducible(self._options.verify or model.options.verify)
-        found = first_divergence(self.plain, self.drafted)
-        proof: Lap | None = None
-        divergence, rounding = found, None
-        if found is not None and is_reproducible:
-            proof = Lap()
-            for _ in _run(proof, model, self._prompt_ids, self._sampling, self._without_draft):
-                pass
-            if proof.stats.finish_reason == "cancelled":
-                raise Cancelled("the race was stopped while its texts were being compared")
-            divergence, rounding = first_divergence(proof, self.drafted), found
         can_draft = model.target.facts.can_rollback
         return Outcome(
             plain=self.plain,
             drafted=self.drafted,
-            proof=proof,
-            divergence=divergence,
-            rounding=rounding,
-            is_reproducible=is_reproducible,
+            divergence=first_divergence(self.plain, self.drafted),
+            is_reproducible=model.is_reproducible(self._options.verify or model.options.verify),
             is_greedy=self._sampling.temperature == 0,
             pace=self._pace() if checks_pace else None,
+            fastest=self._fastest,
             curve=model.cost_curve if can_draft else None,
             draft_costs=model.draft_costs if can_draft else {},
         )
 
     def cancel(self) -> None:
-        """End whichever side runs."""
-        for model in (self._model, self._plain_model):
-            if model is not None:
-                model.cancel()
+        """End whichever side runs; before the first one, `get_ready` raises Cancelled."""
+        self._is_cancelled = True
+        self._model.cancel()
 
     def close(self) -> None:
-        """Free both sides."""
         self._model.close()
-        if self._plain_model is not None:
-            self._plain_model.close()
 
-    def _open_plain(self) -> Model:
-        if self._model.target.facts.pinned_class is None:
-            return self._model
-        return load(**_fields(self._model) | {"drafter": "none", "draft_length": "auto", "reproducible": False})
+    def _compare_modes(self) -> None:
+        """How much faster plain decoding is in the fastest mode. Only one model is loaded at a time."""
+        loaded = keywords_of(self._model.options)
+        self._model.close()
+        plainly = {"drafter": "none", "draft_length": "auto", "reproducible": False}
+        with load(**loaded | plainly) as self._model:
+            fastest_rate = self._plain_rate()
+        self._model = load(**loaded)
+        self._measure()
+        rate = self._plain_rate()
+        self._fastest = fastest_rate / rate if fastest_rate and rate else None
+
+    def _plain_rate(self) -> float:
+        """Tokens per second of plain decoding, the best of a few trials; 0 for too few tokens."""
+        return max(self._warm_up(self._without_draft).tokens_per_second for _ in range(_TRIALS))
 
     def _measure(self) -> None:
         """What passes cost is measured before the race, and recalled where it was measured before."""
         if self._model.target.facts.can_rollback:
             _ = self._model.cost_curve, self._model.draft_costs
 
-    def _warm_up(self, model: Model, options: GenerateOptions) -> None:
-        """Another text than the prompt, of which nothing may be cached when the race begins."""
-        few = dataclasses.replace(options, max_tokens=_WARM_UP_TOKENS, stop=())
-        model.generate(PROMPTS[-1].text, self._sampling, few)
-        model.forget()
+    def _warm_up(self, options: GenerateOptions) -> Stats:
+        """Decode another text than the prompt, of which nothing may be cached when the race begins."""
+        if self._is_cancelled:
+            raise Cancelled("the race was stopped before it began")
+        few = dataclasses.replace(options, max_tokens=_WARM_UP_TOKENS, stop=(), ignore_eos=True)
+        found = self._model.generate(PROMPTS[-1].text, self._sampling, few).stats
+        self._model.forget()
+        return found
 
     def _pace(self) -> float | None:
-        if self._plain_model is None:
-            return None
         again = Lap()
-        for _ in _run(again, self._plain_model, self._prompt_ids, self._sampling, self._without_draft):
+        for _ in _run(again, self._model, self._prompt_ids, self._sampling, self._without_draft):
             if len(again.marks) > _CHECK_TOKENS and again.marks[-1].at_s > _CHECK_S:
                 break
         now, before = again.rate_of(again.marks), self.plain.rate_of(self.plain.marks[: len(again.marks)])
         return now / before if now and before and len(again.marks) > _CHECK_TOKENS else None
-
-
-def fits_twice(model: Model) -> bool:
-    """Whether the memory that is left holds the target once more; never assumed of a device's own memory."""
-    from edgespec.export.resources import available_memory
-
-    facts = model.target.facts
-    if facts.device != "cpu":
-        return False
-    files = sum(path.stat().st_size for path in model.pair.paths("target"))
-    needed = 1.2 * files + facts.kv_bytes_per_token * facts.context_length
-    available = available_memory()
-    return available is None or needed < available
-
-
-def _fields(model: Model) -> dict[str, Any]:
-    return {field.name: getattr(model.options, field.name) for field in dataclasses.fields(model.options)}
 
 
 def _run(lap: Lap, model: Model, prompt_ids: list[int], sampling: Sampling, options: GenerateOptions) -> Iterator[Lap]:

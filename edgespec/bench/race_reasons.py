@@ -16,6 +16,7 @@ from edgespec.control.length import ceiling, expected_speedup
 from edgespec.tuning.verify import Divergence
 from edgespec.types import RoundRecord
 
+_SAME_MODE = 0.01  # up to this difference, the modes are equally fast
 NEAR = 0.05  # speeds that differ by less count as equal
 _ENOUGH_DRAFTED = 16
 _MOST_DRAFTED = 15  # as far as passes are measured when a model is loaded
@@ -30,7 +31,7 @@ class Prices:
     `round`, `verify`, `draft`, `rest`: averages per round; `drafter`: the drafter they belong to; `width`: tokens in a
     typical verification pass; `pass_`: its cost over a plain pass; `token`: cost of a draft token; `pays_from`: the
     acceptance rate from which drafting pays off, None if it never does; `best`: (draft length, speedup) if every draft
-    token were accepted; `lone`: cost of a single-token pass in the speculative run's mode.
+    token were accepted.
     """
 
     round: float
@@ -43,7 +44,6 @@ class Prices:
     token: float
     pays_from: float | None
     best: tuple[int, float]
-    lone: float
 
 
 def speed(outcome: Outcome) -> str:
@@ -60,15 +60,8 @@ def speed(outcome: Outcome) -> str:
 def proof(outcome: Outcome, token_name: Callable[[int], str]) -> str:
     """Whether the texts are equal token by token, or where and why they differ."""
     count = len(outcome.drafted.marks)
-    if outcome.divergence is None and outcome.rounding is None:
+    if outcome.divergence is None:
         return f"identical: all {count} tokens, compared one by one"
-    if outcome.divergence is None and outcome.rounding is not None:
-        return (
-            f"identical: all {count} tokens equal plain decoding in the same mode, compared one by one. The plain run "
-            "shown uses the fastest mode, which rounds differently: "
-            f"{_parting(outcome, outcome.rounding, token_name)}"
-        )
-    assert outcome.divergence is not None
     parting = _parting(outcome, outcome.divergence, token_name)
     if outcome.is_reproducible:
         return f"DIFFERENT, although reproducible mode guarantees the same text: {parting}. Please report this"
@@ -87,12 +80,8 @@ def reasons(outcome: Outcome, drafter: str, *, is_automatic: bool) -> list[str]:
     costs = prices(outcome)
     found = [_balance(outcome, costs), _threshold(costs)]
     found.append(_choice(outcome.drafted, drafter) if is_automatic else _fixed(outcome))
-    lone_rounds = sum(record.drafter is None for record in outcome.drafted.rounds)
-    if outcome.is_reproducible and costs.lone > 1 + NEAR and lone_rounds > len(outcome.drafted.rounds) / 4:
-        found.append(
-            f"{lone_rounds} passes had a single token; in reproducible mode these are {costs.lone:.2f}x slower on this "
-            "model (--no-reproducible avoids that)."
-        )
+    if outcome.fastest is not None:
+        found.append(_fastest_mode(outcome.speed_ratio, outcome.fastest))
     if outcome.pace is not None and abs(outcome.pace - 1) > _PACE_CHANGE:
         found.append(
             f"Plain decoding repeated at the end reached {outcome.pace:.0%} of its first speed: other programs or heat "
@@ -129,7 +118,6 @@ def prices(outcome: Outcome) -> Prices:
         token=token_s / plain_s,
         pays_from=pays_from,
         best=ceiling(whole_s, token_s, _MOST_DRAFTED),
-        lone=pass_s[1] / plain_pass_s,
     )
 
 
@@ -206,6 +194,16 @@ def _fixed(outcome: Outcome) -> str:
     longest = max((record.drafted_tokens for record in outcome.drafted.rounds), default=0)
     hint = "; --draft-length auto drafts only when it pays off" if outcome.speed_ratio < 1 - NEAR else ""
     return f"The draft length was fixed, up to {longest} tokens per round{hint}."
+
+
+def _fastest_mode(speed_ratio: float, fastest: float) -> str:
+    """How the race would look against plain decoding's fastest mode, which is `fastest` times as fast as the race's."""
+    if fastest < 1 + _SAME_MODE:
+        return "Both sides ran in reproducible mode, which costs plain decoding nothing here."
+    return (
+        f"Both sides ran in reproducible mode. In the fastest mode, whose text may differ, plain decoding is "
+        f"{fastest:.2f}x as fast; against that, speculation reached {speed_ratio / fastest:.2f}x."
+    )
 
 
 def _parting(outcome: Outcome, divergence: Divergence, token_name: Callable[[int], str]) -> str:

@@ -27,9 +27,6 @@ class Measurement:
     pieces: tuple[Piece, ...] = ()
     energy_j: float | None = None
 
-    def without_text(self) -> Measurement:
-        return dataclasses.replace(self, pieces=())
-
     @property
     def is_long_enough(self) -> bool:
         """Whether a decoding speed is defined: the first token comes from prefill."""

@@ -16,7 +16,6 @@ from edgespec.bench.rounds import acceptance_by_position, accepted_lengths, draf
 from edgespec.bench.runner import Task, needs_second_model
 from edgespec.bench.summary import Side, Summary, median_pass_s
 from edgespec.config import GenerateOptions
-from edgespec.control.cost import CostCurve
 from edgespec.runtime import Model
 from edgespec.sampling import Sampling
 
@@ -95,7 +94,7 @@ def report_of(setup: Setup, tasks: Sequence[Task], trials: Mapping[tuple[str, in
         "reliability": reliability(records) if setup.speculative.options.draft_length == "auto" else {},
         "acceptance_by_position": acceptance_by_position(runs),
         "accepted_lengths": accepted_lengths(records),
-        "cost_curve": _cost_curve(setup.speculative.cost_curve),
+        "cost_curve": {str(width): s for width, s in setup.speculative.cost_curve.refined().items()},
         "observed_passes": observed_passes(records),
         "standard_pass_s": median_pass_s(total.standard),
         "draft_token_s": {name: cost.token_s for name, cost in setup.speculative.draft_costs.items()},
@@ -115,10 +114,6 @@ def _padded_speedup(trials: Sequence[Trial]) -> float | None:
     pairs = [(trial.plain, trial.standard) for trial in trials if trial.plain is not None]
     plain, standard = (Side(runs).pooled_rate for runs in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
     return plain / standard if standard else None
-
-
-def _cost_curve(curve: CostCurve) -> dict[str, float]:
-    return {str(width): seconds for width, seconds in curve.refined().items()}
 
 
 def _memory(setup: Setup, total: Summary) -> dict[str, int | None]:

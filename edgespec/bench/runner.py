@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from edgespec.bench.energy import EnergyMeter
 from edgespec.bench.record import Measurement, Trial, digest_of
-from edgespec.config import GenerateOptions
+from edgespec.config import GenerateOptions, keywords_of
 from edgespec.runtime import Model, load
 from edgespec.sampling import Sampling
 from edgespec.tuning.workload import BenchPrompt
@@ -46,8 +46,7 @@ def load_standard(model: Model) -> Model:
     """The baseline model: `model` itself, or its target loaded again without reproducible mode."""
     if not needs_second_model(model):
         return model
-    options = {field.name: getattr(model.options, field.name) for field in dataclasses.fields(model.options)}
-    return load(**{**options, "reproducible": False, "drafter": "none"})
+    return load(**{**keywords_of(model.options), "reproducible": False, "drafter": "none"})
 
 
 def tasks_of(
@@ -71,21 +70,18 @@ class Runner:
         standard: Model,
         options: GenerateOptions,
         is_over: Callable[[], bool] = lambda: False,
-        meter: EnergyMeter | None = None,
     ) -> None:
         self._speculative, self._standard = speculative, standard
         self._options = dataclasses.replace(options, logprobs=False)
         self._plain = dataclasses.replace(self._options, drafter="none")
         self._is_over = is_over
-        self._meter = meter or EnergyMeter()
+        self._meter = EnergyMeter()
 
     def run(self, tasks: Iterable[Task]) -> Iterator[Trial]:
         """One trial per task, after a warm-up. Ends early if `is_over` returns True or a generation is cancelled."""
-        is_warm = False
-        for task in tasks:
-            if not is_warm:
+        for number, task in enumerate(tasks):
+            if not number:
                 self._warm_up(task)
-                is_warm = True
             trial = None if self._is_over() else self._trial(task)
             if trial is None:
                 return
@@ -107,9 +103,9 @@ class Runner:
             if measured is None:
                 return None
             found[name] = measured
-        standard, plain = (found[name].without_text() if name in found else None for name in ("standard", "plain"))
-        assert standard is not None
-        return Trial(*task.key, order, standard, found["speculative"], plain)
+        for name in found.keys() - {"speculative"}:
+            found[name] = dataclasses.replace(found[name], pieces=())
+        return Trial(*task.key, order, found["standard"], found["speculative"], found.get("plain"))
 
     def _measure(self, model: Model, options: GenerateOptions, task: Task) -> Measurement | None:
         """One generation that begins with empty caches; None if it was cancelled."""

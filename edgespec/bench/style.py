@@ -38,5 +38,4 @@ p .token { padding: .1rem .5rem; margin-right: .4rem; border: 1px solid var(--li
 
 
 def colour(name: str) -> str:
-    """The colour of a drafter."""
     return COLOURS.get(name) or _OTHERS[sum(name.encode()) % len(_OTHERS)]

@@ -14,7 +14,6 @@ _LEAST_PASSES, _LEAST_TESTED = 8, 30  # with fewer, medians and errors are not s
 
 
 def table_lines(report: Report) -> Iterator[str]:
-    """The table, the verdict and the reasons."""
     yield _row(HEADER)
     domains: dict[str, Any] = report["domains"]
     for name, figures in domains.items():
@@ -53,7 +52,6 @@ def shown(value: float | None, form: str) -> str:
 
 
 def verdict_line(report: Report) -> str:
-    """The verdict in one sentence."""
     total, domains = report["total"], report["domains"]
     pooled = shown(total["pooled_speedup"], "{:.2f}x")
     says = {

@@ -27,7 +27,7 @@ hide are found in a 16-bit file of the same conversion (see `file_checks`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +85,10 @@ class Comparison:
     top1_agreement: float
     mean_kl: float
 
+    def figures(self) -> dict[str, float]:
+        """By name, in four digits."""
+        return {key: float(f"{value:.4g}") for key, value in asdict(self).items()}
+
     def complaint(self, limits: Limits) -> str:
         """The exceeded limits as text; empty if there are none."""
         wrong = []
@@ -139,7 +143,6 @@ def check_begin(reference: Reference, engine: Engine) -> None:
 
 
 def compare_logits(reference: Reference, found: Sequence[NDArray[np.float32]]) -> Comparison:
-    """Compare the logits `found` per probe text with the reference."""
     parts = (rows[start : start + BLOCK] for rows in found for start in range(0, len(rows), BLOCK))
     return _compare_blocks(reference, parts)
 

@@ -30,6 +30,8 @@ READABLE = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 ITEM_BYTES |= {"F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "U32": 4, "U64": 8}
 OTHER_WEIGHTS = ("pytorch_model*.bin", "consolidated*.pth", "tf_model.h5", "*.gguf")
+# Masks and frequencies in old checkpoints, which are not weights.
+BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
 _SHARD_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
 
 
@@ -83,20 +85,34 @@ class Checkpoint:
     def weights(self, name: str) -> Weights:
         """One tensor as float32, in its stored shape. Raises ModelFileError for types other than F64/F32/F16/BF16."""
         tensor = self.tensors[name]
-        if tensor.dtype not in READABLE:
-            allowed = ", ".join(READABLE)
-            raise ModelFileError(f"{tensor.file}: tensor {name} is stored as {tensor.dtype}; allowed: {allowed}")
+        return self._read(name, 0, math.prod(tensor.shape)).reshape(tensor.shape)
+
+    def rows_of(self, name: str, start: int, stop: int) -> Weights:
+        """Some rows [stop - start, columns] of a matrix as float32. Raises ModelFileError like `weights`."""
+        columns = self.tensors[name].shape[1]
+        return self._read(name, start * columns, (stop - start) * columns).reshape(-1, columns)
+
+    def _read(self, name: str, first: int, count: int) -> Weights:
+        """`count` numbers of a tensor from its `first` on. Read, not mapped, so that they are not kept in memory."""
+        tensor = self.tensors[name]
+        self.check_type(name)
         kind = np.dtype(READABLE[tensor.dtype])
-        count = math.prod(tensor.shape)
         try:
-            raw: NDArray[Any] = np.fromfile(tensor.file, kind, count, offset=tensor.offset)
+            raw: NDArray[Any] = np.fromfile(tensor.file, kind, count, offset=tensor.offset + first * kind.itemsize)
         except OSError as error:
             raise ModelFileError(f"{tensor.file} cannot be read: {error}") from error
         if raw.size != count:
             raise ModelFileError(f"{tensor.file} became shorter while tensor {name} was read")
         if tensor.dtype == "BF16":
             raw = (raw.astype(np.uint32) << 16).view(np.float32)
-        return raw.astype(np.float32, copy=False).reshape(tensor.shape)
+        return raw.astype(np.float32, copy=False)
+
+    def check_type(self, name: str) -> None:
+        """Raise ModelFileError unless a tensor is stored as a type that `weights` reads."""
+        tensor = self.tensors[name]
+        if tensor.dtype not in READABLE:
+            allowed = ", ".join(READABLE)
+            raise ModelFileError(f"{tensor.file}: tensor {name} is stored as {tensor.dtype}; allowed: {allowed}")
 
     def require(self, key: str) -> Any:
         """A required value of config.json. Raises ModelFileError if it is missing."""

@@ -13,20 +13,22 @@ from typing import Any
 
 from edgespec.errors import CapabilityError, ConfigError, EdgespecError, EngineError, ModelFileError
 from edgespec.export.accuracy import ExportRefused
-from edgespec.export.conversion_check import check_conversion, check_vocabulary
+from edgespec.export.conversion_check import FLOAT, Checked, Made, check_conversion
+from edgespec.export.maker import exit_stage, groups_note
 from edgespec.export.manifest import write_manifest
-from edgespec.export.onnx.from_gguf import FORMS, GROUPED, convert_gguf, open_gguf
+from edgespec.export.onnx.convert import FORMS
+from edgespec.export.onnx.from_gguf import convert_gguf, open_gguf
 from edgespec.export.onnx.gguf_model import GgufModel
 from edgespec.export.plan import BITS, PROBE_TOKENS, PROGRAM_BYTES, SPARE, Needs
 from edgespec.export.request import ExportRequest
 from edgespec.export.resources import check_room, human
 from edgespec.export.stages import Artefact, Reporter, Stage, run_stages
-from edgespec.export.tokens import check_same_names
+from edgespec.export.tokens import check_round_trip, check_same_names
 from edgespec.export.workspace import Workspace, check_output, opened
 from edgespec.formats.files import atomic_folder
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import read_pair
-from edgespec.installation import install_command, require_engine
+from edgespec.installation import has_engine, install_command, require_engine
 from edgespec.types import Progress
 
 PACKAGES = ("gguf", "onnx", "tokenizers")
@@ -51,10 +53,7 @@ def convert_pair(request: ExportRequest, reporter: Reporter) -> tuple[dict[str, 
         try:
             _check_room(request, models, workspace, reporter)
             if request.quants["onnx"] == "w8a8":
-                reporter.note(
-                    f"w8a8 with {', '.join(_grouped(request)) or 'nothing'} in groups of weights with a scale each, "
-                    "which keeps more of the model; --in-groups chooses"
-                )
+                reporter.note(groups_note(request))
             artefacts = run_stages(list(_stages(request, models, workspace)), workspace, reporter)
             figures = _check(request, models, workspace, reporter)
             files = _described(request, models, artefacts, figures, workspace)
@@ -71,7 +70,7 @@ def _check_options(request: ExportRequest) -> None:
         raise ConfigError(f"{source} is a GGUF already: give --to onnx to convert it")
     if request.revision is not None:
         raise ConfigError(f"--revision is for hub ids, and {source} is a file: omit it")
-    if request.exporter != "auto":
+    if request.exporter not in ("auto", "edgespec"):
         raise ConfigError(f"--exporter {request.exporter} does not read GGUF: omit it, or {NEEDS_A_CHECKPOINT}")
     if request.derivation is not None and request.derivation.kind != "early-exit":
         raise ConfigError(f"--derive {request.derivation} does not work on a GGUF: {NEEDS_A_CHECKPOINT}")
@@ -96,6 +95,8 @@ def _opened_models(request: ExportRequest) -> dict[str, GgufModel]:
     if request.derivation is not None:
         request.derivation.check(models["target"].config.num_layers)
     if "draft" in models:
+        if (vocabulary := request.vocabulary_of("draft")) is not None:
+            vocabulary.check(models["draft"].config.vocab_size)
         check_same_names(*([text.decode(errors="replace") for text in m.header.tokens] for m in models.values()))
     return models
 
@@ -104,15 +105,8 @@ def _identity(request: ExportRequest, models: Models) -> dict[str, Any]:
     """All settings that the files depend on."""
     facts = {role: (model.path.resolve(), model.path.stat()) for role, model in models.items()}
     return {
-        "made_by": request.made_by,
+        **request.identity(),
         "models": {role: [str(path), found.st_size, found.st_mtime_ns] for role, (path, found) in facts.items()},
-        "quants": dict(request.quants),
-        "draft_quants": dict(request.draft_quants),
-        "derivation": str(request.derivation),
-        "group_size": request.group_size,
-        "grouped": _grouped(request),
-        "name": request.name,
-        "licence": request.licence,
     }
 
 
@@ -152,8 +146,7 @@ def _stages(request: ExportRequest, models: Models, workspace: Workspace) -> Ite
         quant = request.quant_of(role, "onnx")
         yield Stage(f"onnx.{role}", f"{role} to ONNX {quant}", partial(_convert, request, workspace, role, model))
     if request.derivation is not None:
-        make = partial(_early_exit, request, workspace)
-        yield Stage("onnx.draft", "draft graph over the target's ONNX weights", make, after="onnx.target")
+        yield exit_stage(request, workspace)
 
 
 def _convert(
@@ -162,29 +155,18 @@ def _convert(
     quant, folder = request.quant_of(role, "onnx"), workspace.pair / "onnx" / role
     folder.parent.mkdir(exist_ok=True)
     with atomic_folder(folder) as partial_folder:
-        convert_gguf(model, partial_folder, quant, request.group_size, progress, grouped=_grouped(request))
+        convert_gguf(
+            model,
+            partial_folder,
+            quant,
+            request.group_size,
+            progress,
+            grouped=request.groups,
+            vocabulary=request.vocabulary_of(role),
+        )
     graph = f"onnx/{role}/model.onnx"
     parts = tuple(sorted(name for f in folder.iterdir() if (name := f"onnx/{role}/{f.name}") != graph))
     return [Artefact(f"onnx.{role}", "onnx", role, quant, graph, parts, model.num_parameters)]
-
-
-def _grouped(request: ExportRequest) -> tuple[str, ...]:
-    """Kinds of matrices that a w8a8 graph keeps in groups."""
-    return GROUPED if request.grouped is None else request.grouped
-
-
-def _early_exit(request: ExportRequest, workspace: Workspace, progress: Progress) -> list[Artefact]:
-    from edgespec.export.onnx.cut import early_exit_onnx
-
-    assert request.derivation is not None
-    folder = workspace.pair / "onnx" / "target"
-    draft = early_exit_onnx(folder, request.derivation.exit_layer)
-    names = {f"onnx/target/{f.name}" for f in folder.iterdir()} - {
-        f"onnx/target/{draft.name}",
-        "onnx/target/model.onnx",
-    }
-    quant = request.quants["onnx"]
-    return [Artefact("onnx.draft", "onnx", "draft", quant, f"onnx/target/{draft.name}", tuple(sorted(names)))]
 
 
 def _check(request: ExportRequest, models: Models, workspace: Workspace, reporter: Reporter) -> dict[str, Any]:
@@ -196,8 +178,7 @@ def _check(request: ExportRequest, models: Models, workspace: Workspace, reporte
             figures["tokenisation"] = check_vocabulary(model, graph.parent)
             if request.check:
                 with reporter.stage(f"checking {role}") as progress:
-                    quant = request.quant_of(role, "onnx")
-                    found = check_conversion(model, graph, quant, workspace.temporary, request.threads, progress)
+                    found = _checked(request, role, model, graph, workspace, progress)
                 figures["reference"], figures[role] = found.reference, found.figures
                 if found.warning:
                     reporter.note(f"{role}: {found.warning}")
@@ -205,6 +186,32 @@ def _check(request: ExportRequest, models: Models, workspace: Workspace, reporte
             workspace.forget(f"onnx.{role}")
             raise
     return figures
+
+
+def _checked(
+    request: ExportRequest, role: str, model: GgufModel, graph: Path, workspace: Workspace, progress: Progress
+) -> Checked:
+    vocabulary = request.vocabulary_of(role)
+    made = Made(
+        graph,
+        request.quant_of(role, "onnx"),
+        vocabulary.applied(model.config, graph.parent) if vocabulary else model.config,
+        model.num_parameters,
+        lambda folder: convert_gguf(model, folder, FLOAT, vocabulary=vocabulary),
+        model.path if has_engine("llamacpp") else None,
+    )
+    return check_conversion(made, workspace.temporary, request.threads, progress)
+
+
+def check_vocabulary(model: GgufModel, folder: Path) -> str:
+    """Check the tokenizer beside a graph; 'equal' to llama.cpp's, or 'round trip' without it. Raises ModelFileError."""
+    check_round_trip(folder)
+    if not has_engine("llamacpp"):
+        return "round trip"
+    from edgespec.export.gguf.tokenizer_check import check_tokenizer
+
+    check_tokenizer(folder, model.path)
+    return "equal"
 
 
 def _sampling_beside(path: Path) -> dict[str, float]:

@@ -1,18 +1,19 @@
-"""Checks a graph made of a GGUF: a wrong conversion is refused, what its type of weights loses is told.
+"""Checks a graph that edgespec's own writer made: a wrong conversion is refused, what its type loses is told.
 
-The reference is llama.cpp on the same file. A graph that differs from it more than is usual for its type may be wrong,
-may hold a model with outliers, or llama.cpp itself may be off, since it rounds inputs to 8 bits where weights are
-quantised. The weights as float32 tell these apart: llama.cpp and a graph of the same conversion must then agree as
-closely as any float32 export, and both the graph and llama.cpp on the file are compared with that.
+The reference is transformers where it is installed and the source is its folder, else llama.cpp on the same weights. A
+graph that differs from it more than is usual for its type may be wrong, may hold a model with outliers, or llama.cpp
+itself may be off, since it rounds inputs to 8 bits where weights are quantised. The weights as float32 tell these
+apart: the reference and a graph of the same conversion must then agree as closely as any float32 export, and both the
+graph and llama.cpp on the file are compared with that.
 
-Without llama.cpp the reference is the float32 graph of the same file, which shows the loss but no fault.
+Without either the reference is the float32 graph of the same weights, which shows the loss but no fault.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,24 +22,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import Engine
+from edgespec.engines.limits import free_memory
 from edgespec.export.accuracy import (
-    Comparison,
     ExportRefused,
     Limits,
     blocks_of_logits,
     check_begin,
-    compare,
     compare_logits,
     limits_of,
     open_engine,
 )
-from edgespec.export.onnx.from_gguf import convert_gguf
-from edgespec.export.onnx.gguf_model import GgufModel
 from edgespec.export.plan import PROBE_TOKENS, PROGRAM_BYTES
 from edgespec.export.reference import Reference, probe_ids
-from edgespec.export.resources import available_memory, free_bytes, human
-from edgespec.export.tokens import PROBE_TEXTS, check_round_trip
-from edgespec.installation import has_engine
+from edgespec.export.resources import free_bytes, human
+from edgespec.export.tokens import PROBE_TEXTS
+from edgespec.formats.onnx.llama_config import LlamaConfig
 from edgespec.types import Progress, no_progress
 
 CHECK_CONTEXT = 320
@@ -50,6 +48,24 @@ Logits = Sequence[NDArray[np.float32]]
 
 
 @dataclass(frozen=True, slots=True)
+class Made:
+    """A graph that was made of a model of `config`, and what it is compared with, where it has not all tokens by those
+    it has.
+
+    `write_float`: writes the same as float32 into an empty folder, returns the graph; `gguf`: a file of the weights for
+    llama.cpp; `reference`: what transformers makes of the folder. Both may be None.
+    """
+
+    graph: Path
+    quant: str
+    config: LlamaConfig
+    num_parameters: int
+    write_float: Callable[[Path], Path]
+    gguf: Path | None = None
+    reference: Reference | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Checked:
     """What a check found: differences by what was compared with the reference, and a warning or nothing."""
 
@@ -58,94 +74,101 @@ class Checked:
     warning: str = ""
 
 
-def check_conversion(
-    model: GgufModel, graph: Path, quant: str, temporary: Path, threads: int | None, progress: Progress = no_progress
-) -> Checked:
-    """Compare `graph`, made of `model` as `quant`, with llama.cpp or with the float32 graph.
+def check_conversion(made: Made, temporary: Path, threads: int | None, progress: Progress = no_progress) -> Checked:
+    """Compare a graph with its reference. `temporary`: a folder for models in float32.
 
-    `temporary`: a folder for models in float32. Raises ExportRefused for a wrong graph, and the errors of the engines.
+    Raises ExportRefused for a wrong graph, and the errors of the engines.
     """
-    return _Check(model, graph, quant, temporary, threads, progress).run()
-
-
-def check_vocabulary(model: GgufModel, folder: Path) -> str:
-    """Check the tokenizer beside a graph; 'equal' to llama.cpp's, or 'round trip' without it. Raises ModelFileError."""
-    check_round_trip(folder)
-    if not has_engine("llamacpp"):
-        return "round trip"
-    from edgespec.export.gguf.tokenizer_check import check_tokenizer
-
-    check_tokenizer(folder, model.path)
-    return "equal"
+    return _Check(made, temporary, threads, progress).run()
 
 
 @dataclass(frozen=True)
 class _Check:
-    model: GgufModel
-    graph: Path
-    quant: str
+    made: Made
     temporary: Path
     threads: int | None
     progress: Progress
 
     def run(self) -> Checked:
-        if not has_engine("llamacpp"):
+        reference = None if self.made.reference is None else self._drafted(self.made.reference)
+        if reference is None and self.made.gguf is None:
+            if room := self._missing_room():
+                return Checked("nothing", {}, f"not compared with its weights in float32: {room}")
             with self._float_graph() as path, self._opened(path) as engine:
-                reference = reference_of(engine, "the float32 graph of the same file")
+                reference = self._reference(engine, "the float32 graph of the same weights")
             return self._judged(reference, {}, self._logits(reference))
-        self.progress(0, STEPS, "llama.cpp on the file")
-        with self._opened(self.model.path) as engine:
-            reference = reference_of(engine, "llama.cpp on the same file")
+        if reference is None:
+            assert self.made.gguf is not None
+            self.progress(0, STEPS, "llama.cpp on the file")
+            with self._opened(self.made.gguf) as engine:
+                reference = self._reference(engine, "llama.cpp on the same weights")
         self.progress(1, STEPS, "the graph")
-        made = self._logits(reference)
-        found = compare_logits(reference, made)
-        if not (excess := found.complaint(limits_of(self.quant))):
-            return Checked(reference.version, {"onnx": _figures(found)})
+        logits = self._logits(reference)
+        found = compare_logits(reference, logits)
+        if not (excess := found.complaint(limits_of(self.made.quant))):
+            return Checked(reference.version, {"onnx": found.figures()})
         if room := self._missing_room():
             _refuse(found.complaint(ABSURD), reference)
-            return Checked(reference.version, {"onnx": _figures(found)}, f"{excess}; the cause was not found: {room}")
-        return self._against_floats(reference.logits, made)
+            return Checked(reference.version, {"onnx": found.figures()}, f"{excess}; the cause was not found: {room}")
+        return self._against_floats(reference, logits)
 
-    def _against_floats(self, of_the_file: Logits, made: Logits) -> Checked:
-        """The comparison with the weights as float32; the logits of llama.cpp on the file, and of the graph made."""
-        self.progress(2, STEPS, "llama.cpp on the weights as float32")
-        with self._float_gguf() as path, self._opened(path) as engine:
-            reference = reference_of(engine, "llama.cpp on the file's weights as float32")
-        figures = {"llamacpp": _figures(compare_logits(reference, of_the_file))}
-        if self.quant == FLOAT:
+    def _against_floats(self, first: Reference, made: Logits) -> Checked:
+        """The comparison with the weights as float32; the first reference's and the graph's logits."""
+        reference, figures = first, Figures()
+        if self.made.reference is None:
+            self.progress(2, STEPS, "llama.cpp on the weights as float32")
+            with self._float_gguf() as path, self._opened(path) as engine:
+                reference = self._reference(engine, "llama.cpp on the weights as float32")
+            figures = {"llamacpp": compare_logits(reference, first.logits).figures()}
+        if self.made.quant == FLOAT:
             _refuse(compare_logits(reference, made).complaint(limits_of(FLOAT)), reference)
             return self._judged(reference, figures, made)
         self.progress(3, STEPS, "the graph in float32")
         with self._float_graph() as path, self._opened(path) as engine:
-            exact = compare(reference, engine)
+            exact = compare_logits(reference, self._rows(reference, engine))
         _refuse(exact.complaint(limits_of(FLOAT)), reference)
-        return self._judged(reference, {f"onnx_{FLOAT}": _figures(exact), **figures}, made)
+        return self._judged(reference, {f"onnx_{FLOAT}": exact.figures(), **figures}, made)
 
     def _judged(self, reference: Reference, figures: Figures, made: Logits) -> Checked:
         found = compare_logits(reference, made)
         _refuse(found.complaint(ABSURD), reference)
-        figures = {"onnx": _figures(found), **figures}
-        excess = found.complaint(limits_of(self.quant))
-        loss = f"the conversion is right, but {self.quant} loses more of this model than of most: {excess}"
+        figures = {"onnx": found.figures(), **figures}
+        excess = found.complaint(limits_of(self.made.quant))
+        loss = f"the conversion is right, but {self.made.quant} loses more of this model than of most: {excess}"
         return Checked(reference.version, figures, loss if excess else "")
 
     def _opened(self, path: Path) -> Engine:
-        context = min(CHECK_CONTEXT, self.model.config.max_positions)
+        context = min(CHECK_CONTEXT, self.made.config.max_positions)
         return open_engine("gguf" if path.suffix == ".gguf" else "onnx", path, context, self.threads)
 
     def _logits(self, reference: Reference) -> Logits:
         """Those of the graph on the texts of `reference`, kept, since a second opening takes as long as the passes."""
-        with self._opened(self.graph) as engine:
-            check_begin(reference, engine)
-            return [_whole(engine, token_ids) for token_ids in reference.token_ids]
+        with self._opened(self.made.graph) as engine:
+            return self._rows(reference, engine)
+
+    def _rows(self, reference: Reference, engine: Engine) -> Logits:
+        check_begin(reference, engine)
+        return [self._columns(_whole(engine, token_ids)) for token_ids in reference.token_ids]
+
+    def _reference(self, engine: Engine, name: str) -> Reference:
+        return self._drafted(reference_of(engine, name))
+
+    def _drafted(self, reference: Reference) -> Reference:
+        return dataclasses.replace(reference, logits=tuple(map(self._columns, reference.logits)))
+
+    def _columns(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The logits of the tokens that the graph has."""
+        drafted = self.made.config.drafted
+        return rows[:, list(drafted)] if drafted else rows
 
     @contextmanager
     def _float_gguf(self) -> Iterator[Path]:
         from edgespec.export.gguf.quantise import quantise
 
-        path = self.temporary / f"float32-{self.model.path.stem}.gguf"
+        assert self.made.gguf is not None
+        path = self.temporary / f"float32-{self.made.gguf.stem}.gguf"
         try:
-            quantise(self.model.path, path, FLOAT_GGUF, threads=self.threads, may_requantise=True)
+            quantise(self.made.gguf, path, FLOAT_GGUF, threads=self.threads, may_requantise=True)
             yield path
         finally:
             path.unlink(missing_ok=True)
@@ -156,16 +179,16 @@ class _Check:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         try:
-            yield convert_gguf(self.model, folder, FLOAT)
+            yield self.made.write_float(folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _missing_room(self) -> str:
         """What a model in float32 would need and is not there; empty if it is."""
-        table = self.model.config.vocab_size * self.model.config.hidden_size
-        size = 4 * (self.model.num_parameters + table)
-        memory = PROGRAM_BYTES + size + 3 * 4 * PROBE_TOKENS * self.model.config.vocab_size
-        disk, available = free_bytes(self.temporary), available_memory()
+        table = self.made.config.vocab_size * self.made.config.hidden_size
+        size = 4 * (self.made.num_parameters + table)
+        memory = PROGRAM_BYTES + size + 3 * 4 * PROBE_TOKENS * self.made.config.vocab_size
+        disk, available = free_bytes(self.temporary), free_memory()
         if size > disk:
             return f"that needs {human(size)} of disk, {human(disk)} are free"
         if available is not None and memory > available:
@@ -183,10 +206,6 @@ def reference_of(engine: Engine, name: str) -> Reference:
 
 def _whole(engine: Engine, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
     return np.concatenate([rows.copy() for rows in blocks_of_logits(engine, token_ids)])
-
-
-def _figures(found: Comparison) -> dict[str, float]:
-    return {key: float(f"{value:.4g}") for key, value in dataclasses.asdict(found).items()}
 
 
 def _refuse(complaint: str, reference: Reference) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from edgespec.errors import ConfigError, ModelFileError, UsageError
+from edgespec.export.architectures.layers import layer_kinds, rotated_layers
+from edgespec.export.architectures.rows import Architecture
+from edgespec.export.architectures.table import ARCHITECTURES, architecture_of
 from edgespec.export.checkpoint import Checkpoint, Config, StoredTensor
-from edgespec.export.gguf.architectures import ARCHITECTURES, architecture_of
-from edgespec.export.gguf.layers import layer_kinds
-from edgespec.export.gguf.rows import Architecture
 from edgespec.formats.files import atomic_folder
 from edgespec.types import Progress, no_progress
 
@@ -84,9 +84,7 @@ def pruned_config(checkpoint: Checkpoint, found: Architecture, layers: Sequence[
     if "layer_types" in config or any(windowed):
         config["layer_types"] = ["sliding_attention" if flag else "full_attention" for flag in windowed]
     if found.name == "smollm3":
-        interval = config.get("no_rope_layer_interval") or 4
-        by_number = [int((index + 1) % interval != 0) for index in range(depth)]
-        config["no_rope_layers"] = config.get("no_rope_layers") or by_number
+        config["no_rope_layers"] = rotated_layers(config, depth)
     for key in PER_LAYER:
         if isinstance(config.get(key), list):
             config[key] = _kept(checkpoint, key, config[key], layers, depth)

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from edgespec.engines.head import FeatureHead, HeadFacts, States
 from edgespec.errors import BatchError, ContextFull
+from edgespec.export.architectures.layers import llama3_frequency_factors, rotary_settings
 from edgespec.export.checkpoint import Checkpoint
-from edgespec.export.gguf.eagle3 import HeadPlan
-from edgespec.export.gguf.layers import llama3_frequency_factors, rotary_settings
+from edgespec.export.eagle3_plan import HeadPlan, shared_names
 from edgespec.types import Logits, TokenIds
 
 Weights = Mapping[str, NDArray[np.float32]]
@@ -30,7 +30,7 @@ class NumpyHead(FeatureHead):
         config = plan.checkpoint.config
         self._epsilon = float(config["rms_norm_eps"])
         self._norms_residual, self._norms_features = config.get("norm_before_residual"), config.get("norm_before_fc")
-        self._frequencies = _frequencies(config, plan.sizes.head_dim)
+        self._frequencies = rotary_frequencies(config, plan.sizes.head_dim)
         self._keys: list[NDArray[np.float32]] = []
         self._values: list[NDArray[np.float32]] = []
         self.start = self.end = 0
@@ -47,12 +47,8 @@ class NumpyHead(FeatureHead):
     def of(cls, plan: HeadPlan, target_folder: Path, context_length: int = 1 << 16) -> Self:
         """The head of a plan, with the weights that it shares with the model in `target_folder`."""
         target = Checkpoint.open(target_folder)
-        shared: dict[str, NDArray[np.float32]] = {}
-        if plan.shares_weights:
-            embeddings = next(name for name in target.names() if name.endswith("embed_tokens.weight"))
-            head = "lm_head.weight" if "lm_head.weight" in target.tensors else embeddings
-            shared = {"token_embd.weight": target.weights(embeddings), "output.weight": target.weights(head)}
-        return cls(plan, shared, context_length)
+        names = shared_names(target) if plan.shares_weights else {}
+        return cls(plan, {name: target.weights(source) for name, source in names.items()}, context_length)
 
     def encode(self, features: States) -> States:
         if features.ndim != 2 or features.shape[1] != self.facts.feature_width:
@@ -140,7 +136,8 @@ class NumpyHead(FeatureHead):
         """Does nothing: there are only arrays to free."""
 
 
-def _frequencies(config: Mapping[str, Any], head_dim: int) -> NDArray[np.float64]:
+def rotary_frequencies(config: Mapping[str, Any], head_dim: int) -> NDArray[np.float64]:
+    """Of a head's rotary positions [head_dim / 2]."""
     settings = rotary_settings(dict(config))
     found = float(settings["rope_theta"]) ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if settings["rope_type"] == "linear":

@@ -54,8 +54,8 @@ def exits_of(folder: Path, threads: int | None = None) -> list[Exit]:
             wanted = text[0, start + 1 :]
             agreed.extend((torch.stack([one[0] for one in chosen]) == wanted).T.tolist())
         shares = [sum(column) / len(agreed) for column in zip(*agreed, strict=True)]
-        in_head = head.weight.numel()
-        per_layer = (sum(p.numel() for p in _body(model).parameters()) - _embedded(model)) / (len(shares) + 1)
+        in_head, embedded = head.weight.numel(), model.get_input_embeddings().weight.numel()
+        per_layer = (sum(p.numel() for p in _body(model).parameters()) - embedded) / (len(shares) + 1)
     whole = (len(shares) + 1) * per_layer + in_head
     return [_valued(n, share, (n * per_layer + in_head) / whole) for n, share in enumerate(shares, start=1)]
 
@@ -90,7 +90,3 @@ def _final_norm(model: Any, folder: Path) -> Any:
     if norm is None:
         raise CapabilityError(f"{folder} has no final norm under a known name: give --derive early-exit:LAYERS")
     return norm
-
-
-def _embedded(model: Any) -> int:
-    return int(model.get_input_embeddings().weight.numel())

@@ -6,24 +6,33 @@ checked as well.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgespec.errors import EngineError, ModelFileError
 from edgespec.export.accuracy import ExportRefused, compare, compare_head, limits_of, open_engine
+from edgespec.export.conversion_check import FLOAT, Checked, Figures, Made, check_conversion
+from edgespec.export.maker import Maker, Model
 from edgespec.export.plan import STRAIGHT_GGUF
-from edgespec.export.reference import reference_of
+from edgespec.export.reference import Reference, has_transformers, reference_of
 from edgespec.export.request import ExportRequest
-from edgespec.export.stages import Artefact, Maker, Model, Reporter
+from edgespec.export.stages import Artefact, Reporter
 from edgespec.export.workspace import Workspace
+from edgespec.formats.manifest import HEAD_KINDS
+from edgespec.installation import has_engine
 from edgespec.types import Progress
 from edgespec.vocabulary import check_same_vocabulary
 
+if TYPE_CHECKING:
+    from edgespec.export.gguf.convert import OutputType
+    from edgespec.export.onnx.hub_model import HubModel
+
 CHECK_CONTEXT = 320
+SLOW_HEAD = "numpy, float32"
 EXACT_GGUF = "bf16"  # holds the range of any checkpoint
+OWN_TYPES: dict[str, OutputType] = {"BF16": "bf16", "F16": "f16"}
 
 
 def check_stages(
@@ -42,33 +51,63 @@ def check_stages(
         mine = [artefact for artefact in artefacts if artefact.role == role]
         if mine:
             is_head = role == "draft" and maker.model_of(role).is_head
-            with reporter.stage(f"checking {role} against {'numpy' if is_head else 'transformers'}") as progress:
-                reference, figures[role] = _check_role(maker, role, mine, progress)
-            figures["draft_reference" if is_head else "reference"] = reference
+            with reporter.stage(f"checking {role}") as progress:
+                found = _check_role(maker, role, mine, progress)
+            figures["draft_reference" if is_head else "reference"], figures[role] = found.reference, found.figures
+            if found.warning:
+                reporter.note(f"{role}: {found.warning}")
+    heads = next((artefact for artefact in artefacts if artefact.role in HEAD_KINDS), None)
+    if heads is not None:
+        with reporter.stage("checking the head on the ONNX target"):
+            figures["draft"] = {**figures.get("draft", {}), **_check_onnx_heads(maker, heads)}
+        figures["draft_reference"] = SLOW_HEAD
     return figures
 
 
-def _check_role(
-    maker: Maker, role: str, artefacts: list[Artefact], progress: Progress
-) -> tuple[str, dict[str, dict[str, float]]]:
-    """(name of the reference, figures by format) for the files of one role."""
+def _check_onnx_heads(maker: Maker, artefact: Artefact) -> Figures:
+    """Compare an EAGLE-3 head for an ONNX target with its numpy reference, both on the exported target's states."""
+    from edgespec.export.eagle3_heads import check_heads
+
+    head, target = (maker.models[role].source.folder for role in ("draft", "target"))
+    try:
+        found = check_heads(head, target, maker.open_target, maker.workspace.pair / artefact.path)
+    except (ExportRefused, ModelFileError, EngineError):
+        maker.workspace.forget(artefact.stage)
+        raise
+    return {name: each.figures() for name, each in found.items()}
+
+
+def _check_role(maker: Maker, role: str, artefacts: list[Artefact], progress: Progress) -> Checked:
     model, threads = maker.model_of(role), maker.request.threads
     if role == "draft" and model.is_head:
         return _check_head(maker, artefacts[0])
+    written = [one for one in artefacts if one.format == "onnx" and maker.is_written_here(role)]
+    if written == artefacts and not has_transformers():
+        return _check_written(maker, written[0], None, progress)
+    progress(0, 1 + len(artefacts), "transformers")
+    reference = reference_of(model.source.folder, threads)
+    figures = _compared(maker, [one for one in artefacts if one not in written], reference, progress)
+    version, warning = f"{reference.version}, float32", ""
+    if written:
+        found = _check_written(maker, written[0], reference, progress)
+        figures, warning = {**figures, **found.figures}, found.warning
+    return Checked(version, figures, warning)
+
+
+def _compared(maker: Maker, artefacts: list[Artefact], reference: Reference, progress: Progress) -> Figures:
+    """Figures by format of the files that other programs than edgespec's ONNX writer have made."""
     files = [(one, one.quant, maker.workspace.pair / one.path) for one in artefacts]
     rounded = [one for one in artefacts if one.format == "gguf" and one.quant not in STRAIGHT_GGUF]
     total = 1 + len(files) + len(rounded)
-    progress(0, total, "transformers")
-    reference = reference_of(model.source.folder, threads)
-    context_length = min(CHECK_CONTEXT, model.facts.context_length or CHECK_CONTEXT)
     for one in rounded:
-        progress(1, total, f"{role} gguf {EXACT_GGUF}")
-        files.append((one, EXACT_GGUF, _exact_file(maker, role)))
-    figures: dict[str, dict[str, float]] = {}
+        progress(1, total, f"{one.role} gguf {EXACT_GGUF}")
+        files.append((one, EXACT_GGUF, _exact_file(maker, one.role)))
+    figures: Figures = {}
     for done, (artefact, quant, path) in enumerate(files, 1 + len(rounded)):
-        progress(done, total, f"{role} {artefact.format} {quant}")
+        progress(done, total, f"{artefact.role} {artefact.format} {quant}")
+        context_length = min(CHECK_CONTEXT, maker.model_of(artefact.role).facts.context_length or CHECK_CONTEXT)
         try:
-            with open_engine(artefact.format, path, context_length, threads) as engine:
+            with open_engine(artefact.format, path, context_length, maker.request.threads) as engine:
                 found = compare(reference, engine)
             complaint = found.complaint(limits_of(quant))
         except (ExportRefused, ModelFileError, EngineError) as error:  # a wrong model, or not a model
@@ -77,15 +116,59 @@ def _check_role(
             what = "" if quant == artefact.quant else f"before quantisation, as {quant}, "
             raise _refused(maker.workspace, artefact, what + complaint)
         name = artefact.format if quant == artefact.quant else f"{artefact.format}_{quant}"
-        figures[name] = {key: float(f"{value:.4g}") for key, value in dataclasses.asdict(found).items()}
-    progress(total, total, "done")
-    return f"{reference.version}, float32", figures
+        figures[name] = found.figures()
+    return figures
 
 
-def _check_head(maker: Maker, artefact: Artefact) -> tuple[str, dict[str, dict[str, float]]]:
+def _check_written(maker: Maker, artefact: Artefact, reference: Reference | None, progress: Progress) -> Checked:
+    """Compare a graph of edgespec's own writer with transformers, with llama.cpp, or with itself in float32."""
+    from edgespec.export.onnx.from_hub import convert_hub
+    from edgespec.export.onnx.hub_model import open_hub
+
+    model = open_hub(maker.model_of(artefact.role).source.folder)
+    temporary, threads = maker.workspace.temporary, maker.request.threads
+    path = None if reference is not None else _gguf_of(model, temporary / "reference.gguf")
+    graph, vocabulary = maker.workspace.pair / artefact.path, maker.request.vocabulary_of(artefact.role)
+    made = Made(
+        graph,
+        artefact.quant,
+        vocabulary.applied(model.config, graph.parent) if vocabulary else model.config,
+        model.num_parameters,
+        lambda folder: convert_hub(model, folder, FLOAT, vocabulary=vocabulary),
+        path,
+        reference,
+    )
+    try:
+        return check_conversion(made, temporary, threads, progress)
+    except (ExportRefused, ModelFileError, EngineError):  # a wrong model, or not a model
+        maker.workspace.forget(artefact.stage)
+        raise
+    finally:
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+
+def _gguf_of(model: HubModel, path: Path) -> Path | None:
+    """The weights of a folder for llama.cpp, in their own type; None where that is missing or cannot read such a model.
+
+    Only the weights are compared, so that a tokenizer that llama.cpp lacks is no fault.
+    """
+    if not has_engine("llamacpp") or find_spec("gguf") is None:
+        return None
+    from edgespec.export.gguf.convert import convert
+    from edgespec.formats.onnx.forms import EMBEDDING
+
+    stored = model.checkpoint.tensors[model.tensors[EMBEDDING][0]].dtype
+    try:
+        return convert(model.checkpoint, path, OWN_TYPES.get(stored, "f32")).path
+    except ModelFileError:
+        return None
+
+
+def _check_head(maker: Maker, artefact: Artefact) -> Checked:
     """Compare an EAGLE-3 head with its numpy reference, both on the exported target."""
+    from edgespec.export.eagle3_plan import plan_head
     from edgespec.export.eagle3_reference import NumpyHead
-    from edgespec.export.gguf.eagle3 import plan_head
 
     request, target = maker.request, maker.models["target"].source.folder
     plan = plan_head(maker.model_of("draft").source.folder, target)
@@ -99,7 +182,7 @@ def _check_head(maker: Maker, artefact: Artefact) -> tuple[str, dict[str, dict[s
         complaint = str(error)
     if complaint:
         raise _refused(maker.workspace, artefact, complaint)
-    return "numpy, float32", {"gguf": {key: float(f"{value:.4g}") for key, value in dataclasses.asdict(found).items()}}
+    return Checked(SLOW_HEAD, {"gguf": found.figures()})
 
 
 def _exact_file(maker: Maker, role: str) -> Path:

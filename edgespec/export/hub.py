@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 from edgespec.errors import ModelFileError, ModelNotFound
-from edgespec.loading.hub import library
+from edgespec.loading.hub import library, reason_of
 
 SMALL_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
@@ -81,8 +81,7 @@ def find_source(text: str, revision: str | None = None) -> Source:
 def local_source(folder: Path) -> Source:
     """A local folder. Raises ModelFileError if it has no safetensors weights."""
     folder = folder.resolve()
-    names = [path.name for path in folder.iterdir() if path.is_file()]
-    weights = {name: (folder / name).stat().st_size for name in _weight_names(str(folder), names)}
+    names, weights = [path.name for path in folder.iterdir() if path.is_file()], _sizes(folder)
     digest = hashlib.sha256(str(folder).encode())
     for name in sorted({*_matching(names, SMALL_FILES), *weights}):
         facts = (folder / name).stat()
@@ -116,7 +115,7 @@ def hub_source(hub_id: str, revision: str) -> Source:
             return Path(hub.hf_hub_download(hub_id, name, revision=at, endpoint=endpoint))
         except _foreign(hub) as error:
             raise ModelNotFound(
-                f"{name} of {hub_id} could not be fetched from {endpoint} ({_reason(error)}): run the same command "
+                f"{name} of {hub_id} could not be fetched from {endpoint} ({reason_of(error)}): run the same command "
                 "again, finished files are kept"
             ) from error
 
@@ -148,16 +147,17 @@ def _cached_source(hub: ModuleType, hub_id: str, revision: str, endpoint: str, e
         ) from error
     folder = Path(config).parent
     try:
-        local = local_source_of_snapshot(folder)
+        local = _sizes(folder)
     except ModelFileError as problem:
         raise ModelNotFound(f"{hub_id}: {reach}, and the cached copy {folder} is incomplete: {problem}") from error
     note = f"{reach}; using the cached copy {folder}"
     return Source(hub_id.rpartition("/")[2], folder, f"{hub_id}@{folder.name}", local, {}, note)
 
 
-def local_source_of_snapshot(folder: Path) -> dict[str, int]:
-    """Sizes of the weight files of a cached snapshot. Raises ModelFileError if a shard is missing."""
-    return {n: (folder / n).stat().st_size for n in _weight_names(str(folder), [p.name for p in folder.iterdir()])}
+def _sizes(folder: Path) -> dict[str, int]:
+    """Bytes of each weight file. Raises ModelFileError if there is none or a shard is missing."""
+    names = [path.name for path in folder.iterdir() if path.is_file()]
+    return {name: (folder / name).stat().st_size for name in _weight_names(str(folder), names)}
 
 
 def _weight_names(where: str, names: Sequence[str]) -> list[str]:
@@ -191,13 +191,8 @@ def _matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
 
 def _trouble(hub: ModuleType, endpoint: str, error: Exception) -> str:
     if isinstance(error, hub.errors.HfHubHTTPError):
-        return f"the hub {endpoint} refused ({_reason(error)})"
-    return f"the hub {endpoint} cannot be reached ({_reason(error)})"
-
-
-def _reason(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:160]
+        return f"the hub {endpoint} refused ({reason_of(error)})"
+    return f"the hub {endpoint} cannot be reached ({reason_of(error)})"
 
 
 def _foreign(hub: ModuleType) -> tuple[type[Exception], ...]:

@@ -76,7 +76,7 @@ def read_importance(path: Path) -> Importance:
 
 def _linear_names(checkpoint: Checkpoint) -> dict[str, str]:
     """Name of each linear module -> GGUF name of its matrix."""
-    from edgespec.export.gguf.architectures import architecture_of
+    from edgespec.export.architectures.table import architecture_of
 
     found = architecture_of(checkpoint)
     is_tied = bool(checkpoint.config.get("tie_word_embeddings", found.head_is_tied or False))

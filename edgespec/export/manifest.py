@@ -10,6 +10,7 @@ from typing import Any
 
 import tomli_w
 
+from edgespec.config.checks import is_number
 from edgespec.errors import SamplingError
 from edgespec.formats.files import write_atomically
 from edgespec.formats.manifest import MANIFEST, MANIFEST_FORMAT
@@ -50,12 +51,8 @@ def recommended_sampling(folder: Path) -> dict[str, float]:
         return {}
     if not isinstance(settings, dict) or not settings.get("do_sample"):
         return {}
-    chosen = {ours: settings[theirs] for theirs, ours in SAMPLING_NAMES.items() if _is_number(settings.get(theirs))}
+    chosen = {ours: settings[theirs] for theirs, ours in SAMPLING_NAMES.items() if is_number(settings.get(theirs))}
     return {key: value for key, value in chosen.items() if _is_allowed(key, value)}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_allowed(key: str, value: float) -> bool:

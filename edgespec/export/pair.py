@@ -10,21 +10,22 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from edgespec.errors import ConfigError, ModelFileError
 from edgespec.export.file_checks import check_stages
 from edgespec.export.hub import find_source
+from edgespec.export.maker import Model, groups_note, stages_of
 from edgespec.export.manifest import card_licence, recommended_sampling, write_manifest
-from edgespec.export.onnx.convert import Exporter, choose_exporter, require_exporter
+from edgespec.export.onnx.convert import require_exporter
 from edgespec.export.plan import Facts, needs_of, read_facts
 from edgespec.export.reference import require_packages
 from edgespec.export.request import ExportRequest
 from edgespec.export.resources import check_room, human
-from edgespec.export.stages import Artefact, Model, Reporter, run_stages, stages_of
+from edgespec.export.stages import Artefact, Reporter, run_stages
 from edgespec.export.tokens import check_round_trip, check_same_tokens, token_names
 from edgespec.export.workspace import Workspace, check_output, opened
-from edgespec.formats.manifest import read_pair, sha256_of
+from edgespec.formats.manifest import read_pair
 
 ENGINES = {"gguf": "llamacpp", "onnx": "onnx"}
 
@@ -53,7 +54,8 @@ def export_pair(request: ExportRequest, reporter: Reporter) -> Exported:
     check_output(request.output, replace=request.force)
     with opened(request.output, replace=request.force) as workspace:
         models = _found(request, reporter)
-        if workspace.begin(_identity(request, models)):
+        sources = {role: model.source.identity for role, model in models.items()}
+        if workspace.begin({**request.identity(), "models": sources}):
             reporter.note(f"resuming an interrupted export: {len(workspace.finished_files)} files are finished")
         try:
             models = _fetched(request, models, workspace, reporter)
@@ -106,12 +108,17 @@ def _found(request: ExportRequest, reporter: Reporter) -> dict[str, Model]:
 
 
 def _check_head(request: ExportRequest) -> None:
-    """Raise ConfigError for a format or quantisation that EAGLE-3 heads do not support."""
-    if "onnx" in request.formats:
-        raise ConfigError(f"--draft {request.draft} is an EAGLE-3 head, which only llama.cpp runs: give --to gguf")
-    from edgespec.export.gguf.eagle3 import check_head_quant
+    """Raise ConfigError for a quantisation or a vocabulary that EAGLE-3 heads do not support."""
+    if "onnx" in request.draft_quants:
+        raise ConfigError(
+            f"--draft {request.draft} is an EAGLE-3 head, which an ONNX target reads in 8 bits: omit --draft-quant"
+        )
+    if request.draft_vocab is not None:
+        raise ConfigError(f"--draft {request.draft} is an EAGLE-3 head with its own tokens: omit --draft-vocab")
+    if "gguf" in request.formats:
+        from edgespec.export.gguf.eagle3 import check_head_quant
 
-    check_head_quant(request.quant_of("draft", "gguf"))
+        check_head_quant(request.quant_of("draft", "gguf"))
 
 
 def check_architectures(request: ExportRequest, models: Mapping[str, Model]) -> None:
@@ -127,23 +134,29 @@ def check_architectures(request: ExportRequest, models: Mapping[str, Model]) -> 
                 known = ", ".join(ARCHITECTURES)
                 raise ModelFileError(f"{model.source.name} is a {name}; supported for GGUF: {known}")
         if "onnx" in request.formats:
-            require_exporter(choose_exporter(name, cast(Exporter, request.exporter)))
+            _check_exporter(request, role, model)
 
 
-def _identity(request: ExportRequest, models: Mapping[str, Model]) -> dict[str, Any]:
-    """All settings that the files depend on."""
-    return {
-        "made_by": request.made_by,
-        "models": {role: model.source.identity for role, model in models.items()},
-        "quants": dict(request.quants),
-        "draft_quants": dict(request.draft_quants),
-        "derivation": str(request.derivation),
-        "group_size": request.group_size,
-        "exporter": request.exporter,
-        "imatrix": None if request.imatrix is None else sha256_of(request.imatrix),
-        "name": request.name,
-        "licence": request.licence,
-    }
+def _check_exporter(request: ExportRequest, role: str, model: Model) -> None:
+    """Raise CapabilityError for a missing package, ModelFileError for a model that edgespec cannot write."""
+    exporter = request.exporter_of(role, model.facts.architecture)
+    require_exporter(exporter)
+    if exporter == "edgespec":
+        from edgespec.export.onnx.hub_model import check_config, open_hub
+
+        check_config(model.source.folder)
+        if not model.source.missing:
+            open_hub(model.source.folder)
+        if (vocabulary := request.vocabulary_of(role)) is not None:
+            vocabulary.check(model.facts.vocabulary_size)
+    elif role == "draft" and request.draft_vocab is not None:
+        raise ConfigError(
+            f"--draft-vocab is for edgespec's own ONNX writer; {model.source.name} is made by the exporter {exporter!r}"
+        )
+    elif request.grouped is not None:
+        raise ConfigError(
+            f"--in-groups is for edgespec's own ONNX writer; {model.source.name} is made by the exporter {exporter!r}"
+        )
 
 
 def _fetched(
@@ -162,6 +175,10 @@ def _fetched(
         f"{models['target'].facts.num_parameters / 1e6:.1f} M parameters; the export needs "
         f"{human(needs.output_bytes + needs.temporary_bytes)} of disk and {human(needs.memory_bytes)} of memory"
     )
+    if request.quants.get("onnx") == "w8a8" and (
+        request.exporter_of("target", models["target"].facts.architecture) == "edgespec"
+    ):
+        reporter.note(groups_note(request))
     complete = {}
     for role, model in models.items():
         if model.source.missing:
@@ -207,13 +224,11 @@ def _described(
     return {name: facts[name]["bytes"] for name in sorted(facts)}
 
 
-def _draft_name(request: ExportRequest, models: Mapping[str, Model]) -> str:
-    return models["draft"].source.name if "draft" in models else str(request.derivation or "")
-
-
 def _description(request: ExportRequest, models: Mapping[str, Model]) -> str:
     target = models["target"]
     kinds = ", ".join(f"{wanted} {request.quants[wanted]}" for wanted in request.formats)
-    draft = f"; draft: {draft_name}" if (draft_name := _draft_name(request, models)) else ""
+    draft_name = models["draft"].source.name if "draft" in models else request.derivation
+    draft = f"; draft: {draft_name}" if draft_name else ""
+    draft += f" with {request.draft_vocab} tokens" if request.draft_vocab else ""
     size = f"{target.facts.num_parameters / 1e6:.1f} M parameters"
     return f"{target.source.name} ({target.facts.architecture}, {size}) as {kinds}{draft}; by {request.made_by}"

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelFileError
-from edgespec.export.checkpoint import Checkpoint
+from edgespec.export.checkpoint import Checkpoint, is_head_config
 from edgespec.export.hub import Source
+from edgespec.export.reference import has_transformers
 from edgespec.export.request import ExportRequest, Format
 from edgespec.formats.hub_folder import read_json
 
@@ -53,7 +54,6 @@ class Facts:
     context_length: int | None
 
     def output_bytes(self, wanted: Format, quant: str) -> int:
-        """Size of the exported weights in bytes."""
         bits = BITS.get(quant, WIDEST_BITS)
         if wanted == "gguf":
             return round(self.num_parameters * bits / 8 * SPARE)
@@ -62,7 +62,6 @@ class Facts:
         return round((self.num_parameters * bits / 8 + wide) * SPARE)
 
     def temporary_bytes(self, wanted: Format, quant: str) -> int:
-        """Temporary disk space for making a file, in bytes."""
         if wanted == "gguf":
             return 0 if quant in STRAIGHT_GGUF else self.num_parameters * 2
         if quant == "w8a8":  # made from a float32 graph
@@ -70,12 +69,21 @@ class Facts:
         return self.output_bytes(wanted, quant)
 
     def memory_bytes(self, wanted: Format, quant: str, *, with_imatrix: bool) -> int:
-        """Memory for making one file, in bytes."""
         if wanted == "onnx":
             table = self.table_parameters * 4 if quant == "w8a8" else 0  # the float32 graph has a separate table
             return PROGRAM_BYTES + TORCH_BYTES + self.num_parameters * 4 + table + self.output_bytes(wanted, quant)
         resident = TORCH_BYTES + self.num_parameters * 4 if with_imatrix else 0
         return PROGRAM_BYTES + 12 * self.largest_parameters + resident
+
+    def written_bytes(self, quant: str) -> int:
+        """Memory for edgespec's own writer, in bytes: the largest matrix; for w8a8 also a first graph, which runs."""
+        graph = self.output_bytes("onnx", quant) if quant == "w8a8" else 0
+        return PROGRAM_BYTES + max(5 * self.largest_parameters, graph)
+
+    def graph_check_bytes(self, quant: str) -> int:
+        """Memory for the comparison of a written graph with llama.cpp, in bytes; both are opened one by one."""
+        opened = max(self.output_bytes("onnx", quant), self.stored_bytes)
+        return PROGRAM_BYTES + opened + PROBE_TOKENS * self.vocabulary_size * 12
 
     def check_bytes(self) -> int:
         """Memory for the comparison with transformers, in bytes. The exported file is opened after it is freed."""
@@ -147,13 +155,23 @@ def _number(config: Mapping[str, Any], *keys: str) -> int:
 def needs_of(request: ExportRequest, models: Mapping[str, tuple[Source, Facts]]) -> Needs:
     """Needs of an export; `models`: the models to convert, by role. A pruned draft counts like its target."""
     outputs, temporary, memory = 0, [0], [0]
-    for role, (_, facts) in models.items():
+    for role, (source, facts) in models.items():
+        is_written = "onnx" in request.formats and (
+            is_head_config(read_json(source.folder / "config.json"))
+            or request.exporter_of(role, facts.architecture) == "edgespec"
+        )
         for wanted in request.formats:
             quant = request.quant_of(role, wanted)
             outputs += facts.output_bytes(wanted, quant)
+            if wanted == "onnx" and is_written:
+                memory.append(facts.written_bytes(quant))
+                continue
             temporary.append(facts.temporary_bytes(wanted, quant))
             memory.append(facts.memory_bytes(wanted, quant, with_imatrix=request.imatrix is not None))
-        if request.check:
+        if request.check and is_written and request.formats == ("onnx",) and not has_transformers():
+            memory.append(facts.graph_check_bytes(request.quant_of(role, "onnx")))
+            temporary.append(facts.stored_bytes)  # the same weights for llama.cpp
+        elif request.check:
             memory.append(facts.check_bytes())
     target = models["target"][1]
     derived = 0

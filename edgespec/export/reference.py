@@ -35,18 +35,24 @@ class Reference:
 def require_packages(formats: tuple[Format, ...], *, torch: bool) -> None:
     """Raise CapabilityError that names the missing packages and the extra to install.
 
-    `torch`: the export runs transformers, as every ONNX export does.
+    `torch`: a GGUF is compared with transformers, or the importance of its weights measured by it. What an exporter to
+    ONNX needs is up to that (`require_exporter`).
     """
     wanted = ["gguf"] if "gguf" in formats else []
-    if torch or "onnx" in formats:
+    if torch and "gguf" in formats:
         wanted += ["torch", "transformers", "tokenizers", "safetensors"]
     if "onnx" in formats:
-        wanted += ["onnx", "onnxruntime"]
+        wanted += ["onnx", "onnxruntime", "tokenizers"]
     if missing := [name for name in wanted if find_spec(name) is None]:
-        light = "; --to gguf --no-check needs only gguf and llama.cpp" if missing != ["gguf"] else ""
+        light = "; --to gguf --no-check needs only gguf and llama.cpp, --to onnx none of these" if torch else ""
         raise CapabilityError(f"this export needs {', '.join(missing)}: {install_command('export')}{light}")
     if "gguf" in formats:
         require_engine("llamacpp", "writing GGUF")
+
+
+def has_transformers() -> bool:
+    """Whether transformers can be the reference."""
+    return all(find_spec(name) is not None for name in ("torch", "transformers"))
 
 
 def reference_of(folder: Path, threads: int | None = None) -> Reference:

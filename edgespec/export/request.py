@@ -6,16 +6,22 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
+from edgespec.config.settings import did_you_mean
 from edgespec.errors import ConfigError, UsageError
 from edgespec.export.onnx import EXPORTERS, GROUP_SIZES, ONNX_QUANTS
-from edgespec.settings import did_you_mean
+from edgespec.export.onnx.convert import FORMS, GROUPED, Exporter, choose_exporter
+from edgespec.formats.manifest import sha256_of
+
+if TYPE_CHECKING:
+    from edgespec.export.onnx.draft_vocabulary import DraftVocabulary
 
 Format = Literal["gguf", "onnx"]
 FORMATS: tuple[Format, ...] = ("gguf", "onnx")
 # A draft runs single-row passes, in which integer products are not faster and int8 is more accurate.
 DRAFT_QUANTS: Mapping[str, str] = {"w8a8": "int8"}
+LEAST_DRAFTED = 256  # tokens of a draft
 DEFAULT_QUANTS: Mapping[Format, str] = {"gguf": "q8_0", "onnx": "int8"}
 
 
@@ -78,9 +84,10 @@ def _layers(text: str, spec: str) -> tuple[int, ...]:
 class ExportRequest:
     """One export. `source` and `draft` are folders or hub ids.
 
-    `quants`: one quantisation per requested format; `grouped`: kinds of matrices that a w8a8 graph made of a GGUF keeps
-    in groups, None for the default; `draft_quants`: those of the draft that differ; `threads` None:
-    automatic; `made_by`: program and version. Raises ConfigError for conflicting options.
+    `quants`: one quantisation per requested format; `grouped`: kinds of matrices that a w8a8 graph of edgespec's own
+    writer keeps in groups, None for the default; `draft_quants`: those of the draft that differ; `threads` None:
+    automatic; `made_by`: program and version; `draft_vocab`: tokens that an ONNX draft's head keeps, the likeliest by
+    `draft_text`, None for all. Raises ConfigError for conflicting options.
     """
 
     source: str
@@ -100,6 +107,8 @@ class ExportRequest:
     force: bool = False
     threads: int | None = None
     made_by: str = "edgespec"
+    draft_vocab: int | None = None
+    draft_text: Path | None = None
 
     def __post_init__(self) -> None:
         if self.draft is not None and self.derivation is not None:
@@ -116,20 +125,68 @@ class ExportRequest:
         if "onnx" not in self.quants and (self.exporter != "auto" or self.group_size is not None):
             raise ConfigError("--exporter and --group-size are for ONNX: give --to onnx or --to both")
         if self.grouped is not None and not self.is_grouping_possible:
-            raise ConfigError("--in-groups is for the ONNX type w8a8 made of a GGUF: give SOURCE.gguf and --quant w8a8")
+            raise ConfigError(
+                "--in-groups is for the ONNX type w8a8 and edgespec's own writer: give --to onnx --quant w8a8, and no "
+                "other --exporter"
+            )
+        self._check_own_writer()
+        self._check_draft_vocabulary()
         self._check_imatrix()
+
+    def _check_own_writer(self) -> None:
+        for role in ("target", "draft") if "onnx" in self.quants and self.exporter == "edgespec" else ():
+            if (quant := self.quant_of(role, "onnx")) not in FORMS:
+                raise ConfigError(f"--exporter edgespec does not write {quant}; allowed: {_listed(FORMS)}")
+
+    def _check_draft_vocabulary(self) -> None:
+        if self.draft_vocab is None:
+            if self.draft_text is not None:
+                raise ConfigError("--draft-text chooses the tokens of --draft-vocab N: give that, too")
+            return
+        if self.draft_vocab < LEAST_DRAFTED:
+            raise ConfigError(f"--draft-vocab {self.draft_vocab} is not possible: give {LEAST_DRAFTED} or more")
+        if "onnx" not in self.quants or self.exporter not in ("auto", "edgespec"):
+            raise ConfigError("--draft-vocab is for ONNX by edgespec's own writer: give --to onnx, no other --exporter")
+        if not self.has_own_draft_files:
+            raise ConfigError(
+                "--draft-vocab needs a draft with files of its own: give --draft, or --derive prune:LAYERS"
+            )
+        if self.draft_text is not None:
+            _read_text("--draft-text", self.draft_text)
+
+    def vocabulary_of(self, role: str) -> DraftVocabulary | None:
+        """The tokens that the ONNX graph of a role keeps, None for all. Raises UsageError for an unreadable text."""
+        if role != "draft" or self.draft_vocab is None:
+            return None
+        from edgespec.export.onnx.draft_vocabulary import DraftVocabulary
+
+        if self.draft_text is None:
+            return DraftVocabulary(self.draft_vocab)
+        return DraftVocabulary(self.draft_vocab, _read_text("--draft-text", self.draft_text))
 
     def _check_imatrix(self) -> None:
         if self.imatrix is None:
             return
         if "gguf" not in self.quants:
             raise ConfigError("--imatrix is for GGUF: give --to gguf or --to both")
-        try:
-            text = self.imatrix.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--imatrix {self.imatrix} cannot be read as UTF-8 text: {error}") from error
-        if not text.strip():
-            raise UsageError(f"--imatrix {self.imatrix} is empty: give text similar to later use")
+        _read_text("--imatrix", self.imatrix)
+
+    def identity(self) -> dict[str, Any]:
+        """All options that the files depend on, as JSON values."""
+        return {
+            "made_by": self.made_by,
+            "quants": dict(self.quants),
+            "draft_quants": dict(self.draft_quants),
+            "derivation": str(self.derivation),
+            "group_size": self.group_size,
+            "grouped": self.groups,
+            "draft_vocab": self.draft_vocab,
+            "draft_text": None if self.draft_text is None else sha256_of(self.draft_text),
+            "exporter": self.exporter,
+            "imatrix": None if self.imatrix is None else sha256_of(self.imatrix),
+            "name": self.name,
+            "licence": self.licence,
+        }
 
     @property
     def formats(self) -> tuple[Format, ...]:
@@ -142,12 +199,31 @@ class ExportRequest:
 
     @property
     def is_grouping_possible(self) -> bool:
-        return self.source.lower().endswith(".gguf") and self.quants.get("onnx") == "w8a8"
+        return self.exporter in ("auto", "edgespec") and self.quants.get("onnx") == "w8a8"
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Kinds of matrices that a w8a8 graph keeps in groups."""
+        return GROUPED if self.grouped is None else self.grouped
+
+    def exporter_of(self, role: str, architecture: str) -> Exporter:
+        """Which exporter makes the ONNX graph of a role, whose model is of this architecture."""
+        return choose_exporter(architecture, cast("Exporter", self.exporter), self.quant_of(role, "onnx"))
 
     def quant_of(self, role: str, wanted: Format) -> str:
         """The quantisation of one role. A draft's default is the target's, except for DRAFT_QUANTS."""
         quant = self.quants[wanted]
         return self.draft_quants.get(wanted, DRAFT_QUANTS.get(quant, quant)) if role == "draft" else quant
+
+
+def _read_text(flag: str, path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{flag} {path} cannot be read as UTF-8 text: {error}") from error
+    if not text.strip():
+        raise UsageError(f"{flag} {path} is empty: give text similar to later use")
+    return text
 
 
 def known_quants(wanted: Format) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ def check_room(needs: Needs, output: Path, cache: Path | None, finished_bytes: i
                 f"not enough disk: the export needs {human(needed)} in {place}, {human(free)} are free. Free space, "
                 "choose another disk with -o, or a smaller --quant"
             )
-    available = available_memory()
+    available = free_memory()
     if available is not None and needs.memory_bytes > available:
         raise CapabilityError(
             f"not enough memory: the export needs {human(needs.memory_bytes)}, {human(available)} are available. Close "
@@ -43,17 +43,10 @@ def _existing(path: Path) -> Path:
 
 
 def free_bytes(place: Path) -> int:
-    """Free bytes on the disk of `place`."""
     return shutil.disk_usage(place).free
 
 
-def available_memory() -> int | None:
-    """Bytes available without swapping, within a container's limit; None if unknown."""
-    return free_memory()
-
-
 def human(num_bytes: float) -> str:
-    """A size in bytes as readable text."""
     for unit in ("B", "kB", "MB"):
         if num_bytes < 1000:
             return f"{num_bytes:.3g} {unit}" if unit != "B" else f"{num_bytes:.0f} B"

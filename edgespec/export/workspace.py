@@ -121,7 +121,6 @@ class Workspace:
             self.discard()
 
     def discard(self) -> None:
-        """Delete the working folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _read_journal(self) -> dict[str, Any]:

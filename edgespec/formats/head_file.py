@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from edgespec.errors import ModelFileError, ModelNotFound
 from edgespec.formats.files import WRITE_FIX, atomic_file, is_file
+from edgespec.formats.table import Table
 
 FORMAT = 1
 Matrix = NDArray[np.float32]
@@ -31,6 +32,7 @@ MANIFEST, SCALE = "manifest", ".scale"
 VOCABULARY, TOKEN_IDS, PROBE_IDS, PROBE_STATES = "vocabulary", "token_ids", "probe_ids", "probe_states"
 FREQUENT = "frequent"
 PROJECT = "project"
+EMBEDDING = "embedding"
 # What numpy, zipfile and its decompressors raise on damaged bytes. Less obvious ones: RuntimeError of an archive marked
 # as encrypted, and as NotImplementedError of an unknown compression; TypeError of a bare array, which is no archive;
 # AttributeError of an entry that is no array; MemoryError of a shape that cannot be.
@@ -39,7 +41,7 @@ _UNREADABLE = (
     *(zipfile.BadZipFile, zlib.error, lzma.LZMAError),
 )
 _LEAST_LIKENESS = 0.9  # mean cosine of the states of a quantised target to those of its original
-_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
+_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
 _LIMITS = {
     "depth": (1, 64),
     "hidden_size": (1, 65_536),
@@ -50,6 +52,7 @@ _LIMITS = {
     "head_dim": (0, 4096),
     "ffn": (0, 2**20),
     "feature_size": (1, 65_536),
+    "generation": (1, 3),
 }
 
 
@@ -60,6 +63,9 @@ class HeadManifest:
     `layers` of the target, from 0, whose inputs precede its last state in what the heads read. `feature_size` is that
     of all these states, 0 for `hidden_size` each: where it differs from `hidden_size`, the matrix `project` makes them
     as wide as the heads.
+    `generation` 3: an EAGLE-3 head as its authors publish it. It reads the inputs of `layers`, fused by the matrix
+    `fc`, and not the last state, which still belongs to `feature_size`; `norms_features` before that, and
+    `norms_residual` of its layer, too. It has an embedding of its own.
     """
 
     kind: HeadKind
@@ -79,6 +85,9 @@ class HeadManifest:
     figures: Mapping[str, float] = field(default_factory=dict)
     feature_size: int = 0
     layers: tuple[int, ...] = ()
+    generation: int = 1
+    norms_residual: bool = False
+    norms_features: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -87,7 +96,12 @@ class HeadManifest:
 
     @property
     def is_projected(self) -> bool:
-        return self.feature_size != self.hidden_size
+        return self.feature_size != self.hidden_size and self.generation != 3
+
+    @property
+    def fused_size(self) -> int:
+        """Of the inputs of all `layers` together."""
+        return self.feature_size // (len(self.layers) + 1) * len(self.layers)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every matrix but those of the vocabulary and the probe."""
@@ -101,12 +115,18 @@ class HeadManifest:
             weights = {f"weight.{h}.{b}": (width, 2 * width if b == 0 else width) for h, b in places}
             return {**weights, **{f"bias.{h}.{b}": (width,) for h, b in places}}
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        first: dict[str, tuple[int, ...]] = {"fc": (width, 2 * width), "attention_norm": (width,)}
+        pair = width
+        if self.generation == 3:  # embedding and state are normed and go into attention side by side
+            first = {"fc": (width, self.fused_size), "embedding_norm": (width,), "state_norm": (width,)}
+            first |= {"feature_norm": (self.fused_size,)} if self.norms_features else {}
+            first |= {"frequencies": (self.head_dim // 2,)}  # of the rotary positions
+            pair = 2 * width
         return {
-            "fc": (width, 2 * width),
-            "attention_norm": (width,),
-            "q_proj": (queries, width),
-            "k_proj": (keys, width),
-            "v_proj": (keys, width),
+            **first,
+            "q_proj": (queries, pair),
+            "k_proj": (keys, pair),
+            "v_proj": (keys, pair),
             "o_proj": (width, queries),
             "mlp_norm": (width,),
             "gate_proj": (self.ffn, width),
@@ -121,6 +141,7 @@ class HeadFile:
     """`arrays`: the matrices of `manifest.shapes()` in float32; `vocabulary` [m, hidden size], rows of the target's
     head for `token_ids` [m], ascending; `probe_ids` [n] and the states [n, feature size] that the target gives them.
     `frequent` [k]: places of the tokens that are always scored, ascending; the others are once they occur in the text.
+    `embedding` [vocabulary size, hidden size] of generation 3.
     """
 
     manifest: HeadManifest
@@ -130,6 +151,7 @@ class HeadFile:
     probe_ids: NDArray[np.int32]
     probe_states: Matrix
     frequent: NDArray[np.int32] | None = None
+    embedding: Table | None = None
 
     @property
     def frequent_rows(self) -> Matrix:
@@ -156,15 +178,21 @@ def write_head_file(path: Path, heads: HeadFile, storage: str = "int8", fix: str
         stored[FREQUENT] = heads.frequent
     for name, array in {**heads.arrays, VOCABULARY: heads.vocabulary}.items():
         if array.ndim == 2 and storage == "int8":
-            scale = np.maximum(np.abs(array).max(axis=1, keepdims=True), 1e-12) / 127.0
-            stored[name] = np.rint(array / scale).astype(np.int8)
-            stored[name + SCALE] = scale[:, 0].astype(np.float32)
+            _add(stored, name, Table.of(array))
         else:
             stored[name] = array.astype(np.float16 if array.ndim == 2 else np.float32)
+    if heads.embedding is not None:
+        _add(stored, EMBEDDING, heads.embedding)
     text = json.dumps({"format": FORMAT, **asdict(heads.manifest)}, sort_keys=True)
     stored[MANIFEST] = np.frombuffer(text.encode(), np.uint8)
     with atomic_file(path, fix=fix) as temporary, temporary.open("wb") as handle:
         np.savez(handle, allow_pickle=False, **stored)
+
+
+def _add(stored: dict[str, NDArray[Any]], name: str, table: Table) -> None:
+    stored[name] = table.codes
+    if table.scales is not None:
+        stored[name + SCALE] = table.scales
 
 
 def read_head_file(path: Path) -> HeadFile:
@@ -196,6 +224,7 @@ def read_head_file(path: Path) -> HeadFile:
         probe_ids,
         _matrix(path, arrays, PROBE_STATES, (probe_ids.size, manifest.feature_size)),
         frequent,
+        _table(path, arrays, (manifest.vocabulary_size, manifest.hidden_size)) if manifest.generation == 3 else None,
     )
 
 
@@ -226,6 +255,11 @@ def _manifest(path: Path, described: Any) -> HeadManifest:
     sizes = (manifest.heads, manifest.kv_heads, manifest.head_dim, manifest.ffn)
     if manifest.kind not in ("medusa", "eagle"):
         raise ModelFileError(f"{path} holds heads of the kind {manifest.kind!r}; this edgespec runs medusa and eagle")
+    if manifest.generation not in (1, 3) or (manifest.generation == 3 and (manifest.kind != "eagle" or not layers)):
+        raise ModelFileError(
+            f"{path} holds {manifest.kind} heads of generation {manifest.generation} for layers {layers}: no such "
+            "heads are known; export or train them again"
+        )
     if manifest.kind == "eagle" and (0 in sizes or manifest.heads % manifest.kv_heads or manifest.head_dim % 2):
         raise ModelFileError(f"{path} gives its layer sizes that do not fit together: {sizes}; train the heads again")
     return manifest
@@ -243,6 +277,13 @@ def _matrix(path: Path, arrays: Mapping[str, NDArray[Any]], name: str, shape: tu
     if not np.isfinite(found).all():
         raise ModelFileError(f"{path}: {name} holds values that are no numbers; train the heads again")
     return found
+
+
+def _table(path: Path, arrays: Mapping[str, NDArray[Any]], shape: tuple[int, int]) -> Table:
+    """The embedding as it is stored: as floats it would be four times as large."""
+    if (codes := arrays.get(EMBEDDING)) is None or codes.dtype != np.int8 or codes.shape != shape:
+        return Table(_matrix(path, arrays, EMBEDDING, shape).astype(np.float16))
+    return Table(codes, _matrix(path, arrays, EMBEDDING + SCALE, shape[:1]))
 
 
 def _ids(path: Path, arrays: Mapping[str, NDArray[Any]], name: str, size: int) -> NDArray[np.int32]:

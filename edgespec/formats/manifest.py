@@ -101,11 +101,6 @@ class ModelPair:
         """All files of one role's model."""
         return tuple(file.path for file in self.files[role].all_files)
 
-    @property
-    def sha256s(self) -> dict[str, str | None]:
-        """Known checksums by role."""
-        return {role: file.sha256 for role, file in self.files.items()}
-
 
 def read_table(path: Path) -> dict[str, Any]:
     """A manifest as it is written. Raises ModelFileError when it cannot be read."""

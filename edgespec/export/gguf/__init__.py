@@ -10,7 +10,7 @@ try:
 except ImportError as exc:
     raise CapabilityError(f"converting to GGUF needs the package gguf: {install_command('export')}") from exc
 
-from edgespec.export.gguf.architectures import ARCHITECTURES
+from edgespec.export.architectures.table import ARCHITECTURES
 from edgespec.export.gguf.convert import OUTPUT_TYPES, Conversion, convert
 from edgespec.export.gguf.early_exit import EarlyExit, early_exit_gguf
 from edgespec.export.gguf.quantise import GGUF_QUANTS, NEEDS_IMPORTANCE, export_gguf, quantise

@@ -21,11 +21,11 @@ from gguf.quants import quantize
 from numpy.typing import NDArray
 
 from edgespec.errors import ModelFileError
-from edgespec.export.checkpoint import Checkpoint, Weights
-from edgespec.export.gguf.architectures import architecture_of
+from edgespec.export.architectures.layers import canonical_name, layer_number, llama3_frequency_factors, rotary_settings
+from edgespec.export.architectures.rows import TRANSPOSE, Architecture, Sizes, Tensor, apply
+from edgespec.export.architectures.table import architecture_of
+from edgespec.export.checkpoint import BUFFERS, Checkpoint, Weights
 from edgespec.export.gguf.hyperparameters import write_hyperparameters
-from edgespec.export.gguf.layers import canonical_name, layer_number, llama3_frequency_factors, rotary_settings
-from edgespec.export.gguf.rows import TRANSPOSE, Architecture, Sizes, Tensor, apply
 from edgespec.export.gguf.tokenizer import write_tokenizer
 from edgespec.formats.files import atomic_file
 from edgespec.types import Progress, no_progress
@@ -37,8 +37,6 @@ OUTPUT_TYPES: dict[OutputType, tuple[gguf.GGMLQuantizationType, gguf.LlamaFileTy
     "bf16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
     "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
 }
-# Masks and frequencies in old checkpoints, which are not weights.
-BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
 
 
 @dataclass(frozen=True)

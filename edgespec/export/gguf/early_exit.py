@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from edgespec.errors import ConfigError, ModelFileError
-from edgespec.export.gguf.architectures import ARCHITECTURES
+from edgespec.export.architectures.table import ARCHITECTURES
 from edgespec.formats.files import atomic_file
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.header import GgufHeader, TensorInfo
@@ -45,10 +45,6 @@ class EarlyExit:
     def target_parts(self) -> tuple[Path, ...]:
         """The shards that `target` needs, in order."""
         return (self.shared, self.rest)
-
-    @property
-    def draft_parts(self) -> tuple[Path, ...]:
-        return (self.shared,)
 
 
 def early_exit_gguf(source: Path, output_folder: Path, layers: int, *, progress: Progress | None = None) -> EarlyExit:

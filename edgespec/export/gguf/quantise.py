@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.llamacpp.library import complaints, forget_complaints, library, listening
+from edgespec.engines.llamacpp.library import complaints, forget_complaints, library, listening, uninterrupted
 from edgespec.engines.machine import physical_cores
 from edgespec.errors import ConfigError, ModelFileError
 from edgespec.export.checkpoint import Checkpoint
@@ -152,7 +152,8 @@ def _run(llama: Any, source: Path, temporary: Path, params: Any, progress: Progr
 
     forget_complaints()
     with listening(hear):
-        failed = llama.llama_model_quantize(os.fsencode(source), os.fsencode(temporary), ctypes.byref(params))
+        names = os.fsencode(source), os.fsencode(temporary)
+        failed = uninterrupted(lambda: llama.llama_model_quantize(*names, ctypes.byref(params)), lambda _: None)
     if raised:
         raise raised[0]
     if failed:

@@ -34,6 +34,8 @@ PRE_TOKENIZERS: dict[tuple[Stage, ...], str] = {
 }
 # With these, llama.cpp does not apply merges to a word that is a token.
 IGNORE_MERGES = frozenset({"llama-bpe", "tekken"})
+# With these, llama.cpp's own splitter takes combining marks for no part of a word.
+SPLIT_AT_MARKS = frozenset({"tekken", "gpt-4o"})
 SPACE = "\u2581"
 
 

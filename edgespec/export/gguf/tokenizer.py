@@ -15,6 +15,7 @@ from edgespec.formats.hub_folder import chat_template, read_json
 
 Settings = dict[str, Any]
 BYTE_TOKENS = {f"<0x{byte:02X}>" for byte in range(256)}
+TAB = "<0x09>"  # which Gemma 1 and 2 call "\t"
 UNREACHABLE = -1e6  # the score of a token that no merge produces
 
 
@@ -89,6 +90,8 @@ def token_list(tokenizer: Settings, vocab_size: int) -> tuple[list[str], list[in
     texts: list[str] = [""] * vocab_size
     types = [int(gguf.TokenType.UNUSED)] * vocab_size
     byte_texts = BYTE_TOKENS if is_spm(tokenizer) else set()
+    if byte_texts and TAB not in vocab and "\t" in vocab:
+        vocab = {TAB if text == "\t" else text: index for text, index in vocab.items()}
     for text, index in vocab.items():
         if not 0 <= index < vocab_size:
             raise ModelFileError(f"tokenizer.json gives {text!r} the id {index}, config.json has {vocab_size} ids")

@@ -1,7 +1,8 @@
 """Checks that a GGUF tokenises text like its Hugging Face folder: llama.cpp silently accepts a wrong pre-tokenizer.
 
-Two known differences of llama.cpp are ignored: it does not compose characters (NFC), and with Metaspace tokenizers
-(newer Mistral) it adds a space before text that begins with one or follows a special token.
+Three known differences of llama.cpp are ignored: it does not compose characters (NFC), with Metaspace tokenizers
+(newer Mistral) it adds a space before text that begins with one or follows a special token, and with the splitters
+"tekken" and "gpt-4o" (Mistral Nemo, Llama 4) it ends a word at a combining mark, as in Hindi.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.export.gguf.splitters import flatten
+from edgespec.export.gguf.splitters import SPLIT_AT_MARKS, flatten, is_spm, pre_tokenizer_name
 from edgespec.export.gguf.tokenizer import adds_bos, read_settings
 from edgespec.export.tokens import read_tokenizer
 from edgespec.formats.hub_folder import read_json
@@ -66,13 +67,15 @@ def probes(tokenizer: Any, source: dict[str, Any], vocab_size: int) -> Iterator[
     splitters = [node.get("type") for node in flatten(source.get("pre_tokenizer"), "pretokenizers")]
     composes = bool(flatten(source.get("normalizer"), "normalizers"))
     has_metaspace = "Metaspace" in splitters
+    splits_marks = not is_spm(source) and pre_tokenizer_name(source) in SPLIT_AT_MARKS
     size = min(tokenizer.get_vocab_size(with_added_tokens=False), vocab_size)
     sampled = range(0, size, max(size // SAMPLED_TOKENS, 1))
     tokens = (tokenizer.decode([index], skip_special_tokens=False) for index in sampled)
     for text in (*PROBES, *tokens):
         is_whole = text and "\ufffd" not in text
         is_stable = not composes or unicodedata.normalize("NFC", text) == text
-        if is_whole and is_stable and not (has_metaspace and text.startswith(" ")):
+        is_split = splits_marks and any(unicodedata.category(letter).startswith("M") for letter in text)
+        if is_whole and is_stable and not is_split and not (has_metaspace and text.startswith(" ")):
             yield text
     if has_metaspace:
         return

@@ -69,7 +69,6 @@ def _smollm3(original: Callable[..., Any], model: Any, layer: int, *arguments: A
 
 
 def correct_builder(builders: Any) -> None:
-    """Apply the fixes to the builder's classes."""
     _wrap(builders.MistralModel, "__init__", _mistral)
     _wrap(builders.GemmaModel, "__init__", _gemma)
     _wrap(builders.Gemma3Model, "__init__", _gemma3)

@@ -1,6 +1,7 @@
 """Exports a Hugging Face folder to a folder with an ONNX graph, with an exporter that supports the architecture.
 
-Exporters run in child processes and write to a folder `NAME.tmp`, which is renamed at the end. This module does not
+edgespec's own writer needs no torch; the other exporters run in child processes. All write to a folder `NAME.tmp`,
+which is renamed at the end. This module does not
 compare logits with transformers; its caller does.
 """
 
@@ -8,10 +9,10 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError
 from edgespec.export.onnx import exporters
@@ -20,15 +21,25 @@ from edgespec.formats.files import atomic_folder
 from edgespec.installation import install_command
 from edgespec.types import Progress, no_progress
 
+if TYPE_CHECKING:
+    from edgespec.export.onnx.draft_vocabulary import DraftVocabulary
+
 Quant = Literal["int4", "int8", "w8a8", "fp16", "fp32"]
-Exporter = Literal["auto", "builder", "transformers", "optimum"]
+Exporter = Literal["auto", "edgespec", "builder", "transformers", "optimum"]
 ONNX_QUANTS: tuple[Quant, ...] = ("int4", "int8", "w8a8", "fp16", "fp32")
-EXPORTERS: tuple[Exporter, ...] = ("auto", "builder", "transformers", "optimum")
+EXPORTERS: tuple[Exporter, ...] = ("auto", "edgespec", "builder", "transformers", "optimum")
+# What edgespec's own writer writes: types, and architectures by Hugging Face's names.
+FORMS = ("w8a8", "int8", "int4", "fp32")
+WRITABLE = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"),
+    *("Qwen3ForCausalLM", "SmolLM3ForCausalLM", "Gemma3ForCausalLM"),
+)
 GROUP_SIZES = (16, 32, 64, 128, 256)
 # int8 products of ONNX Runtime take 7 to 14% less time with groups of 64 than of 32, most at the 2 to 8 rows of a
 # verifying pass. Groups of 128 are faster still, but use a kernel whose bits depend on the width of a pass, so output
 # would not be reproducible. 4-bit weights need the accuracy of small groups.
 DEFAULT_GROUP_SIZES = {"int8": 64, "w8a8": 64, "int4": 32}
+GROUPED = ("down_proj",)  # of w8a8: what loses most in whole numbers, for the least time (docs/benchmarks/speed.md)
 HEAD_MULTIPLE = 16
 
 
@@ -49,31 +60,31 @@ def export_onnx(
     *,
     group_size: int | None = None,
     exporter: Exporter = "auto",
-    include_hidden_states: bool = False,
-    aux_hidden_state_layers: Sequence[int] = (),
-    progress: Progress | None = None,
+    grouped: Collection[str] = GROUPED,
+    vocabulary: DraftVocabulary | None = None,
+    progress: Progress = no_progress,
 ) -> OnnxExport:
     """Export the model of `folder` to the folder `output`, atomically.
 
     `group_size`: number of weights that share a scale; None: 64 in int8, 32 in int4; w8a8 has groups in the embeddings
-    only (64). `include_hidden_states` adds an output `hidden_states` [batch, width, hidden] after the final norm;
-    `aux_hidden_state_layers` adds an output `aux_hidden_states` [batch, width, layers * hidden], the inputs of those
-    layers, counted from 1; both need the builder. `progress(done, total, step)`. Raises ConfigError for a bad option,
-    ModelFileError for a folder that is incomplete, damaged or not supported, CapabilityError for a missing package,
-    StateError if the output cannot be written.
+    (64), and edgespec's own writer also in the matrices `grouped`. `vocabulary`: the tokens of a draft that edgespec
+    writes. `progress(done, total, step)`.
+    Raises ConfigError for a bad option, ModelFileError for a folder that is incomplete, damaged or not supported,
+    CapabilityError for a missing package, StateError if the output cannot be written.
     """
     group_size = DEFAULT_GROUP_SIZES.get(quant, GROUP_SIZES[-1]) if group_size is None else group_size
     _check_options(quant, group_size, exporter)
     check_folder(output)
     source = open_source(folder)
-    options = _hidden_state_options(source, include_hidden_states, aux_hidden_state_layers)
-    chosen = _choose(source, exporter, bool(options))
-    report: Progress = progress or no_progress
+    chosen = _choose(source, exporter, quant)
     with atomic_folder(output) as partial:
-        _run_exporter(chosen, source, partial, quant, group_size, options, report)
-        source.copy_companions(partial)
+        if chosen == "edgespec":
+            _write(source, partial, quant, group_size, grouped, vocabulary, progress)
+        else:
+            _run_exporter(chosen, source, partial, quant, group_size, progress)
+            source.copy_companions(partial)
         files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
-    report(1, 1, "done")
+    progress(1, 1, "done")
     return OnnxExport(output / "model.onnx", source.architecture, chosen, files)
 
 
@@ -93,33 +104,25 @@ def _check_options(quant: str, group_size: int, exporter: str) -> None:
         raise ConfigError(f"group size {group_size} is not possible: allowed: {', '.join(map(str, GROUP_SIZES))}")
 
 
-def _hidden_state_options(source: Source, last: bool, layers: Sequence[int]) -> dict[str, str]:
-    """The builder's options for additional outputs. Raises ConfigError."""
-    outside = [layer for layer in layers if not 0 < layer < source.layers]
-    if outside:
-        raise ConfigError(f"auxiliary hidden states of layers {outside}: allowed are 1 to {source.layers - 1}")
-    options = {"include_hidden_states": "true"} if last else {}
-    return options | ({"aux_hidden_state_layers": ",".join(map(str, layers))} if layers else {})
-
-
-def choose_exporter(architecture: str, exporter: Exporter = "auto") -> Exporter:
-    """The exporter for an architecture."""
+def choose_exporter(architecture: str, exporter: Exporter = "auto", quant: str = "int8") -> Exporter:
+    """The exporter for an architecture and a type of weights."""
     if exporter != "auto":
         return exporter
+    if architecture in WRITABLE and quant in FORMS:
+        return "edgespec"
     return "builder" if architecture in exporters.ARCHITECTURES else "transformers"
 
 
 def require_exporter(exporter: Exporter) -> None:
-    """Raise CapabilityError if the exporter's package is missing."""
-    needed = {"builder": "onnxruntime_genai", "transformers": "onnxscript"}.get(exporter)
-    if needed is not None and importlib.util.find_spec(needed) is None:
-        raise CapabilityError(f"the ONNX exporter {exporter!r} needs the package {needed}: {install_command('export')}")
+    """Raise CapabilityError if a package of the exporter is missing. Optimum has an environment of its own."""
+    own = {"builder": ("onnxruntime_genai",), "transformers": ("onnxscript",)}.get(exporter, ())
+    needed = (*own, "torch", "transformers") if own else own
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        raise CapabilityError(f"the ONNX exporter {exporter!r} needs {', '.join(missing)}: {install_command('export')}")
 
 
-def _choose(source: Source, exporter: Exporter, needs_builder: bool) -> Exporter:
-    chosen = choose_exporter(source.architecture, exporter)
-    if needs_builder and chosen != "builder":
-        raise CapabilityError(f"hidden states need the exporter builder, which does not support {source.architecture}")
+def _choose(source: Source, exporter: Exporter, quant: str) -> Exporter:
+    chosen = choose_exporter(source.architecture, exporter, quant)
     if chosen == "builder" and source.head_size % HEAD_MULTIPLE:
         raise ModelFileError(
             f"this {source.architecture} has attention heads of {source.head_size} values; ONNX Runtime's rotary "
@@ -129,19 +132,31 @@ def _choose(source: Source, exporter: Exporter, needs_builder: bool) -> Exporter
     return chosen
 
 
+def _write(
+    source: Source,
+    partial: Path,
+    quant: str,
+    group_size: int,
+    grouped: Collection[str],
+    vocabulary: DraftVocabulary | None,
+    report: Progress,
+) -> None:
+    from edgespec.export.onnx.from_hub import convert_hub
+    from edgespec.export.onnx.hub_model import open_hub
+
+    convert_hub(open_hub(source.folder), partial, quant, group_size, report, grouped=grouped, vocabulary=vocabulary)
+
+
 def _run_exporter(
     chosen: Exporter,
     source: Source,
     partial: Path,
     quant: Quant,
     group_size: int,
-    options: dict[str, str],
     report: Progress,
 ) -> None:
     if chosen == "builder":
-        order = exporters.builder_order(
-            source.folder, partial, quant, group_size, architecture=source.architecture, options=options
-        )
+        order = exporters.builder_order(source.folder, partial, quant, group_size, architecture=source.architecture)
         exporters.build(order, source.layers, report)
         if quant == "w8a8":
             from edgespec.export.onnx.integer import to_integer

@@ -54,12 +54,10 @@ def build(order: dict[str, Any], layers: int, progress: Callable[[int, int, str]
     progress(layers + 3, total, "writing")
 
 
-def builder_order(
-    source: Path, output: Path, quant: str, group_size: int, *, architecture: str, options: dict[str, str]
-) -> dict[str, Any]:
+def builder_order(source: Path, output: Path, quant: str, group_size: int, *, architecture: str) -> dict[str, Any]:
     """The child's settings. fp16 uses the builder's GPU layout, because its CPU layout has no shared KV cache."""
     # Windowed caches cannot be rolled back beyond the window, and have another layout.
-    settings = {"hf_token": "false", "windowed_kv_cache": "false", **options}
+    settings = {"hf_token": "false", "windowed_kv_cache": "false"}
     if quant in ("int4", "int8"):
         settings |= {"accuracy_level": "4", "block_size": str(group_size)}
     return {

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.export.gguf.rows import PERMUTE_K, PERMUTE_Q, Tensor
+from edgespec.errors import ModelFileError
+from edgespec.export.architectures.rows import PERMUTE_K, PERMUTE_Q, Tensor
 from edgespec.export.onnx.gguf_model import GgufModel
 from edgespec.formats.gguf.header import TensorInfo
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
-from edgespec.installation import install_command
+from edgespec.installation import IMPORT_FAILURES, not_importable
 
 WEIGHTS_AT_ONCE = 1 << 19  # 2 MB as float32: what a processor's cache holds
 
@@ -96,6 +96,6 @@ def library() -> Any:
     """The package gguf. Raises CapabilityError where it is not installed."""
     try:
         import gguf
-    except ImportError as exc:
-        raise CapabilityError(f"reading the weights of a GGUF needs {exc.name}: {install_command('convert')}") from exc
+    except IMPORT_FAILURES as exc:
+        raise not_importable("reading the weights of a GGUF", exc, "gguf", "convert") from exc
     return gguf

@@ -8,16 +8,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from edgespec.engines.onnx.partition import extract, producers
-from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.errors import ModelFileError
 from edgespec.formats.files import write_atomically
 from edgespec.formats.onnx import DATA, MODEL
-from edgespec.installation import install_command
+from edgespec.installation import IMPORT_FAILURES, not_importable
 
 try:
     import onnx
     from google.protobuf.message import DecodeError
-except ImportError as error:
-    raise CapabilityError(f"ONNX graphs need onnx: {install_command()}") from error
+except IMPORT_FAILURES as error:
+    raise not_importable("an ONNX graph", error, "onnx") from error
 
 __all__ = ["DATA", "MODEL", "attribute", "extract", "producers", "read_graph", "write_graph"]
 

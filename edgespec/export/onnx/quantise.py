@@ -30,7 +30,6 @@ def quantise(model: onnx.ModelProto, quant: str, group_size: int) -> onnx.ModelP
 
 
 def save(model: onnx.ModelProto, folder: Path) -> None:
-    """Write model.onnx and model.onnx.data."""
     (folder / DATA).unlink(missing_ok=True)  # onnx would append to an existing file
     onnx.save_model(model, folder / MODEL, save_as_external_data=True, location=DATA, size_threshold=1024)
 

@@ -42,7 +42,6 @@ class Source:
 
     @property
     def head_size(self) -> int:
-        """Number of values per attention head."""
         config = self.text_config
         width, heads = (config.get(new, config.get(old, 0)) for new, old in (_WIDTH, _HEADS))
         return int(config.get("head_dim") or width // max(heads, 1))

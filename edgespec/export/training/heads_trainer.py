@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from edgespec.errors import CapabilityError
-from edgespec.export.training.acceptance import OwnText, batches
 from edgespec.export.training.documents import Corpus
 from edgespec.export.training.heads_loss import DraftLoss, target_distributions
 from edgespec.export.training.heads_network import DraftVocabulary, EagleHead, Heads, MedusaHeads
 from edgespec.export.training.heads_request import HeadsRequest
 from edgespec.export.training.heads_start import start_at_least_squares
 from edgespec.export.training.journal import RoundResult
+from edgespec.export.training.student_acceptance import OwnText, batches
 from edgespec.export.training.students import StudentShape
 from edgespec.export.training.target import TargetFacts
 from edgespec.export.training.trainer import Advance, Trainer

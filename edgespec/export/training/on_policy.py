@@ -181,7 +181,6 @@ def _finish(prepared: Preparation, journal: Journal, trainer: Trainer) -> Distil
 
 
 def reason_of(request: DistillRequest, trainer: Trainer) -> str:
-    """Why a finished training stopped."""
     if trainer.round_index >= request.rounds:
         return f"all {request.rounds} rounds are done"
     stale = stale_rounds(trainer.rounds, request.min_rise)

@@ -16,18 +16,13 @@ from edgespec.formats.files import atomic_file
 
 @dataclass(frozen=True)
 class Schedule:
-    """Length and learning rates of one training run; lengths in tokens."""
+    """Learning rates of one training run of `total_tokens`."""
 
     total_tokens: int
-    batch_tokens: int = 8192
-    # (fraction of the run, sequence length): attention is a third of the time, so short windows come first
-    lengths: tuple[tuple[float, int], ...] = ((0.65, 512), (0.92, 1024), (1.0, 2048))
     warmup_fraction: float = 0.02
     decay_fraction: float = 0.35
     matrix_rate: float = 0.02
     embedding_rate: float = 0.004
-    max_layer_dropout: float = 0.1
-    early_exit_weight: float = 0.3
 
     def rate_factor(self, tokens_seen: int) -> float:
         """Factor on both learning rates after `tokens_seen` tokens."""
@@ -35,10 +30,6 @@ class Schedule:
         if progress < self.warmup_fraction:
             return max(progress, 1e-4) / self.warmup_fraction
         return max(min(1.0, (1.0 - progress) / self.decay_fraction), 0.01)
-
-    def length_at(self, tokens_seen: int) -> int:
-        progress = tokens_seen / self.total_tokens
-        return next((length for end, length in self.lengths if progress < end), self.lengths[-1][1])
 
 
 def make_optimizers(network: nn.Module, schedule: Schedule) -> list[torch.optim.Optimizer]:

@@ -20,11 +20,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from edgespec.export.training.acceptance import OwnText, agreement
 from edgespec.export.training.documents import Corpus
 from edgespec.export.training.journal import Journal, RoundResult, best_round, stale_rounds
 from edgespec.export.training.optimise import Schedule, make_optimizers, save_checkpoint, set_rate
 from edgespec.export.training.request import DistillRequest
+from edgespec.export.training.student_acceptance import OwnText, agreement
 from edgespec.export.training.students import StudentShape
 from edgespec.export.training.target import TargetFacts
 from edgespec.export.training.writing import write
@@ -277,7 +277,6 @@ class Trainer:
         return result
 
     def run_round(self, advance: Advance) -> RoundResult:
-        """One round: generate, train, measure."""
         started = time.monotonic()
         own_tokens = self.write_pool(advance)
         variation = self.learn(advance)

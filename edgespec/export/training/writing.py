@@ -57,7 +57,6 @@ class _Rows:
         self._mask = torch.cat((self._mask, torch.ones_like(self._new)), dim=1)
 
     def keep(self, rows: Tensor) -> None:
-        """Keep only `rows` (indices)."""
         self.texts, self._new, self._mask = self.texts[rows], self._new[rows], self._mask[rows]
         self._cache.batch_select_indices(rows)
 

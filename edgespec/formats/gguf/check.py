@@ -122,12 +122,8 @@ def _bad_vocabulary(header: GgufHeader) -> Iterator[str]:
             continue
         if not isinstance(found, GgufNumbers) or found.kind not in kinds or len(found.items) != len(tokens):
             yield f"its {name} list does not fit its {len(tokens)} tokens"
-    if model == "llama" and not _byte_tokens() <= different:
+    if model == "llama" and not {f"<0x{byte:02X}>".encode() for byte in range(256)} <= different:
         yield "its vocabulary lacks a token for some byte"
-
-
-def _byte_tokens() -> set[bytes]:
-    return {f"<0x{byte:02X}>".encode() for byte in range(256)}
 
 
 def _bad_tensors(header: GgufHeader) -> Iterator[str]:

@@ -7,10 +7,9 @@ a part of the vocabulary alone, which its tensor `d2t` lists.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.gguf.check import check_gguf
@@ -138,16 +137,18 @@ class _Reader:
         if OUTPUT not in self._tensors:
             raise self._wrong(f"it has {DRAFTED} but no {OUTPUT} of that many tokens")
         ids = self._numbers(tensor)
-        if ids.min() < 0 or ids.max() >= vocabulary_size or np.unique(ids).size < ids.size:
+        if min(ids) < 0 or max(ids) >= vocabulary_size or len(set(ids)) < len(ids):
             raise self._wrong(f"its {DRAFTED} must name different tokens of 0..{vocabulary_size - 1}")
-        return int(ids.size)
+        return len(ids)
 
-    def _numbers(self, tensor: TensorInfo) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        start = self._header.data_start + tensor.offset
+    def _numbers(self, tensor: TensorInfo) -> tuple[int, ...]:
         try:
-            return np.fromfile(self._path, np.dtype("<i8"), tensor.shape[0], offset=start)
+            with self._path.open("rb") as file:
+                file.seek(self._header.data_start + tensor.offset)
+                data = file.read(8 * tensor.shape[0])
         except OSError as exc:
             raise ModelFileError(f"{self._path} cannot be read: {exc.strerror}") from exc
+        return struct.unpack(f"<{len(data) // 8}q", data)
 
     def _check_layer(self, width: int) -> int:
         """Check the one layer; the width of its keys."""

@@ -138,12 +138,8 @@ class Blocks:
         blocks = -(-inputs // self._size)
         codes = np.empty((outputs, blocks, self._size * self._bits // 8), np.uint8)
         scales = np.empty((outputs, blocks), np.float32)
-        start = 0
-        for source in sources:
-            for rows in self._weights.rows(source):
-                part = slice(start, start + len(rows))
-                codes[part], scales[part] = quantise_blocks(rows, self._bits, self._size)
-                start += len(rows)
+        for part, rows in stacked_rows(self._weights, sources):
+            codes[part], scales[part] = quantise_blocks(rows, self._bits, self._size)
         self._nodes.store(names[0], codes)
         self._nodes.store(names[1], scales)
         return names
@@ -163,11 +159,8 @@ class Plain:
     def product(self, name: str, value: str, sources: Sequence[str], output: str) -> None:
         outputs, inputs = stacked_shape(self._weights, sources)
         found = np.empty((inputs, outputs), np.float32)
-        start = 0
-        for source in sources:
-            for rows in self._weights.rows(source):
-                found[:, start : start + len(rows)] = rows.T
-                start += len(rows)
+        for part, rows in stacked_rows(self._weights, sources):
+            found[:, part] = rows.T
         self._nodes.add("MatMul", [value, self._nodes.store(weight_name(name), found)], [output], name)
 
 
@@ -181,12 +174,9 @@ class QuantisedRows:
     def product(self, name: str) -> Codes:
         outputs, inputs = self._weights.shape(name)
         codes, scales = np.empty((inputs, outputs), np.int8), np.empty(outputs, np.float32)
-        start = 0
-        for rows in self._weights.rows(name):
-            scale, part = scales_of(np.abs(rows).max(axis=1)), slice(start, start + len(rows))
+        for part, rows in stacked_rows(self._weights, [name]):
+            scales[part] = scale = scales_of(np.abs(rows).max(axis=1))
             codes[:, part] = np.clip(np.rint(rows / scale[:, None]), -LARGEST, LARGEST).astype(np.int8).T
-            scales[part] = scale
-            start += len(rows)
         return codes, scales
 
     def embedding(self) -> ByteCodes:
@@ -204,6 +194,15 @@ def stacked_shape(weights: RowWeights, sources: Sequence[str]) -> tuple[int, int
     return sum(outputs for outputs, _ in shapes), shapes[0][1]
 
 
+def stacked_rows(weights: RowWeights, sources: Sequence[str]) -> Iterator[tuple[slice, Floats]]:
+    """Some rows [n, inputs] of matrices side by side at a time, each time with their places among all outputs."""
+    start = 0
+    for source in sources:
+        for rows in weights.rows(source):
+            yield slice(start, start + len(rows)), rows
+            start += len(rows)
+
+
 def group_rows(weights: RowWeights, name: str, count: int, width: int) -> ByteCodes:
     """A matrix in groups of 8 bits, as a lookup reads it: codes [count, width] and scales [count, groups].
 
@@ -213,11 +212,8 @@ def group_rows(weights: RowWeights, name: str, count: int, width: int) -> ByteCo
     if size is None:
         raise ModelFileError(f"embeddings of width {width} cannot be stored in groups of {GROUP_SIZES}")
     codes, scales = np.empty((count, width), np.uint8), np.empty((count, width // size), np.float32)
-    start = 0
-    for rows in weights.rows(name):
-        part = slice(start, start + len(rows))
+    for part, rows in stacked_rows(weights, [name]):
         codes[part], scales[part] = quantise_rows(rows, size)
-        start += len(rows)
     return codes, scales
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.errors import ModelFileError
 from edgespec.formats.onnx import MODEL
 from edgespec.formats.onnx.tensors import read_tensor
-from edgespec.installation import install_command
+from edgespec.installation import IMPORT_FAILURES, not_importable
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
 _PRODUCTS = {
@@ -40,8 +40,8 @@ class LlamaGraph:
         try:
             import onnx
             from google.protobuf.message import DecodeError
-        except ImportError as exc:
-            raise CapabilityError(f"reading ONNX files needs {exc.name}: {install_command()}") from exc
+        except IMPORT_FAILURES as exc:
+            raise not_importable("reading ONNX files", exc, "onnx") from exc
         self.folder = folder
         try:
             self.config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -47,7 +47,6 @@ class Nodes:
         return name in self._tensors
 
     def model(self, inputs: Values, outputs: Values) -> onnx.ModelProto:
-        """The whole graph."""
         read = {name for node in self.operators for name in node.input}
         constants = [numpy_helper.from_array(value, name) for name, value in CONSTANTS.items() if name in read]
         graph = helper.make_graph(self.operators, "main_graph", inputs, outputs, [*self._tensors.values(), *constants])

@@ -67,13 +67,16 @@ def unsigned(codes: NDArray[np.int8]) -> NDArray[np.uint8]:
 
 
 def scales_of(largest: NDArray[np.float32], code: int = LARGEST) -> NDArray[np.float32]:
-    """What a code of 1 stands for where `largest` becomes `code`; 1 for nothing but zeros.
+    """What a code of 1 stands for where `largest` becomes `code`; next to nothing where there are only zeros.
 
-    Raises ModelFileError for weights that are no finite numbers.
+    ONNX Runtime's products of groups add `128 * scale * sum(activations)` and take it off again, each rounded: with a
+    scale of 1 a group of zeros adds a thousandth, layer for layer. Raises ModelFileError for weights that are no finite
+    numbers.
     """
     if not np.isfinite(largest).all():
         raise ModelFileError("the model is damaged: it holds weights that are no finite numbers")
-    return np.where(largest > 0, largest / np.float32(code), np.float32(1)).astype(np.float32)
+    found: NDArray[np.float32] = np.maximum(largest / np.float32(code), np.finfo(np.float32).tiny)
+    return found
 
 
 class Products:

@@ -42,7 +42,6 @@ class TensorPlan:
     padded_from: int | None = None
 
     def random(self, seed: int) -> np.random.Generator:
-        """Numbers of this tensor's own."""
         key = int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:8], "little")
         return np.random.default_rng([seed, key])
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from edgespec.bench.expanded_tensors import Floats
 from edgespec.bench.expansion import Expansion
-from edgespec.bench.tensors import Floats
 from edgespec.errors import ModelFileError
 from edgespec.formats.head_file import PROJECT, HeadFile, read_head_file, write_head_file
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from edgespec.errors import ModelFileError
-from edgespec.export.checkpoint import Checkpoint
-from edgespec.export.gguf.layers import check_unrotated_layers, rotary_settings
-from edgespec.export.gguf.rows import (
+from edgespec.export.architectures.layers import check_unrotated_layers, rotary_settings
+from edgespec.export.architectures.rows import (
     ADD_ONE,
     PERMUTE_K,
     PERMUTE_Q,
@@ -21,6 +20,7 @@ from edgespec.export.gguf.rows import (
     Tensor,
     read_gpt2_sizes,
 )
+from edgespec.export.checkpoint import Checkpoint
 
 HEAD = {"lm_head.weight": Tensor("output.weight", "v d", is_optional=True)}
 LLAMA_OUTER = {

@@ -9,23 +9,28 @@ from typing import Any
 import numpy as np
 
 from edgespec.errors import ModelFileError
+from edgespec.export.architectures.rows import Architecture
 from edgespec.export.checkpoint import Checkpoint, Config, Weights
-from edgespec.export.gguf.rows import Architecture
 
 
 def check_unrotated_layers(checkpoint: Checkpoint, found: Architecture) -> None:
     """Raise ModelFileError unless every fourth layer of a SmolLM3 has no rotary positions, as llama.cpp hard-codes."""
     if found.name != "smollm3":
         return
-    layers, config = checkpoint.count("num_hidden_layers"), checkpoint.config
-    interval = config.get("no_rope_layer_interval") or 4
-    rotated = config.get("no_rope_layers") or [int((index + 1) % interval != 0) for index in range(layers)]
+    layers = checkpoint.count("num_hidden_layers")
+    rotated = rotated_layers(checkpoint.config, layers)
     wrong = [index for index, flag in enumerate(rotated) if bool(flag) != bool((index + 1) % 4)]
     if wrong or len(rotated) != layers:
         raise ModelFileError(
             f"{checkpoint.folder}: llama.cpp's SmolLM3 has no rotary positions in layers 3, 7, 11, ... (from 0) and in "
             f"no others; this checkpoint differs at {wrong or 'its number of layers'}. Prune it by whole groups of four"
         )
+
+
+def rotated_layers(config: Config, layers: int) -> Any:
+    """Flags of the layers with rotary positions: SmolLM3's config.json lists them, or all but every n-th have them."""
+    interval = config.get("no_rope_layer_interval") or 4
+    return config.get("no_rope_layers") or [int((index + 1) % interval != 0) for index in range(layers)]
 
 
 def layer_kinds(checkpoint: Checkpoint, found: Architecture, layers: int) -> list[bool]:

@@ -1,0 +1,238 @@
+"""What model a Hugging Face folder holds: its sizes and constants for a graph, its tensors. The unknown is refused.
+
+Tensors, shapes and settings are those of the tables in `export.architectures`, by which GGUF files are written, too;
+what transformers would compute otherwise because of a setting in config.json is refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edgespec.errors import ModelFileError
+from edgespec.export.architectures.layers import (
+    canonical_name,
+    layer_kinds,
+    llama3_frequency_factors,
+    rotary_settings,
+    rotated_layers,
+    window_frequency_base,
+    window_of,
+)
+from edgespec.export.architectures.rows import Architecture, Sizes, Tensor, read_sizes
+from edgespec.export.architectures.table import ARCHITECTURES
+from edgespec.export.checkpoint import BUFFERS, Checkpoint
+from edgespec.export.onnx.convert import HEAD_MULTIPLE, WRITABLE
+from edgespec.formats.hub_folder import read_json
+from edgespec.formats.onnx.llama_config import LlamaConfig
+
+HEAD = "lm_head.weight"
+ALTERNATIVE = "give --exporter builder, which may know more and needs the extra export"
+TIED_BY_DEFAULT = ("smollm3", "gemma3")
+OPTIONAL_WINDOWS = ("qwen2", "qwen3", "smollm3")  # without use_sliding_window there are none, whatever else is said
+BIASES = {
+    "attention_bias": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    "mlp_bias": ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+}
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """A folder whose model can be written as a graph. `tensors`: the tensors' names in the files, and their rows in
+    the table, by the names that transformers gives them.
+    """
+
+    checkpoint: Checkpoint
+    config: LlamaConfig
+    tensors: dict[str, tuple[str, Tensor]]
+
+    @property
+    def is_tied(self) -> bool:
+        return HEAD not in self.tensors
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(self.checkpoint.shape(stored)) for stored, _ in self.tensors.values())
+
+
+def open_hub(folder: Path) -> HubModel:
+    """The model in a folder. Raises ModelFileError for one that is damaged or cannot be written as a graph."""
+    reader = _reader(Checkpoint.open(folder))
+    try:
+        return reader.read()
+    except (TypeError, ValueError, OverflowError) as exc:  # a setting of another type
+        raise ModelFileError(f"{folder / 'config.json'} holds a setting that cannot be: {exc}") from exc
+
+
+def check_config(folder: Path) -> None:
+    """Raise ModelFileError for a folder whose config.json tells that its model cannot be written as a graph."""
+    config = read_json(folder / "config.json")
+    _reader(Checkpoint(folder, config, {})).check_settings()
+
+
+def _reader(checkpoint: Checkpoint) -> _Reader:
+    kind = checkpoint.architecture
+    if kind not in WRITABLE:
+        raise ModelFileError(
+            f"{checkpoint.folder} is a {kind}; allowed for edgespec's own ONNX writer: {', '.join(WRITABLE)}"
+        )
+    return _Reader(checkpoint, ARCHITECTURES[kind])
+
+
+class _Reader:
+    """Reads one checkpoint; every complaint names the folder."""
+
+    def __init__(self, checkpoint: Checkpoint, table: Architecture) -> None:
+        self._checkpoint, self._table, self._settings = checkpoint, table, checkpoint.config
+        self._is_gemma = table.name == "gemma3"
+
+    def read(self) -> HubModel:
+        self.check_settings()
+        sizes = read_sizes(self._checkpoint)
+        if sizes.head_dim % HEAD_MULTIPLE or sizes.heads % sizes.kv_heads:
+            raise self._wrong(
+                f"it has {sizes.heads} attention heads of {sizes.head_dim} values and {sizes.kv_heads} for keys; ONNX "
+                f"Runtime's rotary attention needs a multiple of {HEAD_MULTIPLE}, and of the latter"
+            )
+        tensors = self._tensors(sizes)
+        windowed = self._windowed(sizes.layers)
+        config = LlamaConfig(
+            hidden_size=sizes.width,
+            intermediate_size=sizes.inner,
+            num_layers=sizes.layers,
+            num_heads=sizes.heads,
+            num_kv_heads=sizes.kv_heads,
+            head_dim=sizes.head_dim,
+            vocab_size=sizes.vocabulary,
+            max_positions=sizes.context,
+            norm_epsilon=self._number("rms_norm_eps"),
+            rope_theta=float(rotary_settings(self._settings)["rope_theta"]),
+            rope_divisors=self._divisors(sizes.head_dim),
+            window=self._window() if windowed else -1,
+            windowed_layers=windowed,
+            unrotated_layers=self._unrotated(sizes.layers),
+            biases=frozenset(name.split(".")[-2] for name in tensors if name.endswith(".bias")),
+            has_head_norms="self_attn.q_norm.weight" in self._table.layer,
+            **(self._gemma(sizes) if self._is_gemma else {}),
+        )
+        return HubModel(self._checkpoint, config, tensors)
+
+    def _gemma(self, sizes: Sizes) -> dict[str, Any]:
+        """What sets Gemma 3 off."""
+        cap = self._settings.get("final_logit_softcapping")
+        return {
+            "window_rope_theta": window_frequency_base(self._settings) or 10000.0,
+            "has_post_norms": True,
+            "activation": "gelu",
+            "attention_scale": float(self._settings.get("query_pre_attn_scalar") or sizes.head_dim) ** -0.5,
+            "embedding_scale": float(sizes.width**0.5),
+            "logit_cap": None if cap is None else float(cap),
+        }
+
+    # settings
+
+    def check_settings(self) -> None:
+        """Refuse what the graph would not compute."""
+        must = {**self._table.must, "quantization_config": (None,)}
+        if self._table.name == "smollm3":  # its windows lie in the layers without rotary positions
+            must["use_sliding_window"] = (False, None)
+        for key, allowed in must.items():
+            if (value := self._settings.get(key)) not in allowed:
+                values = ", ".join(repr(each) for each in allowed if each is not None) or "none"
+                raise self._wrong(f"its {key} is {value!r:.60}; allowed: {values}")
+        rope = rotary_settings(self._settings)
+        if rope["rope_type"] not in self._table.rope_kinds:
+            raise self._wrong(
+                f"its rotary positions are scaled by {rope['rope_type']!r:.40}; allowed: "
+                f"{', '.join(self._table.rope_kinds)}. For others {ALTERNATIVE}"
+            )
+        part = rope.get("partial_rotary_factor", self._settings.get("partial_rotary_factor"))
+        if part not in (None, 1, 1.0):
+            raise self._wrong(f"its partial_rotary_factor is {part!r:.40}; allowed: 1")
+        self._check_window_rotation()
+
+    def _check_window_rotation(self) -> None:
+        found = self._settings.get("rope_parameters")
+        windowed = found.get("sliding_attention") if isinstance(found, dict) else None
+        if isinstance(windowed, dict) and windowed.get("rope_type", "default") != "default":
+            raise self._wrong(
+                f"rotary positions of its sliding layers are scaled by {windowed['rope_type']!r:.40}; allowed: default"
+            )
+
+    def _divisors(self, head_dim: int) -> tuple[float, ...]:
+        """Divisors of the rotary frequencies, of linear scaling or Llama 3's."""
+        settings = rotary_settings(self._settings)
+        if settings["rope_type"] == "llama3":
+            return tuple(float(each) for each in llama3_frequency_factors(settings, head_dim))
+        factor = float(settings.get("factor", 1.0)) if settings["rope_type"] == "linear" else 1.0
+        if not math.isfinite(factor) or factor <= 0:
+            raise self._wrong(f"its rotary positions are scaled by {factor}")
+        return () if factor == 1 else (factor,) * (head_dim // 2)
+
+    def _unrotated(self, layers: int) -> frozenset[int]:
+        """Layers without rotary positions (SmolLM3)."""
+        if self._table.name != "smollm3":
+            return frozenset()
+        rotated = rotated_layers(self._settings, layers)
+        if not isinstance(rotated, list) or len(rotated) != layers:
+            raise self._wrong(f"its no_rope_layers are not {layers} flags, one for each layer")
+        return frozenset(layer for layer, flag in enumerate(rotated) if not flag)
+
+    def _windowed(self, layers: int) -> frozenset[int]:
+        if self._table.name in OPTIONAL_WINDOWS and not self._settings.get("use_sliding_window"):
+            return frozenset()
+        kinds = layer_kinds(self._checkpoint, self._table, layers)
+        return frozenset(layer for layer, is_windowed in enumerate(kinds) if is_windowed)
+
+    def _window(self) -> int:
+        window = window_of(self._checkpoint)
+        if window is None or window < 1:
+            raise self._wrong("it has layers with a sliding window, and config.json has no sliding_window")
+        return window
+
+    # tensors
+
+    def _tensors(self, sizes: Sizes) -> dict[str, tuple[str, Tensor]]:
+        """All tensors of the shapes that config.json implies, by transformers' names."""
+        checkpoint, found = self._checkpoint, dict[str, tuple[str, Tensor]]()
+        stored = {canonical_name(self._table, name): name for name in checkpoint.names() if not name.endswith(BUFFERS)}
+        is_tied = self._settings.get("tie_word_embeddings", self._table.name in TIED_BY_DEFAULT)
+        if is_tied:
+            stored.pop(HEAD, None)
+        for name, tensor in self._places(sizes.layers, with_head=not is_tied):
+            own, wanted = stored.pop(name, None), sizes.shape(tensor.shape)
+            if own is None:
+                raise self._wrong(f"it needs the tensor {name} of {wanted}, and lacks it")
+            if checkpoint.shape(own) != wanted:
+                file = checkpoint.tensors[own].file
+                raise ModelFileError(
+                    f"{file}: tensor {own} has the shape {checkpoint.shape(own)}, config.json implies {wanted}"
+                )
+            checkpoint.check_type(own)
+            found[name] = own, tensor
+        if stored:
+            raise self._wrong(f"it holds {len(stored)} tensors that have no place in it, such as {min(stored)!r:.80}")
+        return found
+
+    def _places(self, layers: int, *, with_head: bool) -> Iterator[tuple[str, Tensor]]:
+        """(name, row of the table) of every tensor that there must be."""
+        for name, tensor in self._table.outer.items():
+            if name != HEAD or with_head:
+                yield name, tensor
+        absent = {f"{name}.bias" for flag, names in BIASES.items() if not self._settings.get(flag) for name in names}
+        for layer in range(layers):
+            for rest, tensor in self._table.layer.items():
+                if not (tensor.is_optional and rest in absent):
+                    yield f"{self._table.layer_prefix}{layer}.{rest}", tensor
+
+    def _number(self, key: str) -> float:
+        found = self._checkpoint.require(key)
+        if isinstance(found, bool) or not isinstance(found, (int, float)):
+            raise self._wrong(f"its {key} is {found!r:.40}, a number is needed")
+        return float(found)
+
+    def _wrong(self, reason: str) -> ModelFileError:
+        return ModelFileError(f"{self._checkpoint.folder} cannot be converted to ONNX: {reason}")

@@ -1,0 +1,98 @@
+"""Writes a model as a graph in one of the types, without torch: what a GGUF and a Hugging Face folder have in common.
+
+Weights are quantised as they are written, one matrix in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+from pathlib import Path
+
+from edgespec.engines.machine import physical_cores, products_saturate
+from edgespec.errors import ConfigError
+from edgespec.export.onnx.activations import RecordedProducts, largest_inputs
+from edgespec.export.onnx.convert import DEFAULT_GROUP_SIZES, FORMS, GROUPED
+from edgespec.export.onnx.smoothing import SmoothedWeights
+from edgespec.formats.onnx import MODEL
+from edgespec.formats.onnx.drafted import ReducedHead
+from edgespec.formats.onnx.forms import Blocks, Form, Plain, QuantisedRows, RowWeights, WholeNumbers
+from edgespec.formats.onnx.llama import write_llama
+from edgespec.formats.onnx.llama_config import LlamaConfig
+from edgespec.formats.onnx.mixed import Mixed
+from edgespec.formats.onnx.nodes import Nodes
+from edgespec.types import Progress, no_progress
+
+
+def write_graph(
+    folder: Path,
+    config: LlamaConfig,
+    weights: RowWeights,
+    quant: str,
+    group_size: int | None = None,
+    progress: Progress = no_progress,
+    *,
+    grouped: Collection[str] = GROUPED,
+) -> Path:
+    """Write graph and weights into `folder`, which holds the model's tokenizer; the path of model.onnx.
+
+    The head has the tokens `config.drafted` where these are given. `grouped`: kinds of matrices that w8a8 keeps in
+    groups, as `Mixed` takes them. Raises ConfigError for a type that is not in `FORMS`, OSError, and what `weights`
+    raises.
+    """
+    check_form(quant)
+    if config.drafted:
+        weights = ReducedHead(weights, config.drafted)
+    report = _Report(progress, config.num_layers + 2, num_graphs=2 if quant == "w8a8" else 1)
+    if quant == "w8a8":
+        weights = smoothed(config, weights, folder, report, grouped=grouped)
+    write_llama(folder, config, _form(weights, quant, group_size, grouped), report)
+    return folder / MODEL
+
+
+class _Report:
+    """Progress of writing several graphs, one after the other."""
+
+    def __init__(self, progress: Progress, num_parts: int, *, num_graphs: int) -> None:
+        self._progress, self._total = progress, num_parts * num_graphs
+        self._done = 0
+
+    def __call__(self, _done: int, _total: int) -> None:
+        self._done += 1
+        self._progress(self._done, self._total, f"part {self._done} of {self._total}")
+
+
+def smoothed(
+    config: LlamaConfig,
+    weights: RowWeights,
+    folder: Path,
+    report: Callable[[int, int], None] | None = None,
+    *,
+    grouped: Collection[str] = (),
+) -> SmoothedWeights:
+    """The weights smoothed by what an unsmoothed graph of them shows, which is written to `folder` for that.
+
+    `folder` holds the tokenizer. A head that is `grouped` stays as it is, so that it may be the embedding.
+    """
+    readers: dict[str, list[str]] = {}
+    is_unsigned = products_saturate()
+    form = partial(RecordedProducts, QuantisedRows(weights), readers=readers, is_unsigned=is_unsigned)
+    write_llama(folder, config, form, report)
+    largest = largest_inputs(folder, config, readers, physical_cores())
+    return SmoothedWeights(weights, config, largest, smooths_head="lm_head" not in grouped)
+
+
+def check_form(quant: str) -> None:
+    """Raise ConfigError unless a graph can be written in this type."""
+    if quant not in FORMS:
+        raise ConfigError(f"edgespec's own writer does not write the ONNX type {quant!r}; allowed: {', '.join(FORMS)}")
+
+
+def _form(weights: RowWeights, quant: str, group_size: int | None, grouped: Collection[str]) -> Callable[[Nodes], Form]:
+    if quant == "fp32":
+        return partial(Plain, weights)
+    size = group_size or DEFAULT_GROUP_SIZES[quant]
+    if quant != "w8a8":
+        return partial(Blocks, int(quant.removeprefix("int")), size, weights)
+    whole = partial(WholeNumbers, QuantisedRows(weights), is_unsigned=products_saturate())
+    return lambda nodes: Mixed(whole(nodes), Blocks(8, size, weights, nodes), grouped)
