@@ -18,6 +18,7 @@ from edgespec.errors import ModelFileError
 from edgespec.formats.files import is_file
 
 CATALOGUE_FORMAT = 1
+RUNS = "eagle3"  # the kind of published heads that can be converted; others are listed for other servers
 # Bits per weight of whole files as llama.cpp writes them, embeddings and scales included: a guess of a size, no more.
 _BITS = {"Q4_0": 4.6, "Q4_1": 5.1, "Q4_K_M": 4.9, "Q5_K_M": 5.7, "Q6_K": 6.6, "Q8_0": 8.5, "F16": 16.0, "BF16": 16.0}
 
@@ -33,15 +34,20 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class HeadSource:
-    """Heads of `kind` for a model: the hub repository to convert, with that of the `target` they were trained on."""
+    """Heads of `kind` for a model: their hub repository, with that of the `target` they were trained on.
+
+    `licence` as its page states it; empty: none is known.
+    """
 
     kind: str
     repo: str
     target: str
+    licence: str = ""
 
     @property
     def command(self) -> str:
-        return f"edgespec export {self.target} --draft {self.repo} --to gguf"
+        """What converts them; empty for a kind that edgespec does not run."""
+        return f"edgespec export {self.target} --draft {self.repo} --to gguf" if self.kind == RUNS else ""
 
 
 @dataclass(frozen=True, slots=True)

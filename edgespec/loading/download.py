@@ -48,9 +48,13 @@ def check_disk(folder: Path, num_bytes: int, name: str) -> None:
     free = shutil.disk_usage(folder).free
     if num_bytes and num_bytes + SPARE_BYTES > free:
         raise StateError(
-            f"{name} needs {num_bytes / 1e9:.2f} GB more on the disk of {folder}, which has {free / 1e9:.2f} GB free: "
-            f"{_DISK_FIX}"
+            f"{name} needs {_size(num_bytes)} more on the disk of {folder}, and {_size(SPARE_BYTES)} that stay free; "
+            f"it has {_size(free)}: {_DISK_FIX}"
         )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
 
 
 def fetch(repo: str, url: str, path: Path, file: HubFile, on_bytes: OnBytes) -> ModelFile:

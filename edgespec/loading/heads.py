@@ -8,41 +8,23 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.closing import closed_on_failure
 from edgespec.config import LoadOptions
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.eagle import EagleDrafter
 from edgespec.drafters.eagle3 import Eagle3Drafter
+from edgespec.drafters.eagle_layers import LayersEagleDrafter
 from edgespec.drafters.medusa import MedusaDrafter
 from edgespec.drafters.states import columns_of
 from edgespec.engines.base import Engine
 from edgespec.engines.features import LAYERS_WINDOW
 from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.formats.files import expanded
 from edgespec.formats.head_file import HeadFile, read_head_file
 from edgespec.formats.manifest import HEAD_KINDS, ModelFile, ModelPair
+from edgespec.loading.requirements import head_paths
 from edgespec.types import Batch
 
 HEAD_THREADS = 1  # a second thread takes as long to wake as it saves, and is the target's
-
-
-def head_paths(options: LoadOptions, pair: ModelPair, *, is_cut: bool) -> list[Path]:
-    """The files of heads to open: the one that the options name, else those of the pair for the drafter.
-
-    `auto` takes a pair's own heads only where it has no draft model: beside one they gain less than trying them costs.
-    `is_cut`: ONNX Runtime runs the target with an early exit, which gives no hidden states. Raises CapabilityError for
-    heads that are given to such a target.
-    """
-    own = {kind: pair.heads[kind].path for kind in HEAD_KINDS if kind in pair.heads and not is_cut}
-    asked = "auto" if pair.draft is None else None
-    paths = [path for kind, path in own.items() if options.drafter in (kind, asked)]
-    if options.heads is not None and options.drafter != "none":
-        if is_cut:
-            raise CapabilityError(
-                "heads read the target's last hidden states, and one that ONNX Runtime runs with an early exit gives "
-                "none: leave out --heads (heads=...) or --exit-layer (exit_layer=...), or name a --drafter"
-            )
-        paths = [expanded(options.heads)]
-    return paths
 
 
 def read_heads(options: LoadOptions, pair: ModelPair, *, is_cut: bool) -> dict[Path, HeadFile]:
@@ -77,14 +59,16 @@ def open_heads(heads: HeadFile, path: Path, target: Engine) -> Drafter:
         )
     if manifest.kind == "medusa":
         return MedusaDrafter(heads, vocabulary.size, vocabulary.end_ids, target.state_layers)
-    from edgespec.engines.onnx.eagle import OnnxProducts
+    from edgespec.engines.onnx.eagle import OnnxLayerProducts, OnnxProducts
 
+    about = heads, vocabulary.size, vocabulary.end_ids, target.state_layers
+    if manifest.generation == 3:
+        fused = OnnxLayerProducts(heads, threads=HEAD_THREADS)
+        with closed_on_failure(fused):
+            return LayersEagleDrafter(*about, fused)
     products = OnnxProducts(heads, threads=HEAD_THREADS)
-    try:
-        return EagleDrafter(heads, vocabulary.size, vocabulary.end_ids, target.state_layers, products)
-    except BaseException:
-        products.close()
-        raise
+    with closed_on_failure(products):
+        return EagleDrafter(*about, products)
 
 
 def _probed(heads: HeadFile, target: Engine) -> NDArray[np.float32]:
@@ -102,15 +86,16 @@ def _probed(heads: HeadFile, target: Engine) -> NDArray[np.float32]:
 
 def open_eagle3(options: LoadOptions, file: ModelFile, target: Engine) -> Eagle3Drafter:
     """A drafter with an EAGLE-3 head in GGUF. Raises CapabilityError for a target that it cannot read."""
-    gpu_layers = options.gpu_layers if options.draft_gpu_layers is None else options.draft_gpu_layers
     from edgespec.engines.llamacpp import LlamaCppEngine
 
-    assert isinstance(target, LlamaCppEngine)  # the table of drafters says so
+    if not isinstance(target, LlamaCppEngine):  # the table of drafters leaves this one only
+        raise CapabilityError(
+            f"{file.path.name} is an EAGLE-3 head, which reads the target's layers in this process: with --rpc use "
+            "another drafter, such as --drafter ngram"
+        )
+    gpu_layers = options.draft_model_gpu_layers
     head = target.load_head(file.path, context_length=options.draft_context_length, gpu_layers=gpu_layers)
-    try:
+    with closed_on_failure(head):
         target.give_layer_inputs(head.facts.layers)  # raises here, before any text, if the target cannot
         target.give_layer_inputs(())
-    except BaseException:
-        head.close()
-        raise
     return Eagle3Drafter(head, LAYERS_WINDOW)

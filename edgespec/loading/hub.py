@@ -65,7 +65,6 @@ def library() -> Any:  # a module whose HTTP library differs between releases
 
 
 def endpoint() -> str:
-    """The hub's address."""
     return (os.environ.get("HF_ENDPOINT") or str(library().constants.ENDPOINT)).rstrip("/")
 
 
@@ -87,7 +86,6 @@ def describe(repo: str, revision: str) -> HubRepo:
 
 
 def address(repo: HubRepo, path: str) -> str:
-    """The address of a file of a repository."""
     return str(library().hf_hub_url(repo.repo, path, revision=repo.commit, endpoint=endpoint()))
 
 
@@ -140,13 +138,13 @@ def hub_errors(repo: str, revision: str = "") -> Iterator[None]:
     except hub.errors.HfHubHTTPError as error:
         raise _refusal(error, repo, at) from error
     except _transport_errors(hub) as error:
-        raise ConnectionError(f"{at}: {_reason(error)}") from error
+        raise ConnectionError(f"{at}: {reason_of(error)}") from error
     except hub.errors.HFValidationError as error:
-        raise ModelNotFound(f"{repo!r} cannot be a repository ({_reason(error)}): give ORG/NAME") from error
+        raise ModelNotFound(f"{repo!r} cannot be a repository ({reason_of(error)}): give ORG/NAME") from error
     except (ValueError, KeyError, TypeError) as error:
         raise DownloadError(
-            f"{at} does not answer as a model hub does ({_reason(error)}): check HF_ENDPOINT, and whether this network "
-            "wants a login"
+            f"{at} does not answer as a model hub does ({reason_of(error)}): check HF_ENDPOINT, and whether this "
+            "network wants a login"
         ) from error
 
 
@@ -159,7 +157,7 @@ def _refusal(error: Any, repo: str, at: str) -> Exception:
         return ConnectionError(f"{at} answers with status {status}")
     if status in (401, 403):
         return ModelNotFound(f"{at} refuses {repo} (status {status}): {_TOKEN}, or unset one that has expired")
-    return DownloadError(f"{at} refuses {repo} ({_reason(error)}): run the same command again later")
+    return DownloadError(f"{at} refuses {repo} ({reason_of(error)}): run the same command again later")
 
 
 def _transport_errors(hub: Any) -> tuple[type[Exception], ...]:
@@ -168,6 +166,7 @@ def _transport_errors(hub: Any) -> tuple[type[Exception], ...]:
     return http_error, ConnectionError
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """What an exception says, in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:160]

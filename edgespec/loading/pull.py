@@ -17,10 +17,10 @@ from edgespec.formats.files import is_file
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
 from edgespec.installation import has_engine, require_engine
 from edgespec.loading import download
-from edgespec.loading.catalogue import Entry, entries
+from edgespec.loading.catalogue import Entry, HeadSource, entries
 from edgespec.loading.download import OnBytes, Patience
 from edgespec.loading.hub import HubFile, HubRepo, Overloaded, address, cached, describe
-from edgespec.loading.hub_choice import Group, choose
+from edgespec.loading.hub_choice import choose
 from edgespec.loading.own_models import one_writer, own_folders, replace_manifest
 from edgespec.loading.package_file import package_file
 from edgespec.loading.reference import Reference, parse
@@ -126,18 +126,21 @@ def _parts_of(reference: Reference, role: str) -> tuple[Part, Part | None, list[
         return Part(role, files, entry=entry), None, []
     head = next((head for each in entries().values() for head in each.heads if head.repo == reference.repo), None)
     if head is not None:
-        raise CapabilityError(f"{head.repo} is an {head.kind} head, which is converted for its target: {head.command}")
+        raise CapabilityError(_why_not_fetched(head))
     repo = _described(reference.repo, reference.revision or "main")
     choice = choose(repo.repo, repo.files, reference.wanted or (entry.quant if entry else ""))
     notes = []
     if choice.others and not reference.wanted and entry is None:
         notes.append(f"{repo.repo}: {choice.target.quant} is taken; it also has {', '.join(choice.others)}")
     target = Part(role, choice.target.files, repo, entry)
-    return target, _sibling(choice.draft, repo), notes
+    return target, None if choice.draft is None else Part("draft", choice.draft.files, repo), notes
 
 
-def _sibling(group: Group | None, repo: HubRepo) -> Part | None:
-    return None if group is None else Part("draft", group.files, repo)
+def _why_not_fetched(head: HeadSource) -> str:
+    if head.command:
+        return f"{head.repo} is an {head.kind} head, which is converted for its target: {head.command}"
+    name = next(each.name for each in entries().values() if head in each.heads)
+    return f"{head.repo} is a {head.kind} head, which edgespec does not run: see edgespec show {name}"
 
 
 def _described(repo: str, revision: str) -> HubRepo:

@@ -44,6 +44,7 @@ def parse(text: str) -> Reference:
     """What `text` names. Raises ModelNotFound, with the nearest known name."""
     if "://" in text:
         return _from_address(text)
+    text = without_hub(text)
     base, _, wanted = text.partition(":")
     if base in entries():
         entry = entries()[base]
@@ -58,6 +59,12 @@ def parse(text: str) -> Reference:
         f"{shown(text)} is no known model: {hint}edgespec ls --all lists them; or give a hub repository such as "
         "Qwen/Qwen3-8B-GGUF:Q4_K_M"
     )
+
+
+def without_hub(text: str) -> str:
+    """`text` without the name of the hub in front, with which Ollama has it: hf.co/Qwen/Qwen3-8B-GGUF:Q4_K_M."""
+    hub, _, rest = text.partition("/")
+    return rest if hub.lower() in _HUBS else text
 
 
 def check_name(name: str) -> str:

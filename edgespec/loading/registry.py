@@ -21,7 +21,7 @@ from edgespec.formats.files import exists, expanded, is_file, is_folder, resolve
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
 from edgespec.loading.catalogue import entries
 from edgespec.loading.hub import REPO
-from edgespec.loading.reference import Reference, parse
+from edgespec.loading.reference import Reference, parse, without_hub
 
 logger = logging.getLogger("edgespec")
 _LONGEST_REPO = 193  # owner and name of 96 letters each, as the hub allows
@@ -105,6 +105,7 @@ def _to_be_had(text: str) -> ModelNotFound | None:
 
 def _reference(text: str) -> Reference | None:
     """What `text` means to `edgespec pull`; None for a path or an unknown name."""
+    text = without_hub(text)
     base = text.partition(":")[0]
     is_repo = len(base) <= _LONGEST_REPO and REPO.fullmatch(base) is not None and not base.endswith(SUFFIXES)
     if not is_repo and base.lower() not in entries():
@@ -165,12 +166,25 @@ def _local_pair(text: str, engine: str, *, check_hashes: bool) -> ModelPair:
             f"no file {shown(text)}: give a .gguf or .onnx file, a folder with one, or a registered name"
         )
     if path.suffix not in SUFFIXES:
+        if _begins_as_gguf(path):
+            raise ModelFileError(
+                f"{text} is a GGUF file whose name does not end in .gguf, as Ollama keeps them: give it another name, "
+                f"such as ln -s {shlex.quote(str(path))} model.gguf"
+            )
         raise ModelFileError(f"{text} is no .gguf or .onnx file; convert a Hugging Face folder first: edgespec export")
     file = ModelFile(path)
     if engine not in ("auto", file.engine):
         raise CapabilityError(f"{text} is a {path.suffix} file, which {engine!r} cannot run: use --engine auto")
     name = resolved(path.parent).name if path.name == GRAPH else path.stem
     return ModelPair(name, MappingProxyType({"target": file}), (file.engine,))
+
+
+def _begins_as_gguf(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError:
+        return False
 
 
 def resolve(
@@ -202,12 +216,12 @@ def resolve(
 
 
 def _given_file(role: str, given: Path, engine: str) -> ModelFile:
-    """A file or folder, or the target of a registered model. Raises ModelNotFound, ModelFileError."""
+    """A file, or the target of a registered model or a folder. Raises ModelNotFound, ModelFileError."""
     path, text = expanded(given), given.as_posix()
-    if not exists(path) and (folder := folder_of(text)) is not None:
+    folder = folder_of(text) if not exists(path) else path if is_file(path / MANIFEST) else None
+    if folder is not None:
         return read_pair(folder, engine).files["target"]
-    if is_folder(path):
-        path = path / GRAPH
+    path = model_in(path)
     if not is_file(path) or path.suffix not in SUFFIXES:
         raise _to_be_had(text) or ModelNotFound(
             f"no {role} file {shown(str(given))}: give the path of a .gguf or .onnx file, or the name of a model"

@@ -1,17 +1,30 @@
-"""The drafters to open with a pair, and whether it has the models that they need."""
+"""What of a pair is opened under given options: which drafters, heads, contexts and caches; from headers alone.
+
+Memory is planned with it before anything is loaded, so it imports no drafter and no engine.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Self
 
-from edgespec.config import DrafterName, LoadOptions
+from edgespec.config import MAX_DRAFT_LENGTH, CacheType, DrafterName, LoadOptions
 from edgespec.drafters.spec import DRAFT, EAGLE3_HEAD, EXIT, FALLBACK, SPECS, Need
 from edgespec.errors import CapabilityError
+from edgespec.formats.files import expanded
 from edgespec.formats.gguf.eagle3 import is_eagle3
 from edgespec.formats.gguf.split import is_early_exit
-from edgespec.formats.manifest import ModelPair
+from edgespec.formats.manifest import HEAD_KINDS, ModelPair
+from edgespec.loading.registry import resolve
+
+DEFAULT_DRAFT_CONTEXT = 4096
+
+
+def resolve_pair(options: LoadOptions, *, check_hashes: bool = True) -> ModelPair:
+    """The pair that `options` name. Raises as `resolve`."""
+    return resolve(options.model, options.draft, options.engine, options.medium, check_hashes=check_hashes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,3 +169,35 @@ def _draft_is_exit(pair: ModelPair) -> bool:
     if target.engine == "onnx":
         return draft.path.parent == target.path.parent and draft.path != target.path
     return is_early_exit(draft.path, target.path)
+
+
+def head_paths(options: LoadOptions, pair: ModelPair, *, is_cut: bool) -> list[Path]:
+    """The files of heads to open: the one that the options name, else those of the pair for the drafter.
+
+    `auto` takes a pair's own heads only where it has no draft model: beside one they gain less than trying them costs.
+    `is_cut`: ONNX Runtime runs the target with an early exit, which gives no hidden states. Raises CapabilityError for
+    heads that are given to such a target.
+    """
+    own = {kind: pair.heads[kind].path for kind in HEAD_KINDS if kind in pair.heads and not is_cut}
+    asked = "auto" if pair.draft is None else None
+    paths = [path for kind, path in own.items() if options.drafter in (kind, asked)]
+    if options.heads is not None and options.drafter != "none":
+        if is_cut:
+            raise CapabilityError(
+                "heads read the target's last hidden states, and one that ONNX Runtime runs with an early exit gives "
+                "none: leave out --heads (heads=...) or --exit-layer (exit_layer=...), or name a --drafter"
+            )
+        paths = [expanded(options.heads)]
+    return paths
+
+
+def draft_context(target_context: int) -> int:
+    """Tokens of a draft model's context beside a target's where none are given: no more than it can ever use."""
+    return min(target_context + MAX_DRAFT_LENGTH, DEFAULT_DRAFT_CONTEXT)
+
+
+def cache_types(options: LoadOptions, *, is_draft: bool) -> tuple[CacheType | None, CacheType | None]:
+    """Types of cached keys and values of the target or of a draft model."""
+    if is_draft:
+        return options.draft_cache_type_k, options.draft_cache_type_v
+    return options.cache_type_k, options.cache_type_v

@@ -1,31 +1,42 @@
 """Chooses what a pair is loaded with so that its plan fits: what is given up, in which order, and how that is said.
 
-Only options that nobody gave are changed, in the order of `_steps`: the context, the type of the cache, the draft's
-context, the draft model, and the rest of the context. What turns out not to be needed is put back, the first first.
+Only options that nobody gave are changed. Of all choices that fit, the best is taken in the order of `_rows`, where the
+first difference decides: a context of 2048 tokens, the draft model (or a smaller one that is on this machine), its
+context, the plain type of the cache, a longer context. So a larger budget never gets less of one of these unless it
+gets more of one before it. Fitting with the weights in their files comes before all of them.
 Without a budget only what cannot change a text gives way, the draft. In reproducible mode the cache keeps its type: a
 text must not depend on whether there was room for a draft.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from edgespec.config import LoadOptions
+from edgespec.config.sizes import as_size
 from edgespec.drafters.spec import SPECS
 from edgespec.errors import CapabilityError, EdgespecError
-from edgespec.formats.manifest import ModelPair
-from edgespec.loading.heads import head_paths
+from edgespec.formats.gguf.check import check_gguf
+from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.loading.requirements import Chosen, without_drafts
+from edgespec.memory.drafts import smaller_drafts
+from edgespec.memory.placement import placed
 from edgespec.memory.plan import Plan, planned
-from edgespec.memory.verdict import Room, Verdict
-from edgespec.sizes import as_size
+from edgespec.memory.verdict import Fit, Room, Verdict
 
 PARALLEL = 4  # answers at once of a server
-ONE_TEXT = {"eagle3", "hierarchical"}  # drafters with a model that serve one text at a time
 COMFORTABLE_CONTEXT, LEAST_CONTEXT = 2048, 512
 _DRAFT_CONTEXTS = (1024, 512)
+_MOST_FILES = 8  # beside a target whose headers are read
+# What may be given up of one kind, the least of it first; None: nothing is.
+Choices = tuple["GivenUp | None", ...]
+_SAID = ("context", "cache", "draft context", "draft")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +54,34 @@ class GivenUp:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """What to load: the options in effect, the pair, its plan and verdict, and what was given up."""
+    """What to load: the options in effect, the pair, its plan and verdict, and what was given up.
+
+    `faster_file`: of a pair that will page, the same model in a file that would not.
+    """
 
     options: LoadOptions
     pair: ModelPair
     plan: Plan
     verdict: Verdict
     given_up: tuple[GivenUp, ...] = ()
+    faster_file: Path | None = None
+
+    @property
+    def has_other_draft(self) -> bool:
+        """Whether a smaller model drafts than the one that the options name."""
+        return any(each.what == "draft" and each.changes for each in self.given_up)
 
     @property
     def note(self) -> str:
         """What was given up, or that the model will be slow, in one line; empty when there is nothing to say."""
         if self.given_up:
             return f"memory: {', '.join(each.text for each in self.given_up)}, to stay within {self._limit}"
-        return f"memory: {self.verdict}" if self.verdict.fit == "pages" else ""
+        return f"memory: {self.verdict}{self.other}" if self.verdict.fit == "pages" else ""
+
+    @property
+    def other(self) -> str:
+        """Which file beside the target would not page; empty where there is none."""
+        return f"; {self.faster_file.name} beside it would fit" if self.faster_file else ""
 
     @property
     def _limit(self) -> str:
@@ -66,14 +91,13 @@ class Fitted:
 def usual_parallel(options: LoadOptions, pair: ModelPair, room: Room | None = None) -> int:
     """Answers at once for a server where nobody said how many: PARALLEL if they fit with nothing given up, else 1.
 
-    1 too where a drafter of the pair serves one text only, as heads and early exits do. Raises as `planned`.
+    1 too with an early exit of an ONNX target, which drafts for one text only. Raises as `planned`.
     """
-    chosen = Chosen.of(options, pair)
-    serves_one = any(SPECS[name].owns == "layers of the target" or name in ONE_TEXT for name in chosen.wanted)
-    if serves_one or head_paths(options, pair, is_cut=chosen.is_cut):
+    if Chosen.of(options, pair).is_cut:
         return 1
     room = Room.now(options.memory) if room is None else room
-    return PARALLEL if _fitted(replace(options, parallel=PARALLEL), pair, room, ()).verdict.fit == "fits" else 1
+    options = placed(replace(options, parallel=PARALLEL), pair)
+    return PARALLEL if _fitted(options, pair, room, {}).verdict.fit == "fits" else 1
 
 
 def fit(options: LoadOptions, pair: ModelPair, room: Room | None = None) -> Fitted:
@@ -83,66 +107,82 @@ def fit(options: LoadOptions, pair: ModelPair, room: Room | None = None) -> Fitt
     `planned`.
     """
     room = Room.now(options.memory) if room is None else room
-    whole = _fitted(options, pair, room, ())
-    if whole.verdict.fit == "fits" or (options.memory is None and whole.verdict.fit == "pages"):
-        return whole
-    steps = tuple(_steps(whole))
-    allowed = steps if options.memory is not None else tuple(s for s in steps if s.what.startswith("draft"))
-    found = _first(whole, allowed, room)
-    if found is not None:
-        return found
-    raise CapabilityError(_refusal(whole, steps, room))
+    whole = _fitted(placed(options, pair), pair, room, {})
+    # Where nobody set a budget, weights may be read from their files again and again.
+    wanted: tuple[Fit, ...] = ("fits",) if options.memory is not None else ("fits", "pages")
+    if whole.verdict.fit in wanted:
+        return _with_faster(whole, room)
+    rows = _rows(whole)
+    allowed = rows if options.memory is not None else [row for row in rows if row[0].startswith("draft")]
+    found = _best(whole, allowed, room, wanted) or _best(whole, allowed, room, ("fits", "pages"))
+    if found is None:
+        raise CapabilityError(_refusal(whole, rows, room))
+    return _with_faster(found, room)
 
 
-def _first(whole: Fitted, steps: tuple[GivenUp, ...], room: Room) -> Fitted | None:
-    """With as few of `steps` as possible; where nothing fits at once, what pages with the fewest given up."""
-    paging = whole if whole.verdict.fit == "pages" else None
-    for count in range(1, len(steps) + 1):
-        found = _fitted(whole.options, whole.pair, room, steps[:count])
-        if found.verdict.fit == "fits":
-            return _put_back(whole, found, room)
-        if found.verdict.fit == "pages" and paging is None:
-            paging = found
-    return None if paging is None else _put_back(whole, paging, room)
+def _with_faster(found: Fitted, room: Room) -> Fitted:
+    return replace(found, faster_file=_other_file(found, room, ("fits",))) if found.verdict.fit == "pages" else found
 
 
-def _put_back(whole: Fitted, found: Fitted, room: Room) -> Fitted:
-    """`found` without what it did not need to give up."""
-    for step in found.given_up:
-        kept = tuple(each for each in found.given_up if each is not step)
-        tried = _fitted(whole.options, whole.pair, room, kept)
-        if tried.verdict.fit == found.verdict.fit:
-            found = tried
+def _best(whole: Fitted, rows: Sequence[tuple[str, Choices]], room: Room, wanted: tuple[Fit, ...]) -> Fitted | None:
+    """The best with a `wanted` verdict; None where not even the least has one.
+
+    Row by row the best is kept with which the least of all later rows still fits: each of them saves memory.
+    """
+    steps = {what: choices[-1] for what, choices in reversed(rows)}
+    found = _fitted(whole.options, whole.pair, room, steps)
+    if found.verdict.fit not in wanted:
+        return None
+    for what, choices in rows:
+        for step in choices:
+            if step is steps[what]:
+                break
+            tried = _fitted(whole.options, whole.pair, room, {**steps, what: step})
+            if tried.verdict.fit in wanted:
+                steps[what], found = step, tried
+                break
     return found
 
 
-def _fitted(options: LoadOptions, pair: ModelPair, room: Room, steps: tuple[GivenUp, ...]) -> Fitted:
-    for step in steps:
-        options = replace(options, **step.changes)
-    if any(step.what == "draft" for step in steps):
+def _fitted(options: LoadOptions, pair: ModelPair, room: Room, steps: Mapping[str, GivenUp | None]) -> Fitted:
+    given_up = [step for what in _SAID if (step := steps.get(what)) is not None]
+    draft = steps.get("draft")
+    if draft is not None and draft.changes:
+        files = {**pair.files, "draft": ModelFile(draft.changes["draft"])}
+        pair = replace(pair, files=MappingProxyType(files))
+    elif draft is not None:
+        given_up = [step for step in given_up if step.what != "draft context"]
         options, pair = without_drafts(options, pair)
+    for step in given_up:
+        options = replace(options, **step.changes)
     plan = planned(options, pair)
-    # A later step of a kind replaces an earlier one.
-    last = {step.what: step for step in steps}
-    if "draft" in last:
-        last.pop("draft context", None)
-    return Fitted(options, pair, plan, room.verdict(plan), tuple(last.values()))
+    return Fitted(options, pair, plan, room.verdict(plan), tuple(given_up))
 
 
-def _steps(whole: Fitted) -> Iterator[GivenUp]:
-    """All that may be given up, in this order; steps of one kind replace each other."""
+def _rows(whole: Fitted) -> list[tuple[str, Choices]]:
+    """What may be given up of each kind, what is kept longest first."""
     options, plan = whole.options, whole.plan
-    contexts = [] if options.context_length is not None else _halves(plan.context_length)
-    yield from (_context(size) for size in contexts if size >= COMFORTABLE_CONTEXT)
-    yield from _cache_step(whole)
+    contexts: Choices = (None,)
+    if options.context_length is None:
+        contexts = (None, *map(_context, _halves(plan.context_length)))
+    comfortable = sum(step is not None and step.changes["context_length"] >= COMFORTABLE_CONTEXT for step in contexts)
     draft = next((model for model in plan.models if model.role == "draft"), None)
+    drafts: Choices = (None,)
+    if len(plan.models) > 1 and options.drafter not in SPECS:
+        none = GivenUp("draft", "no draft model (drafters without one go on)", "--drafter ngram")
+        drafts = (None, *map(_draft, smaller_drafts(whole.pair)), none)
+    draft_contexts: Choices = (None,)
     if draft is not None and options.draft_context_length is None:
         sizes = (size for size in _DRAFT_CONTEXTS if size < draft.footprint.context_length)
-        for size in sizes:
-            yield GivenUp("draft context", f"draft context {size}", f"-cd {size}", {"draft_context_length": size})
-    if len(plan.models) > 1 and options.drafter not in SPECS:
-        yield GivenUp("draft", "no draft model (drafters without one go on)", "--drafter ngram")
-    yield from (_context(size) for size in contexts if size < COMFORTABLE_CONTEXT)
+        draft_contexts = (None, *map(_draft_context, sizes))
+    rows = [
+        ("context", contexts[comfortable:]),
+        ("draft", drafts),
+        ("draft context", draft_contexts),
+        ("cache", (None, *_cache_step(whole))),
+        ("context", contexts[: comfortable + 1]),
+    ]
+    return [(what, found) for what, found in rows if len(found) > 1]
 
 
 def _halves(context_length: int) -> list[int]:
@@ -157,21 +197,34 @@ def _context(size: int) -> GivenUp:
     return GivenUp("context", f"context {size}", f"-c {size}", {"context_length": size})
 
 
-def _cache_step(whole: Fitted) -> Iterator[GivenUp]:
-    """A smaller type of the target's keys and values, where the engine has one for this model."""
+def _draft(path: Path) -> GivenUp:
+    return GivenUp("draft", f"draft {path.name}", f"-md {shlex.quote(str(path))}", {"draft": path})
+
+
+def _draft_context(size: int) -> GivenUp:
+    return GivenUp("draft context", f"draft context {size}", f"-cd {size}", {"draft_context_length": size})
+
+
+def _cache_step(whole: Fitted) -> Choices:
+    """A smaller type of the target's keys and values, where the engine has one for this model that saves memory.
+
+    Attention over int8 needs more room in ONNX Runtime, which is more than the cache saves in models of few layers.
+    """
     options = whole.options
     if options.reproducible or options.cache_type_k is not None or options.cache_type_v is not None:
-        return
+        return ()
     kind = "int8" if whole.pair.files["target"].engine == "onnx" else "q8_0"
     changes: dict[str, Any] = {"cache_type_k": kind, "cache_type_v": kind}
     try:
-        planned(replace(options, **changes), whole.pair)
+        smaller = planned(replace(options, **changes), whole.pair)
     except EdgespecError:  # the model has no cache of that type
-        return
-    yield GivenUp("cache", f"KV cache {kind}", f"-ctk {kind} -ctv {kind}", changes)
+        return ()
+    if smaller.models[0].footprint.own >= whole.plan.models[0].footprint.own:
+        return ()
+    return (GivenUp("cache", f"KV cache {kind}", f"-ctk {kind} -ctv {kind}", changes),)
 
 
-def _refusal(whole: Fitted, steps: tuple[GivenUp, ...], room: Room) -> str:
+def _refusal(whole: Fitted, rows: Sequence[tuple[str, Choices]], room: Room) -> str:
     """What is needed and left, and the smallest that would fit."""
     verdict = whole.verdict
     needs = (
@@ -181,14 +234,42 @@ def _refusal(whole: Fitted, steps: tuple[GivenUp, ...], room: Room) -> str:
     if room.budget_bytes is not None and verdict.free_bytes == room.budget_bytes:
         size, budget = as_size(verdict.needed_bytes), as_size(verdict.free_bytes)
         needs = f"{whole.pair.name} needs about {size}, the budget is {budget}"
-    smallest = _fitted(whole.options, whole.pair, room, steps)
+    smallest = _fitted(whole.options, whole.pair, room, {what: choices[-1] for what, choices in reversed(rows)})
     given_up = smallest.given_up
     flags = " ".join(each.flags for each in given_up)
     size = as_size(smallest.verdict.needed_bytes)
     if not given_up:
         return f"{needs}. Use a smaller --ctx-size or model, or free memory"
     if smallest.verdict.fit == "refused":
-        return f"{needs}. The smallest it can be ({flags}) needs {size}: use a smaller model, or free memory"
-    found = _first(whole, steps, room) or smallest
+        file = _other_file(smallest, room, ("fits", "pages"))
+        other = "use a smaller model" if file is None else f"use {file.name} beside it with the same options"
+        return f"{needs}. The smallest it can be ({flags}) needs {size}: {other}, or free memory"
+    found = _best(whole, rows, room, ("fits",)) or _best(whole, rows, room, ("fits", "pages")) or smallest
     flags = " ".join(each.flags for each in found.given_up)
     return f"{needs}. This would fit: {flags}, which --memory auto chooses"
+
+
+def _other_file(whole: Fitted, room: Room, wanted: tuple[Fit, ...]) -> Path | None:
+    """The largest file beside the target with the same model in another quantisation that gets a `wanted` verdict.
+
+    It is named and not taken: other weights give another text.
+    """
+    target = whole.pair.files["target"]
+    if target.engine != "llamacpp":
+        return None
+    model = _identity(target.path)
+    beside = [path for path in target.path.parent.glob("*.gguf") if path != target.path]
+    for path in sorted(beside, key=lambda each: -each.stat().st_size)[:_MOST_FILES]:
+        with contextlib.suppress(EdgespecError):  # one that cannot be used
+            if _identity(path) == model:
+                files = MappingProxyType({**whole.pair.files, "target": ModelFile(path)})
+                if _fitted(whole.options, replace(whole.pair, files=files), room, {}).verdict.fit in wanted:
+                    return path
+    return None
+
+
+def _identity(path: Path) -> tuple[object, ...]:
+    """What all quantisations of a model have in common. Raises as `check_gguf`."""
+    header = check_gguf(path)
+    sizes = (header.metadata.get(f"{header.architecture}.{name}") for name in ("block_count", "embedding_length"))
+    return header.architecture, len(header.tokens), header.metadata.get("general.name"), *sizes

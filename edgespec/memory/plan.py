@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from edgespec.config import LoadOptions
+from edgespec.config.sizes import as_size
 from edgespec.control.constants import MAX_AUTO_LENGTH
 from edgespec.drafters.spec import SPECS
 from edgespec.engines.footprint import Footprint, Use
@@ -18,15 +19,13 @@ from edgespec.engines.machine import physical_cores
 from edgespec.formats.files import expanded
 from edgespec.formats.gguf.split import model_files
 from edgespec.formats.manifest import ModelFile, ModelPair
-from edgespec.loading.heads import head_paths
-from edgespec.loading.opening import cache_types, draft_context
-from edgespec.loading.requirements import Chosen
+from edgespec.loading.requirements import Chosen, cache_types, draft_context, head_paths
 
 MIB = 1 << 20
 # Python, our modules and the libraries, (own, mapped) bytes: measured on CPython 3.11, Linux.
 _PYTHON = 26 * MIB, 17 * MIB
 _LIBRARIES = {"llamacpp": (9 * MIB, 7 * MIB), "onnx": (16 * MIB, 32 * MIB)}
-_THREAD_ADDRESSES = (8 << 20) + (24 << 20)  # a stack, and an arena of the allocator
+_STACK_BYTES = 8 << 20
 _SURVEYED_ROWS = 63
 
 
@@ -51,7 +50,8 @@ class ModelNeed:
         need, role = self.footprint, self.role
         texts = f" for each of {need.sequences} answers" if need.sequences > 1 else ""
         found = (
-            Part(f"{role}: weights in their file", 0, need.mapped),
+            Part(f"{role}: weights in their file", 0, need.mapped - need.read_once),
+            Part(f"{role}: weights read once from their file", 0, need.read_once),
             Part(f"{role}: weights copied for the processor", need.packed),
             Part(f"{role}: KV cache, {need.context_length} tokens{texts}, {self.cache}", need.cache),
             Part(f"{role}: results of a pass", need.compute),
@@ -65,7 +65,8 @@ class ModelNeed:
 class Plan:
     """What a pair takes once its context is full. Sizes in bytes; `tables`: of drafters without a model; `heads` files.
 
-    `process`: Python and the libraries; `threads`: of one model.
+    `process`: Python and the libraries; `threads`: started by the load and by the first answer; `device`: of ONNX
+    Runtime, None for the processor; `other_devices`: what it may choose instead.
     """
 
     name: str
@@ -74,6 +75,8 @@ class Plan:
     heads: int
     process: Part
     threads: int
+    device: str | None = None
+    other_devices: tuple[str, ...] = ()
 
     @property
     def parts(self) -> list[Part]:
@@ -97,6 +100,16 @@ class Plan:
         opening = max(own + mapped for own, mapped in self._openings())
         return max(self.own_bytes + self.mapped_bytes, opening)
 
+    @property
+    def working_bytes(self) -> int:
+        """What must be resident for passes that read nothing from a disk."""
+        return self.total_bytes - self.read_once_bytes
+
+    @property
+    def read_once_bytes(self) -> int:
+        """Pages of files that are needed while models are opened only."""
+        return sum(model.footprint.read_once for model in self.models)
+
     def _openings(self) -> Iterator[tuple[int, int]]:
         """(own, mapped) bytes while each model is opened after the ones before it."""
         before = self.process.own
@@ -107,13 +120,32 @@ class Plan:
 
     @property
     def device_bytes(self) -> int:
-        """Memory of a GPU."""
+        """Memory of a GPU, or of another device of ONNX Runtime's."""
         return sum(model.footprint.device for model in self.models)
+
+    @property
+    def device_note(self) -> str:
+        """What lies elsewhere or may, of which no memory is known; empty where all is this machine's memory."""
+        if self.other_devices:
+            names = " or ".join(self.other_devices)
+            return (
+                f"planned for the processor: ONNX Runtime may choose {names}, and what it takes is not known on that "
+                "device. --provider cpu stays on the processor"
+            )
+        if not self.device_bytes:
+            return ""
+        size = as_size(self.device_bytes)
+        if self.device is None:  # of llama.cpp, which tells how much memory its devices have
+            return f"on the GPU: about {size}"
+        return (
+            f"on {self.device}: about {size}, compared with nothing: how much memory it has, and whether that is part "
+            "of this machine's, is not known"
+        )
 
     @property
     def reserved_bytes(self) -> int:
         """Addresses beyond the memory used."""
-        return sum(model.footprint.reserved for model in self.models) + (self.threads - 1) * _THREAD_ADDRESSES
+        return sum(model.footprint.reserved for model in self.models) + self.threads * _STACK_BYTES
 
     @property
     def context_length(self) -> int:
@@ -132,7 +164,9 @@ def planned(options: LoadOptions, pair: ModelPair) -> Plan:
         options.draft_context_length,
         cache_types(options, is_draft=True),
         rows=1,
-        gpu_layers=options.gpu_layers if options.draft_gpu_layers is None else options.draft_gpu_layers,
+        gpu_layers=options.draft_model_gpu_layers,
+        device=_device(options),
+        kv_offload=options.kv_offload,
         default_context=draft_context(target.footprint.context_length),
         sequences=options.parallel,
     )
@@ -147,8 +181,21 @@ def planned(options: LoadOptions, pair: ModelPair) -> Plan:
         _table_bytes(options, target.footprint.context_length),
         2 * heads,  # stored in half precision
         _process(engines),
-        options.threads or physical_cores(),
+        _threads(options, engines, len(roles)),
+        _device(options),
+        _other_devices() if "onnx" in engines and options.provider == "auto" else (),
     )
+
+
+def _device(options: LoadOptions) -> str | None:
+    """Where ONNX models were asked to run; None: on the processor, or not said."""
+    return None if options.provider in ("auto", "cpu") else options.provider
+
+
+def _other_devices() -> tuple[str, ...]:
+    from edgespec.engines.onnx.plugins import possible_devices
+
+    return possible_devices()
 
 
 def _target_use(options: LoadOptions, chosen: Chosen) -> Use:
@@ -160,7 +207,9 @@ def _target_use(options: LoadOptions, chosen: Chosen) -> Use:
         cache_types(options, is_draft=False),
         # Reproducible mode tries all widths once.
         rows=max(rows, _SURVEYED_ROWS) if options.reproducible else rows,
-        gpu_layers=options.gpu_layers,
+        gpu_layers=options.target_gpu_layers,
+        device=_device(options),
+        kv_offload=options.kv_offload,
         exit_layer=chosen.exit_layer,
         sequences=options.parallel,
     )
@@ -190,7 +239,8 @@ def _without_shared(models: tuple[ModelNeed, ...], pair: ModelPair, roles: tuple
         shared = sum(path.stat().st_size for path in files & seen)
         seen |= files
         mapped = max(model.footprint.mapped - shared, 0)
-        found.append(replace(model, footprint=replace(model.footprint, mapped=mapped)))
+        read_once = min(model.footprint.read_once, mapped)
+        found.append(replace(model, footprint=replace(model.footprint, mapped=mapped, read_once=read_once)))
     return tuple(found)
 
 
@@ -201,6 +251,12 @@ def _table_bytes(options: LoadOptions, context_length: int) -> int:
     free = [name for name, spec in SPECS.items() if spec.cost == "free"]
     names = free if options.drafter == "auto" else [options.drafter]
     return context_length * sum(SPECS[name].bytes_per_token for name in names if name in SPECS)
+
+
+def _threads(options: LoadOptions, engines: set[str], models: int) -> int:
+    """One runs the rounds; ONNX Runtime's models have helpers of their own, llama.cpp's share theirs."""
+    helpers = (options.threads or physical_cores()) - 1
+    return 1 + helpers * (models if "onnx" in engines else 1)
 
 
 def _process(engines: set[str]) -> Part:

@@ -7,7 +7,6 @@ from typing import Any
 
 from edgespec.engines.limits import own_bytes
 from edgespec.engines.machine import peak_rss_bytes
-from edgespec.engines.parked import MOST_BYTES
 from edgespec.memory.fit import Fitted, GivenUp
 from edgespec.memory.plan import Plan
 from edgespec.memory.verdict import Room, Verdict
@@ -30,6 +29,8 @@ class MemoryReport:
 
     @classmethod
     def of(cls, fitted: Fitted, room: Room) -> MemoryReport:
+        from edgespec.engines.parked import MOST_BYTES  # imports numpy, which a plan alone does without
+
         most = room.most_own(fitted.plan)
         counted = min(room.own, fitted.plan.process.own)
         left = MOST_BYTES if most is None else most - room.own - fitted.plan.own_bytes + counted
@@ -61,7 +62,9 @@ def plan_object(fitted: Fitted) -> dict[str, Any]:
         "own_bytes": plan.own_bytes,
         "mapped_bytes": plan.mapped_bytes,
         "total_bytes": plan.total_bytes,
+        "read_once_bytes": plan.read_once_bytes,
         "device_bytes": plan.device_bytes,
+        "device_note": plan.device_note,
         "context_length": plan.context_length,
         "given_up": [{"what": each.what, "text": each.text, "flags": each.flags} for each in fitted.given_up],
         "parts": [part._asdict() for part in plan.parts],

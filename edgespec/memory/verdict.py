@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from edgespec.config.sizes import MemoryBudget, as_size, parse_budget
 from edgespec.engines.limits import Limit, free_memory, limits, own_bytes
 from edgespec.memory.plan import Plan
-from edgespec.sizes import MemoryBudget, as_size, parse_budget
 
 Fit = Literal["fits", "pages", "refused"]
+BUDGET = "the budget"
 _ORDER: tuple[Fit, ...] = ("fits", "pages", "refused")
 
 
@@ -27,7 +28,8 @@ class Verdict:
         if self.fit == "fits":
             return f"fits: {needed} of {free}, {self.name}"
         if self.fit == "pages":
-            return f"will page (slow): {needed} with the weights in their files, {free} of {self.name}"
+            when = " once the machine has no more" if self.name == BUDGET else ""
+            return f"will page (slow){when}: {needed} with the weights in their files, {free} of {self.name}"
         return f"refused: needs {needed}, {free} are left under {self.name}"
 
 
@@ -49,6 +51,11 @@ class Room:
         total = None if free is None else free + own
         return cls(budget.of(total) if is_set else None, limits(), own)
 
+    @property
+    def has_resource_limits(self) -> bool:
+        """Whether addresses count that are reserved and not used, such as the stacks of threads."""
+        return any(limit.kind != "memory" for limit in self.limits)
+
     def most_own(self, plan: Plan) -> int | None:
         """What the process's own memory may grow to; None without a limit."""
         most = [self.own + each.free_bytes for each in self.limits if each.kind != "addresses"]
@@ -65,15 +72,15 @@ class Room:
         """The worst over all limits; of equals the tightest."""
         found = [self._under(limit, plan) for limit in self.limits]
         if self.budget_bytes is not None:
-            found.append(_judged(plan.own_bytes, plan.total_bytes, self.budget_bytes, self.budget_bytes, "the budget"))
-        unknown = Verdict("fits", plan.total_bytes, plan.total_bytes, "no known limit")
+            found.append(_judged(plan.own_bytes, plan.working_bytes, self.budget_bytes, self.budget_bytes, BUDGET))
+        unknown = Verdict("fits", plan.working_bytes, plan.working_bytes, "no known limit")
         return max(found, key=lambda v: (_ORDER.index(v.fit), v.needed_bytes - v.free_bytes), default=unknown)
 
     def _under(self, limit: Limit, plan: Plan) -> Verdict:
         # What Python and the libraries take already was taken from what is left.
         own = plan.own_bytes - min(self.own, plan.process.own)
         if limit.kind == "memory":
-            mapped = plan.total_bytes - plan.own_bytes - plan.process.mapped
+            mapped = plan.working_bytes - plan.own_bytes - plan.process.mapped
             return _judged(own, own + mapped, limit.free_bytes, limit.free_bytes - limit.swap_bytes, limit.name)
         needed = own + plan.reserved_bytes
         if limit.kind == "addresses":
