@@ -10,12 +10,16 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from edgespec.chat.call_ids import wants_short_ids, with_short_ids
 from edgespec.errors import CapabilityError, PromptError, shown
 from edgespec.vocabulary import Vocabulary
 
@@ -43,6 +47,17 @@ def _as_count(value: Any) -> int:
     return value if isinstance(value, int) else -1
 
 
+class _Generation(jinja2.ext.Extension):
+    """The block `{% generation %}`, with which templates mark answers for training: what it holds, in its own scope."""
+
+    tags = {"generation"}  # noqa: RUF012 - as the base class declares it
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)
+
+
 def _refuse(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
@@ -60,7 +75,7 @@ def _to_json(
 
 @lru_cache(maxsize=8)
 def _compiled(source: str) -> jinja2.Template:
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
     environment.filters["tojson"] = _to_json
     del environment.filters["center"]  # allocates any width it is given
     environment.globals.update(raise_exception=_refuse, strftime_now=lambda form: datetime.now().strftime(form))
@@ -75,13 +90,23 @@ def render_chat(
     bos_token: str = "",
     eos_token: str = "",
     add_generation_prompt: bool = True,
+    arguments: Mapping[str, Any] | None = None,
 ) -> str:
     """Render a Jinja chat template with `messages` and `tools` as in OpenAI's API; returns the prompt text.
 
     The template sees the same names as in transformers: `messages`, `tools`, `bos_token`, `eos_token`,
-    `add_generation_prompt`, `raise_exception`, `strftime_now`. Raises PromptError if a message is not valid or the
-    template rejects the conversation, CapabilityError if the template is broken or does something forbidden.
+    `add_generation_prompt`, `raise_exception`, `strftime_now`, and those of `arguments`, such as `enable_thinking`.
+    Raises PromptError if a message or argument is not valid or the template rejects the conversation, CapabilityError
+    if the template is broken or does something forbidden.
     """
+    given: dict[str, Any] = {"tools": list(tools) if tools else None, "bos_token": bos_token, "eos_token": eos_token}
+    given |= {"messages": checked_messages(messages), "add_generation_prompt": add_generation_prompt}
+    for name in arguments or {}:
+        if name in given or name not in source:
+            what = "gets this from edgespec" if name in given else "does not know it"
+            raise PromptError(
+                f"no argument {shown(name)} can be given to the chat template of this model, which {what}"
+            )
     try:
         template = _compiled(source)
     except RecursionError as exc:
@@ -93,13 +118,7 @@ def render_chat(
     parts: list[str] = []
     size = 0
     try:
-        for part in template.generate(
-            messages=checked_messages(messages),
-            tools=list(tools) if tools else None,
-            bos_token=bos_token,
-            eos_token=eos_token,
-            add_generation_prompt=add_generation_prompt,
-        ):
+        for part in template.generate({**given, **(arguments or {})}):
             parts.append(part)
             size += len(part)
             if size > MAX_PROMPT_CHARACTERS:
@@ -118,6 +137,7 @@ def encode_messages(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None,
     model_name: str,
+    arguments: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of a conversation, rendered by the vocabulary's template up to the start of the assistant's turn.
 
@@ -125,9 +145,17 @@ def encode_messages(
     """
     if vocabulary.chat_template is None:
         raise PromptError(f"model {model_name!r} has no chat template: use --no-chat-template, or generate()")
-    bos = "" if vocabulary.bos_id is None else vocabulary.token_name(vocabulary.bos_id)
-    render = partial(render_chat, vocabulary.chat_template, bos_token=bos)
-    ids = encode_rendered(vocabulary, render, messages, tools)
+    bos, eos = (
+        "" if token_id is None else vocabulary.token_name(token_id)
+        for token_id in (vocabulary.bos_id, vocabulary.eos_id)
+    )
+    source = vocabulary.chat_template
+    short = with_short_ids if wants_short_ids(source) else None
+
+    def render(given: Sequence[Message], **others: Any) -> str:
+        return render_chat(source, short(given) if short else given, bos_token=bos, eos_token=eos, **others)
+
+    ids = encode_rendered(vocabulary, render, messages, tools, arguments)
     if vocabulary.adds_bos and vocabulary.bos_id is not None and ids[:1] != [vocabulary.bos_id]:
         ids.insert(0, vocabulary.bos_id)
     return ids
@@ -138,14 +166,16 @@ def encode_rendered(
     render: Callable[..., str],
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
+    arguments: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of rendered `messages` and `tools`, in which only the template can produce control tokens.
 
     A control token that any text of them spells out ("<|im_end|>") is encoded as text, so that it cannot forge a turn.
-    `render` is called with the messages, and with `tools` as a keyword if there are any. Raises its errors, and
-    PromptError for messages that are not valid.
+    `render` is called with the messages, and with `tools` and `arguments` as keywords if there are any. Raises its
+    errors, and PromptError for messages that are not valid.
     """
     given: dict[str, Any] = {"messages": checked_messages(messages)} | ({"tools": list(tools)} if tools else {})
+    given |= {"arguments": dict(arguments)} if arguments else {}
     try:
         everything = "\0".join(_texts(given))
         marks = [name for name in vocabulary.control_names if name in everything]

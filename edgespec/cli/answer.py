@@ -11,7 +11,8 @@ from typing import Any
 import click
 from rich.cells import cell_len
 
-from edgespec.cli.terminal import has_escapes, note, printable
+from edgespec.cli import has_escapes
+from edgespec.cli.terminal import note, printable
 from edgespec.types import TokenEvent
 
 DRAFT_COLOUR = "cyan"
@@ -150,7 +151,6 @@ class WordWrap:
         yield from self._drain()
 
     def end(self) -> Iterator[tuple[str, bool]]:
-        """The rest."""
         self._flush()
         yield from self._drain()
 

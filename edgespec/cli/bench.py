@@ -19,20 +19,21 @@ from edgespec.bench.table import table_lines
 from edgespec.cli.bench_progress import progress, trial_line
 from edgespec.cli.help import SettingsCommand
 from edgespec.cli.interrupt import stops
+from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.session import Session, open_session, show_configuration
 from edgespec.cli.terminal import note
+from edgespec.config.settings import PRINTING, PROMPTING, REMEMBERING, STRUCTURE
+from edgespec.config.sources import Settings
 from edgespec.control.measure import cost_key
 from edgespec.errors import ConfigError
 from edgespec.formats.files import write_atomically
-from edgespec.settings import PRINTING, REMEMBERING, STRUCTURE, Settings
 from edgespec.tuning.prompt_sources import built_in, read_data, read_prompts
 from edgespec.tuning.workload import SYNTHETIC, BenchPrompt, Domains, choose, with_synthetic
 
-INTERRUPTED = 130
 DEFAULT_TOKENS = 96
 DEFAULT_PER_DOMAIN = 4
-_LEFT_OUT = ("stop", "system", *STRUCTURE, *PRINTING, *REMEMBERING)
+_LEFT_OUT = ("stop", *PROMPTING, *STRUCTURE, *PRINTING, *REMEMBERING)
 _PATH = click.Path(path_type=Path)
 
 

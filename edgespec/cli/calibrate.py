@@ -14,21 +14,23 @@ from rich.table import Table
 
 from edgespec.cli.bar import bar
 from edgespec.cli.help import SettingsCommand
+from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.session import Session, open_session, show_configuration
 from edgespec.cli.terminal import note
+from edgespec.config import keywords_of
+from edgespec.config.settings import REMEMBERING
+from edgespec.config.sources import Settings
 from edgespec.control.measure import cost_key, store_curve, store_draft_cost, store_file_curve
 from edgespec.engines.base import Engine
 from edgespec.engines.machine import machine_name
 from edgespec.errors import ConfigError
 from edgespec.runtime import Model, load
-from edgespec.settings import REMEMBERING, Settings
 from edgespec.tuning import calibration as measuring
-from edgespec.tuning.calibration import Calibration, DraftCalibration, Sample
+from edgespec.tuning.calibration import Calibration, DraftCalibration
 from edgespec.tuning.chart import bar as drawn_bar
 from edgespec.tuning.chart import check_plot, draw
 
-INTERRUPTED = 130
 DEFAULT_TURNS = 12
 _BAR_CELLS = 20
 _BUSY_SPREAD = 0.25
@@ -136,8 +138,7 @@ def _measure(
 
 def _padding(model: Model, low: int, context: int, turns: int) -> dict[str, float]:
     """Time single-token steps, unpadded and padded in turns, on a copy of the target without reproducible mode."""
-    options = dataclasses.replace(model.options, reproducible=False, drafter="none")
-    chosen = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    chosen = keywords_of(model.options) | {"reproducible": False, "drafter": "none"}
     steps = measuring.num_passes((1, low), (context,), turns)
     with load(**chosen) as plain, bar("the cost of padding", steps) as progress:
         samples = measuring.measure(plain.target, (1, low), (context,), turns, progress.advance)
@@ -237,7 +238,7 @@ def _as_object(found: Found) -> dict[str, Any]:
     free_length, free_speedup = target.ceiling(0.0)
     shown: dict[str, Any] = {
         **found.facts,
-        "samples": [_sample_object(sample) for sample in target.samples],
+        "samples": [dataclasses.asdict(sample) for sample in target.samples],
         "base_s": {str(width): seconds for width, seconds in target.curve.measured.items()},
         "fixed_s": target.curve.context.fixed_s,
         "row_s": target.curve.context.row_s,
@@ -251,7 +252,7 @@ def _as_object(found: Found) -> dict[str, Any]:
     if draft is not None:
         length, speedup = target.ceiling(draft.cost.token_s)
         shown["draft"] = {
-            "samples": [_sample_object(sample) for sample in draft.samples],
+            "samples": [dataclasses.asdict(sample) for sample in draft.samples],
             "token_s": draft.cost.token_s,
             "read_s": draft.cost.read_s,
             "fixed_s": draft.fixed_s,
@@ -259,7 +260,3 @@ def _as_object(found: Found) -> dict[str, Any]:
             "ceiling": {"draft_length": length, "speedup": speedup},
         }
     return shown
-
-
-def _sample_object(sample: Sample) -> dict[str, float]:
-    return dataclasses.asdict(sample)

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from edgespec.cli.terminal import note, printable
 from edgespec.config import LoadOptions
+from edgespec.config.sources import resolve
 from edgespec.corpus.database import MAX_BUDGET_BYTES, Corpus, CorpusText, check_budget, check_name
 from edgespec.corpus.documents import Documents
 from edgespec.corpus.learnt import LearntTexts
@@ -22,7 +23,6 @@ from edgespec.drafters.factory import learnt_texts
 from edgespec.errors import ConfigError
 from edgespec.formats.files import resolved
 from edgespec.loading.opening import open_vocabulary
-from edgespec.settings import resolve
 from edgespec.types import TokenIds
 from edgespec.vocabulary import Vocabulary
 

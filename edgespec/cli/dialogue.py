@@ -9,7 +9,7 @@ from edgespec.chat.conversation import Conversation, fit_context
 from edgespec.cli.answer import AnswerPrinter
 from edgespec.cli.interrupt import stops
 from edgespec.cli.session import Session
-from edgespec.cli.terminal import length_note, note, reply, stats_lines
+from edgespec.cli.terminal import counted, note, reply
 from edgespec.generation.totals import Totals
 from edgespec.types import Stats
 
@@ -55,21 +55,23 @@ class Chat:
         else:
             self.conversation.turns[:] = before
             note("no answer; the message is dropped")
-        self._show_end()
+        self.totals.add(self.last)
+        self.session.show_end(self.last)
 
     def _make_room(self) -> None:
         model, wanted = self.session.model, self.session.options.max_tokens
         reserve = min(wanted or LEAST_ANSWER, model.context_length // 4)
         dropped = fit_context(
-            self.conversation, lambda messages: len(model.encode_chat(messages)), model.context_length, reserve
+            self.conversation, lambda messages: len(self.session.encode(messages)), model.context_length, reserve
         )
         if dropped:
-            note(f"the context of {model.context_length} tokens is full: dropped the oldest {dropped} exchange(s)")
+            oldest = counted(dropped, "exchange")
+            note(f"the context of {model.context_length} tokens is full: dropped the oldest {oldest}")
 
     def _generate(self) -> tuple[str, int]:
         """(the answer, where its noise ended)."""
         session = self.session
-        prompt_ids = session.model.encode_chat(self.conversation.messages)
+        prompt_ids = session.encode(self.conversation.messages)
         offset = self.conversation.noise_offset(len(prompt_ids))
         options = dataclasses.replace(session.options, noise_offset=offset)
         printer = AnswerPrinter(show_draft=session.shown.show_draft, raw=session.shown.raw)
@@ -84,14 +86,3 @@ class Chat:
         if interruption.happened:
             note("stopped")
         return printer.text, offset + len(prompt_ids) + self.last.new_tokens
-
-    def _show_end(self) -> None:
-        stats, options = self.last, self.session.options
-        self.totals.add(stats)
-        self.session.show_notes(stats)
-        self.session.show_draft_hint()
-        if (cut := length_note(stats, options)) is not None:
-            note(cut)
-        if self.session.shown.stats:
-            for line in stats_lines(stats):
-                reply(line)

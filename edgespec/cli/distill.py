@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.terminal import note
 from edgespec.export.training.request import (
     DEVICES,
@@ -21,7 +22,6 @@ from edgespec.export.training.request import (
     require_libraries,
 )
 
-INTERRUPTED = 130
 _SIZES = {
     "layers": "Layers of the draft.  [default: a quarter of the target's]",
     "hidden": "Width of the draft.  [default: half the target's, in steps of 64]",

@@ -19,10 +19,21 @@ from edgespec.engines.machine import physical_cores
 from edgespec.engines.onnx import library as onnxruntime
 from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.manifest import ModelFile
-from edgespec.installation import has_engine, install_command, name_of, reinstall_command, requirements, swap_command
+from edgespec.installation import (
+    build_command,
+    has_engine,
+    install_command,
+    name_of,
+    reinstall_command,
+    requirements,
+    swap_command,
+)
 from edgespec.loading.registry import list_models
 
 PROBE_TIMEOUT_S = 60
+# Backends of llama.cpp for GPUs, and what each is for.
+GPUS = {"vulkan": "any GPU", "cuda": "NVIDIA", "rocm": "AMD", "metal": "Apple Silicon"}
+NO_GPU = {"CPU", "BLAS", "RPC"}  # ggml's names of the other backends
 
 
 @click.command(short_help="Show what is installed, what is missing and how to get it.")
@@ -58,7 +69,7 @@ def examine() -> dict[str, Any]:
         "edgespec": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpu": _cpu(),
+        "cpu": {"name": _cpu_name(), "logical_cores": os.cpu_count(), "physical_cores_usable": physical_cores()},
         "memory_bytes": _memory_bytes(),
         "threads": physical_cores(),
         "engines": engines,
@@ -100,7 +111,11 @@ def _probe_llamacpp() -> dict[str, Any]:
 def _onnxruntime() -> dict[str, Any]:
     installed = has_engine("onnx")
     try:
-        found = {"version": onnxruntime.version(), "providers": onnxruntime.installed_providers()}
+        found = {
+            "version": onnxruntime.version(),
+            "providers": onnxruntime.installed_providers(),
+            "unusable": onnxruntime.unusable_providers(),
+        }
         return {"installed": installed, "available": True, **found}
     except CapabilityError as exc:
         return {"installed": installed, "available": False, "reason": str(exc)}
@@ -128,10 +143,6 @@ def _file(model: ModelFile) -> dict[str, Any]:
     paths = [file.path for file in model.all_files]
     sizes = [path.stat().st_size if path.exists() else None for path in paths]
     return {"path": str(model.path), "bytes": None if None in sizes else sum(filter(None, sizes))}
-
-
-def _cpu() -> dict[str, Any]:
-    return {"name": _cpu_name(), "logical_cores": os.cpu_count(), "physical_cores_usable": physical_cores()}
 
 
 def _cpu_name() -> str:
@@ -188,6 +199,8 @@ def _print(report: dict[str, Any]) -> None:
     onnx = report["engines"]["onnx"]
     found = f"{onnx['version']}; providers: {', '.join(onnx['providers'])}" if onnx["available"] else onnx["reason"]
     click.echo(f"engine onnx: {found}")
+    for provider, reason in onnx.get("unusable", {}).items():
+        click.echo(f"provider {provider} cannot be used: {reason}")
     for package, version in report["packages"].items():
         click.echo(f"package {package}: {version or 'MISSING'}")
     if not report["packages"]:
@@ -207,9 +220,29 @@ def _print_llamacpp(llama: dict[str, Any]) -> None:
     if not llama["available"]:
         click.echo(f"engine llamacpp: {'NOT available' if llama['installed'] else llama['reason']}")
         return
-    gpu = "with GPU offload" if llama["gpu_offload"] else "no GPU offload in this build (-ngl has no effect)"
-    click.echo(f"engine llamacpp: llama-cpp-python {llama['version']}, {gpu}; devices: {', '.join(llama['devices'])}")
+    click.echo(f"engine llamacpp: llama-cpp-python {llama['version']}")
+    for device in llama["devices"]:
+        memory = f", {device['total_bytes'] / 2**30:.1f} GiB" if device["total_bytes"] else ""
+        click.echo(f"device {device['name']}: {device['description']} ({device['kind']}{memory})")
+    idle = [name for name in llama["backends"] if name not in NO_GPU]
+    if llama["gpu_offload"]:
+        click.echo("to use the GPU: -ngl auto")
+    elif idle:
+        click.echo(
+            f"no GPU: this build of llama.cpp has {', '.join(idle)}, which finds none (is its driver installed?)"
+        )
+    else:
+        click.echo("no GPU in this build of llama.cpp (-ngl has no effect); to build one that uses a GPU:")
+        for backend in _gpu_backends():
+            click.echo(f"  {backend} ({GPUS[backend]}): {build_command(backend)}")
+    rpc = "yes (edgespec rpc-server, --rpc)" if llama["rpc"] else f"not in this build: {build_command('rpc')}"
+    click.echo(f"several machines (RPC): {rpc}")
     click.echo(f"instruction sets: {', '.join(llama['features'])}")
+
+
+def _gpu_backends() -> tuple[str, ...]:
+    """Backends of llama.cpp for GPUs that this system may have."""
+    return ("metal",) if sys.platform == "darwin" else ("vulkan", "cuda", "rocm")
 
 
 def _size(file: dict[str, Any]) -> str:

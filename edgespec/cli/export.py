@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgespec import __version__
+from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.terminal import note
 from edgespec.formats.files import expanded, resolved
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from edgespec.export.stages import Reporter
     from edgespec.types import Progress
 
-INTERRUPTED = 130
 LABELS = {"llamacpp": ", llama.cpp on the GGUF"}  # beside the formats that were made
 
 
@@ -41,8 +41,8 @@ LABELS = {"llamacpp": ", llama.cpp on the GGUF"}  # beside the formats that were
 @click.option(
     "--draft",
     metavar="HF",
-    help="Folder or hub id of a draft with the same vocabulary, or of an EAGLE-3 head made for SOURCE (GGUF only); "
-    "for a SOURCE.gguf another .gguf.",
+    help="Folder or hub id of a draft with the same vocabulary, or of an EAGLE-3 head made for SOURCE; for a "
+    "SOURCE.gguf another .gguf.",
 )
 @click.option(
     "--draft-quant",
@@ -50,6 +50,19 @@ LABELS = {"llamacpp": ", llama.cpp on the GGUF"}  # beside the formats that were
     multiple=True,
     metavar="Q",
     help="Type of the draft.  [default: --quant, int8 for w8a8]",
+)
+@click.option(
+    "--draft-vocab",
+    type=int,
+    metavar="N",
+    help="ONNX: tokens that the draft's head keeps, the likeliest, so that its passes read less; it proposes no "
+    "others, and the text stays the target's. Pays where the vocabulary is large beside the draft.  [default: all]",
+)
+@click.option(
+    "--draft-text",
+    type=click.Path(path_type=Path),
+    metavar="FILE.txt",
+    help="Text whose commonest tokens --draft-vocab keeps; where it has too few, those with the lowest ids.",
 )
 @click.option(
     "--derive",
@@ -68,8 +81,8 @@ LABELS = {"llamacpp": ", llama.cpp on the GGUF"}  # beside the formats that were
     "--in-groups",
     "grouped",
     metavar="LIST",
-    help="w8a8 of a SOURCE.gguf: matrices that keep a scale per 64 weights, such as down_proj,lm_head, or none: more "
-    "of them lose less of the model and make passes over many tokens dearer.  [default: down_proj]",
+    help="w8a8: matrices that keep a scale per 64 weights, such as down_proj,lm_head, or none: more of them lose less "
+    "of the model and make passes over many tokens dearer.  [default: down_proj]",
 )
 @click.option(
     "--imatrix",
@@ -77,29 +90,30 @@ LABELS = {"llamacpp": ", llama.cpp on the GGUF"}  # beside the formats that were
     metavar="FILE.txt",
     help="GGUF: text from which the importance of weights is measured before they are quantised.",
 )
-@click.option("--exporter", default="auto", metavar="NAME", help="ONNX: auto, builder, transformers or optimum.")
+@click.option(
+    "--exporter", default="auto", metavar="NAME", help="ONNX: auto, edgespec, builder, transformers or optimum."
+)
 @click.option("--revision", metavar="R", help="Branch, tag or commit of a hub id.")
 @click.option("--name", metavar="NAME", help="Name of the pair.  [default: the source's]")
 @click.option("--licence", "--license", metavar="TEXT", help="Licence of the pair.  [default: from the model card]")
 @click.option(
     "--no-check",
     is_flag=True,
-    help="Skip the comparison of logits with transformers or, for a SOURCE.gguf, with llama.cpp: takes less memory, "
-    "and GGUF then needs no torch, but a wrong conversion is not noticed; only tokenisation is compared. The manifest "
-    "says so.",
+    help="Skip the comparison of logits with transformers or llama.cpp: takes less memory, and GGUF then needs no "
+    "torch, but a wrong conversion is not noticed; only tokenisation is compared. The manifest says so.",
 )
 @click.option("--force", is_flag=True, help="Replace an existing pair, once the new one is whole.")
 @click.option("-t", "--threads", type=int, metavar="N", help="Most threads used.")
 def command(**given: Any) -> int:
     """Make a pair folder of SOURCE, the folder of a Hugging Face model or a hub id; with --to onnx also a GGUF file.
 
-    The result is checked against transformers, that of a GGUF, which needs no torch, against llama.cpp. An interrupted
-    export continues when the same command is run again.
+    GGUF files are checked against transformers, ONNX graphs, which need no torch, against llama.cpp where transformers
+    is not installed. An interrupted export continues when the same command is run again.
     """
     from edgespec.export.pair import export_pair
 
     request = _request(**given)
-    reporter = _reporter()
+    reporter: Reporter = _Bars() if sys.stderr.isatty() else _Lines()
     try:
         done = export_pair(request, reporter)
     except KeyboardInterrupt:
@@ -196,10 +210,6 @@ def check_lines(figures: Mapping[str, Any]) -> Iterator[str]:
                 f"largest logit difference {difference:.2g} of their spread, over {found['num_tokens']:.0f} tokens"
             )
     yield f"compared with {figures['reference']}"
-
-
-def _reporter() -> Reporter:
-    return _Bars() if sys.stderr.isatty() else _Lines()
 
 
 class _Lines:

@@ -6,6 +6,7 @@ only; without llama.cpp it is converted to ONNX, so that nothing needs a compile
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,12 +16,12 @@ from edgespec.cli.lines import is_interactive
 from edgespec.cli.pull import fetched
 from edgespec.cli.status import waiting
 from edgespec.cli.terminal import note, verbosity
+from edgespec.config.sources import Settings
 from edgespec.engines import disk_cache
 from edgespec.errors import EdgespecError
 from edgespec.installation import has_engine, install_command, is_importable
 from edgespec.loading.catalogue import entries
 from edgespec.loading.registry import models_folder, registered_folders
-from edgespec.settings import Settings
 from edgespec.types import Progress
 
 FIRST = "smollm2-135m"
@@ -58,17 +59,17 @@ def _fetched() -> str | None:
         return None
     entry = entries()[FIRST]
     size = (entry.known_bytes or 0) / 1e6
-    if not click.confirm(
-        f"No model is named. Get {entry.description} ({size:.0f} MB, {entry.licence})? It is small and talks about "
-        "anything; the demo, which answers otherwise, knows restaurants, travel and the like",
-        default=True,
-        err=True,
-    ):
+    offer = (
+        f"No model is named. {entry.description} ({size:.0f} MB, {entry.licence}) is small and talks about anything; "
+        "the demo, which answers otherwise, knows restaurants, travel and the like."
+    )
+    click.echo(click.wrap_text(offer, shutil.get_terminal_size().columns), err=True)
+    if not click.confirm(f"Get {FIRST}?", default=True, err=True):
         disk_cache.put("asked", _KEY, {"wanted": False})
         note(f"edgespec pull {FIRST} gets it later")
         return None
     try:
-        path = fetched(FIRST, wants_draft=False).target
+        path = fetched(FIRST, wants_draft=False, is_converted=needs_conversion).target
         if needs_conversion:
             _convert(str(path))
     except EdgespecError as exc:

@@ -13,16 +13,15 @@ import click
 from edgespec.cli.answer import AnswerPrinter
 from edgespec.cli.help import SettingsCommand
 from edgespec.cli.interrupt import stops
+from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.session import Session, open_session, require_chat_template, show_beginning
-from edgespec.cli.terminal import length_note, note, reply, stats_lines
 from edgespec.config import SessionOptions
 from edgespec.errors import ConfigError, ModelNotFound, PromptError, shown
 from edgespec.generation.handle import Result
 from edgespec.loading.registry import is_known, resolve
 from edgespec.types import Stats
 
-INTERRUPTED = 130
 STATS_KEYS = (
     "prompt_tokens",
     "new_tokens",
@@ -79,6 +78,8 @@ def _check(session: SessionOptions, as_json: bool) -> None:
         raise ConfigError("--show-draft colours text and --json prints none: keep one")
     if session.system and not session.chat_template:
         raise ConfigError("--system needs the chat template, which --no-chat-template switches off: keep one")
+    if session.thinking is not None and not session.chat_template:
+        raise ConfigError("--thinking and --no-thinking need the chat template, which --no-chat-template switches off")
 
 
 def read_prompt(prompt: str | None) -> str:
@@ -104,7 +105,7 @@ def encode_prompt(session: Session, text: str) -> list[int]:
     if not session.shown.chat_template:
         return session.model.encode(text)
     system = [{"role": "system", "content": session.shown.system}] if session.shown.system else []
-    return session.model.encode_chat([*system, {"role": "user", "content": text}])
+    return session.encode([*system, {"role": "user", "content": text}])
 
 
 def _print_text(session: Session, prompt_ids: list[int]) -> int:
@@ -118,13 +119,7 @@ def _print_text(session: Session, prompt_ids: list[int]) -> int:
             if interruption.happened:
                 break
     printer.end_line()
-    session.show_notes(answer.stats)
-    session.show_draft_hint()
-    if (cut := length_note(answer.stats, session.options)) is not None:
-        note(cut)
-    if session.shown.stats:
-        for line in stats_lines(answer.stats):
-            reply(line)
+    session.show_end(answer.stats)
     return INTERRUPTED if interruption.happened else 0
 
 

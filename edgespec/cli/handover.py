@@ -44,6 +44,8 @@ def command(
         click.echo(json.dumps(dataclasses.asdict(found) | {"command": found.command, "checked": is_checked}))
         return 0
     click.echo(shlex.join(found.command))
+    if found.note:
+        note(found.note)
     if draft_length is None and not found.is_measured:
         note(f"a draft length of {found.length} is a guess: edgespec tune {model} measures the best one here")
     if not is_checked:

@@ -9,10 +9,10 @@ from typing import Any
 import click
 
 from edgespec.config import GenerateOptions, LoadOptions, SessionOptions
-from edgespec.sampling import Sampling
-from edgespec.settings import Setting
+from edgespec.config.habits import CALLED, INSTEAD
+from edgespec.config.settings import Part, Setting
 
-_OWNERS = {"load": LoadOptions, "sampling": Sampling, "generate": GenerateOptions, "session": SessionOptions}
+_OWNERS = {"load": LoadOptions, "generate": GenerateOptions, "session": SessionOptions}
 OWN, OTHER = "Options", "Other"  # the sections of what one command alone takes, and of what all take
 _SECTIONS = (OWN, "Model", "Hardware", "Speculation", "Sampling", "Answer", "Output", OTHER)
 _TITLES = {"Sampling": "Sampling (a model may come with defaults of its own)"}
@@ -29,6 +29,8 @@ _DEFAULTS = {
     "reproducible": "on if free",
     "recall": "on with --learn",
     "draft_gpu_layers": "as --gpu-layers",
+    "device": "all GPUs, with --gpu-layers",
+    "draft_device": "as --device",
     "cache_type_k": "f16, ONNX f32",
     "cache_type_v": "f16, ONNX f32",
     "draft_cache_type_k": "f16, ONNX f32",
@@ -43,8 +45,17 @@ def default_of(setting: Setting) -> Any:
     """What a setting is when nobody gives it; None when model and machine decide."""
     if setting.name == "seed":
         return None
-    (field,) = (field for field in dataclasses.fields(_OWNERS[setting.part]) if field.name == setting.name)
+    (field,) = (field for field in dataclasses.fields(_owner(setting.part)) if field.name == setting.name)
     return field.default
+
+
+def _owner(part: Part) -> type[Any]:
+    """The dataclass whose fields the settings of `part` fill."""
+    if part == "sampling":
+        from edgespec.sampling import Sampling  # imports numpy, which commands that load nothing do without
+
+        return Sampling
+    return _OWNERS[part]
 
 
 def show(value: Any) -> str:
@@ -63,8 +74,6 @@ class GroupedOption(click.Option):
 
 
 class SettingOption(GroupedOption):
-    """The option of one setting."""
-
     def __init__(self, declarations: Sequence[str], *, setting: Setting, **attributes: Any) -> None:
         super().__init__(declarations, group=setting.group, is_basic=setting.is_basic, **attributes)
         self.setting = setting
@@ -98,6 +107,15 @@ def _default(setting: Setting) -> str:
 
 class SettingsCommand(click.Command):
     """A command whose options are listed by group."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click does, but a long name behind one dash is no short option with a value: -temp is not -t emp."""
+        flags = {flag for param in self.get_params(ctx) for flag in (*param.opts, *param.secondary_opts)}
+        for word in args[: args.index("--") if "--" in args else None]:
+            is_name = f"-{word}" in flags or not {word[1:]}.isdisjoint((*CALLED, *INSTEAD))
+            if len(word) > 2 and word.startswith("-") and word not in flags and is_name:
+                raise click.NoSuchOption(word, ctx=ctx)
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         shows_all = ctx.meta.get(_SHOWS_ALL, False)

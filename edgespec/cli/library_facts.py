@@ -5,26 +5,30 @@ A build for another processor ends its process at the first instruction it lacks
 
 from __future__ import annotations
 
-import ctypes
 import json
+from dataclasses import asdict
 from typing import Any
 
+from edgespec.engines.llamacpp import devices
 from edgespec.engines.llamacpp.library import library, version
 from edgespec.errors import CapabilityError
 
 
 def describe_library() -> dict[str, Any]:
-    """Version, build features, and whether this build can use a GPU and which devices it sees."""
+    """Version, build features, backends, the devices that this build sees, and whether it has RPC. Memory in bytes."""
     try:
         llama = library()
     except CapabilityError as exc:
         return {"available": False, "reason": str(exc)}
+    found = _devices()
     return {
         "available": True,
         "version": version(),
         "features": _features(llama.llama_print_system_info().decode("utf-8", errors="replace")),
-        "gpu_offload": bool(llama.llama_supports_gpu_offload()),
-        "devices": _devices(llama._lib),
+        "gpu_offload": any("gpu" in device["kind"] for device in found),
+        "rpc": bool(llama.llama_supports_rpc()),
+        "backends": _backends(),
+        "devices": found,
     }
 
 
@@ -34,19 +38,19 @@ def _features(system_info: str) -> list[str]:
     return [item.split("=")[0].strip() for item in items if item.strip().endswith("= 1")]
 
 
-def _devices(lib: Any) -> list[str]:
-    """ggml's devices; only the processor where the library does not export the question (Windows)."""
+def _backends() -> list[str]:
     try:
-        count, get, describe = (
-            lib.ggml_backend_dev_count,
-            lib.ggml_backend_dev_get,
-            lib.ggml_backend_dev_description,
-        )
-    except AttributeError:
-        return ["CPU"]
-    count.restype, get.restype, describe.restype = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_char_p
-    get.argtypes, describe.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
-    return [describe(get(index)).decode("utf-8", errors="replace") for index in range(count())]
+        return devices.backends()
+    except CapabilityError:
+        return []
+
+
+def _devices() -> list[dict[str, Any]]:
+    """ggml's devices; only the processor where the library does not export the question."""
+    try:
+        return [asdict(device) for device in devices.devices()]
+    except CapabilityError:
+        return [asdict(devices.Device("CPU", "the processor", "cpu", 0, 0))]
 
 
 if __name__ == "__main__":

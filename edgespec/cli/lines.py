@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 
 import click
 
-from edgespec.cli.terminal import has_escapes, note
+from edgespec.cli import has_escapes
+from edgespec.cli.terminal import note
 from edgespec.errors import PromptError
 from edgespec.formats.files import user_folder
 
@@ -64,6 +65,7 @@ def _terminal_reader(commands: Sequence[str]) -> ReadLine:
         completer=WordCompleter(list(commands), sentence=True),
         complete_while_typing=False,
         enable_history_search=True,
+        enable_suspend=True,  # Ctrl-Z, as it does while an answer is written
     )
     hints, colour = iter([_HINT]), "fg:ansibrightblack" if has_escapes() else ""
 

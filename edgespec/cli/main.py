@@ -7,6 +7,7 @@ our output went away.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import logging
 import os
@@ -16,6 +17,7 @@ from typing import Any, NoReturn
 import click
 
 from edgespec import __version__
+from edgespec.cli import has_escapes
 from edgespec.errors import CapabilityError, EdgespecError, UsageError, VocabularyMismatch
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
@@ -27,6 +29,7 @@ _SECTIONS = {
         "serve": "Answer other programs: OpenAI's API, or JSON lines.",
         "race": "Watch plain and speculative decoding side by side.",
         "plan": "Show the memory that a model would take, and whether it fits.",
+        "rpc-server": "Lend this machine's devices to a model on another one.",
         "handover": "Write how vLLM, SGLang or llama-server runs a pair.",
         "corpus": "Your own texts to draft from, and what --learn stored.",
     },
@@ -55,6 +58,7 @@ _SECTIONS = {
 _IN_MODELS = ("ls", "show", "add", "rm")  # short commands that share a module
 COMMANDS = {name: text for commands in _SECTIONS.values() for name, text in commands.items()}
 _RAISE_LIMITS = "Raise its limits (ulimit -v, ulimit -d), or close other programs"
+_NO_MEMORY = f"this process needs more memory than it may have. {_RAISE_LIMITS}"
 _EPILOG = """\b
 First steps:  edgespec chat          or  edgespec generate -p "Hello"
 Models:       edgespec ls            then  edgespec pull NAME
@@ -71,6 +75,10 @@ class CommandGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
+        from edgespec.installation import has_memory_limit
+
+        if has_memory_limit():  # numpy's OpenBLAS needs 32 MiB for each of its threads, or ends the process
+            os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         shared = cmd_name in _IN_MODELS
         module = importlib.import_module(f"edgespec.cli.{'models' if shared else cmd_name.replace('-', '_')}")
         command: click.Command = getattr(module, cmd_name if shared else "command")
@@ -81,7 +89,7 @@ class CommandGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if name not in COMMANDS and not name.startswith("-"):
-            from edgespec.settings import did_you_mean  # reads settings files; help does without
+            from edgespec.config.settings import did_you_mean  # reads settings files; help does without
 
             hint = did_you_mean(name, COMMANDS) or f"; known: {', '.join(COMMANDS)}"
             raise click.UsageError(f"no such command '{name}'{hint}", ctx)
@@ -95,6 +103,7 @@ class CommandGroup(click.Group):
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run and leave the process. `extra` is click's; its error handling and argument expansion are replaced."""
         extra |= {"standalone_mode": False, "windows_expand_args": False}  # a prompt may hold * and %
+        extra.setdefault("color", None if has_escapes() else False)
         extra["prog_name"] = extra.get("prog_name") or "edgespec"
         _make_streams_tolerant()
         logger = logging.getLogger("edgespec")
@@ -114,15 +123,17 @@ class CommandGroup(click.Group):
         except BrokenPipeError:
             code = BROKEN_PIPE
         except OSError as exc:
-            code = _report(f"{exc.filename or 'output'}: {exc.strerror or exc}", FAILED)
+            said = f"{exc.filename or 'output'}: {exc.strerror or exc}"
+            code = _report(_NO_MEMORY if exc.errno == errno.ENOMEM else said, FAILED)
         except MemoryError:  # nothing may be imported here
-            code = _report(f"this process has no memory left. {_RAISE_LIMITS}", FAILED)
-        except ImportError as exc:
-            from edgespec.engines.machine import has_address_limit
+            code = _report(_NO_MEMORY, FAILED)
+        except Exception as exc:
+            from edgespec.installation import cause_of, has_memory_limit
 
-            if not has_address_limit():
+            if not (_is_for_want_of_memory(exc) and has_memory_limit()):
                 raise
-            code = _report(f"this process has too little memory for a library: {exc}. {_RAISE_LIMITS}", FAILED)
+            needs = "a library needs more memory than this process may have"
+            code = _report(f"{needs}: {cause_of(exc)}. {_RAISE_LIMITS}", FAILED)
         _let_go_of_output()
         sys.exit(code if isinstance(code, int) else 0)
 
@@ -170,7 +181,6 @@ def cli(ctx: click.Context) -> None:
 
 
 def main() -> NoReturn:
-    """Run, and leave the process."""
     _complete_streams()
     cli.main()
     raise AssertionError("the group's main leaves the process")
@@ -184,7 +194,7 @@ def exit_code(error: EdgespecError) -> int:
 def describe(error: click.ClickException) -> str:
     """click's message in one line; an unknown option names the nearest known one."""
     if isinstance(error, click.NoSuchOption) and error.ctx is not None:
-        from edgespec.settings import did_you_mean
+        from edgespec.config.settings import did_you_mean
 
         known = [flag for p in error.ctx.command.get_params(error.ctx) for flag in (*p.opts, *p.secondary_opts)]
         flags = [flag for flag in known if flag.startswith("-")]
@@ -192,6 +202,18 @@ def describe(error: click.ClickException) -> str:
         return f"no such option '{error.option_name}'{hint}"
     message = error.format_message().rstrip(".")
     return message[:1].lower() + message[1:]
+
+
+def _is_for_want_of_memory(exc: BaseException) -> bool:
+    """Whether too little memory explains it: no thread could be started, or importing a module failed in any way."""
+    if isinstance(exc, RuntimeError) and "start new thread" in str(exc):
+        return True
+    trace = exc.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        trace = trace.tb_next
+    return isinstance(exc, ImportError)
 
 
 def _report(message: str, code: int) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from edgespec.cli.terminal import note, printable
 from edgespec.loading.catalogue import Entry, entries
@@ -36,16 +36,24 @@ def ls(everything: bool, as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(each) for each in (*here, *(known if everything else shown))]))
         return 0
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in ("name", "size", "fits", "state", "draft", ""):
-        table.add_column(heading, justify="right" if heading == "size" else "left", no_wrap=heading != "")
-    for each in (*here, *shown):
-        table.add_row(each.name, _size(each), _FITS[each.fits], each.state, each.draft, printable(each.description))
-    Console(highlight=False, markup=False).print(table)
+    _show_list([*here, *shown])
     note(f"models are kept in {models_folder()}")
     if len(shown) < len(known):
         note(f"{len(known) - len(shown)} more do not fit into the memory that is available: edgespec ls --all")
     return 0
+
+
+def _show_list(models: Sequence[Listed]) -> None:
+    """A line per model; only descriptions are cut where a terminal is narrow."""
+    console = Console(highlight=False, markup=False)
+    rows = [("name", "size", "fits", "state", "draft", "")]
+    rows += [(each.name, _size(each), _FITS[each.fits], each.state, each.draft, each.description) for each in models]
+    *widths, _ = (max(map(len, cells)) for cells in zip(*rows, strict=True))
+    left = max(console.width - sum(widths) - 2 * len(widths), 0) if console.is_terminal else None
+    for index, (name, size, *rest, description) in enumerate(rows):
+        cells = (name.ljust(widths[0]), size.rjust(widths[1]), *map(str.ljust, rest, widths[2:]))
+        line = "  ".join((*cells, printable(description)[:left])).rstrip()
+        console.print(line, style="" if index else "bold", soft_wrap=True)
 
 
 @click.command("show", short_help="Show what is known of a model.")
@@ -103,7 +111,8 @@ def _show_entry(entry: Entry) -> None:
     if entry.draft:
         click.echo(f"draft: {entry.draft}, {entries()[entry.draft].description}")
     for head in entry.heads:
-        click.echo(f"{head.kind} head: {head.repo}, to be converted: {head.command}")
+        what = f"to be converted: {head.command}" if head.command else "which edgespec does not run"
+        click.echo(f"{head.kind} head: {head.repo} (licence: {head.licence or 'not known'}), {what}")
     for each in entry.measured:
         figure = f"speedup {each.speedup}" if each.speedup is not None else f"acceptance {each.acceptance_rate}"
         click.echo(f"measured: {figure} with {each.drafter}; {each.where}")

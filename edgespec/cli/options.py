@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from edgespec.cli.help import GroupedOption, SettingOption, help_all_option
 from edgespec.cli.terminal import set_verbosity
+from edgespec.config.settings import SETTINGS, Kind, Part, Setting, contents, did_you_mean
+from edgespec.config.sources import Settings, resolve
 from edgespec.errors import ConfigError
 from edgespec.formats.files import is_file
-from edgespec.sampling import Sampling
-from edgespec.settings import SETTINGS, Kind, Part, Setting, Settings, contents, resolve
 from edgespec.tuning.profiles import with_profile
+
+if TYPE_CHECKING:
+    from edgespec.sampling import Sampling
 
 
 class _Length(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases of click only
@@ -30,6 +32,13 @@ class _Length(click.ParamType):  # type: ignore[type-arg]  # generic in newer re
             return int(value)
         except ValueError:
             self.fail(f"{value!r} is neither a whole number nor auto", param, ctx)
+
+
+class _Choice(click.Choice):  # type: ignore[type-arg]  # generic in newer releases of click only
+    """One of a few names; another one names the nearest."""
+
+    def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
+        return f"{value!r} is not known; allowed: {', '.join(self.choices)}{did_you_mean(str(value), self.choices)}"
 
 
 class _Contents(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases of click only
@@ -101,7 +110,7 @@ def _option(setting: Setting, *, hidden: bool) -> Callable[[Function], Function]
     if setting.kind == "switch":
         flags[-1] += f"/--no-{setting.key}"
     else:
-        kwargs["type"] = click.Choice(setting.choices) if setting.choices else _TYPES[setting.kind]
+        kwargs["type"] = _Choice(setting.choices) if setting.choices else _TYPES[setting.kind]
     return click.option(setting.name, *flags, cls=SettingOption, setting=setting, **kwargs)
 
 
@@ -126,6 +135,10 @@ def resolve_settings(
 
 def sampling_of(settings: Settings) -> Sampling:
     """The sampling settings; a random seed of 32 bits where none is given, so that it fits any JSON reader."""
+    import secrets  # not at the top: commands that load nothing do without these two
+
+    from edgespec.sampling import Sampling
+
     values = settings.part("sampling")
     values.setdefault("seed", secrets.randbits(32))
     return Sampling(**values)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.table import Table
 
 from edgespec.cli.terminal import note
+from edgespec.loading.room import fits
 from edgespec.tuning.matching import Aim, Candidate, find_aim, has_run, rank
 
 _WORTH = 1.02
+_WIDE = 1000  # characters
 
 
 @click.command("pair", short_help="Rank the draft models for a target.")
@@ -33,7 +36,11 @@ def command(target: str, as_json: bool) -> int:
         drafts = [dataclasses.asdict(each) | {"path": each.path and str(each.path)} for each in found]
         click.echo(json.dumps({"target": aim.name, "bytes": aim.bytes, "drafts": drafts, "commands": commands}))
         return 0
-    if found:
+    if fits(aim.bytes) is False:
+        note(f"{aim.name}, {aim.bytes / 1e9:.2f} GB, does not fit into the memory that is available now")
+    if not found:
+        note(f"no smaller model with {aim.name}'s vocabulary is known: drafters that need no model are used")
+    else:
         _show(found)
         costs = "costs measured on this machine" if has_run(aim) else "costs guessed from sizes"
         note(f"the speedup is a forecast: {costs}, ~ at an assumed acceptance of {found[0].acceptance:.0%}")
@@ -47,7 +54,6 @@ def _is_useful(draft: Candidate) -> bool:
 
 
 def _commands(aim: Aim, target: str, best: Candidate | None) -> list[str]:
-    """The commands to type, in order."""
     get = [] if aim.file is not None else [f"edgespec pull {target}"]
     if best is None:
         return [*get, f"edgespec chat {shlex.quote(target)}"]
@@ -62,13 +68,13 @@ def _commands(aim: Aim, target: str, best: Candidate | None) -> list[str]:
 
 
 def _show(found: list[Candidate]) -> None:
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
     for heading in ("draft", "size", "of target", "fits", "forecast", "vocabulary"):
         right = heading in ("size", "of target", "forecast")
         table.add_column(heading, justify="right" if right else "left", overflow="fold")
     for each in found:
         forecast = "" if each.why_not else f"{'~' if each.is_assumed else ''}{each.speedup:.2f}x"
-        where = each.name if each.is_here else f"{each.name} (to pull)"
+        where = _shortened(each.name) if each.is_here else f"{each.name} (to pull)"
         table.add_row(
             where,
             f"{each.bytes / 1e6:.0f} MB",
@@ -79,4 +85,13 @@ def _show(found: list[Candidate]) -> None:
             if each.vocabulary and each.why_not
             else each.vocabulary or each.why_not,
         )
-    Console(highlight=False, markup=False).print(table)
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:  # a path in a file or a pipe stays in one piece
+        console.width = _WIDE
+    console.print(table)
+
+
+def _shortened(name: str) -> str:
+    """The path of a file from here, where that is shorter and names it too."""
+    path = Path(name)
+    return str(path.relative_to(Path.cwd())) if path.is_absolute() and path.is_relative_to(Path.cwd()) else name

@@ -11,15 +11,16 @@ import click
 from edgespec.cli.help import SettingsCommand
 from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.config import LoadOptions
+from edgespec.config.settings import REMEMBERING
+from edgespec.config.sizes import as_size
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import keeping_headers
-from edgespec.loading.opening import resolve_pair
+from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import Fitted, fit
+from edgespec.memory.placement import placed
 from edgespec.memory.plan import Plan, planned
 from edgespec.memory.report import plan_object
 from edgespec.memory.verdict import Room
-from edgespec.settings import REMEMBERING
-from edgespec.sizes import as_size
 
 REFUSED = 2
 
@@ -38,6 +39,7 @@ def command(model_name: str | None, config_file: Path | None, as_json: bool, **g
     room = Room.now(options.memory)
     with keeping_headers():
         pair = resolve_pair(options, check_hashes=False)
+        options = placed(options, pair)
         plan = planned(options, pair)
         refusal = ""
         try:
@@ -55,11 +57,12 @@ def _show(fitted: Fitted, refusal: str) -> None:
     plan = fitted.plan
     for line in _table(plan):
         click.echo(line)
-    if plan.device_bytes:
-        click.echo(f"on the GPU: {as_size(plan.device_bytes)}")
+    if plan.device_note:
+        layers = fitted.options.target_gpu_layers, fitted.options.draft_model_gpu_layers
+        click.echo(plan.device_note + (f" (-ngl {layers[0]} -ngld {layers[1]})" if any(layers) else ""))
     for each in fitted.given_up:
         click.echo(f"given up: {each.text} ({each.flags})")
-    click.echo(f"refused: {refusal}" if refusal else str(fitted.verdict))
+    click.echo(f"refused: {refusal}" if refusal else f"{fitted.verdict}{fitted.other}")
 
 
 def _table(plan: Plan) -> list[str]:

@@ -14,18 +14,19 @@ from rich.table import Table
 
 from edgespec.cli.bar import bar
 from edgespec.cli.help import SettingsCommand
+from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.session import open_session, show_configuration
 from edgespec.cli.terminal import note
 from edgespec.config import DrafterName
+from edgespec.config.settings import PRINTING, PROMPTING, REMEMBERING
+from edgespec.config.sources import Settings
 from edgespec.errors import ConfigError
 from edgespec.runtime import Model
 from edgespec.sampling import Sampling
-from edgespec.settings import PRINTING, REMEMBERING, Settings
 from edgespec.tuning.prompts import Prompts, choose_prompts
 from edgespec.tuning.speedup import LENGTHS, Costs, Row, Trials, given_costs, plan, run_trials
 
-INTERRUPTED = 130
 DEFAULT_TOKENS, DEFAULT_PROMPTS = 48, 4
 MEASURED_LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12)
 _TYPICAL_CONTEXT = 256  # where nothing is decoded
@@ -54,7 +55,7 @@ class Planned:
 
 
 @click.command("plan-speedup", cls=SettingsCommand)
-@settings_options("load", "sampling", "session", leave_out=("system", *PRINTING, *REMEMBERING))
+@settings_options("load", "sampling", "session", leave_out=(*PROMPTING, *PRINTING, *REMEMBERING))
 @click.option("--acceptance", type=float, metavar="A", help="Assume this acceptance per token, decode nothing")
 @click.option("--pass-ms", metavar="W:MS,W:MS", help="Assume these pass times, load nothing")
 @click.option("--draft-ms", type=float, metavar="MS", help="Assume this time per draft token")

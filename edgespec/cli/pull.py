@@ -21,6 +21,7 @@ from edgespec.cli.terminal import note, verbosity
 from edgespec.formats.manifest import ModelPair
 from edgespec.loading.download import OnBytes
 from edgespec.loading.listing import pair_bytes
+from edgespec.loading.pull import OnNote
 from edgespec.loading.pull import pull as pull_model
 from edgespec.loading.room import fits
 
@@ -51,15 +52,30 @@ def command(model: str, draft: str, no_draft: bool, name: str, revision: str) ->
     return 0
 
 
-def fetched(model: str, *, name: str = "", draft: str = "", wants_draft: bool = True, revision: str = "") -> ModelPair:
-    """Pull a model and show how far it is. Raises as `edgespec.loading.pull.pull`."""
-    with _progress() as on_bytes:
-        return pull_model(model, on_bytes, note, name=name, draft=draft, wants_draft=wants_draft, revision=revision)
+def fetched(
+    model: str,
+    *,
+    name: str = "",
+    draft: str = "",
+    wants_draft: bool = True,
+    revision: str = "",
+    is_converted: bool = False,
+) -> ModelPair:
+    """Pull a model and show how far it is. Raises as `edgespec.loading.pull.pull`.
+
+    `is_converted`: it is not to be run as it is, so that nothing is said of the engine that it would need.
+    """
+    with _progress() as (on_bytes, say):
+        on_note = _ignore if is_converted else say
+        return pull_model(model, on_bytes, on_note, name=name, draft=draft, wants_draft=wants_draft, revision=revision)
 
 
 @contextmanager
-def _progress() -> Iterator[OnBytes]:
-    """A bar for each file on stderr where that is a terminal; elsewhere a line when one begins and when it is there."""
+def _progress() -> Iterator[tuple[OnBytes, OnNote]]:
+    """A bar for each file on stderr where that is a terminal; elsewhere a line when one begins and when it is there.
+
+    With what prints a note above the bars.
+    """
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -80,4 +96,14 @@ def _progress() -> Iterator[OnBytes]:
                     note(f"fetching {name}, {total / 1e6:.1f} MB{rest}")
             progress.update(tasks[name], completed=done)
 
-        yield on_bytes
+        def say(text: str) -> None:
+            if is_shown:
+                progress.console.print(text, highlight=False, markup=False)
+            else:
+                note(text)
+
+        yield on_bytes, say
+
+
+def _ignore(_text: str) -> None:
+    """Takes notes that do not concern the user."""

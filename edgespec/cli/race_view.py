@@ -100,10 +100,11 @@ def svg(picture: Console, path: Path, title: str) -> None:
     write_atomically(path, drawn)
 
 
-def recorder(columns: int = SVG_COLUMNS) -> Console:
+def recorder() -> Console:
     """A console that shows nothing and remembers all, for `svg`."""
+    silent = io.StringIO()
     return Console(
-        record=True, width=columns, file=io.StringIO(), force_terminal=True, color_system="truecolor", highlight=False
+        record=True, width=SVG_COLUMNS, file=silent, force_terminal=True, color_system="truecolor", highlight=False
     )
 
 

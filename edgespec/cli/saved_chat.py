@@ -10,7 +10,7 @@ from pathlib import Path
 
 from edgespec.chat.conversation import Conversation
 from edgespec.cli.dialogue import Chat
-from edgespec.cli.terminal import detail, note
+from edgespec.cli.terminal import counted, detail, note
 from edgespec.errors import EdgespecError, StateError
 
 STATE_SUFFIX = ".state"
@@ -33,7 +33,7 @@ class SavedChat:
         if system is not None:
             self._conversation.system = system
         chat.conversation = self._conversation
-        note(f"continuing {self._path}: {chat.conversation.num_exchanges} exchange(s)")
+        note(f"continuing {self._path}: {counted(chat.conversation.num_exchanges, 'exchange')}")
         if not self._state_path.exists():
             return
         try:

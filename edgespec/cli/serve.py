@@ -19,12 +19,12 @@ from edgespec.cli.session import open_session, show_beginning
 from edgespec.cli.status import stop_waiting
 from edgespec.cli.terminal import note
 from edgespec.config import MAX_PARALLEL, LoadOptions
+from edgespec.config.settings import STRUCTURE
+from edgespec.config.sources import Settings
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.installation import install_command, is_importable
-from edgespec.loading.opening import resolve_pair
-from edgespec.loading.registry import resolve
+from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import usual_parallel
-from edgespec.settings import STRUCTURE, Settings
 
 if TYPE_CHECKING:
     from edgespec.server.run import Binding
@@ -121,7 +121,7 @@ def _service(settings: Settings, own: dict[str, Any]) -> Service:
     from edgespec.server.service import Service
 
     options = LoadOptions(**settings.part("load"))
-    pair = resolve(options.model, options.draft, options.engine, options.medium)  # fails before anything listens
+    pair = resolve_pair(options)  # fails before anything listens
     key = own["api_key"] if own["api_key"] is not None else os.environ.get(API_KEY)
     if key == "":
         raise ConfigError(f"the API key is empty: give --api-key a key, or leave it and {API_KEY} out")

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from edgespec.cli.options import sampling_of
 from edgespec.cli.status import waiting
-from edgespec.cli.terminal import configuration_line, detail, note, short_configuration, verbosity
+from edgespec.cli.terminal import (
+    configuration_line,
+    detail,
+    length_note,
+    note,
+    reply,
+    short_configuration,
+    stats_lines,
+    verbosity,
+)
 from edgespec.config import GenerateOptions, LoadOptions, SessionOptions
+from edgespec.config.settings import REMEMBERING
+from edgespec.config.sources import Settings
 from edgespec.drafters.factory import learnt_texts
 from edgespec.errors import CapabilityError, ConfigError, PromptError
 from edgespec.formats.files import exists
 from edgespec.loading.draft_hint import new_draft_hint
 from edgespec.loading.opening import has_chat_template
-from edgespec.loading.registry import resolve
+from edgespec.loading.requirements import resolve_pair
 from edgespec.runtime import Model, load
 from edgespec.sampling import Sampling
-from edgespec.settings import REMEMBERING, Settings
 from edgespec.tuning.profiles import profile_in_effect
 from edgespec.types import Stats
 
@@ -38,12 +50,37 @@ class Session:
         """The seed of the next answer; `open_session` chose one where none was given."""
         return self.sampling.seed or 0
 
+    def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation. Raises as `encode_chat`."""
+        chosen = self.shown.thinking
+        return self.model.encode_chat(
+            messages, template_arguments=None if chosen is None else {"enable_thinking": chosen}
+        )
+
+    def require_switch(self) -> None:
+        """Raises ConfigError where the chat template cannot be told whether to reason."""
+        if "enable_thinking" not in (self.model.target.vocabulary.chat_template or ""):
+            raise ConfigError(
+                f"the chat template of {self.model.pair.name} has no switch for reasoning (enable_thinking): leave "
+                "--thinking and --no-thinking out"
+            )
+
     def show_notes(self, stats: Stats) -> None:
         """What went wrong in an answer, such as a drafter that failed; each note once."""
         for line in stats.notes:
             if line not in self.seen_notes:
                 self.seen_notes.add(line)
                 note(f"note: {line}")
+
+    def show_end(self, stats: Stats) -> None:
+        """What is said after an answer: what went wrong, advice, whether it was cut, and the counters if wanted."""
+        self.show_notes(stats)
+        self.show_draft_hint()
+        if (cut := length_note(stats, self.options)) is not None:
+            note(cut)
+        if self.shown.stats:
+            for line in stats_lines(stats):
+                reply(line)
 
     def show_draft_hint(self) -> None:
         """Which draft model would make this model faster, if one would: once per model, after an answer."""
@@ -71,13 +108,20 @@ def open_session(settings: Settings, *, remembers: bool = False, parallel: int =
     model = _load(settings, parallel)
     settings = settings.below(model.pair.recommended, f"recommended for {model.pair.name}")
     settings = settings.below({"seed": seed}, "chosen at random")
-    return Session(model, settings, sampling_of(settings), options, shown)
+    session = Session(model, settings, sampling_of(settings), options, shown)
+    if shown.thinking is not None:
+        try:
+            session.require_switch()
+        except ConfigError:
+            model.close()
+            raise
+    return session
 
 
 def require_chat_template(settings: Settings, *, is_chat: bool = False) -> None:
     """Check, before anything is loaded, that the model has the chat template that is wanted.
 
-    Raises PromptError for a base model, ConfigError for a chat without a template, and as `resolve`.
+    Raises PromptError for a base model, ConfigError for a chat without a template, and as `resolve_pair`.
     """
     if not settings.values.get("chat_template", True):
         if is_chat:
@@ -87,7 +131,7 @@ def require_chat_template(settings: Settings, *, is_chat: bool = False) -> None:
             )
         return
     options = LoadOptions(**settings.part("load"))
-    pair = resolve(options.model, options.draft, options.engine, options.medium)
+    pair = resolve_pair(options)
     if not has_chat_template(pair.files["target"]):
         command = f"edgespec generate {shlex.quote(options.model)} --no-chat-template -p 'Once upon a time'"
         raise PromptError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,15 +15,18 @@ from edgespec.chat.conversation import Conversation
 from edgespec.cli.answer import readable
 from edgespec.cli.dialogue import Chat
 from edgespec.cli.help import default_of, show
+from edgespec.cli.options import sampling_of
 from edgespec.cli.session import in_effect
-from edgespec.cli.terminal import printable, reply, stats_lines
+from edgespec.cli.terminal import counted, printable, reply, stats_lines
 from edgespec.config import MAX_DRAFT_LENGTH, DrafterName, DraftLength
+from edgespec.config.settings import PRINTING, SETTINGS, Setting, did_you_mean
+from edgespec.config.sources import find
 from edgespec.errors import ConfigError, StateError
 from edgespec.formats.files import exists, expanded
-from edgespec.settings import PRINTING, SETTINGS, Setting, did_you_mean, find
 
 # Settings of `load` that a generation can override as well.
 _CHANGEABLE_LATER = ("drafter", "draft_length", "verify")
+_SHOWN_CHARACTERS = 200  # of a message that is taken back
 _SHOWN_TURNS = 20  # messages of a loaded conversation that are printed
 _ALIASES = {"/bye": "/exit", "/quit": "/exit", "/?": "/help"}
 
@@ -72,14 +76,14 @@ def _save(chat: Chat, argument: str) -> None:
     if exists(path):
         Conversation.load(path)  # refuses to overwrite anything but a conversation
     chat.conversation.save(path)
-    reply(f"saved {chat.conversation.num_exchanges} exchange(s) to {path}")
+    reply(f"saved {counted(chat.conversation.num_exchanges, 'exchange')} to {path}")
 
 
 def _load(chat: Chat, argument: str) -> None:
     path = _path(argument, "/load")
     chat.conversation = Conversation.load(path)
     _print_turns(chat.conversation)
-    reply(f"loaded {chat.conversation.num_exchanges} exchange(s) from {path}")
+    reply(f"loaded {counted(chat.conversation.num_exchanges, 'exchange')} from {path}")
 
 
 def _print_turns(conversation: Conversation) -> None:
@@ -104,28 +108,57 @@ def _regen(chat: Chat, argument: str) -> None:
 
 def _undo(chat: Chat, argument: str) -> None:
     text = chat.conversation.undo()
-    reply("nothing to undo" if text is None else f"removed: {text}")
+    reply("nothing to undo" if text is None else f"removed: {textwrap.shorten(text, _SHOWN_CHARACTERS)}")
 
 
 def _set(chat: Chat, argument: str) -> None:
     name, _, text = argument.partition(" ")
     if not name or not text.strip():
-        raise ConfigError("/set needs a name and a value, such as: /set temp 0.5")
+        raise ConfigError("/set needs a name and a value, such as: /set temp 0.5 (/unset takes a setting back)")
     setting = find(name, "/set")
-    value = setting.parse(text.strip(), f"/set {setting.key}")
-    session = chat.session
+    _change(chat, setting, setting.parse(text.strip(), f"/set {setting.key}"))
+    _say(chat, setting)
+
+
+def _unset(chat: Chat, argument: str) -> None:
+    if not argument:
+        raise ConfigError("/unset needs the name of a setting, such as: /unset json-schema")
+    setting = find(argument, "/unset")
+    model = chat.session.model
+    if setting.name == "seed":
+        value: Any = sampling_of(chat.session.settings.without(("seed",))).seed
+    elif setting.name in model.pair.recommended:
+        value = model.pair.recommended[setting.name]
+    else:
+        value = None if setting.name in _CHANGEABLE_LATER else default_of(setting)
+    _change(chat, setting, value)
+    _say(chat, setting)
+
+
+def _change(chat: Chat, setting: Setting, value: Any) -> None:
+    """Use a value from the next answer on. Raises ConfigError for a setting of loading, or a value out of range."""
+    session, change = chat.session, {setting.name: value}
     if setting.name == "system":
-        return _system(chat, value)
-    if setting.part == "sampling":
-        session.sampling = dataclasses.replace(session.sampling, **{setting.name: value})
+        chat.conversation.system = value
+    elif setting.part == "sampling":
+        session.sampling = dataclasses.replace(session.sampling, **change)
     elif setting.part == "generate" or setting.name in _CHANGEABLE_LATER:
-        session.options = dataclasses.replace(session.options, **{setting.name: value})
-    elif setting.name in PRINTING:
-        session.shown = dataclasses.replace(session.shown, **{setting.name: value})
+        session.options = dataclasses.replace(session.options, **change)
+    elif setting.name in PRINTING or setting.name == "thinking":
+        if setting.name == "thinking" and value is not None:
+            session.require_switch()
+        session.shown = dataclasses.replace(session.shown, **change)
     else:
         raise ConfigError(f"{setting.key} cannot change while the model is loaded: start again with --{setting.key}")
-    reply(f"{setting.key} = {show(value)}")
-    return None
+
+
+def _say(chat: Chat, setting: Setting) -> None:
+    """What a setting is now."""
+    if setting.name == "system":
+        _system(chat, "")
+        return
+    value = _present(chat, setting)
+    reply(f"{setting.key} = {_spelled(value)}" if value not in (None, ()) else f"{setting.key} is not set")
 
 
 def _show(chat: Chat, argument: str) -> None:
@@ -172,8 +205,8 @@ def _stats(chat: Chat, argument: str) -> None:
     totals = chat.totals
     accepted = f"{totals.acceptance_rate:.0%} of drafts accepted" if totals.drafted_tokens else "nothing drafted"
     reply(
-        f"all {totals.num_generations} answers: {totals.new_tokens} tokens at {totals.tokens_per_second:.1f} tokens/s, "
-        f"{accepted}, {totals.mean_accepted_length:.2f} tokens per pass"
+        f"{counted(totals.num_generations, 'answer')} in all: {totals.new_tokens} tokens at "
+        f"{totals.tokens_per_second:.1f} tokens/s, {accepted}, {totals.mean_accepted_length:.2f} tokens per pass"
     )
 
 
@@ -215,6 +248,7 @@ COMMANDS: dict[str, Command] = {
     "/regen": Command("/regen", "answer the last message again with another seed", _regen),
     "/undo": Command("/undo", "remove the last message and its answer", _undo),
     "/set": Command("/set NAME VALUE", "change a setting, such as: /set temp 0.5", _set),
+    "/unset": Command("/unset NAME", "take a setting back to its default, such as: /unset json-schema", _unset),
     "/show": Command("/show", "list all settings and where they come from", _show),
     "/stats": Command("/stats", "show speed and acceptance of the answers so far", _stats),
     "/spec": Command("/spec [on|off|auto|N]", "switch speculation on or off, or set the draft length", _spec),

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from edgespec.cli.terminal import has_escapes, verbosity
+from edgespec.cli import has_escapes
+from edgespec.cli.terminal import verbosity
 
 OnProgress = Callable[[int, int, str], None]
 PATIENCE_S, LOG_PATIENCE_S = 1.0, 10.0  # before anything is said to a person, and to a log

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import textwrap
@@ -11,13 +10,13 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from edgespec.acceptance import LOSSY
-from edgespec.config import GenerateOptions, RuleName
-from edgespec.sampling import Sampling
-from edgespec.types import Stats
+from edgespec.cli import has_escapes
+from edgespec.config import LOSSY, GenerateOptions, RuleName
 
 if TYPE_CHECKING:
-    from edgespec.runtime import Model  # commands that load nothing do not pay for its imports
+    from edgespec.runtime import Model  # commands that load nothing do not pay for these imports
+    from edgespec.sampling import Sampling
+    from edgespec.types import Stats
 
 Verbosity = Literal["quiet", "normal", "verbose"]
 _VERBOSITY = "edgespec.verbosity"
@@ -38,11 +37,6 @@ def verbosity() -> Verbosity:
     return chosen
 
 
-def has_escapes() -> bool:
-    """Whether escape codes may be written to a terminal; click drops them elsewhere."""
-    return os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
-
-
 def reply(text: str) -> None:
     """Dimmed lines on stderr that answer what the user typed; in a terminal they are wrapped at words."""
     if sys.stderr.isatty():
@@ -51,7 +45,7 @@ def reply(text: str) -> None:
             textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False) for line in text.split("\n")
         ]
         text = "\n".join(lines)
-    click.secho(text, err=True, dim=True if has_escapes() else None)
+    click.echo(click.style(text, dim=True) if has_escapes() else text, err=True)
 
 
 def note(text: str) -> None:
@@ -69,6 +63,11 @@ def detail(text: str) -> None:
 def complain(text: str) -> None:
     """One error line on stderr, for failures that do not end the program."""
     click.echo(f"error: {' '.join(text.split())}", err=True)
+
+
+def counted(count: int, noun: str) -> str:
+    """'1 exchange', '2 exchanges'."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def printable(text: str) -> str:
@@ -140,7 +139,6 @@ def length_note(stats: Stats, options: GenerateOptions) -> str | None:
 
 
 def stats_lines(stats: Stats) -> Iterable[str]:
-    """Counters and rates of one generation, for people."""
     reused = f" ({stats.reused_tokens} cached)" if stats.reused_tokens else ""
     yield (
         f"{stats.new_tokens} tokens at {stats.tokens_per_second:.1f} tokens/s, "

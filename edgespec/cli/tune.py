@@ -11,14 +11,16 @@ import click
 
 from edgespec.cli.bar import bar
 from edgespec.cli.help import SettingsCommand
+from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.terminal import note
 from edgespec.cli.tune_view import Found, as_object, conclude, show
 from edgespec.config import EngineName, LoadOptions
+from edgespec.config.settings import PRINTING, PROMPTING, REMEMBERING
+from edgespec.config.sources import Settings
 from edgespec.errors import ConfigError
 from edgespec.loading.registry import resolve
 from edgespec.sampling import Sampling
-from edgespec.settings import PRINTING, REMEMBERING, Settings
 from edgespec.tuning.profiles import (
     DEFAULT_MODEL,
     TUNED,
@@ -33,12 +35,11 @@ from edgespec.tuning.prompts import Prompts, choose_prompts
 from edgespec.tuning.settings_grid import TuneRequest
 from edgespec.tuning.sweep import Sweep, prepare
 
-INTERRUPTED = 130
 DEFAULT_TOKENS, DEFAULT_PROMPTS = 48, 8
 
 
 @click.command(cls=SettingsCommand)
-@settings_options("load", "sampling", "session", leave_out=("system", *PRINTING, *REMEMBERING))
+@settings_options("load", "sampling", "session", leave_out=(*PROMPTING, *PRINTING, *REMEMBERING))
 @click.option(
     "--prompts", type=click.Path(path_type=Path), metavar="FILE", help='JSON lines with "text", or plain lines'
 )

@@ -13,9 +13,9 @@ from edgespec.cli.help import SettingsCommand
 from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.session import Session, open_session, show_configuration
 from edgespec.cli.terminal import note
+from edgespec.config.settings import REMEMBERING
 from edgespec.errors import ConfigError
 from edgespec.generation.totals import Totals
-from edgespec.settings import REMEMBERING
 from edgespec.tuning.verify import Comparison, Divergence, Report, comparisons
 from edgespec.types import Stats
 
@@ -95,7 +95,7 @@ def _print_summary(session: Session, report: Report) -> None:
         if report.identical
         else f"DIFFERENT in {different} of {num_runs} runs with and without speculation, {totals.new_tokens} tokens"
     )
-    length = session.options.draft_length or session.model.options.draft_length
+    length = session.model.options.draft_length
     drafts = "automatically" if length == "auto" else f"{length} tokens a step, whether they pay or not"
     note(
         f"This checks the text, not the speed: it drafts {drafts} (median speed here: {report.speed_ratio:.2f}x of "

@@ -160,7 +160,8 @@ def _call_object(call: ToolCall) -> dict[str, Any]:
 def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
     """Check a request and render its prompt. Blocks while it encodes. Raises HttpError and EdgespecError."""
     require_model(loaded, fields)
-    if loaded.model.target.vocabulary.chat_template is None:
+    template = loaded.model.target.vocabulary.chat_template
+    if template is None:
         raise bad_request("this model has no chat template, as base models have none: use /v1/completions", "messages")
     is_stream = fields.flag("stream")
     stream_options = fields.fields("stream_options")
@@ -175,12 +176,26 @@ def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
     tools, choice = _read_tools(fields, loaded)
     if tools.shown and tools.parser:
         options = forced_calls(loaded, options, tools.shown, choice, tools.parser, parallel=tools.parallel)
+    arguments = _template_arguments(fields, template)
     _refuse_unsupported(fields)
     messages = _read_messages(fields)
     fields.finish()
-    prompt_ids = loaded.model.encode_chat(messages, tools.shown)
+    prompt_ids = loaded.model.encode_chat(messages, tools.shown, arguments)
     jobs = [Job(prompt_ids, numbered(sampling, index), options) for index in range(count)]
     return ChatExchange(loaded, jobs, tools, is_stream=is_stream, includes_usage=includes_usage, per_token=per_token)
+
+
+def _template_arguments(fields: Fields, template: str) -> dict[str, Any]:
+    """What the chat template is told besides: `chat_template_kwargs`, as in llama.cpp, and whether to reason."""
+    given = fields.fields("chat_template_kwargs")
+    chosen: dict[str, Any] = {} if given is None else fields.given("chat_template_kwargs")
+    effort = fields.text("reasoning_effort")
+    if effort == "none" and "enable_thinking" in template:
+        return {"enable_thinking": False} | chosen
+    if effort is not None and "reasoning_effort" in template:
+        return {"reasoning_effort": effort} | chosen
+    fields.refuse("reasoning_effort", "the chat template decides on reasoning", ("none",))
+    return chosen
 
 
 def read_stream_options(options: Fields | None, *, is_stream: bool) -> bool:
@@ -222,7 +237,6 @@ def _as_system(message: Any) -> Any:
 def _refuse_unsupported(fields: Fields) -> None:
     fields.ignore(*WITHOUT_EFFECT)
     fields.refuse("modalities", "this server answers in text", (["text"],))
-    fields.refuse("reasoning_effort", "the chat template decides on reasoning", ("none",))
     for name in ("audio", "prediction", "web_search_options", "moderation", "verbosity"):
         fields.refuse(name, "this server has no such feature")
     for name in ("functions", "function_call"):

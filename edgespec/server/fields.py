@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from edgespec.config.settings import did_you_mean
 from edgespec.errors import shown
 from edgespec.server.http_errors import HttpError, bad_request
-from edgespec.settings import did_you_mean
 
 MAX_JSON_DEPTH = 64
 

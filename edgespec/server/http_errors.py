@@ -20,6 +20,7 @@ from edgespec.errors import (
     PromptError,
     SamplingError,
     StateError,
+    Unreachable,
     UsageError,
     VocabularyMismatch,
 )
@@ -93,6 +94,9 @@ def as_http_error(error: Exception) -> HttpError:
         return HttpError(503, "the model is busy: try again", code="busy")
     if isinstance(error, StateError):
         return HttpError(503, "the model is not loaded: try again later", code="unavailable")
+    if isinstance(error, Unreachable):
+        logger.warning("%s", error)
+        return HttpError(503, "a machine that the model runs on does not answer: try again later", code="unavailable")
     if isinstance(error, TimeoutError):
         return HttpError(504, "the answer took longer than the server allows (--timeout)", code="timeout")
     last = traceback.extract_tb(error.__traceback__)[-1:]

@@ -118,6 +118,7 @@ def read_messages(loaded: Loaded, fields: Fields) -> MessagesExchange:
     thinking = fields.fields("thinking")
     if thinking is not None and thinking.given("type") != "disabled":
         raise bad_request("thinking is not supported: the chat template decides on reasoning", "thinking")
+    given |= {"reasoning_effort": None if thinking is None else "none"}
     body = given | _read_conversation(loaded, fields)
     fields.finish()
     return MessagesExchange(loaded, read_chat(loaded, Fields(body)))

@@ -124,8 +124,12 @@ def _read_common(loaded: Loaded, fields: Fields) -> tuple[bool, dict[str, Any]]:
     """Whether to stream, which is Ollama's default, and the options under OpenAI's names."""
     _require(loaded, fields)
     fields.ignore("keep_alive")
-    fields.refuse("think", "the chat template decides on reasoning", (False,))
-    body = {"speculative": fields.given("speculative"), "json_schema": _format(fields)}
+    has_switch = "enable_thinking" in (loaded.model.target.vocabulary.chat_template or "")
+    fields.refuse("think", "the chat template decides on reasoning", (True, False) if has_switch else (False,))
+    body: dict[str, Any] = (
+        {"reasoning_effort": "none"} if fields.given("think") is False and not fields.given("raw") else {}
+    )
+    body |= {"speculative": fields.given("speculative"), "json_schema": _format(fields)}
     options = fields.fields("options")
     if options is not None:
         body |= {name: options.given(name) for name in _SAMPLING}

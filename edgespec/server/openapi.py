@@ -79,6 +79,11 @@ _CHAT = _object(
         "tools": {"type": ["array", "null"], "items": {"type": "object"}, "maxItems": 128},
         "tool_choice": _CHOICE,
         "parallel_tool_calls": _FLAG,
+        "reasoning_effort": {
+            "type": ["string", "null"],
+            "description": "none: a model that can reason answers at once",
+        },
+        "chat_template_kwargs": {"type": ["object", "null"], "description": "Passed to the chat template"},
         "response_format": {"type": ["object", "null"]},
         "timings_per_token": {**_FLAG, "description": "In a stream: `timings` and `tokens`, with each one's drafter"},
     },

@@ -30,6 +30,7 @@ def as_chat(fields: Fields, limits: Limits) -> tuple[dict[str, Any], dict[str, A
     form = _read_format(fields)
     body["response_format"] = form
     _refuse_unsupported(fields)
+    body["reasoning_effort"] = (fields.given("reasoning") or {}).get("effort")
     metadata = fields.given("metadata")
     fields.finish()
     echoed = {

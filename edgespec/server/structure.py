@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from edgespec.config import GenerateOptions
-from edgespec.constraint.grammar import laid_out
 from edgespec.errors import CapabilityError, ConfigError, shown
+from edgespec.sampling.constraint.grammar import laid_out
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.service import Loaded
@@ -22,6 +22,8 @@ from edgespec.vocabulary import Vocabulary
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 MOST_CALLS = 4  # of one answer: small models tend to go on calling
+# Keywords of an object schema that nothing but `properties` adds properties to.
+_PLAIN_OBJECT = {"type", "properties", "required", "title", "description", "$defs", "definitions", "$schema"}
 _PLAIN = ("grammar", "regex", "free_until")
 
 
@@ -130,7 +132,12 @@ def _named(choice: object, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
-    return ANY_OBJECT | (tool["function"].get("parameters") or {})
+    """The schema of a tool's arguments. Without a word on further ones there are none: small models go on adding."""
+    found = ANY_OBJECT | (tool["function"].get("parameters") or {})
+    names, required = found.get("properties"), found.get("required", [])
+    if not (isinstance(names, dict) and isinstance(required, list) and found.keys() <= _PLAIN_OBJECT):
+        return found
+    return found | {"additionalProperties": False} if all(str(name) in names for name in required) else found
 
 
 def _call_schema(tool: Mapping[str, Any], parser: type[ToolParser]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_NO_JSON = ("<function=", "<arg_key>", "<invoke")  # what calls of Qwen3-Coder, GLM and MiniMax have between the marks
 _MISTRAL, _LLAMA = "[TOOL_CALLS]", "<|python_tag|>"
 
 
@@ -141,8 +142,8 @@ def tool_parser(template: str | None) -> type[ToolParser] | None:
     """The parser for a model's chat template; None if it renders no tools, or calls in a format that is not known."""
     if template is None or "tools" not in template:
         return None
-    if _OPEN in template and "<function=" not in template:
-        return _Hermes
+    if _OPEN in template:
+        return None if any(other in template for other in _NO_JSON) else _Hermes
     if _MISTRAL in template and "[ARGS]" not in template:
         return _Mistral
     return _Llama if "ipython" in template or _LLAMA in template else None

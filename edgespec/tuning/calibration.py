@@ -8,7 +8,7 @@ give wide passes too much weight.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median, quantiles
@@ -96,9 +96,9 @@ class DraftCalibration:
     cost: DraftCost
 
 
-def allowed_widths(engine: Engine, widths: Iterable[int] = WIDTHS) -> tuple[int, ...]:
-    """The `widths` that the engine supports."""
-    return tuple(width for width in widths if width <= engine.widest_pass)
+def allowed_widths(engine: Engine) -> tuple[int, ...]:
+    """Those of WIDTHS that the engine supports."""
+    return tuple(width for width in WIDTHS if width <= engine.widest_pass)
 
 
 def allowed_contexts(engine: Engine, requested: Sequence[int] | None, widest: int) -> tuple[int, ...]:

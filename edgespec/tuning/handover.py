@@ -10,7 +10,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,16 +30,33 @@ LOOKUPS = ("ngram", "suffix", "corpus", "cache")
 _ORIGINS = ("general.source.repo_url", "general.base_model.0.repo_url")
 HELP = {
     "vllm": ("vllm", "serve", "--help=all"),
-    "sglang": ("python", "-m", "sglang.launch_server", "--help"),
+    "sglang": ("sglang", "serve", "--help"),
     "llama-server": ("llama-server", "--help"),
 }
+# Original weights whose `vocab_size` is larger than that of the smaller models of their family. It is padding, but vLLM
+# and SGLang compare this number.
+_PADDED = frozenset(
+    {
+        "Qwen/Qwen2.5-7B-Instruct",
+        "Qwen/Qwen2.5-14B-Instruct",
+        "Qwen/Qwen2.5-32B-Instruct",
+        "Qwen/Qwen2.5-72B-Instruct",
+        "Qwen/Qwen2.5-Coder-7B-Instruct",
+        "Qwen/Qwen2.5-Coder-32B-Instruct",
+        "codellama/CodeLlama-7b-Instruct-hf",
+        "google/gemma-3-4b-it",
+        "google/gemma-3-12b-it",
+        "google/gemma-3-27b-it",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Handover:
     """How `engine` runs a pair. `target`, `draft`: hub ids or paths, none for lookups; `kind`: model, eagle3, ngram.
 
-    `length`: most tokens of a draft; `is_measured`: it was found by `edgespec tune` and is no guess.
+    `length`: most tokens of a draft; `is_measured`: it was found by `edgespec tune` and is no guess; `note`: what
+    differs from what was asked for, empty for nothing.
     """
 
     engine: str
@@ -48,6 +65,12 @@ class Handover:
     draft: str
     length: int
     is_measured: bool
+    note: str = ""
+
+    @property
+    def vocabularies_differ(self) -> bool:
+        """Whether the original weights of the draft have another `vocab_size` than the target's."""
+        return self.kind == "model" and (self.target in _PADDED) != (self.draft in _PADDED)
 
     @property
     def command(self) -> list[str]:
@@ -86,12 +109,17 @@ def handover(
         sources = weights or entry.original, draft_weights or (drafts_with.original if drafts_with else "")
     target, small = sources
     if kind == "eagle3":
-        if entry is None or not entry.heads or engine == "llama-server":
+        published = [head.repo for head in entry.heads if head.kind == kind] if entry else []
+        if not published or engine == "llama-server":
             raise ConfigError(f"no published EAGLE-3 head is known for {model!r} with {engine}: leave --heads out")
-        small = entry.heads[0].repo
+        small = published[0]
     if kind == "model" and not small:
         kind = "ngram"
-    return Handover(engine, target, kind, small if kind != "ngram" else "", int(length), is_measured)
+    made = Handover(engine, target, kind, small if kind != "ngram" else "", int(length), is_measured)
+    if engine == "sglang" and made.vocabularies_differ:
+        note = f"SGLang refuses {small} as a draft, whose vocab_size differs: its own n-gram lookup drafts"
+        return replace(made, kind="ngram", draft="", note=note)
+    return made
 
 
 def _measured(model: str, draft: str | None) -> tuple[Mapping[str, Any], bool]:
@@ -138,17 +166,20 @@ def _vllm(given: Handover) -> list[str]:
         spec |= {"method": "ngram", "prompt_lookup_max": LOOKUP_TOKENS, "prompt_lookup_min": LOOKUP_TOKENS - 1}
     else:
         spec |= {"method": "eagle3" if given.kind == "eagle3" else "draft_model", "model": given.draft}
+    if given.vocabularies_differ:
+        spec["use_heterogeneous_vocab"] = True
     return ["vllm", "serve", given.target, "--speculative-config", json.dumps(spec)]
 
 
 def _sglang(given: Handover) -> list[str]:
-    words = ["python", "-m", "sglang.launch_server", "--model-path", given.target]
+    words = ["sglang", "serve", "--model-path", given.target]
+    # A chain, one row of which is the token that is known already.
+    rows = ["--speculative-num-draft-tokens", str(given.length + 1)]
     if given.kind == "ngram":
-        return [*words, "--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(given.length)]
+        return [*words, "--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1", *rows]
     words += ["--speculative-algorithm", "EAGLE3" if given.kind == "eagle3" else "STANDALONE"]
     words += ["--speculative-draft-model-path", given.draft, "--speculative-num-steps", str(given.length)]
-    # A chain; its last row is the token that is known already.
-    return [*words, "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(given.length + 1)]
+    return [*words, "--speculative-eagle-topk", "1", *rows]
 
 
 def _llama_server(given: Handover) -> list[str]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from edgespec.config import DrafterName, DraftLength, EngineName, LoadOptions
+from edgespec.config import DrafterName, DraftLength, EngineName, LoadOptions, keywords_of
 from edgespec.drafters.spec import HEADS, MEDIUM, SPECS
 from edgespec.errors import CapabilityError
 from edgespec.runtime import Model, load
@@ -64,7 +63,7 @@ class TuneRequest:
 
     def load(self, loaded: Loaded, drafter: DrafterName) -> Model:
         """Load the pair as `loaded` says, for `drafter`. Raises the errors of `edgespec.load`."""
-        values: dict[str, Any] = {f.name: getattr(self.options, f.name) for f in dataclasses.fields(self.options)}
+        values = keywords_of(self.options)
         values |= {"model": loaded.model, "engine": loaded.engine, "threads": loaded.threads or None}
         values["drafter"] = drafter
         if loaded.reproducible is False:

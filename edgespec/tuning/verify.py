@@ -7,7 +7,7 @@ down meanwhile does not favour one side. The baseline is the mode in which the m
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 from typing import Protocol
@@ -78,18 +78,16 @@ class Report:
         return median(comparison.speed_ratio for comparison in self.comparisons) if self.comparisons else 0.0
 
 
-def comparisons(
-    model: Model, sampling: Sampling, options: GenerateOptions, prompts: Sequence[BuiltInPrompt] = PROMPTS
-) -> Iterator[Comparison]:
-    """Compare every prompt with greedy decoding, then with `sampling` if that is not greedy.
+def comparisons(model: Model, sampling: Sampling, options: GenerateOptions) -> Iterator[Comparison]:
+    """Compare every built-in prompt with greedy decoding, then with `sampling` if that is not greedy.
 
     Raises the errors of `Model.generate`.
     """
     plain = dataclasses.replace(options, drafter="none")
     warm_up = dataclasses.replace(options, max_tokens=_WARM_UP_TOKENS)
     for option in (warm_up, dataclasses.replace(warm_up, drafter="none")):
-        model.generate(_encode(model, prompts[0]), sampling, option)
-    pairs = [(prompt, temperature) for temperature in _temperatures(sampling) for prompt in prompts]
+        model.generate(_encode(model, PROMPTS[0]), sampling, option)
+    pairs = [(prompt, heat) for heat in sorted({0.0, sampling.temperature}) for prompt in PROMPTS]
     for index, (prompt, temperature) in enumerate(pairs):
         prompt_ids, settings = _encode(model, prompt), dataclasses.replace(sampling, temperature=temperature)
         order = (plain, options) if index % 2 == 0 else (options, plain)
@@ -122,10 +120,6 @@ def first_divergence(plain: Answer, drafted: Answer) -> Divergence | None:
     # Both rows follow the same text, so their normalisers are equal and log probabilities differ as the logits do.
     margin = plain.logprobs[position] - drafted.logprobs[position]
     return Divergence(position, plain.token_ids[position], drafted.token_ids[position], margin)
-
-
-def _temperatures(sampling: Sampling) -> tuple[float, ...]:
-    return (0.0,) if sampling.temperature == 0 else (0.0, sampling.temperature)
 
 
 def _encode(model: Model, prompt: BuiltInPrompt) -> list[int]:

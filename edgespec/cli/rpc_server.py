@@ -1,0 +1,92 @@
+"""`edgespec rpc-server`: lends this machine's devices to a target on another one (`--rpc`)."""
+
+from __future__ import annotations
+
+import ipaddress
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import click
+
+from edgespec.config.endpoints import DEFAULT_PORT, is_loopback
+from edgespec.engines.machine import physical_cores
+from edgespec.errors import ConfigError, EngineError
+from edgespec.formats.files import user_folder
+from edgespec.installation import require_engine
+
+WARNING = (
+    "WARNING: an RPC server has no password and no encryption, and its protocol is not safe against bad input: whoever "
+    "can reach this port can read what you write, and can probably run programs here. Use it in a network that you "
+    "trust, never on the internet, and end it when it is not needed."
+)
+
+
+@click.command(short_help="Lend this machine's devices to a model on another one.")
+@click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="IPv4 address to listen on [this machine only]")
+@click.option("--port", type=click.IntRange(1, 65535), default=DEFAULT_PORT, metavar="N", help=f"Port [{DEFAULT_PORT}]")
+@click.option("-t", "--threads", type=click.IntRange(1, 512), metavar="N", help="CPU threads [physical cores]")
+@click.option(
+    "-dev", "--device", metavar="NAMES", help="Devices to lend, as doctor lists them [GPUs, else the processor]"
+)
+@click.option(
+    "-c", "--cache", is_flag=True, help="Store received weights on this disk, so that they are sent only once"
+)
+def command(host: str, port: int, threads: int | None, device: str | None, cache: bool) -> int:
+    """Lend this machine's devices to a target on another machine, which names this one with --rpc HOST:PORT.
+
+    It serves one program after another until Ctrl-C. Both machines need the same version of llama.cpp, built with RPC.
+
+    There is no password and no encryption, and the protocol is not safe against bad input: use it in a network that you
+    trust only.
+    """
+    _require_free(host, port)
+    require_engine("llamacpp", "rpc-server")
+    from edgespec.engines.llamacpp.devices import require_rpc, serve_rpc
+    from edgespec.engines.remote_sockets import start_watching
+
+    require_rpc("edgespec rpc-server")
+    names = tuple(name.strip() for name in device.split(",")) if device else ()
+    if not is_loopback(host):
+        click.secho(WARNING, err=True, fg="yellow")
+    click.echo(
+        f"RPC server on {host}:{port}; on the other machine: edgespec chat MODEL --rpc {_reached_as(host)}:{port}"
+    )
+    sys.stdout.flush()
+    start_watching([port])
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the library would only drop its client
+    serve_rpc(
+        f"{host}:{port}", threads=threads or physical_cores(), names=names, cache_folder=_folder() if cache else None
+    )
+    raise EngineError(f"the RPC server on {host}:{port} ended by itself; the library says why above")
+
+
+def _require_free(host: str, port: int) -> None:
+    """Raises ConfigError where nothing can listen on `host` and `port`."""
+    try:
+        ipaddress.IPv4Address(host)
+    except ValueError:
+        raise ConfigError(
+            f"--host {host!r} is no IPv4 address, such as 127.0.0.1, or 0.0.0.0 for all networks"
+        ) from None
+    with socket.socket() as trial:
+        if sys.platform != "win32":  # there it would allow two servers on one port
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((host, port))
+        except OSError as exc:
+            raise ConfigError(
+                f"nothing can listen on {host}:{port}: {exc.strerror}. Give another --host or --port"
+            ) from exc
+
+
+def _reached_as(host: str) -> str:
+    """An address to type on the other machine."""
+    return "ADDRESS" if host == "0.0.0.0" else host
+
+
+def _folder() -> Path:
+    folder = user_folder("cache") / "rpc"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
