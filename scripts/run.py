@@ -6,11 +6,14 @@
     python3 scripts/run.py lint              check style and types
     python3 scripts/run.py COMMAND [ARGS]    any edgespec command
     python3 scripts/run.py install EXTRA...  add an extra: llamacpp, export, train, ...
+    python3 scripts/run.py install llamacpp --backend cuda
+                                             compile llama.cpp for a GPU: cuda, metal, rocm or vulkan; rpc: to spread a
+                                             model over several machines; several with commas: cuda,rpc
 
 The first call installs, in half a minute and without a compiler. A later call starts at once and needs no network.
 GGUF files, --engine llamacpp and the tests need llama.cpp, which is installed when it is first asked for: a ready wheel
 where pip finds one, else it is compiled, 6 to 10 minutes on two cores. Ctrl-C stops that and keeps all that was there.
-Settings for the compiler go through CMAKE_ARGS, for example CMAKE_ARGS=-DGGML_CUDA=on for an NVIDIA GPU.
+Further settings for the compiler go through CMAKE_ARGS.
 """
 
 import sys
@@ -52,6 +55,14 @@ EXTRAS = {
     "distill": ["train"],
     "train-heads": ["train"],
 }
+# Backends of llama.cpp, and what CMake has to be told for each.
+BACKENDS = {
+    "cuda": "-DGGML_CUDA=ON",
+    "metal": "-DGGML_METAL=ON",
+    "rocm": "-DGGML_HIP=ON",
+    "vulkan": "-DGGML_VULKAN=ON",
+    "rpc": "-DGGML_RPC=ON",
+}
 SECONDS_BETWEEN_LINES = 30
 MOST_SHOWN = 240  # characters of a line of somebody else's output
 LIKELY_FIXES = (
@@ -68,6 +79,17 @@ LIKELY_FIXES = (
         "install a C++ compiler: apt install build-essential (Debian, Ubuntu), dnf install gcc-c++ (Fedora), "
         "xcode-select --install (macOS)",
     ),
+    (
+        r"LayerSettingEXT",
+        "the Vulkan headers here are too old for llama.cpp, which needs 1.3.272 or newer (Debian 13, Ubuntu 24): get "
+        "the SDK from vulkan.lunarg.com, or name newer headers with CMAKE_ARGS=-DVulkan_INCLUDE_DIR=FOLDER",
+    ),
+    (
+        r"Could NOT find Vulkan|GLSLC_EXECUTABLE-NOTFOUND",
+        "install the Vulkan SDK: apt install libvulkan-dev glslc spirv-headers (Debian, Ubuntu), or vulkan.lunarg.com",
+    ),
+    (r"CUDA Toolkit not found|No CMAKE_CUDA_COMPILER|nvcc", "install the CUDA toolkit, and put its nvcc on the PATH"),
+    (r"hip-config|hipcc|No CMAKE_HIP_COMPILER", "install AMD's ROCm with its HIP compiler, and put it on the PATH"),
     (r"No space left|Errno 28", "free some disk space: the build needs about 2 GB"),
     (
         r"Killed|internal compiler error|Cannot allocate memory",
@@ -115,17 +137,56 @@ def make_ready(extras: list[str], why: str) -> None:
                 set_up(extras, why)
 
 
-def install_extras(names: list[str]) -> int:
+def install_extras(words: list[str]) -> int:
     known = requirements()
+    names, backends = split_backends(words)
     unknown = [name for name in names if name not in known]
-    if unknown or not names:
+    unknown_backends = [name for name in backends if name not in BACKENDS]
+    asks = any(word.partition("=")[0] == "--backend" for word in words)
+    if unknown_backends or (asks and not backends):
+        what = f"no backend {', '.join(map(repr, unknown_backends))}" if unknown_backends else "which backend?"
+        print(f"error: {what}; known: {', '.join(BACKENDS)}", file=sys.stderr)
+        return 2
+    if unknown or not (names or backends):
         what = f"no extra {', '.join(map(repr, unknown))}" if unknown else "which extra?"
         print(f"error: {what}; known: {', '.join(known)}", file=sys.stderr)
         return 2
+    if backends:
+        return install_backends(names, backends)
     is_new = not is_ready(names)
     make_ready(names, "the extra llamacpp")
     if not is_new:
         say(f"already installed: {', '.join(names)}")
+    return 0
+
+
+def split_backends(words: list[str]) -> tuple[list[str], list[str]]:
+    """Names of extras, and those that follow --backend, which asks for llama.cpp."""
+    names = [part for word in words for part in split_option(word)]
+    backends: list[str] = []
+    while "--backend" in names:
+        at = names.index("--backend")
+        backends += [name for name in "".join(names[at + 1 : at + 2]).split(",") if name]
+        del names[at : at + 2]
+    return names, list(dict.fromkeys(backends))
+
+
+def install_backends(names: list[str], backends: list[str]) -> int:
+    """Compile llama.cpp with `backends` and put it in place of the one that is there; it is kept until then."""
+    make_ready([name for name in names if name != "llamacpp"], "")
+    settings = [os.environ.get("CMAKE_ARGS", ""), *(BACKENDS[backend] for backend in backends)]
+    os.environ["CMAKE_ARGS"] = " ".join(filter(None, settings))
+    with setup_lock():
+        say(f"compiling llama.cpp with {', '.join(backends)}: 6 to 10 minutes on two cores, longer for a GPU")
+        shutil.rmtree(WHEELS, ignore_errors=True)
+        WHEELS.mkdir()
+        wanted = requirements()["llamacpp"]
+        fresh = ["--no-deps", "--no-cache-dir", "--no-binary=llama-cpp-python"]
+        command = pip("wheel", "--verbose", *fresh, f"--wheel-dir={WHEELS}", *wanted)
+        step("building llama.cpp", command, log=VENV / "llamacpp.log")
+        command = pip("install", "--force-reinstall", "--no-deps", "--no-index", f"--find-links={WHEELS}", *wanted)
+        step("installing it", command, log=LOG)
+        install(sorted({"llamacpp", *names, *installed_extras()} & requirements().keys()))
     return 0
 
 

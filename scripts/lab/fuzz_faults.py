@@ -40,6 +40,7 @@ STREAMS = (
     "</dev/null",
 )
 TIMEOUT_S = 100.0
+INTERRUPTED = 130
 BEGUN = "import sys; sys.stdout.write('.'); sys.stdout.flush(); from edgespec.__main__ import main; main()"
 
 
@@ -79,6 +80,8 @@ def _interrupt(rng: random.Random) -> Made:
                 code = process.wait(TIMEOUT_S)
             finally:
                 process.kill()
+        if code == -signal.SIGINT:
+            code = INTERRUPTED  # all was done, and Python had put back the system's own answer to Ctrl-C
         _judge(code, (folder / "said").read_bytes(), "chat" in arguments)
 
     return f"{arguments[0]} after {after_s:.2f} s", run

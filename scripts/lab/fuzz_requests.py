@@ -12,8 +12,8 @@ import numpy as np
 import edgespec
 from edgespec import GenerateOptions, Sampling
 from edgespec.cli.main import COMMANDS
+from edgespec.config.settings import SETTINGS
 from edgespec.runtime import Model
-from edgespec.settings import SETTINGS
 from fuzz_cases import Case, Garbage, Known, command_line
 from fuzz_mutate import ODD_VALUES
 

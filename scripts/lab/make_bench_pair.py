@@ -3,7 +3,7 @@
     python scripts/lab/make_bench_pair.py --size 1b --formats q8_0,q4_k_m
     edgespec generate FOLDER -p "Hi, can you find me a restaurant?"
 
-Needs `python3 scripts/run.py install export`: GGUF for the package gguf alone, int8, w8a8 and int4 (ONNX) for all.
+Needs `python3 scripts/run.py install export`. A target that does not write what the demo writes is refused.
 Interrupted, the same command goes on where it stopped. Nothing is written into the repository.
 """
 

@@ -1,6 +1,6 @@
 """Loads a pair under many memory budgets, from too small to plenty, and measures whether each is kept.
 
-    python scripts/lab/measure_budgets.py models/demo --kinds budget,addresses,data,group --budgets 50 [--most-s 600]
+    python scripts/lab/measure_budgets.py models/demo --kinds budget,addresses,data,group --budgets 50 [-c 1024]
 
 Every child process fills its context and drafts. It must run and stay within its budget, or refuse in one line before
 anything is loaded; a child that the kernel ends, that fails in another way or that takes more is listed. `budget` is
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from edgespec.config import LoadOptions
 from edgespec.errors import CapabilityError
-from edgespec.loading.opening import resolve_pair
+from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import fit
 from edgespec.memory.verdict import Room
 from memory_group import MemoryGroup, NoGroup, memory_group
@@ -39,7 +39,7 @@ KINDS: dict[str, tuple[int | None, str]] = {
     "data": (resource.RLIMIT_DATA, "VmData"),
     "group": (None, ""),
 }
-CHILD_S, EVERY_S = 120.0, 0.01
+CHILD_S, EVERY_S = 300.0, 0.01
 NEW_TOKENS = 16
 MIB = 1 << 20
 CHILD = """
@@ -89,10 +89,11 @@ def run(options: dict[str, Any], kind: str, limit: int, group: MemoryGroup | Non
         child.stdin.flush()
     except BrokenPipeError:
         pass
-    peak, end_s = 0, monotonic() + CHILD_S
+    peak, looks = 0, 0
     while child.poll() is None:
         peak = max(peak, anonymous_bytes(child.pid))
-        if monotonic() > end_s:
+        looks += 1
+        if looks * EVERY_S > CHILD_S:  # of its own time: a machine that stops both for a while is not counted
             child.kill()
             child.communicate()
             return "too slow", peak, ""
@@ -137,10 +138,14 @@ def main() -> None:
     parser.add_argument("--engine", default="auto")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--budgets", type=int, default=50)
+    parser.add_argument("-c", "--ctx-size", type=int, help="as it is given to every child; else a budget may change it")
+    parser.add_argument("--draft", help="a draft model for a target that has none")
     parser.add_argument("--most-s", type=float, default=600.0)
     parser.add_argument("-v", "--verbose", action="store_true", help="one line per budget")
     given = parser.parse_args()
     base: dict[str, Any] = {"model": given.model, "engine": given.engine, "threads": 1}
+    base |= {} if given.ctx_size is None else {"context_length": given.ctx_size}
+    base |= {} if given.draft is None else {"draft": given.draft}
     least, most = needs(base)
     end_s = monotonic() + given.most_s
     with tempfile.TemporaryDirectory() as home:

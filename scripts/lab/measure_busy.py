@@ -2,7 +2,8 @@
 
 `PYTHONPATH=. python scripts/lab/measure_busy.py [MODEL] [--drafter NAME]`. Runs take turns, idle and beside
 one busy child, which is a Python loop on no particular core; what is printed are ratios of tokens per second, paired by
-turn, with their standard errors. MODEL is a registry name or a path (default: the demo). Two minutes for a model of
+turn, with their standard errors. "light" is a child that computes for 1.5 ms a hundred times a second, as programs do
+that wait in the background. MODEL is a registry name or a path (default: the demo). Two minutes for a model of
 135M. OMP_WAIT_POLICY must not be set: it changes what is measured.
 """
 
@@ -26,15 +27,22 @@ import edgespec
 from edgespec import GenerateOptions, Sampling
 from edgespec.engines.machine import physical_cores
 
+LIGHT = """import time
+while True:
+    until = time.perf_counter() + 0.0015
+    while time.perf_counter() < until: pass
+    time.sleep(0.0085)
+"""
+LOADS = {"idle": "", "light": LIGHT, "busy": "while True: pass"}
 PROMPT = "Explain in a few sentences how a bicycle stays upright, and what that has to do with its wheels."
 MOST_S = 200.0  # after which no further turn begins
 RUN_S = 4.0
 
 
 @contextmanager
-def busy_child(count: int) -> Iterator[None]:
-    """`count` programs that compute and do nothing else."""
-    children = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+def busy_child(program: str) -> Iterator[None]:
+    """Another program; none for ""."""
+    children = [subprocess.Popen([sys.executable, "-c", program])] if program else []
     try:
         time.sleep(0.3)
         yield
@@ -73,8 +81,8 @@ def measure(
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     order = list(models)
     for turn in range(turns):
-        for load, children in (("idle", 0), ("busy", 1)):
-            with busy_child(children):
+        for load, program in LOADS.items():
+            with busy_child(program):
                 random.Random(turn).shuffle(order)
                 for name in order:
                     found[load][name].append(rate(models[name], tokens, turn))
@@ -87,7 +95,7 @@ def report(found: dict[str, dict[str, list[float]]], all_cores: str) -> None:
     for load, rates in found.items():
         fixed = {name: statistics.geometric_mean(each) for name, each in rates.items() if name != "auto"}
         best = max(fixed, key=fixed.__getitem__)
-        against = best if load == "busy" else all_cores
+        against = all_cores if load == "idle" else best
         for name, each in rates.items():
             ratios = [mine / theirs for mine, theirs in zip(each, rates[against], strict=True)]
             print(f"{load}: {name:>9} threads / {against}: {summed(ratios)}   ({len(each)} runs)")

@@ -1,9 +1,15 @@
 """What the types of a KV cache cost: bytes, and quality of the target's text.
 
     python scripts/lab/measure_cache_types.py MODEL --text FILE.jsonl.xz [--engine onnx] [--windows 4]
+    python scripts/lab/measure_cache_types.py MODEL --text FILE.jsonl.xz [--engine onnx] --draft FILE [--prompts 8]
 
-The target reads `--text` (records with `prompt`) in windows of 512 tokens; perplexity, the share of tokens whose most
-likely next token is that of the first type's, and the mean KL divergence from it, with standard errors over windows.
+The target reads `--text` (records with `prompt` or `turns`) in windows of 512 tokens; perplexity, the share of tokens
+whose most likely next token is that of the first type's, and the mean KL divergence from it, with standard errors over
+windows.
+
+With `--draft` it measures acceptance instead: answers to `--prompts` of the texts without temperature, 4 tokens drafted
+by that model in every round, and the share of them that the target accepts. The draft's cache alone, the target's alone
+and both have each type; changes against the first type in both are prompt by prompt, with standard errors over prompts.
 """
 
 from __future__ import annotations
@@ -24,7 +30,8 @@ import edgespec
 from edgespec.types import Batch
 
 WINDOW, PIECE, CONTEXT = 512, 32, 2048
-MOST_TEXT = 20_000  # characters
+MOST_TEXT, MOST_PROMPT = 20_000, 1000  # characters
+DRAFT_LENGTH, NEW_TOKENS = 4, 96
 TYPES = {"llamacpp": ("f16", "q8_0", "q4_0"), "onnx": ("f32", "int8")}
 
 
@@ -37,10 +44,11 @@ class Quality:
     divergence: list[float]
 
 
-def records(path: Path, key: str) -> list[str]:
+def texts(path: Path) -> list[str]:
+    """The prompts, or the first turns, of a file's records."""
     with lzma.open(path, "rt", encoding="utf-8") as file:
-        found = [json.loads(line)[key] for line in file]
-    return [value if isinstance(value, str) else str(value[0]) for value in found]
+        records = [json.loads(line) for line in file]
+    return [record["prompt"] if "prompt" in record else record["turns"][0] for record in records]
 
 
 def opened(model: str, engine: str, kind: str, **options: Any) -> edgespec.Model:
@@ -92,14 +100,51 @@ def error_of(values: list[float]) -> float:
     return float(np.std(values, ddof=1) / math.sqrt(len(values)))
 
 
+def accepted(model: edgespec.Model, prompts: list[str]) -> list[float]:
+    """The acceptance rate of each prompt."""
+    options = edgespec.GenerateOptions(max_tokens=NEW_TOKENS)
+    greedy = edgespec.Sampling(temperature=0)
+    found = []
+    for prompt in prompts:
+        stats = model.chat([{"role": "user", "content": prompt}], greedy, options).result().stats
+        found.append(stats.acceptance_rate)
+    return found
+
+
+def show_acceptance(model: str, draft: Path, engine: str, prompts: list[str]) -> None:
+    plain, *others = TYPES[engine]
+    print("target  draft   acceptance     change", flush=True)
+    pairs = (pair for kind in others for pair in ((plain, kind), (kind, plain), (kind, kind)))
+    first: list[float] = []
+    for target_kind, draft_kind in ((plain, plain), *pairs):
+        kinds = {} if draft_kind == "f32" else {"draft_cache_type_k": draft_kind, "draft_cache_type_v": draft_kind}
+        how = {"draft": draft, "drafter": "model", "draft_length": DRAFT_LENGTH, **kinds}
+        with opened(model, engine, target_kind, **how) as pair:
+            rates = accepted(pair, prompts)
+        first = first or rates
+        change = np.array(rates) - np.array(first)
+        print(
+            f"{target_kind:6}  {draft_kind:6}  {np.mean(rates):.4f}±{error_of(rates):.4f}  {np.mean(change):+.4f}±"
+            f"{error_of(change.tolist()):.4f}",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--engine", default="llamacpp", choices=TYPES)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--windows", type=int, default=4)
+    parser.add_argument("--draft", type=Path)
+    parser.add_argument("--prompts", type=int, default=8)
     given = parser.parse_args()
-    text = "\n\n".join(sorted(records(given.text, "prompt"), key=len)[-200:])[:MOST_TEXT]
+    if given.draft is not None:
+        short = [text for text in texts(given.text) if len(text) < MOST_PROMPT]
+        prompts = short[:: max(len(short) // given.prompts, 1)][: given.prompts]  # of all kinds
+        show_acceptance(given.model, given.draft, given.engine, prompts)
+        return
+    text = "\n\n".join(sorted(texts(given.text), key=len)[-200:])[:MOST_TEXT]
     first: Quality | None = None
     print("type  bytes/token  perplexity     change        agrees        KL (nats)")
     with tempfile.TemporaryDirectory() as folder:

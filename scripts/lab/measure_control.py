@@ -31,13 +31,14 @@ import numpy as np
 
 import edgespec
 from edgespec import GenerateOptions, Model, Sampling
-from edgespec.acceptance import coupled
 from edgespec.control.auto import AutoController
-from edgespec.decode import Run, speculative
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.engines.sequence import CachedSequence
+from edgespec.generation.decode import speculative
+from edgespec.generation.run_state import Run
 from edgespec.sampling import Sampler
-from edgespec.stopping import StopRules
+from edgespec.sampling.acceptance import coupled
+from edgespec.sampling.stopping import StopRules
 from edgespec.types import Draft, TokenIds
 
 SHORT_ANSWER = 8

@@ -4,11 +4,14 @@
 
 DATA is the folder with spec_bench_dev.jsonl.xz. MODEL is a GGUF, an ONNX folder or a pair. The base line is plain
 decoding in the fastest mode (`--no-reproducible --drafter none`), whole answers with the reading of the prompt. Every
-prompt is answered by each setting, there and back, each time from an empty KV cache; what automatic decoding learns
-from the texts before stays, as in use, from an empty cache folder on. Settings: the default (`auto`), plain decoding in
-the default mode, and, with `--reproducible`, both in reproducible mode. `--natural-end` lets answers end where the
-model ends them; text past the end often repeats itself, which flatters lookups. `--loop` adds llama-cpp-python's own
-loop around `Llama.eval` for GGUF files.
+prompt is answered `--repeat` times by each setting, by turns, from empty caches and without the texts before; the
+fastest answer of each counts, since disturbances only make it longer. The fastest mode may write other texts, which end
+elsewhere: all settings are timed to the last token of the shortest answer, and the share of equal texts is told. What
+automatic decoding learns of costs and drafters stays, as in use, from an empty cache folder on. Settings: the default
+(`auto`), the base line loaded once more ("plain again": what is left of the machine's noise) and, with
+`--reproducible`, both in reproducible mode.
+`--natural-end` lets answers end where the model ends them; text past the end often repeats itself, which flatters
+lookups. `--loop` adds llama-cpp-python's own loop around `Llama.eval` for GGUF files.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ import edgespec
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.errors import PromptError
 
-Answer = Callable[[list[int]], tuple[float, int]]  # of prompt ids: (seconds per token, tokens)
+Tokens = list[tuple[int, float]]  # of an answer: token ids and the seconds from the request until each
+Answer = Callable[[list[int]], Tokens]  # of prompt ids
 
 
 def prompts_of(folder: Path, count: int) -> list[tuple[str, str]]:
@@ -62,10 +66,10 @@ def fresh_home() -> Iterator[None]:
 
 
 def answering(model: Model, sampling: Sampling, options: GenerateOptions) -> Answer:
-    def answer(ids: list[int]) -> tuple[float, int]:
+    def answer(ids: list[int]) -> Tokens:
         model.forget()
-        result = model.generate(ids, sampling, options)
-        return result.stats.wall_s / result.stats.new_tokens, result.stats.new_tokens
+        started_s = perf_counter()
+        return [(event.token_id, perf_counter() - started_s) for event in model.stream(ids, sampling, options)]
 
     return answer
 
@@ -76,13 +80,15 @@ def own_loop(path: Path, tokens: int, threads: int, context_length: int) -> Answ
 
     llama = Llama(str(path), n_ctx=context_length, n_threads=threads, n_threads_batch=threads, verbose=False)
 
-    def answer(ids: list[int]) -> tuple[float, int]:
+    def answer(ids: list[int]) -> Tokens:
         llama.reset()
+        written: Tokens = []
         started_s = perf_counter()
-        llama.eval(ids)
-        for _ in range(tokens - 1):
-            llama.eval([int(np.argmax(llama._ctx.get_logits_ith(-1)[: llama.n_vocab()]))])
-        return (perf_counter() - started_s) / tokens, tokens
+        for _ in range(tokens):
+            llama.eval([written[-1][0]] if written else ids)
+            token_id = int(np.argmax(llama._ctx.get_logits_ith(-1)[: llama.n_vocab()]))
+            written.append((token_id, perf_counter() - started_s))
+        return written
 
     return answer
 
@@ -95,6 +101,7 @@ def measure(path: str, chosen: argparse.Namespace) -> None:
     with fresh_home(), ExitStack() as stack:
         models = {
             "fastest plain": edgespec.load(path, **shared, reproducible=False, drafter="none"),
+            "plain again": edgespec.load(path, **shared, reproducible=False, drafter="none"),
             "default": edgespec.load(path, **shared, **drafts),
         }
         if chosen.reproducible:
@@ -114,21 +121,31 @@ def measure(path: str, chosen: argparse.Namespace) -> None:
             except PromptError:  # a model without a chat template
                 ids = first.encode(text)
             asked.append((kind, ids[: chosen.prompt_tokens]))
-        report(path, settings, asked[: chosen.prompts])
+        report(path, settings, asked[: chosen.prompts], chosen.repeat)
 
 
-def report(path: str, settings: dict[str, Answer], asked: list[tuple[str, list[int]]]) -> None:
+def seconds_to(last: int, answers: list[Tokens]) -> float:
+    """Until the token number `last`, in the fastest of several answers."""
+    return min(answer[last - 1][1] for answer in answers)
+
+
+def report(path: str, settings: dict[str, Answer], asked: list[tuple[str, list[int]]], repeats: int) -> None:
     taken: dict[str, list[float]] = defaultdict(list)
+    same: dict[str, int] = defaultdict(int)
     for answer in settings.values():
         answer(asked[0][1][:20])  # pages and buffers are touched before anything counts
-    for kind, ids in asked:
-        seconds: dict[str, float] = defaultdict(float)
-        for name in (*settings, *reversed(settings)):
-            seconds[name] += settings[name](ids)[0]
+    for number, (kind, ids) in enumerate(asked):
+        answers: dict[str, list[Tokens]] = defaultdict(list)
+        for turn in range(number, number + repeats):
+            for name in settings if turn % 2 else reversed(settings):
+                answers[name].append(settings[name](ids))
+        last = min(len(answer) for each in answers.values() for answer in each)
+        texts = {name: [token_id for token_id, _ in each[0]] for name, each in answers.items()}
         for name in settings:
-            taken[name].append(seconds[name])
-        found = "  ".join(f"{name} {seconds['fastest plain'] / seconds[name]:.2f}" for name in settings)
-        print(f"  {kind:14} {len(ids):4} prompt tokens  {found}", flush=True)
+            taken[name].append(seconds_to(last, answers[name]))
+            same[name] += texts[name] == texts["fastest plain"]
+        found = "  ".join(f"{name} {taken['fastest plain'][-1] / taken[name][-1]:.2f}" for name in settings)
+        print(f"  {kind:14} {len(ids):4} prompt tokens, {last} new  {found}", flush=True)
     base = taken["fastest plain"]
     print(path)
     for name, each in taken.items():
@@ -136,7 +153,7 @@ def report(path: str, settings: dict[str, Answer], asked: list[tuple[str, list[i
         error = stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0
         print(
             f"  {name:20} {sum(base) / sum(each):.3f}x of all time, mean of prompts {mean(ratios):.3f} +- {error:.3f}, "
-            f"worst {min(ratios):.2f}"
+            f"worst {min(ratios):.2f}; {same[name]} of {len(asked)} texts as plainly"
         )
 
 
@@ -146,6 +163,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--draft", type=Path)
     parser.add_argument("--prompts", type=int, default=13)
+    parser.add_argument("--repeat", type=int, default=2, help="answers of each setting to a prompt; the fastest counts")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--prompt-tokens", type=int, default=900, help="longer prompts are cut (default %(default)s)")
     parser.add_argument("--temp", type=float, default=0.0)

@@ -1,11 +1,13 @@
 """Compares the memory that edgespec plans with what a child process takes, for pairs, contexts, caches and drafters.
 
     python scripts/lab/measure_memory.py models/demo=demo FOLDER=NAME ... [--only TEXT] [--most-s 900]
+    python scripts/lab/measure_memory.py models/demo=demo FOLDER=NAME ... --held-out 24 [--seed 1]
 
 Each child loads one combination, fills its context and drafts; meanwhile its /proc/PID/smaps_rollup is read. Measured
 is the peak of its own pages and of those of files that are resident, counted in full although other processes may
 share them; PSS, which divides shared pages, stands beside it. A plan is right within 5% or 30 MB, and low when it is
-more than 3% under the measured peak.
+more than 3% under the measured peak. `--held-out N` draws N combinations at random from contexts, types of caches and
+drafters that the formulas were never corrected with, as evenly from each engine of each pair as N allows.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import itertools
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -27,8 +30,14 @@ from typing import Any
 from edgespec.loading.registry import resolve
 
 RIGHT_SHARE, RIGHT_BYTES, LOW_SHARE = 0.05, 30_000_000, 0.03
-EVERY_S, CHILD_S = 0.02, 240.0
+EVERY_S, CHILD_S = 0.02, 900.0
 CONTEXTS = (512, 2048)
+# Of --held-out; of each cache the keys' and the values' type, and None for the plain one.
+OTHER_CONTEXTS = (768, 1024, 1536, 3000, 4096)
+OTHER_CACHES: dict[str, tuple[tuple[str | None, str | None], ...]] = {
+    "llamacpp": ((None, None), ("q8_0", "q8_0"), ("f32", "f32"), ("q8_0", "f16"), ("q4_0", "q4_0")),
+    "onnx": ((None, None), ("int8", "int8")),
+}
 NEW_TOKENS = 24
 PARTS = ("own", "own_peak"), ("mapped", "file_peak")
 TEXTS = Path(__file__).resolve().parents[2] / "docs"  # prose: the rows of an embedding that occur in it are mapped
@@ -42,7 +51,9 @@ class Case:
     options: dict[str, Any]
 
     def __str__(self) -> str:
-        shown = (f"{value}" for key, value in self.options.items() if key not in ("model", "cache_type_v", "threads"))
+        shown = (
+            f"{value}" for key, value in self.options.items() if key not in ("model", "threads") and value is not None
+        )
         return " ".join((self.name, *shown))
 
 
@@ -56,6 +67,31 @@ def cases(pairs: dict[str, str]) -> Iterator[Case]:
                 kind = "int8" if engine == "onnx" else "q8_0"
                 options |= {"cache_type_k": kind, "cache_type_v": kind}
             yield Case(name, options)
+
+
+def held_out(pairs: dict[str, str], number: int, seed: int, most_context: int) -> Iterator[Case]:
+    """`number` cases, the engines of the pairs in turn."""
+    draw = random.Random(seed)
+    engines = [(path, engine) for path in pairs for engine in resolve(path, check_hashes=False).engines]
+    seen: set[str] = set()
+    for path, engine in itertools.islice(itertools.cycle(engines), 50 * number):
+        pair = resolve(path, engine=engine, check_hashes=False)
+        drafters = ("none", "ngram", "lookahead") if pair.draft is None else ("none", "ngram", "model", "tree")
+        keys, values = draw.choice(OTHER_CACHES[engine])
+        contexts = [size for size in OTHER_CONTEXTS if size <= min(pair.context_length or size, most_context)]
+        context, drafter = draw.choice(contexts), draw.choice(drafters)
+        options: dict[str, Any] = {"model": path, "engine": engine, "context_length": context, "drafter": drafter}
+        options |= {"cache_type_k": keys, "cache_type_v": values} if keys else {}
+        if drafter in ("model", "tree"):
+            draft_keys, draft_values = draw.choice(OTHER_CACHES[engine])
+            options |= {"draft_cache_type_k": draft_keys, "draft_cache_type_v": draft_values}
+            options |= {"draft_context_length": draw.choice((512, context))}
+        case = Case(pairs[path], {**options, "threads": 1})
+        if str(case) not in seen:
+            seen.add(str(case))
+            yield case
+        if len(seen) == number:
+            return
 
 
 def run_child(options: dict[str, Any]) -> None:
@@ -81,13 +117,14 @@ def measured(case: Case, home: str) -> dict[str, float] | str:
     command = [sys.executable, __file__, "--child", json.dumps(case.options)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     peak = {"pss": 0.0, "own_peak": 0.0, "file_peak": 0.0}
-    began_s = monotonic()
+    looks = 0
     while child.poll() is None:
         sizes = _rollup(child.pid)
         peak["pss"] = max(peak["pss"], sizes.get("Pss", 0))
         peak["own_peak"] = max(peak["own_peak"], sizes.get("Anonymous", 0))
         peak["file_peak"] = max(peak["file_peak"], sizes.get("Rss", 0) - sizes.get("Anonymous", 0))
-        if monotonic() - began_s > CHILD_S:
+        looks += 1
+        if looks * EVERY_S > CHILD_S:  # of its own time: a machine that stops both for a while is not counted
             child.kill()
             return "took too long"
         sleep(EVERY_S)
@@ -116,6 +153,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pairs", nargs="*", metavar="PATH=NAME")
     parser.add_argument("--only", default="", help="cases whose description contains this")
+    parser.add_argument("--held-out", type=int, metavar="N")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--most-context", type=int, default=OTHER_CONTEXTS[-1], help="of --held-out, in tokens")
     parser.add_argument("--most-s", type=float, default=900.0)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -127,7 +167,8 @@ def main() -> None:
     end_s = monotonic() + given.most_s
     print(f"{'case':58} {'planned':>8} {'peak':>8} {'PSS':>8} {'own':>12} {'mapped':>12}  verdict (MB)")
     with tempfile.TemporaryDirectory() as home:
-        for case in cases(pairs):
+        chosen = held_out(pairs, given.held_out, given.seed, given.most_context) if given.held_out else cases(pairs)
+        for case in chosen:
             if not all(word in str(case).split() for word in given.only.split()):
                 continue
             found = "not run: out of time" if monotonic() > end_s else measured(case, home)

@@ -32,14 +32,14 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "residual without subtracting the draft",
-        "acceptance.py",
+        "sampling/acceptance.py",
         "np.maximum(reach * target.probs - _probs_at(proposed, target.token_ids), 0)",
         "np.maximum(reach * target.probs - 0 * _probs_at(proposed, target.token_ids), 0)",
         ("tests/core/test_verify.py",),
     ),
     Mutant(
         "stop one token early: the last draft token is never accepted",
-        "acceptance.py",
+        "sampling/acceptance.py",
         "            if choices.accept(ratio, position + len(path), attempt):\n",
         "            if child + 1 < draft.num_tokens and choices.accept(ratio, position + len(path), attempt):\n",
         ("tests/core/test_verify.py",),
@@ -56,28 +56,28 @@ MUTANTS = (
     ),
     Mutant(
         "off by one row",
-        "decode.py",
+        "generation/decode.py",
         "return run.sampler.distribution(logits[node + 1], history)",
         "return run.sampler.distribution(logits[max(node, 0)], history)",
         ("tests/core/test_lossless.py",),
     ),
     Mutant(
         "draw the residual with the noise that drew the draft",
-        "acceptance.py",
+        "sampling/acceptance.py",
         "choices.pick(remainder, position + len(path), Stream.RESIDUAL)",
         "choices.pick(remainder, position + len(path), Stream.DRAFT)",
         ("tests/core/test_fresh_draws.py",),
     ),
     Mutant(
         "forget what the siblings before took from the target",
-        "acceptance.py",
+        "sampling/acceptance.py",
         "            remainder = residual(remainder, proposed)\n",
         "            remainder = residual(target_at(node, path), proposed)\n",
         ("tests/core/test_verify_trees.py",),
     ),
     Mutant(
         "judge all siblings by one draw",
-        "acceptance.py",
+        "sampling/acceptance.py",
         "choices.accept(ratio, position + len(path), attempt)",
         "choices.accept(ratio, position + len(path))",
         ("tests/core/test_verify_trees.py",),
@@ -105,7 +105,7 @@ MUTANTS = (
     ),
     Mutant(
         "judge a position again by the draw of the round before",
-        "acceptance.py",
+        "sampling/acceptance.py",
         "choices.accept(chance, position + node, node)",
         "choices.accept(chance, position + node)",
         ("tests/core/test_fresh_draws.py",),
@@ -120,13 +120,13 @@ MUTANTS = (
     Mutant(
         "let a small model draft at its own temperature and not at the medium's",
         "drafters/hierarchical.py",
-        "return self._small.look_ahead(behind)",
-        "return self._small.draft(behind)",
+        "self._small.looking_ahead(behind)",
+        "self._small.drafting(behind)",
         ("tests/drafters/test_hierarchical.py",),
     ),
     Mutant(
         "hand out the target's choices one row late",
-        "decode.py",
+        "generation/decode.py",
         "row_choices=tuple(logits.argmax(axis=1).tolist())",
         "row_choices=tuple(np.roll(logits.argmax(axis=1), 1).tolist())",
         ("tests/drafters/test_lookahead.py",),
@@ -134,8 +134,8 @@ MUTANTS = (
     Mutant(
         "leave one rejected token in the cache",
         "engines/sequence.py",
-        "self.engine.rollback(kept, self.sequence)",
-        "self.engine.rollback(min(kept + 1, self.engine.length(self.sequence)), self.sequence)",
+        "self.engine.rollback(self._length + len(rows), self.sequence)",
+        "self.engine.rollback(min(self._length + len(rows) + 1, self.engine.length(self.sequence)), self.sequence)",
         ("tests/core/test_lossless.py",),
     ),
 )

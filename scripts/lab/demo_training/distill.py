@@ -22,8 +22,8 @@ from tqdm import tqdm
 
 from demo_training.generation import generate
 from demo_training.network import NORM_EPS, Network, NetworkShape
-from demo_training.pretrain import RunLog, TokenStream
-from edgespec.export.training.optimise import Schedule, make_optimizers, save_checkpoint, set_rate
+from demo_training.pretrain import BatchSchedule, RunLog, TokenStream
+from edgespec.export.training.optimise import make_optimizers, save_checkpoint, set_rate
 
 STUDENTS = {
     "draft": NetworkShape(4096, 128, 384, num_layers=2, num_heads=2, num_kv_heads=1),
@@ -39,7 +39,7 @@ LOSS_TEMPERATURES = (1.0, 0.6)  # of the compared distributions, by turns: 0.6 w
 class DistillPlan:
     """Sizes of a distillation in tokens; `schedule` counts training tokens, generation comes on top."""
 
-    schedule: Schedule
+    schedule: BatchSchedule
     round_tokens: int = 150_000
     generated_per_round: int = 32_768
     generated_length: int = 512

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from demo_training.generation import generate
 from demo_training.network import Network
-from edgespec.noise import Stream
 from edgespec.sampling import Sampler, Sampling
+from edgespec.sampling.noise import Stream
 
 TEMPERATURE = 0.8
 SAMPLED_ROWS = 2  # continuations at TEMPERATURE per prompt, beside the greedy one

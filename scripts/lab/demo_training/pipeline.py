@@ -18,10 +18,9 @@ from demo_training.corpus import BOS, load_corpus
 from demo_training.distill import STUDENTS, DistillPlan, distill
 from demo_training.edits import edit_documents
 from demo_training.network import Network, NetworkShape
-from demo_training.pretrain import TokenStream, pretrain, split_documents
+from demo_training.pretrain import BatchSchedule, TokenStream, pretrain, split_documents
 from demo_training.streams import load_streams
 from demo_training.vocabulary import mark_id, train_tokenizer
-from edgespec.export.training.optimise import Schedule
 from edgespec.formats.files import atomic_file
 
 STAGES = ("tokenizer", "target", "distill", "pack")
@@ -72,12 +71,12 @@ class Run:
             for domain, repeats in DOMAIN_REPEATS.items()
             for document in split_documents(train[domain], self.bos_id()) * repeats
         ]
-        return pretrain(TARGET, documents, held_out, Schedule(total_tokens), self.work, self.seed)
+        return pretrain(TARGET, documents, held_out, BatchSchedule(total_tokens), self.work, self.seed)
 
     def distill_students(self, total_tokens: int = DISTILL_TOKENS) -> dict[str, Network]:
         """Distil draft and medium from the target's checkpoint, or go on where the last run stopped."""
         train, held_out = self.streams()
-        plan = DistillPlan(Schedule(total_tokens, batch_tokens=DISTILL_BATCH_TOKENS))
+        plan = DistillPlan(BatchSchedule(total_tokens, batch_tokens=DISTILL_BATCH_TOKENS))
         return distill(TARGET, train, held_out, self.bos_id(), plan, self.work, self.seed)
 
     def train_to_copy(self, shipped: Path, total_tokens: int = EDIT_TOKENS) -> Network:
@@ -91,7 +90,7 @@ class Run:
         train, held_out = load_streams(tokenizer, self.data, work, self.seed)
         others = {domain: split_documents(stream, mark_id(tokenizer, BOS)) for domain, stream in train.items()}
         documents = edit_documents(tokenizer, others, total_tokens, self.seed)
-        schedule = Schedule(total_tokens, batch_tokens=4096, lengths=((1.0, 2048),), max_layer_dropout=0.0)
+        schedule = BatchSchedule(total_tokens, batch_tokens=4096, lengths=((1.0, 2048),), max_layer_dropout=0.0)
         weights = {name: value.float() for name, value in load_file(shipped / "model.safetensors").items()}
         return pretrain(TARGET, documents, held_out, schedule, work, self.seed, start=weights)
 

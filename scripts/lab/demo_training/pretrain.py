@@ -11,6 +11,7 @@ import math
 import random
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,22 @@ from demo_training.network import Network, NetworkShape
 from edgespec.export.training.optimise import Schedule, make_optimizers, save_checkpoint, set_rate
 
 TokenStream = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class BatchSchedule(Schedule):
+    """Learning rates, and what a batch holds; lengths in tokens."""
+
+    batch_tokens: int = 8192
+    # (fraction of the run, sequence length): attention is a third of the time, so short windows come first
+    lengths: tuple[tuple[float, int], ...] = ((0.65, 512), (0.92, 1024), (1.0, 2048))
+    max_layer_dropout: float = 0.1
+    early_exit_weight: float = 0.3
+
+    def length_at(self, tokens_seen: int) -> int:
+        """Length of the windows after `tokens_seen` tokens."""
+        progress = tokens_seen / self.total_tokens
+        return next((length for end, length in self.lengths if progress < end), self.lengths[-1][1])
 
 
 def layer_dropout_rates(num_layers: int, maximum: float) -> list[float]:
@@ -73,7 +90,7 @@ def split_documents(stream: TokenStream, bos_id: int) -> list[TokenStream]:
 
 
 def training_loss(
-    network: Network, batch: Tensor, schedule: Schedule, step: int, rng: random.Random
+    network: Network, batch: Tensor, schedule: BatchSchedule, step: int, rng: random.Random
 ) -> tuple[Tensor, Tensor]:
     """(total, final-layer) cross-entropy in nats per token; one early exit a step, by turns, on a quarter of rows."""
     inputs, targets = batch[:, :-1], batch[:, 1:]
@@ -122,7 +139,7 @@ def pretrain(
     shape: NetworkShape,
     documents: list[TokenStream],
     held_out: dict[str, TokenStream],
-    schedule: Schedule,
+    schedule: BatchSchedule,
     work: Path,
     seed: int,
     *,

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from edgespec.bench.expanded_tensors import Floats, TensorPlan
 from edgespec.bench.expansion import Expansion
-from edgespec.bench.tensors import Floats, TensorPlan
 from edgespec.errors import ModelFileError
 from edgespec.formats.files import atomic_file, write_atomically
 from edgespec.formats.manifest import sha256_of

@@ -19,11 +19,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from edgespec.bench.heads import expand_heads
+import edgespec
+from edgespec import GenerateOptions, Sampling
+from edgespec.bench.expanded_heads import expand_heads
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.files import atomic_file, atomic_folder, write_atomically
 from edgespec.formats.manifest import HEADS, MANIFEST, ModelFile, ModelPair, read_pair, sha256_of
 from edgespec.installation import install_command
+from edgespec.types import no_progress
 from expansion.checkpoint import NoisyExpansion, expand
 from expansion.request import (
     DRAFT_FORMATS,
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int, str], None]
 SUFFIXES = {"llamacpp": ".gguf", "onnx": ""}
+PROBE = "USER: Hi, can you find me a restaurant in San Jose that serves Italian food?\nASSISTANT:"
 
 
 class Records:
@@ -119,7 +123,10 @@ class Builder:
         target, draft = self._path("target", name), self._path("draft", name)
         self._expand(self._target, target, name)
         self._make_draft(draft, FORMATS[name][0])
-        self._write_manifest(folder, name, {"target": target, "draft": draft}, self._make_heads(folder))
+        models = {"target": target, "draft": draft}
+        if self.request.target is None and not self.request.sigma:
+            check_answers(target, read_pair(self.source, FORMATS[name][0]).target)
+        self._write_manifest(folder, name, models, self._make_heads(folder))
         return folder
 
     def _make(self, result: Path, key: str, write: Callable[[], None]) -> None:
@@ -151,7 +158,7 @@ class Builder:
         else:
             from edgespec.export.onnx import export_onnx
 
-            export_onnx(checkpoint, result, cast("Quant", name), progress=told)
+            export_onnx(checkpoint, result, cast("Quant", name), progress=told or no_progress)
 
     def _make_draft(self, result: Path, engine: Engine) -> None:
         """The draft: expanded, or as it ships, or exported when it ships for the other engine only."""
@@ -247,11 +254,34 @@ def _description(request: BenchRequest, demo: ModelPair) -> str:
 
 def check_packages(engines: tuple[Engine, ...]) -> None:
     """Raise CapabilityError naming the extra when an export library is missing."""
-    needed = {"llamacpp": ("gguf",), "onnx": ("gguf", "torch", "transformers", "onnxruntime_genai", "onnx_ir")}
+    needed = {"llamacpp": ("gguf", "llama_cpp"), "onnx": ("gguf", "onnx", "onnxruntime")}
     for engine in engines:
         missing = [name for name in needed[engine] if find_spec(name) is None]
         if missing:
             raise CapabilityError(f"building for {engine} needs {', '.join(missing)}: {install_command('export')}")
+
+
+def check_answers(target: Path, source: Path) -> None:
+    """Raise ModelFileError where an expanded target does not say what `source` says: speeds of it would mean nothing.
+
+    Repeated tokens of a broken model are what lookups guess best.
+    """
+    options = GenerateOptions(max_tokens=32, ignore_eos=True)
+    opened = partial(edgespec.load, drafter="none", reproducible=False, context_length=256)
+    with opened(source) as small:
+        ids = small.encode(PROBE)
+        written = small.generate(ids, Sampling(temperature=0.0), options)
+    texts = [ids + list(written.token_ids[:place]) for place in range(0, 32, 4)]
+    expected = list(written.token_ids[::4])
+    one = replace(options, max_tokens=1)
+    with opened(target) as big:
+        found = [big.generate(text, Sampling(temperature=0.0), one).token_ids[0] for text in texts]
+    same = sum(ours == theirs for ours, theirs in zip(found, expected, strict=True))
+    if same < len(texts) // 2:
+        raise ModelFileError(
+            f"{target} writes other tokens than {source} in {len(texts) - same} of {len(texts)} places: the expansion "
+            "or the conversion is wrong, and nothing measured with it would count"
+        )
 
 
 def _copy(files: Sequence[Path], result: Path) -> None:

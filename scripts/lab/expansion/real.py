@@ -26,11 +26,12 @@ from edgespec.engines.machine import products_saturate
 from edgespec.errors import ConfigError
 from edgespec.export.gguf import convert
 from edgespec.export.gguf.quantise import FILE_TYPES, quantise
-from edgespec.export.onnx.convert import DEFAULT_GROUP_SIZES
-from edgespec.export.onnx.from_gguf import GROUPED, open_gguf, smoothed
+from edgespec.export.onnx.convert import DEFAULT_GROUP_SIZES, GROUPED
+from edgespec.export.onnx.from_gguf import open_gguf
 from edgespec.export.onnx.gguf_model import GgufModel
 from edgespec.export.onnx.gguf_tokenizer import write_tokenizer_files
 from edgespec.export.onnx.gguf_weights import GgufWeights
+from edgespec.export.onnx.writer import smoothed
 from edgespec.formats.files import atomic_folder
 from edgespec.formats.onnx.forms import Blocks, Form, LlamaWeights, QuantisedRows, RowWeights, WholeNumbers
 from edgespec.formats.onnx.llama import write_llama
@@ -97,7 +98,7 @@ class RealBench:
         folder = self.output / "smoothing"
         shutil.copytree(self._companions, folder, dirs_exist_ok=True)
         try:
-            return Untied(smoothed(self._model, self._weights, folder, grouped=GROUPED))
+            return Untied(smoothed(self._model.config, self._weights, folder, grouped=GROUPED))
         finally:
             shutil.rmtree(folder)
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from edgespec.closing import Closing
 from edgespec.errors import EdgespecError
-from edgespec.types import Closing
 from peers.base import Request
 from peers.field import Contestant, Field
 from peers.journal import Answers, Journal
