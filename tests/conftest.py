@@ -71,6 +71,15 @@ def onnx_path() -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_graph_path(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`tiny_path` as a float32 ONNX graph with attention over a shared cache, as a conversion writes it."""
+    pytest.importorskip("gguf", reason="a conversion needs the package gguf")
+    from edgespec.export.onnx.from_gguf import convert_gguf, open_gguf
+
+    return convert_gguf(open_gguf(tiny_path), tmp_path_factory.mktemp("graph"), "fp32", None)
+
+
+@pytest.fixture(scope="session")
 def concatenated_path(onnx_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random ONNX model whose cache grows by concatenation, with the demo's vocabulary."""
     return write_concatenated_model(tmp_path_factory.mktemp("concatenated"), onnx_path.parent, 4096)

@@ -18,9 +18,9 @@ from demo import DEMO, TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.bench import expanded_pair as pair_module
 from edgespec.bench.expanded_pair import ExpandedPair
+from edgespec.bench.expanded_tensors import TensorPlan, cancelling_shares_of, shares_of
 from edgespec.bench.expanded_weights import EMBEDDING, HEAD, ExpandedWeights, product_codes
 from edgespec.bench.expansion import LLAMA_1B, Expansion, Shape
-from edgespec.bench.tensors import TensorPlan, cancelling_shares_of, shares_of
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.errors import CapabilityError, ModelFileError, UsageError
 from edgespec.export.workspace import opened

@@ -16,9 +16,9 @@ pytest.importorskip("gguf", reason="expansion needs the package gguf: scripts/ru
 import edgespec
 from demo import DEMO, TEST_THREADS
 from edgespec import GenerateOptions, Sampling
+from edgespec.bench.expanded_heads import copies_of
+from edgespec.bench.expanded_tensors import cancelling_shares_of, shares_of
 from edgespec.bench.expansion import Shape
-from edgespec.bench.heads import copies_of
-from edgespec.bench.tensors import cancelling_shares_of, shares_of
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.errors import ConfigError, ModelFileError
 from edgespec.export.checkpoint import Checkpoint

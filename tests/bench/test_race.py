@@ -36,7 +36,7 @@ from edgespec.control.cost import CostCurve
 from edgespec.control.length import expected_speedup
 from edgespec.control.run_cost import DraftCost
 from edgespec.engines.disk_cache import cache_folder
-from edgespec.errors import CapabilityError, ModelNotFound, PromptError
+from edgespec.errors import Cancelled, CapabilityError, ModelNotFound, PromptError
 from edgespec.tuning.profiles import new_profile, profile_path, save_profile
 from edgespec.tuning.verify import Divergence
 from edgespec.types import RoundRecord, Stats, TokenEvent
@@ -94,7 +94,7 @@ def outcome() -> Outcome:
     rounds = [RoundRecord(9 + 4 * i, "model", 3, 3, (0.9,) * 3, 0.03, 0.15) for i in range(3)]
     drafted = lap([None, *(["model"] * 3 + [None]) * 3], 0.05, rounds)
     curve = CostCurve({1: 0.1, 2: 0.12, 4: 0.15, 5: 0.5, 16: 2.0})
-    return Outcome(plain, drafted, None, None, None, True, True, 1.0, curve, {"model": DraftCost(0.01, 0.001)})
+    return Outcome(plain, drafted, None, True, True, 1.0, None, curve, {"model": DraftCost(0.01, 0.001)})
 
 
 # the laps
@@ -107,7 +107,6 @@ def test_both_sides_write_the_same_tokens_and_the_events_say_who_drafted():
         with Race(model, prompt_ids, GREEDY, FEW) as race:
             found = finished(race)
     assert found.divergence is None
-    assert found.proof is None
     assert found.plain.token_ids == found.drafted.token_ids == expected
     assert {mark.event.drafter for mark in found.plain.marks} == {None}
     names = [mark.event.drafter for mark in found.drafted.marks]
@@ -121,51 +120,42 @@ def test_both_sides_write_the_same_tokens_and_the_events_say_who_drafted():
         assert one.stats.reused_tokens < 4  # the warm-up left nothing of the prompt
 
 
-def test_the_plain_side_is_not_padded():
-    with load() as model, Race(model, model.encode("A bus"), GREEDY, FEW) as race:
-        pinned = model.target.facts.pinned_class
-        race.get_ready()
-        assert race._plain_model is not None
-        facts = race._plain_model.target.facts
-        if pinned is not None:
-            assert race._plain_model is not model
-        assert facts.pinned_class is None
-        assert race._plain_model.drafter_name == "none" or pinned is None
+def test_reproducible_mode_is_compared_with_the_fastest(monkeypatch: pytest.MonkeyPatch):
+    opened: list[edgespec.Model] = []
+
+    def load_alone(**options: object) -> edgespec.Model:
+        assert all(each._executor.turn.is_shut for each in opened), "two models are in memory"
+        opened.append(edgespec.load(**options))
+        return opened[-1]
+
+    monkeypatch.setattr(race_module, "load", load_alone)
+    given = load_alone(model="demo", engine="llamacpp", threads=1, reproducible=True)
+    with Race(given, given.encode("A bus"), GREEDY, FEW) as race:
+        found = finished(race)
+        assert race.model is opened[-1] and race.model.reproducible
+        assert race.model.target.vocabulary.token_name(found.plain.token_ids[0])
+    assert [each.reproducible for each in opened] == [True, False, True]
+    assert opened[1].drafter_name == "none"
+    assert all(each._executor.turn.is_shut for each in opened)
+    assert found.is_reproducible and found.divergence is None
+    assert found.fastest is not None and found.fastest > 0
 
 
-def test_without_reproducible_one_model_serves_both_sides():
+def test_a_race_that_is_cancelled_while_it_gets_ready_does_not_go_on():
+    with load(reproducible=True) as model, Race(model, model.encode("A bus"), GREEDY, FEW) as race:
+        race.cancel()
+        with pytest.raises(Cancelled):
+            race.get_ready()
+    assert not race.plain.marks
+
+
+def test_without_reproducible_there_is_no_other_mode():
     with load(reproducible=False) as model, Race(model, model.encode("A bus"), GREEDY, FEW) as race:
         found = finished(race)
-        assert race._plain_model is model
+        assert race.model is model
     assert not found.is_reproducible
+    assert found.fastest is None
     assert found.pace is not None
-
-
-def test_without_memory_for_two_the_sides_take_turns(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(race_module, "fits_twice", lambda model: False)
-    with load() as model:
-        if model.target.facts.pinned_class is None:
-            pytest.skip("this machine's kernels have no class of widths, so one model serves both sides")
-        with Race(model, model.encode("A bus"), GREEDY, FEW) as race:
-            race.get_ready()
-            with pytest.raises(edgespec.errors.StateError):
-                model.generate("closed by now")
-            found = list(race.plain_lap())[-1]
-            race.change_sides()
-            assert race._plain_model is None
-            assert list(race.drafted_lap())[-1].token_ids == found.token_ids
-            assert race.outcome().pace is None
-            assert race.model is not model
-            assert race.model.target.vocabulary.token_name(found.token_ids[0])
-
-
-def test_memory_for_two_is_asked_of_the_system(monkeypatch: pytest.MonkeyPatch):
-    with load() as model:
-        for available, fits in ((None, True), (10**12, True), (10**6, False)):
-            monkeypatch.setattr("edgespec.export.resources.available_memory", lambda found=available: found)
-            assert race_module.fits_twice(model) is fits
-        model.target.facts = dataclasses.replace(model.target.facts, device="gpu")
-        assert race_module.fits_twice(model) is False
 
 
 def test_a_prompt_that_does_not_fit_is_refused_before_anything_runs():
@@ -220,10 +210,10 @@ def test_slower_nothing_drafted_and_a_changed_pace_are_told(outcome: Outcome):
     assert "--draft-length auto" in reasons(slow, "model", is_automatic=False)[2]
     idle = dataclasses.replace(outcome, drafted=lap([None] * 13, 0.1, plain_rounds))
     assert reasons(idle, "auto", is_automatic=True)[-1].endswith("decoded plainly throughout.")
-    padded = [dataclasses.replace(record, verify_s=0.12) for record in plain_rounds]
-    lone = reasons(dataclasses.replace(idle, drafted=lap([None] * 13, 0.125, padded)), "auto", is_automatic=True)
-    assert "12 passes had a single token" in lone[-1]
-    assert "1.20x slower on this model (--no-reproducible" in lone[-1]
+    other = reasons(dataclasses.replace(outcome, fastest=1.25), "auto", is_automatic=True)
+    assert "plain decoding is 1.25x as fast; against that, speculation reached 1.60x" in other[-1]
+    free = reasons(dataclasses.replace(outcome, fastest=0.9), "auto", is_automatic=True)
+    assert free[-1] == "Both sides ran in reproducible mode, which costs plain decoding nothing here."
     stuck = dataclasses.replace(outcome, curve=None, draft_costs={})
     assert reasons(stuck, "auto", is_automatic=True) == [
         "This model cannot roll back its KV cache, so speculation is impossible."
@@ -239,35 +229,14 @@ def test_the_proof_is_honest_about_each_case(outcome: Outcome):
 
     parting = Divergence(6, 1, 2, 0.01)
     assert said() == "identical: all 13 tokens, compared one by one"
-    rounding = said(rounding=parting, proof=outcome.plain)
-    assert rounding.startswith("identical: all 13 tokens equal plain decoding in the same mode")
-    assert "outputs differ at token 7: '<1>' plain, '<2>' with speculation, 0.01 apart in logits" in rounding
-    assert said(rounding=parting, is_greedy=False).endswith("'<2>' with speculation")
     assert said(divergence=parting).startswith(
         "DIFFERENT, although reproducible mode guarantees the same text: outputs differ at token 7"
     )
-    assert said(divergence=parting, is_reproducible=False).startswith("different, which the fastest mode allows")
+    allowed = said(divergence=parting, is_reproducible=False)
+    assert allowed.startswith("different, which the fastest mode allows")
+    assert "outputs differ at token 7: '<1>' plain, '<2>' with speculation, 0.01 apart in logits. " in allowed
+    assert "apart" not in said(divergence=parting, is_reproducible=False, is_greedy=False)
     assert "'<1>' plain, the end with" in said(divergence=Divergence(3, 1, None, None), is_reproducible=False)
-
-
-def test_a_difference_that_rounding_explains_is_checked_in_the_same_mode(monkeypatch: pytest.MonkeyPatch):
-    with load(drafter="model", draft_length=4) as model:
-        if not model.reproducible:
-            pytest.skip("this machine's kernels have no class of widths")
-        with Race(model, model.encode("A bus"), GREEDY, FEW) as race:
-            race.get_ready()
-            for _ in race.plain_lap():
-                pass
-            event = dataclasses.replace(race.plain.marks[9].event, token_id=7)  # as another rounding might have it
-            race.plain.marks[9] = dataclasses.replace(race.plain.marks[9], event=event)
-            for _ in race.drafted_lap():
-                pass
-            found = race.outcome()
-    assert found.rounding is not None
-    assert found.rounding.position == 9
-    assert found.divergence is None
-    assert found.proof is not None
-    assert found.proof.token_ids == found.drafted.token_ids
 
 
 # the picture
@@ -338,6 +307,31 @@ def test_the_small_pair_races_through_a_pipe_without_control_codes():
     assert any(line.startswith("The draft length was fixed, up to ") for line in after)
     assert "\x1b" not in result.stdout
     assert "seed 7" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mode"),
+    [
+        (["--no"], "onnx on cpu, .*reproducible"),
+        (["--no", "--no-reproducible"], "onnx on cpu, .*fastest mode"),
+        (["--no", "--engine", "llamacpp"], "llamacpp on cpu, .*reproducible"),
+        (["--no", "--verify", "rejection"], "not reproducible"),
+        (["demo"], "llamacpp on cpu, .*fastest mode"),
+    ],
+)
+def test_our_own_pair_races_in_reproducible_mode(arguments: list[str], mode: str):
+    result = run(*arguments, "-n", "8")
+    assert result.exit_code == 0, result.output
+    assert re.search(mode, result.stderr)
+
+
+def test_where_no_widths_have_equal_bits_our_pair_races_in_the_fastest_mode(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("edgespec.engines.widths.choose_class", lambda found: None)
+    result = run("--no", "-n", "8")
+    assert result.exit_code == 0, result.output
+    assert "this model cannot be reproducible on this machine" in result.stderr
+    assert "fastest mode" in result.stderr
+    assert run("--no", "-n", "8", "--reproducible").exit_code == 2
 
 
 def test_json_holds_both_sides_token_by_token():
@@ -520,7 +514,7 @@ def test_an_interrupted_build_leaves_nothing(little: Path, monkeypatch: pytest.M
 
 
 def test_what_the_machine_lacks_is_said(little: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("edgespec.export.resources.available_memory", lambda: 10**6)
+    monkeypatch.setattr("edgespec.bench.offer.free_memory", lambda: 10**6)
     result = run("-n", "8", "--json")
     assert model_of(result) == "demo"
     assert re.search(r"for onnx: needs .* of memory, 1 MB are available", result.stderr)

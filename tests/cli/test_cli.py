@@ -221,7 +221,7 @@ def test_an_unknown_command_names_the_nearest():
         (["-n", "0"], "max-tokens must be at least 1"),
         (["-n"], "'-n' requires an argument"),
         (["--stop", ""], "stop contains an empty string"),
-        (["--drafter", "modle"], "'modle' is not one of"),
+        (["--drafter", "modle"], "did you mean 'model'?"),
         (["--draft-length", "65"], "0..64"),
         (["--draft-length", "-1"], "0..64"),
         (["-t", "0"], "threads must be at least 1"),
@@ -375,9 +375,23 @@ def test_verify_needs_something_to_verify(pair):
 def test_doctor_reports_engine_and_versions():
     report = json.loads(run("doctor", "--json").stdout)
     assert report["engines"]["llamacpp"]["available"]
-    assert report["engines"]["llamacpp"]["devices"]
+    assert {"name", "description", "kind", "total_bytes"} <= report["engines"]["llamacpp"]["devices"][0].keys()
+    assert report["engines"]["llamacpp"]["rpc"] in (True, False)
     assert report["threads"] >= 1
     assert report["python"] == ".".join(map(str, sys.version_info[:3]))
+
+
+def test_doctor_tells_how_to_build_llama_cpp_for_other_devices(monkeypatch):
+    device = {"name": "CPU", "description": "a processor", "kind": "cpu", "total_bytes": 2**30, "free_bytes": 0}
+    found = {"installed": True, "available": True, "version": "1", "features": [], "gpu_offload": False, "rpc": False}
+    found |= {"backends": ["CPU"], "devices": [device]}
+    monkeypatch.setattr("edgespec.cli.doctor._llamacpp", lambda: found)
+    shown = run("doctor").stdout
+    assert "device CPU: a processor (cpu, 1.0 GiB)" in shown
+    assert re.search(r"(vulkan|metal) \(.*\): .*(GGML_(VULKAN|METAL)=ON|--backend (vulkan|metal))", shown)
+    assert re.search(r"several machines \(RPC\): not in this build: .*(GGML_RPC=ON|--backend rpc)", shown)
+    found["backends"] = ["Vulkan", "CPU"]
+    assert "this build of llama.cpp has Vulkan, which finds none" in run("doctor").stdout
 
 
 def test_doctor_tells_of_two_builds_of_onnx_runtime(monkeypatch):
@@ -395,3 +409,10 @@ def test_doctor_explains_an_engine_that_cannot_start(monkeypatch):
     assert result.exit_code == 1
     assert "engine llamacpp: NOT available" in result.stdout
     assert "problem: asking llama.cpp failed" in result.stdout
+
+
+@pytest.mark.parametrize(("terminal", "has_codes"), [("xterm", True), ("dumb", False)])
+def test_a_dumb_terminal_gets_no_escape_codes(terminal: str, has_codes: bool):
+    result = CliRunner().invoke(cli, ["plan", "demo"], color=True, env={"TERM": terminal, "NO_COLOR": ""})
+    assert result.exit_code == 0, result.output
+    assert ("\x1b" in result.stdout) == has_codes

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -143,9 +144,29 @@ def test_set_changes_what_show_shows(model):
     assert any(re.fullmatch(r"threads +1 +EDGESPEC_THREADS *", line) for line in shown)
 
 
+def test_unset_takes_a_setting_back(model):
+    """To the default, also where the command line gave another value; a seed becomes a random one."""
+    schema = '{"type": "boolean"}'
+    lines = (f"/set json-schema {schema}", "Is it?", "/unset json-schema", "/set temp 0.25", "/unset temp")
+    more = ("/set stop END", "/unset stop", "/set drafter ngram", "/unset drafter", "/set system x", "/unset system")
+    result = chat(model, *lines, *more, "/set stats on", "/unset stats", "/unset seed", "/show")
+    said = result.stderr
+    assert result.exit_code == 0 and result.stdout.strip() in ("true", "false")
+    for line in ("json-schema is not set", "temp = 0.8", "stop is not set", "system prompt: none", "stats = off"):
+        assert line in said
+    shown = said.splitlines()
+    assert any(re.fullmatch(r"temp +0\.8 *", line) for line in shown)
+    assert not any(line.startswith(("json-schema  ", "stop  ", "system  ")) for line in shown)
+    assert any(re.fullmatch(r"seed +\d+ +this chat *", line) for line in shown)
+    assert any(re.fullmatch(r"drafter +auto *", line) for line in shown)
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
+        ("/unset", "/unset needs the name of a setting"),
+        ("/unset tmep", "unknown setting 'tmep'; did you mean 'temp'?"),
+        ("/unset threads", "threads cannot change while the model is loaded"),
         ("/hlep", "no such command /hlep; did you mean '/help'?"),
         ("/xyzzy", "no such command /xyzzy; /help lists them"),
         ("/set tmep 1", "unknown setting 'tmep'; did you mean 'temp'?"),
@@ -176,7 +197,7 @@ def test_every_command_is_in_the_help(model):
 
 def test_stats_count_all_answers(model):
     assert "no answer yet" in chat(model, "/stats").stderr
-    assert "all 2 answers: " in chat(model, "one", "two", "/stats").stderr
+    assert "2 answers in all: " in chat(model, "one", "two", "/stats").stderr
 
 
 def test_exit_leaves_at_once(model):
@@ -263,14 +284,18 @@ ASKING, ANSWERING = "\x1b[?2004h", "\x1b[?2004l"  # the line editor switches bra
 
 
 class Terminal:
-    """`edgespec chat` with a pseudo terminal of its own, so that Ctrl-C is a key."""
+    """`edgespec chat` with a pseudo terminal of its own, so that Ctrl-C is a key.
 
-    def __init__(self, *arguments: str) -> None:
+    `script`: what a shell runs instead, with the command in place of {}.
+    """
+
+    def __init__(self, *arguments: str, script: str | None = None) -> None:
         import pty
 
         self._master, slave = pty.openpty()
+        command = [sys.executable, "-m", "edgespec", "chat", *arguments]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "edgespec", "chat", *arguments],
+            command if script is None else ["sh", "-c", script.format(shlex.join(command))],
             env={**os.environ, "TERM": "xterm", "COLUMNS": "200"},
             preexec_fn=lambda: os.login_tty(slave),
         )
@@ -320,7 +345,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(slow_path):
         terminal.type("\x03")
         terminal.wait_for("stopped")
         terminal.enter("/stats")
-        terminal.wait_for("all 1 answers")
+        terminal.wait_for("1 answer in all")
         terminal.enter("/set max-tokens 4")
         terminal.enter("again")
         assert "stopped" not in terminal.wait_for("cut at 4 tokens"), "the interrupt ended one answer only"
@@ -352,6 +377,21 @@ def test_keys_in_a_terminal(target_path, private_home):
 
 
 @POSIX
+def test_ctrl_z_at_the_prompt_gives_the_shell_back(target_path, private_home):
+    script = 'set -m; {}; echo "put" aside; fg; echo "all" over'
+    with Terminal(str(target_path), "-n", "4", "--seed", "1", script=script) as terminal:
+        terminal.wait_for(ASKING)
+        terminal.type("\x1a")
+        terminal.wait_for("put aside")
+        terminal.enter("hello")
+        terminal.enter("/stats")
+        terminal.wait_for("1 answer in all")
+        terminal.wait_for(ASKING)
+        terminal.type("\x04")
+        terminal.wait_for("all over")
+
+
+@POSIX
 def test_an_interrupt_of_a_piped_chat_ends_one_answer(slow_path):
     arguments = ["chat", str(slow_path), "--drafter", "none", "--ignore-eos", "--seed", "1"]
     with subprocess.Popen(
@@ -369,4 +409,4 @@ def test_an_interrupt_of_a_piped_chat_ends_one_answer(slow_path):
         _, said = process.communicate(b"/stats\n", timeout=120)
     assert process.returncode == 0
     assert b"stopped" in said
-    assert b"all 1 answers" in said
+    assert b"1 answer in all" in said

@@ -15,13 +15,13 @@ import edgespec
 from demo import DEMO
 from edgespec.cli import first_model as module
 from edgespec.cli.first_model import CONVERTED, FIRST, first_model
+from edgespec.config.sources import Settings
 from edgespec.errors import DownloadError
 from edgespec.formats.manifest import ModelPair
 from edgespec.loading.catalogue import entries
 from edgespec.loading.own_models import add, write_manifest
 from edgespec.loading.registry import models_folder
 from edgespec.loading.registry import resolve as pair_of
-from edgespec.settings import Settings
 
 UNNAMED = Settings({}, {})
 
@@ -76,7 +76,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The demo's GGUF stands in for the model that would be downloaded."""
     names: list[str] = []
 
-    def take(name: str, *, wants_draft: bool) -> ModelPair:
+    def take(name: str, *, wants_draft: bool, is_converted: bool) -> ModelPair:
         assert not wants_draft
         names.append(add(DEMO / "demo-target-q8_0.gguf", name))
         return pair_of(name)
@@ -122,7 +122,7 @@ def test_what_its_makers_recommend_comes_with_it_and_through_the_conversion(
     pytest.importorskip("gguf")
     assert dict(entries()[FIRST].sampling) == {"temperature": 0.2, "top_p": 0.9}
 
-    def take(name: str, *, wants_draft: bool) -> ModelPair:
+    def take(name: str, *, wants_draft: bool, is_converted: bool) -> ModelPair:
         folder = models_folder() / name
         folder.mkdir(parents=True)
         file = pair_of("demo", engine="llamacpp").files["target"]

@@ -18,7 +18,7 @@ from edgespec.cli.main import cli
 from edgespec.cli.status import waiting
 from edgespec.cli.terminal import length_note
 from edgespec.config import GenerateOptions
-from edgespec.settings import SETTINGS
+from edgespec.config.settings import SETTINGS
 from edgespec.types import Stats
 from tiny_gguf import Shape, write_model
 
@@ -212,7 +212,7 @@ def test_a_loaded_conversation_is_shown(model, tmp_path):
     shown = run("chat", *model, stdin=f"/load {path}\n").stderr
     assert "> what time is it" in shown
     assert first.stdout.strip() in shown
-    assert "loaded 1 exchange(s)" in shown
+    assert "loaded 1 exchange" in shown
 
 
 @pytest.mark.parametrize("word", ["/bye", "/quit", "/exit"])

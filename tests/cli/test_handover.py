@@ -38,13 +38,27 @@ def test_a_published_head_or_lookups_draft_where_they_are_asked_for_or_nothing_e
     assert (alone.kind, alone.draft) == ("ngram", "")
     assert "NGRAM" in alone.command
     with pytest.raises(ConfigError, match="no published EAGLE-3 head"):
-        handover("vllm", "qwen3-4b", heads=True)
+        handover("vllm", "qwen3-0.6b", heads=True)
 
 
 def test_sglang_counts_the_known_token_too() -> None:
     command = handover("sglang", "qwen3-8b", length=5).command
+    assert command[:4] == ["sglang", "serve", "--model-path", "Qwen/Qwen3-8B"]
     assert command[command.index("--speculative-num-steps") + 1] == "5"
     assert command[command.index("--speculative-num-draft-tokens") + 1] == "6"
+    lookups = handover("sglang", "smollm2-135m", length=5).command
+    assert lookups[lookups.index("--speculative-num-draft-tokens") + 1] == "6"
+    assert lookups[lookups.index("--speculative-ngram-max-bfs-breadth") + 1] == "1"  # a chain, as the length was tuned
+
+
+def test_a_draft_with_another_vocab_size_is_allowed_in_vllm_and_not_given_to_sglang() -> None:
+    spec = json.loads(handover("vllm", "qwen2.5-7b").command[-1])
+    assert (spec["model"], spec["use_heterogeneous_vocab"]) == ("Qwen/Qwen2.5-0.5B-Instruct", True)
+    assert "use_heterogeneous_vocab" not in handover("vllm", "qwen2.5-3b").command[-1]
+    found = handover("sglang", "gemma-3-4b")
+    assert (found.kind, found.draft) == ("ngram", "")
+    assert "google/gemma-3-270m-it" in found.note
+    assert not handover("sglang", "qwen3-8b").note
 
 
 def test_llama_server_gets_files(target_path: Path, draft_path: Path) -> None:

@@ -59,7 +59,8 @@ def test_show_tells_where_a_model_comes_from_and_what_is_not_known():
     assert "source: Qwen/Qwen3-8B-GGUF, Q4_K_M" in said
     assert "verified: no" in said and "get it: edgespec pull qwen3-8b" in said
     assert "edgespec export Qwen/Qwen3-8B --draft AngelSlim/Qwen3-8B_eagle3" in said
-    assert "measured: speedup 1.002" in run("show", "smollm2-135m").stdout
+    figure = entries()["smollm2-135m"].measured[0]
+    assert f"measured: speedup {figure.speedup} with {figure.drafter}" in run("show", "smollm2-135m").stdout
     assert "edgespec export openai-community/gpt2 --draft distilbert/distilgpt2" in run("show", "gpt2").stdout
     assert str(TARGET) in run("show", "demo").stdout
     failed = run("show", "nothing-like-it")
@@ -76,6 +77,14 @@ def test_a_head_names_the_command_that_converts_it():
     failed = run("pull", "AngelSlim/Qwen3-8B_eagle3")
     assert failed.exit_code == 2
     assert "edgespec export Qwen/Qwen3-8B --draft AngelSlim/Qwen3-8B_eagle3 --to gguf" in failed.stderr
+
+
+def test_a_head_that_cannot_be_run_is_listed_and_not_fetched():
+    said = run("show", "qwen3-8b").stdout
+    assert "dspark head: deepseek-ai/dspark_qwen3_8b_block7 (licence: not known), which edgespec does not run" in said
+    failed = run("pull", "deepseek-ai/dspark_qwen3_8b_block7")
+    assert failed.exit_code == 2
+    assert "is a dspark head, which edgespec does not run: see edgespec show qwen3-8b" in failed.stderr
 
 
 def test_add_and_rm_leave_the_file_where_it_is(tmp_path: Path, home: Path):

@@ -11,6 +11,8 @@ from types import ModuleType
 
 import pytest
 
+from edgespec.installation import BACKENDS
+
 PROJECT = """[project]
 [project.optional-dependencies]
 llamacpp = ["llama-cpp-python>=0.3"]
@@ -211,6 +213,28 @@ def test_extras_are_installed_by_name(script, installed, tmp_path, capsys):
     assert script.main(["install"]) == 2
 
 
+def test_a_backend_is_compiled_afresh_and_takes_the_place_of_the_other_build(script, installed, tmp_path, monkeypatch):
+    monkeypatch.setenv("CMAKE_ARGS", "-DGGML_NATIVE=OFF")
+    assert script.main(["install", "llamacpp", "--backend", "vulkan,rpc"]) == 0
+    assert os.environ["CMAKE_ARGS"] == "-DGGML_NATIVE=OFF -DGGML_VULKAN=ON -DGGML_RPC=ON"
+    wheel, put, complete = installed[-3:]
+    assert wheel[3] == "wheel" and "--no-binary=llama-cpp-python" in wheel and "--no-cache-dir" in wheel
+    assert put[3] == "install" and "--force-reinstall" in put and put[-1] == "llama-cpp-python>=0.3"
+    assert complete[-1] == f"{tmp_path}[llamacpp]"
+    assert script.is_ready(["llamacpp"])
+
+
+@pytest.mark.parametrize("words", [["--backend", "opengl"], ["llamacpp", "--backend"], ["llamacpp", "--backend=,"]])
+def test_an_unknown_backend_is_refused_with_the_known_ones(script, installed, capsys, words):
+    assert script.main(["install", *words]) == 2
+    assert "known: cuda, metal, rocm, vulkan, rpc" in capsys.readouterr().err
+    assert not installed
+
+
+def test_the_package_and_the_script_know_the_same_backends(script):
+    assert script.BACKENDS == BACKENDS
+
+
 def test_an_interrupted_setup_is_not_ready(script, monkeypatch):
     def interrupt(name: str, command: list[str], log: Path) -> None:
         raise KeyboardInterrupt
@@ -241,6 +265,12 @@ def test_a_step_leaves_its_output_in_the_log(script, tmp_path, capsys):
         ("error: Microsoft Visual C++ 14.0 or greater is required", "Visual Studio Build Tools"),
         ("Temporary failure in name resolution", "network connection"),
         ("OSError: [Errno 28] No space left on device", "disk space"),
+        ("Could NOT find Vulkan (missing: glslc) (found version 1.3.239)", "apt install libvulkan-dev"),
+        (
+            "glslc -O x.comp\nggml-vulkan.cpp:1: error: 'LayerSettingEXT' is not a member of 'vk'",
+            "1.3.272 or newer",
+        ),
+        ("glslc -O x.comp\ng++: fatal error: Killed signal terminated program cc1plus", "out of memory"),
         ("The virtual environment was not created: ensurepip is not available", "python3-venv"),
     ],
 )

@@ -10,8 +10,8 @@ from click.testing import CliRunner, Result
 
 from edgespec.cli.main import cli
 from edgespec.config import GenerateOptions
+from edgespec.config.sources import resolve
 from edgespec.errors import ConfigError
-from edgespec.settings import resolve
 
 pytest.importorskip("llguidance")
 pytestmark = pytest.mark.usefixtures("one_thread")

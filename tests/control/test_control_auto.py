@@ -116,6 +116,21 @@ def test_never_slower_on_a_noisy_machine(curve: str, adversary: str) -> None:
     assert plain / taken >= 0.98
 
 
+@pytest.mark.parametrize("curve", REAL_CURVES)
+@pytest.mark.parametrize("adversary", ADVERSARIES)
+@pytest.mark.parametrize("after", [0.12, 0.5])
+def test_never_slower_where_a_plain_pass_takes_longer_after_a_wide_one(
+    curve: str, adversary: str, after: float
+) -> None:
+    """llama.cpp plans its graph again when the width changes. Plain decoding never pays for that."""
+    texts = [ADVERSARIES[adversary](300, seed) for seed in range(4)]
+    plain_s = World(Machine(CURVES[curve])).plain_s(texts)
+    world = World(Machine(CURVES[curve], after=after))
+    controller = world.auto()
+    assert plain_s / world.run(controller, texts) >= 0.98
+    assert controller.costs.plain_s(0) == pytest.approx(PLAIN_S, rel=0.01)
+
+
 @pytest.mark.parametrize("curve", CURVES)
 @pytest.mark.parametrize("chance", [0.3, 0.95])
 def test_never_slower_where_a_rounds_own_work_outweighs_its_pass(curve: str, chance: float) -> None:

@@ -9,19 +9,20 @@ import pytest
 
 import edgespec
 from edgespec import Sampling
-from edgespec.acceptance import RULES
 from edgespec.control.choice import outcomes
 from edgespec.control.cost import CostCurve
 from edgespec.control.length import Prices, best_length, best_nodes, least_ahead, path_products
-from edgespec.decode import Run, autoregressive, speculative
 from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.spec import SPECS
 from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.sequence import CachedSequence
+from edgespec.generation.decode import autoregressive, speculative
+from edgespec.generation.run_state import Run
 from edgespec.sampling import Sampler
-from edgespec.stopping import StopRules
+from edgespec.sampling.acceptance import RULES
+from edgespec.sampling.stopping import StopRules
 from edgespec.types import Draft, Verdict
 from lossless import VOCABULARY
 from simulation import Timed, Watched
@@ -65,7 +66,8 @@ def test_auto_takes_trees_where_rows_are_cheap_and_only_there(
 ) -> None:
     engine = Timed.random(VOCABULARY, seed=1, context_length=900)
     engine.row_s = row_s
-    monkeypatch.setattr("edgespec.decode.perf_counter", lambda: engine.now_s)
+    monkeypatch.setattr("edgespec.generation.run_state.perf_counter", lambda: engine.now_s)
+    monkeypatch.setattr("edgespec.control.threads.perf_counter", lambda: engine.now_s)
     model = ModelDrafter(engine.related(sigma=0.8))
     drafters = {each.name: each for each in (model, TreeDrafter(model), LookaheadDrafter(), NgramDrafter())}
     controller = Watched(drafters, CostCurve({1: 1.0, 65: 1.0 + 64 * row_s}), {}, clock=lambda: engine.now_s)

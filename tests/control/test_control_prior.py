@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import edgespec
 from edgespec.control.auto import AutoController
 from edgespec.control.base import NOTHING
 from edgespec.control.constants import FIRST_ROW, START_PASSES
-from edgespec.control.cost import CostCurve, PriorCurve
+from edgespec.control.cost import CostCurve, PriorCurve, guessed_plain_s
 from edgespec.control.measure import cost_key, known_curve, known_draft_cost, store_curve
 from edgespec.control.run_cost import guessed_draft_cost
 from edgespec.drafters.ngram import NgramDrafter
@@ -107,6 +108,16 @@ class Counting(TableEngine):
     def forward(self, batch: Batch) -> Logits:
         self.passes += 1
         return super().forward(batch)
+
+
+def test_a_draft_for_a_target_behind_a_network_is_guessed_in_seconds(tmp_path: Path) -> None:
+    """A plain pass over RPC takes ten times as long as its arithmetic, and a drafted token does not."""
+    engine, weights = TableEngine.random(10, context_length=64, max_batch=8), tmp_path / "weights.gguf"
+    weights.write_bytes(b"weights")
+    target = TableEngine.random(10, context_length=64, max_batch=8)
+    target.facts = replace(target.facts, device="rpc 127.0.0.1:50052", weight_bytes=10**9)
+    cost = known_draft_cost(engine, [weights], target)
+    assert not cost.is_relative and 0 < cost.token_s < 0.1 * guessed_plain_s(10**9)
 
 
 def test_a_first_run_knows_costs_without_a_pass_and_a_later_one_what_was_learnt(tmp_path: Path) -> None:

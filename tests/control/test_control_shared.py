@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from edgespec import GenerateOptions
+from edgespec.control import constants as c
 from edgespec.control.cost import CostCurve, PriorCurve
 from edgespec.control.length import best_length
 from edgespec.control.run_cost import RunCosts
+from shared_passes import PASS_S, Costly, rate, shared_model
+from simulation import CURVES
 
 CURVE = {1: 1.0, 2: 1.1, 4: 1.3, 8: 2.4, 16: 4.8, 32: 9.6, 65: 19.5}  # flat, then a row costs as much as its share
 
@@ -25,14 +32,15 @@ def test_alone_prices_are_those_of_the_curve() -> None:
     assert found.prices(0) == before
 
 
-def test_the_parts_of_all_sequences_are_the_whole_pass() -> None:
-    """Each is told what it adds to the rows before it and to the plain rows behind it."""
+@pytest.mark.parametrize("prompt_rows", [0, 20])
+def test_the_parts_of_all_sequences_are_the_whole_pass(prompt_rows: int) -> None:
+    """Drafts pay by their rows for all that they add; what a prompt adds is nobody's."""
     found, widths = costs(), [3, 1, 6, 2]
-    parts = [
-        found.part_of(len(widths), sum(widths[:place]) + len(widths) - place - 1, width, 0)
-        for place, width in enumerate(widths)
-    ]
-    assert sum(parts) == pytest.approx(found.curve.at(sum(widths)))
+    parts = found.parts_of(widths, prompt_rows, 0)
+    at = found.curve.at
+    assert parts[1] == at(4) / 4
+    assert sum(parts) == pytest.approx(at(4) + at(12 + prompt_rows) - at(4 + prompt_rows))
+    assert parts[2] - parts[1] == pytest.approx(5 * (parts[3] - parts[1]))
 
 
 def test_drafts_are_shorter_the_more_sequences_run() -> None:
@@ -71,7 +79,7 @@ def test_shared_passes_teach_what_plain_ones_cost() -> None:
     found = RunCosts(curve, {}, 1)
     found.share_passes(4, 3)
     for _ in range(40):
-        found.observe_shared(4, 0, 0.02)
+        found.observe_shared(4, 0, 0.02, is_plain=True)
     assert curve.is_scaled and curve.is_sure_of_plain()
     assert curve.at(4) == pytest.approx(0.02, rel=0.15)
     assert 0.004 < curve.at(1) < 0.02
@@ -81,3 +89,65 @@ def test_beside_many_rows_a_few_of_its_own_remain() -> None:
     found = costs()
     found.share_passes(2, 500)
     assert found.most_rows == 9 and np.isfinite(found.prices(0).pass_s[9])
+
+
+def test_a_step_that_all_drafts_climb_together_is_paid_by_all() -> None:
+    """Rows 5 to 8 of a pass cost what the fifth does: beside three that draft, a draft is not free."""
+    found = RunCosts(CostCurve({1: 1.0, 4: 1.7, 5: 2.7, 8: 2.8, 65: 60.0}), {}, 1)
+    found.share_passes(4, 3)
+    alone_s = found.pass_s(2, 0) - found.plain_s(0)
+    found.share_passes(4, 6)  # three others draft a token each
+    beside_s = found.pass_s(2, 0) - found.plain_s(0)
+    assert alone_s == pytest.approx(1.0)
+    assert beside_s == pytest.approx(1.1 / 4)
+    found.share_passes(4, 6, prompt_rows=3)  # what others have there is a prompt, which nobody drafts
+    assert found.pass_s(2, 0) - found.plain_s(0) == pytest.approx(found.curve.at(8) - found.curve.at(7))
+
+
+def test_the_pace_of_all_widths_follows_plain_passes_of_several_sequences() -> None:
+    """A growing context slows all passes down, and no pass of one row tells: a draft must not look free for that."""
+    found = costs()
+    found.curve.observe(1, 0, 1.0)
+    found.share_passes(4, 3)
+    for _ in range(40):
+        found.observe_shared(8, 0, 2.4, is_plain=False)
+    for step in range(60):
+        found.observe_shared(4, 0, 1.3 * (1 + step / 60), is_plain=True)
+    assert found.curve.at(4) == pytest.approx(2.6, rel=0.1)
+    assert found.curve.at(8) - found.curve.at(4) > 1.2
+
+
+def test_the_time_of_shared_passes_is_charged_once_to_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What four answers are told that their drafts and passes took is what went by, on a curve with a step."""
+    ratios = {1: 1.0, 4: 1.1, 8: 1.15, 9: 1.5, 16: 1.6, 64: 5.0}
+    model, clock = shared_model(tmp_path, monkeypatch, ratios, 0.3, 4)
+    with model:
+        target = model.target
+        assert isinstance(target, Costly)
+        options = GenerateOptions(max_tokens=150, logprobs=False)
+        rate(model, clock, 1, options, 4, lengths=(20,))  # what rows cost is learnt
+        started_s, first = clock(), len(target.widths)
+        _, stats = rate(model, clock, 4, options, 4, lengths=(20,))
+        told_s = sum(each.draft_s + each.verify_s for each in stats)
+        assert target.widths[first] == 80 and sum(each.accepted_tokens for each in stats) > 60
+        assert told_s == pytest.approx(clock() - started_s - target.seconds(80), rel=0.005)
+
+
+@pytest.mark.parametrize("sigma", [1.0, 3.0])
+@pytest.mark.parametrize("curve", ["onnx int8", "llamacpp q8_0"])
+def test_never_slower_however_many_answers_share_passes(
+    curve: str, sigma: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a draft that is right half of the time, and one that is right by chance.
+
+    Besides the share that may be lost there is what the bank begins with, and has kept of gains with fewer answers.
+    """
+    model, clock = shared_model(tmp_path, monkeypatch, CURVES[curve], sigma, 8)
+    options = GenerateOptions(max_tokens=150, drafter="none", logprobs=False)
+    with model:
+        for count in (1, 4, 8, 4):
+            plain, _ = rate(model, clock, count, options, 2 * count + 4)
+            taken, stats = rate(model, clock, count, replace(options, drafter="auto"), 2 * count + 4)
+            seconds = sum(each.new_tokens for each in stats) / plain
+            most_s = 1.02 * seconds + (c.MOST_PASSES + c.KEPT_PASSES) * PASS_S
+            assert sum(each.new_tokens for each in stats) / taken <= most_s, count

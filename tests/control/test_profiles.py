@@ -12,8 +12,8 @@ from click.testing import CliRunner, Result
 from demo import DEMO
 from edgespec.cli.main import cli
 from edgespec.cli.options import resolve_settings
+from edgespec.config.sources import Settings
 from edgespec.errors import ConfigError, StateError
-from edgespec.settings import Settings
 from edgespec.tuning.profiles import (
     forget_profile,
     load_profile,

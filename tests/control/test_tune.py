@@ -230,7 +230,7 @@ def test_every_drafter_of_a_pair_is_tried(engine):
 
 def test_other_exits_of_an_onnx_pair_are_tried(onnx_path, tmp_path):
     pytest.importorskip("onnxruntime")
-    from edgespec.export.onnx import early_exit_onnx
+    from edgespec.export.onnx.cut import early_exit_onnx
 
     folder = tmp_path / "target"
     shutil.copytree(onnx_path.parent, folder)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,35 @@ def test_all_wait_for_one_pass(model: Model) -> None:
     assert len(counted.widths) < 40
 
 
+@pytest.mark.parametrize("drafter", ["model", "tree"])
+def test_drafts_of_all_take_one_pass_for_each_token(model: Model, drafter: Any) -> None:
+    """The draft model's passes for four answers are about as many as those for one of them."""
+    options = replace(OPTIONS, drafter=drafter, draft_length=3)
+    counted = Counting(model.draft_engine)
+    prompts = PROMPTS[:2] + PROMPTS[3:5]
+    most_alone = 0
+    for prompt in prompts:
+        model.forget()
+        counted.widths.clear()
+        model.generate(prompt, Sampling(), options)
+        most_alone = max(most_alone, len(counted.widths))
+    model.forget()
+    counted.widths.clear()
+    found = model.generate_all(prompts, Sampling(), options)
+    assert len(counted.widths) < 1.5 * most_alone
+    assert counted.widths.count(4) > len(counted.widths) / 3
+    assert all(result.stats.accepted_tokens for result in found)
+
+
+def test_time_of_shared_passes_is_counted_once(model: Model) -> None:
+    options = replace(OPTIONS, drafter="model", draft_length=4)
+    model.generate_all(PROMPTS[:4], Sampling(), options)
+    started_s = perf_counter()
+    found = model.generate_all(PROMPTS[:4], Sampling(), options)
+    wall_s = perf_counter() - started_s
+    assert 0 < sum(result.stats.draft_s + result.stats.verify_s for result in found) < wall_s
+
+
 def test_long_prompts_do_not_hold_up_answers(model: Model) -> None:
     """A prompt is read in parts beside the passes of an answer that has begun."""
     long = [1, 2, 3, 4, 5] * 40
@@ -109,6 +139,57 @@ def test_a_failing_pass_ends_its_own_generation_only(model: Model) -> None:
             batch.step()
     assert isinstance(generations[1].failure, EngineError)
     assert same(generations[0].result(), expected[0]) and same(generations[2].result(), expected[2])
+
+
+@pytest.mark.parametrize("drafter", ["model", "tree"])
+def test_a_failing_draft_is_left_out_of_its_own_generation_only(model: Model, drafter: Any) -> None:
+    prompts = [[1, 2], [3, 4], [5, 6]]
+    expected = [alone(model, prompt, Sampling()) for prompt in prompts]
+    model.forget()
+    Counting(model.draft_engine).broken_sequence = 1
+    found = model.generate_all(prompts, Sampling(), replace(OPTIONS, drafter=drafter, draft_length=3))
+    assert all(map(same, found, expected))
+    assert [any("broken" in note for note in result.stats.notes) for result in found] == [False, True, False]
+    assert found[0].stats.accepted_tokens and found[2].stats.accepted_tokens and not found[1].stats.drafted_tokens
+
+
+def test_a_generation_that_is_cancelled_while_it_drafts_leaves_the_others_alone(model: Model) -> None:
+    prompts = [[1, 2], [3, 4], [5, 6]]
+    expected = [alone(model, prompt, Sampling()) for prompt in prompts]
+    model.forget()
+    options = replace(OPTIONS, drafter="model", draft_length=6)
+    generations = [model.stream(prompt, Sampling(), options) for prompt in prompts]
+    counted = Counting(model.draft_engine)
+    with model.batch() as batch:
+        for generation in generations:
+            batch.begin(generation)
+        while len(counted.widths) < 9:  # in the midst of a draft
+            batch.step()
+        generations[1].cancel()
+        while batch.num_running:
+            batch.step()
+    assert generations[1].finish_reason == "cancelled"
+    assert same(generations[0].result(), expected[0]) and same(generations[2].result(), expected[2])
+    assert same(model.generate(prompts[1], Sampling(), options), expected[1])  # its place is as good as before
+
+
+def test_a_draft_model_that_is_released_in_the_midst_of_drafts_changes_no_text(model: Model) -> None:
+    """As when the memory budget is exceeded between two rounds of one generation while others draft."""
+    prompts = [[1, 2], [3, 4], [5, 6]]
+    expected = [alone(model, prompt, Sampling()) for prompt in prompts]
+    model.forget()
+    options = replace(OPTIONS, drafter="model", draft_length=6)
+    generations = [model.stream(prompt, Sampling(), options) for prompt in prompts]
+    counted = Counting(model.draft_engine)
+    with model.batch() as batch:
+        for generation in generations:
+            batch.begin(generation)
+        while len(counted.widths) < 9:
+            batch.step()
+        model._executor._drop_models()
+        while batch.num_running:
+            batch.step()
+    assert all(map(same, [generation.result() for generation in generations], expected))
 
 
 def test_64_clients_with_random_cancels(model: Model) -> None:
@@ -173,6 +254,19 @@ def test_engines_that_cannot_pack_take_passes_in_turn(model: Model) -> None:
     order = counted.sequences
     gaps = [b - a for k in range(4) for a, b in pairwise([i for i, s in enumerate(order) if s == k])]
     assert max(gaps) <= 5
+
+
+def test_drafts_share_passes_where_the_target_cannot(model: Model) -> None:
+    """As in reproducible mode on ONNX: a draft's bits change no text."""
+    prompts = PROMPTS[:2] + PROMPTS[3:5]
+    expected = [alone(model, prompt, Sampling()) for prompt in prompts]
+    model.forget()
+    model.target.facts = replace(model.target.facts, can_pack=False)
+    of_target, of_draft = Counting(model.target), Counting(model.draft_engine)
+    found = model.generate_all(prompts, Sampling(), replace(OPTIONS, drafter="model", draft_length=3))
+    assert all(map(same, found, expected))
+    assert set(of_target.widths) == {1}
+    assert of_draft.widths.count(4) > len(of_draft.widths) / 4
 
 
 def test_a_drafter_that_is_not_there_is_refused(model: Model) -> None:

@@ -34,6 +34,15 @@ def test_an_entry_is_sound(entry: Entry):
         assert draft.guessed_bytes() < entry.guessed_bytes()
 
 
+@pytest.mark.parametrize("entry", [entry for entry in ALL if entry.heads], ids=lambda entry: entry.name)
+def test_heads_belong_to_the_weights_of_their_entry(entry: Entry):
+    assert [head for head in entry.heads if head.target != entry.original] == []
+    assert len({head.repo for head in entry.heads}) == len(entry.heads)
+    for head in entry.heads:
+        converts = f"edgespec export {entry.original} --draft {head.repo} --to gguf"
+        assert head.command == {"eagle3": converts, "dspark": ""}[head.kind]
+
+
 def test_every_file_of_the_catalogue_travels_in_the_wheel():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
@@ -62,6 +71,8 @@ def test_a_damaged_catalogue_is_one_error(tmp_path: Path, monkeypatch: pytest.Mo
         ("Qwen3-8B:Q8_0", "qwen3-8b-q8_0", "Qwen/Qwen3-8B-GGUF", "Q8_0"),
         ("Org/Some-Model-GGUF:Q4_K_M", "Some-Model-q4_k_m", "Org/Some-Model-GGUF", "Q4_K_M"),
         ("https://huggingface.co/Org/Some-Model-GGUF/tree/main", "Some-Model", "Org/Some-Model-GGUF", ""),
+        ("hf.co/Org/Some-Model-GGUF:Q8_0", "Some-Model-q8_0", "Org/Some-Model-GGUF", "Q8_0"),
+        ("huggingface.co/Org/Some-Model-GGUF", "Some-Model", "Org/Some-Model-GGUF", ""),
         ("https://hf.co/Org/M/resolve/v2/sub/m-Q8_0.gguf", "M-m-q8_0", "Org/M", "sub/m-Q8_0.gguf"),
     ],
 )

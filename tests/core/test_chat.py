@@ -26,6 +26,30 @@ def test_a_template_sees_what_transformers_gives_it():
     assert text == '<s>[user] hello\n[{"name": "find", "tags": "<b>"}]</s>'
 
 
+def test_the_block_that_marks_answers_for_training_is_what_it_holds():
+    """Templates of SmolLM3 and LFM2.5 have it; what a block sets stays in it, as in transformers."""
+    source = (
+        "{% for m in messages %}{% generation %}{% set seen = m.content %}<{{ seen }}>{% endgeneration %}{% endfor %}"
+        "{% generation %}{% set late = 1 %}{% endgeneration %}{{ late is defined }}"
+    )
+    assert render_chat(source, HELLO) == "<hello>False"
+    with pytest.raises(CapabilityError, match="endgeneration"):
+        render_chat("{% generation %}", HELLO)
+
+
+SWITCH = "{{ messages[0].content }}{% if enable_thinking is defined and not enable_thinking %}<no>{% endif %}"
+
+
+def test_a_template_gets_the_arguments_it_knows_and_no_others():
+    assert render_chat(SWITCH, HELLO) == "hello"
+    assert render_chat(SWITCH, HELLO, arguments={"enable_thinking": False}) == "hello<no>"
+    with pytest.raises(PromptError, match=r"'thinking_budget'.*does not know"):
+        render_chat(SWITCH, HELLO, arguments={"thinking_budget": 3})
+    for name in ("messages", "eos_token"):
+        with pytest.raises(PromptError, match=name):
+            render_chat(SWITCH + "{{ eos_token }}", HELLO, arguments={name: "x"})
+
+
 def test_the_assistant_turn_is_opened_only_on_demand():
     assert render_chat(CHATML, HELLO) == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     assert render_chat(CHATML, HELLO, add_generation_prompt=False) == "<|im_start|>user\nhello<|im_end|>\n"

@@ -9,9 +9,10 @@ import pytest
 
 from edgespec.cli.help import default_of
 from edgespec.config import GenerateOptions, LoadOptions, SessionOptions
+from edgespec.config.settings import SETTINGS, did_you_mean
+from edgespec.config.sources import find, resolve
 from edgespec.errors import ConfigError
 from edgespec.sampling import Sampling
-from edgespec.settings import SETTINGS, did_you_mean, find, resolve
 
 OWNERS = {"load": LoadOptions, "sampling": Sampling, "generate": GenerateOptions, "session": SessionOptions}
 # Fields that no flag sets: overridden per generation, or only by the Python API.

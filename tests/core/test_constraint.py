@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 
 from edgespec import GenerateOptions, Sampling
-from edgespec.acceptance import RULES
-from edgespec.constraint import library
-from edgespec.constraint.grammar import Grammar
-from edgespec.constraint.state import Constraint, Constraints, Mask
 from edgespec.control.base import FixedLength
-from edgespec.decode import Run, autoregressive, speculative
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
@@ -23,8 +18,14 @@ from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.table import TableEngine
 from edgespec.errors import CapabilityError, ConfigError, EngineError, SamplingError
+from edgespec.generation.decode import autoregressive, speculative
+from edgespec.generation.run_state import Run
 from edgespec.sampling import Sampler
-from edgespec.stopping import StopRules
+from edgespec.sampling.acceptance import RULES
+from edgespec.sampling.constraint import library
+from edgespec.sampling.constraint.grammar import Grammar
+from edgespec.sampling.constraint.state import Constraint, Constraints, Mask
+from edgespec.sampling.stopping import StopRules
 from edgespec.types import Draft, TokenEvent
 from laws import ALPHA_1E6, chi_square_score
 from lossless import SAMPLINGS

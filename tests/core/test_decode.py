@@ -7,16 +7,18 @@ import math
 import numpy as np
 import pytest
 
-from edgespec.acceptance import coupled
 from edgespec.control.base import FixedLength, Proposal
-from edgespec.decode import Run, autoregressive, speculative
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.model import ModelDrafter
+from edgespec.engines.pass_request import Passes
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.table import TableEngine
 from edgespec.errors import PromptError
+from edgespec.generation.decode import autoregressive, speculative
+from edgespec.generation.run_state import Run
 from edgespec.sampling import Sampler, Sampling
-from edgespec.stopping import StopRules
+from edgespec.sampling.acceptance import coupled
+from edgespec.sampling.stopping import StopRules
 from edgespec.types import Batch, Draft, Evidence, Logits, RoundRecord, TokenIds, Verdict
 
 PROMPT = np.array([0, 1, 2], np.int32)
@@ -213,12 +215,12 @@ def test_trees_are_verified_too(target: CachedSequence) -> None:
 class Cautious(Recorder):
     """Lets the drafter go on only behind a token whose own probability is above one half."""
 
-    def propose(self, request: DraftRequest) -> Proposal:
+    def proposing(self, request: DraftRequest) -> Passes[Proposal]:
         def should_continue(num_drafted: int, evidence: Evidence) -> bool:
             assert len(evidence) > 0
             return evidence[1] > math.log(0.5)
 
-        return super().propose(request._replace(should_continue=should_continue))
+        return super().proposing(request._replace(should_continue=should_continue))
 
 
 def test_a_drafter_stops_when_another_token_does_not_pay(target: CachedSequence, drafter: ModelDrafter) -> None:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from edgespec.drafters.chain import evidence_of
-from edgespec.noise import Stream
 from edgespec.sampling import Sampler, Sampling
+from edgespec.sampling.noise import Stream
 from edgespec.types import Distribution
 
 

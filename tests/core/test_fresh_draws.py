@@ -13,19 +13,21 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgespec.acceptance import RULES
 from edgespec.control.base import Controller, FixedLength, Proposal
-from edgespec.decode import Run, speculative
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree import TreeDrafter
+from edgespec.engines.pass_request import Passes
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.table import TableEngine
-from edgespec.noise import Noise, Stream
+from edgespec.generation.decode import speculative
+from edgespec.generation.run_state import Run
 from edgespec.sampling import Sampler
-from edgespec.stopping import StopRules
+from edgespec.sampling.acceptance import RULES
+from edgespec.sampling.noise import Noise, Stream
+from edgespec.sampling.stopping import StopRules
 from edgespec.types import Stats, TokenIds
 from lossless import PLAIN, VOCABULARY
 from tiny_heads import drafter_of as heads_drafter
@@ -66,9 +68,9 @@ class InTurn(FixedLength):
         super().__init__(drafters[0], 8)
         self._turn = itertools.cycle(drafters)
 
-    def propose(self, request: DraftRequest) -> Proposal:
+    def proposing(self, request: DraftRequest) -> Passes[Proposal]:
         self._drafter = next(self._turn)
-        return super().propose(request)
+        return super().proposing(request)
 
 
 def controller_of(name: str, target: TableEngine) -> Controller:

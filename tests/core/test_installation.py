@@ -14,14 +14,14 @@ import pytest
 
 from edgespec import installation
 from edgespec.errors import CapabilityError
-from edgespec.installation import install_command, reinstall_command, require_engine, requirements
+from edgespec.installation import install_command, not_importable, reinstall_command, require_engine, requirements
 
 ROOT = Path(__file__).resolve().parents[2]
 PIP = f"{shlex.quote(sys.executable)} -m pip"
 DECLARED = {
     "": ["onnx>=1.19", "onnxruntime>=1.31"],
     "llamacpp": ["llama-cpp-python<0.4,>=0.3.36"],
-    "gpu": ["onnxruntime-gpu>=1.31"],
+    "gpu": ["onnxruntime-gpu[cuda,cudnn]>=1.31"],
 }
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="the shell of POSIX quotes otherwise")
 
@@ -64,8 +64,8 @@ def test_a_folder_that_is_still_there_is_named(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_the_gpu_build_takes_the_place_of_the_other(installed_elsewhere: None):
-    swap = f"{PIP} uninstall -y onnxruntime, then {PIP} install --force-reinstall --no-deps 'onnxruntime-gpu>=1.31'"
-    assert install_command("gpu") == swap
+    remove = f"{PIP} uninstall -y onnxruntime onnxruntime-gpu"
+    assert install_command("gpu") == f"{remove}, then {PIP} install 'onnxruntime-gpu[cuda,cudnn]>=1.31'"
     assert reinstall_command("onnx") == f"{PIP} install --force-reinstall 'onnx>=1.19'"
 
 
@@ -90,6 +90,31 @@ def test_a_missing_engine_is_named_with_the_command(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, installation.ENGINE_MODULES[engine], None)
     with pytest.raises(CapabilityError, match=rf"^x\.gguf needs {name}, which is not installed here: .* install "):
         require_engine(engine, "x.gguf")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ModuleNotFoundError("No module named 'no_such'", name="no_such"), "a graph needs no_such: "),
+        (ModuleNotFoundError("No module named 'onnx.part'", name="onnx.part"), "a graph needs onnx, which fails: No"),
+        (ImportError("x.so: failed to map segment from shared object", name="onnx.part"), "a graph needs more memory"),
+        (ImportError("x.so: cannot allocate memory in static TLS block", name="onnx"), "a graph needs more memory"),
+        (ImportError("x.so: undefined symbol: _Zx", name="onnx.part"), "a graph needs onnx, which fails: x.so"),
+        (AttributeError("partially initialized module 'onnx'"), "a graph needs onnx, which fails: partially"),
+    ],
+)
+def test_a_library_that_fails_to_import_is_told_by_its_cause(error: Exception, told: str):
+    """Under a limit of addresses a library that is there cannot be mapped: installing it again would not help."""
+    said = str(not_importable("a graph", error, "onnx"))
+    assert said.startswith(told)
+    assert ("pip" in said) == ("more memory" not in said)
+
+
+def test_a_library_that_fails_under_a_limit_of_memory_has_too_little_of_it(monkeypatch: pytest.MonkeyPatch):
+    """Whatever it fails with: a package that was imported in part fails in another way the next time."""
+    monkeypatch.setattr(installation, "has_memory_limit", lambda: True)
+    said = str(not_importable("a graph", AttributeError("module 'onnx' has no\nattribute 'x'"), "onnx"))
+    assert "needs more memory" in said and "no attribute 'x'" in said and "pip" not in said
 
 
 def test_what_an_uninstallation_left_behind_is_no_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -11,6 +11,7 @@ from edgespec.errors import ModelFileError, ModelNotFound
 from edgespec.formats.manifest import read_pair
 from edgespec.loading import registry as models
 from edgespec.loading.registry import list_models, resolve
+from tiny_gguf import write_model
 
 TARGET, DRAFT = b"target weights", b"draft weights"
 
@@ -49,7 +50,7 @@ def test_a_name_resolves_to_all_files_of_the_pair(home: Path):
     assert (pair.name, pair.banner, pair.context_length) == ("pair", "hello", 64)
     assert (pair.target.read_bytes(), pair.draft.read_bytes(), pair.medium) == (TARGET, DRAFT, None)
     assert dict(pair.recommended) == {"temperature": 0.7, "top_k": 40}
-    assert pair.sha256s["target"] == hashlib.sha256(TARGET).hexdigest()
+    assert pair.files["target"].sha256 == hashlib.sha256(TARGET).hexdigest()
 
 
 def test_the_users_folder_comes_before_the_checkout(home: Path):
@@ -76,7 +77,7 @@ def test_paths(home: Path, tmp_path: Path):
     assert resolve(str(folder)).draft == folder / "d.gguf"
     alone = resolve(str(folder / "t.gguf"))
     assert (alone.name, alone.target, alone.draft, alone.banner) == ("t", folder / "t.gguf", None, "")
-    assert alone.sha256s == {"target": None}
+    assert [file.sha256 for file in alone.files.values()] == [None]
 
 
 def test_a_given_draft_replaces_the_pairs_own(home: Path, tmp_path: Path):
@@ -89,10 +90,33 @@ def test_a_given_draft_replaces_the_pairs_own(home: Path, tmp_path: Path):
         resolve("pair", tmp_path / "absent.gguf")
 
 
+def test_a_folder_that_is_given_as_draft_is_the_model_in_it(home: Path, tmp_path: Path):
+    write_pair(home / "pair")
+    assert resolve("pair", write_pair(tmp_path / "exported")).draft == tmp_path / "exported" / "t.gguf"
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "small.gguf").write_bytes(b"x")
+    assert resolve("pair", tmp_path / "plain").draft == tmp_path / "plain" / "small.gguf"
+    (tmp_path / "plain" / "small.gguf").unlink()
+    with pytest.raises(ModelFileError, match=r"holds no manifest.toml and no \.gguf"):
+        resolve("pair", tmp_path / "plain")
+
+
 @pytest.mark.parametrize("text", ["absent.gguf", "no/such/folder", "./demo2"])
 def test_a_missing_path_is_not_taken_for_a_name(home: Path, text: str):
     with pytest.raises(ModelNotFound, match="no file"):
         resolve(text)
+
+
+def test_a_repository_in_the_form_of_ollama_is_recognised(home: Path):
+    with pytest.raises(ModelNotFound, match=r"edgespec pull hf\.co/Org/Some-GGUF:Q8_0 fetches"):
+        resolve("hf.co/Org/Some-GGUF:Q8_0")
+
+
+def test_a_gguf_without_its_ending_is_recognised(tmp_path: Path):
+    """Ollama names its files by their checksum."""
+    path = write_model(tmp_path / "tiny.gguf").rename(tmp_path / "sha256-0123")
+    with pytest.raises(ModelFileError, match=r"is a GGUF file whose name .* ln -s .*sha256-0123 model.gguf"):
+        resolve(str(path))
 
 
 def test_other_files_are_refused(home: Path, tmp_path: Path):

@@ -9,13 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec.acceptance import RULES
 from edgespec.chat.conversation import Conversation
 from edgespec.cli.chat import Chat
 from edgespec.cli.session import Session
 from edgespec.config import GenerateOptions, LoadOptions, SessionOptions
+from edgespec.config.sources import Settings
 from edgespec.control.base import FixedLength
-from edgespec.decode import Run, autoregressive, speculative
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree import TreeDrafter
@@ -23,11 +22,13 @@ from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.table import TableEngine
 from edgespec.errors import ConfigError, StateError
 from edgespec.formats.manifest import ModelFile, ModelPair
-from edgespec.noise import Noise, Stream
+from edgespec.generation.decode import autoregressive, speculative
+from edgespec.generation.run_state import Run
 from edgespec.runtime import Model
 from edgespec.sampling import Sampler
-from edgespec.settings import Settings
-from edgespec.stopping import StopRules
+from edgespec.sampling.acceptance import RULES
+from edgespec.sampling.noise import Noise, Stream
+from edgespec.sampling.stopping import StopRules
 from edgespec.types import TokenEvent
 from lossless import PLAIN, make_drafter
 

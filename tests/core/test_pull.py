@@ -287,9 +287,8 @@ def test_a_file_name_that_leads_elsewhere_is_not_fetched(get, hub, repo, home):
 
 def test_no_room_on_the_disk_is_known_before_anything_is_fetched(get, hub, home):
     hub.faults.claimed_bytes["demo-Q6_K.gguf"] = 10**15
-    with pytest.raises(
-        StateError, match=r"needs 1000000\.00 GB more .* GB free: free some space, or set EDGESPEC_MODELS"
-    ):
+    fix = "free some space, or set EDGESPEC_MODELS"
+    with pytest.raises(StateError, match=rf"needs 1000000\.00 GB more .*, and 67 MB that stay free; it has .*: {fix}"):
         get()
     assert hub.fetched == [] and nothing_loads(home)
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from edgespec.errors import EngineError, SamplingError
-from edgespec.noise import Noise, Stream
 from edgespec.sampling import Sampler, Sampling, top_ids
+from edgespec.sampling.noise import Noise, Stream
 from edgespec.types import Distribution
 
 NO_HISTORY = np.empty(0, np.int32)

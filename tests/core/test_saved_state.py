@@ -105,7 +105,7 @@ def test_a_chat_goes_on_where_it_ended(tmp_path: Path) -> None:
     for line in lines:
         result = chat(parts, line)
         assert result.exit_code == 0, result.stderr
-    assert f"continuing {parts}: 1 exchange(s)" in result.stderr
+    assert f"continuing {parts}: 1 exchange" in result.stderr
     assert json.loads(parts.read_text()) == json.loads(whole.read_text())
     assert parts.with_name("parts.json.state").stat().st_mode & 0o077 == 0, "only the owner may read it"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from edgespec.errors import VocabularyMismatch
-from edgespec.stopping import StopRules, TextStream
+from edgespec.sampling.stopping import StopRules, TextStream
 from edgespec.vocabulary import Vocabulary, check_same_vocabulary
 
 

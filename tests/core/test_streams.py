@@ -204,7 +204,7 @@ def test_a_manifest_that_leads_nowhere(tmp_path: Path, path: str) -> None:
 
 @pytest.mark.parametrize("text", ["a = " + "[" * 100_000, "context-length = " + "9" * 5000, "\udcff", "a"])
 def test_files_of_settings_that_overtax_their_reader(tmp_path: Path, text: str) -> None:
-    from edgespec.settings import resolve as settings_of
+    from edgespec.config.sources import resolve as settings_of
     from edgespec.tuning.profiles import load_profile
 
     (tmp_path / "config.toml").write_text(text, errors="surrogateescape")

@@ -8,9 +8,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from edgespec.acceptance import block, coupled, rejection, residual, typical
-from edgespec.noise import Stream
 from edgespec.sampling import Sampler, Sampling
+from edgespec.sampling.acceptance import block, coupled, rejection, residual, typical
+from edgespec.sampling.noise import Stream
 from edgespec.types import Distribution, Draft, Verdict
 from exact import Enumerator, Law, Prefix, assert_same_law, outcomes, random_law
 

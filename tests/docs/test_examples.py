@@ -38,6 +38,28 @@ def test_the_openai_client(private_home: Path):
     assert speed.endswith("tokens/s") and last == "ended with code 0"
 
 
+@pytest.mark.skipif(not is_importable("llm"), reason="the llm package is not installed")
+def test_the_llm_plugin(private_home: Path):
+    """A conversation of two turns with options and a schema, through llm's own classes."""
+    code = f"""
+import json, os, sys
+sys.path.insert(0, {str(EXAMPLES / "llm-edgespec")!r})
+os.environ["LLM_LOAD_PLUGINS"] = ""  # none that are installed
+import llm, llm_edgespec
+
+llm.plugins.pm.register(llm_edgespec)
+model = llm.get_model("edgespec/demo")
+conversation = model.conversation()
+first = conversation.prompt("Find me a bus to Fresno.", system="You book buses.", temperature=0, max_tokens=30)
+pieces = list(first)
+print(len(pieces) > 1, first.usage().output == first.response_json["tokens"], "".join(pieces) == first.text())
+second = conversation.prompt("Is it cheap?", schema={{"type": "boolean"}}, seed=1, drafter="none", max_tokens=9)
+print(json.loads(second.text()) in (True, False), second.usage().input > first.usage().input + first.usage().output)
+"""
+    answers = run(private_home, sys.executable, "-c", code).split()
+    assert answers == ["True"] * 5
+
+
 @pytest.mark.skipif(not is_importable("tkinter"), reason="this Python has no tkinter")
 @pytest.mark.skipif(not (XVFB or os.environ.get("DISPLAY")), reason="there is no display and no xvfb-run")
 def test_the_window_answers_and_stops(private_home: Path):

@@ -7,17 +7,18 @@ import hashlib
 import numpy as np
 import pytest
 
-from edgespec.acceptance import RULES
 from edgespec.control.base import FixedLength
-from edgespec.decode import Run, autoregressive, speculative
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.eagle3 import Eagle3Drafter
 from edgespec.engines.head import States
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.table import TableEngine
 from edgespec.errors import Cancelled
+from edgespec.generation.decode import autoregressive, speculative
+from edgespec.generation.run_state import Run
 from edgespec.sampling import Sampler, Sampling
-from edgespec.stopping import StopRules
+from edgespec.sampling.acceptance import RULES
+from edgespec.sampling.stopping import StopRules
 from edgespec.types import TokenEvent, TokenIds
 from laws import ALPHA_1E6, chi_square_score
 from tiny_heads import LAYERS, OpenHead

@@ -21,7 +21,7 @@ from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.errors import Cancelled, CapabilityError, ConfigError, ContextFull
 from edgespec.export.gguf import EarlyExit, early_exit_gguf
-from edgespec.export.onnx import early_exit_onnx
+from edgespec.export.onnx.cut import early_exit_onnx
 from edgespec.sampling import Sampler
 from edgespec.types import Batch, Logits
 from lossless import PROMPTS

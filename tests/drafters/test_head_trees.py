@@ -13,19 +13,20 @@ import pytest
 import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
-from edgespec.acceptance import RULES
 from edgespec.control.base import FixedLength, Proposal
 from edgespec.control.cost import CostCurve
 from edgespec.control.length import path_products
-from edgespec.decode import Run, autoregressive, speculative
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.chain import evidence_of
 from edgespec.drafters.medusa import MedusaDrafter
 from edgespec.drafters.states import MAX_ROW_COST, StateDrafter
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.sequence import CachedSequence
+from edgespec.generation.decode import autoregressive, speculative
+from edgespec.generation.run_state import Run
 from edgespec.sampling import Sampler
-from edgespec.stopping import StopRules
+from edgespec.sampling.acceptance import RULES
+from edgespec.sampling.stopping import StopRules
 from edgespec.types import Draft, Logits, RoundRecord, Verdict
 from head_tables import KINDS, VOCABULARY, request, table, with_features
 from laws import ALPHA_1E6, law_score
@@ -282,7 +283,8 @@ def test_auto_takes_trees_where_rows_are_cheap_and_only_there(
 ) -> None:
     engine = Timed.random(VOCABULARY, order=1, seed=1, context_length=500)
     engine.row_s = row_s
-    monkeypatch.setattr("edgespec.decode.perf_counter", lambda: engine.now_s)
+    monkeypatch.setattr("edgespec.generation.run_state.perf_counter", lambda: engine.now_s)
+    monkeypatch.setattr("edgespec.control.threads.perf_counter", lambda: engine.now_s)
     drafter = drafter_of(table_heads(kind, engine.related(sigma=0.8)), VOCABULARY)
     curve = CostCurve({1: 1.0, 65: 1.0 + 64 * row_s})
     controller = Watched({kind: drafter}, curve, {}, clock=lambda: engine.now_s)

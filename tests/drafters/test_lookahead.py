@@ -10,16 +10,17 @@ import pytest
 
 import edgespec
 from edgespec import GenerateOptions, Sampling
-from edgespec.acceptance import coupled
 from edgespec.control.base import FixedLength
-from edgespec.decode import Run, speculative
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.lookahead import LookaheadDrafter, NgramPool
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.table import TableEngine
+from edgespec.generation.decode import speculative
+from edgespec.generation.run_state import Run
 from edgespec.sampling import Sampler
-from edgespec.stopping import StopRules
+from edgespec.sampling.acceptance import coupled
+from edgespec.sampling.stopping import StopRules
 from edgespec.types import Draft, TokenIds, Verdict
 from laws import ALPHA_1E6, law_score
 from lossless import GREEDY, PLAIN, PROMPTS, SAMPLINGS, VOCABULARY, run_once

@@ -17,6 +17,7 @@ import edgespec
 from edgespec import GenerateOptions, Sampling
 from edgespec.cli.main import cli
 from edgespec.cli.session import open_session
+from edgespec.config.sources import resolve
 from edgespec.corpus.database import joined
 from edgespec.corpus.index import SuffixIndex
 from edgespec.drafters.base import Drafter
@@ -25,7 +26,6 @@ from edgespec.drafters.factory import learnt_texts
 from edgespec.drafters.suffix import SuffixDrafter
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.table import TableEngine
-from edgespec.settings import resolve
 from laws import ALPHA_1E6, chi_square_score
 from lossless import PROMPTS, SAMPLINGS, VOCABULARY, run_once
 

@@ -11,17 +11,19 @@ import pytest
 
 import edgespec
 from edgespec import GenerateOptions, Sampling
-from edgespec.acceptance import coupled
 from edgespec.control.base import FixedLength
-from edgespec.decode import Run, autoregressive, speculative
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree import TreeDrafter
+from edgespec.engines.pass_request import Passes
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.table import TableEngine
 from edgespec.errors import CapabilityError
+from edgespec.generation.decode import autoregressive, speculative
+from edgespec.generation.run_state import Run
 from edgespec.sampling import Sampler
-from edgespec.stopping import StopRules
+from edgespec.sampling.acceptance import coupled
+from edgespec.sampling.stopping import StopRules
 from edgespec.types import Batch, Draft, Logits, RoundRecord
 from laws import ALPHA_1E6, law_score
 from lossless import DEMO, PENALISED_GREEDY, PLAIN, PROMPTS, SAMPLINGS, VOCABULARY, run_once, side_branches
@@ -136,8 +138,8 @@ def test_without_trees_it_drafts_a_chain(target: TableEngine, rule: str, most_br
             return most_branches
 
     class Watched(TreeDrafter):
-        def draft(self, request: DraftRequest) -> Draft:
-            draft = super().draft(request)
+        def drafting(self, request: DraftRequest) -> Passes[Draft]:
+            draft = yield from super().drafting(request)
             assert draft.is_chain and draft.num_tokens <= 5
             return draft
 
@@ -157,9 +159,9 @@ def test_two_drafters_share_one_cache(target: TableEngine) -> None:
     """Rounds of the chain and of the tree in turn, as the automatic choice makes them."""
 
     class Alternating(FixedLength):
-        def propose(self, request: DraftRequest):
+        def proposing(self, request: DraftRequest):
             self._drafter = both[request.token_ids.size % 2]
-            return super().propose(request)
+            return super().proposing(request)
 
     model = ModelDrafter(target.related(sigma=1.0))
     both = (model, TreeDrafter(model))

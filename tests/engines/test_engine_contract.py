@@ -1,7 +1,7 @@
 """What every engine promises, run over every engine.
 
-The table; llama.cpp on the demo target with and without reproducible mode; and on a tiny float32 model, whose lone
-tokens need padding on most machines.
+The table; llama.cpp on the demo target with and without reproducible mode, in a child process, on a GPU and on RPC
+servers; and on a tiny float32 model, whose lone tokens need padding on most machines.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ import numpy as np
 import pytest
 
 from demo import TEST_THREADS
+from edgespec.config import ProviderName
 from edgespec.engines.base import Engine
 from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.remote import RemoteEngine
 from edgespec.engines.table import TableEngine
 from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError, StateError
 from edgespec.types import Batch, Draft, Logits
+from gpu import needs_gpu
+from rpc import idle, needs_rpc, started
 
 CONTEXT, SEQUENCES, MAX_BATCH = 400, 3, 64
 TOLERANCE = 0.08  # of the logits' standard deviation; the logits of another token are about 1 away
@@ -40,7 +44,26 @@ def load_llamacpp(path: Path, *, reproducible: bool) -> Engine:
     )
 
 
-def load_onnx(path: Path, *, reproducible: bool, cache_type: str = "f32", exit_layer: int | None = None) -> Engine:
+def load_remote(path: Path, endpoints: tuple[str, ...], *, reproducible: bool) -> Engine:
+    return RemoteEngine.load(
+        path,
+        endpoints=endpoints,
+        context_length=CONTEXT,
+        max_sequences=SEQUENCES,
+        max_batch=MAX_BATCH,
+        threads=TEST_THREADS,
+        reproducible=reproducible,
+    )
+
+
+def load_onnx(
+    path: Path,
+    *,
+    reproducible: bool,
+    cache_type: str = "f32",
+    exit_layer: int | None = None,
+    provider: ProviderName = "cpu",
+) -> Engine:
     pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
     from edgespec.engines.onnx import OnnxEngine
 
@@ -53,7 +76,34 @@ def load_onnx(path: Path, *, reproducible: bool, cache_type: str = "f32", exit_l
         cache_type=cache_type,
         reproducible=reproducible,
         exit_layer=exit_layer,
+        provider=provider,
     )
+
+
+def load_webgpu(path: Path, exit_layer: int | None = None) -> Engine:
+    from edgespec.engines.onnx.library import installed_providers
+
+    if "webgpu" not in installed_providers():
+        pytest.skip("no WebGPU device, or no package onnxruntime-ep-webgpu")
+    return load_onnx(path, reproducible=False, exit_layer=exit_layer, provider="webgpu")
+
+
+def load_gpu(path: Path, *, reproducible: bool) -> Engine:
+    needs_gpu()
+    try:
+        return LlamaCppEngine.load(
+            path,
+            context_length=CONTEXT,
+            max_sequences=SEQUENCES,
+            max_batch=MAX_BATCH,
+            threads=TEST_THREADS,
+            gpu_layers=-1,
+            reproducible=reproducible,
+        )
+    except CapabilityError as exc:
+        if not reproducible:
+            raise
+        pytest.skip(f"the engine says: {exc}")
 
 
 KINDS = (
@@ -61,30 +111,55 @@ KINDS = (
     "llamacpp",
     "llamacpp-reproducible",
     "llamacpp-padded",
+    "llamacpp-process",
+    "llamacpp-gpu",
+    "llamacpp-gpu-reproducible",
+    "llamacpp-rpc",
+    "llamacpp-rpc-reproducible",
     "onnx",
     "onnx-reproducible",
     "onnx-int8-cache",
     "onnx-exit",
     "onnx-concatenated",
+    "onnx-webgpu",
+    "onnx-webgpu-exit",
 )
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def loader(
-    request: pytest.FixtureRequest, target_path: Path, tiny_path: Path, onnx_path: Path, concatenated_path: Path
-) -> Loader:
+    request: pytest.FixtureRequest,
+    target_path: Path,
+    tiny_path: Path,
+    onnx_path: Path,
+    tiny_graph_path: Path,
+    concatenated_path: Path,
+) -> Iterator[Loader]:
     loaders: dict[str, Loader] = {
         "table": load_table,
         "llamacpp": lambda: load_llamacpp(target_path, reproducible=False),
         "llamacpp-reproducible": lambda: load_llamacpp(target_path, reproducible=True),
         "llamacpp-padded": lambda: load_llamacpp(tiny_path, reproducible=True),
+        "llamacpp-process": lambda: load_remote(target_path, (), reproducible=True),
+        "llamacpp-gpu": lambda: load_gpu(target_path, reproducible=False),
+        "llamacpp-gpu-reproducible": lambda: load_gpu(target_path, reproducible=True),
         "onnx": lambda: load_onnx(onnx_path, reproducible=False),
         "onnx-reproducible": lambda: load_onnx(onnx_path, reproducible=True),
         "onnx-concatenated": lambda: load_onnx(concatenated_path, reproducible=False),
         "onnx-exit": lambda: load_onnx(onnx_path, reproducible=True, exit_layer=4),
+        "onnx-webgpu": lambda: load_webgpu(tiny_graph_path),
+        "onnx-webgpu-exit": lambda: load_webgpu(onnx_path, exit_layer=4),
         "onnx-int8-cache": lambda: load_onnx(onnx_path, reproducible=True, cache_type="int8"),
     }
-    return loaders[request.param]
+    if "rpc" not in request.param:
+        yield loaders[request.param]
+        return
+    needs_rpc()
+    # A server takes one client at a time, and some tests here use two engines at once.
+    with started() as one, started() as other:
+        yield lambda: load_remote(
+            target_path, (idle(one, other).endpoint,), reproducible="reproducible" in request.param
+        )
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +182,9 @@ def some_ids(engine: Engine, count: int, seed: int = 0) -> np.ndarray:
 
 
 def score(engine: Engine, token_ids, sequence: int = 0) -> Logits:
-    return engine.forward(Batch.chain(token_ids, sequence=sequence)).copy()
+    most = engine.facts.max_batch
+    parts = [token_ids[at : at + most] for at in range(0, len(token_ids), most)]
+    return np.concatenate([engine.forward(Batch.chain(part, sequence=sequence)).copy() for part in parts])
 
 
 def one_at_a_time(engine: Engine, token_ids, sequence: int = 0) -> Logits:
@@ -161,8 +238,9 @@ def test_a_chain_scores_as_its_tokens_one_at_a_time(engine):
 def test_a_row_scores_the_same_at_every_width(engine, start):
     """Bitwise inside the pinned class."""
     prompt, ids = some_ids(engine, start), some_ids(engine, min(engine.widest_pass, 16), seed=1)
-    for begin in range(0, start, 50):
-        engine.forward(Batch.chain(prompt[begin : begin + 50], last_only=True))
+    step = min(50, engine.facts.max_batch)
+    for begin in range(0, start, step):
+        engine.forward(Batch.chain(prompt[begin : begin + step], last_only=True))
     expected = score(engine, ids)
     for width in range(1, ids.size):
         engine.rollback(start)
@@ -359,17 +437,17 @@ def test_a_forgotten_cancel_stops_nothing(engine):
 
 
 def test_cancel_from_another_thread_is_exact_to_resume(engine):
-    ids = some_ids(engine, 300)
-    expected = [score(engine, ids[i : i + 50]) for i in range(0, 300, 50)]
+    ids, step = some_ids(engine, 300), min(50, engine.facts.max_batch)
+    expected = [score(engine, ids[i : i + step]) for i in range(0, 300, step)]
     for delay_s in (0.0, 0.0005, 0.001, 0.002, 0.004, 0.008):
         engine.rollback(0)
         timer = threading.Timer(delay_s, engine.cancel)
         timer.start()
         found, cancelled = [], 0
-        while len(found) < 6:
+        while len(found) < len(expected):
             before = engine.length()
             try:
-                found.append(score(engine, ids[50 * len(found) : 50 * len(found) + 50]))
+                found.append(score(engine, ids[step * len(found) :][:step]))
             except Cancelled:
                 cancelled += 1
                 assert engine.length() == before
@@ -456,10 +534,10 @@ def test_keep_path_needs_a_fresh_batch(engine):
 
 
 def test_a_full_context_says_so(engine):
-    ids = some_ids(engine, CONTEXT)
+    ids, step = some_ids(engine, CONTEXT), min(50, engine.facts.max_batch)
     for sequence in range(SEQUENCES):
-        for start in range(0, CONTEXT, 50):
-            engine.forward(Batch.chain(ids[start : start + 50], sequence=sequence, last_only=True))
+        for start in range(0, CONTEXT, step):
+            engine.forward(Batch.chain(ids[start : start + step], sequence=sequence, last_only=True))
         assert engine.length(sequence) == CONTEXT
         with pytest.raises(ContextFull):
             score(engine, [1], sequence)

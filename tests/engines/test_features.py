@@ -15,10 +15,11 @@ from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.table import TableEngine
 from edgespec.errors import CapabilityError
-from edgespec.types import Batch, Draft
+from edgespec.types import Batch, Draft, packed
 
 Load = Callable[..., Engine]
 IDS = (np.arange(300) * 7 % 250).astype(np.int32)
+ROWS = ((0, 40, 3), (1, 90, 1), (2, 200, 5))  # of a shared pass: sequence, first token, number of rows
 
 
 def load_onnx(path: Path, **options: bool) -> Engine:
@@ -213,3 +214,36 @@ def test_an_eagle3_head_and_other_layers_exclude_each_other(target_path: Path) -
         engine.give_layer_inputs(())
         with pytest.raises(CapabilityError, match="leave one out"):
             engine.give_layer_inputs((2,))
+
+
+@pytest.mark.parametrize("reproducible", [True, False])
+@pytest.mark.parametrize("layers", [(), (0, 5)])
+@pytest.mark.parametrize("name", ["target_path", "onnx_path"])
+def test_rows_of_a_shared_pass_have_the_states_that_they_have_alone(
+    name: str, layers: tuple[int, ...], reproducible: bool, request: pytest.FixtureRequest
+) -> None:
+    """Of texts of unequal lengths, with unequal numbers of rows; by bits in reproducible mode."""
+    path, options = request.getfixturevalue(name), {"max_sequences": 3, "reproducible": reproducible}
+    if name == "onnx_path":
+        engine = load_onnx(path, state_layers=layers, **options)  # type: ignore[arg-type]
+    else:
+        engine = LlamaCppEngine.load(path, threads=TEST_THREADS, context_length=256, **options)
+        engine.read_layers(layers)
+    parts = [Batch.chain(IDS[first : first + rows], sequence=sequence) for sequence, first, rows in ROWS]
+    with engine:
+        if not engine.facts.can_pack:
+            pytest.skip("passes in turn: this engine packs nothing in reproducible mode")
+        alone = []
+        engine.give_hidden_states(True)
+        for sequence, first, _ in ROWS:
+            engine.forward(Batch.chain(IDS[first - 10 * (sequence + 1) : first], sequence=sequence))
+        for part in parts:
+            length = engine.length(int(part.sequences[0]))
+            engine.forward(part)
+            alone.append(engine.hidden_states().copy())
+            engine.rollback(length, int(part.sequences[0]))
+        engine.forward(packed(parts))
+        found, expected = engine.hidden_states(), np.concatenate(alone)
+        if reproducible:
+            np.testing.assert_array_equal(found, expected)
+        np.testing.assert_allclose(found, expected, atol=0.05 * expected.std())

@@ -15,7 +15,7 @@ import pytest
 
 from edgespec.config import LoadOptions
 from edgespec.engines import trial, trial_child
-from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile
+from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile, weights
 from edgespec.errors import EdgespecError, ModelFileError, ModelNotFound
 from edgespec.formats.gguf import check as gguf_check
 from edgespec.formats.gguf import header as gguf_header
@@ -243,7 +243,7 @@ def test_a_fork_finds_what_a_process_of_its_own_finds(sound, tmp_path):
 
 @pytest.mark.parametrize(("ending", "says"), [("os.abort()", "status -6"), ("os.kill(os.getpid(), 9)", "status -9")])
 def test_a_fork_that_a_file_ends_is_told_from_one_that_passes(sound, ending, says):
-    deadly = f"import os\nfrom edgespec.engines import trial_child\ntrial_child.try_model = lambda path: {ending}\n"
+    deadly = f"import os\nfrom edgespec.engines import trial_child\ntrial_child.try_model = lambda *_: {ending}\n"
     assert says in str(in_a_fork(sound, before=deadly)[0])
 
 
@@ -305,16 +305,35 @@ def test_damaged_weights_end_a_load_that_has_opened_the_model(tmp_path):
     damaged[-1] = math.nan  # of a token that no trial reads
     path = write_model(tmp_path / "nan.gguf", SHAPE, tensors={"token_embd.weight": damaged, "output.weight": whole})
     with trial.Trial({path: False}) as running:
-        running.require_usable()
+        running.require_used(path)
         with pytest.raises(ModelFileError, match="invalid data"):
             running.require_sound()
     with pytest.raises(ModelFileError):
         open_models(LoadOptions(model=str(path), reproducible=False, context_length=16))
 
 
+def test_a_load_may_open_what_the_child_has_opened_and_waits_before_it_uses_it(sound, tmp_path):
+    path = write_model(tmp_path / "rope.gguf", SHAPE, tensors={"rope_freqs.weight": np.zeros(8, np.float32)})
+    with trial.Trial({sound: False, path: False}) as running:
+        running.require_used(sound)
+        running.require_opened(path)
+        with pytest.raises(ModelFileError, match="not numbers"):
+            running.require_used(path)
+
+
+@pytest.mark.parametrize("has_check", [True, False])
+def test_damaged_weights_are_named_by_either_check(sound, tmp_path, monkeypatch, has_check):
+    if not has_check:
+        monkeypatch.setattr(weights, "_library_check", lambda: None)
+    damaged = write_model(tmp_path / "inf.gguf", SHAPE, tensors={"blk.0.attn_q.weight": MATRIX * np.float32(math.inf)})
+    weights.check_weights(sound)
+    with pytest.raises(ModelFileError, match=r"blk\.0\.attn_q\.weight|invalid data"):
+        weights.check_weights(damaged)
+
+
 def test_a_trial_that_is_given_up_leaves_no_child(sound):
     with trial.Trial({sound: False}) as running:
-        running.require_usable()
+        running.require_used(sound)
     again = trial.Trial({sound: False})  # nothing was remembered
     again.require_sound()
     again.require_sound()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -14,9 +15,11 @@ import pytest
 
 import edgespec
 from demo import TEST_THREADS
+from edgespec.chat.template import encode_messages
 from edgespec.engines import proof, widths
 from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile, settings
-from edgespec.engines.llamacpp.library import library
+from edgespec.engines.llamacpp.devices import devices, gpus
+from edgespec.engines.llamacpp.library import listening
 from edgespec.engines.llamacpp.tokenizer import bounded_parts
 from edgespec.errors import (
     BatchError,
@@ -31,6 +34,7 @@ from edgespec.errors import (
 )
 from edgespec.types import Batch, Draft
 from tiny_gguf import SPECIALS, TEMPLATE, Shape, write_model, write_recurrent_model, write_sentencepiece_model
+from tiny_gguf import vocabulary as tiny_vocabulary
 
 
 def load(path: Path, **options) -> LlamaCppEngine:
@@ -40,6 +44,26 @@ def load(path: Path, **options) -> LlamaCppEngine:
 
 def chain(engine: LlamaCppEngine, ids, sequence: int = 0) -> np.ndarray:
     return engine.forward(Batch.chain(ids, sequence=sequence)).copy()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a console's Ctrl-C is not raised like this on Windows")
+def test_ctrl_c_in_the_log_of_a_load_is_not_lost(tiny_path):
+    """Python drops what is raised in a callback: the load, and all that came after it, went on."""
+    lines: list[str] = []
+
+    def interrupt(line: str) -> None:
+        if not lines:
+            signal.raise_signal(signal.SIGINT)
+        lines.append(line)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        with listening(interrupt), pytest.raises(KeyboardInterrupt):
+            load(tiny_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert lines
+    load(tiny_path).close()
 
 
 # Settings and facts
@@ -75,10 +99,26 @@ def test_an_option_out_of_range_is_refused(tiny_path, option):
 
 
 def test_gpu_layers_need_a_build_that_has_a_gpu(tiny_path):
-    if library().llama_supports_gpu_offload():
+    if gpus():
         pytest.skip("this build can use a GPU")
     with pytest.raises(CapabilityError, match="-ngl 0"):
         load(tiny_path, gpu_layers=-1)
+
+
+def test_a_device_that_is_not_there_is_named_with_those_that_are(tiny_path):
+    with pytest.raises(CapabilityError, match=r"no device 'Vulkan77'.* sees: .*CPU"):
+        load(tiny_path, gpu_layers=-1, devices=("Vulkan77",))
+
+
+def test_the_processor_can_be_asked_for_by_placing_nothing(tiny_path):
+    with load(tiny_path, devices=(), kv_offload=False) as engine:
+        assert engine.facts.device == "cpu"
+
+
+def test_every_device_has_a_name_and_the_processor_has_memory():
+    found = devices()
+    assert all(device.name and device.kind for device in found)
+    assert [device.total_bytes > 0 for device in found if device.kind == "cpu"] == [True]
 
 
 def test_a_missing_file_is_named(tmp_path):
@@ -443,6 +483,23 @@ def test_a_closed_vocabulary_refuses_but_keeps_what_was_read(tiny_path):
     for call in (lambda: vocabulary.encode("a"), lambda: vocabulary.token_bytes(1), lambda: vocabulary.token_name(1)):
         with pytest.raises(EngineError, match="closed"):
             call()
+
+
+def test_a_chat_template_gets_the_tokens_that_begin_and_end_a_text(tmp_path):
+    """Templates of Llama 2, Mistral, Zephyr and others write `eos_token` behind every answer."""
+    source = (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}"
+        "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
+    )
+    words, _ = tiny_vocabulary(Shape().merges)
+    end, user, bos = (words.index(name) for name in SPECIALS)
+    tokens = {"tokenizer.ggml.bos_token_id": bos, "tokenizer.ggml.eos_token_id": end}
+    path = write_model(tmp_path / "m.gguf", metadata={**tokens, "tokenizer.chat_template": source})
+    turns = [{"role": role, "content": "7"} for role in ("user", "assistant", "user")]
+    with VocabularyFile(path) as vocabulary:
+        assert vocabulary.eos_id == end
+        [seven] = vocabulary.encode("7")
+        assert encode_messages(vocabulary, turns, None, "tiny") == [bos, user, seven, seven, end, user, seven]
 
 
 def test_a_sentencepiece_vocabulary_reads_and_writes(tmp_path):

@@ -93,7 +93,7 @@ NOT_NUMBERS: tuple[Any, ...] = (math.inf, math.nan, True, None, "1", [1], {})
         (number(0, 2), (0, 1.5, 2), (-1, 3, *NOT_NUMBERS)),
         (whole(1, 64), (1, 64), (0, 65, 1.5, *NOT_NUMBERS)),
         (seconds, (1e-9, 5), (0, -1.0, 1e9, *NOT_NUMBERS)),
-        (a_list(seconds, least=1), ([1], [1, 2]), ([], [0], {}, 5)),
+        (a_list(seconds), ([], [1], [1, 2]), ([0], {}, 5)),
         (a_list(seconds, size=2), ([1, 2],), ([1], [1, 2, 3])),
         (a_row(seconds, whole(1, 2)), ([0.5, 1],), ([], [0.5], [0.5, 3], [0.5, 1, 1])),
         (a_record({"a": seconds}), ({"a": 1},), ({}, {"a": 0}, {"a": 1, "b": 1}, [1])),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,15 @@ def plain_logits(path: Path, ids: np.ndarray) -> np.ndarray:
     return session.run(["logits"], feeds)[0][0]
 
 
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_a_closed_engine_gives_its_weights_back(onnx_path: Path, sequences: int) -> None:
+    engine = open_engine(onnx_path, max_sequences=sequences)
+    engine.forward(Batch.chain([1, 2, 3]))
+    session = weakref.ref(engine._sessions[0].current())
+    engine.close()
+    assert session() is None
+
+
 def test_the_rewritten_graph_computes_what_the_exported_one_does(engine, onnx_path):
     ids = np.random.default_rng(3).integers(0, engine.vocabulary.size, 40).astype(np.int32)
     engine.rollback(0)
@@ -67,9 +77,10 @@ def test_the_rewritten_graph_computes_what_the_exported_one_does(engine, onnx_pa
 def test_the_vocabulary_is_that_of_the_gguf(engine):
     with VocabularyFile(DEMO / "demo-target-q8_0.gguf") as gguf:
         ours = engine.vocabulary
-        assert (ours.size, ours.bos_id, ours.adds_bos, ours.end_ids) == (
+        assert (ours.size, ours.bos_id, ours.eos_id, ours.adds_bos, ours.end_ids) == (
             gguf.size,
             gguf.bos_id,
+            gguf.eos_id,
             gguf.adds_bos,
             gguf.end_ids,
         )
@@ -222,7 +233,7 @@ def test_bad_options_are_refused(onnx_path, tmp_path):
     with pytest.raises(ConfigError, match="allowed: auto"):
         open_engine(onnx_path, provider="tpu")
     if "cuda" not in library().get_available_providers():
-        with pytest.raises(CapabilityError, match="install gpu"):
+        with pytest.raises(CapabilityError, match=r"For an NVIDIA GPU: .*(install gpu|onnxruntime-gpu)"):
             open_engine(onnx_path, provider="cuda")
     with pytest.raises(ConfigError, match="f32 or int8"):
         open_engine(onnx_path, cache_type="q4_0")

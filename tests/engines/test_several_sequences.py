@@ -56,6 +56,21 @@ def test_sharing_passes_is_proved_by_bits_where_it_is_done(reproducible: Model) 
             assert packs_alike(engine)
 
 
+def test_onnx_shares_passes_unless_a_free_class_is_known(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The usual mode is decided before the first pass, since it decides where each sequence's cells lie."""
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
+    with opened("onnx", parallel=2) as first:
+        assert first.target.facts.can_pack and not first.reproducible
+        assert any("mode: fastest" in note for note in first.notes)
+        texts = first.generate_all(PROMPTS[:2], Sampling(), OPTIONS)
+        assert all(result.stats.new_tokens == OPTIONS.max_tokens for result in texts)
+    with opened("onnx", parallel=2, reproducible=True) as asked:
+        is_free = asked.target.facts.pinned_class is not None and asked.target.facts.pinned_class[0] == 1
+    with opened("onnx", parallel=2) as second:
+        assert second.reproducible == is_free
+        assert second.target.facts.can_pack != is_free
+
+
 @pytest.mark.parametrize("engine", ["llamacpp", "onnx"])
 def test_fastest_mode_shares_passes(engine: Any) -> None:
     with opened(engine, reproducible=False, parallel=3) as model:
@@ -76,3 +91,52 @@ def test_fastest_mode_shares_passes(engine: Any) -> None:
             model.forget()
             alone = model.generate(prompt, Sampling(), GenerateOptions(max_tokens=1, drafter="none"))
             assert result.logprobs[0] == pytest.approx(alone.logprobs[0], abs=0.05)
+
+
+# -- drafters with state: heads, which read the target's hidden states, and a draft model with a draft of its own
+
+
+@pytest.fixture(params=["llamacpp", "onnx"])
+def with_heads(request: pytest.FixtureRequest) -> Any:
+    return lambda drafter, **options: opened(request.param, drafter=drafter, parallel=3, **options)
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "medusa", "hierarchical"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafters_with_state_change_none_of_several_texts(with_heads: Any, drafter: Any, temperature: float) -> None:
+    """All of four answers draft, or two, so that passes hold rows whose states are wanted and others."""
+    sampling = Sampling(temperature=temperature, seed=3)
+    with with_heads(drafter, reproducible=True) as model:
+        alone = []
+        for prompt in PROMPTS:
+            model.forget()
+            alone.append(model.generate(prompt, sampling, replace(OPTIONS, drafter="none")))
+        model.forget()
+        for drafting in (PROMPTS, PROMPTS[:2]):
+            generations = [
+                model.stream(prompt, sampling, replace(OPTIONS, drafter=drafter, draft_length=4))
+                if prompt in drafting
+                else model.stream(prompt, sampling, replace(OPTIONS, drafter="none"))
+                for prompt in PROMPTS
+            ]
+            with model.batch() as batch:
+                found = batch.results(generations)
+            assert [(result.token_ids, result.logprobs) for result in found] == [
+                (result.token_ids, result.logprobs) for result in alone
+            ]
+            assert all(result.stats.drafted_tokens for result in found[: len(drafting)])
+            assert sum(result.stats.accepted_tokens for result in found) > 0
+
+
+def test_heads_of_several_texts_accept_as_much_as_alone(with_heads: Any) -> None:
+    """So each text's head reads its own states: those of another text would predict other tokens."""
+    options = replace(OPTIONS, drafter="eagle", draft_length=3)
+    with with_heads("eagle", reproducible=False) as model:
+        alone = []
+        for prompt in PROMPTS:
+            model.forget()
+            alone.append(model.generate(prompt, Sampling(), options).stats)
+        model.forget()
+        together = [result.stats for result in model.generate_all(PROMPTS, Sampling(), options)]
+        accepted = [sum(stats.accepted_tokens for stats in found) for found in (alone, together)]
+        assert accepted[0] > 20 and accepted[1] > 0.8 * accepted[0]

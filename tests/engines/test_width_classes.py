@@ -13,9 +13,7 @@ import pytest
 
 import edgespec
 from edgespec import GenerateOptions, Sampling
-from edgespec.acceptance import RULES
 from edgespec.control.base import FixedLength
-from edgespec.decode import Run, autoregressive, speculative
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engines import progress, proof, watch, widths
 from edgespec.engines.llamacpp import LlamaCppEngine
@@ -23,8 +21,11 @@ from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.table import TableEngine
 from edgespec.errors import CapabilityError
+from edgespec.generation.decode import autoregressive, speculative
+from edgespec.generation.run_state import Run
 from edgespec.sampling import Sampler
-from edgespec.stopping import StopRules
+from edgespec.sampling.acceptance import RULES
+from edgespec.sampling.stopping import StopRules
 from edgespec.types import Batch, Logits
 
 GREEDY = Sampling(temperature=0.0)

@@ -20,7 +20,7 @@ pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.p
 
 from edgespec.cli.main import cli
 from edgespec.export import file_checks as checking
-from edgespec.export import reference, stages
+from edgespec.export import maker, reference
 from edgespec.export.accuracy import open_engine
 from edgespec.export.reference import Reference
 from edgespec.formats.manifest import read_pair
@@ -204,7 +204,7 @@ def test_the_check_against_transformers(tmp_path):
 def test_a_second_export_goes_on_where_the_first_stopped(tmp_path, monkeypatch):
     arguments = (TARGET, tmp_path / "pair", "--draft", DRAFT, "--no-check")
     with monkeypatch.context() as patch:
-        patch.setattr(stages.Maker, "model_of", _failing(stages.Maker.model_of, "draft"))
+        patch.setattr(maker.Maker, "model_of", _failing(maker.Maker.model_of, "draft"))
         result = export(*arguments)
     assert result.exit_code == 130, result.output
     assert "run the same command again to continue" in result.stderr

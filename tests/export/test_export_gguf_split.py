@@ -66,7 +66,6 @@ def test_the_draft_is_bitwise_the_model_cut_short(split: EarlyExit, tmp_path: Pa
     convert(tmp_path / "short", tmp_path / "short.gguf", "q8_0")
     assert np.array_equal(logits_of(split.draft), logits_of(tmp_path / "short.gguf"))
     assert check_gguf(split.draft).metadata["llama.block_count"] == 3
-    assert split.draft_parts == (split.shared,)
 
 
 @pytest.mark.parametrize("case", CASES)

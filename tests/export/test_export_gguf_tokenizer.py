@@ -18,6 +18,7 @@ from edgespec.errors import ModelFileError  # noqa: E402
 from edgespec.export.gguf import check_tokenizer, convert  # noqa: E402
 from edgespec.export.gguf.tokenizer import UNREACHABLE, merge_scores  # noqa: E402
 from tiny_checkpoints import CASES, SPECIALS, VOCABULARY, write_checkpoint, write_tokenizer  # noqa: E402
+from tiny_gguf import byte_letters  # noqa: E402
 
 KINDS = ("llama-bpe", "qwen2", "gpt-2", "smollm", "tekken", "gpt-4o", "llama-spm", "gemma-spm")
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
@@ -85,6 +86,39 @@ def test_another_models_tokenizer_is_found(tmp_path: Path):
     write_tokenizer(folder, "gpt-2")
     with pytest.raises(ModelFileError, match="does not tokenise as"):
         check_tokenizer(folder, tmp_path / "out.gguf")
+
+
+def test_the_tab_of_gemma_is_a_byte(tmp_path: Path):
+    """Gemma 1 and 2 call the byte token 9 by the character that it stands for."""
+    folder = folder_with(tmp_path, "gemma-spm")
+    source = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    source["model"]["vocab"]["\t"] = source["model"]["vocab"].pop("<0x09>")
+    (folder / "tokenizer.json").write_text(json.dumps(source), encoding="utf-8")
+    assert "<0x09>" in fields_of(folder)["tokenizer.ggml.tokens"]
+    assert check_tokenizer(folder, tmp_path / "out.gguf") > 200
+
+
+def test_words_that_llama_cpp_splits_at_a_mark_are_no_reason_to_refuse(tmp_path: Path):
+    folder = folder_with(tmp_path, "tekken")
+    source = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    merge_syllable(source["model"], "\u0939\u093f")  # a letter and its mark, as in the probe text in Hindi
+    (folder / "tokenizer.json").write_text(json.dumps(source), encoding="utf-8")
+    convert(folder, tmp_path / "out.gguf", "f16")
+    theirs = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    with VocabularyFile(tmp_path / "out.gguf") as ours:
+        assert len(theirs.encode("\u0939\u093f").ids) == 1 < len(ours.encode("\u0939\u093f"))
+    assert check_tokenizer(folder, tmp_path / "out.gguf") > 200
+
+
+def merge_syllable(model: dict[str, Any], text: str) -> None:
+    """Make `text` one token of a byte-level BPE, in place of its last merges."""
+    letters = byte_letters()
+    whole = [letters[byte] for byte in text.encode()]
+    model["merges"] = [list(pair.split(" ")) if isinstance(pair, str) else pair for pair in model["merges"]]
+    for end in range(len(whole), 1, -1):
+        index = model["vocab"].pop("".join(model["merges"].pop()))
+        model["vocab"]["".join(whole[:end])] = index
+        model["merges"].insert(0, ["".join(whole[: end - 1]), whole[end - 1]])
 
 
 def test_special_ids_are_written_in_words(tmp_path: Path):

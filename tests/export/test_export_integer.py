@@ -32,7 +32,7 @@ onnx = pytest.importorskip("onnx")
 
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
-from edgespec.export.onnx import early_exit_onnx  # noqa: E402
+from edgespec.export.onnx.cut import early_exit_onnx  # noqa: E402
 from edgespec.export.onnx.integer import quantise_columns, to_integer  # noqa: E402
 from edgespec.export.onnx.quantise import save  # noqa: E402
 

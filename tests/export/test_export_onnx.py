@@ -23,13 +23,14 @@ import edgespec
 from edgespec.errors import CapabilityError, ConfigError, EdgespecError, ModelFileError
 from edgespec.export.onnx import ONNX_QUANTS, export_onnx
 from edgespec.export.onnx.child import failure
+from edgespec.export.onnx.convert import Exporter
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 
 from onnx import helper, numpy_helper  # noqa: E402
 
-from edgespec.export.onnx import early_exit_onnx, partition_onnx  # noqa: E402
+from edgespec.export.onnx.cut import early_exit_onnx  # noqa: E402
 from edgespec.export.onnx.graph import read_graph  # noqa: E402
 from edgespec.export.onnx.tied import share_embedding  # noqa: E402
 
@@ -50,10 +51,6 @@ def run(path: Path, values: Values) -> Values:
     found = session(path)
     feeds = {value.name: values[value.name] for value in found.get_inputs()}
     return dict(zip([value.name for value in found.get_outputs()], found.run(None, feeds), strict=True))
-
-
-def handed_over(values: Values) -> Values:
-    return {name.replace("hidden_out", "hidden_in"): value for name, value in values.items() if "hidden" in name}
 
 
 # A graph with the builder's names, small enough to be made by hand: every layer keeps a cache of its inputs' sums.
@@ -114,28 +111,44 @@ def values_for(path: Path, width: int = 4) -> Values:
     return values
 
 
-def check_parts(folder: Path, layers: int, values: Values) -> None:
-    """first, rest, head is the whole graph and first, head the draft, bit for bit; no weights were written."""
+def exit_logits(folder: Path, layers: int, values: Values) -> NDArray[np.float32]:
+    """What the first layers of the model, its final norm and its head compute, in numpy."""
+    weights = {
+        tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(folder / "model.onnx").graph.initializer
+    }
+
+    def normed(state: NDArray[np.float32], place: str) -> NDArray[np.float32]:
+        return state / np.sqrt((state**2).mean(-1, keepdims=True)) * weights[f"/model/{place}/SkipLayerNorm.weight"]
+
+    state = 2 * weights["embedding"][values["input_ids"]]
+    for layer in range(layers):
+        past, past_value = (values[f"past_key_values.{layer}.{kind}"] for kind in ("key", "value"))
+        present = normed(state, f"layers.{layer}/input_layernorm") + past + past_value
+        state = state + present @ weights[f"layer{layer}"]
+    return normed(state, f"layers.{LAYERS}/final_norm_layernorm") @ weights["head"]
+
+
+def check_exit(folder: Path, layers: int, values: Values) -> Values:
+    """The draft fills the caches of its layers as the whole graph does, bit for bit; no weights were written."""
     before = (folder / "model.onnx.data").stat()
-    draft, parts = early_exit_onnx(folder, layers), partition_onnx(folder, layers)
+    draft = early_exit_onnx(folder, layers)
     assert (folder / "model.onnx.data").stat() == before
     assert not list(folder.glob("*.tmp"))
     whole, short = run(folder / "model.onnx", values), run(draft, values)
-    first = run(parts.first, values)
-    rest = run(parts.rest, values | handed_over(first))
-    np.testing.assert_array_equal(run(parts.head, handed_over(rest))["logits"], whole["logits"])
-    np.testing.assert_array_equal(run(parts.head, handed_over(first))["logits"], short["logits"])
     assert np.abs(short["logits"] - whole["logits"]).max() > 1e-3
-    kept = {name: value for name, value in (first | rest).items() if name.startswith("present")}
-    assert kept.keys() == {name for name in whole if name.startswith("present")}
-    for name, value in kept.items():
-        np.testing.assert_array_equal(value, whole[name])
+    kinds = ("key", "value")
+    assert short.keys() == {"logits", *(f"present.{layer}.{kind}" for layer in range(layers) for kind in kinds)}
+    for name in short.keys() - {"logits"}:
+        np.testing.assert_array_equal(short[name], whole[name])
+    return short
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_parts_compute_the_whole(tmp_path: Path, layers: int) -> None:
+def test_an_exit_computes_its_layers_final_norm_and_head(tmp_path: Path, layers: int) -> None:
     folder = builder_like(tmp_path / "model")
-    check_parts(folder, layers, values_for(folder / "model.onnx"))
+    values = values_for(folder / "model.onnx")
+    found = check_exit(folder, layers, values)["logits"]
+    np.testing.assert_allclose(found, exit_logits(folder, layers, values), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("layers", [0, 3, -1])
@@ -167,7 +180,7 @@ def test_the_demo_target_can_be_cut(tmp_path: Path) -> None:
     if not (shipped / "model.onnx").is_file():
         pytest.skip(f"{shipped.relative_to(REPOSITORY)} is not shipped in this checkout")
     folder = shutil.copytree(shipped, tmp_path / "target")
-    check_parts(folder, 3, attention_values(folder / "model.onnx"))
+    check_exit(folder, 3, attention_values(folder / "model.onnx"))
 
 
 def attention_values(path: Path, width: int = PROBE) -> Values:
@@ -277,8 +290,7 @@ def checkpoint(tmp_path: Path) -> Path:
     [
         ({"quant": "int3"}, f"allowed: {', '.join(ONNX_QUANTS)}"),
         ({"quant": "int8", "group_size": 48}, "allowed: 16, 32, 64, 128, 256"),
-        ({"quant": "int8", "exporter": "magic"}, "allowed: auto, builder, transformers, optimum"),
-        ({"quant": "int8", "aux_hidden_state_layers": [0, 1]}, r"of layers \[0\]: allowed are 1 to"),
+        ({"quant": "int8", "exporter": "magic"}, "allowed: auto, edgespec, builder, transformers, optimum"),
     ],
 )
 def test_bad_options_are_refused(checkpoint: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -423,7 +435,8 @@ def exports(
     def make(kind: str, quant: str) -> Path:
         if (kind, quant) not in made:
             output = tmp_path_factory.mktemp("onnx") / kind
-            made[kind, quant] = export_onnx(checkpoints(kind), output, quant).path.parent
+            exporter: Exporter = "transformers" if kind == "gpt2" else "builder"
+            made[kind, quant] = export_onnx(checkpoints(kind), output, quant, exporter=exporter).path.parent
         return made[kind, quant]
 
     return make
@@ -524,26 +537,21 @@ def test_an_early_exit_is_the_pruned_model(checkpoints: Callable[[str], Path], e
     assert np.abs(two_passes(draft, probe()) - expected).max() <= 1e-4 * expected.std()
 
 
-def test_parts_of_a_real_export(exports: Callable[..., Path]) -> None:
+def test_an_exit_of_a_real_export(exports: Callable[..., Path]) -> None:
     folder = exports("gemma3_text", "fp32")
     values = attention_values(folder / "model.onnx")
-    check_parts(folder, 2, values)
+    check_exit(folder, 2, values)
 
 
-def test_hidden_states_come_out(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
+def test_an_export_names_its_files_and_reports_its_progress(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     made = export_onnx(
         checkpoints("llama"),
         tmp_path / "out",
         "fp32",
-        include_hidden_states=True,
-        aux_hidden_state_layers=[1, 2],
+        exporter="builder",
         progress=lambda done, total, what: seen.append((done, total)),
     )
-    values = attention_values(made.path)
-    found = run(made.path, values)
-    assert found["hidden_states"].shape == (1, PROBE, 96)
-    assert found["aux_hidden_states"].shape == (1, PROBE, 192)
     assert made.exporter == "builder" and made.architecture == "LlamaForCausalLM"
     assert made.files == {path.name: path.stat().st_size for path in made.path.parent.iterdir()}
     assert seen[-1][0] == seen[-1][1] and len(seen) >= 6

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from numpy.typing import NDArray
 
@@ -123,7 +124,7 @@ def test_tokenizers_are_those_of_the_file(kind: str, tmp_path: Path, monkeypatch
     check_round_trip(folder)
     with VocabularyFile(path) as theirs:
         ours = TokenizerFile(folder, theirs.size)
-        for key in ("bos_id", "adds_bos", "end_ids", "chat_template"):
+        for key in ("bos_id", "eos_id", "adds_bos", "end_ids", "chat_template"):
             assert getattr(ours, key) == getattr(theirs, key), key
         start = ours.token_names().index("<|start|>")  # which llama.cpp prints, whatever its kind, for one model's sake
         assert [p for at, p in enumerate(ours.pieces) if at != start] == [
@@ -206,6 +207,33 @@ def test_blocks_are_rounded_to_the_nearest_code(bits: int, size: int):
     np.testing.assert_allclose(np.abs(scales[used]) * middle, extremes[used], rtol=1e-6)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_group_of_zeros_adds_nothing(bits: int):
+    """ONNX Runtime's products of groups round; what is zero must not become a thousandth through that."""
+    size, outputs, inputs = 32, 8, 512
+    rows = np.random.default_rng(1).standard_normal((outputs, inputs), np.float32)
+    rows[3] = 0
+    codes, scales = quantise_blocks(rows, bits, size)
+    node = onnx.helper.make_node(
+        "MatMulNBits", ["x", "codes", "scales"], ["y"], domain="com.microsoft",
+        K=inputs, N=outputs, bits=bits, block_size=size, accuracy_level=4,
+    )  # fmt: skip
+    floats = onnx.TensorProto.FLOAT
+    body = onnx.helper.make_graph(
+        [node],
+        "product",
+        [onnx.helper.make_tensor_value_info("x", floats, ["n", inputs])],
+        [onnx.helper.make_tensor_value_info("y", floats, ["n", outputs])],
+        [onnx.numpy_helper.from_array(codes, "codes"), onnx.numpy_helper.from_array(scales, "scales")],
+    )
+    opsets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("com.microsoft", 1)]
+    model = onnx.helper.make_model(body, opset_imports=opsets, ir_version=10)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    x = 10 * np.abs(np.random.default_rng(2).standard_normal((4, inputs), np.float32))
+    (y,) = session.run(None, {"x": x})
+    assert np.abs(y[:, 3]).max() < 1e-30 < 1 < np.abs(np.delete(y, 3, axis=1)).max()
+
+
 def test_what_is_not_known_is_refused_by_name(tmp_path: Path):
     def refused(message: str, *, tensors: Any = None, **metadata: Any) -> None:
         named = {f"llama.{key.replace('__', '.')}": value for key, value in metadata.items()}
@@ -250,7 +278,7 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, tiny_path: Path
     path = write_model(tmp_path / "broken.gguf", tensors={"blk.1.ffn_down.weight": broken})
     with pytest.raises(ModelFileError, match=r"the tensor blk\.1\.ffn_down\.weight holds infinity or NaN"):
         graph(path, tmp_path / "made")
-    with pytest.raises(ConfigError, match="to the ONNX type 'fp16'; allowed: w8a8, int8, int4, fp32"):
+    with pytest.raises(ConfigError, match="the ONNX type 'fp16'; allowed: w8a8, int8, int4, fp32"):
         graph(tiny_path, tmp_path / "other", "fp16")
 
 

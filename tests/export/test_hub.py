@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -66,8 +67,25 @@ def test_a_model_is_fetched_once_and_found_again_without_a_network(tmp_path, mod
     assert code == 0, said
     assert "cannot be reached" in said
     pairs = [read_pair(tmp_path / name) for name in ("fetched", "offline", "unreachable")]
-    assert len({pair.sha256s["target"] for pair in pairs}) == 1
+    assert len({pair.files["target"].sha256 for pair in pairs}) == 1
     assert (pairs[0].name, pairs[0].licence) == ("demo", "cc-by-sa-4.0")
+
+
+def test_a_graph_is_made_of_a_hub_id(tmp_path, hub):
+    code, _, said = export(tmp_path / "pair", tmp_path / "cache", hub.endpoint, ID, "--to", "onnx", "--quant", "w8a8")
+    assert code == 0, said
+    assert "fetching model.safetensors, 1.84 MB" in said
+    assert read_pair(tmp_path / "pair", "onnx").name == "demo"
+
+
+def test_a_model_that_cannot_be_written_is_refused_before_its_weights_are_fetched(tmp_path, model, hub):
+    config = json.loads((model / "config.json").read_text())
+    scaled = config | {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}
+    (model / "config.json").write_text(json.dumps(scaled))
+    code, _, said = export(tmp_path / "pair", tmp_path / "cache", hub.endpoint, ID, "--to", "onnx")
+    assert code == 2
+    assert "its rotary positions are scaled by 'yarn'" in said.splitlines()[-1]
+    assert not any("GET" in asked and asked.endswith("model.safetensors") for asked in hub.asked)
 
 
 @pytest.mark.parametrize("environment", [{}, {"HF_HUB_OFFLINE": "1"}])

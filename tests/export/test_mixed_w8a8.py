@@ -15,7 +15,8 @@ from test_gguf_graphs import logits, mean_kl
 
 from demo import DEMO
 from edgespec.errors import ConfigError
-from edgespec.export.onnx.from_gguf import GROUPED, convert_gguf, open_gguf
+from edgespec.export.onnx.convert import GROUPED
+from edgespec.export.onnx.from_gguf import convert_gguf, open_gguf
 from edgespec.export.request import ExportRequest, parse_grouped
 from edgespec.formats.onnx import WHOLE_PRODUCT
 from edgespec.formats.onnx.mixed import GROUPABLE
@@ -77,7 +78,7 @@ def test_bad_lists_are_refused_by_name() -> None:
     assert parse_grouped("lm_head, down_proj") == ("lm_head", "down_proj")
     with pytest.raises(ConfigError, match=r"'down_porj' is not known.*down_proj.*allowed: .*lm_head"):
         parse_grouped("down_porj")
-    with pytest.raises(ConfigError, match=r"SOURCE\.gguf and --quant w8a8"):
-        ExportRequest("model", Path("out"), {"onnx": "w8a8"}, grouped=())
-    with pytest.raises(ConfigError, match=r"SOURCE\.gguf and --quant w8a8"):
+    with pytest.raises(ConfigError, match="give --to onnx --quant w8a8"):
+        ExportRequest("model", Path("out"), {"onnx": "w8a8"}, grouped=(), exporter="builder")
+    with pytest.raises(ConfigError, match="give --to onnx --quant w8a8"):
         ExportRequest("model.gguf", Path("out"), {"onnx": "int8"}, grouped=())

@@ -15,7 +15,7 @@ pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.p
 from test_gguf_graphs import CASES, difference, graph, logits, mean_kl, tiny
 
 from demo import DEMO
-from edgespec.export.onnx import from_gguf
+from edgespec.export.onnx import from_gguf, writer
 from edgespec.export.onnx.from_gguf import convert_gguf, open_gguf
 from edgespec.export.onnx.gguf_weights import GgufWeights
 from edgespec.export.onnx.smoothing import SmoothedWeights
@@ -77,7 +77,7 @@ def test_outliers_that_would_ruin_w8a8_are_smoothed(tmp_path: Path, monkeypatch:
         return logits(convert_gguf(source, tmp_path / name, quant))
 
     exact, smoothed = made("float", "fp32"), made("smoothed", "w8a8")
-    monkeypatch.setattr(from_gguf, "smoothed", lambda model, weights, *rest, **named: weights)
+    monkeypatch.setattr(writer, "smoothed", lambda config, weights, *rest, **named: weights)
     unsmoothed = made("unsmoothed", "w8a8")
     assert mean_kl(smoothed, exact) < 0.01
     assert mean_kl(unsmoothed, exact) > 20 * mean_kl(smoothed, exact)

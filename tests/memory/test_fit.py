@@ -5,21 +5,27 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 from click.testing import CliRunner
 
 import edgespec
 from edgespec.cli.main import cli
 from edgespec.config import LoadOptions
+from edgespec.engines.footprint import Use
 from edgespec.engines.limits import Limit
+from edgespec.engines.onnx.footprint import footprint
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import keeping_headers
-from edgespec.loading.opening import resolve_pair
+from edgespec.loading.own_models import add
+from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import Fitted, fit
 from edgespec.memory.verdict import Room
+from tiny_gguf import Shape, write_model
 
 MIB = 1 << 20
 FREE = Limit("memory", 1 << 40, "what the machine has free")
@@ -63,7 +69,7 @@ def test_every_budget_down_to_the_smallest_is_kept() -> None:
 def test_the_order_and_that_no_more_is_given_up_than_needed() -> None:
     plenty = fitted(1 << 40, engine="llamacpp", model="demo", drafter="none").plan.own_bytes
     found = [fitted(plenty - saved * MIB, engine="llamacpp", drafter="none") for saved in (0, 1, 5, 8)]
-    assert [whats(each) for each in found] == [[], ["cache"], ["context"], ["cache", "context"]]
+    assert [whats(each) for each in found] == [[], ["cache"], ["context"], ["context", "cache"]]
     assert found[1].options.cache_type_k == "q8_0" and found[1].options.context_length is None
 
 
@@ -79,8 +85,19 @@ def test_a_reproducible_text_keeps_its_cache_whether_there_is_room_for_a_draft_o
 
 
 def test_an_onnx_pair_gives_up_the_same() -> None:
-    *_, least = budgets(engine="onnx")
-    assert least.options.cache_type_k == "int8" and least.pair.draft is None
+    found = budgets(engine="onnx")
+    assert {what for each in found for what in whats(each)} == {"context", "draft context", "draft"}
+    assert found[-1].pair.draft is None and found[-1].options.context_length == 512
+
+
+def test_attention_over_an_int8_cache_takes_more_than_so_few_layers_save() -> None:
+    demo = resolve_pair(LoadOptions(engine="onnx"), check_hashes=False)
+    use = Use(1024, rows=1)
+    plain, small = (footprint(demo.target, replace(use, cache_types=(kind, kind))) for kind in (None, "int8"))
+    assert 4 * small.cache == plain.cache
+    scores = 4 * 512 * 4 * 1024  # bytes, rows of a pass, heads, cells
+    assert scores < small.compute - plain.compute < 1.3 * scores
+    assert small.own > plain.own
 
 
 def test_without_a_budget_only_the_draft_gives_way() -> None:
@@ -137,7 +154,7 @@ def test_nothing_is_opened_when_it_does_not_fit(tmp_path: Path, monkeypatch: pyt
     def no_engine(*_: object, **__: object) -> None:
         raise AssertionError("an engine was opened")
 
-    monkeypatch.setattr("edgespec.loading.opening._open", no_engine)
+    monkeypatch.setattr("edgespec.loading.model_engine.open_engine", no_engine)
     monkeypatch.setattr("edgespec.engines.trial.start_child", no_engine)
     with pytest.raises(CapabilityError, match="the budget is 20 MiB"):
         edgespec.load("demo", memory="20MiB")
@@ -169,3 +186,69 @@ def test_a_plan_loads_no_engine() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_smaller_file_beside_a_target_that_pages_is_named(tmp_path: Path) -> None:
+    """It is not taken: other weights give another text."""
+    large, small, other = (tmp_path / f"{name}.gguf" for name in ("large", "small", "other"))
+    shape = Shape(layers=8, width=256, hidden=512)
+    write_model(large, shape)
+    write_model(small, replace(shape, weights=gguf.GGMLQuantizationType.Q8_0))
+    write_model(other, replace(shape, layers=2))
+    chosen = LoadOptions(model=str(large), context_length=512, drafter="none")
+    pair = resolve_pair(chosen)
+    plan = fit(chosen, pair, Room(1 << 40, ())).plan
+    found = fit(chosen, pair, Room(plan.total_bytes - MIB, ()))
+    assert found.pair.target == large and found.verdict.fit == "pages"
+    assert found.note.endswith("small.gguf beside it would fit")
+    small.unlink()
+    assert "beside it" not in fit(chosen, pair, Room(plan.total_bytes - MIB, ())).note
+
+
+def test_a_smaller_draft_on_this_machine_is_taken_where_the_own_one_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It changes no text. Models with another vocabulary and larger ones are left where they are."""
+    monkeypatch.setenv("EDGESPEC_MODELS", str(tmp_path / "models"))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    target, draft, beside, registered = (
+        folder / f"{name}.gguf"
+        for folder, name in (
+            (tmp_path, "target"),
+            (tmp_path, "draft"),
+            (tmp_path, "small"),
+            (elsewhere, "smallest"),
+        )
+    )
+    shape = Shape(layers=8, width=256, hidden=512)
+    write_model(target, shape)
+    write_model(draft, replace(shape, layers=6))
+    write_model(beside, replace(shape, layers=3, weights=gguf.GGMLQuantizationType.Q8_0))
+    write_model(registered, Shape())
+    write_model(tmp_path / "foreign.gguf", replace(shape, layers=4, merges=30))
+    write_model(tmp_path / "large.gguf", replace(shape, layers=7))
+    add(registered, "tiny")
+
+    chosen = LoadOptions(model=str(target), draft=draft, context_length=512)
+    pair = resolve_pair(chosen)
+    taken: dict[Path | None, int] = {}
+    with keeping_headers():
+        plenty = fit(chosen, pair, Room(1 << 40, ())).plan.total_bytes
+        for budget in range(plenty, plenty - 24 * MIB, -MIB // 2):
+            found = fit(replace(chosen, memory=budget), pair, Room(budget, ()))
+            assert found.has_other_draft is (found.pair.draft not in (draft, None))
+            assert not found.given_up or found.given_up[-1].text in found.note
+            if found.verdict.fit == "fits":
+                taken.setdefault(found.pair.draft, budget)
+    assert list(taken) == [draft, beside, registered.resolve(), None]
+
+    options = edgespec.GenerateOptions(max_tokens=24, drafter="model", draft_length=3)
+    greedy = edgespec.Sampling(temperature=0)
+    given: dict[str, Any] = {"draft": draft, "context_length": 512, "reproducible": True, "threads": 1}
+    with edgespec.load(str(target), memory=taken[beside], **given) as model:
+        assert any("draft small.gguf" in note for note in model.notes)
+        found = model.generate("a text to draft from", greedy, options)
+        assert found.stats.drafted_tokens
+    with edgespec.load(str(target), **given) as model:
+        assert model.generate("a text to draft from", greedy, options).token_ids == found.token_ids

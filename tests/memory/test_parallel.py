@@ -9,7 +9,7 @@ import pytest
 
 from edgespec.config import LoadOptions
 from edgespec.errors import ConfigError
-from edgespec.loading.opening import resolve_pair
+from edgespec.loading.requirements import head_paths, resolve_pair
 from edgespec.memory.fit import PARALLEL, usual_parallel
 from edgespec.memory.plan import planned
 from edgespec.memory.verdict import Room
@@ -37,8 +37,17 @@ def test_a_server_takes_several_where_they_fit_and_one_elsewhere() -> None:
 
 
 def test_a_drafter_that_serves_one_text_leaves_one() -> None:
-    options = replace(OPTIONS, drafter="hierarchical")
+    pytest.importorskip("onnxruntime", reason="reading its footprint needs onnxruntime")
+    options = replace(OPTIONS, engine="onnx", drafter="early-exit", exit_layer=2)
     assert usual_parallel(options, resolve_pair(options), Room(None, ())) == 1
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "medusa", "hierarchical"])
+def test_heads_and_a_medium_model_serve_several_texts(drafter: Any) -> None:
+    options = replace(OPTIONS, drafter=drafter)
+    pair = resolve_pair(options)
+    assert drafter == "hierarchical" or head_paths(options, pair, is_cut=False)
+    assert usual_parallel(options, pair, Room(None, ())) == PARALLEL
 
 
 @pytest.mark.parametrize("given", [0, 65, "4", True])

@@ -9,20 +9,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import gguf
 import pytest
 
 from edgespec.config import LoadOptions
 from edgespec.engines.footprint import Use
 from edgespec.engines.llamacpp.footprint import footprint
+from edgespec.engines.onnx.plugins import possible_devices
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.formats.gguf.header import keeping_headers
-from edgespec.loading.opening import resolve_pair
+from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import fit
 from edgespec.memory.plan import Plan, planned
 from edgespec.memory.verdict import Room
+from llama_headers import LLAMA_8B, LLAMA_70B, write_header
 
 MIB = 1 << 20
 TEST_THREADS = 2
@@ -89,66 +90,6 @@ def test_the_drafts_cache_has_types_of_its_own() -> None:
     assert small[1].footprint.cache < 0.6 * plain[1].footprint.cache
 
 
-class Size(NamedTuple):
-    """Of a Llama: layers, hidden size, inner size, numbers of heads."""
-
-    layers: int
-    width: int
-    inner: int
-    heads: int
-
-
-LLAMA_70B, LLAMA_8B = Size(80, 8192, 28672, 64), Size(32, 4096, 14336, 32)
-KV, VOCABULARY = 1024, 4000
-
-
-def write_header(path: Path, size: Size) -> int:
-    """A header like that of a Llama 3 in Q4_K, over a hole of a file; the bytes of its weights."""
-    layers, width, inner, heads = size
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(131072)
-    writer.add_embedding_length(width)
-    writer.add_block_count(layers)
-    writer.add_feed_forward_length(inner)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(8)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"t{i}" for i in range(VOCABULARY)])
-    q4, f32 = gguf.GGMLQuantizationType.Q4_K, gguf.GGMLQuantizationType.F32
-    shapes = {"token_embd": (VOCABULARY, width), "output": (VOCABULARY, width)}
-    for layer in range(layers):
-        rows = {"attn_q": width, "attn_k": KV, "attn_v": KV, "attn_output": width, "ffn_gate": inner, "ffn_up": inner}
-        shapes |= {f"blk.{layer}.{name}": (count, width) for name, count in rows.items()}
-        shapes[f"blk.{layer}.ffn_down"] = (width, inner)
-    total = 0
-    for name, (rows_, columns) in shapes.items():
-        num_bytes = rows_ * columns // 256 * 144
-        writer.add_tensor_info(f"{name}.weight", (rows_, columns // 256 * 144), np_uint8(), num_bytes, q4)
-        total += -(-num_bytes // 32) * 32
-    writer.add_tensor_info("output_norm.weight", (width,), np_float32(), 4 * width, f32)
-    total += 4 * width
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    writer.close()
-    with path.open("r+b") as file:
-        file.truncate(path.stat().st_size + total + 64)
-    return total
-
-
-def np_uint8() -> Any:
-    import numpy as np
-
-    return np.dtype(np.uint8)
-
-
-def np_float32() -> Any:
-    import numpy as np
-
-    return np.dtype(np.float32)
-
-
 @pytest.fixture
 def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of all that is read from files."""
@@ -187,11 +128,53 @@ def test_a_70b_and_8b_pair_is_planned_from_its_headers_alone(tmp_path: Path, byt
         pair = resolve_pair(chosen, check_hashes=False)
         whole = planned(chosen, pair)
         once = sum(bytes_read)
+        mine = len(bytes_read)
         found = fit(chosen, pair, Room(whole.own_bytes - (64 << 20), ()))
+        others = sum(bytes_read[mine:])  # headers of smaller models on this machine, such as the demo's
+        fit(chosen, pair, Room(whole.own_bytes - (96 << 20), ()))
     assert [model.role for model in whole.models] == ["target", "draft"]
     assert whole.mapped_bytes > target.stat().st_size + draft.stat().st_size
     assert found.given_up and found.plan.own_bytes < whole.own_bytes
-    assert once < 8 * MIB and sum(bytes_read) == once
+    assert once < 8 * MIB and others < 8 * MIB and sum(bytes_read) == once + others
+
+
+def test_weights_that_are_only_copied_from_their_file_need_no_room_there(tmp_path: Path) -> None:
+    """For the processor's kernels, or to a GPU; where they are not, all of them are read in every pass."""
+    path = tmp_path / "8b.gguf"
+    weights = write_header(path, LLAMA_8B)
+    alone = footprint(path, Use())
+    assert alone.read_once == alone.packed
+    plan = plan_of(model=str(path), gpu_layers=-1)
+    assert 0.99 * weights < plan.read_once_bytes <= plan.mapped_bytes
+    assert (plan.own_bytes, plan.working_bytes) <= (plan.working_bytes, plan.total_bytes - plan.read_once_bytes)
+    assert Room(plan.working_bytes, ()).verdict(plan).fit == "fits"
+    assert Room(plan.working_bytes - 1, ()).verdict(plan).fit == "pages"
+
+
+def test_what_lies_on_a_device_is_not_counted_as_memory_of_the_processor(tmp_path: Path) -> None:
+    here = plan_of(engine="onnx", provider="cpu")
+    there = plan_of(engine="onnx", provider="webgpu")
+    assert (here.device_bytes, here.device_note) == (0, "")
+    caches = sum(model.footprint.cache for model in here.models)
+    assert there.device_bytes > here.mapped_bytes - here.process.mapped + caches
+    assert not any("KV cache" in part.name or "weights in their file" in part.name for part in there.parts)
+    assert there.own_bytes < here.own_bytes - caches
+    assert there.device_note.startswith("on webgpu: about ") and "is not known" in there.device_note
+    path = tmp_path / "70b.gguf"
+    write_header(path, LLAMA_70B)
+    cache = footprint(path, Use()).cache
+    on_gpu, beside = (footprint(path, Use(gpu_layers=-1, kv_offload=offload)) for offload in (True, False))
+    assert (on_gpu.cache, beside.cache, on_gpu.device - beside.device) == (0, cache, cache)
+
+
+def test_a_device_that_may_be_chosen_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plan_of(engine="onnx").device_note == "" or possible_devices()
+    (tmp_path / "onnxruntime_ep_webgpu").mkdir()
+    (tmp_path / "onnxruntime_ep_webgpu" / "__init__.py").write_text("raise AssertionError('a plan imports nothing')")
+    monkeypatch.syspath_prepend(tmp_path)
+    plan = plan_of(engine="onnx")
+    assert "ONNX Runtime may choose webgpu" in plan.device_note and plan.device_bytes == 0
+    assert not plan_of(engine="onnx", provider="cpu").device_note and not plan_of(engine="llamacpp").device_note
 
 
 def test_what_a_model_cannot_have_is_refused_before_anything_loads(tiny_path: Path) -> None:
@@ -200,3 +183,16 @@ def test_what_a_model_cannot_have_is_refused_before_anything_loads(tiny_path: Pa
         plan_of(model=str(tiny_path), cache_type_k="q8_0", cache_type_v="q8_0")
     with pytest.raises(ConfigError, match="trained for 512"):
         plan_of(model=str(tiny_path), context_length=4096)
+
+
+def test_a_plan_of_gguf_files_imports_neither_numpy_nor_an_engine() -> None:
+    """They take longer to import than the plan takes: a third of a second for a pair of 70B and 8B."""
+    heavy = ("numpy", "llama_cpp", "onnxruntime", "onnx", "rich", "jinja2", "edgespec.runtime")
+    code = (
+        "import sys\nfrom edgespec.cli.main import cli\n"
+        "try: cli.main(['plan', 'demo', '--engine', 'llamacpp'])\nexcept SystemExit as exc: assert exc.code == 0\n"
+        f"sys.exit(','.join(m for m in {heavy!r} if m in sys.modules) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"loaded: {done.stderr}"
+    assert "together, at most" in done.stdout

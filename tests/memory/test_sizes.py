@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import edgespec
+from edgespec.config.sizes import as_size, parse_budget
 from edgespec.errors import ConfigError
-from edgespec.sizes import as_size, parse_budget
 
 GIB = 1 << 30
 

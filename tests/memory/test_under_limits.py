@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from demo import DEMO
+
 if sys.platform != "win32":
     import resource
 
@@ -16,7 +18,10 @@ CHILD = """
 import resource, sys
 import edgespec
 edgespec.load
-from edgespec.engines.llamacpp.library import library
+if sys.argv[1].endswith(".onnx"):
+    from edgespec.engines.onnx.library import library
+else:
+    from edgespec.engines.llamacpp.library import library
 library()
 field = "VmSize" if sys.argv[2] == "RLIMIT_AS" else "VmData"
 used = int(next(l for l in open("/proc/self/status") if l.startswith(field)).split()[1]) << 10
@@ -24,7 +29,9 @@ limit = used + (int(sys.argv[3]) << 20)
 resource.setrlimit(getattr(resource, sys.argv[2]), (limit, limit))
 try:
     with edgespec.load(sys.argv[1], reproducible=False, threads=2) as model:
-        model.generate("Once upon a time", options=edgespec.GenerateOptions(max_tokens=4))
+        words = model.encode("Once upon a time in the West ")
+        prompt = (words * model.context_length)[: model.context_length - 5]
+        model.generate(prompt, options=edgespec.GenerateOptions(max_tokens=4))
     print("works")
 except edgespec.EdgespecError as exc:
     print("refused:", exc)
@@ -41,11 +48,14 @@ def run_with(path: Path, limit: str, mib_left: int) -> str:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of addresses are kept by Linux only")
 @pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_DATA"])
-def test_under_any_limit_a_model_works_or_says_what_it_needs(target_path: Path, limit: str) -> None:
-    found = {mib: run_with(target_path, limit, mib) for mib in (4, 16, 40, 80, 120, 1000)}
+@pytest.mark.parametrize("engine", ["llamacpp", "onnx"])
+def test_under_any_limit_a_model_works_or_says_what_it_needs(target_path: Path, limit: str, engine: str) -> None:
+    """Wherever the limit lies: a library that has too little ends the process, or fails in the middle of an answer."""
+    path = target_path if engine == "llamacpp" else DEMO / "onnx" / "target" / "model.onnx"
+    found = {mib: run_with(path, limit, mib) for mib in (4, 20, 40, 57, 80, 100, 1000)}
     for said in found.values():
-        assert said == "works" or (said.startswith("refused:") and "MiB" in said and "\n" not in said)
-    assert "are left under the limit of" in found[4]
+        assert said == "works" or (said.startswith("refused:") and "more memory" in said and "\n" not in said)
+    assert "are left under the limit of" in found[20]
     assert found[1000] == "works"
 
 

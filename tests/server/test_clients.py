@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Literal
 
 import httpx2 as httpx
 import pytest
@@ -59,6 +60,26 @@ def test_openai_with_timings_per_token(url: str):
     text = "".join(part.choices[0].delta.content or "" for part in parts)
     told = [token for part in parts for token in part.model_extra.get("tokens", ())]
     assert text and "".join(token["text"] for token in told) == text
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_langchain_structured_output(url: str, method: str):
+    """As an object of the caller's own class, both ways that LangChain asks for it."""
+    langchain = pytest.importorskip("langchain_openai", reason="the langchain-openai package is not installed")
+    from pydantic import BaseModel
+
+    class Booking(BaseModel):
+        """A booking of a room."""
+
+        city: Literal["Paris", "Fresno"]
+        nights: Literal[1, 2, 3]
+        breakfast: bool
+
+    chat = langchain.ChatOpenAI(model="demo", base_url=url + "/v1", api_key="any", max_retries=0, temperature=0)
+    found = chat.with_structured_output(Booking, method=method).invoke("Two nights in Paris with breakfast, please.")
+    assert isinstance(found, Booking) and found.nights in (1, 2, 3)
+    assert chat.invoke("Find me a bus to Fresno.").usage_metadata["output_tokens"] > 0
+    assert len("".join(part.content for part in chat.stream("Find me a bus to Fresno."))) > 0
 
 
 def test_anthropic(url: str):

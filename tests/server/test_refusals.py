@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from edgespec.errors import EngineError, ModelFileError
+from edgespec.errors import EngineError, ModelFileError, Unreachable
 from edgespec.server.app import create_app
 from edgespec.server.http_errors import as_http_error
 from edgespec.server.service import Limits, Service
@@ -204,6 +204,11 @@ def test_a_name_that_points_here_is_refused(client: TestClient, host: str):
 def test_a_server_for_others_takes_any_host(service: Service):
     client = guarded(service, hosts=())
     assert client.get("/v1/models", headers={"Host": "box.local:8080"}).status_code == 200
+
+
+def test_a_lost_rpc_server_is_a_matter_of_time_and_not_named_to_clients():
+    known = as_http_error(Unreachable("the RPC server 192.168.1.20:50052 does not answer"))
+    assert known.status == 503 and "192.168" not in json.dumps(known.body("/v1/models"))
 
 
 @pytest.mark.parametrize("error", [EngineError("/home/me/model.gguf broke"), KeyError("/home/me"), OSError("/home/me"),

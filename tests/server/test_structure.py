@@ -102,6 +102,34 @@ def test_a_forced_call_is_a_call_of_the_tools(client: TestClient, choice: Any, n
         jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
 
 
+@pytest.mark.parametrize("required", [[], ["size"]])
+def test_a_forced_call_has_the_listed_arguments_only(client: TestClient, required: list[str]):
+    """Also where the schema would allow others, which a small model would invent until its tokens are used up."""
+    schema = {"type": "object", "properties": {"size": {"enum": ["big", "small"]}}, "required": required}
+    fields = {
+        "tools": [tool("order", schema)],
+        "tool_choice": "required",
+        "messages": [{"role": "user", "content": "?"}],
+    }
+    (found,) = post(client, CHAT, **fields, max_tokens=200)["choices"]
+    assert found["finish_reason"] == "tool_calls"
+    for call in found["message"]["tool_calls"]:
+        arguments = json.loads(call["function"]["arguments"])
+        assert set(required) <= set(arguments) <= {"size"}
+
+
+@pytest.mark.parametrize("required", [3, [3], [["size"]], "size", ["other"]])
+def test_a_strange_list_of_required_arguments_is_no_server_error(client: TestClient, required: Any):
+    schema = {"type": "object", "properties": {"size": {"enum": ["big", "small"]}}, "required": required}
+    fields = {
+        "tools": [tool("order", schema)],
+        "tool_choice": "required",
+        "messages": [{"role": "user", "content": "?"}],
+    }
+    answered = client.post(CHAT, json={"model": "demo", **fields, "max_tokens": 30})
+    assert answered.status_code in (200, 400)
+
+
 def test_anthropics_tool_choice(client: TestClient):
     tools = [{"name": "FindTable", "input_schema": SCHEMA}, {"name": "BookTable", "input_schema": SCHEMA}]
     for choice in ({"type": "any"}, {"type": "tool", "name": "BookTable", "disable_parallel_tool_use": True}):
@@ -171,10 +199,10 @@ def test_a_mistake_is_one_400_that_names_the_field(client: TestClient, fields: d
 
 
 def test_without_the_library_the_server_says_what_to_install(client: TestClient, service: Any, monkeypatch: Any):
-    from edgespec.constraint import library
-    from edgespec.constraint.state import Constraints
+    from edgespec.sampling.constraint import library
+    from edgespec.sampling.constraint.state import Constraints
 
-    monkeypatch.setattr(service.require().model, "_constraints", Constraints())
+    monkeypatch.setattr(service.require().model._requests, "_constraints", Constraints())
     monkeypatch.setattr(library, "is_importable", lambda name: False)
     answered = client.post(CHAT, json={"messages": QUESTION, "response_format": FORMAT})
     assert answered.status_code == 501 and "needs llguidance" in answered.json()["error"]["message"]

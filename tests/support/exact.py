@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.noise import Stream
+from edgespec.sampling.noise import Stream
 from edgespec.types import Distribution
 
 Prefix = tuple[int, ...]

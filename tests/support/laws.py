@@ -17,9 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from edgespec import Sampling
-from edgespec.acceptance import RULES
 from edgespec.control.base import FixedLength
-from edgespec.decode import Run, speculative
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.cache import CacheDrafter
 from edgespec.drafters.eagle3 import Eagle3Drafter
@@ -33,8 +31,11 @@ from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.base import EarlyExit
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.table import TableEngine
+from edgespec.generation.decode import speculative
+from edgespec.generation.run_state import Run
 from edgespec.sampling import Sampler
-from edgespec.stopping import StopRules
+from edgespec.sampling.acceptance import RULES
+from edgespec.sampling.stopping import StopRules
 from edgespec.types import Logits, TokenIds
 from tiny_heads import OpenHead, drafter_of, table_heads
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from demo import ROOT
 from edgespec import Sampling
-from edgespec.acceptance import RULES
 from edgespec.control.base import FixedLength
-from edgespec.decode import Run, autoregressive, speculative
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.table import TableEngine
+from edgespec.generation.decode import autoregressive, speculative
+from edgespec.generation.run_state import Run
 from edgespec.sampling import Sampler
-from edgespec.stopping import StopRules
+from edgespec.sampling.acceptance import RULES
+from edgespec.sampling.stopping import StopRules
 from edgespec.types import Draft, TokenEvent
+from laws import chi_square_score
 
 VOCABULARY = 10
 DEMO = ROOT / "models" / "demo" / "manifest.toml"
@@ -55,6 +59,22 @@ def run_once(
     if drafter is None:
         return list(autoregressive(run))
     return list(speculative(run, FixedLength(drafter, length), RULES[rule]))
+
+
+def score_of_pairs(target: TableEngine, drafter: Drafter, rule: str) -> tuple[float, list[TokenEvent]]:
+    """The law of pairs of tokens in texts of a table of order 1, as a standard normal score; and all their tokens."""
+    cached, size, found = CachedSequence(target), target.vocabulary.size, list[TokenEvent]()
+    counts = np.zeros((size, size))
+    for seed in range(6):
+        events = run_once(cached, drafter, rule, 3, replace(PLAIN, seed=seed), 4000, logprobs=False)
+        ids = [1, *(event.token_id for event in events)]
+        found += events
+        np.add.at(counts, (ids[:-1], ids[1:]), 1)
+    expected = np.zeros_like(counts)
+    for before in range(size):
+        weights = np.exp(target.row([before]).astype(np.float64))
+        expected[before] = counts[before].sum() * weights / weights.sum()
+    return chi_square_score(counts, expected, size * (size - 1)), found
 
 
 def side_branches(draft: Draft) -> int:

@@ -16,11 +16,12 @@ import numpy as np
 
 from edgespec.control.auto import AutoController
 from edgespec.control.base import NOTHING, Controller, FixedLength, Proposal
-from edgespec.control.cost import WIDEST, CostCurve
+from edgespec.control.cost import WIDEST, ContextCost, CostCurve
 from edgespec.control.run_cost import DraftCost
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.chain import CHAIN_PRIOR
 from edgespec.drafters.ngram import NgramDrafter
+from edgespec.engines.pass_request import Passes
 from edgespec.engines.table import TableEngine
 from edgespec.sampling import Sampler, Sampling
 from edgespec.types import EMPTY_DRAFT, Batch, Draft, Evidence, Logits, RoundRecord, TokenIds, Verdict
@@ -44,6 +45,7 @@ CURVES = {
     "llamacpp q4_k_m": LLAMA_Q4_K_M,
 }
 PREFILL_SHARE = 0.2  # of a plain pass, that the target takes to read one token of a prompt
+NO_CONTEXT = ContextCost()
 PLAIN_S = 0.05  # a plain pass of a model of 1B
 DRAFT_SHARE = 0.04  # of it, that a token of the draft model takes
 READ_SHARE = 0.004  # of it, that the draft model takes to read a token among others
@@ -65,7 +67,8 @@ class Machine:
 
     `noise`: standard deviation of a pass's logarithm; `outliers`: share of passes that take four times as long;
     `drift`: logarithm by which everything slows down and recovers again, once in `period_s`; `judge_s`: what a round
-    takes to judge a draft and to take back what does not stand.
+    takes to judge a draft and to take back what does not stand; `after`: of a plain pass, that one takes longer after a
+    wider pass; `context`: what each cached token adds, in plain passes; there are `context_tokens` now.
     """
 
     ratios: dict[int, float]
@@ -76,6 +79,9 @@ class Machine:
     period_s: float = 60.0
     seed: int = 0
     judge_s: float = 0.0
+    after: float = 0.0
+    context: ContextCost = NO_CONTEXT
+    context_tokens: int = 0
     _curve: CostCurve = field(init=False)
     _rng: np.random.Generator = field(init=False)
 
@@ -88,7 +94,7 @@ class Machine:
         return CostCurve({width: ratio * self.plain_s * math.exp(error) for width, ratio in self.ratios.items()})
 
     def seconds(self, width: int, now_s: float) -> float:
-        return self._curve.at(width) * self.factor(now_s)
+        return (self._curve.at(width) + self.plain_s * self.context.at(width, self.context_tokens)) * self.factor(now_s)
 
     def factor(self, now_s: float) -> float:
         logarithm = self.drift * math.sin(2 * math.pi * now_s / self.period_s)
@@ -214,7 +220,10 @@ def simulate(
         told = text.token_ids[position : position + draft.num_tokens]
         differs = np.flatnonzero(told != draft.token_ids)
         accepted = int(differs[0]) if differs.size else draft.num_tokens
+        machine.context_tokens = position
         verify_s = machine.seconds(draft.num_tokens + 1, clock())
+        if records and records[-1].drafted_tokens and not draft.num_tokens:
+            verify_s *= 1.0 + machine.after
         judge_s = machine.judge_s if draft.num_tokens else 0.0
         clock.now_s += verify_s + judge_s
         verdict = Verdict(tuple(range(accepted)), int(text.token_ids[position + accepted]))
@@ -275,7 +284,8 @@ class World:
         """Seconds that plain decoding takes for all the texts: at the machine's own pace, noise and all."""
         started_s = self.clock()
         for text in texts:
-            for _ in range(text.num_tokens - 1):
+            for position in range(text.prompt_tokens + 1, text.token_ids.size):
+                self.machine.context_tokens = position
                 self.clock.now_s += self.machine.seconds(1, self.clock())
         return self.clock() - started_s
 
@@ -285,8 +295,8 @@ class Watched(AutoController):
 
     branched = 0
 
-    def propose(self, request: DraftRequest) -> Proposal:
-        proposal = super().propose(request)
+    def proposing(self, request: DraftRequest) -> Passes[Proposal]:
+        proposal = yield from super().proposing(request)
         self.branched += not proposal.draft.is_chain
         return proposal
 

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from edgespec.export.architectures.rows import Architecture, Sizes
+from edgespec.export.architectures.table import ARCHITECTURES
 from edgespec.export.checkpoint import Checkpoint
-from edgespec.export.gguf.architectures import ARCHITECTURES
-from edgespec.export.gguf.rows import Architecture, Sizes
 from edgespec.export.gguf.splitters import GPT_4O, LLAMA3, QWEN2, SPACE, TEKKEN
 
 VOCABULARY = 400
@@ -118,11 +118,30 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         "gpt-2",
     ),
 }
+GEMMA_ROTATION = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 900.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}
+UNROTATED = ("rope_scaling", "rope_theta", "rope_local_base_freq")
+# Name of a variant -> (case, what its config.json says otherwise, what it does not say).
+VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "mistral-window": ("mistral", {"sliding_window": 6}, ()),
+    "qwen2-window": ("qwen2", {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1}, ()),
+    "qwen2-no-window": ("qwen2", {"sliding_window": 6, "use_sliding_window": False, "max_window_layers": 1}, ()),
+    "smollm3-list": ("smollm3", {"no_rope_layers": [0, 1, 1, 0, 1]}, ()),
+    "smollm3-interval": ("smollm3", {"no_rope_layer_interval": 2}, ()),
+    "llama-linear": ("smollm2", {"rope_scaling": {"rope_type": "linear", "factor": 3.0}}, ()),
+    "llama-new-names": ("llama", {"rope_parameters": {**LLAMA3_SCALING, "rope_theta": 700.0}}, UNROTATED),
+    "gemma3-new-names": ("gemma3", {"rope_parameters": GEMMA_ROTATION}, UNROTATED),
+    "gemma3-defaults": ("gemma3", {}, UNROTATED[::2]),
+    "gemma3-capped": ("gemma3", {"final_logit_softcapping": 5.0}, ()),
+    "gemma3-pattern": ("gemma3", {"sliding_window_pattern": 2}, ("layer_types",)),
+}
 SPECIALS = ["<|start|>", "<|end|>", "<|user|>"]
 
 
 def write_checkpoint(folder: Path, case: str, *, seed: int = 0, dtype: str = "F32", **changes: Any) -> Path:
-    """Write one of CASES to `folder`; `changes` replace entries of config.json, None removes them."""
+    """Write one of CASES to `folder`; `changes` replace entries of config.json."""
     settings, tokenizer = CASES[case]
     unneeded = {"hidden_size", "rope_theta"} if case == "gpt2" else set()
     config = {key: value for key, value in BASE.items() if key not in unneeded} | settings | changes
@@ -130,6 +149,15 @@ def write_checkpoint(folder: Path, case: str, *, seed: int = 0, dtype: str = "F3
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     write_tokenizer(folder, tokenizer)
     write_safetensors(folder / "model.safetensors", random_weights(Checkpoint(folder, config, {}), seed), dtype)
+    return folder
+
+
+def write_variant(folder: Path, name: str) -> Path:
+    """Write one of VARIANTS to `folder`."""
+    case, changes, absent = VARIANTS[name]
+    path = write_checkpoint(folder, case, **changes) / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({key: value for key, value in config.items() if key not in absent}), encoding="utf-8")
     return folder
 
 
@@ -169,6 +197,12 @@ def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...], found: Ar
 
 def is_gelu(found: Architecture) -> bool:
     return found.name.startswith(("gemma", "gpt2"))
+
+
+def read_weights(folder: Path) -> dict[str, NDArray[np.float32]]:
+    """All tensors of a checkpoint as float32."""
+    checkpoint = Checkpoint.open(folder)
+    return {name: checkpoint.weights(name) for name in checkpoint.names()}
 
 
 def write_safetensors(path: Path, weights: dict[str, NDArray[np.float32]], dtype: str = "F32") -> None:
@@ -278,7 +312,9 @@ def main() -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as name:
-        found = {case: logits_of_transformers(write_checkpoint(Path(name) / case, case))[:, COLUMNS] for case in CASES}
+        folders = {case: write_checkpoint(Path(name) / case, case) for case in CASES}
+        folders |= {each: write_variant(Path(name) / each, each) for each in VARIANTS}
+        found = {each: logits_of_transformers(folder)[:, COLUMNS] for each, folder in folders.items()}
     LOGITS.parent.mkdir(exist_ok=True)
     np.savez_compressed(LOGITS, **found)
 

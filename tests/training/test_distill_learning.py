@@ -31,10 +31,10 @@ pytest.importorskip("tokenizers", reason="texts need tokenizers: scripts/run.py 
 from safetensors.torch import load_file  # noqa: E402
 
 from demo_training.vocabulary import save_hf_tokenizer, train_tokenizer  # noqa: E402
-from edgespec.export.training.acceptance import OwnText, agreement  # noqa: E402
 from edgespec.export.training.card import write_folder  # noqa: E402
 from edgespec.export.training.inherit import new_student, principal_embedding  # noqa: E402
 from edgespec.export.training.on_policy import build_trainer, distill  # noqa: E402
+from edgespec.export.training.student_acceptance import OwnText, agreement  # noqa: E402
 from edgespec.export.training.writing import write  # noqa: E402
 from waiting import until  # noqa: E402
 

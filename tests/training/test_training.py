@@ -30,7 +30,7 @@ with warnings.catch_warnings():
     from demo_training.evaluate import acceptance, early_exit_agreement, write_continuations
     from demo_training.generation import BatchDecoder, generate
     from demo_training.network import Network, NetworkShape
-    from demo_training.pretrain import DocumentSampler, Schedule, layer_dropout_rates, pretrain
+    from demo_training.pretrain import BatchSchedule, DocumentSampler, layer_dropout_rates, pretrain
     from demo_training.vocabulary import encode_documents, train_tokenizer
 
 TINY = NetworkShape(96, 32, 48, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=16)
@@ -101,7 +101,7 @@ def test_generation_is_greedy_at_zero_and_seeded_above():
 
 
 def test_the_learning_rate_warms_up_holds_and_decays():
-    schedule = Schedule(total_tokens=1000)
+    schedule = BatchSchedule(total_tokens=1000)
     assert schedule.rate_factor(10) == pytest.approx(0.5)
     assert [schedule.rate_factor(tokens) for tokens in (20, 300, 650)] == [1.0, 1.0, 1.0]
     assert schedule.rate_factor(825) == pytest.approx(0.5)
@@ -129,7 +129,7 @@ def test_the_sampler_depends_on_its_position_alone():
 
 
 def tiny_run(work: Path, total: int, **options: Any) -> Any:
-    schedule = Schedule(total, batch_tokens=128, lengths=((1.0, 64),))
+    schedule = BatchSchedule(total, batch_tokens=128, lengths=((1.0, 64),))
     documents = pretraining.split_documents(random_stream(4000), 0)
     return pretrain(TINY, documents, {"d": random_stream(2000, seed=9)}, schedule, work, seed=0, **options)
 
@@ -168,7 +168,7 @@ def tiny_students(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tiny_plan(total: int) -> distilling.DistillPlan:
     return distilling.DistillPlan(
-        Schedule(total, batch_tokens=512, lengths=((1.0, 64),)),
+        BatchSchedule(total, batch_tokens=512, lengths=((1.0, 64),)),
         round_tokens=4096,
         generated_per_round=4096,
         generated_length=64,

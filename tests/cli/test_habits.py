@@ -1,0 +1,51 @@
+"""What users of other programs type by habit gets the name that it has here, never one that only looks alike."""
+
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+
+from edgespec.cli.main import COMMANDS, cli
+from edgespec.config.habits import CALLED, INSTEAD
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run", "qwen3-8b"], "did you mean 'chat'?"),
+        (["list"], "did you mean 'ls'?"),
+        (["delete", "x"], "did you mean 'rm'?"),
+        (["install", "x"], "did you mean 'pull'?"),
+        (["create", "x"], "did you mean 'add'?"),
+        (["ps"], "nothing stays loaded"),
+        (["version"], "edgespec --version"),
+        (["generate", "--n-predict", "5"], "did you mean '--max-tokens'?"),
+        (["generate", "--num-ctx", "5"], "did you mean '--ctx-size'?"),
+        (["generate", "--n-gpu-layers", "5"], "did you mean '--gpu-layers'?"),
+        (["chat", "--draft", "5"], "did you mean '--draft-length'?"),
+        (["chat", "--nothink"], "did you mean '--no-thinking'?"),
+        (["generate", "--prompt-cache", "x"], "no such option '--prompt-cache'"),
+        (["chat", "--prompt-cache", "x"], "did you mean '--session'?"),
+        (["generate", "--file", "x"], "-p - < FILE"),
+        (["generate", "--conversation"], "edgespec chat holds"),
+        (["generate", "-cnv"], "edgespec chat holds"),
+        (["generate", "-temp", "0"], "no such option '-temp'; did you mean '--temp'?"),
+        (["generate", "-seed", "7", "-p", "x"], "did you mean '--seed'?"),
+        (["generate", "-sys", "Be brief", "-p", "x"], "did you mean '--system'?"),
+        (["chat", "-fa", "on"], "by itself"),
+    ],
+)
+def test_a_word_of_another_program_has_its_name_here(words: list[str], said: str) -> None:
+    found = CliRunner().invoke(cli, words)
+    assert found.exit_code == 2
+    assert said in found.output
+
+
+def test_the_words_are_no_names_of_ours() -> None:
+    names = set(COMMANDS)
+    for command in ("generate", "chat", "serve"):
+        names |= {
+            flag.lstrip("-") for p in cli.get_command(None, command).params for flag in (*p.opts, *p.secondary_opts)
+        }
+    assert not (names - {"ngl"}) & {*CALLED, *INSTEAD}  # -ngl is one; --ngl is a habit
+    assert set(CALLED.values()) <= names

@@ -1,0 +1,65 @@
+"""`edgespec rpc-server`: what it refuses and what it says. Serving itself is tested with the engines."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from click.testing import CliRunner, Result
+
+from edgespec.cli.main import cli
+from edgespec.engines.llamacpp import devices
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["rpc-server", *arguments])
+
+
+@pytest.fixture
+def served(monkeypatch) -> list[tuple[str, dict[str, object]]]:
+    """What would be served, in any build."""
+    calls: list[tuple[str, dict[str, object]]] = []
+    monkeypatch.setattr(devices, "require_rpc", lambda what: None)
+    monkeypatch.setattr(devices, "serve_rpc", lambda endpoint, **options: calls.append((endpoint, options)))
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    return calls
+
+
+def free_port() -> str:
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        return str(trial.getsockname()[1])
+
+
+def test_it_serves_the_loopback_without_a_warning(served):
+    port = free_port()
+    result = run("--port", port, "-t", "3", "--device", "Vulkan0, CPU")
+    assert served == [(f"127.0.0.1:{port}", {"threads": 3, "names": ("Vulkan0", "CPU"), "cache_folder": None})]
+    assert f"--rpc 127.0.0.1:{port}" in result.stdout
+    assert "WARNING" not in result.stderr
+    assert result.exit_code == 1 and "ended by itself" in result.stderr  # it should never return
+
+
+def test_another_address_is_served_with_a_warning(served, tmp_path, monkeypatch):
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
+    port = free_port()
+    result = run("--host", "0.0.0.0", "--port", port, "--cache")
+    assert "WARNING: an RPC server has no password" in result.stderr
+    assert f"--rpc ADDRESS:{port}" in result.stdout
+    assert served[0][1]["cache_folder"] == tmp_path / "cache" / "rpc"
+    assert (tmp_path / "cache" / "rpc").is_dir()
+
+
+@pytest.mark.parametrize("host", ["localhost", "::1", "1.2.3"])
+def test_an_address_that_is_not_ipv4_is_refused(served, host):
+    result = run("--host", host)
+    assert result.exit_code == 2 and f"{host!r} is no IPv4 address" in result.stderr
+    assert not served
+
+
+def test_a_port_in_use_is_refused(served):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run("--port", str(port))
+    assert result.exit_code == 2 and f"nothing can listen on 127.0.0.1:{port}" in result.stderr
+    assert not served

@@ -1,0 +1,173 @@
+"""Devices whose kernels are wrong without saying so are found by trying; and a WebGPU device, where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from demo import TEST_THREADS
+from edgespec.engines.onnx import OnnxEngine, devices
+from edgespec.engines.onnx import engine as engine_module
+from edgespec.engines.onnx.devices import DeviceLimits, device_limits
+from edgespec.engines.onnx.library import Device, installed_providers
+from edgespec.engines.onnx.opening import open_passes
+from edgespec.engines.onnx.passes import PassRows, SharedPasses
+from edgespec.errors import CapabilityError, ConfigError
+from edgespec.types import Batch, Logits
+
+ROWS = 64
+NEEDS_WEBGPU = pytest.mark.skipif(
+    "webgpu" not in installed_providers(), reason="no WebGPU device, or no package onnxruntime-ep-webgpu"
+)
+
+
+def load(path: Path, provider: str = "cpu", **options: object) -> OnnxEngine:
+    settings = {"context_length": 200, "max_sequences": 2, "max_batch": ROWS, "reproducible": False} | options
+    return OnnxEngine.load(path, threads=TEST_THREADS, provider=provider, **settings)  # type: ignore[arg-type]
+
+
+class Faulty:
+    """The passes of a processor, whose logits `fault` changes as a device's kernel might."""
+
+    def __init__(self, passes: SharedPasses, fault: Callable[[PassRows, Callable[[PassRows], Logits]], Logits]) -> None:
+        self._passes, self._fault = passes, fault
+        self.capacity, self.takes_gaps = passes.capacity, passes.takes_gaps
+
+    def run(self, _cache: int, rows: PassRows) -> Logits:
+        return self._fault(rows, lambda changed: self._passes.run(0, changed))
+
+
+def right(rows: PassRows, run: Callable[[PassRows], Logits]) -> Logits:
+    return run(rows)
+
+
+def wrong_when_wide(rows: PassRows, run: Callable[[PassRows], Logits]) -> Logits:
+    scored = run(rows)
+    return scored if rows.token_ids.size < 32 else np.roll(scored, 1, axis=1)
+
+
+def cell_for_position(rows: PassRows, run: Callable[[PassRows], Logits]) -> Logits:
+    return run(replace(rows, positions=None))
+
+
+def never_right(rows: PassRows, run: Callable[[PassRows], Logits]) -> Logits:
+    return np.roll(run(rows), rows.token_ids.size, axis=1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "limits"),
+    [
+        (right, DeviceLimits(ROWS, keeps_positions=True)),
+        (wrong_when_wide, DeviceLimits(31, keeps_positions=True)),
+        (cell_for_position, DeviceLimits(ROWS, keeps_positions=False)),
+    ],
+)
+def test_what_a_device_computes_wrongly_is_found_and_remembered(tiny_graph_path, fault, limits, monkeypatch):
+    with load(tiny_graph_path) as engine:
+        passes = Faulty(engine._separate._passes, fault)
+        trial = passes, [tiny_graph_path], fault.__name__, engine.vocabulary.size, ROWS
+        assert device_limits(*trial) == limits
+        monkeypatch.setattr(devices, "_Trial", None)
+        assert device_limits(*trial) == limits
+
+
+def test_a_device_on_which_nothing_agrees_is_refused(tiny_graph_path):
+    with load(tiny_graph_path) as engine, pytest.raises(CapabilityError, match="--provider cpu"):
+        passes = Faulty(engine._separate._passes, never_right)
+        device_limits(passes, [tiny_graph_path], "never right", engine.vocabulary.size, ROWS)
+
+
+def test_the_user_is_told_what_a_device_lacks():
+    assert DeviceLimits(ROWS, keeps_positions=True).notes("webgpu", ROWS) == ()
+    told = DeviceLimits(31, keeps_positions=False).notes("webgpu", ROWS)
+    assert "31 rows" in told[0] and "no trees" in told[1]
+
+
+def test_where_sequences_cannot_share_a_cache_each_has_one_of_its_own_size(tiny_graph_path, monkeypatch):
+    """The caches are sized for sharing before it is known what the device computes rightly."""
+
+    def as_on_a_device(*given: Any) -> tuple[Any, Device]:
+        return open_passes(*given)[0], Device("webgpu", "cpu")
+
+    monkeypatch.setattr(engine_module, "open_passes", as_on_a_device)
+    monkeypatch.setattr(engine_module, "device_limits", lambda *_: DeviceLimits(ROWS, keeps_positions=False))
+    ids = np.random.default_rng(0).integers(0, 299, 20).astype(np.int32)
+    with load(tiny_graph_path, reproducible=True) as engine:
+        wanted = engine.forward(Batch.chain(ids)).copy()
+    with load(tiny_graph_path) as engine:
+        assert engine._separate._passes.capacity == engine.facts.context_length == 200
+        for sequence in range(2):
+            np.testing.assert_array_equal(engine.forward(Batch.chain(ids, sequence=sequence)), wanted)
+
+
+@pytest.mark.parametrize(("provider", "error"), [("tpu", ConfigError), ("cuda", CapabilityError)])
+def test_a_provider_that_is_not_there_is_refused(tiny_graph_path, provider, error):
+    if provider in installed_providers():
+        pytest.skip(f"{provider} is installed")
+    with pytest.raises(error, match=provider):
+        load(tiny_graph_path, provider)
+
+
+@NEEDS_WEBGPU
+def test_webgpu_scores_as_the_processor_does(tiny_graph_path):
+    ids = np.random.default_rng(0).integers(0, 299, 40).astype(np.int32)
+    with load(tiny_graph_path) as cpu, load(tiny_graph_path, "webgpu") as gpu:
+        assert gpu.facts.device == "webgpu"
+        for first, last in ((0, 12), (12, 13), (13, 14), (14, 17)):
+            wanted, found = (engine.forward(Batch.chain(ids[first:last])).copy() for engine in (cpu, gpu))
+            np.testing.assert_allclose(found, wanted, atol=1e-3 * wanted.std())
+
+
+def test_classes_belong_to_the_device_that_auto_chose(tiny_graph_path, monkeypatch):
+    """Another device under the same provider, or another provider for "auto", has classes of its own."""
+    from edgespec.engines.onnx import engine as module
+    from edgespec.engines.onnx import opening
+
+    def key(provider: str, identity: str) -> str:
+        monkeypatch.setattr(module, "first_choice", lambda _asked: provider)
+        monkeypatch.setattr(opening, "device_identity", lambda _provider: identity)
+        with load(tiny_graph_path, reproducible=None) as engine:
+            return engine.class_key
+
+    found = [key("cpu", ""), key("cuda", ""), key("cpu", "a GPU"), key("cpu", "another")]
+    assert found[0] == found[1]  # what was tried first does not matter, only what runs
+    assert len(set(found)) == 3
+
+
+@NEEDS_WEBGPU
+def test_a_cut_graph_is_tried_on_the_device_as_well(onnx_path):
+    ids = np.random.default_rng(0).integers(0, 4000, 60).astype(np.int32)
+    with load(onnx_path, exit_layer=4) as cpu, load(onnx_path, "webgpu", exit_layer=4) as gpu:
+        assert 8 <= gpu.facts.max_batch <= ROWS
+        for first, last in ((0, 8), (8, 8 + min(gpu.facts.max_batch, 40)), (50, 51)):
+            first, last = min(first, gpu.length()), min(last, 60)
+            wanted, found = (engine.forward(Batch.chain(ids[first:last])).copy() for engine in (cpu, gpu))
+            np.testing.assert_allclose(found, wanted, atol=0.1 * wanted.std())
+        for engine in (cpu, gpu):
+            engine.rollback(20)
+        drafts = []
+        for engine in (cpu, gpu):
+            exit = engine.early_exit()
+            assert exit.follow(ids[:22]) == 20
+            drafts.append(exit.feed(ids[20:24]).copy())
+        np.testing.assert_allclose(drafts[1], drafts[0], atol=0.1 * drafts[0].std())
+
+
+@NEEDS_WEBGPU
+def test_the_cache_of_a_device_without_positions_has_no_room_to_spare(tiny_graph_path):
+    with load(tiny_graph_path, "webgpu", max_sequences=3) as gpu:
+        packs = gpu.facts.can_pack
+        assert gpu._separate._passes.capacity == (601 if packs else 200)
+
+
+@NEEDS_WEBGPU
+def test_a_model_for_processors_is_refused_on_webgpu(tiny_path, tmp_path):
+    from edgespec.export.onnx.from_gguf import convert_gguf, open_gguf
+
+    with pytest.raises(CapabilityError, match="w8a8 products are for processors"):
+        load(convert_gguf(open_gguf(tiny_path), tmp_path, "w8a8", None), "webgpu")

@@ -1,0 +1,166 @@
+"""A target in a child process: what happens when that process, or the RPC server that it depends on, is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+
+import numpy as np
+import pytest
+
+import edgespec
+from demo import TEST_THREADS
+from edgespec.engines.base import Engine
+from edgespec.engines.llamacpp.rpc_probe import ask, ask_all
+from edgespec.engines.remote import RemoteEngine
+from edgespec.errors import BatchError, CapabilityError, ConfigError, ModelFileError, Unreachable
+from edgespec.types import Batch
+from rpc import Server, free_port, needs_rpc, started
+from waiting import until
+
+CONTEXT = 400
+NOTICED_S = 5.0  # by when the loss of a server must be an error
+IDS = list(range(5, 45))
+
+
+def load(path: Path, *endpoints: str, **options: object) -> Engine:
+    options = {"context_length": CONTEXT, "threads": TEST_THREADS, "reproducible": False} | options
+    return RemoteEngine.load(path, endpoints=endpoints, **options)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    needs_rpc()
+    with started() as found:
+        yield found
+
+
+def children() -> set[int]:
+    found = subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "remote_child"], capture_output=True, text=True)
+    return {int(line) for line in found.stdout.split()}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs pgrep and SIGKILL")
+def test_a_lost_process_is_an_error_and_the_next_pass_goes_on(tiny_path):
+    before = children()
+    with load(tiny_path, reproducible=True, max_sequences=2) as engine:
+        engine.forward(Batch.chain(IDS))
+        engine.forward(Batch.chain(IDS[:3], sequence=1))
+        expected = engine.forward(Batch.chain([1, 2, 3])).copy()
+        engine.rollback(len(IDS))
+        (child,) = children() - before
+        os.kill(child, signal.SIGKILL)
+        with pytest.raises(Unreachable, match="status -9"):
+            engine.forward(Batch.chain([1, 2, 3]))
+        assert (engine.length(), engine.length(1)) == (len(IDS), 3)
+        engine.rollback(2, 1)  # works on what is known, with or without a child
+        np.testing.assert_array_equal(engine.forward(Batch.chain([1, 2, 3])), expected)
+        assert (engine.length(), engine.length(1)) == (len(IDS) + 3, 2)
+        state = engine.save_state(1)
+        engine.load_state(state, 0)
+        assert engine.length() == 2
+    until(lambda: not children() - before)
+
+
+def test_errors_keep_their_types(tiny_path, tmp_path):
+    with load(tiny_path) as engine, pytest.raises(BatchError, match="token id"):
+        engine.forward(Batch.chain([-1]))
+    with pytest.raises(ConfigError, match="context"):
+        load(tiny_path, context_length=1 << 22)
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"no model")
+    with pytest.raises(ModelFileError):
+        load(broken)
+
+
+def test_a_child_ends_with_its_parent(tiny_path):
+    code = (
+        "import sys, os; from pathlib import Path; from edgespec.engines.remote import RemoteEngine\n"
+        f"engine = RemoteEngine.load(Path({str(tiny_path)!r}), endpoints=(), reproducible=False, threads=1)\n"
+        "print(engine._process._process.pid, flush=True); os._exit(9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 9, done.stderr
+    child = int(done.stdout)
+    until(lambda: not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2])
+
+
+def test_a_server_that_is_not_there_is_named():
+    port = free_port()
+    with pytest.raises(Unreachable, match=f"127.0.0.1:{port} .*nothing listens there.*rpc-server --port {port}"):
+        ask(f"127.0.0.1:{port}")
+    with pytest.raises(Unreachable, match="host name is not known"):
+        ask("no-such-host.invalid:50052")
+
+
+@pytest.mark.parametrize(
+    ("says", "expected"),
+    [(b"", "no answer within 0.3 s"), (b"HTTP/1.1 400 Bad Request\r\n\r\n", "no RPC server of a fitting version")],
+)
+def test_something_else_that_listens_is_no_server(says, expected):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            with listener.accept()[0] as connection, suppress(ConnectionError):
+                connection.sendall(says)
+                while connection.recv(1 << 16):
+                    pass
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(
+            Unreachable, match="no RPC server of a fitting version" if says else "no answer within 0.3 s"
+        ):
+            ask_all([f"127.0.0.1:{listener.getsockname()[1]}"], 0.3)
+        thread.join()
+
+
+def test_a_build_without_rpc_says_how_to_get_one(tiny_path, monkeypatch):
+    from edgespec.engines.llamacpp.library import library
+
+    monkeypatch.setattr(library(), "llama_supports_rpc", lambda: False)
+    with pytest.raises(CapabilityError, match=r"DGGML_RPC=ON|--backend rpc"):
+        load(tiny_path, "127.0.0.1:50052")
+
+
+def test_a_server_lost_in_mid_answer_is_an_error_and_the_next_answer_works(target_path, server):
+    """The whole way: an answer fails within seconds, the model stays usable, and the text is that of before."""
+    with started() as other:
+        rpc = f"{server.endpoint},{other.endpoint}"
+        with edgespec.load(target_path, rpc=rpc, threads=TEST_THREADS, drafter="ngram", reproducible=True) as model:
+            assert model.target.facts.device == f"rpc {rpc}"
+            expected = model.generate("Once upon a time", options=edgespec.GenerateOptions(max_tokens=24)).token_ids
+            lost_s = 0.0
+            with pytest.raises(Unreachable, match=other.endpoint):
+                for count, _ in enumerate(model.stream("A bus to", options=edgespec.GenerateOptions(max_tokens=300))):
+                    if count == 5:
+                        other.kill()
+                        lost_s = monotonic()
+            assert monotonic() - lost_s < NOTICED_S
+            with pytest.raises(Unreachable, match="nothing listens there"):
+                model.generate("Once upon a time")
+            other.start()
+            again = model.generate("Once upon a time", options=edgespec.GenerateOptions(max_tokens=24))
+            assert again.token_ids == expected
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="nothing to freeze a process with")
+def test_a_server_that_hangs_does_not_keep_a_cancelled_pass(target_path):
+    needs_rpc()
+    with started() as server, load(target_path, server.endpoint) as engine:
+        engine.forward(Batch.chain(IDS))
+        server.freeze()
+        begun_s = monotonic()
+        threading.Timer(0.3, engine.cancel).start()
+        with pytest.raises(Unreachable, match="no answer within"):
+            engine.forward(Batch.chain(IDS))
+        assert monotonic() - begun_s < NOTICED_S + 2.0
+        assert engine.length() == len(IDS)

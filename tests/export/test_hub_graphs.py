@@ -1,0 +1,272 @@
+"""Hugging Face folders to graphs without torch: what the graphs compute, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+pytest.importorskip("gguf", reason="the tiny models need the package gguf: scripts/run.py install export")
+
+from demo import DEMO, TEST_THREADS
+from edgespec.errors import ModelFileError
+from edgespec.export.accuracy import open_engine
+from edgespec.export.checkpoint import INDEX, Checkpoint
+from edgespec.export.onnx.convert import FORMS
+from edgespec.export.onnx.from_hub import HubWeights, convert_hub
+from edgespec.export.onnx.hub_model import open_hub
+from edgespec.formats.onnx import DATA
+from edgespec.types import Batch
+from tiny_checkpoints import (
+    COLUMNS,
+    LOGITS,
+    TOKEN_IDS,
+    VARIANTS,
+    VOCABULARY,
+    read_weights,
+    write_checkpoint,
+    write_safetensors,
+    write_variant,
+)
+
+CASES = ("llama", "smollm2", "mistral", "qwen2", "qwen3", "smollm3", "gemma3")
+IDS = np.array(TOKEN_IDS, np.int32)
+Floats = NDArray[np.float32]
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def graph(source: Path, folder: Path, quant: str = "fp32") -> Path:
+    folder.mkdir(parents=True)
+    return convert_hub(open_hub(source), folder, quant)
+
+
+def logits(path: Path, ids: NDArray[np.int32] = IDS) -> Floats:
+    with open_engine("onnx", path, 128, TEST_THREADS) as engine:
+        return engine.forward(Batch.chain(ids)).copy()
+
+
+def difference(found: Floats, wanted: Floats) -> float:
+    return float(np.abs(found - wanted).max() / wanted.std())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_float_graph_computes_what_transformers_does(case: str, tmp_path: Path):
+    """The logits of transformers are stored beside the tests."""
+    found = logits(graph(write_checkpoint(tmp_path / case, case), tmp_path / "made"))
+    assert difference(found[:, COLUMNS], np.load(LOGITS)[case]) < 2e-5
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_settings_mean_what_they_mean_to_transformers(name: str, tmp_path: Path):
+    """Windows, layers without rotary positions, both spellings of rotary settings, capped logits."""
+    found = logits(graph(write_variant(tmp_path / name, name), tmp_path / "made"))
+    assert difference(found[:, COLUMNS], np.load(LOGITS)[name]) < 2e-5
+
+
+@pytest.mark.parametrize("quant", [name for name in FORMS if name != "fp32"])
+@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma3"])
+def test_other_types_lose_little(case: str, quant: str, tmp_path: Path):
+    source = write_checkpoint(tmp_path / case, case)
+    exact, made = (logits(graph(source, tmp_path / name, name)) for name in ("fp32", quant))
+    assert np.corrcoef(exact.ravel(), made.ravel())[0, 1] > (0.9 if quant == "int4" else 0.998)
+
+
+@pytest.mark.parametrize("dtype", ["F64", "F16", "BF16"])
+def test_every_type_of_weights_is_read(dtype: str, tmp_path: Path):
+    """As its values rounded to that type and stored in 32 bits."""
+    source = write_checkpoint(tmp_path / dtype, "qwen3", dtype=dtype)
+    rounded = write_checkpoint(tmp_path / "rounded", "qwen3")
+    write_safetensors(rounded / "model.safetensors", read_weights(source), "F32")
+    ours, theirs = (graph(folder, tmp_path / f"made-{folder.name}") for folder in (source, rounded))
+    assert (ours.parent / DATA).read_bytes() == (theirs.parent / DATA).read_bytes()
+
+
+def test_a_checkpoint_in_several_files_gives_the_same_graph(tmp_path: Path):
+    whole = write_checkpoint(tmp_path / "whole", "llama")
+    parts = split(whole, tmp_path / "parts")
+    ours, theirs = (graph(folder, tmp_path / f"made-{folder.name}", "w8a8") for folder in (parts, whole))
+    assert (ours.parent / DATA).read_bytes() == (theirs.parent / DATA).read_bytes()
+
+
+def split(source: Path, folder: Path) -> Path:
+    """The same checkpoint in two files and an index."""
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    weights, listed = read_weights(source), dict[str, str]()
+    for number in (0, 1):
+        name, own = f"model-{number + 1:05d}-of-00002.safetensors", list(weights)[number::2]
+        write_safetensors(folder / name, {key: weights[key] for key in own}, "F32")
+        listed |= dict.fromkeys(own, name)
+    (folder / INDEX).write_text(json.dumps({"weight_map": listed}))
+    return folder
+
+
+def test_a_window_is_kept(tmp_path: Path):
+    """Which llama.cpp has not for Mistral: with one of six tokens, later ones depend on nothing before it."""
+    source = write_checkpoint(tmp_path / "m", "mistral", sliding_window=6, num_hidden_layers=1)
+    path, other = graph(source, tmp_path / "made"), IDS.copy()
+    other[:4] += 1
+    plain, changed = logits(path), logits(path, other)
+    assert difference(plain[4:9], changed[4:9]) > 0.01
+    assert difference(plain[9:], changed[9:]) < 1e-6  # positions 9 - 5 and later are seen
+
+
+def test_qwens_window_needs_its_switch(tmp_path: Path):
+    settings: dict[str, Any] = {"sliding_window": 6, "max_window_layers": 1, "num_hidden_layers": 2}
+    off, on = (
+        open_hub(write_checkpoint(tmp_path / str(flag), "qwen2", use_sliding_window=flag, **settings)).config
+        for flag in (False, True)
+    )
+    assert (off.windowed_layers, on.windowed_layers, on.window) == (frozenset(), {1}, 6)
+
+
+def test_layers_without_rotary_positions_are_those_of_the_list(tmp_path: Path):
+    """llama.cpp's SmolLM3 has them in every fourth layer only; a pruned model has others."""
+    source = write_checkpoint(tmp_path / "s", "smollm3", num_hidden_layers=2, no_rope_layers=[0, 1])
+    assert open_hub(source).config.unrotated_layers == {0}
+    assert np.isfinite(logits(graph(source, tmp_path / "made"))).all()
+
+
+def test_the_folders_own_files_come_along(tmp_path: Path):
+    source = write_checkpoint(tmp_path / "q", "qwen3")
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    (source / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "{{ messages }}"}))
+    (source / "generation_config.json").write_text('{"eos_token_id": [398, 397]}')
+    made = graph(source, tmp_path / "made").parent
+    for name in ("tokenizer.json", "generation_config.json", "config.json"):
+        assert (made / name).read_bytes() == (source / name).read_bytes()
+    assert (made / "chat_template.jinja").read_text() == "{{ messages }}"
+    with open_engine("onnx", made / "model.onnx", 64, TEST_THREADS) as engine:
+        assert engine.vocabulary.end_ids == {397, 398}
+        assert engine.vocabulary.chat_template == "{{ messages }}"
+
+
+def test_rows_come_in_their_order_whatever_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model = open_hub(DEMO / "hf" / "target")
+    name = "model.layers.3.mlp.down_proj.weight"
+    monkeypatch.setattr("edgespec.export.onnx.from_hub.WEIGHTS_AT_ONCE", 1000)
+    parts = list(HubWeights(model).rows(name))
+    assert len(parts) > 10
+    np.testing.assert_array_equal(np.concatenate(parts), model.checkpoint.weights(name))
+
+
+# what is refused
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("smollm2", {"architectures": ["MixtralForCausalLM"]}, "is a MixtralForCausalLM; allowed .* LlamaForCausalLM"),
+    ("smollm2", {"hidden_act": "relu"}, "its hidden_act is 'relu'; allowed: 'silu'"),
+    ("smollm2", {"quantization_config": {"quant_method": "awq"}}, "its quantization_config is"),
+    ("smollm2", {"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "scaled by 'yarn'; .*--exporter builder"),
+    ("smollm2", {"rope_scaling": {"type": "linear", "factor": -1}}, "scaled by -1"),
+    ("smollm2", {"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "lacks low_freq_factor"),
+    ("smollm2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    ("smollm2", {"num_attention_heads": 8, "num_key_value_heads": 8}, "needs a multiple of 16"),
+    ("smollm2", {"num_key_value_heads": 3}, "of the latter"),
+    ("smollm2", {"hidden_size": 32, "head_dim": 16}, r"has the shape \(400, 64\), config.json implies \(400, 32\)"),
+    ("smollm2", {"num_hidden_layers": 4}, r"needs the tensor model.layers.3.input_layernorm.weight .*, and lacks it"),
+    ("smollm2", {"num_hidden_layers": 2}, "holds 9 tensors that have no place in it, such as 'model.layers.2"),
+    ("smollm2", {"tie_word_embeddings": False}, "needs the tensor lm_head.weight"),
+    ("smollm2", {"attention_bias": True}, "needs the tensor model.layers.0.self_attn.q_proj.bias"),
+    ("smollm2", {"rms_norm_eps": "small"}, "its rms_norm_eps is 'small', a number is needed"),
+    ("smollm2", {"vocab_size": -1}, "must be a positive integer"),
+    ("qwen3", {"attention_bias": True}, "its attention_bias is True; allowed: False"),
+    ("smollm3", {"use_sliding_window": True}, "its use_sliding_window is True"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, "its no_rope_layers are not 5 flags"),
+    ("gemma3", {"layer_types": ["sliding_attention"]}, "layer_types must hold 3 of"),
+    ("gemma3", {"attn_logit_softcapping": 50.0}, "its attn_logit_softcapping is 50.0; allowed: none"),
+    ("gemma3", {"sliding_window": None}, "has no sliding_window"),
+]
+
+
+@pytest.mark.parametrize(("case", "changes", "said"), REFUSED)
+def test_what_the_graph_would_not_compute_is_refused(case: str, changes: dict[str, Any], said: str, tmp_path: Path):
+    source = write_checkpoint(tmp_path / case, case)
+    path = source / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ModelFileError, match=said) as refused:
+        open_hub(source)
+    assert str(source) in str(refused.value) or "config.json" in str(refused.value)
+
+
+def truncate(source: Path) -> None:
+    path = source / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def drop_tensor(source: Path) -> None:
+    kept = {name: each for name, each in read_weights(source).items() if "down_proj" not in name}
+    write_safetensors(source / "model.safetensors", kept, "F32")
+
+
+def store_as(kind: str) -> Callable[[Path], None]:
+    def change(source: Path) -> None:
+        """Another name for a type of as many bytes."""
+        path = source / "model.safetensors"
+        content = path.read_bytes()
+        size = 8 + int.from_bytes(content[:8], "little")
+        path.write_bytes(content[:size].replace(b'"F32"', f'"{kind}"'.encode()) + content[size:])
+
+    return change
+
+
+def index_of(name: str) -> Callable[[Path], None]:
+    def change(source: Path) -> None:
+        listed = dict.fromkeys(Checkpoint.open(source).names(), name)
+        (source / INDEX).write_text(json.dumps({"weight_map": listed}))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (truncate, "is truncated: tensor"),
+        (drop_tensor, "needs the tensor model.layers.0.mlp.down_proj.weight"),
+        (store_as("I32"), "is stored as I32; allowed: F64, F32, F16, BF16"),
+        (store_as("X32"), "is damaged: tensor .* has type 'X32'"),
+        (index_of("../other/model.safetensors"), "allowed: names inside the folder"),
+        (index_of("/etc/passwd"), "allowed: names inside the folder"),
+        (index_of("absent.safetensors"), "is missing, which model.safetensors.index.json names"),
+    ],
+)
+def test_damaged_files_are_refused_by_name(damage: Callable[[Path], None], said: str, tmp_path: Path):
+    source = write_checkpoint(tmp_path / "tiny", "smollm2")
+    damage(source)
+    with pytest.raises(ModelFileError, match=said):
+        open_hub(source)
+
+
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path):
+    source = write_checkpoint(tmp_path / "tiny", "smollm2")
+    weights = read_weights(source)
+    weights["model.layers.1.mlp.up_proj.weight"][5, 7] = np.nan
+    write_safetensors(source / "model.safetensors", weights, "F32")
+    with pytest.raises(ModelFileError, match=r"model.layers.1.mlp.up_proj.weight contains infinity or NaN"):
+        graph(source, tmp_path / "made")
+
+
+def test_a_file_cut_while_it_is_read_is_told(tmp_path: Path):
+    source = write_checkpoint(tmp_path / "tiny", "smollm2")
+    model = open_hub(source)
+    truncate(source)
+    tensors = model.checkpoint.tensors
+    last = max(tensors, key=lambda name: tensors[name].offset)
+    with pytest.raises(ModelFileError, match=f"became shorter while tensor {last} was read"):
+        model.checkpoint.weights(last)
+
+
+def test_names_without_the_prefix_and_old_buffers_are_taken(tmp_path: Path):
+    source = write_checkpoint(tmp_path / "tiny", "smollm2")
+    plain = graph(source, tmp_path / "plain")
+    weights = {name.removeprefix("model."): each for name, each in read_weights(source).items()}
+    buffers = {f"layers.{layer}.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32) for layer in range(3)}
+    write_safetensors(source / "model.safetensors", weights | buffers, "F32")
+    assert open_hub(source).config.vocab_size == VOCABULARY
+    np.testing.assert_array_equal(logits(graph(source, tmp_path / "bare")), logits(plain))

@@ -1,0 +1,15 @@
+"""A GPU of this build of llama.cpp for tests, or a program that acts as one: docs/devices.md tells how to get it."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def needs_gpu() -> str:
+    """The name of the first GPU that llama.cpp sees. Skips the test where it sees none."""
+    from edgespec.engines.llamacpp.devices import gpus
+
+    found = gpus()
+    if not found:
+        pytest.skip("llama.cpp sees no GPU here (docs/devices.md: a build for Vulkan on Mesa's software device)")
+    return found[0].name

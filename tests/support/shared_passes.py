@@ -1,0 +1,78 @@
+"""A model of tables for several answers at once, whose passes take time on a simulated clock only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgespec import GenerateOptions, Model, Sampling
+from edgespec.config import LoadOptions
+from edgespec.drafters.model import ModelDrafter
+from edgespec.engines.table import TableEngine
+from edgespec.formats.manifest import ModelFile, ModelPair
+from edgespec.types import Batch, Logits, Stats
+from simulation import Clock
+
+PASS_S, DRAFT_SHARE = 0.016, 0.1
+SAMPLING = Sampling(temperature=1.0, seed=5, top_k=0, top_p=1.0, min_p=0.0)
+
+
+class Costly(TableEngine):
+    """A pass over n rows takes `ratios[n]` times `pass_s`. `widths`: of its passes."""
+
+    clock: Clock
+    ratios: Mapping[int, float]
+    pass_s: float
+    widths: list[int]
+
+    def forward(self, batch: Batch) -> Logits:
+        self.clock.now_s += self.seconds(batch.width)
+        self.widths.append(batch.width)
+        return super().forward(batch)
+
+    def seconds(self, width: int) -> float:
+        return self.pass_s * float(np.interp(width, list(self.ratios), list(self.ratios.values())))
+
+    def costing(self, clock: Clock, ratios: Mapping[int, float], pass_s: float, weight_bytes: int) -> Costly:
+        self.clock, self.ratios, self.pass_s, self.widths = clock, ratios, pass_s, []
+        self.facts = replace(self.facts, weight_bytes=weight_bytes, pinned_class=None)  # no checks beside the answers
+        return self
+
+
+def shared_model(
+    folder: Path, patch: pytest.MonkeyPatch, ratios: Mapping[int, float], sigma: float, count: int
+) -> tuple[Model, Clock]:
+    """A model for `count` answers at once with a draft that resembles it the less the larger `sigma` is."""
+    clock, path = Clock(), folder / "table.gguf"
+    path.write_text(f"{ratios} {sigma}")
+    for module in ("generation.run_state", "generation.batching", "control.threads"):
+        patch.setattr(f"edgespec.{module}.perf_counter", clock)
+    made = Costly.random(60, spread=3.0, context_length=600, max_batch=96, max_sequences=count)
+    draft = made.related(sigma=sigma).costing(clock, ratios, DRAFT_SHARE * PASS_S, 10_000_000)
+    target = made.costing(clock, ratios, PASS_S, 100_000_000)
+    pair = ModelPair("table", {"target": ModelFile(path), "draft": ModelFile(path)})
+    model = Model(LoadOptions(parallel=count), pair, target, {"model": ModelDrafter(draft)})
+    model._pool._automatic_one("auto")._clock = clock
+    return model, clock
+
+
+def rate(
+    model: Model, clock: Clock, count: int, options: GenerateOptions, texts: int, lengths: Sequence[int] = (20, 60, 30)
+) -> tuple[float, list[Stats]]:
+    """(tokens per second of all of `texts` answers, `count` at once; counters of each). `lengths`: of the prompts."""
+    draw, started_s = np.random.default_rng(count), clock()
+    model.forget()
+    prompts = [draw.integers(0, 60, lengths[place % len(lengths)]).tolist() for place in range(texts)]
+    asked = [model.stream(ids, SAMPLING, options) for ids in prompts]
+    waiting = list(asked)
+    with model.batch() as batch:
+        while waiting or batch.num_running:
+            while waiting and batch.num_running < count:
+                batch.begin(waiting.pop(0))
+            batch.step()
+    stats = [each.stats for each in asked]
+    return sum(each.new_tokens for each in stats) / (clock() - started_s), stats
