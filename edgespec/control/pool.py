@@ -85,7 +85,8 @@ class DrafterPool:
             return None  # that memory is not planned
         if not engine.set_threads(engine.facts.threads):
             return None
-        return ThreadControl(engine.thread_steps(), self.use_threads, is_settled=lambda: engine.is_settled)
+        steps, change_s = engine.thread_steps(), engine.thread_change_s
+        return ThreadControl(steps, self.use_threads, change_s=change_s, is_settled=lambda: engine.is_settled)
 
     def use_threads(self, threads: int) -> None:
         """Set the threads of target and drafters from their next passes on."""

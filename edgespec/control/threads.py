@@ -65,7 +65,9 @@ class ThreadControl:
     """Chooses the number of threads after every pass.
 
     `steps`: those to choose from, descending; the first one is for an idle machine. `use(n)` sets the number for later
-    passes, `is_settled()`: from now on.
+    passes, `is_settled()`: from now on. A change keeps a core busy for `change_s`: it is made when the machine has
+    been busy, or idle, for so long that not having made it cost as much. Then it is at most twice as dear as knowing
+    the future would be (ski rental; Karlin et al. 1988, Competitive snoopy caching).
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class ThreadControl:
         use: Callable[[int], None],
         clock: Callable[[], float] = perf_counter,
         is_settled: Callable[[], bool] = lambda: True,
+        change_s: float = 0.0,
     ) -> None:
         self.steps = list(steps)
         self._use, self._clock, self._is_settled = use, clock, is_settled
@@ -86,7 +89,9 @@ class ThreadControl:
         self._level = 0.0  # mean lateness lately
         self._sum = self._stalls = 0.0
         self._run: list[float] = []  # latenesses since the sum was 0
-        self._wait_s, self._next_s, self._returned_s = c.FIRST_WAIT_S, 0.0, -math.inf
+        self._least_busy_s, self._busy_s = change_s / c.BUSY_GAIN, 0.0  # before fewer are tried; so far
+        self._first_wait_s = max(c.FIRST_WAIT_S, change_s / c.IDLE_GAIN)
+        self._wait_s, self._next_s, self._returned_s = self._first_wait_s, 0.0, -math.inf
         self._affordable_s = 0.0  # when more of them may be tried again within PROBING
         self._recent_s, self._lacking_s = c.LACKING_PRIOR_S, 0.0  # of recent passes, older ones fading
         self._tells_lacking = False
@@ -145,7 +150,7 @@ class ThreadControl:
         if self._at and self._last_s >= self._next_s:
             self._try(self._at - 1, self._level, is_upward=True)
             return late - usual > 0.5
-        return self._watch(late, late - usual)
+        return self._watch(late, late - usual, seconds)
 
     def _notice(self, seconds: float, lacking_s: float | None) -> None:
         self._tells_lacking = lacking_s is not None
@@ -174,7 +179,7 @@ class ThreadControl:
             self._pace += factor * c.PACE_RATE * late
         return late
 
-    def _watch(self, late: float, more: float) -> bool:
+    def _watch(self, late: float, more: float, seconds: float) -> bool:
         """Whether a pass, `more` later than usual, was disturbed; tries fewer threads after too many of these."""
         self._stalls = c.STALL_MEMORY * self._stalls + (more > c.STALLED)
         self._sum = min(max(self._sum + min(more, c.MOST_LATE) - c.SLACK, 0.0), 3 * c.ALARM)
@@ -184,8 +189,10 @@ class ThreadControl:
         is_contended = is_late if lacking is None else lacking > c.CONTENDED
         may_be_contended = lacking is None or lacking > c.CONTENDED / 2
         was_always = not self._sum and not self._failures  # busy before the first pass, so that none is late
+        self._busy_s = max(self._busy_s + (seconds if is_contended else -seconds), 0.0)
         if is_contended and (is_late or was_always):
-            if self._at + 1 < len(self.steps) and self._last_s >= self._hold_s:
+            pays = self._busy_s >= self._least_busy_s
+            if pays and self._at + 1 < len(self.steps) and self._last_s >= self._hold_s:
                 self._try(self._at + 1, max(self._level, mean), is_upward=False)
         elif self._sum >= 3 * c.ALARM:
             self._slowed(mean)
@@ -209,7 +216,7 @@ class ThreadControl:
         self._switch(step)
 
     def _switch(self, step: int) -> None:
-        self._at, self._settling = step, True
+        self._at, self._settling, self._busy_s = step, True, 0.0
         self._recent_s, self._lacking_s = c.LACKING_PRIOR_S, 0.0
         self._use(self.steps[step])
 
@@ -246,8 +253,9 @@ class ThreadControl:
         if self._at:
             self._level = trial.lateness
             is_new = self._last_s - self._returned_s > 3 * self._wait_s
-            self._wait_s = c.FIRST_WAIT_S if is_new else self._wait_s
+            self._wait_s = self._first_wait_s if is_new else self._wait_s
             self._next_s = self._last_s + self._wait_s
+            self._affordable_s = max(self._affordable_s, self._last_s + self._first_wait_s - c.FIRST_WAIT_S)
         else:
             self._slowed(trial.lateness)
 
@@ -255,7 +263,8 @@ class ThreadControl:
         self._trial = None
         if not is_better:
             self._switch(trial.back)
-            self._wait_s = max(min(2 * self._wait_s, c.LONGEST_WAIT_S), trial.lost_s / c.PROBING)
+            longest_s = max(c.LONGEST_WAIT_S, self._first_wait_s)
+            self._wait_s = max(min(2 * self._wait_s, longest_s), trial.lost_s / c.PROBING)
             self._next_s, self._affordable_s = self._last_s + self._wait_s, self._last_s + trial.lost_s / c.PROBING
         elif self._at:
             self._level, self._next_s = mean, self._last_s

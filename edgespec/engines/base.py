@@ -84,6 +84,7 @@ class Engine(Closing, ABC):
     class_key: str = ""  # of the cache entry with its width classes
     state_layers: tuple[int, ...] = ()  # ascending; their inputs come with the hidden states
     thread_change_bytes: int = 0  # memory that `set_threads` takes for some seconds
+    thread_change_s: float = 0.0  # and for how long it keeps a core busy
 
     @abstractmethod
     def forward(self, batch: Batch) -> Logits:

@@ -307,3 +307,57 @@ def test_each_number_of_threads_has_costs_of_its_own() -> None:
     controller.use_threads(1)
     controller.propose(request)
     assert controller.costs.curve is steep
+
+
+CHANGE_S = 2.0  # as with 1.2 billion weights in ONNX Runtime
+
+
+def run_sleeper(busy: Busy, until_s: float, change_s: float | None) -> tuple[int, int]:
+    """Passes of ONNX Runtime's kind by `until_s`, and changes: 2 threads spin, 1 means two that sleep.
+
+    A change takes CHANGE_S, in which passes take twice as long. `change_s`: what the control is told of that; None:
+    there is no control, and both spin.
+    """
+    clock, used, ready_s, changes = Clock(), [2], [0.0], 0
+    rng = np.random.default_rng(1)
+
+    def use(threads: int) -> None:
+        nonlocal changes
+        if threads != used[0]:
+            changes += 1
+            used[0], ready_s[0] = threads, clock() + CHANGE_S
+
+    def is_settled() -> bool:
+        return clock() >= ready_s[0]
+
+    control = None if change_s is None else ThreadControl((2, 1), use, clock, is_settled, change_s)
+    passes = 0
+    while clock() < until_s:
+        spins = used[0] == 2 if is_settled() else used[0] == 1
+        is_busy = busy(clock()) > 0
+        seconds = 0.06 * (1.4 if is_busy and spins else 1.05 if is_busy else 1.0 if spins else 1.08)
+        seconds *= (1.0 if is_settled() else 2.0) * float(np.exp(0.05 * rng.standard_normal()))
+        clock.now_s += seconds
+        passes += 1
+        if control is not None:
+            control.passed(1, seconds, seconds * (0.75 if is_busy and spins else 0.05))
+    return passes, changes
+
+
+def test_a_change_that_takes_seconds_waits_until_it_pays() -> None:
+    def shortly(now_s: float) -> int:
+        return int(now_s % 12.0 < 4.0)
+
+    best, _ = run_sleeper(shortly, 120.0, None)
+    passes, changes = run_sleeper(shortly, 120.0, CHANGE_S)
+    assert changes == 0 and passes == best
+    hasty, changes = run_sleeper(shortly, 120.0, 0.0)  # not told what a change takes
+    assert changes > 4 and hasty < 0.97 * best
+
+
+def test_a_change_that_takes_seconds_is_made_on_a_machine_that_stays_busy() -> None:
+    spinning, _ = run_sleeper(always, 120.0, None)
+    passes, changes = run_sleeper(always, 120.0, CHANGE_S)
+    assert changes >= 1 and passes > 1.15 * spinning
+    passes, changes = run_sleeper(lambda now_s: int(now_s < 60.0), 240.0, CHANGE_S)
+    assert changes >= 2 and changes % 2 == 0  # it spins again

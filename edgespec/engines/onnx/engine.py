@@ -47,6 +47,7 @@ class OnnxEngine(Engine):
         opened()
         self.vocabulary = TokenizerFile(path.parent, graph.vocabulary_size)
         self._sessions = passes.sessions
+        self.thread_change_s = sum(sessions.make_s for sessions in self._sessions)
         self.thread_change_bytes = graph.weight_bytes
         self._exit_passes = passes if isinstance(passes, ExitPasses) else None
         max_batch = min(settings.max_batch, settings.context_length)

@@ -3,7 +3,8 @@
 Spinning is faster on an idle machine, by 5 to 12% for a model of 1.2 billion weights. Beside another busy program a
 thread that spins takes the core that the thread it waits for needs, and sleeping is up to 1.4 times as fast. ONNX
 Runtime fixes the way when a session is made, so the other one needs a second session. It is made in a thread of its
-own while passes go on, takes the first one's place, and the one that is no longer used is freed soon after.
+own while passes go on, takes the first one's place, and the one that is no longer used is freed soon after. A core is
+busy with it for as long as with the load, seconds for such a model: whoever asks for it weighs that (`ThreadControl`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Any
 
 from edgespec.engines.limits import free_memory
@@ -24,10 +25,10 @@ ROOM = 1.5  # times the weights: what must be free before they are held twice
 
 
 class Sessions:
-    """The session in use. `make(spins)` opens one; `session` is open and spins; `weight_bytes` of each."""
+    """The session in use. `make(spins)` opens one, in `make_s`; `session` is open and spins; `weight_bytes` of each."""
 
-    def __init__(self, make: Callable[[bool], Any], session: Any, weight_bytes: int) -> None:
-        self._make, self._weight_bytes = make, weight_bytes
+    def __init__(self, make: Callable[[bool], Any], session: Any, weight_bytes: int, make_s: float = 0.0) -> None:
+        self._make, self._weight_bytes, self.make_s = make, weight_bytes, make_s
         self._open: dict[bool, Any] = {True: session}
         self._spins = True
         self._making: threading.Thread | None = None
@@ -89,5 +90,7 @@ def open_sessions(graph: Graph, folder: Path, *, threads: int, provider: str) ->
     def make(spins: bool) -> tuple[Any, Device]:
         return open_session(graph.serialised, folder, threads=threads, provider=provider, spins=spins)
 
+    started_s = perf_counter()
     session, device = make(True)
-    return Sessions(lambda spins: make(spins)[0], session, graph.weight_bytes), device
+    make_s = perf_counter() - started_s
+    return Sessions(lambda spins: make(spins)[0], session, graph.weight_bytes, make_s), device
