@@ -77,10 +77,10 @@ def _of_machine(root: Path) -> Iterator[Limit]:
     if "MemAvailable" in found:
         swap = found.get("SwapFree", 0)
         yield Limit("memory", found["MemAvailable"] + swap, "what the machine has free", swap)
-    elif sys.platform == "win32":
-        yield Limit("memory", _windows_free_bytes(), "what the machine has free")
-    elif not found:  # macOS says how much there is, and frees caches on demand
-        yield Limit("memory", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "what the machine has")
+    elif sys.platform != "linux":
+        import psutil  # Linux does without
+
+        yield Limit("memory", psutil.virtual_memory().available, "what the machine has free")
 
 
 def _sizes(path: Path) -> dict[str, int]:
@@ -100,8 +100,24 @@ def _of_groups(root: Path) -> Iterator[Limit]:
         yield Limit("memory", min(left), "the limit of this container")
 
 
-def _group_folders(root: Path) -> Iterator[tuple[Path, bool]]:
-    """(folder, whether it is of version 2) of each memory group that this process is in.
+def allowed_processors(root: Path = Path("/")) -> int | None:
+    """Whole processors that this process's control groups grant it the time of; None without a limit."""
+    granted = [share for folder, is_second in _group_folders(root, "cpu") if (share := _group_cpu(folder, is_second))]
+    return max(int(min(granted)), 1) if granted else None
+
+
+def _group_cpu(folder: Path, is_second: bool) -> float | None:
+    """Processors that a group may use; None without a limit."""
+    names = ("cpu.max",) if is_second else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    try:
+        quota, period = " ".join((folder / name).read_text() for name in names).split()
+        return int(quota) / int(period) if quota.isdigit() else None  # max, or -1
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+
+
+def _group_folders(root: Path, controller: str = "memory") -> Iterator[tuple[Path, bool]]:
+    """(folder, whether it is of version 2) of each group of `controller` that this process is in.
 
     In a container the path that /proc names may not be visible: the container's own group is then mounted at the top.
     """
@@ -113,9 +129,9 @@ def _group_folders(root: Path) -> Iterator[tuple[Path, bool]]:
     for line in lines:
         number, controllers, path = line.split(":", 2)
         is_second = number == "0" and not controllers
-        if not is_second and "memory" not in controllers.split(","):
+        if not is_second and controller not in controllers.split(","):
             continue
-        top = mounted if is_second else mounted / "memory"
+        top = mounted if is_second else mounted / controller
         parts = [part for part in path.split("/") if part not in ("", "..")]
         yield from ((top.joinpath(*parts[:depth]), is_second) for depth in range(len(parts) + 1))
 
@@ -152,19 +168,3 @@ def _of_resources(root: Path) -> Iterator[Limit]:
         most = resource.getrlimit(number)[0]
         if most != resource.RLIM_INFINITY and field in used:
             yield Limit(kind, max(most - used[field], 0), name)
-
-
-class _MemoryStatus(ctypes.Structure):
-    _fields_ = [
-        ("length", ctypes.c_uint32),
-        ("load", ctypes.c_uint32),
-        ("total", ctypes.c_uint64),
-        ("available", ctypes.c_uint64),
-        *((f"unused_{index}", ctypes.c_uint64) for index in range(5)),
-    ]
-
-
-def _windows_free_bytes() -> int:
-    status = _MemoryStatus(length=ctypes.sizeof(_MemoryStatus))
-    ctypes.CDLL("kernel32").GlobalMemoryStatusEx(ctypes.byref(status))
-    return int(status.available)

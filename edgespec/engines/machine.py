@@ -9,9 +9,10 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from edgespec.engines.limits import allowed_processors
+
 _CPUINFO, _STATUS = Path("/proc/cpuinfo"), Path("/proc/self/status")
 CPUS = Path("/sys/devices/system/cpu")
-QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def processor() -> str:
@@ -77,14 +78,13 @@ def physical_cores() -> int:
 
     Two threads on one core compete for its vector units, and more threads than cores slow llama.cpp down tenfold.
     """
-    if sys.platform == "darwin":
-        return _performance_cores() or os.cpu_count() or 1
     if sys.platform != "linux":
-        # Hyper-threading cannot be read portably; half the logical processors is right on most x86 machines.
-        return max((os.cpu_count() or 2) // 2, 1)
-    allowed = os.sched_getaffinity(0)
-    cores = {_siblings(cpu) for cpu in allowed}
-    return max(min(len(cores), _quota() or len(cores)), 1)
+        import psutil  # Linux does without
+
+        fast = _performance_cores() if sys.platform == "darwin" else None
+        return fast or psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    cores = {_siblings(cpu) for cpu in os.sched_getaffinity(0)}
+    return max(min(len(cores), allowed_processors() or len(cores)), 1)
 
 
 def _siblings(cpu: int) -> str:
@@ -93,15 +93,6 @@ def _siblings(cpu: int) -> str:
         return (CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip()
     except OSError:
         return str(cpu)
-
-
-def _quota() -> int | None:
-    """Whole processors that the control group allows, or None without a limit."""
-    try:
-        granted, period = QUOTA.read_text().split()
-        return None if granted == "max" else max(int(granted) // int(period), 1)
-    except (OSError, ValueError):
-        return None
 
 
 def _performance_cores() -> int | None:
@@ -116,7 +107,9 @@ def _performance_cores() -> int | None:
 def peak_rss_bytes() -> int:
     """The largest resident set this process has had, in bytes."""
     if sys.platform == "win32":
-        return _windows_peak_bytes()
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
     try:  # getrusage counts what the program that started this one had, too
         for line in _STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -127,20 +120,3 @@ def peak_rss_bytes() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-class _ProcessMemoryCounters(ctypes.Structure):
-    _fields_ = [
-        ("cb", ctypes.c_uint32),
-        ("page_fault_count", ctypes.c_uint32),
-        ("peak_working_set_size", ctypes.c_size_t),
-        *((f"unused_{index}", ctypes.c_size_t) for index in range(7)),
-    ]
-
-
-def _windows_peak_bytes() -> int:
-    counters = _ProcessMemoryCounters(cb=ctypes.sizeof(_ProcessMemoryCounters))
-    library = ctypes.CDLL("psapi")
-    handle = ctypes.c_void_p(-1)  # the pseudo handle of the calling process
-    library.GetProcessMemoryInfo(handle, ctypes.byref(counters), counters.cb)
-    return int(counters.peak_working_set_size)

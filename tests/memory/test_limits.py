@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.engines.limits import Limit, free_memory, limits, own_bytes
+from edgespec.engines.limits import Limit, allowed_processors, free_memory, limits, own_bytes
 
 MIB = 1 << 20
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and control groups")
@@ -80,6 +80,24 @@ def test_a_container_sees_its_own_group_at_the_top(root: Path) -> None:
     write(root, {"proc/self/cgroup": "0::/../../host/abc"})
     write(root / "sys/fs/cgroup", second(3 * MIB, 4 * MIB))
     assert free_memory(root) == 0
+
+
+def test_the_tightest_share_of_processors_counts(root: Path) -> None:
+    assert allowed_processors(root) is None
+    write(root, {"proc/self/cgroup": "0::/app.slice/own"})
+    write(root / "sys/fs/cgroup/app.slice/own", {"cpu.max": "max 100000"})
+    assert allowed_processors(root) is None
+    write(root / "sys/fs/cgroup/app.slice", {"cpu.max": "250000 100000"})
+    assert allowed_processors(root) == 2
+    write(root / "sys/fs/cgroup/app.slice/own", {"cpu.max": "50000 100000"})
+    assert allowed_processors(root) == 1  # one thread, though it may run half of the time only
+
+
+def test_processors_of_a_group_of_version_1(root: Path) -> None:
+    write(root, {"proc/self/cgroup": "9:cpu,cpuacct:/docker/abc\n4:memory:/\n0::/"})
+    write(root / "sys/fs/cgroup/cpu/docker/abc", {"cpu.cfs_quota_us": 300000, "cpu.cfs_period_us": 100000})
+    write(root / "sys/fs/cgroup/cpu", {"cpu.cfs_quota_us": -1, "cpu.cfs_period_us": 100000})
+    assert allowed_processors(root) == 3
 
 
 @pytest.mark.parametrize("damage", ["memory.max", "memory.current", "memory.stat"])
