@@ -27,6 +27,7 @@ from edgespec.export.tokens import check_round_trip, check_same_names
 from edgespec.export.workspace import Workspace, check_output, opened
 from edgespec.formats.files import atomic_folder
 from edgespec.formats.gguf.header import keeping_headers
+from edgespec.formats.hub_folder import eagle3_fix
 from edgespec.formats.manifest import read_pair
 from edgespec.installation import has_engine, install_command, require_engine
 from edgespec.types import Progress
@@ -75,7 +76,10 @@ def _check_options(request: ExportRequest) -> None:
     if request.derivation is not None and request.derivation.kind != "early-exit":
         raise ConfigError(f"--derive {request.derivation} does not work on a GGUF: {NEEDS_A_CHECKPOINT}")
     if request.draft is not None and not request.draft.lower().endswith(".gguf"):
-        raise ConfigError(f"--draft {request.draft}: the draft of a GGUF must be a .gguf file, too")
+        fix = eagle3_fix(Path(request.draft))
+        raise ConfigError(
+            f"--draft {request.draft}: the draft of a GGUF must be a .gguf file, too" if fix is None else fix
+        )
     for role in ("target", "draft"):
         if (quant := request.quant_of(role, "onnx")) not in FORMS:
             raise ConfigError(f"--quant {quant} cannot be made of a GGUF; allowed: {', '.join(FORMS)}")

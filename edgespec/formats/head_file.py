@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from edgespec.errors import ModelFileError, ModelNotFound
 from edgespec.formats.files import WRITE_FIX, atomic_file, is_file
+from edgespec.formats.hub_folder import eagle3_fix
 from edgespec.formats.table import Table
 
 FORMAT = 1
@@ -197,6 +198,8 @@ def _add(stored: dict[str, NDArray[Any]], name: str, table: Table) -> None:
 
 def read_head_file(path: Path) -> HeadFile:
     """Raises ModelNotFound, and ModelFileError for a file that is none, is damaged or does not fit itself."""
+    if path.suffix != ".npz" and (fix := eagle3_fix(path)) is not None:
+        raise ModelFileError(fix)
     if not is_file(path):
         raise ModelNotFound(f"no file {str(path)!r}: give the .npz that edgespec train-heads has written")
     try:

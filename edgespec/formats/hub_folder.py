@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,3 +48,19 @@ def chat_template(folder: Path, settings: Mapping[str, Any], *, fix: str = FOLDE
         named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
         found = named.get("default", next(iter(named.values()), None))
     return found if isinstance(found, str) else None
+
+
+def eagle3_fix(path: Path) -> str | None:
+    """How a published EAGLE-3 head, given as its folder or a file in it, becomes a draft; None for anything else."""
+    folder = path if path.is_dir() else path.parent
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(config, dict) or "draft_vocab_size" not in config:
+        return None
+    return (
+        f"{shlex.quote(str(folder))} is an EAGLE-3 head as published. It is converted with its target's checkpoint, a "
+        f"Hugging Face folder or hub id: edgespec export TARGET --draft {shlex.quote(str(folder))} -o PAIR, then "
+        "edgespec chat PAIR (--to onnx --quant w8a8 for ONNX Runtime)"
+    )

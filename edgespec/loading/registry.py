@@ -18,6 +18,7 @@ from types import MappingProxyType
 
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound, shown
 from edgespec.formats.files import exists, expanded, is_file, is_folder, resolved, user_folder
+from edgespec.formats.hub_folder import eagle3_fix
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
 from edgespec.loading.catalogue import entries
 from edgespec.loading.hub import REPO
@@ -148,6 +149,8 @@ def model_in(path: Path) -> Path:
         raise ModelFileError(
             f"folder {shown(str(path))} holds several models, give one of the files: {', '.join(names)}"
         )
+    if (fix := eagle3_fix(path)) is not None:
+        raise ModelFileError(fix)
     if is_file(path / "config.json"):
         raise ModelFileError(
             f"{shown(str(path))} is a Hugging Face model, convert it first: edgespec export {shlex.quote(str(path))}"
