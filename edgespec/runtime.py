@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
+from edgespec.chat.template_file import read_template
 from edgespec.closing import Closing, closed_on_failure
 from edgespec.config import LOSSY, DrafterName, GenerateOptions, LoadKeywords, LoadOptions, RuleName
 from edgespec.control.cost import CostCurve
@@ -196,6 +197,19 @@ class Model(Closing):
         """
         self._requests.check_structure(options)
 
+    def split_reasoning(self, result: Result) -> tuple[str, str]:
+        """(the reasoning, the answer behind it) in the text of a chat's result, without the marks around it.
+
+        All of the text is answer for a model that does not reason. Raises StateError if the model is closed.
+        """
+        from edgespec.chat.reasoning import Reasoning
+
+        with self._executor.vocabulary() as vocabulary:
+            reasoning = Reasoning.of(vocabulary, result.prompt_token_ids)
+            return (
+                ("", result.text) if reasoning is None else reasoning.split(vocabulary, result.text, result.token_ids)
+            )
+
     @contextmanager
     def batch(self) -> Iterator[ContinuousBatch]:
         """Exclusive use of the model for up to `LoadOptions.parallel` generations at once; all end with the block.
@@ -335,9 +349,10 @@ def load(
     `on_progress`: called with (steps done, steps in all, what is being done) where loading takes long, as the first
     load with `reproducible=True` does. If it raises an exception the load ends, and measurements so far are kept.
 
-    Raises ConfigError for an unknown option or a bad value, ModelNotFound, ModelFileError, VocabularyMismatch (names
-    the first token that differs), and CapabilityError if the model or engine does not support an option, or if the pair
-    does not fit into memory: what it needs, what is left and the smallest that would fit are planned before anything is
+    Raises ConfigError for an unknown option, a bad value or a file that is no chat template, ModelNotFound,
+    ModelFileError, VocabularyMismatch (names the first token that differs), and CapabilityError if the model or engine
+    does not support an option, or if the pair does not fit into memory: what it needs, what is left and the smallest
+    that would fit are planned before anything is
     loaded. `Model.memory` tells the plan, and `Model.notes` what was given up for it.
     """
     if isinstance(model, LoadOptions):
@@ -349,6 +364,7 @@ def load(
     else:
         given: dict[str, Any] = dict(options)
         chosen = LoadOptions(model=model, **given)  # type: ignore[arg-type]  # LoadOptions accepts any path
+    template = read_template(chosen.chat_template_file)
     try:
         with reporting_to(on_progress), keeping_headers():
             room = Room.now(chosen.memory)
@@ -365,6 +381,8 @@ def load(
     except MemoryError as exc:
         why = "needs more memory than this process may have. Use a smaller --ctx-size, a smaller model, or no draft"
         raise CapabilityError(f"{chosen.model} {why}") from exc
+    if template is not None:
+        target.vocabulary.chat_template = template
     opened = Model(fitted.options, pair, target, drafters, MemoryReport.of(fitted, room))
     with closed_on_failure(opened):
         opened.prepare()

@@ -12,6 +12,7 @@ from edgespec.errors import PromptError, StateError
 from edgespec.formats.files import read_text, write_atomically
 
 _FORMAT, _VERSION = "edgespec-conversation", 1
+_REASONING = "reasoning_content"  # field of an answer, as chat templates call it
 _NOISE_END = "noise_end"  # field of an answer: position after its last token, plus the noise offset in use
 
 
@@ -55,9 +56,13 @@ class Conversation:
         """Add a user message."""
         self.turns.append({"role": "user", "content": text})
 
-    def answer(self, text: str, noise_end: int = 0) -> None:
-        """Add an answer. `noise_end`: number of tokens of prompt and answer plus the noise offset in use."""
-        self.turns.append({"role": "assistant", "content": text} | ({_NOISE_END: noise_end} if noise_end else {}))
+    def answer(self, text: str, noise_end: int = 0, reasoning: str = "") -> None:
+        """Add an answer. `noise_end`: number of tokens of prompt and answer plus the noise offset in use.
+
+        `reasoning`: what the model wrote before it, which later prompts hold only where the chat template asks for it.
+        """
+        others = ({_NOISE_END: noise_end} if noise_end else {}) | ({_REASONING: reasoning} if reasoning else {})
+        self.turns.append({"role": "assistant", "content": text} | others)
 
     def clear(self) -> None:
         """Remove all turns but keep the system prompt. The noise restarts, as in a new conversation."""

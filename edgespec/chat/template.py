@@ -20,12 +20,14 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from edgespec.chat.call_ids import wants_short_ids, with_short_ids
+from edgespec.chat.tool_messages import with_tools
 from edgespec.errors import CapabilityError, PromptError, shown
 from edgespec.vocabulary import Vocabulary
 
 Message = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
 MAX_PROMPT_CHARACTERS = 16_000_000
+_FIX = "give another with --chat-template-file, or use --no-chat-template"
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
@@ -82,6 +84,17 @@ def _compiled(source: str) -> jinja2.Template:
     return environment.from_string(source)
 
 
+def check_template(source: str) -> str | None:
+    """What is wrong with the syntax of a template; None if nothing is."""
+    try:
+        _compiled(source)
+    except jinja2.TemplateSyntaxError as exc:
+        return f"line {exc.lineno}: {exc.message}"
+    except RecursionError:
+        return "it is nested too deeply"
+    return None
+
+
 def render_chat(
     source: str,
     messages: Sequence[Mapping[str, Any]],
@@ -100,7 +113,8 @@ def render_chat(
     if the template is broken or does something forbidden.
     """
     given: dict[str, Any] = {"tools": list(tools) if tools else None, "bos_token": bos_token, "eos_token": eos_token}
-    given |= {"messages": checked_messages(messages), "add_generation_prompt": add_generation_prompt}
+    messages, others = with_tools(source, checked_messages(messages), tools)
+    given |= {"messages": messages, "add_generation_prompt": add_generation_prompt} | others
     for name in arguments or {}:
         if name in given or name not in source:
             what = "gets this from edgespec" if name in given else "does not know it"
@@ -114,7 +128,7 @@ def render_chat(
             "the model's chat template is nested too deeply; use --no-chat-template, or --prompt"
         ) from exc
     except jinja2.TemplateSyntaxError as exc:
-        raise CapabilityError(f"the model's chat template is broken: {exc}; use --no-chat-template") from exc
+        raise CapabilityError(f"the model's chat template is broken: {exc}; {_FIX}") from exc
     parts: list[str] = []
     size = 0
     try:
@@ -128,7 +142,7 @@ def render_chat(
     except jinja2.TemplateError as exc:
         raise PromptError(f"the model's chat template rejects this conversation: {exc}") from exc
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, MemoryError) as exc:
-        raise CapabilityError(f"the model's chat template fails: {exc}; use --no-chat-template") from exc
+        raise CapabilityError(f"the model's chat template fails: {exc}; {_FIX}") from exc
     return "".join(parts)
 
 
@@ -246,7 +260,7 @@ def _checked(message: object, index: int) -> Message:
     content = checked.get("content")
     if isinstance(content, list):
         checked["content"] = content = _joined_parts(content, index)
-    if content is None and checked.get("tool_calls"):
+    if content is None and (checked.get("tool_calls") or (role == "assistant" and "content" in checked)):
         checked["content"] = content = ""
     if not isinstance(content, str):
         raise PromptError(f"message {index} has no text content, got {type(content).__name__}")

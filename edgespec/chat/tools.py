@@ -1,7 +1,8 @@
-"""Tool calls: which format a model's chat template teaches, and the calls parsed out of the text as it comes.
+"""Tool calls: which form a model's chat template teaches, and the calls parsed out of the text as it comes.
 
-Formats: Hermes and Qwen (`<tool_call>{...}</tool_call>`), Llama 3 (`{"name": ..., "parameters": ...}` as the whole
-answer), Mistral (`[TOOL_CALLS][{...}, ...]`). A call that does not parse stays text, so that nothing is lost.
+Forms: Hermes, Qwen and SmolLM3 (`<tool_call>{...}</tool_call>`), Phi-4-mini (`<|tool_call|>[{...}]<|/tool_call|>`),
+Llama 3 (`{"name": ..., "parameters": ...}` as the whole answer), Mistral (`[TOOL_CALLS][{...}, ...]`, and
+`[TOOL_CALLS]name[ARGS]{...}` since Small 3). A call that does not parse stays text, so that nothing is lost.
 """
 
 from __future__ import annotations
@@ -9,12 +10,9 @@ from __future__ import annotations
 import json
 import secrets
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_NO_JSON = ("<function=", "<arg_key>", "<invoke")  # what calls of Qwen3-Coder, GLM and MiniMax have between the marks
-_MISTRAL, _LLAMA = "[TOOL_CALLS]", "<|python_tag|>"
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +25,18 @@ class ToolCall:
 
 
 class ToolParser(ABC):
-    """Splits an answer into text and calls. `is_over`: the calls are complete and the model goes on with other text."""
+    """Splits an answer into text and calls. `is_over`: the calls are complete and the model goes on with other text.
 
-    mark = ""  # a control token that begins calls; it has no text of its own
-    # How a model writes calls: text around all of them, around each and between two ("": one call only).
-    around_all = around_each = ("", "")
-    between = ""
-    arguments = "arguments"  # the key of a call's arguments
+    The class also says how its model writes calls, for grammars that force one and for templates that do not show those
+    of earlier turns.
+    """
+
+    marks: ClassVar[tuple[str, ...]] = ()  # that may be control tokens, which have no text of their own
+    around_all: ClassVar[tuple[str, str]] = ("", "")
+    between: ClassVar[str] = ""
+    takes_several: ClassVar[bool] = True  # whether one answer may hold several calls, when they are forced
+    after: ClassVar[str] = ""
+    arguments: ClassVar[str] = "arguments"  # the key of a call's arguments
 
     def __init__(self) -> None:
         self._held = ""
@@ -47,121 +50,42 @@ class ToolParser(ABC):
     def finish(self) -> tuple[str, list[ToolCall]]:
         """The rest, at the end of the answer."""
 
+    @classmethod
+    def before(cls, name: str) -> tuple[str, ...]:
+        """What a call of `name` begins with, up to its JSON: texts, and between slashes regular expressions."""
+        return ("",)
 
-class _Hermes(ToolParser):
-    around_each = (f"{_OPEN}\n", f"\n{_CLOSE}")
-    between = "\n"
+    @classmethod
+    def schema(cls, name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """The schema of a call's JSON."""
+        fields = {"name": {"const": name}, cls.arguments: parameters}
+        return {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._has_called = False
+    @classmethod
+    def value(cls, name: str, arguments: object) -> Any:
+        """A call's JSON."""
+        return {"name": name, cls.arguments: arguments}
 
-    def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        self._held += text
-        shown, calls = "", list[ToolCall]()
-        while True:
-            start = self._held.find(_OPEN)
-            if start < 0:
-                end = len(self._held) - _begun(self._held, _OPEN)
-                shown += self._passed(end)
-                break
-            shown += self._passed(start)
-            end = self._held.find(_CLOSE)
-            if self.is_over or end < 0:
-                break
-            whole, self._held = self._held[: end + len(_CLOSE)], self._held[end + len(_CLOSE) :]
-            call = _as_call(_loaded(whole[len(_OPEN) : -len(_CLOSE)]))
-            if call is None:
-                shown += whole
-            else:
-                self._has_called = True
-                calls.append(call)
-        return shown, calls
-
-    def _passed(self, count: int) -> str:
-        """The first `count` held characters; after a call only blanks, which are dropped, do not end the answer."""
-        text, self._held = self._held[:count], self._held[count:]
-        if not self._has_called:
-            return text
-        self.is_over = self.is_over or bool(text.strip())
-        return ""
-
-    def finish(self) -> tuple[str, list[ToolCall]]:
-        held, self._held = self._held, ""
-        return ("" if self.is_over or (self._has_called and not held.strip()) else held), []
+    @classmethod
+    def written(cls, calls: Iterable[tuple[str, object]]) -> str:
+        """Calls, (name, arguments) each, as the model writes them."""
+        start, end = cls.around_all
+        each = (
+            "".join(cls.before(name)) + json.dumps(cls.value(name, arguments), ensure_ascii=False) + cls.after
+            for name, arguments in calls
+        )
+        return start + cls.between.join(each) + end
 
 
-class _Llama(ToolParser):
-    """The whole answer is calls or text, which its first character tells."""
-
-    mark = _LLAMA
-    arguments = "parameters"
-
-    def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        self._held += text
-        begin = self._held.lstrip()
-        if not begin or begin.startswith("{") or _LLAMA.startswith(begin[: len(_LLAMA)]):
-            return "", []
-        shown, self._held = self._held, ""
-        return shown, []
-
-    def finish(self) -> tuple[str, list[ToolCall]]:
-        held, self._held = self._held, ""
-        rest, calls = held.strip().removeprefix(_LLAMA).strip(), list[ToolCall]()
-        while rest:
-            value, end = _first_json(rest)
-            call = _as_call(value)
-            if call is None:
-                return held, []
-            calls.append(call)
-            rest = rest[end:].lstrip(" ;\n\t")
-        return ("" if calls else held), calls
-
-
-class _Mistral(ToolParser):
-    mark = _MISTRAL
-    around_all = (f"{_MISTRAL}[", "]")
-    between = ", "
-
-    def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        self._held += text
-        start = self._held.find(_MISTRAL)
-        end = start if start >= 0 else len(self._held) - _begun(self._held, _MISTRAL)
-        shown, self._held = self._held[:end], self._held[end:]
-        return shown, []
-
-    def finish(self) -> tuple[str, list[ToolCall]]:
-        held, self._held = self._held, ""
-        values = _loaded(held.removeprefix(_MISTRAL)) if held.startswith(_MISTRAL) else None
-        calls = [_as_call(value) for value in values] if isinstance(values, list) else []
-        found = [call for call in calls if call is not None]
-        return ("", found) if found and len(found) == len(calls) else (held, [])
-
-
-def tool_parser(template: str | None) -> type[ToolParser] | None:
-    """The parser for a model's chat template; None if it renders no tools, or calls in a format that is not known."""
-    if template is None or "tools" not in template:
-        return None
-    if _OPEN in template:
-        return None if any(other in template for other in _NO_JSON) else _Hermes
-    if _MISTRAL in template and "[ARGS]" not in template:
-        return _Mistral
-    return _Llama if "ipython" in template or _LLAMA in template else None
-
-
-def _begun(text: str, mark: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `mark`."""
-    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)
-
-
-def _loaded(text: str) -> Any:
+def loaded(text: str) -> Any:
+    """The JSON value that `text` is; None if it is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
 
 
-def _first_json(text: str) -> tuple[Any, int]:
+def first_json(text: str) -> tuple[Any, int]:
     """The JSON value at the beginning of `text`, and where it ends."""
     try:
         return json.JSONDecoder().raw_decode(text)
@@ -169,13 +93,20 @@ def _first_json(text: str) -> tuple[Any, int]:
         return None, len(text)
 
 
-def _as_call(value: Any) -> ToolCall | None:
+def as_call(value: Any) -> ToolCall | None:
     """A call from {"name": ..., "arguments" or "parameters": {...}}; None if it is no such object."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
-        arguments = _loaded(arguments)
+        arguments = loaded(arguments)
     if not isinstance(arguments, dict):
         return None
     return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+def as_calls(value: Any) -> list[ToolCall]:
+    """The calls of a list of such objects; none if any of it is something else."""
+    found = [as_call(each) for each in value] if isinstance(value, list) else []
+    calls = [call for call in found if call is not None]
+    return calls if len(calls) == len(found) else []

@@ -1,4 +1,6 @@
-"""Prints an answer as it comes: word wrap and readable tool calls in a terminal, the exact text elsewhere."""
+"""Prints an answer as it comes: word wrap, dimmed reasoning and readable tool calls in a terminal, the exact text
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,11 @@ from typing import Any
 import click
 from rich.cells import cell_len
 
+from edgespec.chat.reasoning import Reasoning
 from edgespec.cli import has_escapes
 from edgespec.cli.terminal import note, printable
 from edgespec.types import TokenEvent
+from edgespec.vocabulary import Vocabulary
 
 DRAFT_COLOUR = "cyan"
 _OPENINGS = ("<tool_call>", "<tool_response>")
@@ -23,12 +27,18 @@ _FENCE, _TAB = "```", 8
 class AnswerPrinter:
     """Prints the text of events to stdout as it comes; `text` is all of it, unchanged.
 
-    In a terminal, unless `raw`, words are not broken at the margin and tool calls are shown readably. The last event
-    ends the line, so that notes on the answer begin a new one.
+    In a terminal, unless `raw`, words are not broken at the margin, tool calls are shown readably, and with `reasoning`
+    the marks of the reasoning are left out and its text is dimmed. The last event ends the line, so that notes on the
+    answer begin a new one. `parts` has reasoning and answer apart, whatever is printed.
     """
 
-    def __init__(self, *, show_draft: bool = False, raw: bool = False) -> None:
+    def __init__(
+        self, *, show_draft: bool = False, raw: bool = False, reasoning: tuple[Reasoning, Vocabulary] | None = None
+    ) -> None:
         self.text = ""
+        self.parts = ("", "")  # (reasoning, answer); without `reasoning`, all is answer
+        self._reasoning = reasoning
+        self._splitter = None if reasoning is None else reasoning[0].splitter()
         self._show_draft = show_draft and has_escapes()
         if show_draft and not self._show_draft:
             note("--show-draft: no colours here (TERM=dumb or NO_COLOR)")
@@ -36,28 +46,66 @@ class AnswerPrinter:
         is_laid_out = self._is_terminal and not raw
         self._wrap = WordWrap() if is_laid_out else None
         self._calls = ToolCalls() if is_laid_out and not self._show_draft else None
+        self._dims = self._splitter is not None and is_laid_out and has_escapes()
+        self._is_dim = False
         self._last = ""
         self._has_ended = False
 
     def push(self, event: TokenEvent) -> None:
-        if event.text:
-            self.text += event.text
-            self._lay_out(event.text if self._calls is None else self._calls.push(event.text), event.from_draft)
+        self.text += event.text
+        if self._splitter is None:
+            reasoning, answer = "", event.text
+        else:
+            reasoning, answer = self._splitter.push(self._mark(event) + event.text)
+        self._take(reasoning, answer, event.from_draft)
+        if not self._dims and event.text:
+            self._show(event.text, event.from_draft)
         if event.finish_reason is not None:
             self.end_line()
+
+    def _mark(self, event: TokenEvent) -> str:
+        """The mark of reasoning that a control token is, which prints nothing."""
+        return "" if self._reasoning is None else self._reasoning[0].spelled(self._reasoning[1], event.token_id)
+
+    def _take(self, reasoning: str, answer: str, is_draft: bool) -> None:
+        """Remember two parts of the text, and print them where reasoning is dimmed."""
+        self.parts = (self.parts[0] + reasoning, self.parts[1] + answer)
+        if not self._dims:
+            return
+        if reasoning:
+            self._is_dim = True
+            self._lay_out(reasoning, is_draft)
+        if answer:
+            self._end_reasoning()
+            self._show(answer, is_draft)
+
+    def _end_reasoning(self) -> None:
+        """Print what is held of the reasoning, and an empty line."""
+        if not self._is_dim:
+            return
+        self._end_wrap()
+        self._print("\n\n", False)
+        self._is_dim, self._wrap = False, WordWrap()
+
+    def _show(self, text: str, is_draft: bool) -> None:
+        self._lay_out(text if self._calls is None else self._calls.push(text), is_draft)
 
     def end_line(self) -> None:
         """Print what was held back and end the line, once; an answer that was stopped has no last event."""
         if self._has_ended:
             return
         self._has_ended = True
+        if self._splitter is not None:
+            self._take(*self._splitter.finish(), False)
         if self._calls is not None:
             self._lay_out(self._calls.end(), False)
-        if self._wrap is not None:
-            for text, is_draft in self._wrap.end():
-                self._print(text, is_draft)
+        self._end_wrap()
         if not self._last.endswith("\n"):
             click.echo()
+
+    def _end_wrap(self) -> None:
+        for text, is_draft in () if self._wrap is None else self._wrap.end():
+            self._print(text, is_draft)
 
     def _lay_out(self, text: str, is_draft: bool) -> None:
         shown = printable(text) if self._is_terminal else text
@@ -68,7 +116,8 @@ class AnswerPrinter:
     def _print(self, text: str, is_draft: bool) -> None:
         if text:
             self._last = text
-            click.echo(click.style(text, fg=DRAFT_COLOUR) if is_draft and self._show_draft else text, nl=False)
+            colour = DRAFT_COLOUR if is_draft and self._show_draft else None
+            click.echo(click.style(text, fg=colour, dim=self._is_dim) if colour or self._is_dim else text, nl=False)
 
 
 class ToolCalls:

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 from edgespec.chat.conversation import Conversation, fit_context
-from edgespec.cli.answer import AnswerPrinter
 from edgespec.cli.interrupt import stops
 from edgespec.cli.session import Session
 from edgespec.cli.terminal import counted, note, reply
@@ -46,15 +45,15 @@ class Chat:
         """Fit, generate, print, remember. `before`: the turns to return to when there is no answer."""
         try:
             self._make_room()
-            text, noise_end = self._generate()
+            reasoning, text, noise_end = self._generate()
         except BaseException:
             self.conversation.turns[:] = before
             raise
         if text:
-            self.conversation.answer(text, noise_end)
+            self.conversation.answer(text, noise_end, reasoning)
         else:
             self.conversation.turns[:] = before
-            note("no answer; the message is dropped")
+            note(f"no answer{' after the reasoning' if reasoning else ''}; the message is dropped")
         self.totals.add(self.last)
         self.session.show_end(self.last)
 
@@ -68,13 +67,13 @@ class Chat:
             oldest = counted(dropped, "exchange")
             note(f"the context of {model.context_length} tokens is full: dropped the oldest {oldest}")
 
-    def _generate(self) -> tuple[str, int]:
-        """(the answer, where its noise ended)."""
+    def _generate(self) -> tuple[str, str, int]:
+        """(the reasoning, the answer, where its noise ended)."""
         session = self.session
         prompt_ids = session.encode(self.conversation.messages)
         offset = self.conversation.noise_offset(len(prompt_ids))
         options = dataclasses.replace(session.options, noise_offset=offset)
-        printer = AnswerPrinter(show_draft=session.shown.show_draft, raw=session.shown.raw)
+        printer = session.printer(prompt_ids)
         with session.model.stream(prompt_ids, session.sampling, options) as answer:
             self.last = answer.stats
             with stops(answer.cancel) as interruption:
@@ -85,4 +84,4 @@ class Chat:
         printer.end_line()
         if interruption.happened:
             note("stopped")
-        return printer.text, offset + len(prompt_ids) + self.last.new_tokens
+        return *printer.parts, offset + len(prompt_ids) + self.last.new_tokens

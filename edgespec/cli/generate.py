@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 
-from edgespec.cli.answer import AnswerPrinter
 from edgespec.cli.help import SettingsCommand
 from edgespec.cli.interrupt import stops
 from edgespec.cli.main import INTERRUPTED
@@ -111,7 +110,7 @@ def encode_prompt(session: Session, text: str) -> list[int]:
 def _print_text(session: Session, prompt_ids: list[int]) -> int:
     # The prompt is checked before anything is said.
     answer = session.model.stream(prompt_ids, session.sampling, session.options)
-    printer = AnswerPrinter(show_draft=session.shown.show_draft, raw=session.shown.raw)
+    printer = session.printer(prompt_ids)
     with answer, stops(answer.cancel) as interruption:
         show_beginning(session)
         for event in answer:

@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from edgespec.chat.template_file import read_template
 from edgespec.cli.help import GroupedOption, SettingsCommand
 from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.session import open_session, show_beginning
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 API_KEY = "EDGESPEC_API_KEY"
 _NEEDED = ("starlette", "uvicorn")
+_OF_ONE_ANSWER = ("system", "thinking", "chat_template", "show_draft", "stats", "raw")  # a request says these itself
 _HTTP_ONLY = ("host", "port", "api_key", "cors_origin", "exit_with_stdin")
 
 
@@ -40,7 +42,9 @@ def _option(*flags: str, **attributes: Any) -> Callable[[Any], Any]:
 
 
 @click.command(cls=SettingsCommand)
-@settings_options("load", "generate", "sampling", leave_out=("stop", "ignore_eos", *STRUCTURE))
+@settings_options(
+    "load", "generate", "sampling", "session", leave_out=("stop", "ignore_eos", *STRUCTURE, *_OF_ONE_ANSWER)
+)
 @_option("--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen on [127.0.0.1: this machine only]")
 @_option("--port", type=click.IntRange(0, 65535), default=8080, metavar="N", help="Port; 0 chooses a free one [8080]")
 @_option("--api-key", metavar="KEY", help=f"Key that clients must send; better in {API_KEY} [any key]")
@@ -82,7 +86,7 @@ def command(model_name: str | None, config_file: Path | None, **given: Any) -> i
             session = open_session(settings, remembers=True, parallel=parallel)
             if "seed" not in settings.values:
                 session.sampling = replace(session.sampling, seed=None)  # another one for each request
-            service.use(session.model, session.sampling, session.options)
+            service.use(session.model, session.sampling, session.options, session.shown.reasoning_format)
             show_beginning(session)
 
     if own["stdio"]:
@@ -121,7 +125,8 @@ def _service(settings: Settings, own: dict[str, Any]) -> Service:
     from edgespec.server.service import Service
 
     options = LoadOptions(**settings.part("load"))
-    pair = resolve_pair(options)  # fails before anything listens
+    read_template(options.chat_template_file)
+    pair = resolve_pair(options)  # both fail before anything listens
     key = own["api_key"] if own["api_key"] is not None else os.environ.get(API_KEY)
     if key == "":
         raise ConfigError(f"the API key is empty: give --api-key a key, or leave it and {API_KEY} out")

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from edgespec.chat.reasoning import Reasoning
+from edgespec.chat.template_file import read_template
+from edgespec.cli.answer import AnswerPrinter
 from edgespec.cli.options import sampling_of
 from edgespec.cli.status import waiting
 from edgespec.cli.terminal import (
@@ -56,6 +59,15 @@ class Session:
         return self.model.encode_chat(
             messages, template_arguments=None if chosen is None else {"enable_thinking": chosen}
         )
+
+    def printer(self, prompt_ids: Sequence[int]) -> AnswerPrinter:
+        """What prints the answer to a prompt, in the way that the settings ask for."""
+        reasoning = None
+        if self.shown.chat_template and self.shown.reasoning_format != "none":
+            vocabulary = self.model.target.vocabulary
+            found = Reasoning.of(vocabulary, prompt_ids)
+            reasoning = None if found is None else (found, vocabulary)
+        return AnswerPrinter(show_draft=self.shown.show_draft, raw=self.shown.raw, reasoning=reasoning)
 
     def require_switch(self) -> None:
         """Raises ConfigError where the chat template cannot be told whether to reason."""
@@ -131,11 +143,14 @@ def require_chat_template(settings: Settings, *, is_chat: bool = False) -> None:
             )
         return
     options = LoadOptions(**settings.part("load"))
+    if read_template(options.chat_template_file) is not None:
+        return
     pair = resolve_pair(options)
     if not has_chat_template(pair.files["target"]):
         command = f"edgespec generate {shlex.quote(options.model)} --no-chat-template -p 'Once upon a time'"
         raise PromptError(
-            f"model {pair.name!r} has no chat template, as base models have none: it continues text, such as {command}"
+            f"model {pair.name!r} has no chat template, as base models have none: it continues text, such as "
+            f"{command}; --chat-template-file gives it one"
         )
 
 

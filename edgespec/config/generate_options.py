@@ -22,9 +22,11 @@ from edgespec.config.names import (
     DRAFTERS,
     MAX_GRAMMAR_CHARACTERS,
     MAX_TOP_LOGPROBS,
+    REASONING_FORMATS,
     RULES,
     DrafterName,
     DraftLength,
+    ReasoningFormat,
     RuleName,
 )
 from edgespec.errors import ConfigError, shown
@@ -113,12 +115,14 @@ class SessionOptions:
     """What the command line shows, and how it builds the prompt. Does not change the output for a given prompt.
 
     `thinking`: whether a model that can reason before it answers does; None leaves it to the chat template.
+    `reasoning_format`: auto and deepseek tell reasoning apart from the answer, none leaves it in the text.
     `raw`: print the text exactly as the model wrote it in a terminal too, without word wrap or readable tool calls.
     """
 
     system: str | None = None
     chat_template: bool = True
     thinking: bool | None = None
+    reasoning_format: ReasoningFormat = "auto"
     show_draft: bool = False
     stats: bool = False
     raw: bool = False
@@ -126,5 +130,6 @@ class SessionOptions:
     def __post_init__(self) -> None:
         optional_text("system", self.system)
         switches(self, "chat_template", "show_draft", "stats", "raw")
+        one_of("reasoning-format", self.reasoning_format, REASONING_FORMATS)
         if self.thinking is not None:
             switches(self, "thinking")

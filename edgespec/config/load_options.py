@@ -50,6 +50,7 @@ class LoadKeywords(TypedDict, total=False):
     medium: Location | None
     exit_layer: int | None
     heads: Location | None
+    chat_template_file: Location | None
     engine: EngineName
     drafter: DrafterName
     draft_length: DraftLength
@@ -87,7 +88,7 @@ class LoadOptions:
     pair's own. `medium`: model between target and draft, loaded for drafter hierarchical only; None: the pair's own.
     `heads`: heads file for drafter medusa or eagle; None: the pair's own, which drafter auto uses if there is no draft
     model. `exit_layer`: number of layers of an ONNX target that draft; None: as the pair was exported. `engine`: which
-    files of the pair to use.
+    files of the pair to use. `chat_template_file`: a Jinja template to use instead of the model's own.
 
     Speculation. `drafter`: auto chooses the drafter with the best expected speed, every round. `draft_length`: tokens,
     or nodes for a drafter that drafts trees if the target can score trees; auto chooses every round; a number with
@@ -120,6 +121,7 @@ class LoadOptions:
     medium: Path | None = None
     exit_layer: int | None = None
     heads: Path | None = None
+    chat_template_file: Path | None = None
     engine: EngineName = "auto"
     drafter: DrafterName = "auto"
     draft_length: DraftLength = "auto"
@@ -160,7 +162,7 @@ class LoadOptions:
         if not isinstance(self.model, str | os.PathLike):
             raise ConfigError(f"model must be a registry name or a path, got {shown(self.model)}")
         object.__setattr__(self, "model", os.fsdecode(self.model))
-        for name in ("draft", "medium", "heads"):
+        for name in ("draft", "medium", "heads", "chat_template_file"):
             object.__setattr__(self, name, as_path(name, getattr(self, name)))
         one_of("engine", self.engine, ENGINES)
         one_of("drafter", self.drafter, DRAFTERS)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from edgespec.config import CACHE_TYPES, DRAFTERS, ENGINES, PROVIDERS, RULES
+from edgespec.config import CACHE_TYPES, DRAFTERS, ENGINES, PROVIDERS, REASONING_FORMATS, RULES
 from edgespec.config.habits import CALLED, INSTEAD
 from edgespec.errors import ConfigError
 from edgespec.formats.files import expanded, read_text
@@ -134,6 +134,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "draft_cache_type_v": CACHE_TYPES,
     "drafter": DRAFTERS,
     "verify": RULES,
+    "reasoning_format": REASONING_FORMATS,
 }
 _METAVARS = {
     "memory": "6GiB|80%|auto",
@@ -165,6 +166,7 @@ SETTINGS: tuple[Setting, ...] = (
         ("medium", "path", "--medium", "Model between draft and target, for --drafter hierarchical"),
         ("exit_layer", "integer", "--exit-layer", "Draft with the first N layers of an ONNX target (early-exit)"),
         ("heads", "path", "--heads", "File of heads for --drafter medusa or eagle"),
+        ("chat_template_file", "path", "--chat-template-file", "Jinja chat template to use instead of the model's"),
         ("context_length", "integer", "-c --ctx-size", "Context size in tokens"),
         ("draft_context_length", "integer", "-cd --ctx-size-draft", "Context size of the draft model"),
     ),
@@ -243,6 +245,12 @@ SETTINGS: tuple[Setting, ...] = (
     *_of(
         "Output",
         "session",
+        (
+            "reasoning_format",
+            "text",
+            "--reasoning-format",
+            "Reasoning before an answer: told apart (auto, deepseek), or left in its text (none)",
+        ),
         ("show_draft", "switch", "--show-draft", "Show accepted draft tokens in another colour"),
         ("stats", "switch", "--stats", "Show speed and acceptance after each answer"),
         ("raw", "switch", "--raw", "In a terminal: no word wrap, tool calls as the model wrote them"),
@@ -253,7 +261,8 @@ SETTINGS: tuple[Setting, ...] = (
 REMEMBERING = ("recall", "learn")
 STRUCTURE = ("json_schema", "grammar", "regex", "free_until")  # of one answer: for commands that give several kinds
 PROMPTING = ("system", "thinking")  # of the prompt, besides its text: for commands with prompts of their own
-PRINTING = ("show_draft", "stats", "raw")  # how one answer is printed: for commands that print none to leave out
+# How one answer is printed: for commands that print none to leave out.
+PRINTING = ("show_draft", "stats", "raw", "reasoning_format")
 BY_KEY = {key: setting for setting in SETTINGS for key in setting.keys}
 
 

@@ -1,4 +1,4 @@
-"""One answer as every protocol sends it: text, tool calls and log probabilities, made from a ticket's events."""
+"""One answer as every protocol sends it: reasoning, text, tool calls and log probabilities, from a ticket's events."""
 
 from __future__ import annotations
 
@@ -6,52 +6,86 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from edgespec.chat.reasoning import Reasoning, control_text
+from edgespec.chat.tools import ToolCall, ToolParser
 from edgespec.server.http_errors import HttpError
 from edgespec.server.scheduler import Ticket
-from edgespec.server.tools import ToolCall, ToolParser
 from edgespec.types import Stats, TokenEvent
 from edgespec.vocabulary import Vocabulary
 
 
 @dataclass(slots=True)
 class Piece:
-    """What became certain at once: text, whole tool calls, and the tokens that the text is made of.
+    """What became certain at once: reasoning, text, whole tool calls, and the tokens that the text is made of.
 
     `tokens`: only with log probabilities; `shares`: the text by token, each with the drafter that proposed it or None.
+    `reasoning_tokens` and `reasoning_shares` are the same of the reasoning, its marks included.
     """
 
     text: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     tokens: list[TokenEvent] = field(default_factory=list)
     shares: list[tuple[str, str | None]] = field(default_factory=list)
+    reasoning: str = ""
+    reasoning_tokens: list[TokenEvent] = field(default_factory=list)
+    reasoning_shares: list[tuple[str, str | None]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.text or self.calls or self.tokens)
+        return bool(self.text or self.calls or self.tokens or self.reasoning or self.reasoning_tokens)
 
 
 class Answer:
     """The answer of one ticket: iterate over `pieces` once; everything else is complete after that.
 
-    `parser`: for a chat with tools; `parallel`: whether one answer may hold several calls.
+    `parser`: for a chat with tools; `parallel`: whether one answer may hold several calls. `reasoning`: how the answer
+    reasons, to be split from it; None leaves the text as it is.
     """
 
     def __init__(
-        self, ticket: Ticket, vocabulary: Vocabulary, parser: ToolParser | None = None, *, parallel: bool = True
+        self,
+        ticket: Ticket,
+        vocabulary: Vocabulary,
+        parser: ToolParser | None = None,
+        *,
+        parallel: bool = True,
+        reasoning: Reasoning | None = None,
     ) -> None:
         self.ticket = ticket
-        self.text = ""
+        self.text = self.reasoning = ""
         self.calls: list[ToolCall] = []
         self.tokens: list[TokenEvent] = []
+        self.reasoning_tokens: list[TokenEvent] = []
         self._vocabulary, self._parser, self._parallel = vocabulary, parser, parallel
+        self._reasoning, self._splitter = reasoning, reasoning.splitter() if reasoning is not None else None
         self._shown = _ShownTokens(vocabulary)
+        self._unsorted: list[tuple[TokenEvent, int]] = []  # shown before it is known what the answer begins with
         self._end: TokenEvent | None = None
         self._token_ids: list[int] = []
+        self._num_characters = self._num_bytes = 0  # of the text, reasoning and marks included
+        self._begins_at: int | None = None if reasoning is not None else 0  # byte of the text behind the reasoning
         self._is_cut = False  # the calls are complete: what the model writes after them is dropped
 
     @property
     def stats(self) -> Stats:
         """Counters of the generation."""
         return self.ticket.stats
+
+    @property
+    def splits_reasoning(self) -> bool:
+        """Whether the model may reason, and what it reasons is told apart from its answer."""
+        return self._splitter is not None
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of the reasoning, its marks and the blanks at them included."""
+        if self._splitter is None or not (self._splitter.has_reasoned or self._begins_at):
+            return 0
+        end = 0
+        for count, token_id in enumerate(self._token_ids):
+            end += len(self._vocabulary.piece(token_id))
+            if self._begins_at is not None and end > self._begins_at:
+                return count
+        return len(self._token_ids)
 
     @property
     def finish_reason(self) -> str:
@@ -65,7 +99,7 @@ class Answer:
         end = self._end
         if end is None or end.finish_reason != "stop" or self.calls or end.token_id in self._vocabulary.end_ids:
             return None
-        rest = self._vocabulary.decode(self._token_ids)[len(self.text) :]
+        rest = self._vocabulary.decode(self._token_ids)[self._num_characters :]
         return next((stop for stop in stops if rest.startswith(stop)), None)
 
     async def pieces(self) -> AsyncIterator[Piece]:
@@ -80,11 +114,8 @@ class Answer:
                     self.ticket.cancel()
             if self._end is None and not self._is_cut:
                 raise HttpError(503, "the server ended this answer before it was complete", code="stopping")
-            if self._parser is not None and not self._is_cut:
-                text, calls = self._parser.finish()
-                piece = Piece(text, calls, shares=[(text, None)])
-                if piece:
-                    yield self._kept(piece)
+            if not self._is_cut and (piece := self._rest()):
+                yield self._kept(piece)
         finally:
             self.ticket.cancel()
 
@@ -99,28 +130,70 @@ class Answer:
             if event.finish_reason is not None:
                 self._end = event
             self._token_ids.append(event.token_id)
-            piece.tokens += self._shown.push(event)
-            text = event.text
+            self._unsorted += self._shown.push(event)
+            self._num_characters += len(event.text)
+            self._num_bytes += len(event.text.encode("utf-8", "replace"))
+            mark = self._mark(event)
+            reasoning, text = self._split(mark + event.text, len(mark))
+            piece.reasoning += reasoning
+            piece.reasoning_shares.append((reasoning, event.drafter))
             if self._parser is not None:
-                text, calls = self._parser.push(self._mark(event) + text)
+                text, calls = self._parser.push(text)
                 piece.calls += calls
             piece.text += text
             piece.shares.append((text, event.drafter))
+        self._sort(piece)
         return piece
 
+    def _rest(self) -> Piece:
+        """What was held back, at the end of the answer."""
+        reasoning, text = ("", "") if self._splitter is None else self._splitter.finish()
+        if text and self._begins_at is None:
+            self._begins_at = 0
+        calls: list[ToolCall] = []
+        if self._parser is not None:
+            text, calls = self._parser.push(text)
+            rest, more = self._parser.finish()
+            text, calls = text + rest, calls + more
+        piece = Piece(text, calls, shares=[(text, None)], reasoning=reasoning, reasoning_shares=[(reasoning, None)])
+        self._sort(piece, is_end=True)
+        return piece
+
+    def _split(self, text: str, num_unprinted: int) -> tuple[str, str]:
+        """(reasoning, answer) in `text`, whose first `num_unprinted` characters name a token that prints nothing."""
+        if self._splitter is None:
+            return "", text
+        reasoning, answer = self._splitter.push(text)
+        if answer and self._begins_at is None:
+            self._begins_at = max(0, self._num_bytes - len(answer.encode("utf-8", "replace")) + num_unprinted)
+        return reasoning, answer
+
+    def _sort(self, piece: Piece, *, is_end: bool = False) -> None:
+        """Put the shown tokens to the reasoning or the text, once it is known which they are."""
+        if self._begins_at is not None:
+            for event, end in self._unsorted:
+                (piece.reasoning_tokens if self._begins_at and end <= self._begins_at else piece.tokens).append(event)
+        elif is_end or (self._splitter is not None and self._splitter.has_reasoned):
+            piece.reasoning_tokens += [event for event, _ in self._unsorted]
+        else:
+            return
+        self._unsorted = []
+
     def _mark(self, event: TokenEvent) -> str:
-        """The name of the control token that begins tool calls, which prints nothing."""
-        mark = self._parser.mark if self._parser is not None else ""
-        if mark and not self._vocabulary.piece(event.token_id) and self._vocabulary.token_name(event.token_id) == mark:
-            return mark
-        return ""
+        """The name of a control token that begins calls or reasoning, or ends it; such tokens print nothing."""
+        names = [] if self._parser is None else [*self._parser.marks]
+        if self._reasoning is not None:
+            names += [self._reasoning.marks.opening, self._reasoning.marks.closing]
+        return control_text(self._vocabulary, event.token_id, names) if names else ""
 
     def _kept(self, piece: Piece) -> Piece:
         if not self._parallel:
             del piece.calls[max(0, 1 - len(self.calls)) :]
         self.text += piece.text
+        self.reasoning += piece.reasoning
         self.calls += piece.calls
         self.tokens += piece.tokens
+        self.reasoning_tokens += piece.reasoning_tokens
         return piece
 
     def _is_complete(self) -> bool:
@@ -132,20 +205,21 @@ class _ShownTokens:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._held: list[tuple[TokenEvent, int]] = []  # and where its bytes begin in the answer
+        self._held: list[tuple[TokenEvent, int, int]] = []  # and where its bytes begin and end in the answer
         self._num_bytes = self._num_shown = 0
 
-    def push(self, event: TokenEvent) -> list[TokenEvent]:
-        """The tokens that are shown now."""
+    def push(self, event: TokenEvent) -> list[tuple[TokenEvent, int]]:
+        """The tokens that are shown now, each with where its bytes end in the answer."""
         if event.logprob is None:
             return []
-        self._held.append((event, self._num_bytes))
+        begin = self._num_bytes
         self._num_bytes += len(self._vocabulary.piece(event.token_id))
+        self._held.append((event, begin, self._num_bytes))
         self._num_shown += len(event.text.encode("utf-8", "replace"))
-        shown = [each for each, begin in self._held if begin < self._num_shown]
+        shown = [(each, end) for each, begin, end in self._held if begin < self._num_shown]
         self._held = self._held[len(shown) :]
         if event.finish_reason == "length":
-            shown += [each for each, _ in self._held]
+            shown += [(each, end) for each, _, end in self._held]
         return shown
 
 
@@ -159,12 +233,16 @@ def token_logprob(vocabulary: Vocabulary, token_id: int, logprob: float) -> dict
 def usage(answers: Sequence[Answer]) -> dict[str, Any]:
     """Token counts of a request; the prompt counts once, however many answers it got."""
     prompt, new = answers[0].stats.prompt_tokens, sum(answer.stats.new_tokens for answer in answers)
-    return {
+    found = {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": answers[0].stats.reused_tokens},
     }
+    if answers[0].splits_reasoning:
+        reasoning = sum(answer.num_reasoning_tokens for answer in answers)
+        found["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    return found
 
 
 def timings(stats: Stats) -> dict[str, Any]:

@@ -10,6 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgespec import __version__
+from edgespec.chat.reasoning import Reasoning, reasoning_marks
+from edgespec.chat.tool_forms import tool_parser
+from edgespec.chat.tools import ToolCall, ToolParser
+from edgespec.config import REASONING_FORMATS
 from edgespec.server.answer import Answer, Piece, timings, token_logprob, usage
 from edgespec.server.exchange import DONE, Exchange, sse
 from edgespec.server.fields import Fields
@@ -25,12 +29,12 @@ from edgespec.server.options import (
 )
 from edgespec.server.scheduler import Job, Ticket
 from edgespec.server.service import Loaded
-from edgespec.server.structure import forced_calls, read_structure
-from edgespec.server.tools import ToolCall, ToolParser, tool_parser
+from edgespec.server.structure import forced_calls, read_structure, structured_behind
 from edgespec.types import TokenEvent
 
 FINGERPRINT = f"edgespec-{__version__}"
 MOST_TOP_LOGPROBS = 20
+REASONING_EFFORTS = ("minimal", "low", "medium", "high", "xhigh")  # of a model that always reasons: no difference
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -51,6 +55,7 @@ class ChatExchange(Exchange):
         loaded: Loaded,
         jobs: Sequence[Job],
         tools: Tools,
+        reasoning: Reasoning | None,
         *,
         is_stream: bool,
         includes_usage: bool = False,
@@ -58,13 +63,15 @@ class ChatExchange(Exchange):
     ) -> None:
         super().__init__(jobs, is_stream=is_stream)
         self._loaded, self._tools, self._includes_usage, self._per_token = loaded, tools, includes_usage, per_token
+        self._reasoning = reasoning
         self._vocabulary = loaded.model.target.vocabulary
         self._has_logprobs = jobs[0].options.logprobs
         self._id, self._created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
 
     def answer(self, ticket: Ticket) -> Answer:
         parser = self._tools.parser
-        return Answer(ticket, self._vocabulary, parser() if parser else None, parallel=self._tools.parallel)
+        found = parser() if parser else None
+        return Answer(ticket, self._vocabulary, found, parallel=self._tools.parallel, reasoning=self._reasoning)
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = []
@@ -72,11 +79,12 @@ class ChatExchange(Exchange):
             calls = [_call_object(call) for call in answer.calls]
             content = None if calls and not answer.text.strip() else answer.text
             message = {"role": "assistant", "content": content, "refusal": None}
+            message |= {"reasoning_content": answer.reasoning} if answer.reasoning else {}
             choices.append(
                 {
                     "index": index,
                     "message": message | ({"tool_calls": calls} if calls else {}),
-                    "logprobs": self._logprobs(answer.tokens),
+                    "logprobs": self._logprobs(answer.tokens, answer.reasoning_tokens),
                     "finish_reason": answer.finish_reason,
                 }
             )
@@ -90,24 +98,29 @@ class ChatExchange(Exchange):
                 if begins:
                     yield self._chunk(index, begins)
                     begins = {}
+                if piece.reasoning or piece.reasoning_tokens:
+                    logprobs = self._logprobs([], piece.reasoning_tokens)
+                    extra = self._progress(answer, piece.reasoning_shares)
+                    yield self._chunk(index, {"reasoning_content": piece.reasoning}, logprobs, extra=extra)
                 for delta in _deltas(piece, num_calls):
                     has_text = "content" in delta
                     logprobs = self._logprobs(piece.tokens) if has_text else None
-                    yield self._chunk(index, delta, logprobs, extra=self._progress(answer, piece) if has_text else None)
+                    extra = self._progress(answer, piece.shares) if has_text else None
+                    yield self._chunk(index, delta, logprobs, extra=extra)
                 num_calls += len(piece.calls)
             if begins:
                 yield self._chunk(index, begins)
-            extra = {"timings": timings(answer.stats), "seed": answer.ticket.seed}
-            yield self._chunk(index, {}, reason=answer.finish_reason, extra=extra)
+            ending = {"timings": timings(answer.stats), "seed": answer.ticket.seed}
+            yield self._chunk(index, {}, reason=answer.finish_reason, extra=ending)
         if self._includes_usage:
             yield sse(self._object("chat.completion.chunk", []) | {"usage": usage(answers)})
         yield DONE
 
-    def _progress(self, answer: Answer, piece: Piece) -> dict[str, Any] | None:
+    def _progress(self, answer: Answer, shares: Sequence[tuple[str, str | None]]) -> dict[str, Any] | None:
         """With `timings_per_token`: the timings so far, and each token's text with the drafter that proposed it."""
         if not self._per_token:
             return None
-        tokens = [{"text": text, "drafter": drafter} for text, drafter in piece.shares]
+        tokens = [{"text": text, "drafter": drafter} for text, drafter in shares]
         return {"timings": timings(answer.stats), "tokens": tokens}
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -132,10 +145,16 @@ class ChatExchange(Exchange):
         empty_usage = {"usage": None} if self._includes_usage else {}
         return sse(self._object("chat.completion.chunk", [choice]) | empty_usage | (extra or {}))
 
-    def _logprobs(self, tokens: Sequence[TokenEvent]) -> dict[str, Any] | None:
+    def _logprobs(
+        self, tokens: Sequence[TokenEvent], reasoning_tokens: Sequence[TokenEvent] = ()
+    ) -> dict[str, Any] | None:
+        """Those of the answer as `content`; those of its reasoning apart, so that `content` joins to the text."""
         if not self._has_logprobs:
             return None
-        return {"content": [self._token(event) for event in tokens], "refusal": None}
+        found = {"content": [self._token(event) for event in tokens], "refusal": None}
+        return found | (
+            {"reasoning_content": [self._token(event) for event in reasoning_tokens]} if reasoning_tokens else {}
+        )
 
     def _token(self, event: TokenEvent) -> dict[str, Any]:
         own = token_logprob(self._vocabulary, event.token_id, event.logprob or 0.0)
@@ -177,12 +196,24 @@ def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
     if tools.shown and tools.parser:
         options = forced_calls(loaded, options, tools.shown, choice, tools.parser, parallel=tools.parallel)
     arguments = _template_arguments(fields, template)
+    splits = (fields.choice("reasoning_format", REASONING_FORMATS) or loaded.reasoning_format) != "none"
     _refuse_unsupported(fields)
     messages = _read_messages(fields)
     fields.finish()
     prompt_ids = loaded.model.encode_chat(messages, tools.shown, arguments)
+    reasoning = Reasoning.of(loaded.model.target.vocabulary, prompt_ids)
+    if reasoning is not None and reasoning.is_open:
+        options = structured_behind(loaded, options, reasoning.marks)
     jobs = [Job(prompt_ids, numbered(sampling, index), options) for index in range(count)]
-    return ChatExchange(loaded, jobs, tools, is_stream=is_stream, includes_usage=includes_usage, per_token=per_token)
+    return ChatExchange(
+        loaded,
+        jobs,
+        tools,
+        reasoning if splits else None,
+        is_stream=is_stream,
+        includes_usage=includes_usage,
+        per_token=per_token,
+    )
 
 
 def _template_arguments(fields: Fields, template: str) -> dict[str, Any]:
@@ -190,11 +221,19 @@ def _template_arguments(fields: Fields, template: str) -> dict[str, Any]:
     given = fields.fields("chat_template_kwargs")
     chosen: dict[str, Any] = {} if given is None else fields.given("chat_template_kwargs")
     effort = fields.text("reasoning_effort")
-    if effort == "none" and "enable_thinking" in template:
-        return {"enable_thinking": False} | chosen
-    if effort is not None and "reasoning_effort" in template:
+    if effort is None:
+        return chosen
+    knows_effort, has_switch = "reasoning_effort" in template, "enable_thinking" in template
+    if knows_effort and not (has_switch and effort == "none"):
         return {"reasoning_effort": effort} | chosen
-    fields.refuse("reasoning_effort", "the chat template decides on reasoning", ("none",))
+    if has_switch and effort in ("none", *REASONING_EFFORTS):
+        return {"enable_thinking": effort != "none"} | chosen
+    reasons = reasoning_marks(template) is not None
+    fields.refuse(
+        "reasoning_effort",
+        "the chat template of this model has no switch for reasoning",
+        REASONING_EFFORTS if reasons else ("none",),
+    )
     return chosen
 
 

@@ -7,6 +7,8 @@ import secrets
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from edgespec.chat.reasoning import reasoning_marks
+from edgespec.chat.tools import ToolCall
 from edgespec.server.answer import Answer, Piece
 from edgespec.server.chat_completions import ChatExchange, read_chat
 from edgespec.server.exchange import Exchange, sse
@@ -14,7 +16,6 @@ from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.scheduler import Ticket
 from edgespec.server.service import Loaded
-from edgespec.server.tools import ToolCall
 
 PATH = "/v1/messages"
 _SAME = ("model", "temperature", "top_p", "top_k", "stream", "speculative", "seed")
@@ -35,18 +36,29 @@ class MessagesExchange(Exchange):
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
+        thinking = [_thinking_block(answer.reasoning)] if answer.reasoning else []
         text = [{"type": "text", "text": answer.text}] if answer.text.strip() or not answer.calls else []
         calls = [_call_block(call) | {"input": json.loads(call.arguments)} for call in answer.calls]
         counts = self._input_counts(answer) | {"output_tokens": answer.stats.new_tokens}
-        return self._message([*text, *calls], counts) | self._end(answer)
+        return self._message([*thinking, *text, *calls], counts) | self._end(answer)
 
     async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
         (answer,) = answers
-        index, has_begun, text_is_open = 0, False, False
+        index, has_begun, text_is_open, is_thinking = 0, False, False, False
         async for piece in answer.pieces():
             if not has_begun:
                 yield self._begin(answer)
                 has_begun = True
+            if piece.reasoning and not is_thinking:
+                yield _event("content_block_start", index=index, content_block=_thinking_block(""))
+                is_thinking = True
+            if piece.reasoning:
+                delta = {"type": "thinking_delta", "thinking": piece.reasoning}
+                yield _event("content_block_delta", index=index, delta=delta)
+            if is_thinking and (piece.text or piece.calls):
+                for part in _thinking_end(index):
+                    yield part
+                index, is_thinking = index + 1, False
             if piece.text and not text_is_open:
                 yield _event("content_block_start", index=index, content_block={"type": "text", "text": ""})
                 text_is_open = True
@@ -60,6 +72,9 @@ class MessagesExchange(Exchange):
             index += len(piece.calls)
         if not has_begun:
             yield self._begin(answer)
+        if is_thinking:
+            for part in _thinking_end(index):
+                yield part
         if text_is_open:
             yield _event("content_block_stop", index=index)
         usage = self._input_counts(answer) | {"output_tokens": answer.stats.new_tokens}
@@ -94,6 +109,19 @@ def _event(kind: str, **fields: Any) -> bytes:
     return sse({"type": kind, **fields}, kind)
 
 
+def _thinking_block(text: str) -> dict[str, Any]:
+    """Anthropic signs reasoning so that it comes back unchanged; there is no such check here."""
+    return {"type": "thinking", "thinking": text, "signature": ""}
+
+
+def _thinking_end(index: int) -> list[bytes]:
+    signature = {"type": "signature_delta", "signature": ""}
+    return [
+        _event("content_block_delta", index=index, delta=signature),
+        _event("content_block_stop", index=index),
+    ]
+
+
 def _call_block(call: ToolCall) -> dict[str, Any]:
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
 
@@ -115,13 +143,21 @@ def read_messages(loaded: Loaded, fields: Fields) -> MessagesExchange:
     given = {name: fields.given(name) for name in (*_SAME, "max_tokens")}
     given |= {"stop": fields.listed("stop_sequences", loaded.limits.max_stops)}
     fields.ignore("metadata", "service_tier")
-    thinking = fields.fields("thinking")
-    if thinking is not None and thinking.given("type") != "disabled":
-        raise bad_request("thinking is not supported: the chat template decides on reasoning", "thinking")
-    given |= {"reasoning_effort": None if thinking is None else "none"}
+    given |= {"reasoning_effort": _effort(loaded, fields)}
     body = given | _read_conversation(loaded, fields)
     fields.finish()
     return MessagesExchange(loaded, read_chat(loaded, Fields(body)))
+
+
+def _effort(loaded: Loaded, fields: Fields) -> str | None:
+    """`thinking` as a `reasoning_effort`. A budget limits nothing: the answer has `max_tokens` for both."""
+    thinking = fields.fields("thinking")
+    kind = None if thinking is None else thinking.choice("type", ("enabled", "adaptive", "disabled"))
+    if kind in (None, "disabled"):
+        return None if thinking is None else "none"
+    if reasoning_marks(loaded.model.target.vocabulary.chat_template) is None:
+        raise bad_request("thinking is not supported: this model does not reason before it answers", "thinking")
+    return "medium"
 
 
 def count_tokens(loaded: Loaded, fields: Fields) -> dict[str, Any]:
@@ -153,20 +189,24 @@ def _translated(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     results, calls, texts = list[dict[str, Any]](), list[dict[str, Any]](), list[Any]()
+    thoughts = list[str]()
     blocks: list[Any] = content if isinstance(content, list) else [content]
     for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "tool_use" and role == "assistant":
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind in ("thinking", "redacted_thinking") and role == "assistant":
+            thoughts += [block["thinking"]] if isinstance(block.get("thinking"), str) else []
         elif kind == "tool_result" and role == "user":
             text = _joined(block.get("content") or "", where)
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
         else:
             texts.append(block)
     found = results
-    if texts or calls:
+    if texts or calls or thoughts:
         own: dict[str, Any] = {"role": role, "content": _joined(texts, where)}
+        own |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
         found.append(own | ({"tool_calls": calls} if calls else {}))
     return found
 

@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from edgespec import __version__
+from edgespec.chat.reasoning import reasoning_marks
+from edgespec.chat.tool_forms import tool_parser
 from edgespec.server.answer import Answer
 from edgespec.server.chat_completions import read_chat
 from edgespec.server.completions import read_completion
@@ -20,9 +22,9 @@ from edgespec.server.options import require_model
 from edgespec.server.scheduler import Ticket
 from edgespec.server.service import Loaded, Service
 from edgespec.server.structure import ANY_OBJECT
-from edgespec.server.tools import tool_parser
 
 _TAG = ":latest"
+_EFFORTS = ("low", "medium", "high")
 _SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "stop"),
     *("repeat_penalty", "presence_penalty", "frequency_penalty", "repeat_last_n"),
@@ -44,11 +46,13 @@ class OllamaExchange(Exchange):
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
-        return self._part(answer.text, _calls(answer.calls)) | _end(answer)
+        return self._part(answer.text, _calls(answer.calls), answer.reasoning) | _end(answer)
 
     async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
         (answer,) = answers
         async for piece in answer.pieces():
+            if piece.reasoning:
+                yield _line(self._part("", [], piece.reasoning) | {"done": False})
             if piece.text or piece.calls:
                 yield _line(self._part(piece.text, _calls(piece.calls)) | {"done": False})
         yield _line(self._part("", []) | _end(answer))
@@ -56,11 +60,11 @@ class OllamaExchange(Exchange):
     def failure(self, error: HttpError) -> bytes:
         return _line(error.body("/api/"))
 
-    def _part(self, text: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
-        head = {"model": self._name, "created_at": _now()}
+    def _part(self, text: str, calls: list[dict[str, Any]], reasoning: str = "") -> dict[str, Any]:
+        head, thinking = {"model": self._name, "created_at": _now()}, {"thinking": reasoning} if reasoning else {}
         if not self._is_chat:
-            return head | {"response": text}
-        message = {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
+            return head | {"response": text} | thinking
+        message = {"role": "assistant", "content": text} | thinking | ({"tool_calls": calls} if calls else {})
         return head | {"message": message}
 
 
@@ -99,7 +103,14 @@ def read_chat_request(loaded: Loaded, fields: Fields) -> OllamaExchange:
     if any(isinstance(message, dict) and message.get("images") for message in messages or ()):
         raise bad_request("images are not supported: this server reads text only", "messages")
     fields.finish()
+    body["messages"] = None if messages is None else [_with_reasoning(message) for message in messages]
     return OllamaExchange(loaded, read_chat(loaded, Fields(body)), is_chat=True, is_stream=is_stream)
+
+
+def _with_reasoning(message: Any) -> Any:
+    """A message whose `thinking` chat templates find under the name that they know."""
+    thinking = message.get("thinking") if isinstance(message, dict) else None
+    return {**message, "reasoning_content": thinking} if isinstance(thinking, str) and thinking else message
 
 
 def read_generate_request(loaded: Loaded, fields: Fields) -> OllamaExchange:
@@ -124,11 +135,7 @@ def _read_common(loaded: Loaded, fields: Fields) -> tuple[bool, dict[str, Any]]:
     """Whether to stream, which is Ollama's default, and the options under OpenAI's names."""
     _require(loaded, fields)
     fields.ignore("keep_alive")
-    has_switch = "enable_thinking" in (loaded.model.target.vocabulary.chat_template or "")
-    fields.refuse("think", "the chat template decides on reasoning", (True, False) if has_switch else (False,))
-    body: dict[str, Any] = (
-        {"reasoning_effort": "none"} if fields.given("think") is False and not fields.given("raw") else {}
-    )
+    body = _effort(loaded, fields)
     body |= {"speculative": fields.given("speculative"), "json_schema": _format(fields)}
     options = fields.fields("options")
     if options is not None:
@@ -143,6 +150,20 @@ def _read_common(loaded: Loaded, fields: Fields) -> tuple[bool, dict[str, Any]]:
         options.ignore(*_WITHOUT_EFFECT)
         options.finish()
     return fields.flag("stream", True), body
+
+
+def _effort(loaded: Loaded, fields: Fields) -> dict[str, Any]:
+    """`think`, a switch or an effort, as `reasoning_effort`."""
+    template = loaded.model.target.vocabulary.chat_template or ""
+    if reasoning_marks(template) is None and "enable_thinking" not in template and "reasoning_effort" not in template:
+        fields.refuse("think", "this model does not reason before it answers", (False,))
+        return {}
+    think = fields.given("think")
+    if think not in (None, True, False, *_EFFORTS):
+        raise fields.wrong("think", f"must be true, false or one of {', '.join(_EFFORTS)}", think)
+    if think is None or fields.given("raw"):
+        return {}
+    return {"reasoning_effort": {True: "medium", False: "none"}.get(think, think)}
 
 
 def _format(fields: Fields) -> dict[str, Any] | None:
@@ -190,7 +211,11 @@ def show(loaded: Loaded, fields: Fields) -> dict[str, Any]:
         "template": template or "",
         "details": _details(loaded),
         "model_info": {"general.architecture": "edgespec", "edgespec.context_length": loaded.model.context_length},
-        "capabilities": ["completion", *(["tools"] if tool_parser(template) else [])],
+        "capabilities": [
+            "completion",
+            *(["tools"] if tool_parser(template) else []),
+            *(["thinking"] if reasoning_marks(template) else []),
+        ],
     }
 
 

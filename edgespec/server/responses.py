@@ -7,8 +7,9 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+from edgespec.chat.tools import ToolCall
 from edgespec.server.answer import Answer, timings, usage
 from edgespec.server.chat_completions import ChatExchange, read_chat
 from edgespec.server.exchange import Exchange, sse
@@ -17,7 +18,6 @@ from edgespec.server.http_errors import HttpError
 from edgespec.server.responses_input import as_chat
 from edgespec.server.scheduler import Ticket
 from edgespec.server.service import Loaded
-from edgespec.server.tools import ToolCall
 
 
 class ResponsesExchange(Exchange):
@@ -36,16 +36,23 @@ class ResponsesExchange(Exchange):
         (answer,) = answers
         status = _status(answer)
         text = [_message(status, answer.text)] if answer.text.strip() or not answer.calls else []
-        return self._ended(answer, [*text, *(_call(call) for call in answer.calls)])
+        reasoning = [_reasoning("completed", answer.reasoning)] if answer.reasoning else []
+        return self._ended(answer, [*reasoning, *text, *(_call(call) for call in answer.calls)])
 
     async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
         (answer,) = answers
         output: list[dict[str, Any]] = []
-        has_begun, text = False, _Text(self, output)
+        has_begun, reasoning, text = False, _ReasoningText(self, output), _Text(self, output)
         async for piece in answer.pieces():
             if not has_begun:
                 has_begun = True
                 for part in self._beginning():
+                    yield part
+            if piece.reasoning:
+                for part in reasoning.push(piece.reasoning):
+                    yield part
+            if piece.text or piece.calls:
+                for part in reasoning.close("completed"):
                     yield part
             if piece.text:
                 for part in text.push(piece.text):
@@ -59,7 +66,9 @@ class ResponsesExchange(Exchange):
         if not has_begun:
             for part in self._beginning():
                 yield part
-        if not output:  # an empty answer is a message too
+        for part in reasoning.close(_status(answer)):
+            yield part
+        if not (answer.text.strip() or answer.calls or text.is_open):  # an empty answer is a message too
             for part in text.push(""):
                 yield part
         for part in text.close(_status(answer)):
@@ -97,7 +106,7 @@ class ResponsesExchange(Exchange):
                 "input_tokens": counts["prompt_tokens"],
                 "input_tokens_details": counts["prompt_tokens_details"],
                 "output_tokens": counts["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": answer.num_reasoning_tokens},
                 "total_tokens": counts["total_tokens"],
             },
             "timings": timings(answer.stats),
@@ -127,19 +136,27 @@ class ResponsesExchange(Exchange):
 class _Text:
     """The message of a stream that is being written: `push` and `close` return its events."""
 
+    kind = "output_text"  # of the events with text
+    _extra: ClassVar[dict[str, Any]] = {"logprobs": []}  # further fields of these events
+
     def __init__(self, exchange: ResponsesExchange, output: list[dict[str, Any]]) -> None:
         self._exchange, self._output = exchange, output
         self._item: dict[str, Any] | None = None
         self._text = ""
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the item has begun and not ended."""
+        return self._item is not None
+
     def push(self, text: str) -> Iterator[bytes]:
         event = self._exchange.event
         if self._item is None:
-            self._item, self._text = _message("in_progress", None), ""
+            self._item, self._text = self._made("in_progress", None), ""
             yield event("response.output_item.added", item=self._item, output_index=len(self._output))
-            yield event("response.content_part.added", part=_part(""), **self._place(self._item))
+            yield event("response.content_part.added", part=self._part(""), **self._place(self._item))
         self._text += text
-        yield event("response.output_text.delta", delta=text, logprobs=[], **self._place(self._item))
+        yield event(f"response.{self.kind}.delta", delta=text, **self._extra, **self._place(self._item))
 
     def close(self, status: str) -> Iterator[bytes]:
         item, event = self._item, self._exchange.event
@@ -147,14 +164,33 @@ class _Text:
             return
         self._item = None
         place = self._place(item)
-        done = item | {"status": status, "content": [_part(self._text)]}
-        yield event("response.output_text.done", text=self._text, logprobs=[], **place)
-        yield event("response.content_part.done", part=_part(self._text), **place)
+        done = item | {"status": status, "content": [self._part(self._text)]}
+        yield event(f"response.{self.kind}.done", text=self._text, **self._extra, **place)
+        yield event("response.content_part.done", part=self._part(self._text), **place)
         yield event("response.output_item.done", item=done, output_index=len(self._output))
         self._output.append(done)
 
+    def _made(self, status: str, text: str | None) -> dict[str, Any]:
+        return _message(status, text)
+
+    def _part(self, text: str) -> dict[str, Any]:
+        return _part(text)
+
     def _place(self, item: dict[str, Any]) -> dict[str, Any]:
         return {"item_id": item["id"], "output_index": len(self._output), "content_index": 0}
+
+
+class _ReasoningText(_Text):
+    """The same of the reasoning before it."""
+
+    kind = "reasoning_text"
+    _extra: ClassVar[dict[str, Any]] = {}
+
+    def _made(self, status: str, text: str | None) -> dict[str, Any]:
+        return _reasoning(status, text)
+
+    def _part(self, text: str) -> dict[str, Any]:
+        return {"type": "reasoning_text", "text": text}
 
 
 def _status(answer: Answer) -> str:
@@ -170,6 +206,12 @@ def _message(status: str, text: str | None) -> dict[str, Any]:
         "status": status,
         "content": content,
     }
+
+
+def _reasoning(status: str, text: str | None) -> dict[str, Any]:
+    content = [] if text is None else [{"type": "reasoning_text", "text": text}]
+    head = {"id": f"rs_{secrets.token_hex(12)}", "type": "reasoning", "summary": []}
+    return head | {"content": content, "status": status}
 
 
 def _part(text: str) -> dict[str, Any]:

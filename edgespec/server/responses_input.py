@@ -14,7 +14,8 @@ _SAME = (
     *("model", "temperature", "top_p", "stream", "parallel_tool_calls"),
     *("seed", "top_k", "min_p", "repeat_penalty", "speculative"),  # as in /v1/chat/completions; not OpenAI's
 )
-_TEXT_PARTS = ("input_text", "output_text", "text")
+_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+_REASONED = "reasoning_content"  # as chat templates call it
 _STATELESS = "this server stores no responses: send the whole conversation as input"
 
 
@@ -30,7 +31,8 @@ def as_chat(fields: Fields, limits: Limits) -> tuple[dict[str, Any], dict[str, A
     form = _read_format(fields)
     body["response_format"] = form
     _refuse_unsupported(fields)
-    body["reasoning_effort"] = (fields.given("reasoning") or {}).get("effort")
+    effort = _read_effort(fields)
+    body["reasoning_effort"] = effort
     metadata = fields.given("metadata")
     fields.finish()
     echoed = {
@@ -40,7 +42,7 @@ def as_chat(fields: Fields, limits: Limits) -> tuple[dict[str, Any], dict[str, A
         "tools": tools or [],
         "tool_choice": choice or "auto",
         "text": {"format": {"type": "text"} if form is None else _flat_format(form)},
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": effort, "summary": None},
         "metadata": metadata if isinstance(metadata, dict) else {},
     }
     return body, echoed
@@ -56,11 +58,21 @@ def _refuse_unsupported(fields: Fields) -> None:
     fields.refuse("prompt", "this server stores no prompts")
     fields.refuse("top_logprobs", "use /v1/chat/completions for log probabilities", (0,))
     fields.refuse("max_tool_calls", "this server runs no tools itself")
-    fields.refuse("reasoning", "the chat template decides on reasoning", ({}, {"effort": None}, {"effort": "none"}))
     options = fields.fields("stream_options")
     if options is not None:
         options.ignore("include_obfuscation")
         options.finish()
+
+
+def _read_effort(fields: Fields) -> str | None:
+    """`reasoning.effort`. Summaries are left out: answers hold the reasoning itself."""
+    reasoning = fields.fields("reasoning")
+    if reasoning is None:
+        return None
+    effort = reasoning.text("effort")
+    reasoning.ignore("summary", "generate_summary")
+    reasoning.finish()
+    return effort
 
 
 def _read_input(fields: Fields) -> list[dict[str, Any]]:
@@ -72,14 +84,20 @@ def _read_input(fields: Fields) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for index, item in enumerate(fields.listed("input", _MOST_ITEMS) or ()):
         _add_item(found, item, f"input.{index}")
-    return found
+    return [{"content": "", **message} for message in found]
 
 
 def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
     """Append an item; calls of one turn join the assistant's message before them, as chat templates expect."""
     kind = item.get("type", "message") if isinstance(item, dict) else None
-    if kind == "message":
+    begun = messages[-1] if messages and _REASONED in messages[-1] and "content" not in messages[-1] else None
+    if kind == "message" and begun is not None and item.get("role") == "assistant":
+        begun["content"] = _text_of(item.get("content"), f"{where}.content")
+    elif kind == "message":
         messages.append({"role": item.get("role"), "content": _text_of(item.get("content"), f"{where}.content")})
+    elif kind == "reasoning":
+        text = _text_of(item.get("content") or item.get("summary") or [], f"{where}.content")
+        messages += [{"role": "assistant", _REASONED: text}] if text else []  # empty: OpenAI's, which is encrypted
     elif kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
@@ -91,7 +109,7 @@ def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
         output = _text_of(item.get("output"), f"{where}.output")
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
     else:
-        raise bad_request(f"{where} must be a message, a function_call or a function_call_output", where)
+        raise bad_request(f"{where} must be a message, a reasoning, a function_call or a function_call_output", where)
 
 
 def _text_of(content: Any, where: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 
-from edgespec.config import GenerateOptions
+from edgespec.config import GenerateOptions, ReasoningFormat
 from edgespec.runtime import Model
 from edgespec.sampling import Sampling
 from edgespec.server.http_errors import HttpError
@@ -30,7 +30,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model that answers. `sampling`, `options`: those of requests that choose none; seed None: random for each."""
+    """A model that answers. `sampling`, `options`: those of requests that choose none; seed None: random for each.
+
+    `reasoning_format`: the same; "none" leaves reasoning in the text.
+    """
 
     name: str
     model: Model
@@ -38,6 +41,7 @@ class Loaded:
     sampling: Sampling
     options: GenerateOptions
     limits: Limits
+    reasoning_format: ReasoningFormat = "auto"
 
 
 @dataclass(slots=True)
@@ -51,7 +55,13 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     loaded: Loaded | None = None
 
-    def use(self, model: Model, sampling: Sampling | None = None, options: GenerateOptions | None = None) -> None:
+    def use(
+        self,
+        model: Model,
+        sampling: Sampling | None = None,
+        options: GenerateOptions | None = None,
+        reasoning_format: ReasoningFormat = "auto",
+    ) -> None:
         """Answer with `model` from now on. `sampling` None: as the model recommends, with random seeds."""
         self.loaded = Loaded(
             self.name,
@@ -60,6 +70,7 @@ class Service:
             sampling or replace(model.recommended_sampling, seed=None),
             replace(options or GenerateOptions(), logprobs=False),
             self.limits,
+            reasoning_format,
         )
 
     def require(self) -> Loaded:

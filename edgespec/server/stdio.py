@@ -152,10 +152,10 @@ class _Sidecar:
                         calls = [
                             {"id": call.id, "name": call.name, "arguments": call.arguments} for call in piece.calls
                         ]
-                        if piece.text or calls:
-                            self.emit(
-                                "delta", id=request_id, text=piece.text, **({"tool_calls": calls} if calls else {})
-                            )
+                        others: dict[str, Any] = {"tool_calls": calls} if calls else {}
+                        others |= {"reasoning": piece.reasoning} if piece.reasoning else {}
+                        if piece.text or others:
+                            self.emit("delta", id=request_id, text=piece.text, **others)
             finally:
                 ticket.cancel()
             counts = {"usage": usage([answer]), "timings": timings(answer.stats), "seed": ticket.seed}

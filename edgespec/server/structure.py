@@ -7,17 +7,19 @@ place in it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from edgespec.chat.reasoning import Marks
+from edgespec.chat.tools import ToolParser
 from edgespec.config import GenerateOptions
 from edgespec.errors import CapabilityError, ConfigError, shown
 from edgespec.sampling.constraint.grammar import laid_out
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.service import Loaded
-from edgespec.server.tools import ToolParser
 from edgespec.vocabulary import Vocabulary
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -81,6 +83,23 @@ def structured(loaded: Loaded, options: GenerateOptions, given: Mapping[str, Any
     return chosen
 
 
+def structured_behind(loaded: Loaded, options: GenerateOptions, marks: Marks) -> GenerateOptions:
+    """`options` with a structure that begins behind the reasoning, for a prompt that opens it.
+
+    Unchanged without a structure, or where the request says itself from where on the answer is structured. Raises
+    HttpError 400 where the end of the reasoning is a token without a text, which no structure can begin behind.
+    """
+    name = _structure_of(options)
+    if name is None or options.free_until is not None:
+        return options
+    vocabulary = loaded.model.target.vocabulary
+    if any(not vocabulary.piece(token_id) for token_id in vocabulary.encode(marks.closing, parse_special=True)):
+        raise bad_request(
+            f"{name}: this model reasons first and ends that with a token without text: switch reasoning off", name
+        )
+    return structured(loaded, options, {"free_until": marks.closing}, name)
+
+
 def forced_calls(
     loaded: Loaded,
     options: GenerateOptions,
@@ -106,10 +125,9 @@ def forced_calls(
     for tool in chosen:
         where = f"tools.{tools.index(tool)}.function.parameters"
         structured(loaded, replace(options, json_schema=None), {"json_schema": _parameters(tool)}, where)
-    calls = [_call_schema(tool, parser) for tool in chosen]
-    most = MOST_CALLS if parallel and len(parser.between) and (is_free or choice == "required") else 1
+    most = MOST_CALLS if parallel and parser.takes_several and (is_free or choice == "required") else 1
     answer = None if options.json_schema is None else json.loads(str(options.json_schema))
-    grammar = _grammar(calls, parser, loaded.model.target.vocabulary, most, answer)
+    grammar = _grammar(chosen, parser, loaded.model.target.vocabulary, most, answer)
     return structured(loaded, replace(options, json_schema=None), {"grammar": grammar}, "tool_choice")
 
 
@@ -144,12 +162,11 @@ def _call_schema(tool: Mapping[str, Any], parser: type[ToolParser]) -> dict[str,
     """The JSON of one call. What its parameters share by reference lies at the top, where references look for it."""
     parameters = _parameters(tool)
     shared = {name: parameters.pop(name) for name in ("$defs", "definitions") if name in parameters}
-    fields = {"name": {"const": tool["function"]["name"]}, parser.arguments: parameters}
-    return {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False} | shared
+    return parser.schema(tool["function"]["name"], parameters) | shared
 
 
 def _grammar(
-    calls: Sequence[dict[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
     parser: type[ToolParser],
     vocabulary: Vocabulary,
     most: int,
@@ -158,20 +175,30 @@ def _grammar(
     """Lark for 1 to `most` calls in the form that `parser` reads, or else for JSON of the schema `answer`."""
 
     def literal(text: str) -> str:
-        """Text, and the control token that it may begin with."""
-        ids = vocabulary.encode(parser.mark, parse_special=True) if parser.mark and text.startswith(parser.mark) else []
-        if len(ids) == 1 and not vocabulary.piece(ids[0]):
-            rest = text.removeprefix(parser.mark)
-            return f"<[{ids[0]}]> {json.dumps(rest)}" if rest else f"<[{ids[0]}]>"
-        return json.dumps(text) if text else ""
+        """A text in which control tokens may be spelled, or a regular expression between slashes."""
+        if text.startswith("/"):
+            return text
+        marks = "|".join(map(re.escape, parser.marks))
+        parts = re.split(f"({marks})", text)
+        return " ".join(
+            _terminal(part, vocabulary) if part in parser.marks else json.dumps(part) for part in parts if part
+        )
 
-    kinds = [f"call_{index}" for index in range(len(calls))]
     more = f" ({literal(parser.between)} call){{0,{most - 1}}}" if most > 1 else ""
     start, end = map(literal, parser.around_all)
-    lines = [f"start: {start} call{more} {end}{'' if answer is None else ' | answer'}"]
-    before, behind = map(literal, parser.around_each)
-    lines.append(f"call: {before} ({' | '.join(kinds)}) {behind}")
-    lines += [f"{kind}: %json {json.dumps(laid_out(call))}" for kind, call in zip(kinds, calls, strict=True)]
+    lines = [f"start: {start} calls {end}{'' if answer is None else ' | answer'}", f"calls: call{more}"]
+    lines.append(f"call: {' | '.join(f'call_{index}' for index in range(len(tools)))}")
+    for index, tool in enumerate(tools):
+        before = " ".join(map(literal, parser.before(tool["function"]["name"])))
+        schema = json.dumps(laid_out(_call_schema(tool, parser)))
+        lines.append(f"call_{index}: {before} %json {schema} {literal(parser.after)}")
     if answer is not None:
         lines.append(f"answer: %json {json.dumps(laid_out(answer))}")
     return "\n".join(lines)
+
+
+def _terminal(mark: str, vocabulary: Vocabulary) -> str:
+    """Lark for a mark: a control token, or text where the vocabulary has no such token."""
+    ids = vocabulary.encode(mark, parse_special=True)
+    is_control = len(ids) == 1 and not vocabulary.piece(ids[0])
+    return f"<[{ids[0]}]>" if is_control else json.dumps(mark)

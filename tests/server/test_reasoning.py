@@ -1,9 +1,14 @@
-"""Whether a model that can reason does: each protocol's switch reaches the chat template, or is refused."""
+"""Models that reason: each protocol's switch reaches the chat template or is refused, and the reasoning is told apart.
+
+Tiny models write what a regular expression or grammar forces, so that their reasoning is known.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,9 @@ from starlette.testclient import TestClient
 
 import edgespec
 from demo import TEST_THREADS
+from edgespec import GenerateOptions, Sampling
+from edgespec.chat import reasoning as marks_module
+from edgespec.chat.reasoning import Marks
 from edgespec.cli.main import cli
 from edgespec.server.app import create_app
 from edgespec.server.service import Limits, Service
@@ -110,3 +118,208 @@ def test_a_chat_refuses_the_switch_at_once_where_there_is_none(path: Path, targe
     assert "thinking = off" in found.stderr and "cut at 1 tokens" in found.stderr
     found = CliRunner().invoke(cli, ["chat", str(target_path), "--no-thinking", *words], input="hello\n")
     assert found.exit_code == 2 and found.stderr.count("no switch for reasoning") == 1
+
+
+# -- reasoning told apart
+
+THINKS = TEMPLATE + "{% if tools %}<tool_call>{% endif %}{# <think> #}"
+OPENS = TEMPLATE + "<think>\n"
+WHOLE = "<think>\na plan\n</think>\n\nyes"
+CHAT, MESSAGES, RESPONSES, OLLAMA = "/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat"
+ANTHROPIC = {"messages": HELLO, "max_tokens": 60}
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def forced(text: str) -> GenerateOptions:
+    """Options under which any model writes `text`."""
+    return GenerateOptions(max_tokens=400, regex=re.escape(text).replace("\\\n", "\\n"))
+
+
+@contextmanager
+def served_with(path: Path, options: GenerateOptions | None = None, form: Any = "auto") -> Iterator[TestClient]:
+    with edgespec.load(str(path), threads=TEST_THREADS, reproducible=False) as model:
+        service = Service("m", Limits(max_queued=4, timeout_s=60.0))
+        service.use(model, Sampling(temperature=0.0), options, reasoning_format=form)
+        try:
+            yield TestClient(create_app(service), base_url=BASE_URL)
+        finally:
+            assert service.loaded is not None
+            service.loaded.scheduler.close()
+
+
+def model_with(folder: Path, template: str) -> Path:
+    pytest.importorskip("llguidance")
+    return write_model(folder / "m.gguf", metadata={"tokenizer.chat_template": template})
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    """A model that writes `WHOLE` whatever it is asked."""
+    with served_with(model_with(tmp_path_factory.mktemp("m"), THINKS), forced(WHOLE)) as client:
+        yield client
+
+
+def posted(client: TestClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    said = client.post(path, json=body)
+    assert said.status_code == 200, said.text
+    return dict(said.json())
+
+
+def events(client: TestClient, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    said = client.post(path, json=body | {"stream": True})
+    assert said.status_code == 200, said.text
+    lines = [line.removeprefix("data: ") for line in said.text.splitlines() if not line.startswith("event:")]
+    return [json.loads(line) for line in lines if line and line != "[DONE]"]
+
+
+def test_openai_gets_reasoning_content(thinker: TestClient) -> None:
+    body = {"messages": HELLO, "logprobs": True, "top_logprobs": 1}
+    found = posted(thinker, CHAT, body)
+    (choice,) = found["choices"]
+    assert choice["message"]["content"] == "yes" and choice["message"]["reasoning_content"] == "a plan"
+    logprobs = choice["logprobs"]
+    assert "".join(each["token"] for each in logprobs["content"]) == "yes"
+    assert "".join(each["token"] for each in logprobs["reasoning_content"]) == WHOLE.removesuffix("yes")
+    counted = found["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    assert counted == len(logprobs["reasoning_content"]) < found["usage"]["completion_tokens"]
+    deltas = [part["choices"][0] for part in events(thinker, CHAT, body)]
+    for name, text in (("content", "yes"), ("reasoning_content", "a plan")):
+        assert "".join(each["delta"].get(name, "") for each in deltas) == text
+        tokens = [token for each in deltas if each["logprobs"] for token in each["logprobs"].get(name, [])]
+        assert [each["token"] for each in tokens] == [each["token"] for each in logprobs[name]]
+    kinds = [key for each in deltas for key in each["delta"] if key != "role" and each["delta"][key]]
+    assert kinds == sorted(kinds, reverse=True), "the reasoning comes first"
+
+
+def test_the_text_can_be_left_as_it_is(thinker: TestClient, tmp_path: Path) -> None:
+    def content(client: TestClient, **fields: Any) -> str:
+        found = posted(client, CHAT, {"messages": HELLO, **fields})
+        message = found["choices"][0]["message"]
+        assert ("completion_tokens_details" in found["usage"]) == ("reasoning_content" in message)
+        return str(message["content"])
+
+    assert content(thinker, reasoning_format="none") == WHOLE
+    with served_with(model_with(tmp_path, THINKS), forced(WHOLE), "none") as client:
+        assert content(client) == WHOLE and content(client, reasoning_format="deepseek") == "yes"
+    wrong = thinker.post(CHAT, json={"messages": HELLO, "reasoning_format": "hidden"})
+    assert wrong.status_code == 400 and "auto, none, deepseek" in wrong.json()["error"]["message"]
+    assert posted(thinker, "/v1/completions", {"prompt": "hello"})["choices"][0]["text"] == WHOLE
+
+
+def test_anthropic_gets_a_block_of_thinking(thinker: TestClient) -> None:
+    found = posted(thinker, MESSAGES, ANTHROPIC | {"thinking": {"type": "enabled", "budget_tokens": 1024}})
+    assert found["content"] == [
+        {"type": "thinking", "thinking": "a plan", "signature": ""},
+        {"type": "text", "text": "yes"},
+    ]
+    parts = events(thinker, MESSAGES, ANTHROPIC)
+    blocks = [part["content_block"]["type"] for part in parts if part["type"] == "content_block_start"]
+    assert blocks == ["thinking", "text"]
+    assert [part["index"] for part in parts if part["type"] == "content_block_stop"] == [0, 1]
+    deltas = [part["delta"] for part in parts if part["type"] == "content_block_delta"]
+    assert "".join(each.get("thinking", "") for each in deltas) == "a plan"
+    assert "".join(each.get("text", "") for each in deltas) == "yes"
+    assert sum(each["type"] == "signature_delta" for each in deltas) == 1
+    sent = [*HELLO, {"role": "assistant", "content": found["content"]}, *HELLO]
+    assert posted(thinker, MESSAGES, ANTHROPIC | {"messages": sent})["content"][1]["text"] == "yes"
+
+
+def test_responses_get_a_reasoning_item(thinker: TestClient) -> None:
+    found = posted(thinker, RESPONSES, {"input": "hello"})
+    reasoning, message = found["output"]
+    assert reasoning["type"] == "reasoning" and reasoning["content"] == [{"type": "reasoning_text", "text": "a plan"}]
+    assert message["content"][0]["text"] == "yes"
+    assert found["usage"]["output_tokens_details"]["reasoning_tokens"] > 2
+    parts = events(thinker, RESPONSES, {"input": "hello"})
+    assert "".join(part["delta"] for part in parts if part["type"] == "response.reasoning_text.delta") == "a plan"
+    assert "".join(part["delta"] for part in parts if part["type"] == "response.output_text.delta") == "yes"
+    assert [part["sequence_number"] for part in parts] == list(range(len(parts)))
+    done = [part["item"]["type"] for part in parts if part["type"] == "response.output_item.done"]
+    assert done == ["reasoning", "message"] == [item["type"] for item in parts[-1]["response"]["output"]]
+    again = [{"role": "user", "content": "hello"}, *found["output"], {"role": "user", "content": "more"}]
+    assert posted(thinker, RESPONSES, {"input": again})["status"] == "completed"
+
+
+def test_ollama_gets_thinking(thinker: TestClient) -> None:
+    assert "thinking" in posted(thinker, "/api/show", {"model": "m"})["capabilities"]
+    found = posted(thinker, OLLAMA, {"messages": HELLO, "stream": False, "think": True})
+    assert found["message"] == {"role": "assistant", "content": "yes", "thinking": "a plan"}
+    lines = thinker.post(OLLAMA, json={"messages": HELLO}).text.splitlines()
+    messages = [json.loads(line)["message"] for line in lines]
+    assert "".join(each.get("thinking", "") for each in messages) == "a plan"
+    assert "".join(each["content"] for each in messages) == "yes"
+    generated = posted(thinker, "/api/generate", {"prompt": "hello", "stream": False})
+    assert generated["response"] == "yes" and generated["thinking"] == "a plan"
+    for think, status in (("high", 200), ("much", 400), (False, 400)):  # this template has no switch
+        body = {"messages": HELLO, "stream": False, "think": think}
+        assert thinker.post(OLLAMA, json=body).status_code == status, think
+
+
+def test_a_call_behind_the_reasoning_is_found(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    inside = f"<think>\nor {CALL}?\n</think>\n\n{CALL}"
+    with served_with(model_with(tmp_path, THINKS), forced(inside)) as client:
+        found = posted(client, CHAT, {"messages": HELLO, "tools": tools})["choices"][0]
+        assert [call["function"]["name"] for call in found["message"]["tool_calls"]] == ["f"]
+        assert found["message"]["reasoning_content"] == f"or {CALL}?" and found["message"]["content"] is None
+        blocks = posted(client, MESSAGES, ANTHROPIC | {"max_tokens": 300, "tools": [
+            {"name": "f", "input_schema": {"type": "object"}}]})["content"]  # fmt: skip
+        assert [block["type"] for block in blocks] == ["thinking", "tool_use"]
+
+
+def test_an_answer_that_ends_inside_is_all_reasoning(thinker: TestClient) -> None:
+    body = {"messages": HELLO, "max_tokens": 9}
+    found = posted(thinker, CHAT, body)
+    message = found["choices"][0]["message"]
+    assert message["content"] == "" and "a plan".startswith(message["reasoning_content"])
+    assert found["usage"]["completion_tokens_details"]["reasoning_tokens"] == 9
+    assert found["choices"][0]["finish_reason"] == "length"
+    stopped = posted(thinker, MESSAGES, ANTHROPIC | {"stop_sequences": ["plan"]})
+    assert stopped["stop_sequence"] == "plan", "stop texts hold in the reasoning too"
+    assert [block["type"] for block in stopped["content"]] == ["thinking", "text"]
+    behind = posted(thinker, MESSAGES, ANTHROPIC | {"stop_sequences": ["es"]})
+    assert behind["stop_sequence"] == "es" and behind["content"][1]["text"] == "y"
+
+
+def test_a_structure_begins_behind_reasoning_that_the_prompt_opens(tmp_path: Path) -> None:
+    fields = {"messages": HELLO, "max_tokens": 400, "temperature": 1.0, "seed": 3}
+    with served_with(model_with(tmp_path, OPENS)) as client:
+        found = posted(client, CHAT, fields | {"regex": "(yes|no)"})["choices"][0]
+        message = found["message"]
+        assert message["reasoning_content"], "the model reasons freely"
+        assert found["finish_reason"] == "length" or message["content"] in ("yes", "no")
+        free = posted(client, CHAT, fields | {"regex": "ab</think>yes", "free_until": "a"})["choices"][0]["message"]
+        assert free["content"] in ("yes", ""), "a request may say itself where its structure begins"
+
+
+def test_marks_that_print_nothing_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Magistral's [THINK] is a control token; two of the tiny model's stand for it here."""
+    monkeypatch.setattr(marks_module, "KNOWN_MARKS", (Marks("<|user|>", "<|assistant|>"),))
+    path = model_with(tmp_path, TEMPLATE)
+    with edgespec.load(str(path), threads=TEST_THREADS, reproducible=False) as model:
+        opening, closing = model.encode("<|user|><|assistant|>", parse_special=True)
+    grammar = GenerateOptions(max_tokens=60, grammar=f'start: <[{opening}]> "a plan" <[{closing}]> "yes"')
+    with served_with(path, grammar) as client:
+        (choice,) = posted(client, CHAT, {"messages": HELLO, "logprobs": True})["choices"]
+        assert choice["message"]["content"] == "yes" and choice["message"]["reasoning_content"] == "a plan"
+        names = [each["token"] for each in choice["logprobs"]["reasoning_content"]]
+        assert (names[0], names[-1]) == ("<|user|>", "<|assistant|>")
+    monkeypatch.setattr(marks_module, "KNOWN_MARKS", (Marks("<|assistant|>", "<|end|>"),))
+    with served_with(path) as client:
+        refused = client.post(CHAT, json={"messages": HELLO, "regex": "yes"})
+        assert refused.status_code == 400 and "switch reasoning off" in refused.json()["error"]["message"]
+
+
+def test_the_chat_keeps_the_answer_and_not_the_reasoning(tmp_path: Path) -> None:
+    path = model_with(tmp_path, THINKS)
+    saved = tmp_path / "chat.json"
+    words = ["chat", str(path), "--no-reproducible", "--seed", "1", "--regex", forced(WHOLE).regex or ""]
+    lines = f"hello\nmore\n/save {saved}\n"
+    found = CliRunner().invoke(cli, words, input=lines)
+    assert found.exit_code == 0, found.output
+    assert found.stdout == f"{WHOLE}\n{WHOLE}\n", "through a pipe the text is as the model wrote it"
+    answers = [each for each in json.loads(saved.read_text())["messages"] if each["role"] == "assistant"]
+    assert [(each["content"], each["reasoning_content"]) for each in answers] == [("yes", "a plan")] * 2
+    found = CliRunner().invoke(cli, [*words, "--reasoning-format", "none"], input=lines)
+    answers = [each for each in json.loads(saved.read_text())["messages"] if each["role"] == "assistant"]
+    assert [each["content"] for each in answers] == [WHOLE] * 2

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from edgespec.chat.tool_forms import Hermes, Llama, Mistral, MistralNamed, MistralNamedWithId, Phi, PhiSingle
+from edgespec.chat.tools import ToolParser
 from edgespec.server import structure
-from edgespec.server.tools import ToolParser, _Hermes, _Llama, _Mistral
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
@@ -147,7 +148,7 @@ def test_tools_and_a_schema_answer_with_one_of_both(client: TestClient):
         jsonschema.validate(value, SCHEMA)
 
 
-@pytest.mark.parametrize("parser", [_Hermes, _Llama, _Mistral])
+@pytest.mark.parametrize("parser", [Hermes, Llama, Mistral, MistralNamed, MistralNamedWithId, Phi, PhiSingle])
 @pytest.mark.parametrize("schema", [SCHEMA, SHARING])
 def test_what_the_grammar_of_calls_allows_is_what_the_parser_reads(
     client: TestClient, service: Any, parser: type[ToolParser], schema: dict[str, Any]

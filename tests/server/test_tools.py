@@ -6,10 +6,13 @@ import json
 
 import pytest
 
-from edgespec.server.tools import ToolParser, tool_parser
+from edgespec.chat.tool_forms import tool_parser
+from edgespec.chat.tools import ToolParser
 
 HERMES = "{% if tools %}<tool_call>{% endif %}"
 MISTRAL = "{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]"
+NAMED = "{% if tools %}{% endif %}[TOOL_CALLS]{{ name }}[ARGS]"
+PHI = "<|tool|>{{ message['tools'] }}<|/tool|>"
 LLAMA = "{% if tools %}Environment: ipython{% endif %}"
 Found = tuple[str, list[tuple[str, dict]]]
 
@@ -47,6 +50,16 @@ def parse(template: str, text: str, step: int) -> Found:
          ("Ok ", [("f", {"a": 1}), ("g", {})])),
         (MISTRAL, "[TOOL_CALLS] [broken", ("[TOOL_CALLS] [broken", [])),
         (MISTRAL, "An [answer]", ("An [answer]", [])),
+        (NAMED, 'Ok.[TOOL_CALLS]f[ARGS]{"a": {"b": 1}}[TOOL_CALLS]g[CALL_ID]abcdefghi[ARGS]{}',
+         ("Ok.", [("f", {"a": {"b": 1}}), ("g", {})])),
+        (NAMED, '[TOOL_CALLS]f[ARGS]{"a": 1} and', ('[TOOL_CALLS]f[ARGS]{"a": 1} and', [])),
+        (NAMED, "[TOOL_CALLS]f[ARGS][1]", ("[TOOL_CALLS]f[ARGS][1]", [])),
+        (NAMED, "[TOOL_CALLS]f o[ARGS]{}", ("[TOOL_CALLS]f o[ARGS]{}", [])),
+        (PHI, '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]<|/tool_call|>',
+         ("", [("f", {"a": 1}), ("g", {})])),
+        (PHI, 'So <|tool_call|>{"name": "f", "arguments": {}}<|/tool_call|>', ("So ", [("f", {})])),
+        (PHI, '<|tool_call|>[{"name": "f", "arguments": {}}]', ("", [("f", {})])),
+        (PHI, '<|tool_call|>[{"name": "f"}, 3]<|/tool_call|>', ('<|tool_call|>[{"name": "f"}, 3]<|/tool_call|>', [])),
         (LLAMA, '{"name": "f", "parameters": {"a": 1}}', ("", [("f", {"a": 1})])),
         (LLAMA, '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}',
          ("", [("f", {}), ("g", {})])),
@@ -61,7 +74,7 @@ def test_calls_and_text_are_told_apart(template: str, text: str, expected: Found
 @pytest.mark.parametrize("template", [None, "{{ messages }}", "{% if tools %}<tool_call><function={% endif %}",
                                       "{{ tools }}<tool_call>f<arg_key>a</arg_key></tool_call>",
                                       "{{ tools }}<tool_call><invoke name='f'></tool_call>",
-                                      "{{ tools }}[TOOL_CALLS]x[ARGS]", "{{ tools }}"])  # fmt: skip
+                                      "{{ tools }}<|tool_call|>[", "{{ tools }}"])  # fmt: skip
 def test_a_format_that_is_not_known_has_no_parser(template: str | None):
     assert tool_parser(template) is None
 

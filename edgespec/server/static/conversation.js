@@ -148,6 +148,7 @@ async function receive(request, message, view) {
 
 function take(chunk, message, view) {
   const choice = chunk.choices[0];
+  if (choice?.delta.reasoning_content) message.reasoning = (message.reasoning ?? "") + choice.delta.reasoning_content;
   if (choice?.delta.content) {
     message.content += choice.delta.content;
     addTokens(message, chunk.tokens ?? [{ text: choice.delta.content, drafter: null }]);

@@ -53,17 +53,23 @@ const ENDINGS = { stopped: "Stopped.", length: "Ended at the limit of tokens." }
 export class MessageView {
   constructor(message, index, actions) {
     Object.assign(this, { message, index, actions });
+    this.reasoning = h("details", { class: "reasoning", hidden: true }, h("summary", {}, "Reasoning"), h("div", {}));
     this.text = h("div", { class: "text" });
     this.note = h("div", { class: "note" });
     this.foot = h("footer", { class: "meta" });
     const who = h("h3", { class: "hidden" }, message.role === "user" ? "You" : "Answer");
-    this.element = h("article", { class: message.role }, who, this.text, this.note, this.foot);
+    this.element = h("article", { class: message.role }, who, this.reasoning, this.text, this.note, this.foot);
     this.draw(false);
   }
 
   draw(isRunning) {
     const { message } = this;
     this.element.classList.toggle("running", isRunning);
+    this.reasoning.hidden = !message.reasoning;
+    if (message.reasoning) {
+      this.reasoning.lastChild.textContent = message.reasoning;
+      if (isRunning) this.reasoning.open = !message.content; // open until the answer begins
+    }
     if (message.role === "user") this.text.textContent = message.content;
     else render(this.text, message.content, painter(message));
     if (isRunning) return;

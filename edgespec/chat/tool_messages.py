@@ -1,0 +1,53 @@
+"""Tools and calls for chat templates that take them in another place than OpenAI's API, or not at all.
+
+Templates of Hermes, Qwen, Llama and Mistral read `tools` and each message's `tool_calls`. SmolLM3's calls the tools
+`xml_tools`, Phi-4-mini's reads them from the system message, and neither shows the calls of earlier turns: these are
+put into the message's text as the model writes them, so that no part of a conversation is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from edgespec.chat.tool_forms import tool_parser
+from edgespec.errors import PromptError
+
+_OWN_NAME = re.compile(r"(?<![.'\"\w])tools\b")
+_OF_MESSAGE = re.compile(r"message(?:\.tools\b|\[.tools.\])")
+
+
+def with_tools(
+    template: str, messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """(the messages, names for the template besides `tools`) in which every tool and call is where `template` looks.
+
+    Raises PromptError for tools or calls that it would leave out.
+    """
+    shown = [_with_calls(template, message) for message in messages]
+    if not tools or _OWN_NAME.search(template):
+        return shown, {}
+    if "xml_tools" in template:
+        return shown, {"xml_tools": list(tools)}
+    if _OF_MESSAGE.search(template) is None:
+        raise PromptError("the chat template of this model takes no tools: leave them out")
+    functions = json.dumps([tool.get("function", tool) for tool in tools], ensure_ascii=False)
+    if shown[0]["role"] != "system":
+        shown.insert(0, {"role": "system", "content": ""})
+    shown[0] = shown[0] | {"tools": functions}
+    return shown, {}
+
+
+def _with_calls(template: str, message: dict[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    if not calls or "tool_calls" in template:
+        return message
+    parser = tool_parser(template)
+    if parser is None:
+        raise PromptError("the chat template of this model shows no tool calls, which the conversation has")
+    functions = [call.get("function") or {} for call in calls]
+    written = parser.written((str(each.get("name")), each.get("arguments") or {}) for each in functions)
+    text = message.get("content") or ""
+    return message | {"content": f"{text}\n{written}" if text else written}
