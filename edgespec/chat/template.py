@@ -129,10 +129,21 @@ def render_chat(
         ) from exc
     except jinja2.TemplateSyntaxError as exc:
         raise CapabilityError(f"the model's chat template is broken: {exc}; {_FIX}") from exc
+    values = {**given, **(arguments or {})}
+    try:
+        return _rendered(template, values)
+    except CapabilityError as exc:
+        if tools or not isinstance(exc.__cause__, TypeError):
+            raise
+        return _rendered(template, {**values, "tools": []})  # Hermes' templates go through tools that nobody gave
+
+
+def _rendered(template: jinja2.Template, values: Mapping[str, Any]) -> str:
+    """Raises as `render_chat`."""
     parts: list[str] = []
     size = 0
     try:
-        for part in template.generate({**given, **(arguments or {})}):
+        for part in template.generate(values):
             parts.append(part)
             size += len(part)
             if size > MAX_PROMPT_CHARACTERS:

@@ -10,7 +10,8 @@ from edgespec.chat.reasoning import begun
 from edgespec.chat.tools import ToolCall, ToolParser, as_call, as_calls, first_json, loaded
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_NO_JSON = ("<function=", "<arg_key>", "<invoke")  # what calls of Qwen3-Coder, GLM and MiniMax have between the marks
+# What other calls have in or around them: those of Qwen3-Coder, GLM, MiniMax, functionary, Apriel.
+_OTHERS = ("<function=", "<arg_key>", "<invoke", "<tool_calls>")
 _MISTRAL, _CALL_ID, _ARGS, _LLAMA = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>"
 _PHI_TOOLS, _PHI_OPEN, _PHI_CLOSE = ("<|tool|>", "<|/tool|>"), "<|tool_call|>", "<|/tool_call|>"
 _NAMED = re.compile(r"\s*([A-Za-z0-9_.-]{1,64})\s*(?:\[CALL_ID\]\s*([A-Za-z0-9_-]{1,64})\s*)?\[ARGS\]\s*")
@@ -18,10 +19,10 @@ _NAMED = re.compile(r"\s*([A-Za-z0-9_.-]{1,64})\s*(?:\[CALL_ID\]\s*([A-Za-z0-9_-
 
 def tool_parser(template: str | None) -> type[ToolParser] | None:
     """The parser for a model's chat template; None if it renders no tools, or calls in a form that is not known."""
-    if template is None or "tools" not in template:
+    if template is None or "tools" not in template or any(other in template for other in _OTHERS):
         return None
     if _OPEN in template:
-        return None if any(other in template for other in _NO_JSON) else Hermes
+        return Hermes
     if _MISTRAL in template:
         named = MistralNamedWithId if _CALL_ID in template else MistralNamed
         return named if _ARGS in template else Mistral

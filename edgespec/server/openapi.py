@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from edgespec import __version__
-from edgespec.config import DRAFTERS, RULES
+from edgespec.config import DRAFTERS, REASONING_FORMATS, RULES
 
 Schema = dict[str, Any]
 _TEXT: Schema = {"type": "string"}
@@ -83,6 +83,7 @@ _CHAT = _object(
             "type": ["string", "null"],
             "description": "none: a model that can reason answers at once",
         },
+        "reasoning_format": {"enum": [*REASONING_FORMATS, None], "description": "none: reasoning stays in the text"},
         "chat_template_kwargs": {"type": ["object", "null"], "description": "Passed to the chat template"},
         "response_format": {"type": ["object", "null"]},
         "timings_per_token": {**_FLAG, "description": "In a stream: `timings` and `tokens`, with each one's drafter"},

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+import click
 import pytest
 
+from edgespec.chat.reasoning import KNOWN_MARKS, Reasoning
 from edgespec.cli.answer import AnswerPrinter, ToolCalls, WordWrap, readable
+from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.types import TokenEvent
 
 TEXT = "The quick brown fox jumps over the lazy dog, twice.\nThen it sleeps."
@@ -117,3 +123,28 @@ def test_no_escapes_where_they_are_not_wanted(monkeypatch, capsys, variable, val
     monkeypatch.setenv(variable, value)
     printed_text = printed(monkeypatch, capsys, "text", is_terminal=True, show_draft=True)
     assert printed_text == "text\n"
+
+
+def reasoned(monkeypatch: pytest.MonkeyPatch, path: Path, text: str, *, terminal: bool, raw: bool = False) -> str:
+    """What is printed of an answer of a reasoning model, with escapes where it goes to a terminal."""
+    shown: list[str] = []
+    monkeypatch.setattr("edgespec.cli.answer.click.echo", lambda text="\n", nl=True: shown.append(text))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
+    monkeypatch.setattr("edgespec.cli.answer.has_escapes", lambda: terminal)
+    monkeypatch.setattr("shutil.get_terminal_size", lambda *_: os.terminal_size((40, 20)))
+    with VocabularyFile(path) as vocabulary:
+        printer = AnswerPrinter(raw=raw, reasoning=(Reasoning(KNOWN_MARKS[0]), vocabulary))
+        for letter in text:
+            printer.push(TokenEvent(vocabulary.encode("a")[0], letter, 0, None))
+        printer.end_line()
+    assert printer.text == text and printer.parts == ("I plan.", "Yes.")
+    return "".join(shown)
+
+
+def test_reasoning_is_dimmed_in_a_terminal_and_exact_elsewhere(monkeypatch: pytest.MonkeyPatch, target_path: Path):
+    text = "<think>\nI plan.\n</think>\n\nYes."
+    looked_at = reasoned(monkeypatch, target_path, text, terminal=True)
+    assert click.unstyle(looked_at) == "I plan.\n\nYes.\n"
+    assert "\x1b[2mI" in looked_at and looked_at.endswith("Yes.\n") and "\x1b" not in looked_at[-6:]
+    assert reasoned(monkeypatch, target_path, text, terminal=True, raw=True) == text + "\n"
+    assert reasoned(monkeypatch, target_path, text, terminal=False) == text + "\n"

@@ -74,6 +74,8 @@ def test_calls_and_text_are_told_apart(template: str, text: str, expected: Found
 @pytest.mark.parametrize("template", [None, "{{ messages }}", "{% if tools %}<tool_call><function={% endif %}",
                                       "{{ tools }}<tool_call>f<arg_key>a</arg_key></tool_call>",
                                       "{{ tools }}<tool_call><invoke name='f'></tool_call>",
+                                      "{{ tools }} ipython <function=f>{}</function>",
+                                      "{{ tools }}<tool_calls>[{}]</tool_calls> after <tool_call>",
                                       "{{ tools }}<|tool_call|>[", "{{ tools }}"])  # fmt: skip
 def test_a_format_that_is_not_known_has_no_parser(template: str | None):
     assert tool_parser(template) is None

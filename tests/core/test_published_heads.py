@@ -1,0 +1,39 @@
+"""An EAGLE-3 head as published, where a model or a file of heads is wanted: the error names its conversion."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from edgespec.cli.main import cli
+from edgespec.formats.hub_folder import eagle3_fix
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Path:
+    folder = tmp_path / "a head"
+    folder.mkdir()
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 32000}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+@pytest.mark.parametrize("option", ["-md", "--heads"])
+def test_the_error_names_the_command(head: Path, target_path: Path, option: str) -> None:
+    for given in (head, head / "model.safetensors") if option == "--heads" else (head,):
+        found = CliRunner().invoke(cli, ["generate", str(target_path), option, str(given), "-p", "x", "-n", "1"])
+        assert found.exit_code == 2
+        assert f"edgespec export TARGET --draft '{head}' -o PAIR" in found.stderr, found.output
+    exported = CliRunner().invoke(cli, ["export", str(target_path), "--to", "onnx", "--draft", str(head)])
+    assert exported.exit_code == 2 and "EAGLE-3 head as published" in exported.stderr
+
+
+def test_other_folders_are_none(tmp_path: Path) -> None:
+    assert eagle3_fix(tmp_path) is None
+    for text in ("{", "[]", json.dumps({"num_hidden_layers": 2})):
+        (tmp_path / "config.json").write_text(text)
+        assert eagle3_fix(tmp_path) is None and eagle3_fix(tmp_path / "heads.npz") is None

@@ -1,0 +1,118 @@
+"""Tools and calls in small templates of the published forms: nothing is lost, and calls are read back as they stand.
+
+The templates are written for these tests in the forms of Qwen, SmolLM3, Phi-4-mini, Mistral Small 3 and Llama 3.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from edgespec.chat.call_ids import wants_short_ids, with_short_ids
+from edgespec.chat.template import render_chat
+from edgespec.chat.tool_forms import tool_parser
+from edgespec.errors import PromptError
+
+TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}CALLS<|im_end|>\n{% endfor %}"
+QWEN = "{% if tools %}{{ tools | tojson }}{% endif %}" + TURNS.replace("CALLS", (
+    "{% for c in m.tool_calls %}\n<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+))  # fmt: skip
+SMOLLM3 = "{% if xml_tools is defined %}{{ xml_tools }} within <tool_call></tool_call>{% endif %}" + TURNS.replace(
+    "CALLS", ""
+)
+PHI = (
+    "{% for message in messages %}{% if message['role'] == 'system' and 'tools' in message %}"
+    "<|system|>{{ message['content'] }}<|tool|>{{ message['tools'] }}<|/tool|><|end|>"
+    "{% else %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endif %}{% endfor %}"
+)
+PHI_SINGLE = (
+    "{% for t in tools %}<|tool|>{{ t['function'] | tojson }}<|/tool|>{% endfor %} as <|tool_call|>{...}<|/tool_call|>"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls %}"
+    "<|tool_call|>{{ c.function | tojson }}<|/tool_call|>{% endfor %}<|end|>{% endfor %}"
+)
+MISTRAL = (
+    "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}"
+    "{% if c.id | length != 9 %}{{ raise_exception('length 9') }}{% endif %}"
+    "[TOOL_CALLS]{{ c.function.name }}[CALL_ID]{{ c.id }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}"
+    "</s>{% endfor %}"
+)
+MINISTRAL = MISTRAL.replace("[CALL_ID]{{ c.id }}", "").replace("{% if c.id | length != 9 %}", "{% if false %}")
+LLAMA = (
+    "{% if tools %}Environment: ipython {{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}"
+    '{% for c in m.tool_calls %}{"name": "{{ c.function.name }}", '
+    '"parameters": {{ c.function.arguments | tojson }}}{% endfor %}<|eot_id|>{% endfor %}'
+)
+FORMS = {"qwen": QWEN, "smollm3": SMOLLM3, "phi": PHI, "phi single": PHI_SINGLE, "mistral": MISTRAL,
+         "ministral": MINISTRAL, "llama": LLAMA}  # fmt: skip
+ENDS = ("<|im_end|>", "<|end|>", "</s>", "<|eot_id|>")
+TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
+
+
+def conversation(*calls: tuple[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    made = [
+        {"id": f"call_{index}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+        for index, (name, arguments) in enumerate(calls)
+    ]
+    return [{"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": None, "tool_calls": made}]
+
+
+def rendered(source: str, messages: list[dict[str, Any]], tools: Any = TOOLS) -> str:
+    return render_chat(source, with_short_ids(messages) if wants_short_ids(source) else messages, tools=tools)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("step", [1, 7, 10_000])
+def test_a_rendered_call_is_parsed_back(form: str, step: int) -> None:
+    calls = [("find", {"city": "Paris, « 75 »", "n": [1, {"a": None}]})]
+    calls += [] if form == "llama" else [("book", {})]  # Llama 3 calls one at a time
+    source = FORMS[form]
+    text = rendered(source, conversation(*calls))
+    answer = text[text.index("QUESTION") + len("QUESTION") :]
+    answer = answer.split("assistant|>")[-1].split("assistant\n")[-1]
+    for end in ENDS:
+        answer = answer.removeprefix(end).replace(end, "")
+    kind = tool_parser(source)
+    assert kind is not None
+    parser, shown, found = kind(), "", []
+    for begin in range(0, len(answer), step):
+        piece, more = parser.push(answer[begin : begin + step])
+        shown, found = shown + piece, found + more
+    piece, more = parser.finish()
+    assert not (shown + piece).strip()
+    assert [(call.name, json.loads(call.arguments)) for call in found + more] == calls
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tools_results_and_earlier_texts_are_in_the_prompt(form: str) -> None:
+    messages = conversation(("find", {"city": "Paris"}))
+    messages += [{"role": "tool", "tool_call_id": "call_0", "content": "RESULT"}, {"role": "user", "content": "MORE"}]
+    text = rendered(FORMS[form], messages)
+    assert all(text.count(part) == 1 for part in ("QUESTION", "Paris", "RESULT", "MORE"))
+    assert text.index("find") < text.index("QUESTION"), "the tools come first"
+    with_system = rendered(FORMS[form], [{"role": "system", "content": "SYSTEM"}, *messages])
+    assert with_system.count("SYSTEM") == 1 and "find" in with_system
+    assert "find" not in rendered(FORMS[form], messages[:1], tools=None)
+
+
+def test_what_a_template_would_leave_out_is_refused() -> None:
+    bare = TURNS.replace("CALLS", "")
+    with pytest.raises(PromptError, match="takes no tools"):
+        render_chat(bare, [{"role": "user", "content": "x"}], tools=TOOLS)
+    with pytest.raises(PromptError, match="shows no tool calls"):
+        render_chat(bare, conversation(("find", {})))
+
+
+def test_an_answer_without_content_is_an_empty_one() -> None:
+    """As OpenAI's clients send back an answer that was all reasoning."""
+    text = render_chat(TURNS.replace("CALLS", ""), [{"role": "assistant", "content": None}])
+    assert text == "<|im_start|>assistant\n<|im_end|>\n"
+    with pytest.raises(PromptError, match="no text content"):
+        render_chat(TURNS, [{"role": "user", "content": None}])
+
+
+def test_a_template_may_go_through_tools_that_nobody_gave() -> None:
+    assert render_chat("{% for t in tools %}x{% endfor %}{{ messages[0].content }}", conversation()[:1]) == "QUESTION"
