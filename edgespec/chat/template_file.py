@@ -21,7 +21,7 @@ def read_template(path: Path | None) -> str | None:
         raise ConfigError(f"chat-template-file: {path} cannot be read: {reason}") from exc
     if len(source) > _MOST_CHARACTERS:
         raise ConfigError(f"chat-template-file: {path} has more than {_MOST_CHARACTERS} characters: no chat template")
-    from edgespec.chat.template import check_template  # jinja2 is needed only here
+    from edgespec.chat.sandbox import check_template  # jinja2 is needed only here
 
     problem = check_template(source)
     if problem is None and "messages" not in source:
