@@ -132,6 +132,19 @@ def test_tokenizers_are_those_of_the_file(kind: str, tmp_path: Path, monkeypatch
         ]
 
 
+@NEEDS_LLAMA
+@pytest.mark.parametrize("name", ["smaug-bpe", "dbrx"])
+def test_splitters_of_llama_3_that_apply_merges(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Files of SmolLM3 and OLMo 2 have these names: words are split as Llama 3 does, but a word is always merged."""
+    monkeypatch.setitem(SETTINGS, "smollm2", (SETTINGS["smollm2"][0], "llama-bpe"))
+    monkeypatch.setattr("edgespec.export.gguf.tokenizer.pre_tokenizer_name", lambda _: name)
+    path = tmp_path / "tiny.gguf"
+    convert(write_checkpoint(tmp_path / "source", "smollm2"), path, "f32")
+    folder = graph(path, tmp_path / "made").parent
+    assert json.loads((folder / "tokenizer.json").read_text())["model"]["ignore_merges"] is False
+    assert check_tokenizer(folder, path) > 200
+
+
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_every_type_is_read(kind: str, tmp_path: Path):
     path = write_model(tmp_path / "tiny.gguf", Shape(weights=gguf.GGMLQuantizationType[kind]))

@@ -27,6 +27,8 @@ ALIASES = {
     **dict.fromkeys(("llama4",), "gpt-4o"),
 }
 SPLITTERS = {name: stages for stages, name in PRE_TOKENIZERS.items()}
+# These split text as another does and differ from it in what `IGNORE_MERGES` and the bos token say (SmolLM3, OLMo 2).
+SPLITTERS |= dict.fromkeys(("smaug-bpe", "dbrx"), SPLITTERS["llama-bpe"])
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's kinds of tokens
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
