@@ -6,6 +6,7 @@ step behind: what the child has opened is opened here while the child goes on.
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 from edgespec.closing import Closing
 from edgespec.engines import disk_cache
 from edgespec.engines.disk_cache import CHECKED_FILE, file_key, key_of
+from edgespec.engines.machine import usable_processors
 from edgespec.engines.trial_child import OPENED, USED, Child, is_graph, start_child
 from edgespec.errors import ModelFileError, ModelNotFound
 from edgespec.formats.gguf.check import check_gguf
@@ -129,9 +131,17 @@ def _files(path: Path) -> Sequence[Path]:
 
 
 def _allowed_s(paths: Sequence[Path]) -> float:
-    """Time to read all files of these models from a slow disk."""
+    """Time to read all files of these models from a slow disk, on a machine as busy as this one."""
     files = (file for path in paths for file in _files(path))
-    return START_S + sum(file.stat().st_size for file in files) / READ_BYTES_PER_S
+    return _programs_per_core() * (START_S + sum(file.stat().st_size for file in files) / READ_BYTES_PER_S)
+
+
+def _programs_per_core() -> float:
+    """How many programs share a core, at least 1; also 1 where the system does not say (Windows)."""
+    try:
+        return max(1.0, os.getloadavg()[0] / usable_processors())
+    except (AttributeError, OSError):
+        return 1.0
 
 
 def probe(path: Path, *, timeout_s: float | None = None) -> None:

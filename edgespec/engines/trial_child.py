@@ -34,6 +34,7 @@ from edgespec.formats.gguf.eagle3 import is_eagle3
 # Libraries with threads or devices of their own, which do not survive a fork.
 _UNFORKABLE = (b"libiomp", b"libomp", b"onnxruntime_pybind", b"libtorch", b"libcuda")
 OPENED, USED = 1, 2  # steps of a file's trial, and how many reports there are of it then
+STEP_S = 1.0
 _OPENMP = b"libgomp"  # of llama.cpp, which starts threads in its first pass; before that, of another library
 
 
@@ -59,7 +60,7 @@ class Child(Closing):
     ) -> None:
         self._order, self._timeout_s = order, timeout_s
         self._ended, self._kill = ended, kill
-        self._deadline_s = monotonic() + timeout_s
+        self._left_s = timeout_s
         self._found: list[str | None] = []
         self._lines: queue.Queue[bytes] = queue.Queue()
         # Windows cannot wait for a pipe with a time limit, a queue can.
@@ -68,24 +69,35 @@ class Child(Closing):
     def results(self, count: int) -> list[str | None]:
         """Wait for its first `count` reports: of each the fault, or None. Fewer if it ended: the last one says how."""
         while len(self._found) < count:
-            if ending := self._read():
-                path = self._order[len(self._found)]
-                how = f"{path} is not a usable model: loading it {ending}. Download or export it again"
-                return [*self._found, how]
+            if fault := self._read(self._order[len(self._found)]):
+                return [*self._found, fault]
         return self._found[:count]
 
-    def _read(self) -> str:
-        """Wait for the next line; how the child ended if there is none."""
-        try:
-            line = self._lines.get(timeout=max(self._deadline_s - monotonic(), 0.0))
-        except queue.Empty:
-            return f"took more than {self._timeout_s:g} s in a trial process"
+    def _read(self, path: Path) -> str:
+        """Wait for the next line, which is about `path`; what to say of it if there is none."""
+        line = self._next_line()
+        if line is None:
+            return (
+                f"{path} could not be tried: loading it took more than {self._timeout_s:.0f} s in a trial process. Try "
+                "again when the machine is less busy; if it takes as long then, download or export the file again"
+            )
         if not line:
-            return f"ended a trial process (status {self._ended()})"
+            ending = f"ended a trial process (status {self._ended()})"
+            return f"{path} is not a usable model: loading it {ending}. Download or export it again"
         text = line.decode("utf-8", errors="replace").strip()
         if text.startswith("{") and text.endswith("}"):  # libraries may write lines of their own
             self._found.append(json.loads(text)["fault"])
         return ""
+
+    def _next_line(self) -> bytes | None:
+        """The next line, empty at the end; None when the time is over. While this process is stopped none passes."""
+        while self._left_s > 0:
+            step_s, before_s = min(STEP_S, self._left_s), monotonic()
+            try:
+                return self._lines.get(timeout=step_s)
+            except queue.Empty:
+                self._left_s -= min(step_s, monotonic() - before_s)
+        return None
 
     def close(self) -> None:
         """End it, whatever it is doing. Closing twice is allowed."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import os
 import random
 import struct
 import subprocess
@@ -16,6 +18,7 @@ import pytest
 from edgespec.config import LoadOptions
 from edgespec.engines import trial, trial_child
 from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile, weights
+from edgespec.engines.machine import usable_processors
 from edgespec.errors import EdgespecError, ModelFileError, ModelNotFound
 from edgespec.formats.gguf import check as gguf_check
 from edgespec.formats.gguf import header as gguf_header
@@ -210,9 +213,33 @@ def test_a_probe_reports_nan_weights_and_logits(tmp_path):
         trial.probe(logits)
 
 
+def test_time_in_which_this_process_is_stopped_counts_for_nothing(sound, monkeypatch):
+    clock = itertools.count(0.0, 1000.0)  # as if it were stopped (Ctrl-Z) before every look at the clock
+    monkeypatch.setattr(trial_child, "monotonic", lambda: next(clock))
+    assert list(trial.faults([sound], timeout_s=60)) == [None]
+
+
+def test_a_busy_machine_is_given_more_time(sound, monkeypatch):
+    class Asked(Exception):
+        pass
+
+    def allowed_s(programs_per_core: float) -> float:
+        load = programs_per_core * usable_processors()
+        monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load), raising=False)
+        with pytest.raises(Asked) as asked:
+            trial.probe(sound)
+        return float(asked.value.args[0])
+
+    def ask(paths: object, *, timeout_s: float, weights_last: bool) -> None:
+        raise Asked(timeout_s)
+
+    monkeypatch.setattr(trial, "start_child", ask)
+    assert allowed_s(0.1) == allowed_s(1) == pytest.approx(allowed_s(6) / 6)
+
+
 def test_a_probe_that_hangs_is_ended(tmp_path):
     path = write_model(tmp_path / "rwkv.gguf", SHAPE, metadata={"tokenizer.ggml.model": "rwkv"})
-    with pytest.raises(ModelFileError, match="took more than 5 s"):
+    with pytest.raises(ModelFileError, match=r"could not be tried: loading it took more than 5 s .* less busy"):
         trial.probe(path, timeout_s=5)
 
 
