@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
-import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
 import click
 
-from edgespec.cli import has_escapes
+from edgespec.cli import has_escapes, wrapped
 from edgespec.config import LOSSY, GenerateOptions, RuleName
 
 if TYPE_CHECKING:
@@ -39,12 +36,7 @@ def verbosity() -> Verbosity:
 
 def reply(text: str) -> None:
     """Dimmed lines on stderr that answer what the user typed; in a terminal they are wrapped at words."""
-    if sys.stderr.isatty():
-        columns = shutil.get_terminal_size().columns
-        lines = [
-            textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False) for line in text.split("\n")
-        ]
-        text = "\n".join(lines)
+    text = wrapped(text)
     click.echo(click.style(text, dim=True) if has_escapes() else text, err=True)
 
 
@@ -61,8 +53,8 @@ def detail(text: str) -> None:
 
 
 def complain(text: str) -> None:
-    """One error line on stderr, for failures that do not end the program."""
-    click.echo(f"error: {' '.join(text.split())}", err=True)
+    """One error line on stderr; in a terminal it is wrapped at words."""
+    click.echo(wrapped(f"error: {' '.join(text.split())}"), err=True)
 
 
 def counted(count: int, noun: str) -> str:

@@ -8,15 +8,16 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 from click.testing import CliRunner, Result
 
 from edgespec.cli import status
 from edgespec.cli.lines import line_reader
-from edgespec.cli.main import cli
+from edgespec.cli.main import _report, cli
 from edgespec.cli.status import waiting
-from edgespec.cli.terminal import length_note
+from edgespec.cli.terminal import complain, length_note
 from edgespec.config import GenerateOptions
 from edgespec.config.settings import SETTINGS
 from edgespec.types import Stats
@@ -148,6 +149,19 @@ def test_a_terminal_sees_a_long_load_and_then_it_is_gone(monkeypatch, capsys):
             said += capsys.readouterr().err
     assert "proving [y]: 2 of 9 (Ctrl-C stops)" in said
     assert "\x1b[2K" in capsys.readouterr().err, "the line is erased"
+
+
+def test_a_terminal_sees_errors_broken_at_words_and_a_program_in_one_line(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    said = "No model is called 'x'; the known ones are: a, b, c and many more of them"
+    for is_terminal in (False, True):
+        monkeypatch.setattr("sys.stderr.isatty", lambda seen=is_terminal: seen)
+        for report in (complain, partial(_report, code=1)):
+            report(said)
+            lines = capsys.readouterr().err.splitlines()
+            assert " ".join(lines) == f"error: {said}"
+            assert (len(lines) > 1) == is_terminal
+            assert not is_terminal or max(map(len, lines)) <= 40
 
 
 # MODEL
