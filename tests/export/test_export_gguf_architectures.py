@@ -172,6 +172,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         {"architectures": ["MixtralForCausalLM"]},
     ),
     "is a none; supported for GGUF": ("llama", {"architectures": None}),
+    r"is a Phi3ForCausalLM; .*\. llama.cpp's own convert_hf_to_gguf.py": (
+        "llama",
+        {"architectures": ["Phi3ForCausalLM"]},
+    ),
     "hidden_act 'relu'; allowed: 'silu'": ("llama", {"hidden_act": "relu"}),
     "quantization_config .*gptq.*; allowed: none": ("llama", {"quantization_config": {"quant_method": "gptq"}}),
     "rotary scaling 'longrope' cannot be converted; allowed: default": (
