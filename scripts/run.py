@@ -30,6 +30,7 @@ import queue
 import re
 import shutil
 import subprocess
+import textwrap
 import threading
 import time
 import tomllib
@@ -461,6 +462,13 @@ def clock(seconds: float) -> str:
 
 
 def say(text: str) -> None:
+    """Lines on stderr, broken at words where it is a terminal."""
+    if sys.stderr.isatty():
+        columns = shutil.get_terminal_size().columns
+        lines = (
+            textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False) for line in text.split("\n")
+        )
+        text = "\n".join(lines)
     print(text, file=sys.stderr, flush=True)
 
 

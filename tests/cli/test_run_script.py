@@ -251,6 +251,19 @@ def test_a_damaged_marker_is_not_ready(script, content):
     assert not script.is_ready([])
 
 
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_terminal_sees_lines_broken_at_words(script, monkeypatch, capsys, is_terminal):
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    text = "model.gguf needs llama.cpp: a ready wheel is used where pip finds one, else it is compiled once"
+    script.say(text)
+    lines = capsys.readouterr().err.splitlines()
+    assert " ".join(lines) == text
+    assert (max(map(len, lines)) <= 40) == is_terminal
+    script.say("\nstopped")
+    assert capsys.readouterr().err == "\nstopped\n"
+
+
 def test_a_step_leaves_its_output_in_the_log(script, tmp_path, capsys):
     script.step("greeting", [sys.executable, "-c", "print('hello')"], tmp_path / "log")
     assert (tmp_path / "log").read_text() == "hello\n"

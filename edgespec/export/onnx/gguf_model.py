@@ -115,7 +115,7 @@ def read_model(path: Path, header: GgufHeader) -> GgufModel:
     if kind is None:
         raise ModelFileError(
             f"{path} is of the architecture {header.architecture!r}; allowed for ONNX: {', '.join(KINDS)}. Run the "
-            "GGUF as it is, with llama.cpp, or export the original Hugging Face model: there more are known"
+            "GGUF as it is, with llama.cpp, or export the folder of the original model, of which more are known"
         )
     try:
         return _Reader(path, header, kind).read()
