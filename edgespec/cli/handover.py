@@ -12,8 +12,20 @@ from edgespec.cli.terminal import note
 from edgespec.tuning.handover import HELP, check, handover
 
 
+class _Server(click.ParamType[str]):
+    """One of the servers; all other commands begin with a model, so this is where a model gets to by mistake."""
+
+    name = "server"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value not in HELP:
+            example = f"edgespec handover llama-server {shlex.quote(value)}"
+            self.fail(f"{value!r} is none of {', '.join(HELP)}; the server comes before the model, as in: {example}")
+        return value
+
+
 @click.command("handover", short_help="Write how vLLM, SGLang or llama-server runs a pair.")
-@click.argument("engine", metavar="SERVER", type=click.Choice(list(HELP)))
+@click.argument("engine", metavar="SERVER", type=_Server())
 @click.argument("model", metavar="MODEL")
 @click.option("-md", "--draft", metavar="MODEL", help="Draft model, where MODEL names none")
 @click.option("--weights", metavar="ID", help="Hub id of the target's original weights, for vLLM and SGLang")

@@ -23,6 +23,13 @@ def words(*given: str) -> list[str]:
     return shlex.split(done.stdout)
 
 
+def test_a_model_in_the_place_of_the_server_is_told_where_it_goes() -> None:
+    done = CliRunner().invoke(cli, ["handover", "my model.gguf"])
+    assert done.exit_code == 2
+    assert "none of vllm, sglang, llama-server; the server comes before the model" in done.stderr
+    assert "edgespec handover llama-server 'my model.gguf'" in done.stderr
+
+
 def test_vllm_gets_the_original_weights_of_target_and_draft() -> None:
     command = words("vllm", "qwen3-8b", "--draft-length", "5")
     assert command[:3] == ["vllm", "serve", "Qwen/Qwen3-8B"]
