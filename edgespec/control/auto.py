@@ -99,6 +99,7 @@ class AutoController(Controller):
 
     def share_passes(self, num_sequences: int, other_rows: int, prompt_rows: int) -> None:
         self.costs.share_passes(num_sequences, other_rows, prompt_rows)
+        self.bank.at_load(num_sequences)
 
     def rest(self) -> int:
         self._rested, self._rest = self._rest, 0

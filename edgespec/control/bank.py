@@ -9,13 +9,16 @@ known cost (plain decoding would wait too), and of drafting, deciding and judgin
 suspended laptop or a draft that was paged out costs seconds; saving these from a share of plain passes would switch
 speculation off for tens of thousands of tokens. Among n rounds with stalls of at most S seconds, at most
 log2(4 * S / plain) + 2 + n / 1024 are excused, so a drafter that is always late is charged.
+
+That holds for each load by itself: what one answer alone gains does not pay for what eight at once lose, nor do their
+losses keep one alone from gaining. Loads are 1, 2, up to 4, up to 8 answers, and so on (`at_load`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from edgespec.control import constants as c
 
@@ -26,7 +29,7 @@ class TimeBank:
 
     `balance_s`: what this generation, or those that run at once, may spend; `aside_s`: saved by earlier ones for later
     ones; `stalls`: how often the fine for a stall has doubled; `on_time`: rounds since the last stall; `is_guessed`:
-    its seconds are not yet those of this machine.
+    its seconds are not yet those of this machine; `load`: which load's all of this is.
     """
 
     share: float
@@ -35,11 +38,28 @@ class TimeBank:
     stalls: int = 0
     on_time: int = 0
     is_guessed: bool = False
+    load: int = 0
+    _start_s: float = field(init=False)  # what each load begins with
+    _other_loads: dict[int, tuple[float, float]] = field(init=False, default_factory=dict)  # `balance_s`, `aside_s`
+
+    def __post_init__(self) -> None:
+        self._start_s = self.balance_s
 
     def scale(self, balance_s: float) -> None:
-        """What a plain pass takes is known: begin again, with `balance_s`."""
+        """What a plain pass takes is known: begin again, with `balance_s` for each load."""
         self.balance_s, self.aside_s, self.stalls, self.on_time = balance_s, 0.0, 0, 0
         self.is_guessed = False
+        self._start_s = balance_s
+        self._other_loads.clear()
+
+    def at_load(self, num_sequences: int) -> None:
+        """From now on `num_sequences` share each pass: gains and losses are those of this load."""
+        load = (num_sequences - 1).bit_length()
+        if load == self.load:
+            return
+        self._other_loads[self.load] = self.balance_s, self.aside_s
+        self.load = load
+        self.balance_s, self.aside_s = self._other_loads.pop(load, (self._start_s, 0.0))
 
     def can_pay(self, round_s: float, plain_s: float) -> bool:
         """Whether the bank can pay a round of `round_s` for one token, which takes `plain_s` in plain decoding."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from edgespec.config import LoadOptions
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.table import TableEngine
 from edgespec.formats.manifest import ModelFile, ModelPair
+from edgespec.generation.batching import ContinuousBatch
 from edgespec.types import Batch, Logits, Stats
 from simulation import Clock
 
@@ -61,7 +63,13 @@ def shared_model(
 
 
 def rate(
-    model: Model, clock: Clock, count: int, options: GenerateOptions, texts: int, lengths: Sequence[int] = (20, 60, 30)
+    model: Model,
+    clock: Clock,
+    count: int,
+    options: GenerateOptions,
+    texts: int,
+    lengths: Sequence[int] = (20, 60, 30),
+    ledger: Ledger | None = None,
 ) -> tuple[float, list[Stats]]:
     """(tokens per second of all of `texts` answers, `count` at once; counters of each). `lengths`: of the prompts."""
     draw, started_s = np.random.default_rng(count), clock()
@@ -73,6 +81,40 @@ def rate(
         while waiting or batch.num_running:
             while waiting and batch.num_running < count:
                 batch.begin(waiting.pop(0))
-            batch.step()
+            batch.step() if ledger is None else ledger.step(batch)
     stats = [each.stats for each in asked]
     return sum(each.new_tokens for each in stats) / (clock() - started_s), stats
+
+
+class Ledger:
+    """How far answers that share passes fall behind plain decoding of the same tokens, pass by pass.
+
+    In plain decoding a token takes its part of the plain pass over all that decode at that moment, and a prompt what
+    it adds to it. `share`: of that time, that may be lost. `worst_s`: the most by which more was lost since the first
+    pass, by load, which is the number of answers that decode, rounded up to a power of two.
+    """
+
+    def __init__(self, target: Costly, share: float) -> None:
+        self._target, self._share = target, share
+        self._behind_s: dict[int, float] = defaultdict(float)
+        self.worst_s: dict[int, float] = defaultdict(float)
+
+    def step(self, batch: ContinuousBatch) -> None:
+        """One step of the batch, entered here."""
+        target, clock = self._target, self._target.clock
+        members = [(each, each.run.stats.new_tokens, each.latest_pass) for each in batch._members]
+        started_s, num_passes = clock(), len(target.widths)
+        batch.step()
+        decoding = [(member, tokens, latest) for member, tokens, latest in members if tokens]
+        if not decoding:
+            return
+        plain_s = 0.0
+        if len(target.widths) > num_passes:
+            took_part = [(member, tokens) for member, tokens, latest in decoding if member.latest_pass != latest]
+            prompt_rows = target.widths[num_passes] - sum(member.latest_rows for member, _ in took_part)
+            drafted = sum(member.run.stats.new_tokens - tokens - 1 for member, tokens in took_part)
+            plain_s = target.seconds(len(took_part) + prompt_rows)
+            plain_s += drafted * target.seconds(len(took_part)) / max(len(took_part), 1)
+        load = 1 << (len(decoding) - 1).bit_length()
+        self._behind_s[load] += clock() - started_s - (1.0 + self._share) * plain_s
+        self.worst_s[load] = max(self.worst_s[load], self._behind_s[load])
