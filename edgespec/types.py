@@ -79,14 +79,12 @@ class Batch:
 
 def packed(batches: Sequence[Batch]) -> Batch:
     """The rows of all `batches`, one after another."""
-    offsets = np.cumsum([0, *(batch.width for batch in batches[:-1])])
-    parents = [
-        np.where(batch.parents >= 0, batch.parents + offset, batch.parents)
-        for batch, offset in zip(batches, offsets, strict=True)
-    ]
+    widths = np.array([batch.width for batch in batches], np.int32)
+    begins = np.repeat(np.cumsum(widths, dtype=np.int32) - widths, widths)  # of its batch, for each row
+    parents = np.concatenate([batch.parents for batch in batches])
     return Batch(
         np.concatenate([batch.token_ids for batch in batches]),
-        np.concatenate(parents).astype(np.int32),
+        np.where(parents >= 0, parents + begins, parents),
         np.concatenate([batch.sequences for batch in batches]),
         np.concatenate([batch.outputs for batch in batches]),
     )

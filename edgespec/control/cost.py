@@ -255,8 +255,9 @@ class PriorCurve(CostCurve):
     def _rebase(self, plain_s: float) -> None:
         """Redraw the line; widths that were run keep their times."""
         before = self._base_s
-        self._base = [0.0, *(plain_s * self._line(width) for width in range(1, WIDEST + 1))]
-        self._base_s = np.array(self._base)
+        self._base_s = plain_s * (1.0 + self._row * np.maximum(_WIDTHS - self._low, 0))
+        self._base_s[0] = 0.0
+        self._base = self._base_s.tolist()
         self.measured = {width: self._base[width] for width in self.measured}
         self._own[1:] -= np.where(self._passes[1:] > 0, np.log(self._base_s[1:] / before[1:]), 0.0)
         self._judge()

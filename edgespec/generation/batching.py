@@ -140,10 +140,9 @@ class ContinuousBatch:
         if is_target and any(not member.is_reading for member in waiting):
             room.prompt_rows = PROMPT_ROWS
         found = [first]
-        room.take(first)
+        room.takes(first, at_least=True)
         for member in waiting:
-            if member is not first and member.asked.cache.engine is engine and room.fits(member):
-                room.take(member)
+            if member is not first and member.asked.cache.engine is engine and room.takes(member):
                 found.append(member)
         return found
 
@@ -198,14 +197,16 @@ class ContinuousBatch:
         logits = engine.forward(packed(batches)).copy()
         states = engine.hidden_states() if gives_states else None
         inputs = engine.layer_inputs() if layers else None
-        row = 0
-        for request in requests:
-            own = slice(row, row + request.batch.width)
+        found: list[Logits] = []
+        row = output = 0
+        for request, batch in zip(requests, batches, strict=True):
+            own = slice(row, row + batch.width)
             own_states = states[own].copy() if states is not None and request.hidden else None
             request.cache.took_part(row, own_states, None if inputs is None else inputs[own])
-            row = own.stop
-        ends = np.cumsum([np.count_nonzero(batch.outputs) for batch in batches])
-        return np.split(logits, ends[:-1])
+            row, begin = own.stop, output
+            output += int(np.count_nonzero(batch.outputs))
+            found.append(logits[begin:output])
+        return found
 
     def _share(self, chosen: Sequence[Member], seconds: float) -> None:
         """Give each member its part of a draft model's pass, by rows."""
@@ -267,13 +268,19 @@ class ContinuousBatch:
 
     def _join(self, member: Member) -> None:
         """Note what else the target's next pass holds, for its controller and its prompt."""
-        others = [other for other in self._members if other is not member]
         rows = PROMPT_ROWS // 2 if member.run.target.keeps_features else PROMPT_ROWS
-        member.run.target.most_rows = rows if others else self._executor.target.widest_pass
-        decoding = [other for other in others if not other.is_reading] if self._can_pack else []
-        reading = [other.expected_rows for other in others if other.is_reading] if self._can_pack else []
-        member.num_sharing, member.prompt_rows = len(decoding) + 1, max(reading, default=0)
-        member.other_rows = sum(other.expected_rows for other in decoding) + member.prompt_rows
+        is_alone = len(self._members) == 1
+        member.run.target.most_rows = self._executor.target.widest_pass if is_alone else rows
+        num_sharing, decoded_rows, prompt_rows = 1, 0, 0
+        for other in self._members if self._can_pack else ():  # every member comes here after every pass
+            if other is member:
+                continue
+            if other.is_reading:
+                prompt_rows = max(prompt_rows, other.expected_rows)
+            else:
+                num_sharing, decoded_rows = num_sharing + 1, decoded_rows + other.expected_rows
+        member.num_sharing, member.prompt_rows = num_sharing, prompt_rows
+        member.other_rows = decoded_rows + prompt_rows
 
     def _leave(self, member: Member, failure: Exception | None = None) -> None:
         """End a member and free its slot; its answer is learnt."""

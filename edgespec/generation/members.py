@@ -89,21 +89,17 @@ class Room:
         """That of an empty pass."""
         return cls(engine.widest_pass, MOST_OUTPUTS, engine.most_branches, engine.widest_pass, gives_states)
 
-    def fits(self, member: Member) -> bool:
-        return all(taken <= left for taken, left in zip(self._taken(member), self._left, strict=True))
-
-    def take(self, member: Member) -> None:
-        taken = self._taken(member)
-        self.rows, self.outputs, self.branches, self.prompt_rows = (
-            left - each for left, each in zip(self._left, taken, strict=True)
-        )
-
-    @property
-    def _left(self) -> tuple[int, int, int, int]:
-        return self.rows, self.outputs, self.branches, self.prompt_rows
-
-    def _taken(self, member: Member) -> tuple[int, int, int, int]:
+    def takes(self, member: Member, *, at_least: bool = False) -> bool:
+        """Whether the member's rows fit; they have their room then, and with `at_least` in any case."""
         batch = member.asked.batch
-        outputs = batch.width if self.gives_states else int(np.count_nonzero(batch.outputs))
-        branches = batch.width - np.unique(batch.parents).size
-        return batch.width, outputs, branches, batch.width if member.is_reading else 0
+        rows, outputs, branches = batch.width, 1, 0
+        if rows > 1:
+            outputs = rows if self.gives_states else int(np.count_nonzero(batch.outputs))
+            branches = rows - np.unique(batch.parents).size
+        prompt_rows = rows if member.is_reading else 0
+        fits = rows <= self.rows and outputs <= self.outputs
+        fits = fits and branches <= self.branches and prompt_rows <= self.prompt_rows
+        if fits or at_least:
+            self.rows, self.outputs = self.rows - rows, self.outputs - outputs
+            self.branches, self.prompt_rows = self.branches - branches, self.prompt_rows - prompt_rows
+        return fits
