@@ -121,6 +121,8 @@ class Answer:
 
     async def read(self) -> None:
         """Read it to its end."""
+        if self._parser is None:  # which ends an answer when its calls are complete
+            self.ticket.read_whole()
         async for _ in self.pieces():
             pass
 

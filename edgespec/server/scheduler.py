@@ -44,13 +44,14 @@ class Ticket:
     """One submitted job. Iterate over it once for its events, in groups of all that are there; `cancel` at any time."""
 
     def __init__(self, scheduler: Scheduler, generation: Generation, loop: asyncio.AbstractEventLoop) -> None:
-        self._scheduler, self._generation, self._loop = scheduler, generation, loop
+        self._scheduler, self._generation, self.loop = scheduler, generation, loop
         self._ready = asyncio.Event()
         self._lock = threading.Lock()
         self._events: list[TokenEvent] = []
         self._failure: Exception | None = None
         self._is_over = False
         self._has_begun = False
+        self._is_read_whole = False
         self.submitted_s = monotonic()
 
     @property
@@ -93,30 +94,31 @@ class Ticket:
         """What the scheduler's thread runs."""
         return self._generation
 
-    def post(self, metrics: Metrics, event: TokenEvent) -> None:
-        """The next event; called by the scheduler's thread."""
+    def read_whole(self) -> None:
+        """Its events are wanted when the generation has ended, all at once."""
+        self._is_read_whole = True
+
+    def post(self, metrics: Metrics, event: TokenEvent) -> bool:
+        """The next event; called by the scheduler's thread. Whether the reader is to be woken for it."""
         if not self._has_begun:
             metrics.first_token_s += monotonic() - self.submitted_s
             metrics.first_tokens += 1
         self._has_begun = True
-        self._post(event)
+        with self._lock:
+            self._events.append(event)
+            is_first = len(self._events) == 1  # else the reader is being woken and has not come yet
+        return is_first and not self._is_read_whole
 
     def end(self, failure: Exception | None = None) -> None:
         """There are no more events."""
         with self._lock:
             self._failure, self._is_over = failure, True
-        self._wake()
-
-    def _post(self, event: TokenEvent) -> None:
-        with self._lock:
-            self._events.append(event)
-            wakes = len(self._events) == 1  # else the reader has been woken and has not come yet
-        if wakes:
-            self._wake()
-
-    def _wake(self) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody reads
-            self._loop.call_soon_threadsafe(self._ready.set)
+            self.loop.call_soon_threadsafe(self._ready.set)
+
+    def wake(self) -> None:
+        """Let the reader see its events; called in its loop."""
+        self._ready.set()
 
 
 class Scheduler:
@@ -126,6 +128,7 @@ class Scheduler:
         self.model, self.max_queued, self.metrics = model, max_queued, metrics
         self._waiting: deque[Ticket] = deque()
         self._running: list[Ticket] = []
+        self._to_wake: list[Ticket] = []  # their readers
         self._changed = threading.Condition()
         self._preparing = ThreadPoolExecutor(1, "edgespec-prepare")
         self._is_stopping = False
@@ -230,6 +233,18 @@ class Scheduler:
                 self._end(ticket, ticket.generation.failure)
             if not batch.is_wanted_elsewhere:
                 self._admit(batch)
+            self._wake_readers()
+
+    def _post(self, ticket: Ticket, event: TokenEvent) -> None:
+        if ticket.post(self.metrics, event):
+            self._to_wake.append(ticket)
+
+    def _wake_readers(self) -> None:
+        """Once per pass for all of them: each time they take the interpreter's lock from this thread."""
+        tickets, self._to_wake = self._to_wake, []
+        for loop in {ticket.loop for ticket in tickets}:
+            with suppress(RuntimeError):  # the loop is closed: nobody reads
+                loop.call_soon_threadsafe(_wake, [ticket for ticket in tickets if ticket.loop is loop])
 
     def _admit(self, batch: ContinuousBatch) -> None:
         """Begin the jobs that there is room for, in order."""
@@ -240,7 +255,7 @@ class Scheduler:
                 ticket = self._waiting.popleft()
                 self._running.append(ticket)
             try:
-                batch.begin(ticket.generation, partial(ticket.post, self.metrics))
+                batch.begin(ticket.generation, partial(self._post, ticket))
             except Exception as exc:
                 self._end(ticket, exc)
 
@@ -256,6 +271,11 @@ class Scheduler:
             self._running += waiting
         for ticket in list(self._running):
             self._end(ticket, failure)
+
+
+def _wake(tickets: Sequence[Ticket]) -> None:
+    for ticket in tickets:
+        ticket.wake()
 
 
 def _stopping() -> HttpError:

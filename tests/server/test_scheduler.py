@@ -59,6 +59,18 @@ def test_jobs_are_run_in_order(scheduler: Scheduler, model: Model):
     asyncio.run(main())
 
 
+def test_an_answer_that_is_read_whole_comes_at_once(scheduler: Scheduler, model: Model):
+    async def main() -> None:
+        parts, whole = await scheduler.submit([job(model, GenerateOptions(max_tokens=60, ignore_eos=True))] * 2)
+        whole.read_whole()
+        groups = [[events async for events in ticket] for ticket in (parts, whole)]
+        assert len(groups[0]) > 1 and len(groups[1]) == 1
+        shown = [[event.token_id for events in found for event in events] for found in groups]
+        assert shown[0] == shown[1] and len(shown[0]) == 60
+
+    asyncio.run(main())
+
+
 def test_a_full_queue_refuses_and_a_cancelled_job_makes_room(scheduler: Scheduler, model: Model):
     async def main() -> None:
         running = await begin(scheduler, model)
