@@ -113,6 +113,10 @@ class Constraint:
         return self._forced[1]
 
     def _found_forced(self, text_ids: TokenIds, answer: TokenIds) -> tuple[int, ...]:
+        # Where bytes are forced, llguidance's mask allows their first token only. This row needs its mask anyway, and
+        # asking for forced tokens takes several times as long: it walks on and has them tokenised.
+        if self.mask(text_ids).num_allowed > max(len(self._end_ids), 1):
+            return ()
         self._go_to(answer)
         tokens = self._matcher.compute_ff_tokens()
         forced: list[int] = tokens[: self._matcher.validate_tokens(tokens)]
