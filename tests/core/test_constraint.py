@@ -104,6 +104,22 @@ def test_masks_depend_on_the_text_alone() -> None:
         walked._masks.clear()
 
 
+@pytest.mark.parametrize("grammar", [FORCING, PARITY])
+def test_no_forced_token_is_missed_for_what_the_mask_says(grammar: Grammar) -> None:
+    """llguidance is asked for forced tokens only where its mask leaves no choice."""
+    target, draw, num_forced = table(), np.random.default_rng(5), 0
+    found, asked = constraint(grammar, target), constraint(grammar, target)
+    text_ids = PROMPT
+    while text_ids.size < 80 and text_ids[-1] != END:
+        asked._go_to(text_ids[PROMPT.size :])
+        tokens = tuple(asked._matcher.compute_ff_tokens())
+        forced = found.forced(text_ids)
+        assert forced[: len(tokens)] == tokens and set(forced[len(tokens) :]) <= {END}
+        num_forced += bool(tokens)
+        text_ids = np.append(text_ids, draw.choice(found.mask(text_ids).ids)).astype(np.int32)
+    assert bool(num_forced) == (grammar is FORCING)
+
+
 def test_forced_tokens_end_where_there_is_a_choice_and_with_the_end() -> None:
     target = table()
     found = constraint(Grammar("regex", "abc[de]fab"), target)
