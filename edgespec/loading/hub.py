@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgespec.errors import CapabilityError, DownloadError, ModelNotFound
+from edgespec.errors import CapabilityError, ConfigError, DownloadError, ModelNotFound
 from edgespec.installation import install_command
 
 REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 TRANSIENT = (408, 500, 502, 503, 504)
+_ADDRESS = re.compile(r"https?://[^/\s]")
 _TOKEN = "set HF_TOKEN to a token that may read it"
 
 
@@ -65,7 +66,11 @@ def library() -> Any:  # a module whose HTTP library differs between releases
 
 
 def endpoint() -> str:
-    return (os.environ.get("HF_ENDPOINT") or str(library().constants.ENDPOINT)).rstrip("/")
+    """The hub's address without a slash at its end. Raises ConfigError for an HF_ENDPOINT that is no address."""
+    found = (os.environ.get("HF_ENDPOINT") or str(library().constants.ENDPOINT)).strip().rstrip("/")
+    if not _ADDRESS.match(found):
+        raise ConfigError(f"HF_ENDPOINT is {found[:80]!r}, which is no address: write http:// or https:// and a host")
+    return found
 
 
 def describe(repo: str, revision: str) -> HubRepo:

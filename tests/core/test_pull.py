@@ -277,6 +277,13 @@ def test_what_is_no_hub_is_named(get, hub):
         get()
 
 
+@pytest.mark.parametrize("address", ["mirror.example.org", "127.0.0.1:8000", "https://", "ftp://mirror.example.org"])
+def test_an_address_of_the_hub_that_is_none_is_said_at_once(get, monkeypatch, address):
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    with pytest.raises(ConfigError, match=r"HF_ENDPOINT is .* write http:// or https:// and a host"):
+        get()
+
+
 def test_a_file_name_that_leads_elsewhere_is_not_fetched(get, hub, repo, home):
     (repo / "demo-Q6_K.gguf").rename(repo / "..\\demo-Q6_K.gguf")
     (repo / "demo-Q8_0.gguf").unlink()
