@@ -8,7 +8,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
+from weakref import WeakSet
 
 Kind = Literal["memory", "data", "addresses"]
 _ARENA_MAX = -8  # of glibc's malloc.h
@@ -28,6 +29,19 @@ class Limit:
     swap_bytes: int = 0
 
 
+class Planned(Protocol):
+    """A loaded pair, which may not have taken yet what was planned for it."""
+
+    def growth_bytes(self, used: int) -> int:
+        """What it will still take of the process's own memory, of which `used` bytes are in use."""
+
+    def left_bytes(self, used: int) -> int | None:
+        """What its budget leaves beyond that; None without one."""
+
+
+_planned: WeakSet[Planned] = WeakSet()
+
+
 def limits(root: Path = Path("/")) -> tuple[Limit, ...]:
     """All limits that this system tells; `root`: where /proc and /sys are found."""
     return (*_of_machine(root), *_of_groups(root), *_of_resources(root))
@@ -37,6 +51,26 @@ def free_memory(root: Path = Path("/")) -> int | None:
     """Bytes of memory that can be had without swapping; None where the system does not tell."""
     found = [each.free_bytes - each.swap_bytes for each in limits(root) if each.kind == "memory"]
     return max(min(found), 0) if found else None
+
+
+def count_plan(pair: Planned) -> None:
+    """Have `spare_memory` leave what `pair` was planned to take, as long as it lives."""
+    _planned.add(pair)
+
+
+def drop_plan(pair: Planned) -> None:
+    """The pair was closed."""
+    _planned.discard(pair)
+
+
+def spare_memory() -> int | None:
+    """Bytes that may be taken beyond all plans: without swapping, and within every budget. None where unknown."""
+    free, used = free_memory(), own_bytes()
+    if free is None or used is None:
+        return free
+    pairs = list(_planned)
+    left = [most for pair in pairs if (most := pair.left_bytes(used)) is not None]
+    return max(min([free - max((pair.growth_bytes(used) for pair in pairs), default=0), *left]), 0)
 
 
 def least_free(root: Path = Path("/")) -> int | None:

@@ -36,7 +36,8 @@ class MemoryReport:
         left = MOST_BYTES if most is None else most - room.own - fitted.plan.own_bytes + counted
         parked = min(max(left, 0), MOST_BYTES)
         planned = fitted.plan.own_bytes - fitted.plan.process.own
-        watch = MemoryWatch(room.most_in_budget(fitted.plan), planned_bytes=planned)
+        grows_to = room.own - counted + fitted.plan.own_bytes
+        watch = MemoryWatch(room.most_in_budget(fitted.plan), planned_bytes=planned, grows_to_bytes=grows_to)
         return cls(fitted.plan, fitted.verdict, fitted.given_up, watch, parked, fitted.note)
 
     @property

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from time import monotonic
 from weakref import WeakSet
 
-from edgespec.engines.limits import least_free, own_bytes
+from edgespec.engines.limits import count_plan, drop_plan, least_free, own_bytes
 
 _LOOK_EVERY_S = 1.0
 LEAST_FREE_BYTES = 8 << 20  # that must be left: with less, the next allocation may end the process
@@ -20,7 +20,8 @@ _watches: WeakSet[MemoryWatch] = WeakSet()
 class MemoryWatch:
     """`limit_bytes`: most that the process's own memory may grow to; None: the user set none.
 
-    `planned_bytes`: what the pair was planned to take of it; `why`: the last excess, after a number of bytes.
+    `planned_bytes`: what the pair was planned to take of it; `grows_to_bytes`: the process's own memory by that plan;
+    `why`: the last excess, after a number of bytes.
     """
 
     def __init__(
@@ -30,8 +31,10 @@ class MemoryWatch:
         clock: Callable[[], float] = monotonic,
         planned_bytes: int = 0,
         free: Callable[[], int | None] = least_free,
+        grows_to_bytes: int = 0,
     ) -> None:
         self.limit_bytes = limit_bytes
+        self.grows_to_bytes = grows_to_bytes
         self.planned_bytes = planned_bytes
         self._used, self._clock, self._free = used, clock, free
         self._next_s = clock()
@@ -39,6 +42,7 @@ class MemoryWatch:
         self._is_stopped = False
         self._others_before = self._others_bytes()
         _watches.add(self)
+        count_plan(self)
 
     def _others_bytes(self) -> int:
         return sum(watch.planned_bytes for watch in list(_watches) if watch is not self)
@@ -51,6 +55,22 @@ class MemoryWatch:
         """The pair was closed: its memory is free for others."""
         self._is_stopped = True
         _watches.discard(self)
+        drop_plan(self)
+
+    def growth_bytes(self, used: int) -> int:
+        """What is still to be taken by the plans of this pair and of those loaded since."""
+        return max(self.grows_to_bytes + self._others_since() - used, 0)
+
+    def left_bytes(self, used: int) -> int | None:
+        """What the budget leaves beyond the plan, and beyond the `used` bytes; None without a budget."""
+        if self.limit_bytes is None:
+            return None
+        since = self._others_since()
+        return self.limit_bytes + since - max(used, self.grows_to_bytes + since)
+
+    def _others_since(self) -> int:
+        """What pairs that were loaded later were planned to take, less what closed ones were."""
+        return self._others_bytes() - self._others_before
 
     def excess(self) -> int:
         """Bytes over the limit, or too few that are free, now; 0 within both, and between two looks."""
@@ -62,6 +82,6 @@ class MemoryWatch:
         short = 0 if free is None else max(LEAST_FREE_BYTES - free, 0)
         over = 0
         if used is not None and self.limit_bytes is not None:
-            over = used - self.limit_bytes - self._others_bytes() + self._others_before
+            over = used - self.limit_bytes - self._others_since()
         self.why = "over the budget" if over >= short else "more must be free"
         return max(over, short)

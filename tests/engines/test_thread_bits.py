@@ -216,7 +216,7 @@ def test_without_room_for_a_second_session_passes_go_on_in_the_first(
 ) -> None:
     from edgespec.engines.onnx import OnnxEngine, waiting
 
-    monkeypatch.setattr(waiting, "free_memory", lambda: 1 << 20)
+    monkeypatch.setattr(waiting, "spare_memory", lambda: 1 << 20)
     with OnnxEngine.load(onnx_path, context_length=64, threads=2, reproducible=False) as engine:
         expected = engine.forward(Batch.chain([1, 2, 3])).copy()
         engine.rollback(0)

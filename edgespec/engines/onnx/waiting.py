@@ -15,13 +15,13 @@ from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any
 
-from edgespec.engines.limits import free_memory
+from edgespec.engines.limits import spare_memory
 from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.onnx.library import Device, open_session
 from edgespec.errors import EdgespecError
 
 KEPT_S = 5.0  # the session that was replaced, in which a trial of the other may be given up again
-ROOM = 1.5  # times the weights: what must be free before they are held twice
+ROOM = 1.5  # times the weights: what nobody may have planned for before they are held twice
 
 
 class Sessions:
@@ -74,8 +74,8 @@ class Sessions:
         self._open.clear()
 
     def _has_room(self) -> bool:
-        free = free_memory()
-        return free is None or free > ROOM * self._weight_bytes
+        spare = spare_memory()
+        return spare is None or spare > ROOM * self._weight_bytes
 
     def _add(self, spins: bool) -> None:
         try:
