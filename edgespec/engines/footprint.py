@@ -14,8 +14,8 @@ class Footprint:
     All other parts are memory of the process's own. `packed`: weights copied in another order (llama.cpp's repacking,
     ONNX Runtime's prepacking); `cache`: keys and values; `compute`: results of a pass; `logits`: rows of scores;
     `vocabulary`: tokens and the tokenizer's tables; `device`: what lies on another device instead.
-    `loading`, `loading_mapped`: what is needed only while the model is opened, of either kind; `reserved`: addresses
-    beyond those used.
+    `loading`, `loading_mapped`: what is needed only while the model is opened, of either kind; `reading`: only while
+    its tokenizer is read, after that; `reserved`: addresses beyond those used.
     `context_length`: tokens of the full context, of which there are `sequences`.
     """
 
@@ -29,6 +29,7 @@ class Footprint:
     device: int = 0
     loading: int = 0
     loading_mapped: int = 0
+    reading: int = 0
     reserved: int = 0
     context_length: int = 0
     sequences: int = 1

@@ -206,10 +206,7 @@ def _draft_context(size: int) -> GivenUp:
 
 
 def _cache_step(whole: Fitted) -> Choices:
-    """A smaller type of the target's keys and values, where the engine has one for this model that saves memory.
-
-    Attention over int8 needs more room in ONNX Runtime, which is more than the cache saves in models of few layers.
-    """
+    """A smaller type of the target's keys and values, where the engine has one for this model that saves memory."""
     options = whole.options
     if options.reproducible or options.cache_type_k is not None or options.cache_type_v is not None:
         return ()

@@ -111,11 +111,12 @@ class Plan:
         return sum(model.footprint.read_once for model in self.models)
 
     def _openings(self) -> Iterator[tuple[int, int]]:
-        """(own, mapped) bytes while each model is opened after the ones before it."""
+        """(own, mapped) bytes while each model is opened after the ones before it, and while its tokenizer is read."""
         before = self.process.own
         for model in self.models:
             need = model.footprint
-            yield before + need.packed + need.vocabulary + need.loading, self.mapped_bytes + need.loading_mapped
+            yield before + need.packed + need.loading, self.mapped_bytes + need.loading_mapped
+            yield before + need.packed + need.vocabulary + need.reading, self.mapped_bytes
             before += need.own
 
     @property

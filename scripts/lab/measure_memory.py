@@ -39,6 +39,7 @@ OTHER_CACHES: dict[str, tuple[tuple[str | None, str | None], ...]] = {
     "onnx": ((None, None), ("int8", "int8")),
 }
 NEW_TOKENS = 24
+MOST_CHARACTERS = 6  # of a token, on average
 PARTS = ("own", "own_peak"), ("mapped", "file_peak")
 TEXTS = Path(__file__).resolve().parents[2] / "docs"  # prose: the rows of an embedding that occur in it are mapped
 
@@ -101,8 +102,9 @@ def run_child(options: dict[str, Any]) -> None:
     with edgespec.load(**options) as model:
         memory = model.memory
         assert memory is not None
-        words = model.encode(" ".join(path.read_text(encoding="utf-8") for path in sorted(TEXTS.glob("*.md"))))
         most = model.context_length - NEW_TOKENS - 1
+        text = " ".join(path.read_text(encoding="utf-8") for path in sorted(TEXTS.glob("*.md")))
+        words = model.encode(text[: most * MOST_CHARACTERS])  # as long as such a prompt: encoding takes memory too
         prompt = (words * (most // len(words) + 1))[:most]
         chosen = edgespec.GenerateOptions(max_tokens=NEW_TOKENS, ignore_eos=True)
         model.generate(prompt, options=chosen)

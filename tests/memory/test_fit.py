@@ -16,9 +16,7 @@ from click.testing import CliRunner
 import edgespec
 from edgespec.cli.main import cli
 from edgespec.config import LoadOptions
-from edgespec.engines.footprint import Use
 from edgespec.engines.limits import Limit
-from edgespec.engines.onnx.footprint import footprint
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.loading.own_models import add
@@ -86,18 +84,9 @@ def test_a_reproducible_text_keeps_its_cache_whether_there_is_room_for_a_draft_o
 
 def test_an_onnx_pair_gives_up_the_same() -> None:
     found = budgets(engine="onnx")
-    assert {what for each in found for what in whats(each)} == {"context", "draft context", "draft"}
+    assert {what for each in found for what in whats(each)} == {"context", "cache", "draft context", "draft"}
     assert found[-1].pair.draft is None and found[-1].options.context_length == 512
-
-
-def test_attention_over_an_int8_cache_takes_more_than_so_few_layers_save() -> None:
-    demo = resolve_pair(LoadOptions(engine="onnx"), check_hashes=False)
-    use = Use(1024, rows=1)
-    plain, small = (footprint(demo.target, replace(use, cache_types=(kind, kind))) for kind in (None, "int8"))
-    assert 4 * small.cache == plain.cache
-    scores = 4 * 512 * 4 * 1024  # bytes, rows of a pass, heads, cells
-    assert scores < small.compute - plain.compute < 1.3 * scores
-    assert small.own > plain.own
+    assert any(each.options.cache_type_k == "int8" for each in found)
 
 
 def test_without_a_budget_only_the_draft_gives_way() -> None:

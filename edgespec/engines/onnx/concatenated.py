@@ -16,6 +16,7 @@ from edgespec.engines.onnx.library import Device, library, translated
 from edgespec.engines.onnx.passes import Cells, Passes, PassRows, element_of
 from edgespec.engines.onnx.rewriting import POSITIONS
 from edgespec.engines.onnx.waiting import Sessions
+from edgespec.engines.untouched import untouched_zeros
 from edgespec.errors import CapabilityError
 from edgespec.types import Logits
 
@@ -45,7 +46,7 @@ class ConcatenatedPasses(Passes):
         self._graph, self._options, self._head_size = graph, run_options, head_size
         self.capacity = capacity
         self._caches: dict[int, list[Any]] = {}
-        self.logits = np.zeros((max_outputs, graph.vocabulary_size), np.float32)
+        self.logits = untouched_zeros((max_outputs, graph.vocabulary_size), np.float32)
         hidden = [HIDDEN] if HIDDEN in graph.outputs else []
         self._outputs = [LOGITS, *hidden, *(entry.present for entry in graph.cache)]
         self._hidden: NDArray[np.float32] | None = None

@@ -5,9 +5,11 @@ their scales, which are packed twice more. Everything else stays mapped; of tabl
 become resident as their tokens occur. Where signed integer products would saturate (x86 without VNNI), unsigned copies
 of the weights and packed ones exist at the same time while the session is made. Matrices are packed one by one, so that
 the largest is in memory twice for a moment.
-Results of a pass lie in an arena that grows in powers of two. Attention over float32 keys and values works tile by
-tile. Over quantised or half precision ones, given an attention bias as ours is, it writes the scores of all heads of a
-layer (onnxruntime/contrib_ops/cpu/bert/gqa_attention_base.h, 1.32). Checked by scripts/lab/measure_memory.py.
+Results of a pass lie in an arena that grows in powers of two. Attention over float32 and int8 keys and values works
+tile by tile; over half precision ones it writes the scores of all heads of a layer
+(onnxruntime/contrib_ops/cpu/bert/gqa_attention_base.h, 1.32).
+A `tokenizers` object keeps each token in two tables and each merge in one, and we keep each token's bytes. Reading its
+file takes more, which is given back. Checked by scripts/lab/measure_memory.py.
 """
 
 from __future__ import annotations
@@ -36,7 +38,11 @@ _LOOKUPS = ("Gather", "GatherBlockQuantized")
 _SCALES_COPIES = 2
 # Linux maps 16 pages around the one that is read. A text of n tokens has about 1.7 n^.78 different ones.
 _TOUCHED_BYTES = 32 << 10
-_TOKENIZER_FACTOR = 14  # memory of a `tokenizers` object over the bytes of its file
+# Measured for 16000 to 256000 tokens: kept of a token and its merge, and of our bytes of it.
+_TOKEN_BYTES, _PIECE_BYTES = 310, 50
+_PARSED_BYTES = 560  # beyond that while the file is read, with merges in lists
+_MOST_TIMES = 14  # either, over the bytes of the file
+_ENCODED_BYTES = 400  # of a token of a prompt while it is encoded
 _SESSION_BYTES = 6 << 20
 _RETAINED_BYTES = 48 << 20  # freed matrices below the allocator's threshold for pages of their own
 _ARENA_FACTOR = 1.2
@@ -84,10 +90,11 @@ def footprint(path: Path, use: Use) -> Footprint:
     caches = 1 if settings.packs(graph) else settings.max_sequences
     cache = per_token * cells * caches * (1 if graph.is_shared else 2)
     rows = max(settings.max_batch, settings.widest)
-    is_tiled = settings.cache_type == "f32" and all(entry.element_type == _FLOAT32 for entry in graph.cache)
+    is_tiled = settings.cache_type == "int8" or all(entry.element_type == _FLOAT32 for entry in graph.cache)
     scores = 0 if is_tiled else products.heads * cells
-    # Besides the layers' results, what each row sees of the cache.
-    results = _ARENA_FACTOR * 4 * rows * (3 * products.inner + 4 * products.width + scores) + 4 * rows * cells
+    results = _ARENA_FACTOR * 4 * rows * (3 * products.inner + 4 * products.width + scores)
+    # What the rows of a tree see of the cache. That of a chain is zeros, which are read and never written.
+    results += 2 * 4 * settings.measured_widths * cells
     outputs = min(use.rows, settings.max_outputs(graph.vocabulary_size))
     packed = products.packed + _SCALES_COPIES * products.scales + _SESSION_BYTES
     loading = 0
@@ -96,6 +103,9 @@ def footprint(path: Path, use: Use) -> Footprint:
     files = sum(file.stat().st_size for file in weight_files(path))
     touched = min(products.looked_up, _TOUCHED_BYTES * settings.context_length)
     tokenizer = path.parent / "tokenizer.json"
+    read = tokenizer.stat().st_size if tokenizer.is_file() else 0
+    tokens = graph.vocabulary_size  # some may be padding, which the file does not name
+    vocabulary = min(_TOKEN_BYTES * tokens, _MOST_TIMES * read) + _PIECE_BYTES * tokens
     mapped = max(files - products.packed - products.only_looked_up, 0) + touched
     found = Footprint(
         mapped=mapped,
@@ -103,9 +113,10 @@ def footprint(path: Path, use: Use) -> Footprint:
         cache=cache,
         compute=int(results),
         logits=4 * outputs * graph.vocabulary_size,
-        vocabulary=_TOKENIZER_FACTOR * tokenizer.stat().st_size if tokenizer.is_file() else 0,
+        vocabulary=vocabulary + _ENCODED_BYTES * settings.context_length,
         loading=loading,
         loading_mapped=0 if loading else max(products.largest - touched, 0),
+        reading=min(_PARSED_BYTES * tokens, _MOST_TIMES * read),
         # A limit of data counts files too, as ONNX Runtime maps them for writing.
         reserved=mapped + products.largest + int(_ARENA_RESERVED * results),
         context_length=settings.context_length,

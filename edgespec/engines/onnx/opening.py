@@ -11,6 +11,7 @@ import numpy as np
 
 from edgespec.engines import disk_cache
 from edgespec.engines.disk_cache import file_key, key_of
+from edgespec.engines.limits import return_freed_memory
 from edgespec.engines.machine import processor
 from edgespec.engines.onnx.calibration import TEXT, as_scales, measure_scales, scales_schema
 from edgespec.engines.onnx.concatenated import ConcatenatedPasses
@@ -94,14 +95,20 @@ def cache_scales(path: Path, graph: Graph, settings: OnnxSettings) -> CacheScale
     schema = scales_schema(graph, settings.head_size)
     measured = disk_cache.get("cache-scales", key, schema)
     if measured is None:
-        passes, _ = open_passes(path, graph, replace(settings, exit_layer=None), library().RunOptions())
-        assert isinstance(passes, SharedPasses)
-        ids = TokenizerFile(path.parent, graph.vocabulary_size).encode(TEXT)[: settings.context_length]
-        measured = measure_scales(passes, graph, np.array(ids, np.int32))
+        measured = _measured_scales(path, graph, settings)
+        return_freed_memory()  # of a whole session, before the one that stays is made
         if not schema(measured):
             raise ModelFileError(f"the keys and values of {path} are not plausible numbers: export the model again")
         disk_cache.put("cache-scales", key, measured)
     return as_scales(measured)
+
+
+def _measured_scales(path: Path, graph: Graph, settings: OnnxSettings) -> Any:
+    """In a session of its own, which is closed again."""
+    passes, _ = open_passes(path, graph, replace(settings, exit_layer=None), library().RunOptions())
+    assert isinstance(passes, SharedPasses)
+    ids = TokenizerFile(path.parent, graph.vocabulary_size).encode(TEXT)[: settings.context_length]
+    return measure_scales(passes, graph, np.array(ids, np.int32))
 
 
 def widths_key(path: Path, settings: OnnxSettings, provider: str, widest: int, states: object) -> str:

@@ -20,6 +20,7 @@ from edgespec.engines.onnx.head import HIDDEN, LOGITS, OUTPUT_ROWS
 from edgespec.engines.onnx.library import Device, library, translated
 from edgespec.engines.onnx.rewriting import BIAS, LENGTHS, POSITIONS, TOTAL
 from edgespec.engines.onnx.waiting import Sessions
+from edgespec.engines.untouched import untouched_zeros
 from edgespec.errors import CapabilityError
 from edgespec.types import NO_PARENT, Logits, TokenIds
 
@@ -114,9 +115,9 @@ class SharedPasses(Passes):
         self._output_rows = np.zeros(max(max_outputs, max_rows), np.int64)
         self._lengths = np.zeros(1, np.int32)
         self._total = np.zeros(1, np.int32)
-        self._no_bias = np.zeros(max_rows * capacity, np.float32)
+        self._no_bias = untouched_zeros(max_rows * capacity, np.float32)
         self._bias = np.zeros(0, np.float32)
-        self.logits = np.zeros((max_outputs, graph.vocabulary_size), np.float32)
+        self.logits = untouched_zeros((max_outputs, graph.vocabulary_size), np.float32)
         self._hidden = np.zeros((max_rows if graph.hidden_size else 0, graph.hidden_size or 0), np.float32)
         self._counting = np.arange(capacity + max_rows, dtype=np.int64)
         self.bytes_per_token = sum(e.heads * head_size * np.dtype(element_of(e)).itemsize for e in graph.cache)
@@ -212,7 +213,7 @@ class SharedPasses(Passes):
             make = library().OrtValue.ortvalue_from_numpy
             device = () if self._device.memory == "cpu" else (self._device.memory, 0)
             self._buffers[cache] = [
-                make(np.zeros((1, entry.heads, self.capacity, self._head_size), element_of(entry)), *device)
+                make(untouched_zeros((1, entry.heads, self.capacity, self._head_size), element_of(entry)), *device)
                 for entry in self._graph.cache
             ]
         return self._buffers[cache]

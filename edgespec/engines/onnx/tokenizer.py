@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from edgespec.engines.limits import return_freed_memory
 from edgespec.errors import ModelFileError, PromptError
 from edgespec.formats.hub_folder import chat_template, read_optional_json
 from edgespec.installation import IMPORT_FAILURES, not_importable
@@ -44,6 +45,7 @@ class TokenizerFile(Vocabulary):
         self.size = size
         path = folder / "tokenizer.json"
         self._tokenizer, self._lock = _open(path), threading.Lock()
+        return_freed_memory()  # reading the file takes up to twice as much again as what is kept of it
         added = self._tokenizer.get_added_tokens_decoder().items()
         self._control: set[int] = {token_id for token_id, token in added if token.special}
         self._verbatim: dict[int, str] = {token_id: token.content for token_id, token in added if not token.special}

@@ -10,8 +10,6 @@ so that the unsigned ones can be freed.
 
 from __future__ import annotations
 
-import mmap
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.machine import usable_processors
+from edgespec.engines.untouched import untouched_zeros
 from edgespec.formats.onnx import WHOLE_PRODUCT
 from edgespec.formats.onnx.tensors import read_tensor
 
@@ -73,7 +72,6 @@ def _read_otherwise(node: Any) -> list[str]:
 def _shifted(tensor: Any, folder: Path) -> NDArray[np.uint8]:
     """The unsigned weights, in memory pages of their own, which go back to the system as soon as they are freed."""
     signed = read_tensor(tensor, folder, mapped=True).view(np.uint8)
-    private = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
-    codes = np.frombuffer(mmap.mmap(-1, max(signed.nbytes, 1), **private), np.uint8, signed.size).reshape(signed.shape)
+    codes = untouched_zeros(signed.shape, np.uint8)
     np.bitwise_xor(signed, 128, out=codes)
     return codes

@@ -1,0 +1,27 @@
+"""Arrays in pages of their own: they take memory where they are written, and give it back as soon as they are freed.
+
+Arrays of numpy's lie in memory that the allocator may have used before, which it then has to fill with zeros.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import sys
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def untouched_zeros(shape: int | tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    """Zeros of `shape`. Raises MemoryError when this process may have no more addresses."""
+    sizes = (shape,) if isinstance(shape, int) else shape
+    count = math.prod(sizes)
+    private = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
+    size = max(count * np.dtype(dtype).itemsize, 1)
+    try:
+        pages = mmap.mmap(-1, size, **private)
+    except OSError as exc:
+        raise MemoryError(f"no room for {size} bytes: {exc.strerror}") from exc
+    return np.frombuffer(pages, dtype, count).reshape(sizes)
