@@ -95,7 +95,9 @@ def footprint(path: Path, use: Use) -> Footprint:
     results = _ARENA_FACTOR * 4 * rows * (3 * products.inner + 4 * products.width + scores)
     # What the rows of a tree see of the cache. That of a chain is zeros, which are read and never written.
     results += 2 * 4 * settings.measured_widths * cells
-    outputs = min(use.rows, settings.max_outputs(graph.vocabulary_size))
+    most = settings.max_outputs(graph.vocabulary_size)
+    outputs = min(use.rows, most)
+    unused = (most - outputs) * graph.vocabulary_size
     packed = products.packed + _SCALES_COPIES * products.scales + _SESSION_BYTES
     loading = 0
     if products.signed and products_saturate():
@@ -118,7 +120,8 @@ def footprint(path: Path, use: Use) -> Footprint:
         loading_mapped=0 if loading else max(products.largest - touched, 0),
         reading=min(_PARSED_BYTES * tokens, _MOST_TIMES * read),
         # A limit of data counts files too, as ONNX Runtime maps them for writing.
-        reserved=mapped + products.largest + int(_ARENA_RESERVED * results),
+        # Logits of the widest pass and the zeros that a chain sees of the cache are there and hardly written.
+        reserved=mapped + products.largest + int(_ARENA_RESERVED * results) + 4 * (rows * cells + unused),
         context_length=settings.context_length,
         sequences=use.sequences,
     )
