@@ -26,7 +26,8 @@ class Verdict:
     def __str__(self) -> str:
         needed, free = as_size(self.needed_bytes), as_size(self.free_bytes)
         if self.fit == "fits":
-            return f"fits: {needed} of {free}, {self.name}"
+            more = "" if self.name == BUDGET else " more"  # Python and the libraries are in memory already
+            return f"fits: {needed}{more} of {free}, {self.name}"
         if self.fit == "pages":
             when = " once the machine has no more" if self.name == BUDGET else ""
             return f"will page (slow){when}: {needed} with the weights in their files, {free} of {self.name}"
