@@ -52,8 +52,8 @@ def chat_template(folder: Path, settings: Mapping[str, Any], *, fix: str = FOLDE
 
 def eagle3_fix(path: Path) -> str | None:
     """How a published EAGLE-3 head, given as its folder or a file in it, becomes a draft; None for anything else."""
-    folder = path if path.is_dir() else path.parent
     try:
+        folder = path if path.is_dir() else path.parent
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
