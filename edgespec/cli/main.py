@@ -58,6 +58,11 @@ _SECTIONS = {
 _IN_MODELS = ("ls", "show", "add", "rm")  # short commands that share a module
 COMMANDS = {name: text for commands in _SECTIONS.values() for name, text in commands.items()}
 _RAISE_LIMITS = "Raise its limits (ulimit -v, ulimit -d), or close other programs"
+# Python keeps a file that a full disk cut short, and fails on it from then on (CPython issue 126606).
+_CUT_SHORT = (
+    "a file that Python compiled is cut short, as a full disk leaves them. Delete the folders named __pycache__ in "
+    + os.path.dirname(os.path.dirname(__file__))
+)
 _NO_MEMORY = f"this process needs more memory than it may have. {_RAISE_LIMITS}"
 _EPILOG = """\b
 First steps:  edgespec chat          or  edgespec generate -p "Hello"
@@ -113,9 +118,11 @@ class CommandGroup(click.Group):
         try:
             code = super().main(*args, **extra)
             sys.stdout.flush()  # here and not at exit, where a full disk would go unnoticed or end in a traceback
-        except click.Abort:
-            click.echo("interrupted", err=True)
-            code = INTERRUPTED
+        except click.Abort as exc:  # click's word for the end of input, too
+            cut = isinstance(exc.__cause__, EOFError) and str(exc.__cause__).startswith("marshal")
+            code = _report(_CUT_SHORT, FAILED) if cut else INTERRUPTED
+            if not cut:
+                click.echo("interrupted", err=True)
         except click.ClickException as exc:
             code = _report(describe(exc), BAD_INPUT)
         except EdgespecError as exc:

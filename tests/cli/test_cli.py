@@ -416,3 +416,19 @@ def test_a_dumb_terminal_gets_no_escape_codes(terminal: str, has_codes: bool):
     result = CliRunner().invoke(cli, ["plan", "demo"], color=True, env={"TERM": terminal, "NO_COLOR": ""})
     assert result.exit_code == 0, result.output
     assert ("\x1b" in result.stdout) == has_codes
+
+
+def test_a_compiled_file_that_a_full_disk_cut_short_is_no_interrupt(tmp_path: Path) -> None:
+    environment = os.environ | {
+        "PYTHONPYCACHEPREFIX": str(tmp_path),
+        "PYTHONDONTWRITEBYTECODE": "",
+        "HOME": str(tmp_path),
+    }
+    command = [sys.executable, "-m", "edgespec", "corpus", "ls"]
+    assert subprocess.run(command, env=environment, capture_output=True, check=False).returncode == 0
+    (compiled,) = tmp_path.rglob("cli/corpus.*.pyc")
+    compiled.write_bytes(compiled.read_bytes()[:4000])
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "cut short" in done.stderr
+    assert "__pycache__" in done.stderr
