@@ -12,6 +12,7 @@ import importlib
 import logging
 import os
 import sys
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -61,7 +62,7 @@ _RAISE_LIMITS = "Raise its limits (ulimit -v, ulimit -d), or close other program
 # Python keeps a file that a full disk cut short, and fails on it from then on (CPython issue 126606).
 _CUT_SHORT = (
     "a file that Python compiled is cut short, as a full disk leaves them. Delete the folders named __pycache__ in "
-    + os.path.dirname(os.path.dirname(__file__))
+    + str(Path(__file__).parents[1])
 )
 _NO_MEMORY = f"this process needs more memory than it may have. {_RAISE_LIMITS}"
 _EPILOG = """\b
