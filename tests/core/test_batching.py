@@ -273,6 +273,24 @@ def test_an_interrupt_between_two_answers_of_one_pass_spoils_neither_cache(
         assert (result.token_ids, result.logprobs) == (whole.token_ids[9:], whole.logprobs[9:])
 
 
+@pytest.mark.parametrize("ends", ["beside one that does not draft", "with the batch"])
+def test_a_later_answer_alone_is_priced_alone(model: Model, ends: str) -> None:
+    """Costs went on to be those of shared passes: nothing more was learnt of passes, and a plain one cost half."""
+    drafting = replace(OPTIONS, drafter="auto", max_tokens=10)
+    with model.batch() as batch:
+        batch.begin(model.stream([1, 2, 3], Sampling(), drafting))
+        beside = drafting if ends == "with the batch" else replace(OPTIONS, drafter="none")
+        batch.begin(model.stream([4, 5], Sampling(), beside))
+        for _ in range(5):
+            batch.step()
+        while batch.num_running and ends != "with the batch":
+            batch.step()
+    costs = model._pool._automatic_one("auto").costs
+    model.generate([1, 2, 3], Sampling(), replace(drafting, max_tokens=1))
+    assert not costs.is_shared
+    assert costs.plain_s(100) == costs.curve.at(1, 100)
+
+
 def test_a_prefix_that_cannot_be_copied_takes_no_place(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """The place is free afterwards, and its cache is empty."""
     shared = [1, 2, 3, 4] * 20
