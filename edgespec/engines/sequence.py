@@ -144,20 +144,26 @@ class CachedSequence:
         self._forget_rows(0)
         try:
             self.engine.load_state(state, self.sequence)
+            self._ids[: token_ids.size] = token_ids
+            self._length = int(token_ids.size)
         except BaseException:
+            self._length = 0
             self.engine.rollback(0, self.sequence)
             raise
-        self._ids[: token_ids.size] = token_ids
-        self._length = int(token_ids.size)
 
     def adopt_prefix(self, other: CachedSequence, length: int) -> None:
         """Hold the first `length` tokens of another sequence of the engine. Raises as `Engine.fork`."""
         self._length = 0
         self._forget_rows(0)
-        self.engine.fork(other.sequence, self.sequence)
-        self._ids[: other.length] = other.token_ids
-        self._length = other.length
-        self.rollback(length)
+        try:
+            self.engine.fork(other.sequence, self.sequence)
+            self._ids[: other.length] = other.token_ids
+            self._length = other.length
+            self.rollback(length)
+        except BaseException:
+            self._length = 0
+            self.engine.rollback(0, self.sequence)
+            raise
 
     def took_part(self, first_row: int, states: Features | None = None, layer_inputs: Features | None = None) -> None:
         """Its rows are those from `first_row` on of the last pass; where others share it, what it gave of these."""
@@ -273,9 +279,15 @@ class CachedSequence:
         self._inputs.truncate(to_length)
 
     def restore(self) -> None:
-        """After an interrupt: drop what a half-finished call left after the known tokens."""
-        # even if the length is right: a tree that was scored but not settled does not count in it
-        self.engine.rollback(self._length, self.sequence)
+        """After an interrupt: drop what a half-finished call left after the known tokens.
+
+        Where the model cannot roll that back, all tokens are dropped, and the next text is read from its beginning.
+        """
+        try:
+            # even if the length is right: a tree that was scored but not settled does not count in it
+            self.engine.rollback(self._length, self.sequence)
+        except EdgespecError:
+            self.rollback(0)
 
     def _append(self, token_ids: TokenIds) -> None:
         self._ids[self._length : self._length + token_ids.size] = token_ids

@@ -286,11 +286,16 @@ class ContinuousBatch:
         """End a member and free its slot; its answer is learnt."""
         self._members.remove(member)
         self._executor.leave_batch(member.generation.claim)
-        member.steps.close()
         stats = member.run.stats
         if failure is None:
             stats.finish_reason = stats.finish_reason or "cancelled"
-        self._executor.conclude(member.run, member.slot.pool)
-        member.slot.is_taken = False
-        member.slot.latest_use = self._num_passes
-        member.generation.ended(failure)
+        try:
+            member.steps.close()
+            if member.waiting is not None:  # an interrupt came between its pass and its loop, which knows nothing of it
+                with suppress(EdgespecError):
+                    member.run.target.restore()
+            self._executor.conclude(member.run, member.slot.pool)
+        finally:
+            member.slot.is_taken = False
+            member.slot.latest_use = self._num_passes
+            member.generation.ended(failure)

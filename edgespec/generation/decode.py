@@ -11,6 +11,7 @@ these passes at once; `generation.batching` packs those of several sequences int
 from __future__ import annotations
 
 from collections.abc import Generator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ import numpy as np
 from edgespec.control.base import NOTHING, Controller, Proposal
 from edgespec.drafters.base import DraftRequest
 from edgespec.engines.pass_request import PassRequest
-from edgespec.errors import Cancelled, EngineError
+from edgespec.errors import Cancelled, EdgespecError, EngineError
 from edgespec.generation.run_state import Run
 from edgespec.sampling.acceptance import CHAINS_ONLY, COMPARING, Rule, TargetAt
 from edgespec.types import Distribution, Draft, Logits, RoundRecord, TokenEvent, TokenIds, Verdict
@@ -45,6 +46,7 @@ def speculative(run: Run, controller: Controller, rule: Rule) -> Generator[Token
 
 def alone(steps: Steps[None]) -> Generator[TokenEvent, None, None]:
     """The events of a sequence that has the engine to itself: each pass is run as soon as it is asked for."""
+    step: TokenEvent | PassRequest | None = None
     try:
         step = next(steps)
         while True:
@@ -62,6 +64,9 @@ def alone(steps: Steps[None]) -> Generator[TokenEvent, None, None]:
         return
     finally:
         steps.close()
+        if isinstance(step, PassRequest):  # Ctrl-C may come between a pass and the loop, which knows nothing of it
+            with suppress(EdgespecError):
+                step.cache.restore()
 
 
 def steps(run: Run, controller: Controller | None = None, rule: Rule | None = None) -> Steps[None]:

@@ -107,6 +107,8 @@ class Executor:
         self._take_over(claim)
         self.last_stats = stats
         controller = self.pool.controller(request.options)
+        if controller is not None:
+            controller.share_passes(1, 0, 0)  # a batch may have ended in a pass of several
         run = self.run_of(request, stats, self.sequence, lambda: () if controller is None else (controller,))
         run.threads = self.pool.threads
         run.on_round = self.advisor.watching(request.options, request.on_round)

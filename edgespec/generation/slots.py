@@ -53,7 +53,9 @@ class Slots:
         """Where sequences share their cells, a pass looks at those of all, so idle texts are parked instead."""
         if found.sequence.engine.facts.pinned_class is not None:
             return
-        idle = sorted((s for s in self._all if not s.is_taken), key=lambda slot: slot.latest_use, reverse=True)
+        idle = sorted(
+            (s for s in self._all if s is not found and not s.is_taken), key=lambda slot: slot.latest_use, reverse=True
+        )
         kept = 0
         for slot in idle:
             kept += slot.sequence.length
@@ -69,11 +71,11 @@ class Slots:
             return slot.sequence.reusable_length(prompt_ids)
 
         found = max(self._free(request.options), key=lambda slot: (kept(slot), -slot.latest_use))
-        found.is_taken = True
         own = kept(found)
         source = max(self._all, key=lambda slot: slot.sequence.shared_length(prompt_ids))
         shared = source.sequence.shared_length(prompt_ids)
         if shared >= own + LEAST_TOKENS and found.sequence.engine.facts.can_rollback:
             found.sequence.adopt_prefix(source.sequence, shared)
         self._clear_idle(found)
+        found.is_taken = True  # last: where a copy fails, the place is as free as before
         return found

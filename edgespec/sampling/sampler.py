@@ -22,6 +22,9 @@ from edgespec.sampling.top import top_ids
 from edgespec.types import Distribution, Draft, Logits, TokenIds, one_hot
 
 _LEAST_WEIGHT = sys.float_info.min
+# What a temperature divides is a difference of two float32, so that lower ones give the same weights, 0 and 1, and
+# would only overflow.
+_LEAST_DIVISOR = 1e-250
 _LOG2_E = np.float32(math.log2(math.e))
 _LEAST_SAFE_SUM, _MOST_SAFE_SUM = 1e-25, 1e37  # range without relevant under- or overflow in float32
 _FIRST_NUCLEUS = 256  # number of candidates tried first for top-p without top-k
@@ -207,7 +210,7 @@ class Sampler:
 
     def _weights(self, values: Logits, best: float) -> NDArray[np.float64]:
         """Unnormalised probabilities exp((value - best) / temperature); 1 for the best token."""
-        return np.exp((values.astype(np.float64) - best) / self.sampling.temperature)
+        return np.exp((values.astype(np.float64) - best) / max(self.sampling.temperature, _LEAST_DIVISOR))
 
     def _nucleus_candidates(self, row: Logits, best: float) -> tuple[TokenIds, float]:
         """(ids of the most likely tokens, descending, that hold at least `top_p` of the mass; the total mass)."""

@@ -16,7 +16,7 @@ import pytest
 from bench_table import table_model
 from edgespec import GenerateOptions, Model, Result, Sampling
 from edgespec.errors import CapabilityError, EngineError
-from edgespec.types import Batch, Logits
+from edgespec.types import Batch, Logits, TokenEvent
 
 OPTIONS = GenerateOptions(max_tokens=30, ignore_eos=True)
 PROMPTS = [[1, 2, 3], [4, 5], [1, 2, 3, 4, 5, 6, 7] * 12, [3], [2, 2, 2], [9, 8, 7, 6], [0, 1], [5, 4, 3, 2, 1] * 7]
@@ -240,6 +240,84 @@ def test_a_cancelled_prompt_frees_its_slot_after_one_pass(model: Model) -> None:
         assert batch.num_running == 3 and jobs[2].finish_reason == "cancelled" and not jobs[2].stats.new_tokens
         assert batch.has_room(jobs[0])
     assert all(job.is_over for job in jobs)
+
+
+@pytest.mark.parametrize("drafter", ["none", "model", "tree"])
+@pytest.mark.parametrize("count", [3, 5, 8])
+def test_an_interrupt_between_two_answers_of_one_pass_spoils_neither_cache(
+    model: Model, drafter: Any, count: int
+) -> None:
+    """Ctrl-C while the first takes its tokens: the second's rows are in the engine, and its loop never saw them."""
+    options, prompts = replace(OPTIONS, drafter=drafter, draft_length=3), PROMPTS[:2]
+    expected = [alone(model, prompt, Sampling()) for prompt in prompts]
+    model.forget()
+    first, second = (model.stream(prompt, Sampling(), options) for prompt in prompts)
+    seen = []
+
+    def interrupted(event: TokenEvent) -> None:
+        seen.append(event)
+        if len(seen) == count:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), model.batch() as batch:
+        batch.begin(first, interrupted)
+        batch.begin(second)
+        while batch.num_running:
+            batch.step()
+    for sequence, _ in model._executor.places():
+        assert model.target.length(sequence.sequence) == sequence.length
+    begun = [prompt + list(result.token_ids[:9]) for prompt, result in zip(prompts, expected, strict=True)]
+    found = model.generate_all(begun, Sampling(), replace(options, max_tokens=21))
+    for result, whole in zip(found, expected, strict=True):
+        assert result.stats.reused_tokens > 2
+        assert (result.token_ids, result.logprobs) == (whole.token_ids[9:], whole.logprobs[9:])
+
+
+@pytest.mark.parametrize("ends", ["beside one that does not draft", "with the batch"])
+def test_a_later_answer_alone_is_priced_alone(model: Model, ends: str) -> None:
+    """Costs went on to be those of shared passes: nothing more was learnt of passes, and a plain one cost half."""
+    drafting = replace(OPTIONS, drafter="auto", max_tokens=10)
+    with model.batch() as batch:
+        batch.begin(model.stream([1, 2, 3], Sampling(), drafting))
+        beside = drafting if ends == "with the batch" else replace(OPTIONS, drafter="none")
+        batch.begin(model.stream([4, 5], Sampling(), beside))
+        for _ in range(5):
+            batch.step()
+        while batch.num_running and ends != "with the batch":
+            batch.step()
+    costs = model._pool._automatic_one("auto").costs
+    model.generate([1, 2, 3], Sampling(), replace(drafting, max_tokens=1))
+    assert not costs.is_shared
+    assert costs.plain_s(100) == costs.curve.at(1, 100)
+
+
+def test_a_prefix_that_cannot_be_copied_takes_no_place(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The place is free afterwards, and its cache is empty."""
+    shared = [1, 2, 3, 4] * 20
+    fork = model.target.fork
+
+    def interrupted(source: int, destination: int) -> None:
+        fork(source, destination)
+        raise MemoryError("no room for the copy")
+
+    with model.batch() as batch:
+        batch.begin(model.stream(shared, Sampling(), replace(OPTIONS, max_tokens=60)))
+        for _ in range(4):
+            batch.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(model.target, "fork", interrupted)
+            for _ in range(5):
+                with pytest.raises(MemoryError):
+                    batch.begin(model.stream([*shared, 5], Sampling(), OPTIONS))
+        assert batch.num_running == 1
+        later = [model.stream([*shared, last], Sampling(), OPTIONS) for last in (5, 6, 7)]
+        for generation in later:
+            assert batch.has_room(generation)
+            batch.begin(generation)
+        while batch.num_running:
+            batch.step()
+    for generation, last in zip(later, (5, 6, 7), strict=True):
+        assert same(generation.result(), alone(model, [*shared, last], Sampling()))
 
 
 def test_engines_that_cannot_pack_take_passes_in_turn(model: Model) -> None:

@@ -73,6 +73,16 @@ def test_temperature_zero_is_argmax_and_ties_go_to_the_lowest_id() -> None:
     assert found.probs.tolist() == [1.0]
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-250, 1e-60])
+@pytest.mark.parametrize("settings", [{"top_k": 0, "top_p": 1.0}, {"top_k": 0}, {"top_k": 3}])
+def test_the_lowest_temperatures_are_greedy_without_an_overflow(temperature: float, settings: dict) -> None:
+    row = np.array([-3.0, 2.0, 1e30, -np.inf, 1e30, 1.0], np.float32)
+    with np.errstate(all="raise", under="ignore"):
+        found = Sampler(Sampling(temperature=temperature, min_p=0.0, **settings), 6).distribution(row, NO_HISTORY)
+    assert found.token_ids.tolist() == [2, 4]
+    assert found.probs.tolist() == [0.5, 0.5]
+
+
 @pytest.mark.parametrize("count", [1, 3, 40, 64, 500, 5000])
 def test_top_ids_equals_a_full_sort(count: int) -> None:
     row = np.random.default_rng(count).integers(0, 50, 4999).astype(np.float32)

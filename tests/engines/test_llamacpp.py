@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 
 import edgespec
 from demo import TEST_THREADS
+from edgespec import GenerateOptions, Sampling
 from edgespec.chat.template import encode_messages
 from edgespec.engines import proof, widths
 from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile, settings
@@ -381,6 +383,30 @@ def test_a_recurrent_model_says_what_it_cannot_do(tmp_path):
             chain(engine, [4])
         engine.rollback(0)
         np.testing.assert_array_equal(chain(engine, [1, 2, 3]), expected)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_recurrent_model_goes_on_after_an_interrupted_pass(tmp_path, number):
+    """Its state cannot be rolled back, so that the next text is read from its beginning; it used to fail for good."""
+    with edgespec.load(write_recurrent_model(tmp_path / "mamba.gguf"), drafter="none", threads=1) as model:
+        ids, options = list(range(5, 15)), GenerateOptions(max_tokens=8, ignore_eos=True)
+        expected = model.generate(ids, Sampling(), options)
+        model.forget()
+        decode, passes = model.target._decode, []
+
+        def interrupted(*rows):
+            passes.append(decode(*rows))
+            if len(passes) == number:
+                raise KeyboardInterrupt
+            return passes[-1]
+
+        model.target._decode = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(ids, Sampling(), options)
+        model.target._decode = decode
+        found = model.generate([*ids, *expected.token_ids[:4]], Sampling(), replace(options, max_tokens=4))
+        assert found.token_ids == expected.token_ids[4:]  # read at once, so that only rounding may differ
+        np.testing.assert_allclose(found.logprobs, expected.logprobs[4:], atol=1e-4)
 
 
 # Vocabularies

@@ -260,10 +260,15 @@ class LlamaCppEngine(Engine):
         length = self.length(sequence)
         self._book.check_rollback(to_length, sequence)
         was_tree = self._book.forget_last(sequence)
-        if to_length == length and not was_tree:
-            return
         if to_length == 0:
-            self._cells.forget(sequence)
+            if length or was_tree or not self.facts.can_rollback:
+                self._cells.forget(sequence)
+            return
+        if to_length == length and not was_tree:
+            if (
+                not self.facts.can_rollback
+            ):  # else the next pass does it: that an aborted one cannot be undone is told now
+                self._cells.trim(sequence)
             return
         if not self.facts.can_rollback:
             raise CapabilityError(
