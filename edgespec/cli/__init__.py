@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import textwrap
 from functools import partial
+from typing import TextIO
+
+import click
 
 
 def has_escapes() -> bool:
@@ -14,10 +18,27 @@ def has_escapes() -> bool:
     return os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
 
 
-def wrapped(text: str) -> str:
-    """Lines for stderr, broken at words where it is a terminal. Programs get them whole."""
-    if not sys.stderr.isatty():
+def wrapped(text: str, stream: TextIO | None = None) -> str:
+    """Lines for stderr or another stream, broken at words where it is a terminal. Programs get them whole."""
+    if not (stream or sys.stderr).isatty():
         return text
     columns = shutil.get_terminal_size().columns
     fill = partial(textwrap.fill, width=columns, break_long_words=False, break_on_hyphens=False)
     return "\n".join(map(fill, text.split("\n")))
+
+
+def say(text: str) -> None:
+    """A line of the result, broken at words in a terminal."""
+    click.echo(wrapped(text, sys.stdout))
+
+
+def command_lines(command: str, columns: int) -> str:
+    """Indented lines of a shell command that can be copied: continued with a backslash between words."""
+    if os.name == "nt":
+        return f"  {command}"
+    lines = [" "]
+    for word in re.findall(r"(?:'[^']*'|[^\s'])+", command):
+        if len(lines[-1]) + len(word) + len("  \\") > columns and lines[-1].strip():
+            lines.append("   ")
+        lines[-1] += f" {word}"
+    return " \\\n".join(lines)

@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from edgespec.cli import say
 from edgespec.cli.bar import bar
 from edgespec.cli.help import SettingsCommand
 from edgespec.cli.main import INTERRUPTED
@@ -166,7 +167,7 @@ def _show(found: Found) -> None:
     console = Console(highlight=False, markup=False)
     console.print(_table(found.target))
     for line in _conclusions(found):
-        click.echo(line)
+        say(line)
 
 
 def _table(target: Calibration) -> Table:

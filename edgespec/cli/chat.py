@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from edgespec.cli.dialogue import Chat
-from edgespec.cli.first_model import first_model
+from edgespec.cli.first_model import CHOSEN_HERE, first_model
 from edgespec.cli.help import GroupedOption, SettingsCommand
 from edgespec.cli.lines import ReadLine, is_interactive, line_reader, read_message
 from edgespec.cli.main import exit_code
@@ -17,6 +17,7 @@ from edgespec.cli.saved_chat import SavedChat
 from edgespec.cli.session import open_session, require_chat_template, show_beginning
 from edgespec.cli.slash import COMMANDS, run_slash
 from edgespec.cli.terminal import complain, reply
+from edgespec.config.sources import Settings
 from edgespec.errors import EdgespecError
 
 
@@ -39,6 +40,7 @@ def command(model_name: str | None, config_file: Path | None, session_path: Path
     settings = resolve_settings(given, model_name, config_file)
     if (name := first_model(settings)) is not None:
         settings = resolve_settings(given, name, config_file)
+        settings = Settings(settings.values, {**settings.sources, "model": CHOSEN_HERE})
     saved = None if session_path is None else SavedChat(session_path)
     require_chat_template(settings, is_chat=True)
     session = open_session(settings, remembers=True)

@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from edgespec.cli import say
 from edgespec.cli.terminal import note, printable
 from edgespec.config import LoadOptions
 from edgespec.config.sources import resolve
@@ -68,7 +69,7 @@ def add(paths: tuple[Path, ...], model: str | None, name: str | None, budget: in
             added = corpus.add(chosen, str(resolved(documents.path)), ids, budget_bytes)
             if documents.left_out:
                 note(f"left out: {_reasons(documents)}")
-            click.echo(f"added: {_described(added)}")
+            say(f"added: {_described(added)}")
     return 0
 
 
@@ -87,9 +88,9 @@ def ls(model: str | None) -> int:
         if texts:
             Console(highlight=False, markup=False).print(table)
         total = sum(text.num_bytes for text in texts)
-        click.echo(f"corpus: {total / _MIB:.1f} of {corpus.budget_bytes() / _MIB:.0f} MiB, {corpus.path}")
+        say(f"corpus: {total / _MIB:.1f} of {corpus.budget_bytes() / _MIB:.0f} MiB, {corpus.path}")
         kept = learnt.kept()
-        click.echo(f"learnt: {kept.num_tokens} tokens of {kept.num_answers} answers, {learnt.path}")
+        say(f"learnt: {kept.num_tokens} tokens of {kept.num_answers} answers, {learnt.path}")
     return 0
 
 
@@ -104,10 +105,10 @@ def rm(names: tuple[str, ...], model: str | None, everything: bool, learnt: bool
         raise ConfigError("say what to remove: names as corpus ls shows them, or --all, or --learnt")
     with _opened(model) as (_, corpus, answers):
         for name in names:
-            click.echo(f"removed: {_described(corpus.remove(name))}")
+            say(f"removed: {_described(corpus.remove(name))}")
         if everything or learnt:
             store: Corpus | LearntTexts = corpus if everything else answers
-            click.echo(f"removed: {store.path}" if store.clear() else f"there was nothing: {store.path}")
+            say(f"removed: {store.path}" if store.clear() else f"there was nothing: {store.path}")
     return 0
 
 

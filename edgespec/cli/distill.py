@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from edgespec.cli.completion import files
 from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.terminal import note
 from edgespec.export.training.request import (
@@ -72,7 +73,7 @@ def option(
 
 
 @click.command()
-@click.argument("target")
+@click.argument("target", shell_complete=files)
 @click.option(
     "--data",
     type=click.Path(path_type=Path),

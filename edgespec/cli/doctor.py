@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -15,6 +16,7 @@ from typing import Any
 import click
 
 from edgespec import __version__
+from edgespec.cli import command_lines, say, wrapped
 from edgespec.engines.machine import physical_cores
 from edgespec.engines.onnx import library as onnxruntime
 from edgespec.errors import CapabilityError, EdgespecError
@@ -34,6 +36,7 @@ PROBE_TIMEOUT_S = 60
 # Backends of llama.cpp for GPUs, and what each is for.
 GPUS = {"vulkan": "any GPU", "cuda": "NVIDIA", "rocm": "AMD", "metal": "Apple Silicon"}
 NO_GPU = {"CPU", "BLAS", "RPC"}  # ggml's names of the other backends
+FOR_DEVELOPERS = {"lint", "peers", "test"}  # extras that no command needs
 
 
 @click.command(short_help="Show what is installed, what is missing and how to get it.")
@@ -180,64 +183,81 @@ def _packages() -> dict[str, str | None]:
 
 
 def _extras() -> dict[str, dict[str, Any]]:
-    """For every extra what it lacks, and the command that installs it into this environment."""
-    wanted = {extra: dict.fromkeys(map(name_of, texts)) for extra, texts in requirements().items() if extra}
+    """For every extra of a command what it lacks, and the command that installs it into this environment."""
+    wanted = {
+        extra: dict.fromkeys(map(name_of, texts))
+        for extra, texts in requirements().items()
+        if extra and extra not in FOR_DEVELOPERS
+    }
     return {
         extra: {"missing": [name for name in names if _version(name) is None], "install": install_command(extra)}
         for extra, names in wanted.items()
     }
 
 
+def _say(text: str, commands: str = "") -> None:
+    """A line; in a terminal it is broken at words, and `commands` follow on lines that can be copied."""
+    if not commands or not sys.stdout.isatty():
+        say(f"{text} {commands}".rstrip())
+        return
+    say(text)
+    for command in commands.split(", then "):
+        click.echo(command_lines(command, shutil.get_terminal_size().columns))
+
+
 def _print(report: dict[str, Any]) -> None:
     memory = report["memory_bytes"]
-    click.echo(f"edgespec {report['edgespec']}, Python {report['python']}, {report['platform']}")
-    click.echo(
+    _say(f"edgespec {report['edgespec']}, Python {report['python']}, {report['platform']}")
+    _say(
         f"processor: {report['cpu']['name']}, {report['threads']} threads used of {report['cpu']['logical_cores']}"
         + (f", {memory / 2**30:.1f} GiB memory" if memory else "")
     )
     _print_llamacpp(report["engines"]["llamacpp"])
     onnx = report["engines"]["onnx"]
     found = f"{onnx['version']}; providers: {', '.join(onnx['providers'])}" if onnx["available"] else onnx["reason"]
-    click.echo(f"engine onnx: {found}")
+    _say(f"engine onnx: {found}")
     for provider, reason in onnx.get("unusable", {}).items():
-        click.echo(f"provider {provider} cannot be used: {reason}")
+        _say(f"provider {provider} cannot be used: {reason}")
     for package, version in report["packages"].items():
-        click.echo(f"package {package}: {version or 'MISSING'}")
+        _say(f"package {package}: {version or 'MISSING'}")
     if not report["packages"]:
-        click.echo("packages: unknown, since edgespec runs from its source and is not installed")
+        _say("packages: unknown, since edgespec runs from its source and is not installed")
     for extra, entry in report["extras"].items():
         missing = ", ".join(entry["missing"])
         missing += " (instead of onnxruntime)" if extra == "gpu" and missing else ""
-        click.echo(f"extra {extra}: " + (f"lacks {missing}: {entry['install']}" if missing else "complete"))
+        if missing:
+            _say(f"extra {extra}: lacks {missing}:", entry["install"])
+        else:
+            _say(f"extra {extra}: complete")
     for model in report["models"]:
         sizes = [f"{role} {_size(file)}" for role, file in model["files"].items()]
-        click.echo(f"model {model['name']} ({', '.join(model['engines'])}): {', '.join(sizes)}")
+        _say(f"model {model['name']} ({', '.join(model['engines'])}): {', '.join(sizes)}")
     for problem in report["problems"]:
-        click.secho(f"problem: {problem}", fg="red")
+        click.secho(wrapped(f"problem: {problem}", sys.stdout), fg="red")
 
 
 def _print_llamacpp(llama: dict[str, Any]) -> None:
     if not llama["available"]:
-        click.echo(f"engine llamacpp: {'NOT available' if llama['installed'] else llama['reason']}")
+        _say(f"engine llamacpp: {'NOT available' if llama['installed'] else llama['reason']}")
         return
-    click.echo(f"engine llamacpp: llama-cpp-python {llama['version']}")
+    _say(f"engine llamacpp: llama-cpp-python {llama['version']}")
     for device in llama["devices"]:
         memory = f", {device['total_bytes'] / 2**30:.1f} GiB" if device["total_bytes"] else ""
-        click.echo(f"device {device['name']}: {device['description']} ({device['kind']}{memory})")
+        _say(f"device {device['name']}: {device['description']} ({device['kind']}{memory})")
     idle = [name for name in llama["backends"] if name not in NO_GPU]
     if llama["gpu_offload"]:
-        click.echo("to use the GPU: -ngl auto")
+        _say("to use the GPU: -ngl auto")
     elif idle:
-        click.echo(
-            f"no GPU: this build of llama.cpp has {', '.join(idle)}, which finds none (is its driver installed?)"
-        )
+        _say(f"no GPU: this build of llama.cpp has {', '.join(idle)}, which finds none (is its driver installed?)")
     else:
-        click.echo("no GPU in this build of llama.cpp (-ngl has no effect); to build one that uses a GPU:")
+        _say("no GPU in this build of llama.cpp (-ngl has no effect); to build one that uses a GPU:")
         for backend in _gpu_backends():
-            click.echo(f"  {backend} ({GPUS[backend]}): {build_command(backend)}")
-    rpc = "yes (edgespec rpc-server, --rpc)" if llama["rpc"] else f"not in this build: {build_command('rpc')}"
-    click.echo(f"several machines (RPC): {rpc}")
-    click.echo(f"instruction sets: {', '.join(llama['features'])}")
+            _say(f"  {backend} ({GPUS[backend]}):", build_command(backend))
+    if llama["rpc"]:
+        _say("several machines (RPC): yes (edgespec rpc-server, --rpc)")
+    else:
+        _say("several machines (RPC): not in this build:", build_command("rpc"))
+    _say(f"instruction sets: {', '.join(llama['features'])}")
 
 
 def _gpu_backends() -> tuple[str, ...]:

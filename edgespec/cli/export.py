@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgespec import __version__
+from edgespec.cli import say
+from edgespec.cli.completion import files
 from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.terminal import note
 from edgespec.formats.files import expanded, resolved
@@ -27,7 +29,7 @@ LABELS = {"llamacpp": ", llama.cpp on the GGUF"}  # beside the formats that were
 
 
 @click.command()
-@click.argument("source")
+@click.argument("source", shell_complete=files)
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FOLDER", help="Default: ./NAME-pair.")
 @click.option("--to", default="gguf", metavar="gguf|onnx|both", help="What to make.  [default: gguf]")
 @click.option(
@@ -187,8 +189,8 @@ def _print(request: ExportRequest, done: Exported) -> None:
     for name, size in done.files.items():
         click.echo(f"  {name}  {human(size)}")
     for line in check_lines(done.figures):
-        click.echo(line)
-    click.echo(f"run it: edgespec generate {shlex.quote(_as_path(done.folder))} -p 'Hello'")
+        say(line)
+    say(f"run it: edgespec generate {shlex.quote(_as_path(done.folder))} -p 'Hello'")
 
 
 def _as_path(folder: Path) -> str:

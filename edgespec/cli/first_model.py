@@ -25,6 +25,7 @@ from edgespec.loading.registry import models_folder, registered_folders
 from edgespec.types import Progress
 
 FIRST = "smollm2-135m"
+CHOSEN_HERE = "chosen by chat, as none was named"  # where /show says the model comes from
 # int8 loses least of the formats that ONNX Runtime runs fast, and takes seconds to write.
 QUANT = "int8"
 CONVERTED = f"{FIRST}-{QUANT}"

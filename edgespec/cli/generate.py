@@ -89,7 +89,7 @@ def read_prompt(prompt: str | None) -> str:
         prompt = "-"
     if prompt == "-":
         try:
-            prompt = sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
+            prompt = sys.stdin.buffer.read().decode("utf-8-sig").removesuffix("\n")
         except UnicodeDecodeError as exc:
             raise PromptError(
                 f"the prompt on standard input is not UTF-8 text: {exc.reason} at byte {exc.start}"

@@ -8,6 +8,7 @@ import shlex
 
 import click
 
+from edgespec.cli.completion import models
 from edgespec.cli.terminal import note
 from edgespec.tuning.handover import HELP, check, handover
 
@@ -26,7 +27,7 @@ class _Server(click.ParamType[str]):
 
 @click.command("handover", short_help="Write how vLLM, SGLang or llama-server runs a pair.")
 @click.argument("engine", metavar="SERVER", type=_Server())
-@click.argument("model", metavar="MODEL")
+@click.argument("model", metavar="MODEL", shell_complete=models)
 @click.option("-md", "--draft", metavar="MODEL", help="Draft model, where MODEL names none")
 @click.option("--weights", metavar="ID", help="Hub id of the target's original weights, for vLLM and SGLang")
 @click.option("--draft-weights", metavar="ID", help="Hub id of the draft's")

@@ -83,6 +83,8 @@ def _plain_reader() -> ReadLine:
             click.echo(prompt, nl=False, err=True)
         line = sys.stdin.buffer.readline()
         if not line:
+            if asks:
+                click.echo(err=True)
             raise EOFError
         return line.decode("utf-8", errors="replace").rstrip("\r\n")
 

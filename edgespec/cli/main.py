@@ -65,6 +65,7 @@ _CUT_SHORT = (
     + str(Path(__file__).parents[1])
 )
 _NO_MEMORY = f"this process needs more memory than it may have. {_RAISE_LIMITS}"
+_ANSWERS = "edgespec generate MODEL -p TEXT answers one prompt"
 _EPILOG = """\b
 First steps:  edgespec chat          or  edgespec generate -p "Hello"
 Models:       edgespec ls            then  edgespec pull NAME
@@ -130,6 +131,10 @@ class CommandGroup(click.Group):
             code = _report(str(exc), exit_code(exc))
         except BrokenPipeError:
             code = BROKEN_PIPE
+        except SystemExit as exc:
+            if not isinstance(exc.__context__, BrokenPipeError):
+                raise
+            code = BROKEN_PIPE  # rich, which prints the tables, leaves with 1
         except OSError as exc:
             said = f"{exc.filename or 'output'}: {exc.strerror or exc}"
             code = _report(_NO_MEMORY if exc.errno == errno.ENOMEM else said, FAILED)
@@ -207,8 +212,13 @@ def describe(error: click.ClickException) -> str:
         known = [flag for p in error.ctx.command.get_params(error.ctx) for flag in (*p.opts, *p.secondary_opts)]
         flags = [flag for flag in known if flag.startswith("-")]
         hint = did_you_mean(error.option_name, flags) or f"; see {error.ctx.command_path} --help"
+        if error.option_name in ("-p", "--prompt"):
+            hint = f"; {_ANSWERS}"
         return f"no such option '{error.option_name}'{hint}"
     message = error.format_message().rstrip(".")
+    if isinstance(error, click.UsageError) and error.ctx is not None and "unexpected extra argument" in message:
+        hints = {"generate": "; a prompt is given with -p, in quotes", "chat": f"; {_ANSWERS}"}
+        message += hints.get(error.ctx.info_name or "", "")
     return message[:1].lower() + message[1:]
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 from rich.console import Console
 
+from edgespec.cli import say
+from edgespec.cli.completion import names_here, names_known
 from edgespec.cli.terminal import note, printable
 from edgespec.loading.catalogue import Entry, entries
 from edgespec.loading.listing import Listed, entry_bytes, list_here, list_known, pair_bytes
@@ -19,6 +23,7 @@ from edgespec.loading.registry import is_known, models_folder, resolve
 from edgespec.loading.room import fits
 
 _FITS = {True: "yes", False: "no", None: "?"}
+_LEAST_TEXT = 24  # columns; descriptions are left out where a terminal has fewer for them
 
 
 @click.command("ls", short_help="List models: those here and those to pull.")
@@ -44,20 +49,28 @@ def ls(everything: bool, as_json: bool) -> int:
 
 
 def _show_list(models: Sequence[Listed]) -> None:
-    """A line per model; only descriptions are cut where a terminal is narrow."""
+    """A line per model; only descriptions are cut where a terminal is narrow, and what is wrong is said below then."""
     console = Console(highlight=False, markup=False)
     rows = [("name", "size", "fits", "state", "draft", "")]
     rows += [(each.name, _size(each), _FITS[each.fits], each.state, each.draft, each.description) for each in models]
     *widths, _ = (max(map(len, cells)) for cells in zip(*rows, strict=True))
-    left = max(console.width - sum(widths) - 2 * len(widths), 0) if console.is_terminal else None
+    left = max(console.width - sum(widths) - 2 * len(widths), 0) if console.is_terminal else sys.maxsize
     for index, (name, size, *rest, description) in enumerate(rows):
         cells = (name.ljust(widths[0]), size.rjust(widths[1]), *map(str.ljust, rest, widths[2:]))
-        line = "  ".join((*cells, printable(description)[:left])).rstrip()
+        line = "  ".join((*cells, _cut(printable(description), left))).rstrip()
         console.print(line, style="" if index else "bold", soft_wrap=True)
+    for each in models:
+        if each.state in ("damaged", "unfinished") and len(each.description) > left:
+            say(f"{each.name} is {each.state}: {each.description}")
+
+
+def _cut(text: str, columns: int) -> str:
+    """As many words of `text` as fit, with dots for the others; nothing where that would say nothing."""
+    return textwrap.shorten(text, columns, placeholder="...") if columns >= _LEAST_TEXT else ""
 
 
 @click.command("show", short_help="Show what is known of a model.")
-@click.argument("name", metavar="NAME")
+@click.argument("name", metavar="NAME", shell_complete=names_known)
 def show(name: str) -> int:
     """Show the files of a model on this machine, or where one comes from that can be pulled."""
     entry = entries().get(name.lower().partition(":")[0])
@@ -66,7 +79,7 @@ def show(name: str) -> int:
     if entry is not None:
         _show_entry(entry)
         if not is_known(name):
-            click.echo(f"get it: {_how_to_get(entry)}")
+            say(f"get it: {_how_to_get(entry)}")
     return 0
 
 
@@ -77,48 +90,49 @@ def show(name: str) -> int:
 def add(path: Path, name: str, draft: Path | None) -> int:
     """Give a GGUF or ONNX model a name. The file stays where it is; it is tried and its checksum is kept."""
     chosen = add_model(path, name, draft)
-    click.echo(f"added: edgespec chat {chosen}")
+    say(f"added: edgespec chat {chosen}")
     return 0
 
 
 @click.command("rm", short_help="Remove a pulled or added model.")
-@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@click.argument("names", nargs=-1, required=True, metavar="NAME...", shell_complete=names_here)
 def rm(names: tuple[str, ...]) -> int:
     """Remove models from your models folder, unfinished downloads too. Files that were added stay where they are."""
     for name in names:
-        click.echo(f"removed: {name}, {remove(name) / 1e6:.1f} MB")
+        freed = remove(name)
+        say(f"removed: {name}" + (f", {freed / 1e6:.1f} MB" if freed else "; its files stay where they are"))
     return 0
 
 
 def _show_here(name: str) -> None:
     pair = resolve(name)
-    click.echo(f"{pair.name}: {printable(pair.description) or 'on this machine'}")
+    say(f"{pair.name}: {printable(pair.description) or 'on this machine'}")
     for role, file in pair.files.items():
         size = sum(part.bytes or part.path.stat().st_size for part in file.all_files)
         parts = f", {len(file.all_files)} files" if file.parts else ""
-        click.echo(f"{role}: {file.path}, {size / 1e6:.1f} MB{parts}")
+        say(f"{role}: {file.path}, {size / 1e6:.1f} MB{parts}")
     for label, text in (("licence", pair.licence), ("source", pair.source)):
         if text:
-            click.echo(f"{label}: {printable(text)}")
+            say(f"{label}: {printable(text)}")
     _show_fit(pair_bytes(pair), has_draft=pair.draft is not None)
-    click.echo(f"run it: edgespec chat {name}" + ("" if pair.draft else f"; drafts for it: edgespec pair {name}"))
+    say(f"run it: edgespec chat {name}" + ("" if pair.draft else f"; drafts for it: edgespec pair {name}"))
 
 
 def _show_entry(entry: Entry) -> None:
-    click.echo(f"{entry.name}: {entry.description}, {entry.parameters / 1e9:.3g} billion weights")
+    say(f"{entry.name}: {entry.description}, {entry.parameters / 1e9:.3g} billion weights")
     quant = f", {entry.quant}" if entry.quant else ""
-    click.echo(f"source: {entry.source}{quant} (licence: {entry.licence}; tokenizer family: {entry.family})")
+    say(f"source: {entry.source}{quant} (licence: {entry.licence}; tokenizer family: {entry.family})")
     if entry.draft:
-        click.echo(f"draft: {entry.draft}, {entries()[entry.draft].description}")
+        say(f"draft: {entry.draft}, {entries()[entry.draft].description}")
     for head in entry.heads:
         what = f"to be converted: {head.command}" if head.command else "which edgespec does not run"
-        click.echo(f"{head.kind} head: {head.repo} (licence: {head.licence or 'not known'}), {what}")
+        say(f"{head.kind} head: {head.repo} (licence: {head.licence or 'not known'}), {what}")
     for each in entry.measured:
         figure = f"speedup {each.speedup}" if each.speedup is not None else f"acceptance {each.acceptance_rate}"
-        click.echo(f"measured: {figure} with {each.drafter}; {each.where}")
+        say(f"measured: {figure} with {each.drafter}; {each.where}")
     if entry.advice:
-        click.echo(f"advice: {entry.advice}")
-    click.echo(f"verified: {entry.verified or 'no; nobody has tried this entry with edgespec yet'}")
+        say(f"advice: {entry.advice}")
+    say(f"verified: {entry.verified or 'no; nobody has tried this entry with edgespec yet'}")
     if not is_known(entry.name):
         _show_fit(entry_bytes(entry), has_draft=bool(entry.draft), is_guess=not entry.known_bytes)
 
@@ -126,7 +140,7 @@ def _show_entry(entry: Entry) -> None:
 def _show_fit(num_bytes: int, *, has_draft: bool, is_guess: bool = False) -> None:
     answer = {True: "fits", False: "does not fit", None: "unknown whether it fits"}[fits(num_bytes)]
     size = f"{'about ' if is_guess else ''}{num_bytes / 1e9:.2f} GB{' with its draft' if has_draft else ''}"
-    click.echo(f"size: {size}; {answer} into the memory that is available now")
+    say(f"size: {size}; {answer} into the memory that is available now")
 
 
 def _how_to_get(entry: Entry) -> str:

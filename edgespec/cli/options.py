@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from edgespec.cli.completion import models
 from edgespec.cli.help import GroupedOption, SettingOption, help_all_option
 from edgespec.cli.terminal import set_verbosity
 from edgespec.config.settings import SETTINGS, Kind, Part, Setting, contents, did_you_mean
@@ -47,7 +48,9 @@ class _Contents(click.ParamType):  # type: ignore[type-arg]  # generic in newer 
     name = "contents"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return contents(value, f"--{param.opts[-1].lstrip('-')}" if param is not None else "the command line")
+        if param is None:
+            return contents(value, "the command line", is_json=False)
+        return contents(value, f"--{param.opts[-1].lstrip('-')}", is_json=param.name == "json_schema")
 
 
 _TYPES: dict[Kind, Any] = {
@@ -73,7 +76,7 @@ def settings_options(
 
     def decorate(function: Function) -> Function:
         chosen = [s for s in SETTINGS if s.part in parts and s.name not in leave_out]
-        model = click.argument("model_name", metavar="[MODEL]", required=False)
+        model = click.argument("model_name", metavar="[MODEL]", required=False, shell_complete=models)
         settings = [_option(setting, hidden=setting.name in hidden) for setting in reversed(chosen)]
         for option in (help_all_option(), *reversed(_common_options()), *settings, model):
             function = option(function)

@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from edgespec.cli.completion import models
 from edgespec.cli.terminal import note
 from edgespec.loading.room import fits
 from edgespec.tuning.matching import Aim, Candidate, find_aim, has_run, rank
@@ -20,7 +21,7 @@ _WIDE = 1000  # characters
 
 
 @click.command("pair", short_help="Rank the draft models for a target.")
-@click.argument("target", metavar="TARGET")
+@click.argument("target", metavar="TARGET", shell_complete=models)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object")
 def command(target: str, as_json: bool) -> int:
     """Rank draft models for TARGET: those on this machine and those to pull.

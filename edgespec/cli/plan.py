@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from edgespec.cli import say
 from edgespec.cli.help import SettingsCommand
 from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.config import LoadOptions
@@ -59,10 +60,10 @@ def _show(fitted: Fitted, refusal: str) -> None:
         click.echo(line)
     if plan.device_note:
         layers = fitted.options.target_gpu_layers, fitted.options.draft_model_gpu_layers
-        click.echo(plan.device_note + (f" (-ngl {layers[0]} -ngld {layers[1]})" if any(layers) else ""))
+        say(plan.device_note + (f" (-ngl {layers[0]} -ngld {layers[1]})" if any(layers) else ""))
     for each in fitted.given_up:
-        click.echo(f"given up: {each.text} ({each.flags})")
-    click.echo(f"refused: {refusal}" if refusal else f"{fitted.verdict}{fitted.other}")
+        say(f"given up: {each.text} ({each.flags})")
+    say(f"refused: {refusal}" if refusal else f"{fitted.verdict}{fitted.other}")
 
 
 def _table(plan: Plan) -> list[str]:

@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from edgespec.cli import say
 from edgespec.cli.bar import bar
 from edgespec.cli.help import SettingsCommand
 from edgespec.cli.main import INTERRUPTED
@@ -197,7 +198,7 @@ def _show(planned: Planned) -> None:
         )
     Console(highlight=False, markup=False).print(table)
     for line in _conclusions(planned):
-        click.echo(line)
+        say(line)
 
 
 def _conclusions(planned: Planned) -> list[str]:

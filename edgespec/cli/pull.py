@@ -17,6 +17,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from edgespec.cli.completion import names_known
 from edgespec.cli.terminal import note, verbosity
 from edgespec.formats.manifest import ModelPair
 from edgespec.loading.download import OnBytes
@@ -27,7 +28,7 @@ from edgespec.loading.room import fits
 
 
 @click.command("pull", short_help="Get a model, with a draft that fits it.")
-@click.argument("model", metavar="MODEL")
+@click.argument("model", metavar="MODEL", shell_complete=names_known)
 @click.option("--draft", default="", metavar="MODEL", help="Another draft than the one that belongs to it")
 @click.option("--no-draft", is_flag=True, help="The model alone")
 @click.option("--name", default="", help="Name of the model.  [default: that of the model or repository]")

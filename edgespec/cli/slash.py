@@ -19,7 +19,7 @@ from edgespec.cli.options import sampling_of
 from edgespec.cli.session import in_effect
 from edgespec.cli.terminal import counted, printable, reply, stats_lines
 from edgespec.config import MAX_DRAFT_LENGTH, DrafterName, DraftLength
-from edgespec.config.settings import PRINTING, SETTINGS, Setting, did_you_mean
+from edgespec.config.settings import BY_KEY, PRINTING, SETTINGS, Setting, did_you_mean
 from edgespec.config.sources import find
 from edgespec.errors import ConfigError, StateError
 from edgespec.formats.files import exists, expanded
@@ -29,6 +29,13 @@ _CHANGEABLE_LATER = ("drafter", "draft_length", "verify")
 _SHOWN_CHARACTERS = 200  # of a message that is taken back
 _SHOWN_TURNS = 20  # messages of a loaded conversation that are printed
 _ALIASES = {"/bye": "/exit", "/quit": "/exit", "/?": "/help"}
+# What other chats call them, and what looks like another command of ours.
+_MEANT = {
+    **dict.fromkeys(("/settings", "/config", "/options", "/params", "/parameters"), "/show"),
+    **dict.fromkeys(("/reset", "/new"), "/clear"),
+    **dict.fromkeys(("/retry", "/again", "/redo"), "/regen"),
+    "/system-prompt": "/system",
+}
 
 
 class Command(NamedTuple):
@@ -46,13 +53,22 @@ def run_slash(chat: Chat, line: str) -> bool:
     name, _, argument = line.partition(" ")
     name = _ALIASES.get(name, name)
     if name not in COMMANDS:
-        hint = did_you_mean(name, COMMANDS) or "; /help lists them"
+        hint = _nearest(name) or "; /help lists them"
         raise ConfigError(f"no such command {name}{hint} (a message may begin with a space)")
     try:
         COMMANDS[name].run(chat, argument.strip())
     except _Leave:
         return False
     return True
+
+
+def _nearest(name: str) -> str:
+    if name in _MEANT:
+        return f"; did you mean '{_MEANT[name]}'?"
+    setting = BY_KEY.get(name[1:].replace("-", "_"))
+    if setting is not None and (setting.part != "load" or setting.name in _CHANGEABLE_LATER):
+        return f"; did you mean '/set {setting.key} VALUE'?"
+    return did_you_mean(name, COMMANDS)
 
 
 def _help(chat: Chat, argument: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from edgespec.cli.completion import files
 from edgespec.cli.distill import CHOICES, NUMBERS, option, progress, run_resumably
 from edgespec.cli.terminal import note
 from edgespec.export.training.heads_request import KINDS, STORAGE, HeadsRequest, parse_layers
@@ -36,7 +37,7 @@ def _request_options(function: Callable[..., int]) -> Callable[..., int]:
 
 
 @click.command()
-@click.argument("target")
+@click.argument("target", shell_complete=files)
 @click.option(
     "--kind",
     type=click.Choice(KINDS),

@@ -9,6 +9,7 @@ from typing import Any, cast, get_args
 
 import click
 
+from edgespec.cli import say
 from edgespec.cli.bar import bar
 from edgespec.cli.help import SettingsCommand
 from edgespec.cli.main import INTERRUPTED
@@ -133,7 +134,7 @@ def _run(sweep: Sweep, prompts: Prompts) -> bool:
 
 def _forget(model: str, path: Path | None) -> None:
     if path is not None and forget_profile(path):
-        click.echo(f"removed: {source_of(path)}")
+        say(f"removed: {source_of(path)}")
     else:
         note(f"nothing to forget: no profile of {model!r} on this machine")
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import click
 from rich.console import Console
 from rich.table import Table
 
+from edgespec.cli import say
 from edgespec.cli.terminal import note
 from edgespec.tuning.profiles import Profile
 from edgespec.tuning.sweep import Score, Sweep
@@ -82,18 +82,16 @@ def conclude(sweep: Sweep, found: Sequence[Found]) -> None:
         profile = one.profile
         whose = f"best for {labels[profile.model]}" if len(found) > 1 else "best"
         named = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in profile.settings.items())
-        click.echo(
-            f"{whose}: {named}: {profile.tokens_per_second:.1f} tokens/s, {profile.speedup:.2f}x of plain decoding"
-        )
-        click.echo(_outcome(one))
+        say(f"{whose}: {named}: {profile.tokens_per_second:.1f} tokens/s, {profile.speedup:.2f}x of plain decoding")
+        say(_outcome(one))
         fastest = next(score for score in sweep.finalists() if score.candidate.loaded.model == profile.model)
         if fastest.candidate.loaded.reproducible is False:
-            click.echo(
+            say(
                 f"plain decoding with --no-reproducible was faster still: {fastest.rate():.1f} tokens/s, since "
                 "reproducible mode pads single-token steps on this model"
             )
     if len(found) > 1:
-        click.echo(_compared([one.profile for one in found], labels))
+        say(_compared([one.profile for one in found], labels))
 
 
 def _outcome(one: Found) -> str:

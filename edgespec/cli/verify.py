@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from edgespec.cli import say
 from edgespec.cli.help import SettingsCommand
 from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.session import Session, open_session, show_configuration
@@ -57,7 +58,7 @@ def _run(session: Session, as_json: bool) -> Report:
     for comparison in comparisons(session.model, session.sampling, session.options):
         done.append(comparison)
         if not as_json:
-            click.echo(_line(session, comparison))
+            say(_line(session, comparison))
     return Report(tuple(done))
 
 
@@ -90,7 +91,7 @@ def _print_summary(session: Session, report: Report) -> None:
     totals = report.totals
     different = sum(comparison.divergence is not None for comparison in report.comparisons)
     num_runs = len(report.comparisons)
-    click.echo(
+    say(
         f"identical with and without speculation: {totals.new_tokens} tokens in {num_runs} runs, {_accepted(totals)}"
         if report.identical
         else f"DIFFERENT in {different} of {num_runs} runs with and without speculation, {totals.new_tokens} tokens"

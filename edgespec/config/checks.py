@@ -45,12 +45,13 @@ def whole(name: str, value: object) -> int:
     return value
 
 
-def at_least(name: str, given: object, least: int) -> None:
+def at_least(name: str, given: object, least: int, hint: str = "") -> None:
+    """`hint`: what to do instead, for who means a limit of other programs such as -1 for none."""
     if given is None:
         return
     value = whole(name, given)
     if value < least:
-        raise ConfigError(f"{name} must be at least {least}, got {shown(value)}")
+        raise ConfigError(f"{name} must be at least {least}, got {shown(value)}{hint and f'; {hint}'}")
     if value > MAX_COUNT:
         raise ConfigError(f"{name} must be at most {MAX_COUNT}, got {shown(value)}")
 

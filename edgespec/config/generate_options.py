@@ -73,7 +73,7 @@ class GenerateOptions:
             object.__setattr__(self, "json_schema", as_schema(self.json_schema))
         self._check_structure()
         at_least("noise_offset", whole("noise_offset", self.noise_offset), 0)
-        at_least("max-tokens", self.max_tokens, 1)
+        at_least("max-tokens", self.max_tokens, 1, "leave it out for an answer of any length")
         object.__setattr__(self, "stop", as_texts(self.stop))
         switches(self, "ignore_eos", "logprobs")
         whole("top_logprobs", self.top_logprobs)

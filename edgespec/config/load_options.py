@@ -173,7 +173,7 @@ class LoadOptions:
             if kind is not None:
                 one_of("cache type", kind, CACHE_TYPES)
         one_of("provider", self.provider, PROVIDERS)
-        at_least("threads", self.threads, 1)
+        at_least("threads", self.threads, 1, "leave it out for the cores that are free")
         if not 1 <= whole("parallel", self.parallel) <= MAX_PARALLEL:
             raise ConfigError(f"parallel must be from 1 to {MAX_PARALLEL}, got {shown(self.parallel)}")
         at_least("draft gpu-layers", self.draft_gpu_layers, -1)
@@ -183,7 +183,7 @@ class LoadOptions:
         if self.rpc is not None:
             parse_endpoints(self.rpc)
         at_least("exit-layer", self.exit_layer, 1)
-        at_least("ctx-size", self.context_length, 16)
+        at_least("ctx-size", self.context_length, 16, "leave it out for the model's own")
         at_least("draft ctx-size", self.draft_context_length, 16)
         check_draft_length(self.draft_length)
         check_draft_temperature(self.draft_temperature)

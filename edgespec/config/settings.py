@@ -7,6 +7,7 @@ it. Defaults live in the dataclasses that the values end in.
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +85,7 @@ class Setting:
         if self.kind == "texts":
             return (text,)
         if self.kind == "contents":
-            return contents(text, source)
+            return contents(text, source, is_json=self.name == "json_schema")
         return self._chosen(text, source)
 
     def check(self, value: Any, source: str) -> Any:
@@ -109,12 +110,19 @@ class Setting:
         return expanded(text) if self.kind == "path" else text
 
 
-def contents(text: str, source: str) -> str:
+def contents(text: str, source: str, *, is_json: bool) -> str:
     """What a file holds; `text` itself where it is a JSON object and so no name of a file. Raises ConfigError."""
     if text.lstrip().startswith("{"):
         return text
     try:
-        return read_text(expanded(text))
+        found = read_text(expanded(text))
+        if is_json:
+            json.loads(found)
+        return found
+    except json.JSONDecodeError as exc:
+        raise ConfigError(f"{source}: the file {text!r} is not valid JSON: {exc}") from exc
+    except RecursionError:
+        return found  # nested too deeply, which is said where schemas are checked
     except (OSError, ValueError) as exc:  # ValueError: no UTF-8, a NUL in the name
         reason = exc.strerror if isinstance(exc, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"{source}: the file {text!r} cannot be read: {reason}") from exc

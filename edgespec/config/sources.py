@@ -85,10 +85,15 @@ def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Any, str]]:
             continue
         setting = BY_KEY.get(key.lower())
         if setting is None:
-            names = [ENVIRONMENT_PREFIX + known.upper() for known in (*BY_KEY, *PLACES)]
-            raise ConfigError(f"unknown environment variable {variable}{did_you_mean(variable, names)}")
+            raise ConfigError(f"unknown environment variable {variable}{_nearest_variable(key)}")
         found.append((setting.name, setting.parse(text, variable), variable))
     return found
+
+
+def _nearest_variable(key: str) -> str:
+    """What may be meant by EDGESPEC_`key`: the prefix, which all share, makes no two of them alike."""
+    near = did_you_mean(key, [*BY_KEY, *PLACES]).split("'")
+    return f"; did you mean '{ENVIRONMENT_PREFIX}{near[1].upper()}'?" if len(near) > 1 else "; unset it"
 
 
 def _from_file(path: Path) -> list[tuple[str, Any, str]]:

@@ -64,6 +64,11 @@ def find_source(text: str, revision: str | None = None) -> Source:
     Raises ModelNotFound (no folder, unknown id, or hub not reachable and no cached copy), ModelFileError (no
     safetensors weights) and CapabilityError (huggingface_hub is not installed).
     """
+    return source_here(text, revision) or hub_source(text, revision or "main")
+
+
+def source_here(text: str, revision: str | None = None) -> Source | None:
+    """The model in the folder `text`; None for a hub id. Raises ModelNotFound, ModelFileError as `find_source`."""
     path = Path(text).expanduser()
     if path.is_dir():
         if revision is not None:
@@ -75,7 +80,7 @@ def find_source(text: str, revision: str | None = None) -> Source:
         raise ModelNotFound(
             f"no folder {text!r}: give the folder of a Hugging Face model, or a hub id such as ORG/NAME"
         )
-    return hub_source(text, revision or "main")
+    return None
 
 
 def local_source(folder: Path) -> Source:

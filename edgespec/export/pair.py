@@ -14,7 +14,7 @@ from typing import Any
 
 from edgespec.errors import ConfigError, ModelFileError
 from edgespec.export.file_checks import check_stages
-from edgespec.export.hub import find_source
+from edgespec.export.hub import find_source, source_here
 from edgespec.export.maker import Model, groups_note, stages_of
 from edgespec.export.manifest import card_licence, recommended_sampling, write_manifest
 from edgespec.export.onnx.convert import require_exporter
@@ -49,6 +49,9 @@ def export_pair(request: ExportRequest, reporter: Reporter) -> Exported:
         from edgespec.export.conversion import convert_pair
 
         return Exported(request.output, *convert_pair(request, reporter))
+    source_here(request.source, request.revision)  # nobody shall install torch for a folder that cannot be used
+    if request.draft is not None:
+        source_here(request.draft)
     require_packages(request.formats, torch=request.check or request.imatrix is not None)
     _check_quants(request)
     check_output(request.output, replace=request.force)

@@ -57,6 +57,11 @@ def resolved(path: AnyPath) -> Path:
         return Path(path).absolute()
 
 
+def absolute(path: AnyPath) -> Path:
+    """The path from the root, without '..'; links stay as they are."""
+    return Path(os.path.abspath(path))
+
+
 def home_folder() -> Path:
     """The user's home folder. Raises ConfigError where there is none."""
     found = os.path.expanduser("~")
@@ -91,6 +96,8 @@ def user_folder(kind: FolderKind, environ: Mapping[str, str] | None = None) -> P
 def read_text(path: AnyPath) -> str:
     """The text of a file in UTF-8, or of a pipe that somebody writes to; a pipe without a writer is empty.
 
+    A byte order mark, which Windows' programs put in front, is no part of it.
+
     Raises OSError, for more than MAX_TEXT_BYTES too, and UnicodeDecodeError.
     """
     contents = bytearray()
@@ -99,7 +106,7 @@ def read_text(path: AnyPath) -> str:
             contents += piece
             if len(contents) > MAX_TEXT_BYTES:
                 raise OSError(errno.EFBIG, f"has more than {MAX_TEXT_BYTES >> 20} MiB", os.fspath(path))
-    return contents.decode("utf-8")
+    return contents.decode("utf-8-sig")
 
 
 def _open_at_once(path: str, flags: int) -> int:

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.formats.files import read_text, resolved
+from edgespec.formats.files import absolute, read_text, resolved
 from edgespec.installation import has_engine
 
 MANIFEST = "manifest.toml"
@@ -32,6 +32,7 @@ TABLES = (*ENGINE_TABLES.values(), HEADS, "sampling", "figures")
 FILE_KEYS = ("path", "bytes", "sha256", "parameters", "parts")
 # Larger files are hashed where the result can be kept, once.
 MAX_HASHED_BYTES = 16 * 2**20
+RESTORE = "restore it, or install edgespec again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +120,12 @@ class _Manifest:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.values = read_table(path)
-        location = self.get(self.values, "location", str) if "location" in self.values else path.parent
-        self.folder = resolved(location)
+        self.is_elsewhere = "location" in self.values
+        self.folder = self.absolute(self.get(self.values, "location", str) if self.is_elsewhere else path.parent)
+
+    def absolute(self, path: str | Path) -> Path:
+        """A path from the root. Files that a user added may be links out of their folder, as in the hub's cache."""
+        return absolute(path) if self.is_elsewhere else resolved(path)
 
     def fail(self, key: str, problem: str) -> ModelFileError:
         return ModelFileError(f"{self.path}: {key} {problem}")
@@ -150,7 +155,7 @@ def _read_file(manifest: _Manifest, key: str, entry: Any) -> ModelFile:
     relative = Path(manifest.get(entry, f"{key}.path", str))
     if "\0" in str(relative):
         raise manifest.fail(f"{key}.path", f"must be a path, got {str(relative)!r}")
-    path = resolved(manifest.folder / relative)
+    path = manifest.absolute(manifest.folder / relative)
     if not path.is_relative_to(manifest.folder):
         raise manifest.fail(f"{key}.path", f"must stay inside the folder, got {str(relative)!r}")
     sha256 = manifest.get(entry, f"{key}.sha256", str).lower()
@@ -184,15 +189,15 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def check_file(file: ModelFile, *, hashed: bool = True, is_large_too: bool = False) -> None:
-    """Raise ModelFileError when a file is missing or is not the one described.
+def check_file(file: ModelFile, *, hashed: bool = True, is_large_too: bool = False, fix: str = RESTORE) -> None:
+    """Raise ModelFileError when a file is missing, with what to do then, or is not the one described.
 
     It is hashed up to MAX_HASHED_BYTES, or whatever its size when `is_large_too`.
     """
     try:
         size = file.path.stat().st_size
     except OSError as error:
-        raise ModelFileError(f"{file.path} is missing: restore it, or install edgespec again") from error
+        raise ModelFileError(f"{file.path} is missing: {fix}") from error
     if file.bytes is not None and size != file.bytes:
         raise ModelFileError(
             f"{file.path} has {size} bytes, the manifest says {file.bytes}: it is truncated or replaced"
@@ -228,9 +233,10 @@ def read_pair(folder: Path, engine: str = "auto", *, check_hashes: bool = True) 
     files = {role: file for name in by_engine for role, file in by_engine[name].items()} | by_engine[chosen]
     manifest.only(f"{HEADS}.", tables[HEADS], HEAD_KINDS)
     heads = {kind: _read_file(manifest, f"{HEADS}.{kind}", entry) for kind, entry in tables[HEADS].items()}
+    fix = f"restore it, or edgespec rm {folder.name} removes its name" if manifest.is_elsewhere else RESTORE
     for file in (*files.values(), *heads.values()):
         for part in file.all_files:
-            check_file(part, hashed=check_hashes)
+            check_file(part, hashed=check_hashes, fix=fix)
     texts = {key: manifest.get(values, key, str, "") for key in TEXT_KEYS}
     return ModelPair(
         name=texts["name"] or folder.name,

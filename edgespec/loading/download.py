@@ -7,6 +7,7 @@ was killed at any moment leaves nothing that looks like a model.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from edgespec.formats.manifest import ModelFile, sha256_of
 from edgespec.loading.checksums import keep_hash
 from edgespec.loading.hub import HubFile, Overloaded, hub_errors, open_stream
 
+logger = logging.getLogger("edgespec")
 OnBytes = Callable[[str, int, int], None]
 """Called with a file's name, the bytes that are there, and those in all."""
 PART = ".part"
@@ -26,6 +28,7 @@ CHUNK_BYTES = 1 << 20
 SPARE_BYTES = 64 << 20  # of disk that a download leaves free
 MOST_FAILURES = 5  # in a row without a byte in between
 MOST_WAIT_S = 120.0  # that a hub may ask for; more is told to the user
+_SILENT_FAILURES = 2  # the user is told at this one, as a single one is gone within a second
 _DISK_FIX = "free some space, or set EDGESPEC_MODELS to a folder on another disk"
 
 
@@ -144,6 +147,8 @@ class Patience:
             ) from failure
         else:
             wait_s = min(2.0 ** (self._failures - 1), 8.0)
+            if self._failures == _SILENT_FAILURES:
+                logger.warning("%s cannot be fetched (%s): trying again for some seconds", self._what, failure)
         sleep(wait_s)
 
 

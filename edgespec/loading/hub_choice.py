@@ -27,7 +27,7 @@ _QUANT = re.compile(
     r"(?:^|[-_./])((?:UD-)?(?:I?Q\d(?:_[0-9A-Z]+)*|T?Q\d_\d|MXFP4(?:_MOE)?|BF16|F16|F32))(?=[-_.]|$)", re.I
 )
 _DRAFT = re.compile(r"(?:^|[-_./])(draft\w*|eagle\d?\w*|mtp|dflash|speculator)(?:[-_.]|$)", re.IGNORECASE)
-_NO_MODEL = re.compile(r"mmproj|imatrix|lora|adapter|(?:^|[-_.])vocab", re.IGNORECASE)
+NO_MODEL = re.compile(r"mmproj|imatrix|lora|adapter|(?:^|[-_.])vocab", re.IGNORECASE)
 LEAST_RATIO = 4  # a sibling that is so much smaller is taken for the draft
 
 
@@ -112,7 +112,7 @@ def _gguf_groups(files: Iterable[HubFile]) -> list[Group]:
     found: dict[tuple[str, str], list[HubFile]] = {}
     for file in files:
         name = file.path.rpartition("/")[2]
-        if not name.endswith(".gguf") or _NO_MODEL.search(name):
+        if not name.endswith(".gguf") or NO_MODEL.search(name):
             continue
         parts = SPLIT_NAME.fullmatch(name)
         stem = parts["stem"] if parts else name.removesuffix(".gguf")

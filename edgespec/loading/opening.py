@@ -16,6 +16,7 @@ from edgespec.engines.base import Engine
 from edgespec.engines.trial import Trial
 from edgespec.errors import ModelFileError
 from edgespec.formats.gguf.header import keeping_headers, read_header
+from edgespec.formats.gguf.kind import require_language_model
 from edgespec.formats.gguf.split import model_files
 from edgespec.formats.manifest import ModelFile, ModelPair, check_file
 from edgespec.loading.checksums import check_hash, was_hashed
@@ -142,7 +143,9 @@ def has_chat_template(file: ModelFile) -> bool:
     try:
         if file.engine == "llamacpp":
             model_files(file.path)  # a part of a model holds no template, and says which file to open
-            return bool(read_header(file.path).metadata.get("tokenizer.chat_template"))
+            header = read_header(file.path)
+            require_language_model(file.path, header)
+            return bool(header.metadata.get("tokenizer.chat_template"))
         from edgespec.engines.onnx.tokenizer import read_chat_template
 
         return read_chat_template(file.path.parent) is not None

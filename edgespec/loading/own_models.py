@@ -16,7 +16,7 @@ import tomli_w
 
 from edgespec.engines.trial import check_model_file
 from edgespec.errors import Busy, CapabilityError, ConfigError, ModelFileError, ModelNotFound, shown
-from edgespec.formats.files import is_file, is_folder, resolved, write_atomically, write_errors
+from edgespec.formats.files import expanded, is_file, is_folder, resolved, write_atomically, write_errors
 from edgespec.formats.manifest import (
     ENGINE_TABLES,
     MANIFEST,
@@ -30,7 +30,7 @@ from edgespec.loading.checksums import keep_hash
 from edgespec.loading.download import PART
 from edgespec.loading.hub import library
 from edgespec.loading.reference import check_name
-from edgespec.loading.registry import model_in, models_folder, registered_folders
+from edgespec.loading.registry import model_in, models_folder, name_in, registered_folders
 
 _LOCKS = ".locks"
 
@@ -97,7 +97,7 @@ def add(path: Path, name: str = "", draft: Path | None = None) -> str:
 
     Raises ModelNotFound, ModelFileError for a model that cannot be used, ConfigError for a name that is taken, Busy.
     """
-    where = resolved(path)
+    where = _absolute(path)
     if not is_file(where) and not is_folder(where):
         raise ModelNotFound(f"no file or folder {shown(str(path))}: give a .gguf or .onnx file, or a folder with one")
     found = model_in(where)
@@ -114,14 +114,14 @@ def add(path: Path, name: str = "", draft: Path | None = None) -> str:
             return chosen
         roles = {"target": _described(found)}
         if draft is not None:
-            roles["draft"] = _described(model_in(resolved(draft)))
+            roles["draft"] = _described(model_in(_absolute(draft)))
         root = _common_folder([each.path for file in roles.values() for each in file.all_files])
         write_manifest(folder, {"location": str(root)}, roles)
     return chosen
 
 
 def remove(name: str) -> int:
-    """Remove a model that was pulled or added, an unfinished one too; the bytes that were freed.
+    """Remove a model that was pulled or added, an unfinished one too; the bytes that were freed, 0 for an added one.
 
     Raises ModelNotFound for a name that is not there, ConfigError for a model that came otherwise, Busy.
     """
@@ -133,7 +133,7 @@ def remove(name: str) -> int:
     with one_writer(name) as folder:
         if not _is_ours(folder):
             raise ConfigError(f"{folder} was neither pulled nor added: delete the folder by hand if it is not needed")
-        freed = folder_bytes(folder)
+        freed = 0 if _is_elsewhere(folder) else folder_bytes(folder)
         with write_errors(folder, fix="close what uses it, or delete the folder by hand"):
             (folder / MANIFEST).unlink(missing_ok=True)  # first: what is half removed must not load
             shutil.rmtree(folder)
@@ -163,8 +163,22 @@ def _is_ours(folder: Path) -> bool:
     return bool(table.get("source") or table.get("location"))
 
 
+def _is_elsewhere(folder: Path) -> bool:
+    """Whether this folder is but the name of files that lie in another one."""
+    try:
+        return is_file(folder / MANIFEST) and "location" in read_table(folder / MANIFEST)
+    except ModelFileError:
+        return False
+
+
+def _absolute(path: Path) -> Path:
+    """`path` from the root. A file that is a link stays one: in the hub's cache it has the model's name, not a hash."""
+    here = expanded(path)
+    return resolved(here) if is_folder(here) else resolved(here.parent) / here.name
+
+
 def _name_for(where: Path) -> str:
-    stem = where.parent.name if where.name == "model.onnx" else where.stem if where.is_file() else where.name
+    stem = name_in(where) if where.is_file() else where.name
     return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in stem).strip("._-") or "model"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from edgespec.engines.trial import check_model_files
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError, ModelNotFound
-from edgespec.formats.files import is_file
+from edgespec.formats.files import exists, expanded, is_file
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
 from edgespec.installation import has_engine, require_engine
 from edgespec.loading import download
@@ -24,6 +24,7 @@ from edgespec.loading.hub_choice import choose
 from edgespec.loading.own_models import one_writer, own_folders, replace_manifest
 from edgespec.loading.package_file import package_file
 from edgespec.loading.reference import Reference, parse
+from edgespec.loading.registry import registered_folders
 from edgespec.loading.room import fits
 
 OnNote = Callable[[str], None]
@@ -79,7 +80,7 @@ def pull(
     Nothing is asked of the hub where the model is there already. Raises ModelNotFound, DownloadError, StateError,
     CapabilityError for a model that must be converted, ConfigError for a name that another model has.
     """
-    reference = parse(text)
+    reference = _parsed(text)
     reference = replace(reference, revision=revision) if revision else reference
     chosen = name or reference.name
     with one_writer(chosen, lambda: on_note(f"another edgespec process is getting {chosen}: waiting for it")) as folder:
@@ -91,6 +92,21 @@ def pull(
         for note in plan.notes:
             on_note(note)
         return _fetch_all(plan, folder, on_bytes, on_note)
+
+
+def _parsed(text: str) -> Reference:
+    """`parse`, which knows nothing of the models that are here under names of their own."""
+    try:
+        return parse(text)
+    except ModelNotFound as exc:
+        if exists(expanded(text)):
+            raise ConfigError(
+                f"{text} is a file or folder of this machine: edgespec chat {text} runs it where it is, edgespec add "
+                f"{text} gives it a name"
+            ) from exc
+        if text not in registered_folders():
+            raise
+        raise ConfigError(f"{text} is on this machine already, and came from no hub: edgespec chat {text}") from exc
 
 
 def make_plan(reference: Reference, name: str, *, draft: str = "", wants_draft: bool = True) -> PullPlan:

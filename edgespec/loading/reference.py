@@ -15,7 +15,7 @@ from edgespec.loading.catalogue import Entry, entries
 from edgespec.loading.hub import REPO, endpoint
 
 _HUBS = ("huggingface.co", "hf.co", "www.huggingface.co")
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}")
+_NAME = re.compile(r"[^\W_][\w.-]{0,99}")
 
 
 @dataclass(frozen=True, slots=True)

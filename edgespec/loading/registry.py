@@ -18,10 +18,12 @@ from types import MappingProxyType
 
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound, shown
 from edgespec.formats.files import exists, expanded, is_file, is_folder, resolved, user_folder
+from edgespec.formats.gguf.split import SPLIT_NAME
 from edgespec.formats.hub_folder import eagle3_fix
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
 from edgespec.loading.catalogue import entries
 from edgespec.loading.hub import REPO
+from edgespec.loading.hub_choice import NO_MODEL
 from edgespec.loading.reference import Reference, parse, without_hub
 
 logger = logging.getLogger("edgespec")
@@ -83,7 +85,7 @@ def _looks_like_path(text: str) -> bool:
 def _not_found(text: str) -> ModelNotFound:
     names = sorted(registered_folders())
     near = difflib.get_close_matches(text, [*names, *entries()], 1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    hint = _with_suffix(expanded(text)) or (f"did you mean {near[0]!r}? " if near else "")
     return ModelNotFound(
         f"no model {shown(text)}: {hint}known names: {', '.join(names) or 'none'}; edgespec ls --all lists those that "
         "can be pulled; or give a .gguf or .onnx file, or a folder with one"
@@ -130,7 +132,9 @@ def is_known(text: str) -> bool:
 
 
 def model_in(path: Path) -> Path:
-    """The model file of a folder without a manifest: its `model.onnx`, or the only .gguf or .onnx file in it.
+    """The model file of a folder without a manifest: its `model.onnx`, or the only .gguf or .onnx model in it.
+
+    A split GGUF counts once, and an mmproj or a LoRA adapter not at all beside a model.
 
     Any other path comes back as it is. Raises ModelFileError for a folder without a model file, with the command that
     converts a Hugging Face model, and for one with several.
@@ -140,9 +144,12 @@ def model_in(path: Path) -> Path:
     if is_file(path / GRAPH):
         return path / GRAPH
     try:
-        names = sorted(each.name for each in path.iterdir() if each.suffix in SUFFIXES)
+        names = sorted(
+            each.name for each in path.iterdir() if each.suffix in SUFFIXES and not _is_later_part(each.name)
+        )
     except OSError as exc:
         raise ModelFileError(f"folder {shown(str(path))} cannot be read: {exc.strerror or exc}") from exc
+    names = [name for name in names if not NO_MODEL.search(name)] or names
     if len(names) == 1:
         return path / names[0]
     if names:
@@ -160,13 +167,34 @@ def model_in(path: Path) -> Path:
     )
 
 
+def _is_later_part(name: str) -> bool:
+    """Whether a file is a part of a split GGUF that is not opened itself."""
+    parts = SPLIT_NAME.fullmatch(name)
+    return parts is not None and int(parts["number"]) != 1
+
+
+def name_in(file: Path) -> str:
+    """What a model is called that has no manifest: by its folder for `model.onnx`, without the number of its part."""
+    if file.name == GRAPH:
+        return file.parent.name
+    parts = SPLIT_NAME.fullmatch(file.name)
+    return parts["stem"] if parts else file.stem
+
+
+def _with_suffix(path: Path) -> str:
+    """'did you mean' for a file whose name was given without its .gguf or .onnx; nothing where there is none."""
+    found = [f"{path}{suffix}" for suffix in SUFFIXES if is_file(Path(f"{path}{suffix}"))]
+    return f"did you mean '{found[0]}'? " if found else ""
+
+
 def _local_pair(text: str, engine: str, *, check_hashes: bool) -> ModelPair:
     path = model_in(expanded(text))
     if is_folder(path):
         return read_pair(path, engine, check_hashes=check_hashes)
     if not is_file(path):
-        raise _to_be_had(text) or ModelNotFound(
-            f"no file {shown(text)}: give a .gguf or .onnx file, a folder with one, or a registered name"
+        hint = _with_suffix(path)
+        raise (None if hint else _to_be_had(text)) or ModelNotFound(
+            f"no file {shown(text)}: {hint}give a .gguf or .onnx file, a folder with one, or a registered name"
         )
     if path.suffix not in SUFFIXES:
         if _begins_as_gguf(path):
@@ -178,7 +206,7 @@ def _local_pair(text: str, engine: str, *, check_hashes: bool) -> ModelPair:
     file = ModelFile(path)
     if engine not in ("auto", file.engine):
         raise CapabilityError(f"{text} is a {path.suffix} file, which {engine!r} cannot run: use --engine auto")
-    name = resolved(path.parent).name if path.name == GRAPH else path.stem
+    name = resolved(path.parent).name if path.name == GRAPH else name_in(path)
     return ModelPair(name, MappingProxyType({"target": file}), (file.engine,))
 
 
@@ -226,7 +254,8 @@ def _given_file(role: str, given: Path, engine: str) -> ModelFile:
         return read_pair(folder, engine).files["target"]
     path = model_in(path)
     if not is_file(path) or path.suffix not in SUFFIXES:
-        raise _to_be_had(text) or ModelNotFound(
-            f"no {role} file {shown(str(given))}: give the path of a .gguf or .onnx file, or the name of a model"
+        hint = _with_suffix(path)
+        raise (None if hint else _to_be_had(text)) or ModelNotFound(
+            f"no {role} file {shown(str(given))}: {hint}give the path of a .gguf or .onnx file, or the name of a model"
         )
     return ModelFile(path)

@@ -228,19 +228,21 @@ def _refusal(whole: Fitted, rows: Sequence[tuple[str, Choices]], room: Room) -> 
         f"{whole.pair.name} needs about {as_size(verdict.needed_bytes)} more memory, {as_size(verdict.free_bytes)} are "
         f"left under {verdict.name}"
     )
+    remedy = "or free memory"
     if room.budget_bytes is not None and verdict.free_bytes == room.budget_bytes:
         size, budget = as_size(verdict.needed_bytes), as_size(verdict.free_bytes)
         needs = f"{whole.pair.name} needs about {size}, the budget is {budget}"
+        remedy = "or a larger --memory"
     smallest = _fitted(whole.options, whole.pair, room, {what: choices[-1] for what, choices in reversed(rows)})
     given_up = smallest.given_up
     flags = " ".join(each.flags for each in given_up)
     size = as_size(smallest.verdict.needed_bytes)
     if not given_up:
-        return f"{needs}. Use a smaller --ctx-size or model, or free memory"
+        return f"{needs}. Use a smaller --ctx-size or model, {remedy}"
     if smallest.verdict.fit == "refused":
         file = _other_file(smallest, room, ("fits", "pages"))
         other = "use a smaller model" if file is None else f"use {file.name} beside it with the same options"
-        return f"{needs}. The smallest it can be ({flags}) needs {size}: {other}, or free memory"
+        return f"{needs}. The smallest it can be ({flags}) needs {size}: {other}, {remedy}"
     found = _best(whole, rows, room, ("fits",)) or _best(whole, rows, room, ("fits", "pages")) or smallest
     flags = " ".join(each.flags for each in found.given_up)
     return f"{needs}. This would fit: {flags}, which --memory auto chooses"

@@ -17,6 +17,8 @@ from edgespec.control.length import expected_speedup
 from edgespec.control.measure import file_curve
 from edgespec.control.run_cost import guessed_draft_cost
 from edgespec.errors import ConfigError, EdgespecError
+from edgespec.formats.gguf.header import read_header
+from edgespec.formats.gguf.kind import require_language_model
 from edgespec.formats.manifest import ModelFile, read_pair
 from edgespec.loading.catalogue import Entry, entries
 from edgespec.loading.own_models import files_of
@@ -129,7 +131,8 @@ def _files_here(target: ModelFile) -> dict[str, ModelFile]:
                     found[name if role == "target" and name not in found else str(file.path)] = file
     beside = [path for path in target.path.parent.glob("*.gguf") if path.resolve() not in seen]
     for path in sorted(beside, key=lambda each: each.stat().st_size)[:_MOST_NEIGHBOURS]:
-        with contextlib.suppress(EdgespecError):
+        with contextlib.suppress(EdgespecError):  # an mmproj or an embedding model, which is no draft of anything
+            require_language_model(path, read_header(path))
             found[str(path)] = files_of(path)
     return found
 

@@ -103,7 +103,14 @@ def _limit(rng: random.Random) -> Made:
         shutil.rmtree(home / "cache")  # so that there is something to write
         command = [sys.executable, "-m", "edgespec", *arguments]
         done = subprocess.run(
-            command, input=b"hi\n", capture_output=True, timeout=TIMEOUT_S, check=False, preexec_fn=limit
+            command,
+            input=b"hi\n",
+            capture_output=True,
+            timeout=TIMEOUT_S,
+            check=False,
+            preexec_fn=limit,
+            # A .pyc that the limit cuts would stay in the environment, where every later import of it fails.
+            env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
         )
         _judge(done.returncode, done.stderr, "chat" in arguments)
 

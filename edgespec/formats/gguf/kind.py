@@ -1,0 +1,34 @@
+"""GGUF files that are no language model, though they lie beside one and end in .gguf.
+
+What this module does not know: a decoder that was trained for embeddings (its header reads like any other).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from edgespec.errors import ModelFileError
+from edgespec.formats.gguf.header import GgufHeader
+
+# https://github.com/ggml-org/ggml/blob/master/docs/gguf.md: general.type
+_PROJECTOR = "it reads images or sound for a model (mmproj): give the model's own .gguf file; answers are to text only"
+_OF_TYPE = {
+    "mmproj": _PROJECTOR,
+    "adapter": "it is a LoRA adapter, which changes a model: merge the two with llama.cpp's llama-export-lora first",
+    "imatrix": "it is an importance matrix, which llama-quantize reads: give the .gguf file of the model",
+}
+_ENCODERS = ("t5", "t5encoder")  # that do not say so under attention.causal
+
+
+def require_language_model(path: Path, header: GgufHeader) -> None:
+    """Raises ModelFileError, naming what the file is and what to give instead, for one that writes no text."""
+    kind = str(header.metadata.get("general.type", ""))
+    reason = _PROJECTOR if header.architecture == "clip" else _OF_TYPE.get(kind)
+    is_encoder = header.metadata.get(f"{header.architecture}.attention.causal") is False
+    if reason is None and (is_encoder or header.architecture in _ENCODERS):
+        reason = (
+            f"{header.architecture} models read a whole text at once, as those for embeddings and reranking do: give "
+            "one that writes token by token, such as a Llama or Qwen"
+        )
+    if reason is not None:
+        raise ModelFileError(f"{path} is no model that continues text: {reason}")

@@ -1,0 +1,69 @@
+"""What commands print in a terminal of 80 columns: lines end at words, and say what they say through a pipe."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo terminals")
+COLUMNS = 80
+
+
+def printed(arguments: list[str], home: Path, *, is_terminal: bool) -> str:
+    """Standard output of a command, without colours."""
+    command = [sys.executable, "-m", "edgespec", *arguments]
+    environment = {**os.environ, "COLUMNS": str(COLUMNS), "NO_COLOR": "1", "TERM": "xterm"}
+    environment |= {"EDGESPEC_HOME": str(home), "EDGESPEC_MODELS": str(home / "models")}
+    if not is_terminal:
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout
+    import pty
+
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(command, env=environment, stdout=theirs, stderr=subprocess.DEVNULL)
+    os.close(theirs)
+    found = bytearray()
+    try:
+        while piece := os.read(ours, 65536):
+            found += piece
+    except OSError:  # the other end is closed
+        pass
+    process.wait()
+    os.close(ours)
+    return click.unstyle(found.decode()).replace("\r\n", "\n")
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "show demo",
+        "show qwen3-8b",
+        "plan demo --memory 20MB",
+        "plan-speedup --acceptance 0.8 --pass-ms 1:40,8:60 --draft-ms 1",
+        "doctor",
+    ],
+)
+def test_lines_end_at_words(typed: str, tmp_path: Path) -> None:
+    arguments = typed.split()
+    wide = printed(arguments, tmp_path, is_terminal=False)
+    narrow = printed(arguments, tmp_path, is_terminal=True)
+    lines = narrow.splitlines()
+    assert len(lines) > len(wide.splitlines()), "nothing was broken"
+    assert all(len(line) <= COLUMNS or " " not in line.strip() for line in lines)
+    # A backslash continues a command, ", then " is the end of one.
+    words = [word for word in narrow.split() if word != "\\"]
+    assert words == wide.replace(", then ", " ").split()
+
+
+def test_a_list_says_what_is_damaged_where_descriptions_do_not_fit(tmp_path: Path) -> None:
+    gone = tmp_path / "models" / "gone"
+    gone.mkdir(parents=True)
+    (gone / "manifest.toml").write_text("format = 1\n")
+    narrow = " ".join(printed(["ls"], tmp_path, is_terminal=True).split())
+    assert "gone is damaged: " in narrow and "files.target" in narrow
+    assert "Qwen3 8B" not in narrow, "a piece of a name that the line has already"
+    assert "gone is damaged: " not in printed(["ls"], tmp_path, is_terminal=False)

@@ -1,0 +1,316 @@
+"""What a newcomer tries first: the wrong file of a folder, another program's habits, a damaged installation."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from edgespec.cli import command_lines
+from edgespec.cli.first_model import CHOSEN_HERE
+from edgespec.cli.lines import line_reader
+from edgespec.cli.main import cli
+from edgespec.errors import DownloadError, ModelFileError
+from edgespec.loading.download import Patience
+from edgespec.loading.registry import resolve
+from split_gguf import split
+from tiny_gguf import Shape, write_model
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EDGESPEC_MODELS", str(tmp_path / "models"))
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("EDGESPEC_THREADS", "1")
+    return tmp_path / "models"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "downloads"
+    made.mkdir()
+    return made
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, list(arguments))
+
+
+def refused(*arguments: str) -> str:
+    """The one line that a bad input gets."""
+    found = run(*arguments)
+    assert found.exit_code == 2, found.output
+    (line,) = found.stderr.splitlines()
+    return line
+
+
+# Files that are no language model. They have no chat template either, and are no base models.
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        ({"general.type": "mmproj"}, "mmproj"),
+        ({"general.type": "adapter"}, "LoRA adapter"),
+        ({"general.type": "imatrix"}, "importance matrix"),
+        ({"general.architecture": "clip"}, "mmproj"),
+        ({"general.architecture": "t5"}, "t5 models read a whole text at once"),
+        ({"llama.attention.causal": False}, "llama models read a whole text at once"),
+    ],
+)
+@pytest.mark.parametrize("command", ["chat", "plan", "add"])
+def test_a_gguf_that_is_no_language_model_is_named(
+    folder: Path, metadata: dict[str, object], said: str, command: str
+) -> None:
+    file = write_model(folder / "x.gguf", Shape(has_template=False), metadata=metadata)
+    line = refused(command, str(file))
+    assert "is no model that continues text" in line and said in line
+    assert "base model" not in line and "Download" not in line
+
+
+def test_a_lora_adapter_is_no_draft(folder: Path) -> None:
+    target = write_model(folder / "target.gguf")
+    lora = write_model(folder / "lora.gguf", metadata={"general.type": "adapter"})
+    assert "LoRA adapter" in refused("generate", str(target), "-md", str(lora), "-p", "hi")
+
+
+# Folders
+
+
+def test_a_folder_with_a_split_model_holds_one(folder: Path) -> None:
+    first = split(write_model(folder.parent / "whole.gguf"), folder / "big", 12)[0]
+    assert first.name.startswith("big-00001-of-")
+    pair = resolve(str(folder))
+    assert pair.target == first and pair.name == "big"
+    assert run("add", str(first)).stdout == "added: edgespec chat big\n"
+    assert run("add", str(folder)).stdout == "added: edgespec chat downloads\n"
+
+
+def test_what_lies_beside_a_model_is_none(folder: Path) -> None:
+    model = write_model(folder / "vision-Q8_0.gguf")
+    for name in ("mmproj-vision-f16.gguf", "vision-lora.gguf"):
+        write_model(folder / name, metadata={"general.type": "mmproj"})
+    assert resolve(str(folder)).target == model
+    shutil.copy(model, folder / "vision-Q4_0.gguf")
+    with pytest.raises(ModelFileError, match=r"give one of the files: vision-Q4_0\.gguf, vision-Q8_0\.gguf$"):
+        resolve(str(folder))
+
+
+def test_a_file_without_its_suffix_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(folder / "tiny.gguf")
+    for given in (f"{folder}/tiny", "downloads/tiny"):
+        monkeypatch.chdir(folder.parent)
+        line = refused("generate", given, "-p", "hi")
+        assert f"did you mean '{given}.gguf'?" in line and "pull" not in line
+    monkeypatch.chdir(folder)
+    assert "did you mean 'tiny.gguf'?" in refused("generate", "tiny", "-p", "hi")
+    assert "did you mean 'tiny.gguf'?" in refused("generate", "demo", "-md", "tiny", "-p", "hi")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links need a right there")
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_a_model_of_the_hubs_cache_can_be_added(folder: Path, is_folder: bool) -> None:
+    """There a file has its name as a link, and its contents are called by their hash."""
+    blob = write_model(folder / "tiny.gguf").rename(folder / "0123abcd")
+    snapshot = folder / "snapshots" / "f00d"
+    snapshot.mkdir(parents=True)
+    link = snapshot / "tiny-Q8_0.gguf"
+    link.symlink_to(blob)
+    name = "f00d" if is_folder else "tiny-Q8_0"
+    assert run("add", str(snapshot if is_folder else link)).stdout == f"added: edgespec chat {name}\n"
+    assert resolve(name).target == link
+    here = {each["name"]: each["state"] for each in json.loads(run("ls", "--json").stdout)}
+    assert here[name] == "here"
+
+
+def test_an_added_model_whose_file_is_gone_says_what_to_do(folder: Path) -> None:
+    file = write_model(folder / "tiny.gguf")
+    run("add", str(file))
+    file.unlink()
+    assert "edgespec rm tiny" in refused("generate", "tiny", "-p", "hi")
+    assert run("rm", "tiny").stdout == "removed: tiny; its files stay where they are\n"
+
+
+def test_a_name_may_begin_with_any_letter(folder: Path) -> None:
+    file = write_model(folder / "tiny.gguf")
+    assert run("add", str(file), "--name", "日本").stdout == "added: edgespec chat 日本\n"
+    assert "cannot be a name" in refused("add", str(file), "--name", "_x")
+
+
+# Words
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["generate", "demo", "hello"], "a prompt is given with -p, in quotes"),
+        (["chat", "demo", "hello"], "edgespec generate MODEL -p TEXT answers one prompt"),
+        (["chat", "demo", "-p", "hello"], "edgespec generate MODEL -p TEXT answers one prompt"),
+        (["generate", "-p", "x", "-n", "-1"], "leave it out for an answer of any length"),
+        (["generate", "-p", "x", "-c", "0"], "leave it out for the model's own"),
+        (["generate", "-p", "x", "-t", "0"], "leave it out for the cores that are free"),
+        (["pull", "demo"], "on this machine already, and came from no hub: edgespec chat demo"),
+    ],
+)
+def test_what_other_programs_take_says_how_it_is_done_here(words: list[str], said: str) -> None:
+    assert said in refused(*words)
+
+
+def test_a_file_is_not_to_be_pulled(folder: Path) -> None:
+    file = write_model(folder / "tiny.gguf")
+    assert f"edgespec add {file}" in refused("pull", str(file))
+
+
+def test_a_folder_that_cannot_be_converted_is_refused_before_packages_are_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgespec.export.reference.find_spec", lambda name: None)
+    assert "no model.safetensors" in refused("export", str(folder))
+    assert f"no folder '{folder}/x'" in refused("export", f"{folder}/x")
+    assert f"no folder '{folder}/x'" in refused("export", "org/model", "--draft", f"{folder}/x")
+    write_model(folder / "tiny.gguf")
+    assert "already holds GGUF files (tiny.gguf)" in refused("export", str(folder))
+
+
+def test_a_hub_that_is_not_reached_is_said_while_it_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("edgespec.loading.download.sleep", lambda seconds: None)
+    patience = Patience("o/model")
+    with pytest.raises(DownloadError, match="could not be fetched"):
+        while True:
+            patience.wait(ConnectionError("no route"))
+    assert [record.getMessage() for record in caplog.records] == [
+        "o/model cannot be fetched (no route): trying again for some seconds"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("/settings", "/show"),
+        ("/reset", "/clear"),
+        ("/retry", "/regen"),
+        ("/temp 0.5", "/set temp VALUE"),
+        ("/stat", "/stats"),
+    ],
+)
+def test_a_slash_command_of_another_chat(folder: Path, typed: str, meant: str) -> None:
+    model = write_model(folder / "tiny.gguf")
+    found = CliRunner().invoke(cli, ["chat", str(model)], input=f"{typed}\n")
+    assert f"no such command {typed.split()[0]}; did you mean '{meant}'?" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [
+        ("EDGESPEC_FOO", "EDGESPEC_FOO; unset it"),
+        ("EDGESPEC_NUM_CTX", "did you mean 'EDGESPEC_CTX_SIZE'?"),
+        ("EDGESPEC_TEMPRATURE", "did you mean 'EDGESPEC_TEMP'?"),
+    ],
+)
+def test_an_unknown_variable_names_one_that_is_alike(monkeypatch: pytest.MonkeyPatch, variable: str, said: str) -> None:
+    monkeypatch.setenv(variable, "1")
+    assert said in refused("plan", "demo")
+
+
+def test_a_broken_schema_is_named(folder: Path) -> None:
+    file = folder / "answer.json"
+    file.write_text('{"type": "object",')
+    assert "answer.json' is not valid JSON" in refused("generate", "-p", "x", "--json-schema", str(file))
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(folder: Path) -> None:
+    """As PowerShell writes files."""
+    schema, settings = folder / "answer.json", folder / "config.toml"
+    schema.write_text('{"type": "boolean"}', encoding="utf-8-sig")
+    settings.write_text("max-tokens = 3\n", encoding="utf-8-sig")
+    given = ("--config", str(settings), "--json-schema", str(schema))
+    assert json.loads(run("generate", "demo", "-p", "x", "--json", *given).stdout)["stats"]["new_tokens"] <= 3
+    answers = [
+        CliRunner().invoke(cli, ["generate", "demo", "-p", "-", "-n", "1", "--json"], input="x".encode(encoding)).stdout
+        for encoding in ("utf-8", "utf-8-sig")
+    ]
+    plain, marked = (json.loads(answer)["prompt_token_ids"] for answer in answers)
+    assert plain == marked
+
+
+def test_show_says_that_chat_chose_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("add", str(write_model(folder / "tiny.gguf")), "--name", "smollm2-135m")
+    found = CliRunner().invoke(cli, ["chat"], input="/show\n")
+    (line,) = [line for line in found.stderr.splitlines() if line.startswith("model ")]
+    assert line.rstrip().split(None, 2)[1:] == ["smollm2-135m", CHOSEN_HERE]
+
+
+def test_pair_lists_no_files_that_are_no_models(folder: Path) -> None:
+    target = write_model(folder / "target.gguf", Shape(layers=8))
+    draft = write_model(folder / "draft.gguf", Shape(layers=1))
+    write_model(folder / "mmproj-target.gguf", Shape(layers=1), metadata={"general.type": "mmproj"})
+    write_model(folder / "vectors.gguf", Shape(layers=1), metadata={"llama.attention.causal": False})
+    shown = run("pair", str(target)).stdout
+    assert draft.name in shown and "mmproj" not in shown and "vectors" not in shown
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        (["edgespec", "chat", "de"], {("file", "de"), ("plain", "demo")}),
+        (["edgespec", "chat", "./mod"], {("file", "./mod")}),
+        (["edgespec", "rm", "ti"], {("plain", "tiny")}),
+        (["edgespec", "pull", "qwen3-8"], {("plain", "qwen3-8b")}),
+        (["edgespec", "export", "fold"], {("file", "fold")}),
+    ],
+)
+def test_tab_completes_models(folder: Path, typed: list[str], offered: set[tuple[str, str]]) -> None:
+    run("add", str(write_model(folder / "tiny.gguf")))
+    words = {"COMP_WORDS": " ".join(typed), "COMP_CWORD": str(len(typed) - 1), "_EDGESPEC_COMPLETE": "bash_complete"}
+    shown = CliRunner().invoke(cli, [], env=words).stdout
+    assert {tuple(line.split(",", 1)) for line in shown.splitlines()} == offered
+
+
+def test_the_end_of_input_ends_the_line_of_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a terminal without line editing (TERM=dumb) the shell's own prompt follows."""
+    with CliRunner().isolation(b"hello\r\n") as (_, shown, *_rest):
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+        read = line_reader([])
+        assert read("> ") == "hello"
+        with pytest.raises(EOFError):
+            read("> ")
+        assert shown.getvalue().decode().endswith("> > \n")
+
+
+def test_a_budget_that_is_too_small_is_to_be_larger() -> None:
+    """Freed memory would not help; 8 was meant as GiB."""
+    assert refused("generate", "demo", "-p", "x", "--memory", "8").endswith("or a larger --memory")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no such pipes")
+def test_a_table_that_nobody_reads_to_its_end_leaves_as_other_output_does() -> None:
+    ls = subprocess.Popen([sys.executable, "-m", "edgespec", "ls"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert ls.stdout is not None
+    ls.stdout.close()
+    assert ls.wait() == 141
+
+
+# doctor
+
+
+def test_doctor_lists_no_extras_of_developers() -> None:
+    extras = json.loads(run("doctor", "--json").stdout)["extras"]
+    assert not extras.keys() & {"lint", "peers", "test"}
+    assert {"llamacpp", "server", "export"} <= extras.keys()
+
+
+def test_a_long_command_can_be_copied_from_a_narrow_terminal() -> None:
+    command = "A=1 '/a folder with blanks/bin/python' -m pip install --no-deps 'edgespec[server,export]>=1' --upgrade"
+    lines = command_lines(command, 40).split("\n")
+    assert len(lines) > 2 and all(line.startswith("  ") and line.endswith(" \\") for line in lines[:-1])
+    assert max(map(len, lines)) <= 40
+    # A shell joins the lines again.
+    assert shlex.split("\n".join(lines).replace("\\\n", " ")) == shlex.split(command)
