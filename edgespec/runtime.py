@@ -106,8 +106,8 @@ class Model(Closing):
             slowdown = f"{self.target.facts.padding_cost:.2f}x slower"
             notes.append(f"Reproducible mode: single-token steps are {slowdown} on this model; see --no-reproducible")
         notes += [note for drafter in self._pool.drafters.values() for note in drafter.notes]
-        if not self.target.facts.can_rollback:
-            notes.append("speculation is off: this model cannot roll back its state")
+        if not self.target.facts.can_speculate and self.options.drafter != "none":
+            notes.append(f"speculation is off: {self.target.facts.why_no_speculation}")
         return tuple(notes)
 
     @property

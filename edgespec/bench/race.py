@@ -140,7 +140,7 @@ class Race(Closing):
     def outcome(self, *, checks_pace: bool = True) -> Outcome:
         """Compare the texts and, with `checks_pace`, the pace of the machine now with that of the plain lap."""
         model = self._model
-        can_draft = model.target.facts.can_rollback
+        can_draft = model.target.facts.can_speculate
         return Outcome(
             plain=self.plain,
             drafted=self.drafted,
@@ -179,7 +179,7 @@ class Race(Closing):
 
     def _measure(self) -> None:
         """What passes cost is measured before the race, and recalled where it was measured before."""
-        if self._model.target.facts.can_rollback:
+        if self._model.target.facts.can_speculate:
             _ = self._model.cost_curve, self._model.draft_costs
 
     def _warm_up(self, options: GenerateOptions) -> Stats:

@@ -127,7 +127,7 @@ def exit_cost(engine: Engine) -> DraftCost:
     ids = _some_ids(engine, c.PREFIX + 1 + c.EXIT_PASSES)
     taken = []
     try:
-        _read(engine, ids[: c.PREFIX])
+        read(engine, ids[: c.PREFIX])
         found = engine.early_exit()
         found.follow(ids[: c.PREFIX + 1])
         for token in range(c.PREFIX, ids.size):
@@ -164,12 +164,12 @@ def timed_costs(
     ids = _some_ids(engine, context_tokens + max(widths))
     taken: dict[int, list[float]] = defaultdict(list)
     try:
-        _read(engine, ids[:context_tokens])
+        read(engine, ids[:context_tokens])
         engine.forward(Batch.chain(ids[context_tokens : context_tokens + max(widths)]))  # pages and buffers are touched
         done = 0
         while not done or not is_enough(done):
             for width in widths:
-                engine.rollback(context_tokens)
+                shorten(engine, ids, context_tokens)
                 started_s = perf_counter()
                 engine.forward(Batch.chain(ids[context_tokens : context_tokens + width]))
                 taken[width].append(perf_counter() - started_s)
@@ -184,9 +184,22 @@ def _some_ids(engine: Engine, count: int) -> TokenIds:
     return np.random.default_rng(0).integers(0, engine.vocabulary.size, count).astype(np.int32)
 
 
-def _read(engine: Engine, ids: TokenIds) -> None:
+def read(engine: Engine, ids: TokenIds) -> None:
+    """Append `ids` [n] to the cache, in as few passes as possible."""
     for start in range(0, ids.size, engine.widest_pass):
         engine.forward(Batch.chain(ids[start : start + engine.widest_pass], last_only=True))
+
+
+def shorten(engine: Engine, ids: TokenIds, to_length: int) -> None:
+    """Make the cache, which holds the first of `ids` [n], hold `to_length` of them.
+
+    A model with a running state that cannot be rolled back so far reads them again.
+    """
+    if engine.facts.can_rollback or to_length == engine.length():
+        engine.rollback(to_length)
+    else:
+        engine.rollback(0)
+        read(engine, ids[:to_length])
 
 
 def cost_key(engine: Engine, files: Iterable[Path]) -> str:

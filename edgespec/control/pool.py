@@ -117,7 +117,7 @@ class DrafterPool:
     def check(self, options: GenerateOptions) -> None:
         """Raises CapabilityError where `controller` would for a missing drafter; changes nothing."""
         name, length = self._asked(options)
-        drafts = name not in ("none", "auto") and length != 0 and self._target.engine.facts.can_rollback
+        drafts = name not in ("none", "auto") and length != 0 and self._target.engine.facts.can_speculate
         if drafts and name not in self.drafters:
             check_makeable(name, self.drafters, self._pair.name)
 
@@ -143,7 +143,7 @@ class DrafterPool:
         return self._is_measured
 
     def _chosen(self, name: DrafterName, length: DraftLength) -> Controller | None:
-        if name == "none" or length == 0 or not self._target.engine.facts.can_rollback:
+        if name == "none" or length == 0 or not self._target.engine.facts.can_speculate:
             return None
         if length == "auto":
             return self._automatic_one(name)

@@ -179,6 +179,12 @@ class MappedSequence(CachedSequence):
         logits = yield from self._inner.looking(self._map.proposed(token_ids), parents, outputs)
         return np.array([self._map.gathered(row).copy() for row in logits])
 
+    def reusable_length(self, wanted_ids: TokenIds) -> int:
+        ends = self._ends[: self.shared_length(wanted_ids) + 1]
+        reached = self.engine.reachable(int(ends[-1]), self.sequence)
+        found = int(ends.searchsorted(reached))
+        return found if ends[found] == reached else 0
+
     def rollback(self, to_length: int) -> None:
         self._length = to_length
         self._inner.rollback(int(self._ends[to_length]))

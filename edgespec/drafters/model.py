@@ -115,6 +115,8 @@ class ModelDrafter(Drafter):
     def _chain(self, request: DraftRequest, logits: Logits, most: int) -> Passes[Draft]:
         chain = DrawnChain(request, most, self._end_ids)
         chain.add(logits)
+        if chain.is_open:
+            self._cache.mark()  # the text up to here is certain
         while chain.is_open:
             chain.add((yield from self._feeding(np.array(chain.token_ids[-1:], np.int32))))
         return chain.as_draft()
@@ -130,7 +132,7 @@ class ModelDrafter(Drafter):
         room = self._engine.facts.context_length
         if self._window_start > 1 or self._cache.latest_fitting(token_ids, room) < token_ids.size:
             return 1  # a slide is rare, and its cost is part of the measured time of a draft
-        return token_ids.size - self._cache.shared_length(token_ids)
+        return token_ids.size - self._cache.reusable_length(token_ids)
 
     @property
     def engine(self) -> Engine | None:

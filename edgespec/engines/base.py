@@ -22,13 +22,15 @@ from edgespec.vocabulary import Vocabulary
 class EngineFacts:
     """What a loaded model can do. Sizes in bytes; `context_length` in tokens per sequence.
 
-    `width_classes`: the measured intervals (low, high) of pass widths within which a token's logits are bitwise
-    equal whatever the width; `pinned_class` is the one that reproducible mode uses, None when it is off or when the
-    model has none. `padding_cost`: with a pinned class, the time of a single-token pass padded into it over that of
-    one that is not padded. `can_tree`: whether a batch may hold trees; chains are always allowed. `can_pack`: whether
-    rows of several sequences may share a pass; in reproducible mode, whether each of them then has the bits that it has
-    alone. `notes`: what the user should know about this load. `placement`: which devices, by their own names, and how
-    much of the model is on them; empty: all is the processor's. Whatever is measured belongs to it.
+    `width_classes`: the measured intervals (low, high) of pass widths within which a token's logits are bitwise equal
+    whatever the width; `pinned_class` is the one that reproducible mode uses, None when it is off or when the model has
+    none. `padding_cost`: with a pinned class, the time of a single-token pass padded into it over that of one that is
+    not padded. `can_rollback`: to any length, at any time; else `rollback_rows` of the last pass at most can be
+    dropped, once, and not all of its rows, and with `has_checkpoints` what came after one. `can_tree`: whether a batch
+    may hold trees; chains are always allowed. `can_pack`: whether rows of several sequences may share a pass; in
+    reproducible mode, whether each of them then has the bits that it has alone. `notes`: what the user should know
+    about this load. `placement`: which devices, by their own names, and how much of the model is on them; empty: all is
+    the processor's. Whatever is measured belongs to it.
     """
 
     name: str
@@ -48,6 +50,14 @@ class EngineFacts:
     can_pack: bool = False
     notes: tuple[str, ...] = ()
     placement: str = ""
+    rollback_rows: int = 0
+    has_checkpoints: bool = False
+    why_no_speculation: str = "this model cannot roll back its state"
+
+    @property
+    def can_speculate(self) -> bool:
+        """Whether the rejected end of a draft can be dropped."""
+        return self.can_rollback or self.rollback_rows > 0
 
 
 class EarlyExit(ABC):
@@ -108,8 +118,18 @@ class Engine(Closing, ABC):
     def rollback(self, to_length: int, sequence: int = 0) -> None:
         """Drop all tokens from position `to_length` on; the cache is then bitwise as if they had never been there.
 
-        Raises BatchError when `to_length` is outside 0..length, CapabilityError when the model cannot roll back.
+        Raises BatchError when `to_length` is outside 0..length, CapabilityError when the model cannot roll back so far.
         """
+
+    def checkpoint(self, sequence: int = 0) -> None:
+        """Make the present length of a sequence one that `rollback` reaches; does nothing where it reaches all.
+
+        Only the latest few are kept, and none beyond a length that was rolled back to.
+        """
+
+    def reachable(self, to_length: int, sequence: int = 0) -> int:
+        """The longest length that `rollback` reaches, up to `to_length`."""
+        return to_length if self.facts.can_rollback or to_length == self.length(sequence) else 0
 
     @abstractmethod
     def keep_path(self, rows: tuple[int, ...], sequence: int = 0) -> None:
@@ -202,6 +222,12 @@ class Engine(Closing, ABC):
         """Most rows of a verifying pass; in reproducible mode, of the pinned class."""
         pinned = self.facts.pinned_class
         return min(pinned[1], self.facts.max_batch) if pinned else self.facts.max_batch
+
+    @property
+    def most_draft_tokens(self) -> int:
+        """Most tokens of a draft: of a pass that verifies it, all rows but the first may have to be dropped."""
+        facts = self.facts
+        return self.widest_pass - 1 if facts.can_rollback else min(self.widest_pass - 1, facts.rollback_rows)
 
     @property
     def most_branches(self) -> int:

@@ -47,7 +47,7 @@ class Use:
     `context_length` in tokens, None for the trained one up to `default_context`; `cache_types` of keys and values;
     `rows`: widest pass that asks for logits of all its rows; `gpu_layers`: -1 for all, with their caches if
     `kv_offload`; `sequences`: texts at once, each with a context of that length; `device`: of ONNX Runtime, None for
-    the processor.
+    the processor; `speculates`: whether drafts are verified; None: by lookups at most.
     """
 
     context_length: int | None = None
@@ -59,3 +59,4 @@ class Use:
     kv_offload: bool = True
     sequences: int = 1
     device: str | None = None
+    speculates: bool | None = False

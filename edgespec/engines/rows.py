@@ -85,6 +85,11 @@ class SequenceBook:
         waiting = {sequence: part for sequence, part in self._last.items() if part.is_tree}
         self._last = {**waiting, **placed}
 
+    def droppable(self, sequence: int) -> int:
+        """Rows of the last batch behind its first one, which nothing was dropped from yet."""
+        part = self._last.get(sequence)
+        return len(part.rows) - 1 if part is not None else 0
+
     def chosen(self, rows: tuple[int, ...], sequence: int) -> tuple[SequenceRows, list[int]]:
         """What the last batch added to a sequence, and `rows` as a path through it. Raises BatchError."""
         self.check(sequence)

@@ -17,6 +17,9 @@ from edgespec.engines.proof import EVERY_WIDTH_TO
 from edgespec.errors import EdgespecError
 from edgespec.types import Batch, Draft, Logits, TokenIds
 
+# Tokens at the end of a prompt, among them what opens an answer: the next prompt of a conversation may lack those.
+PROMPT_END = 16
+
 
 class CachedSequence:
     """The KV cache of one sequence as a list of tokens that grows, is rolled back and is reused.
@@ -120,7 +123,7 @@ class CachedSequence:
     def reuse(self, wanted_ids: TokenIds) -> int:
         """Roll back to the longest cached prefix of `wanted_ids` [n], at most n - 1 tokens; its length.
 
-        A model that cannot roll back keeps its cache only when `wanted_ids` continues all of it.
+        A model that cannot roll back so far keeps what is before a checkpoint, or nothing.
         """
         if (kept := self.reusable_length(wanted_ids)) < self._length:
             self.rollback(kept)
@@ -128,8 +131,11 @@ class CachedSequence:
 
     def reusable_length(self, wanted_ids: TokenIds) -> int:
         """How many tokens `reuse` would keep."""
-        shared = self.shared_length(wanted_ids)
-        return shared if shared == self._length or self.engine.facts.can_rollback else 0
+        return self.engine.reachable(self.shared_length(wanted_ids), self.sequence)
+
+    def mark(self) -> None:
+        """Make the present length one that can be rolled back to, where the engine needs to be told."""
+        self.engine.checkpoint(self.sequence)
 
     def shared_length(self, wanted_ids: TokenIds) -> int:
         """Length of the common prefix of the cache and `wanted_ids` [n], at most n - 1."""
@@ -190,6 +196,8 @@ class CachedSequence:
                     self._states.append(self._length)
                 self._inputs.append(self._length)
                 self._append(part)
+            if end == token_ids.size - PROMPT_END:
+                self.mark()
         last: Logits = logits[-1]
         return last
 
@@ -200,6 +208,8 @@ class CachedSequence:
         last = ends[-1] - ends[-2] if num_tokens else 0
         if self.engine.facts.pinned_class and EVERY_WIDTH_TO < last < step:
             ends.insert(-1, ends[-2] + EVERY_WIDTH_TO)  # the widths between were not all tested
+        if self.engine.facts.has_checkpoints and num_tokens > PROMPT_END:
+            ends = sorted({*ends, num_tokens - PROMPT_END})
         late = num_tokens - PROMPT_FEATURES
         if not self.keeps_features or step <= PROMPT_FEATURES or late <= 0:
             return ends

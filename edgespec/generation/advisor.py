@@ -165,7 +165,7 @@ class Advisor:
         cost = self._pool.draft_costs.get(name) if name else None
         if cost is None or not cost.is_observed or cost.is_relative or not curve.is_sure_of_plain():
             return None, None
-        most = min(_LONGEST_DRAFT, self._target.widest_pass - 1)
+        most = min(_LONGEST_DRAFT, self._target.most_draft_tokens)
         pass_s = [0.0, *(curve.at(width) for width in range(1, most + 2))]
         return cost.token_s / pass_s[1], ceiling(pass_s, cost.token_s, most)[1]
 

@@ -144,7 +144,7 @@ def _speculative_rounds(run: Run, controller: Controller, rule: Rule, pending_id
 
 def _propose(run: Run, controller: Controller, context_ids: TokenIds, rule: Rule) -> Steps[tuple[Proposal, float]]:
     """The round's draft and the seconds it took. Limited to what can still be emitted, cached and scored."""
-    most = min(run.target.engine.widest_pass - 1, run.target.room - 1)
+    most = min(run.target.engine.most_draft_tokens, run.target.room - 1)
     if run.stop.max_tokens is not None:
         most = min(most, run.stop.max_tokens - run.stats.new_tokens - 1)
     if most <= 0:

@@ -29,11 +29,17 @@ def load_libraries(models: Iterable[ModelFile]) -> None:
 
 
 def open_target(
-    options: LoadOptions, file: ModelFile, exit_layer: int | None, states: tuple[int, ...] | None, trial: Trial
+    options: LoadOptions,
+    file: ModelFile,
+    exit_layer: int | None,
+    states: tuple[int, ...] | None,
+    trial: Trial,
+    *,
+    speculates: bool | None,
 ) -> Engine:
     """The target, cut after `exit_layer` if given; `states`: layers whose inputs come with its hidden states.
 
-    `states` None: no hidden states are needed. Raises as `open_engine`.
+    `states` None: no hidden states are needed. `speculates` as in `LlamaCppEngine.load`. Raises as `open_engine`.
     """
     wanted = False if options.verify != "coupled" else options.reproducible
     return open_engine(
@@ -45,6 +51,7 @@ def open_target(
         trial,
         exit_layer=exit_layer,
         states=states,
+        speculates=speculates,
     )
 
 
@@ -53,7 +60,7 @@ def open_draft(options: LoadOptions, file: ModelFile, target: Engine, trial: Tri
     placement = _placement(options, is_draft=True)
     default = draft_context(target.facts.context_length)
     engine = open_engine(options, file, options.draft_context_length, placement, False, trial, draft_default=default)
-    if not engine.facts.can_rollback:
+    if not (engine.facts.can_rollback or engine.facts.has_checkpoints):
         engine.close()
         raise CapabilityError(f"draft {file.path.name} cannot roll back its state and so cannot draft")
     return engine
@@ -79,6 +86,7 @@ def open_engine(
     draft_default: int | None = None,
     exit_layer: int | None = None,
     states: tuple[int, ...] | None = None,
+    speculates: bool | None = False,
 ) -> Engine:
     """The engine of a file, opened and used no sooner than `trial` has done so.
 
@@ -118,6 +126,7 @@ def open_engine(
         cache_type_v=types[1],
         reproducible=reproducible,
         opened=opened,
+        speculates=speculates,
         **placement,
         **default,
     )

@@ -24,7 +24,7 @@ from edgespec.loading.draft_vocabulary import draft_cache
 from edgespec.loading.heads import open_eagle3, open_heads, read_heads, state_layers
 from edgespec.loading.model_engine import load_libraries, open_draft, open_engine, open_target
 from edgespec.loading.registry import resolve
-from edgespec.loading.requirements import Chosen, resolve_pair
+from edgespec.loading.requirements import Chosen, resolve_pair, verifies_drafts
 from edgespec.vocabulary import Vocabulary, check_same_vocabulary
 
 
@@ -61,7 +61,9 @@ def _open_models(
     load_libraries(pair.files[role] for role in chosen.roles)  # while the child works
     heads = read_heads(options, pair, is_cut=is_cut)
     states = state_layers(heads.values()) if heads else None
-    target = open_target(options, pair.files["target"], exit_layer, states, trial)
+    target = open_target(
+        options, pair.files["target"], exit_layer, states, trial, speculates=verifies_drafts(options, pair)
+    )
     drafters: dict[DrafterName, Drafter] = {}
     try:
         for name in wanted:

@@ -57,6 +57,13 @@ class Chosen:
         return ("target", *sorted(roles & self.pair.files.keys()))
 
 
+def verifies_drafts(options: LoadOptions, pair: ModelPair) -> bool | None:
+    """Whether drafts will be verified; None: only by lookups, which nobody asked for."""
+    if options.drafter == "none" or options.rpc:
+        return False
+    return None if options.drafter == "auto" and pair.draft is None and not options.heads else True
+
+
 def without_drafts(options: LoadOptions, pair: ModelPair) -> tuple[LoadOptions, ModelPair]:
     """The same for the target alone, which drafters without a model still serve."""
     alone = replace(pair, files=MappingProxyType({"target": pair.files["target"]}), heads=MappingProxyType({}))

@@ -19,7 +19,7 @@ from edgespec.engines.machine import physical_cores
 from edgespec.formats.files import expanded
 from edgespec.formats.gguf.split import model_files
 from edgespec.formats.manifest import ModelFile, ModelPair
-from edgespec.loading.requirements import Chosen, cache_types, draft_context, head_paths
+from edgespec.loading.requirements import Chosen, cache_types, draft_context, head_paths, verifies_drafts
 
 MIB = 1 << 20
 # Python, our modules and the libraries, (own, mapped) bytes: measured on CPython 3.11, Linux.
@@ -213,6 +213,7 @@ def _target_use(options: LoadOptions, chosen: Chosen) -> Use:
         kv_offload=options.kv_offload,
         exit_layer=chosen.exit_layer,
         sequences=options.parallel,
+        speculates=verifies_drafts(options, chosen.pair),
     )
 
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from edgespec.control.cost import ContextCost, CostCurve
 from edgespec.control.length import ceiling
+from edgespec.control.measure import read, shorten
 from edgespec.control.run_cost import DraftCost
 from edgespec.engines.base import Engine
 from edgespec.errors import CapabilityError, ConfigError
@@ -133,7 +134,7 @@ def measure(
     The engine's cache must be empty, and is empty afterwards. `advance(n)` is called after n passes. Raises
     CapabilityError for a model that cannot roll back.
     """
-    if not engine.facts.can_rollback:
+    if not engine.facts.can_speculate:
         raise CapabilityError("this model cannot roll back its state: speculation, and so calibration, is not possible")
     most = max(contexts) + max(widths)
     ids = np.random.default_rng(0).integers(0, engine.vocabulary.size, most).astype(np.int32)
@@ -215,14 +216,12 @@ def _half(turns: int) -> int:
 
 def _fill_cache(engine: Engine, ids: TokenIds, context: int) -> None:
     """Make the cache hold the first `context` of `ids` [n]; what is cached already is kept."""
-    engine.rollback(min(engine.length(), context))
-    step = engine.widest_pass
-    while (start := engine.length()) < context:
-        engine.forward(Batch.chain(ids[start : min(start + step, context)], last_only=True))
+    shorten(engine, ids, min(engine.length(), context))
+    read(engine, ids[engine.length() : context])
 
 
 def _timed_pass(engine: Engine, ids: TokenIds, context: int, width: int) -> float:
-    engine.rollback(context)
+    shorten(engine, ids, context)
     batch = Batch.chain(ids[context : context + width])
     started_s = perf_counter()
     engine.forward(batch)

@@ -79,7 +79,7 @@ def candidates(request: TuneRequest, scout: Loaded, model: Model) -> list[Candid
     for threads in thread_counts(request, model.target.facts.threads):
         loaded = dataclasses.replace(scout, threads=threads)
         found.append(Candidate(loaded, "none", "auto"))
-        if model.target.facts.can_rollback:
+        if model.target.facts.can_speculate:
             found += _speculative(request, loaded, model)
         pinned = model.target.facts.pinned_class
         if pinned is not None and pinned[0] > 1:

@@ -16,6 +16,7 @@ import ctypes
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgespec.engines.llamacpp.library import complaints, forget_complaints, library
 from edgespec.engines.llamacpp.rows import Branches, branches_through, leaves
@@ -24,6 +25,7 @@ from edgespec.engines.rows import SequenceBook, SequenceRows
 from edgespec.errors import BatchError, CapabilityError, EngineError, StateError
 
 END = -1
+RUNNING_STATE_ONLY = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 
 
 class Cells:
@@ -146,14 +148,45 @@ class Cells:
             raise EngineError(f"llama.cpp wrote {written} of {size} bytes of the state: {complaints()}")
         return bytes(buffer)
 
+    def running_state(self, sequence: int) -> NDArray[np.uint8]:
+        """A sequence's running state, without its keys and values."""
+        self.trim(sequence)
+        size = int(library().llama_state_seq_get_size_ext(self._context, sequence, RUNNING_STATE_ONLY))
+        state = np.empty(size, np.uint8)
+        forget_complaints()
+        written = library().llama_state_seq_get_data_ext(
+            self._context, _address(state), size, sequence, RUNNING_STATE_ONLY
+        )
+        if written != size:
+            raise EngineError(f"llama.cpp wrote {written} of {size} bytes of the state: {complaints()}")
+        return state
+
+    def return_to(self, state: NDArray[np.uint8], length: int, sequence: int) -> None:
+        """Shorten a sequence to `length` tokens, after which it had the running state `state`.
+
+        Raises EngineError, and the sequence is then empty.
+        """
+        self._lengths[sequence] = length
+        forget_complaints()
+        restored = library().llama_state_seq_set_data_ext(
+            self._context, _address(state), state.size, sequence, RUNNING_STATE_ONLY
+        )
+        if not restored or not self._remove(self._memory, sequence, length, END):
+            self.forget(sequence)
+            raise EngineError(f"llama.cpp refused the state, the sequence is now empty: {complaints()}")
+
     def load(self, state: bytes | memoryview, length: int, sequence: int) -> None:
         """Give a sequence the `state` of one of `length` tokens. Raises StateError, and the sequence is then empty."""
         self.forget(sequence)
         if not length:
             return
         forget_complaints()
-        buffer = np.frombuffer(state, np.uint8).ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        if not library().llama_state_seq_set_data(self._context, buffer, len(state), sequence):
+        buffer = np.frombuffer(state, np.uint8)
+        if not library().llama_state_seq_set_data(self._context, _address(buffer), len(state), sequence):
             self.forget(sequence)
             raise StateError(f"llama.cpp refused the state, the sequence is now empty: {complaints()}")
         self._lengths[sequence] = length
+
+
+def _address(state: NDArray[np.uint8]) -> Any:
+    return state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

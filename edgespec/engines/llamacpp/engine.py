@@ -27,6 +27,7 @@ from edgespec.engines.llamacpp.library import complaints, forget_complaints, lib
 from edgespec.engines.llamacpp.opening import ModelOpener, OpenModel, checked_target
 from edgespec.engines.llamacpp.rows import RowBuffer, Selection
 from edgespec.engines.llamacpp.rpc_probe import RpcServer
+from edgespec.engines.llamacpp.running_state import Checkpoints, RunningState
 from edgespec.engines.llamacpp.settings import (
     DEFAULT_CONTEXT,
     MAX_BATCH,
@@ -42,6 +43,10 @@ from edgespec.formats.gguf.split import model_files
 from edgespec.types import Batch, Logits, TokenIds
 
 NO_ROOM, ABORTED = 1, 2
+_NOT_FOR_LOOKUPS = (
+    "this model's running state would make each token about {:.0f}% slower, which lookups alone rarely earn. A draft "
+    "model (-md) or --drafter suffix turns it on"
+)
 
 
 class LlamaCppEngine(Engine):
@@ -61,6 +66,7 @@ class LlamaCppEngine(Engine):
         self._book = SequenceBook(settings.max_sequences)
         self._cells = Cells(context, settings, self._book)
         self._scratch_id = settings.scratch_id
+        self._checkpoints = Checkpoints()
         self._layer_inputs = LayerInputs(model, context)
         kinds = (settings.cache_type_k, settings.cache_type_v, settings.flash_attention, version())
         self._held = HeldFiles(model_files(path))
@@ -96,6 +102,7 @@ class LlamaCppEngine(Engine):
         default_context: int = DEFAULT_CONTEXT,
         opened: Callable[[], None] = lambda: None,
         is_repacked: bool = True,
+        speculates: bool | None = True,
     ) -> Self:
         """Load `path` and measure what it can do.
 
@@ -107,12 +114,15 @@ class LlamaCppEngine(Engine):
         single tokens; `reproducible` True finds a width class, None uses one only if it costs nothing, False uses none;
         `widest`, the widest pass of a class, which then limits `facts.max_batch`, so that prompts are read inside it;
         `check_tensors` reads all weights and refuses NaN; `opened` is called when the file is open and before it is
-        used; `is_repacked` False leaves the weights as they are in the file, which loads faster and computes slower.
+        used; `is_repacked` False leaves the weights as they are in the file, which loads faster and computes slower;
+        `speculates` keeps what a model with a running state needs to drop the end of a draft; None only where that
+        costs nothing.
 
         Raises ModelNotFound, ModelFileError, ConfigError for an option out of range, CapabilityError when this
         build or model cannot do what was asked.
         """
         header = checked_target(path)
+        state = RunningState.of(header)
         gpu_layers = gpu_layers or (-1 if servers else 0)
         checked = partial(
             ContextSettings.checked,
@@ -128,6 +138,7 @@ class LlamaCppEngine(Engine):
             flash_attention=flash_attention,
             reproducible=reproducible,
             widest=widest,
+            snapshots=state.snapshots_for(speculates) if state else 0,
         )
         opener = ModelOpener(path, gpu_layers, devices, check_tensors, is_repacked, opened)
         if reproducible and not gpu_layers and cache_type_k is cache_type_v is None and flash_attention is not False:
@@ -136,7 +147,10 @@ class LlamaCppEngine(Engine):
             if found is not None:
                 return found
         settings = checked(cache_type_k=cache_type_k or "f16", cache_type_v=cache_type_v or "f16")
-        return cls._open(opener, settings)
+        engine = cls._open(opener, settings)
+        if speculates is None and state and state.snapshots and not settings.snapshots:
+            engine.facts = replace(engine.facts, why_no_speculation=_NOT_FOR_LOOKUPS.format(100 * state.share))
+        return engine
 
     @classmethod
     def _open_unpadded(cls, opener: ModelOpener, settings: ContextSettings) -> Self | None:
@@ -259,7 +273,9 @@ class LlamaCppEngine(Engine):
     def rollback(self, to_length: int, sequence: int = 0) -> None:
         length = self.length(sequence)
         self._book.check_rollback(to_length, sequence)
+        droppable = self._droppable(sequence)
         was_tree = self._book.forget_last(sequence)
+        self._checkpoints.shorten(to_length, sequence)
         if to_length == 0:
             if length or was_tree or not self.facts.can_rollback:
                 self._cells.forget(sequence)
@@ -270,12 +286,29 @@ class LlamaCppEngine(Engine):
             ):  # else the next pass does it: that an aborted one cannot be undone is told now
                 self._cells.trim(sequence)
             return
-        if not self.facts.can_rollback:
+        if self.facts.can_rollback or length - to_length <= droppable:
+            self._cells.drop_from(to_length, sequence)
+            return
+        state = self._checkpoints.at(to_length, sequence)
+        if state is None:
             raise CapabilityError(
                 f"{self.facts.architecture} models keep a running state that cannot be rolled back to {to_length} of "
                 f"{length} tokens; use --drafter none"
             )
-        self._cells.drop_from(to_length, sequence)
+        self._cells.return_to(state, to_length, sequence)
+
+    def _droppable(self, sequence: int) -> int:
+        """Rows of the last pass that a model with a running state can drop."""
+        return min(self._book.droppable(sequence), self.facts.rollback_rows)
+
+    def checkpoint(self, sequence: int = 0) -> None:
+        if self.facts.has_checkpoints and (length := self.length(sequence)):
+            self._checkpoints.add(length, sequence, self._cells.running_state)
+
+    def reachable(self, to_length: int, sequence: int = 0) -> int:
+        if self.facts.can_rollback or 0 <= self.length(sequence) - to_length <= self._droppable(sequence):
+            return to_length
+        return self._checkpoints.latest(to_length, sequence)
 
     def keep_path(self, rows: tuple[int, ...], sequence: int = 0) -> None:
         """As in the base class. In reproducible mode an accepted side branch is decoded again as a chain."""
@@ -312,6 +345,7 @@ class LlamaCppEngine(Engine):
         if source != destination:
             self._book.forget_last(destination)
             self._cells.fork(source, destination)
+            self._checkpoints.fork(source, destination)
 
     def save_state(self, sequence: int = 0) -> bytes:
         self._require_open()
@@ -323,6 +357,7 @@ class LlamaCppEngine(Engine):
         self._book.check(sequence)
         payload, length = self._stamp.unwrap(state, self.facts.context_length)
         self._book.forget_last(sequence)
+        self._checkpoints.shorten(0, sequence)
         self._cells.load(payload, length, sequence)
 
     @property

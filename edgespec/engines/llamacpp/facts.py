@@ -8,26 +8,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from edgespec.engines import disk_cache
 from edgespec.engines.base import Engine, EngineFacts
-from edgespec.engines.disk_cache import file_key, key_of
+from edgespec.engines.disk_cache import a_record, file_key, flag, key_of
 from edgespec.engines.llamacpp.devices import gpus
 from edgespec.engines.llamacpp.library import library, version
 from edgespec.engines.llamacpp.settings import ContextSettings
 from edgespec.engines.proof import PREFIX
-from edgespec.engines.widths import METHOD, is_known_free, packs_alike, pinned_facts
+from edgespec.engines.widths import METHOD, fastest_facts, is_known_free, packs_alike, pinned_facts
+from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.split import model_files
-from edgespec.types import Batch
+from edgespec.types import Batch, Logits
 
-
-def keeps_running_state(model: Any) -> bool:
-    """Whether the cache cannot be rolled back: recurrent ones refuse it, some hybrids accept it and are then wrong."""
-    return bool(library().llama_model_is_recurrent(model) or library().llama_model_is_hybrid(model))
+_ROUNDING = 0.1  # of the range of the logits
 
 
 def read_facts(model: Any, context: Any, settings: ContextSettings) -> EngineFacts:
     """The facts that need no pass."""
     llama = library()
-    can_rollback, placement = not keeps_running_state(model), _placement(settings)
+    can_rollback, placement = not settings.keeps_state, _placement(settings)
     return EngineFacts(
         name="llamacpp",
         architecture=_metadata(model, "general.architecture"),
@@ -35,6 +36,8 @@ def read_facts(model: Any, context: Any, settings: ContextSettings) -> EngineFac
         max_sequences=settings.max_sequences,
         max_batch=min(settings.max_batch, llama.llama_n_batch(context)),
         can_rollback=can_rollback,
+        rollback_rows=0 if can_rollback else int(llama.llama_n_rs_seq(context)),
+        has_checkpoints=settings.keeps_state,
         can_tree=can_rollback and settings.max_branches > 0,
         weight_bytes=int(llama.llama_model_size(model)),
         kv_bytes_per_token=0,
@@ -49,6 +52,8 @@ def read_facts(model: Any, context: Any, settings: ContextSettings) -> EngineFac
 
 def measured_facts(engine: Engine, path: Path, settings: ContextSettings, state_size: Callable[[], int]) -> EngineFacts:
     """The facts of an empty engine, which is left empty. Raises CapabilityError when it cannot be reproducible."""
+    if settings.keeps_state:
+        return _facts_with_state(engine, path, settings, state_size)
     empty_bytes = state_size()
     engine.forward(Batch.chain([0] * min(2, settings.max_batch)))
     per_token = (state_size() - empty_bytes) // engine.length()
@@ -66,6 +71,56 @@ def measured_facts(engine: Engine, path: Path, settings: ContextSettings, state_
     engine.facts = replace(facts, can_pack=False)
     can_pack = facts.pinned_class is not None and facts.pinned_class[0] == 1 and packs_alike(engine, key)
     return replace(facts, can_pack=can_pack)
+
+
+def _facts_with_state(
+    engine: Engine, path: Path, settings: ContextSettings, state_size: Callable[[], int]
+) -> EngineFacts:
+    """The facts of an empty engine whose model keeps a running state, which it leaves empty.
+
+    Raises CapabilityError where reproducible mode is demanded: no width class can be proved without rolling back.
+    """
+    if settings.reproducible:
+        raise CapabilityError(
+            f"{path.name} cannot be reproducible: {engine.facts.architecture} models keep a running state, whose bits "
+            "depend on how many tokens a pass has. Use --no-reproducible"
+        )
+    sizes = []
+    for _ in range(2):
+        engine.forward(Batch.chain([0]))
+        sizes.append(state_size())
+    engine.rollback(0)
+    key = _widths_key(path, settings)
+    engine.facts = replace(engine.facts, kv_bytes_per_token=sizes[1] - sizes[0])
+    facts = engine.facts if settings.reproducible is False else fastest_facts(engine, key)
+    if not facts.rollback_rows:
+        return facts
+    kept = disk_cache.get("rollbacks", key, a_record({"holds": flag}))
+    if kept is None:
+        kept = {"holds": _drops_rows(engine)}
+        disk_cache.put("rollbacks", key, kept)
+    if kept["holds"]:
+        return facts
+    return replace(facts, rollback_rows=0, why_no_speculation="llama.cpp does not roll this model back correctly")
+
+
+def _drops_rows(engine: Engine) -> bool:
+    """Whether a row that is dropped leaves no trace: bit by bit, whatever it was, and nearly as if it never came.
+
+    Only nearly for the latter, as a pass of two rows rounds otherwise than one of a single row.
+    """
+    first, second, third, after = (place % engine.vocabulary.size for place in (11, 23, 37, 53))
+
+    def after_dropping(*dropped: int) -> Logits:
+        engine.forward(Batch.chain([first, *dropped]))
+        if dropped:
+            engine.rollback(1)
+        found: Logits = engine.forward(Batch.chain([after]))[0].copy()
+        engine.rollback(0)
+        return found
+
+    one, other, never = after_dropping(second), after_dropping(third), after_dropping()
+    return bool(np.array_equal(one, other) and np.abs(one - never).max() <= _ROUNDING * np.ptp(never))
 
 
 def will_be_reproducible(path: Path, settings: ContextSettings) -> bool:

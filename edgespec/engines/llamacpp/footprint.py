@@ -9,11 +9,13 @@ hidden ones per output. They are checked against what the library logs (scripts/
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
 
 from edgespec.engines.footprint import Footprint, Use
 from edgespec.engines.llamacpp.placement import EMBEDDINGS, HEAD, LayerSizes
+from edgespec.engines.llamacpp.running_state import MOST_CHECKPOINTS, RunningState, recurrent_layers
 from edgespec.engines.llamacpp.settings import (
     CACHE_BYTES,
     CELLS_MULTIPLE,
@@ -57,13 +59,13 @@ class Shape:
         heads = _largest(header, "attention.head_count")
         size = width // heads if heads else 0
         kv_heads = _numbers(header, "attention.head_count_kv") or [heads]
-        total = sum(kv_heads) if len(kv_heads) == layers else min(kv_heads) * layers
+        kept = [not recurrent for recurrent in recurrent_layers(header)]
+        per_layer = kv_heads if len(kv_heads) == layers else [min(kv_heads)] * layers
+        total = sum(compress(per_layer, kept))
         key, value = (_largest(header, f"attention.{kind}_length") or size for kind in ("key", "value"))
         experts = _largest(header, "expert_used_count") * _largest(header, "expert_feed_forward_length")
         inner = max(_largest(header, "feed_forward_length"), experts, width)
-        return cls(
-            layers, width, inner, (total * key, total * value) if _keeps_all(header) else (0, 0), len(header.tokens)
-        )
+        return cls(layers, width, inner, (total * key, total * value), len(header.tokens))
 
 
 def footprint(path: Path, use: Use) -> Footprint:
@@ -76,9 +78,13 @@ def footprint(path: Path, use: Use) -> Footprint:
     settings = ContextSettings.checked(
         context_length=context, threads=1, gpu_layers=0, cache_type_k=kinds[0], cache_type_v=kinds[1], **defaults
     )
+    if (state := RunningState.of(header)) is not None:
+        settings = replace(settings, snapshots=state.snapshots_for(use.speculates)).with_state()
     cells = -(-settings.cells // CELLS_MULTIPLE) * CELLS_MULTIPLE
     _check_cache(path, header, kinds)
     cache = int(sum(count * CACHE_BYTES[kind] for count, kind in zip(shape.kv, kinds, strict=True)) * cells)
+    if state is not None:
+        cache += state.num_bytes * settings.sequence_ids * (1 + settings.snapshots + MOST_CHECKPOINTS)
     sizes = LayerSizes.of(header, shape.layers, cache)
     cache_there = sizes.cache_on(use.gpu_layers) if use.kv_offload else 0
     weights_there = sizes.weights_on(use.gpu_layers)
@@ -143,14 +149,9 @@ def _compute_bytes(shape: Shape, settings: ContextSettings, cells: int, rows: in
 def _graph_nodes(header: GgufHeader) -> int:
     """Nodes that llama.cpp reserves room for (llama_context::graph_max_nodes)."""
     tensors = len(header.tensors)
-    if _keeps_all(header):
+    if RunningState.of(header) is None:
         return max(1024, 8 * tensors)
     return max(40 * MAX_BATCH, 32 * tensors)
-
-
-def _keeps_all(header: GgufHeader) -> bool:
-    """Whether every layer keeps keys and values of all tokens; others keep a running state."""
-    return not any("ssm" in key or "wkv" in key for key in header.metadata)
 
 
 def _is_repacked(tensor: TensorInfo, header: GgufHeader) -> bool:

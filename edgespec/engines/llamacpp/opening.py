@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from edgespec.engines.llamacpp.devices import handles_of
-from edgespec.engines.llamacpp.facts import keeps_running_state, will_be_reproducible
+from edgespec.engines.llamacpp.facts import will_be_reproducible
 from edgespec.engines.llamacpp.library import CancelFlag, library, open_model
+from edgespec.engines.llamacpp.running_state import keeps_running_state
 from edgespec.engines.llamacpp.settings import ContextSettings, create_context, require_generator
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.check import check_gguf
@@ -46,8 +47,7 @@ class ModelOpener:
             check_tensors=self.check_tensors,
             is_repacked=self.is_repacked,
         )
-        if keeps_running_state(model):
-            settings = replace(settings, max_branches=0)
+        settings = settings.with_state() if keeps_running_state(model) else replace(settings, snapshots=0)
         if settings.max_sequences > 1 and will_be_reproducible(self.path, settings):
             settings = replace(settings, max_branches=0, streams=True)
         cancel = CancelFlag()

@@ -54,6 +54,7 @@ class ContextSettings:
     processor. `servers`: RPC servers, whose devices this process has. `kv_offload`: whether the KV cache of these
     layers lies on their devices. `streams`: every sequence has cells of its own, so that attention adds in the order of
     its tokens whatever the others hold; there are no branches then. Otherwise all share their cells.
+    `keeps_state`: the model keeps a running state, of which there are `snapshots` copies for each sequence.
     """
 
     context_length: int
@@ -71,6 +72,8 @@ class ContextSettings:
     servers: tuple[RpcServer, ...] = ()
     kv_offload: bool = True
     streams: bool = False
+    keeps_state: bool = False
+    snapshots: int = 0
 
     @classmethod
     def checked(cls, *, threads: int | None, **given: Any) -> Self:
@@ -106,10 +109,19 @@ class ContextSettings:
             if not isinstance(value, int) or not low <= value <= high:
                 raise ConfigError(f"{name} must be a whole number in {low}..{high}, got {value!r}")
 
+    def with_state(self) -> Self:
+        """The settings of a model that keeps a running state: no trees, and no width class.
+
+        llama.cpp ends the process where a pass is too narrow for the rows that there are snapshots of.
+        """
+        snapshots = max(min(self.snapshots, self.batch_capacity - 2), 0)
+        return replace(self, keeps_state=True, max_branches=0, snapshots=snapshots)
+
     @property
     def sequence_ids(self) -> int:
         """Ids that llama.cpp keeps apart: sequences, branches beyond each tree's main chain, the scratch id."""
-        return self.max_sequences if self.streams else self.max_sequences + self.max_branches + 1
+        alone = self.streams or self.keeps_state  # each id would take a whole state
+        return self.max_sequences if alone else self.max_sequences + self.max_branches + 1
 
     @property
     def place(self) -> str:
@@ -122,8 +134,8 @@ class ContextSettings:
 
     @property
     def scratch_id(self) -> int:
-        """The id of padding rows; -1 where they go behind the rows of a sequence."""
-        return -1 if self.streams else self.sequence_ids - 1
+        """The id of padding rows; -1 where they go behind the rows of a sequence, or where nothing is padded."""
+        return -1 if self.streams or self.keeps_state else self.sequence_ids - 1
 
     @property
     def batch_capacity(self) -> int:
@@ -179,6 +191,7 @@ def create_context(model: Any, path: Path, settings: ContextSettings, cancel: Ca
     params.n_ctx = settings.cells
     params.n_batch = params.n_ubatch = settings.batch_capacity
     params.n_seq_max = settings.sequence_ids
+    params.n_rs_seq = settings.snapshots
     params.n_outputs_max = settings.max_outputs(vocabulary_size)
     params.n_threads = params.n_threads_batch = settings.threads
     params.offload_kqv = settings.kv_offload

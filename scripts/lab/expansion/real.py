@@ -46,12 +46,13 @@ GGUF_FORMATS = ("q8_0", *(name for name in FILE_TYPES if name != "q8_0"))
 AS_IS = "135m"
 
 # SmolLM2 has 30 layers with 9 + 3 heads of 64, and expansion keeps depth and the ratio of heads; 1b and 3b have about
-# the weights of Llama 3.2 1B and 3B without their vocabulary, in narrower and more layers.
+# the weights of Llama 3.2 1B and 3B without their vocabulary, in narrower and more layers, and 8b those of Llama 3.1 8B.
 DEEP_SHAPES = {
     "230m": Shape(768, 2048, 30, 12, 4, vocab_size=49_152),
     "360m": Shape(1024, 2560, 30, 15, 5, vocab_size=49_152),
     "1b": Shape(1792, 4608, 30, 24, 8, vocab_size=49_152),
     "3b": Shape(3072, 8192, 30, 36, 12, vocab_size=49_152),
+    "8b": Shape(5120, 13824, 30, 60, 20, vocab_size=49_152),
 }
 
 

@@ -1,0 +1,124 @@
+"""Models that keep a running state beside keys and values, or instead of them: Qwen3.5, LFM2, Mamba and others.
+
+A state cannot be shortened by a token as a cache can. For some architectures llama.cpp keeps snapshots of the state as
+it was after each of the last rows of a pass (`n_rs_seq`), which is enough for speculation: a rejected draft is the end
+of the pass that verified it. Every snapshot is as large as the state, so there are only as many as a share of the
+weights pays for.
+
+`Checkpoints` are copies of ours, at lengths that a caller chose. A draft model returns to the text that is certain with
+one, and a conversation to the end of its last question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.engines.llamacpp.library import library
+from edgespec.formats.gguf.header import GgufHeader
+from edgespec.formats.gguf.values import GgufNumbers
+
+# Architectures whose states llama.cpp can roll back (llm_arch_supports_rs_rollback) and for which tests here show it.
+WITH_SNAPSHOTS = frozenset({"lfm2", "lfm2moe", "qwen35", "qwen35moe"})
+MOST_SNAPSHOTS = 8
+SNAPSHOT_SHARE = 0.1  # of the weights' bytes, for the snapshots of one sequence
+MOST_CHECKPOINTS = 2
+_CHEAP_SHARE = 0.005  # measured: a share of .036 makes a single-token pass 4% slower, one of .0001 none
+_STATE_BYTES = 4  # of a number; llama.cpp stores states as float32
+
+
+def keeps_running_state(model: Any) -> bool:
+    """Whether a loaded model's cache cannot be rolled back to any length, as its layers keep a running state."""
+    return bool(library().llama_model_is_recurrent(model) or library().llama_model_is_hybrid(model))
+
+
+@dataclass(frozen=True, slots=True)
+class RunningState:
+    """The running state of one sequence, and how many `snapshots` of it to keep where drafts are verified.
+
+    `share`: its bytes over those of the weights, which a single-token pass reads: with snapshots it copies the state
+    besides.
+    """
+
+    num_bytes: int
+    share: float
+    snapshots: int
+
+    @classmethod
+    def of(cls, header: GgufHeader) -> Self | None:
+        """That of a model, by its metadata; None where every layer keeps keys and values only."""
+        numbers = _numbers_per_layer(header)
+        if not numbers:
+            return None
+        num_bytes = sum(recurrent_layers(header)) * numbers * _STATE_BYTES
+        share = num_bytes / max(sum(tensor.num_bytes for tensor in header.tensors), 1)
+        affordable = int(SNAPSHOT_SHARE / share) if share else MOST_SNAPSHOTS
+        return cls(num_bytes, share, min(affordable, MOST_SNAPSHOTS) if header.architecture in WITH_SNAPSHOTS else 0)
+
+    def snapshots_for(self, speculates: bool | None) -> int:
+        """Whether drafts are verified decides; None: only by lookups, where plain passes must not pay for them."""
+        is_wanted = self.share <= _CHEAP_SHARE if speculates is None else speculates
+        return self.snapshots if is_wanted else 0
+
+
+class Checkpoints:
+    """Running states of the sequences of an engine, at earlier lengths: the latest MOST_CHECKPOINTS of each."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, dict[int, NDArray[np.uint8]]] = {}  # by sequence, then by length
+
+    def add(self, length: int, sequence: int, read: Callable[[int], NDArray[np.uint8]]) -> None:
+        """Keep what `read` gives of a sequence that holds `length` tokens."""
+        kept = self._kept.setdefault(sequence, {})
+        while len(kept) >= MOST_CHECKPOINTS and length not in kept:
+            del kept[min(kept)]
+        kept[length] = read(sequence)
+
+    def at(self, length: int, sequence: int) -> NDArray[np.uint8] | None:
+        return self._kept.get(sequence, {}).get(length)
+
+    def latest(self, length: int, sequence: int) -> int:
+        """The longest length up to `length` that there is one of; 0 without."""
+        return max((each for each in self._kept.get(sequence, {}) if each <= length), default=0)
+
+    def shorten(self, length: int, sequence: int) -> None:
+        """The sequence holds `length` tokens now."""
+        kept = self._kept.get(sequence, {})
+        self._kept[sequence] = {each: state for each, state in kept.items() if each <= length}
+
+    def fork(self, source: int, destination: int) -> None:
+        self._kept[destination] = dict(self._kept.get(source, {}))
+
+
+def recurrent_layers(header: GgufHeader) -> list[bool]:
+    """Of each layer, whether it keeps a running state and no keys and values."""
+    layers = _number(header, "block_count") - _number(header, "nextn_predict_layers")
+    if interval := _number(header, "full_attention_interval"):
+        return [(layer + 1) % interval != 0 for layer in range(layers)]
+    heads = header.metadata.get(f"{header.architecture}.attention.head_count_kv")
+    if isinstance(heads, GgufNumbers) and len(heads.items) >= layers:
+        return [count == 0 for count in heads.items[:layers]]
+    if header.architecture in ("qwen35", "qwen35moe", "qwen3next"):
+        return [(layer + 1) % 4 != 0 for layer in range(layers)]
+    return [_numbers_per_layer(header) > 0] * layers
+
+
+def _numbers_per_layer(header: GgufHeader) -> int:
+    """How many numbers the state of a layer has (llama.cpp's n_embd_r and n_embd_s); 0 without one."""
+    width = _number(header, "embedding_length")
+    if size := _number(header, "wkv.head_size"):
+        return width * (size + (_number(header, "token_shift_count") or 2))
+    if kernel := _number(header, "shortconv.l_cache"):
+        return width * (kernel - 1)
+    inner, state = _number(header, "ssm.inner_size"), _number(header, "ssm.state_size")
+    convolved = inner + 2 * _number(header, "ssm.group_count") * state
+    return max(_number(header, "ssm.conv_kernel") - 1, 0) * convolved + state * inner
+
+
+def _number(header: GgufHeader, name: str) -> int:
+    found = header.metadata.get(f"{header.architecture}.{name}")
+    return found if isinstance(found, int) else 0

@@ -1,0 +1,244 @@
+"""Models with a running state: what is dropped leaves no trace, drafts change no text, and memory is planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import edgespec
+from edgespec import GenerateOptions, Sampling
+from edgespec.engines.footprint import Use
+from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp.footprint import footprint
+from edgespec.engines.llamacpp.running_state import MOST_CHECKPOINTS, MOST_SNAPSHOTS, RunningState
+from edgespec.engines.sequence import PROMPT_END
+from edgespec.errors import CapabilityError
+from edgespec.formats.gguf.header import read_header
+from edgespec.types import Batch, Logits
+from hybrid_gguf import HybridShape, write_lfm2, write_qwen35
+from tiny_gguf import write_model, write_recurrent_model
+
+SHAPE = HybridShape(hidden=512)  # with weights enough to pay for snapshots
+WRITERS: dict[str, Callable[[Path, HybridShape], Path]] = {"lfm2": write_lfm2, "qwen35": write_qwen35}
+PROMPT = "the cat sat on the mat, the cat sat on the"
+
+
+@pytest.fixture(scope="module", params=WRITERS)
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return WRITERS[request.param](tmp_path_factory.mktemp("hybrid") / f"{request.param}.gguf", SHAPE)
+
+
+def opened(path: Path, **given: object) -> LlamaCppEngine:
+    return LlamaCppEngine.load(path, context_length=256, max_batch=64, threads=1, **given)
+
+
+def alike(ours: Logits, theirs: Logits) -> bool:
+    """But for the rounding of passes of different widths."""
+    return bool(np.abs(ours - theirs).max() < 1e-3 * theirs.std())
+
+
+def test_what_is_dropped_leaves_no_trace(hybrid: Path) -> None:
+    """Passes and rollbacks at random, against an engine that reads every text from its beginning."""
+    rng = np.random.default_rng(0)
+    with opened(hybrid) as engine, opened(hybrid, speculates=False) as fresh:
+        assert engine.facts.rollback_rows == MOST_SNAPSHOTS and fresh.facts.rollback_rows == 0
+        kept: list[int] = []
+        for _ in range(40):
+            row = rng.integers(0, 200, rng.integers(1, MOST_SNAPSHOTS + 2)).tolist()
+            if len(kept) + len(row) > 200:
+                engine.rollback(0)
+                kept = []
+            found = engine.forward(Batch.chain(row))[-1].copy()
+            kept += row
+            fresh.rollback(0)
+            assert alike(found, fresh.forward(Batch.chain(kept[-64:]))[-1]) or len(kept) > 64
+            dropped = int(rng.integers(0, len(row)))
+            if dropped:
+                engine.rollback(len(kept) - dropped)
+                kept = kept[:-dropped]
+
+
+def test_a_long_text_with_drops_is_the_text_without(hybrid: Path) -> None:
+    rng = np.random.default_rng(1)
+    text = rng.integers(0, 200, 150).tolist()
+    with opened(hybrid) as engine, opened(hybrid, speculates=False) as fresh:
+        for start in range(0, 150, 3):
+            engine.forward(Batch.chain([*text[start : start + 3], 7, 8, 9][: 3 + start % 4]))
+            if start % 4:
+                engine.rollback(start + 3)
+        for start in range(0, 150, 50):
+            fresh.forward(Batch.chain(text[start : start + 50]))
+        assert alike(engine.forward(Batch.chain([5]))[0], fresh.forward(Batch.chain([5]))[0])
+
+
+def test_no_more_is_dropped_than_there_are_snapshots_of(hybrid: Path) -> None:
+    with opened(hybrid) as engine:
+        engine.forward(Batch.chain(range(20)))
+        with pytest.raises(CapabilityError, match="cannot be rolled back to 11 of 20 tokens"):
+            engine.rollback(11)
+        engine.rollback(0)
+        engine.forward(Batch.chain(range(5)))
+        engine.rollback(3)
+        with pytest.raises(CapabilityError):
+            engine.rollback(2)  # only once
+        engine.rollback(0)
+        engine.forward(Batch.chain(range(5)))
+        engine.forward(Batch.chain([1]))
+        with pytest.raises(CapabilityError):
+            engine.rollback(5)  # all rows of the last pass: the state before it is not kept
+        engine.rollback(0)
+        assert engine.forward(Batch.chain([1])).shape[0] == 1
+
+
+def test_a_state_is_saved_after_a_rollback(hybrid: Path) -> None:
+    with opened(hybrid) as engine:
+        engine.forward(Batch.chain(range(9)))
+        engine.rollback(6)
+        state = engine.save_state()
+        expected = engine.forward(Batch.chain([3]))[0].copy()
+        engine.rollback(0)
+        engine.load_state(state)
+        assert engine.length() == 6
+        assert np.array_equal(engine.forward(Batch.chain([3]))[0], expected)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("drafter", ["ngram", "auto", "model"])
+def test_drafts_change_no_text(hybrid: Path, tmp_path: Path, drafter: str, temperature: float) -> None:
+    """Of a float32 model, whose passes of different widths hardly round differently."""
+    draft = write_model(tmp_path / "draft.gguf")
+    options = GenerateOptions(max_tokens=48, ignore_eos=True)
+    with edgespec.load(hybrid, draft=draft, threads=1) as model:
+        assert not any("speculation is off" in note for note in model.notes)
+        for seed in range(3):
+            sampling = Sampling(temperature=temperature, seed=seed)
+            plain = model.generate(PROMPT, sampling, replace(options, drafter="none"))
+            for length in (1, 4, 12):
+                found = model.generate(PROMPT, sampling, replace(options, drafter=drafter, draft_length=length))
+                assert found.token_ids == plain.token_ids
+                assert np.allclose(found.logprobs, plain.logprobs, atol=1e-3)
+            if drafter == "model":
+                assert 4 < found.stats.drafted_tokens / found.stats.rounds <= MOST_SNAPSHOTS
+
+
+def test_answers_at_once_are_those_alone(hybrid: Path) -> None:
+    prompts = [PROMPT, "a b a b a b a", "x y z x y z x"]
+    sampling, options = Sampling(temperature=0.8, seed=3), GenerateOptions(max_tokens=30, ignore_eos=True)
+    with edgespec.load(hybrid, threads=1, parallel=3, drafter="ngram", draft_length=4) as model:
+        together = model.generate_all(prompts, sampling, options)
+        for prompt, found in zip(prompts, together, strict=True):
+            model.forget()
+            assert model.generate(prompt, sampling, replace(options, drafter="none")).token_ids == found.token_ids
+
+
+def test_a_conversation_goes_on_from_its_state(hybrid: Path) -> None:
+    """The next prompt continues all that is cached, so that nothing needs to be rolled back."""
+    options = GenerateOptions(max_tokens=12, ignore_eos=True)
+    with edgespec.load(hybrid, threads=1, drafter="ngram", draft_length=4) as model:
+        ids = model.encode(PROMPT)
+        first = model.generate(ids, Sampling(temperature=0), options)
+        longer = [*ids, *first.token_ids, *model.encode(" and more")]
+        second = model.generate(longer, Sampling(temperature=0), options)
+        assert second.stats.reused_tokens >= len(ids)
+        model.forget()
+        assert model.generate(longer, Sampling(temperature=0), options).token_ids == second.token_ids
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_draft_with_a_running_state_changes_no_text(hybrid: Path, tmp_path: Path, temperature: float) -> None:
+    """For a target without one: it returns to the text that is certain before each draft."""
+    target = write_model(tmp_path / "target.gguf")
+    options = GenerateOptions(max_tokens=40, ignore_eos=True)
+    with edgespec.load(target, draft=hybrid, threads=1, reproducible=True) as model:
+        for seed in range(2):
+            sampling = Sampling(temperature=temperature, seed=seed)
+            plain = model.generate(PROMPT, sampling, replace(options, drafter="none"))
+            for length in (1, 5):
+                found = model.generate(PROMPT, sampling, replace(options, drafter="model", draft_length=length))
+                assert (found.token_ids, found.logprobs) == (plain.token_ids, plain.logprobs)
+                assert found.stats.drafted_tokens > 0 and not found.stats.notes
+
+
+def test_a_draft_of_the_same_weights_is_accepted_whole(hybrid: Path) -> None:
+    """It would not be where it drafted from anything but the text."""
+    options = GenerateOptions(max_tokens=40, ignore_eos=True, drafter="model", draft_length=4)
+    with edgespec.load(hybrid, draft=hybrid, threads=1) as model:
+        stats = model.generate(PROMPT, Sampling(temperature=0.9, seed=4), options).stats
+    assert stats.accepted_tokens == stats.drafted_tokens > 0
+
+
+def test_a_prompt_that_goes_on_otherwise_is_read_from_a_checkpoint(hybrid: Path) -> None:
+    """As chat templates leave out what opened the answer, or the reasoning in it."""
+    options = GenerateOptions(max_tokens=10, ignore_eos=True)
+    question = list(range(30, 110))
+    with edgespec.load(hybrid, threads=1) as model:
+        model.generate(question, Sampling(temperature=0), options)
+        other = [*question[:-3], *range(200, 240)]
+        found = model.generate(other, Sampling(temperature=0), options)
+        assert found.stats.reused_tokens == len(question) - PROMPT_END
+        model.forget()
+        again = model.generate(other, Sampling(temperature=0), options)
+        assert again.stats.reused_tokens == 0 and again.token_ids == found.token_ids
+
+
+def test_checkpoints_are_of_the_text_that_is_there(hybrid: Path) -> None:
+    with opened(hybrid) as engine:
+        engine.forward(Batch.chain(range(20)))
+        engine.checkpoint()
+        expected = engine.forward(Batch.chain([9]))[0].copy()
+        engine.forward(Batch.chain(range(30)))
+        assert [engine.reachable(length) for length in (51, 50, 30, 19)] == [51, 50, 20, 0]
+        engine.rollback(20)
+        assert np.array_equal(engine.forward(Batch.chain([9]))[0], expected)
+        engine.rollback(0)
+        engine.forward(Batch.chain(range(40, 70)))
+        assert engine.reachable(21) == 0
+
+
+def test_lookups_alone_do_not_make_plain_passes_slower(tmp_path: Path) -> None:
+    heavy = write_qwen35(tmp_path / "heavy.gguf", HybridShape(state_size=32, head_size=32))
+    with edgespec.load(heavy, threads=1) as model:
+        (note,) = [note for note in model.notes if note.startswith("speculation is off")]
+        assert "lookups alone rarely earn" in note and not model.target.facts.can_speculate
+    with edgespec.load(heavy, threads=1, drafter="suffix") as model:
+        assert model.target.facts.can_speculate
+    light = write_lfm2(tmp_path / "light.gguf", HybridShape(hidden=1024))
+    with edgespec.load(light, threads=1) as model:
+        assert model.target.facts.rollback_rows == MOST_SNAPSHOTS
+
+
+def test_reproducible_mode_is_refused_by_name(hybrid: Path) -> None:
+    with pytest.raises(CapabilityError, match="keep a running state, whose bits depend"):
+        edgespec.load(hybrid, threads=1, reproducible=True)
+
+
+def test_costs_are_measured_without_rolling_back(hybrid: Path) -> None:
+    with edgespec.load(hybrid, threads=1) as model:
+        curve = model.cost_curve
+        assert 0 < curve.at(1) < curve.at(8) * 2
+
+
+def test_the_state_has_the_planned_size(hybrid: Path) -> None:
+    state = RunningState.of(read_header(hybrid))
+    assert state is not None and state.snapshots == MOST_SNAPSHOTS
+    with opened(hybrid) as engine:
+        engine.forward(Batch.chain(range(10)))
+        keys_and_values = 10 * engine.facts.kv_bytes_per_token
+        assert 0 <= len(engine.save_state()) - keys_and_values - state.num_bytes < 1000
+        planned = footprint(hybrid, Use(256, speculates=True)).cache
+        plain = footprint(hybrid, Use(256)).cache
+        assert planned - plain == MOST_SNAPSHOTS * state.num_bytes
+        assert plain > (1 + MOST_CHECKPOINTS) * state.num_bytes
+
+
+def test_a_model_without_snapshots_decodes_plainly(tmp_path: Path) -> None:
+    path = write_recurrent_model(tmp_path / "mamba.gguf")
+    state = RunningState.of(read_header(path))
+    assert state is not None and state.snapshots == 0
+    with edgespec.load(path, threads=1, drafter="ngram") as model:
+        assert "speculation is off: this model cannot roll back its state" in model.notes
+        assert model.generate(PROMPT, options=GenerateOptions(max_tokens=5)).stats.drafted_tokens == 0

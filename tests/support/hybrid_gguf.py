@@ -1,0 +1,150 @@
+"""Random hybrid models as GGUF files: layers with a running state beside layers with keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from tiny_gguf import Shape, add_tensor, write_vocabulary
+
+Extents = Mapping[str, tuple[int, ...]]
+CONV_KERNEL = 4
+
+
+@dataclass(frozen=True)
+class HybridShape:
+    """Sizes of a hybrid; every fourth layer has keys and values."""
+
+    layers: int = 4
+    width: int = 64
+    hidden: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    head_size: int = 16
+    state_heads: int = 4
+    state_size: int = 16
+    context: int = 512
+    merges: int = 40
+    seed: int = 0
+    weights: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32
+
+    def is_recurrent(self, layer: int) -> bool:
+        return layer % 4 != 3
+
+
+def write_lfm2(path: Path, shape: HybridShape = HybridShape()) -> Path:
+    """Write a random LFM2: short convolutions and attention."""
+    writer = _begin(path, "lfm2", shape)
+    writer.add_head_count_kv([0 if shape.is_recurrent(n) else shape.kv_heads for n in range(shape.layers)])
+    writer.add_uint32("lfm2.shortconv.l_cache", CONV_KERNEL - 1)
+    size = shape.width // shape.heads
+    extents: dict[str, tuple[int, ...]] = {"token_embd_norm.weight": (shape.width,)}
+    for layer in range(shape.layers):
+        extents |= {f"blk.{layer}.attn_norm.weight": (shape.width,), **_feed_forward(layer, shape, "ffn_norm")}
+        if shape.is_recurrent(layer):
+            extents |= {
+                f"blk.{layer}.shortconv.conv.weight": (shape.width, CONV_KERNEL - 1),
+                f"blk.{layer}.shortconv.in_proj.weight": (3 * shape.width, shape.width),
+                f"blk.{layer}.shortconv.out_proj.weight": (shape.width, shape.width),
+            }
+        else:
+            extents |= _attention(layer, shape, size, shape.heads * size, shape.heads * size)
+    _finish(writer, extents, shape)
+    return path
+
+
+def write_qwen35(path: Path, shape: HybridShape = HybridShape()) -> Path:
+    """Write a random Qwen3.5: gated delta nets, and attention in every fourth layer."""
+    writer = _begin(path, "qwen35", shape)
+    inner, size = shape.state_heads * shape.state_size, shape.head_size
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(size)
+    writer.add_value_length(size)
+    writer.add_rope_dimension_count(size)
+    writer.add_rope_dimension_sections([size // 4, size // 8, size // 8, 0])
+    writer.add_ssm_conv_kernel(CONV_KERNEL)
+    writer.add_ssm_inner_size(inner)
+    writer.add_ssm_state_size(shape.state_size)
+    writer.add_ssm_time_step_rank(shape.state_heads)
+    writer.add_ssm_group_count(shape.state_heads)
+    writer.add_uint32("qwen35.full_attention_interval", 4)
+    extents: dict[str, tuple[int, ...]] = {"output_norm.weight": (shape.width,)}
+    for layer in range(shape.layers):
+        block = f"blk.{layer}"
+        extents |= {f"{block}.attn_norm.weight": (shape.width,)}
+        extents |= _feed_forward(layer, shape, "post_attention_norm")
+        if shape.is_recurrent(layer):
+            extents |= {
+                f"{block}.attn_qkv.weight": (3 * inner, shape.width),
+                f"{block}.attn_gate.weight": (inner, shape.width),
+                f"{block}.ssm_conv1d.weight": (3 * inner, CONV_KERNEL),
+                f"{block}.ssm_dt.bias": (shape.state_heads,),
+                f"{block}.ssm_a": (shape.state_heads,),
+                f"{block}.ssm_beta.weight": (shape.state_heads, shape.width),
+                f"{block}.ssm_alpha.weight": (shape.state_heads, shape.width),
+                f"{block}.ssm_norm.weight": (shape.state_size,),
+                f"{block}.ssm_out.weight": (shape.width, inner),
+            }
+        else:
+            extents |= _attention(layer, shape, size, 2 * shape.heads * size, shape.heads * size)
+    _finish(writer, extents, shape)
+    return path
+
+
+def _begin(path: Path, architecture: str, shape: HybridShape) -> gguf.GGUFWriter:
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name("tiny hybrid")
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(shape.width)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(shape.hidden)
+    writer.add_head_count(shape.heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    return writer
+
+
+def _feed_forward(layer: int, shape: HybridShape, norm: str) -> Extents:
+    return {
+        f"blk.{layer}.{norm}.weight": (shape.width,),
+        f"blk.{layer}.ffn_gate.weight": (shape.hidden, shape.width),
+        f"blk.{layer}.ffn_up.weight": (shape.hidden, shape.width),
+        f"blk.{layer}.ffn_down.weight": (shape.width, shape.hidden),
+    }
+
+
+def _attention(layer: int, shape: HybridShape, size: int, queries: int, output: int) -> Extents:
+    return {
+        f"blk.{layer}.attn_q_norm.weight": (size,),
+        f"blk.{layer}.attn_k_norm.weight": (size,),
+        f"blk.{layer}.attn_q.weight": (queries, shape.width),
+        f"blk.{layer}.attn_k.weight": (shape.kv_heads * size, shape.width),
+        f"blk.{layer}.attn_v.weight": (shape.kv_heads * size, shape.width),
+        f"blk.{layer}.attn_output.weight": (shape.width, output),
+    }
+
+
+def _finish(writer: gguf.GGUFWriter, extents: Extents, shape: HybridShape) -> None:
+    tokens = write_vocabulary(writer, Shape(merges=shape.merges))
+    rng = np.random.default_rng(shape.seed)
+    for name, size in {"token_embd.weight": (tokens, shape.width), **extents}.items():
+        kind = shape.weights if "conv" not in name else gguf.GGMLQuantizationType.F32
+        add_tensor(writer, name, _values(rng, name, size), kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _values(rng: np.random.Generator, name: str, size: tuple[int, ...]) -> NDArray[np.float32]:
+    if "norm" in name:
+        return np.ones(size, np.float32)
+    drawn = rng.standard_normal(size).astype(np.float32)
+    if name.endswith("ssm_a"):  # how fast states fade: negative
+        return -np.abs(drawn) / np.float32(4)
+    scale = 8 if "embd" in name else 1.5 / np.sqrt(size[-1]) if len(size) > 1 else 1
+    return drawn * np.float32(scale)
