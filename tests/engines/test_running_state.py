@@ -163,6 +163,19 @@ def test_a_draft_with_a_running_state_changes_no_text(hybrid: Path, tmp_path: Pa
                 assert found.stats.drafted_tokens > 0 and not found.stats.notes
 
 
+def test_a_recurrent_draft_with_another_vocabulary_changes_no_text(tmp_path: Path) -> None:
+    """Its cache is rolled back by the target's tokens, each of which may be several of its own."""
+    target, draft = write_model(tmp_path / "target.gguf"), write_recurrent_model(tmp_path / "mamba.gguf")
+    options = GenerateOptions(max_tokens=40, ignore_eos=True)
+    with edgespec.load(target, draft=draft, threads=1, reproducible=True) as model:
+        for seed in range(3):
+            sampling = Sampling(temperature=0.8, seed=seed)
+            plain = model.generate(PROMPT, sampling, replace(options, drafter="none"))
+            found = model.generate(PROMPT, sampling, replace(options, drafter="model", draft_length=4))
+            assert (found.token_ids, found.logprobs) == (plain.token_ids, plain.logprobs)
+            assert found.stats.drafted_tokens > 0 and not found.stats.notes
+
+
 def test_a_draft_of_the_same_weights_is_accepted_whole(hybrid: Path) -> None:
     """It would not be where it drafted from anything but the text."""
     options = GenerateOptions(max_tokens=40, ignore_eos=True, drafter="model", draft_length=4)
