@@ -1,5 +1,8 @@
 """EAGLE-3 (arXiv 2503.01840): a head of one layer drafts a chain from hidden states of several of the target's layers.
 
+Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, 2.2) is the same with the target's last hidden state alone, and a
+layer that was trained as part of the target.
+
 The head reads pairs of a state and the token behind it. For the text the states come from the target's passes; within
 a draft the head's own last state replaces what the target has not computed yet. The next draft removes those pairs,
 since the target's states are known by then.
@@ -40,7 +43,7 @@ class Eagle3Drafter(Drafter):
     def draft(self, request: DraftRequest) -> Draft:
         """A chain sampled with the target's settings and, unless the rule needs distributions, the target's noise."""
         most = min(request.max_tokens, self._head.facts.context_length // 4)
-        features = request.layer_inputs
+        features = self._features(request)
         if most < 1 or features is None or not len(features):
             return EMPTY_DRAFT
         try:
@@ -49,6 +52,10 @@ class Eagle3Drafter(Drafter):
         except BaseException:
             self._known = self._known[:0]  # its progress is unknown: the next draft reads its pairs again
             raise
+
+    def _features(self, request: DraftRequest) -> States | None:
+        """The target's, of the last tokens before the pending one [n, feature width]."""
+        return request.layer_inputs
 
     def _catch_up(self, token_ids: TokenIds, features: States, most: int) -> tuple[Logits, States]:
         """Read the pairs of `token_ids` [n] missing in the cache; the logits and the state behind the last of them."""
@@ -95,7 +102,7 @@ class Eagle3Drafter(Drafter):
 
     def another(self, sequence: int) -> Drafter | None:
         head = self._head.another()
-        return None if head is None else Eagle3Drafter(head, self._max_features)
+        return None if head is None else type(self)(head, self._max_features)
 
     def set_threads(self, threads: int) -> None:
         self._head.set_threads(threads)
@@ -108,3 +115,13 @@ class Eagle3Drafter(Drafter):
 
     def close(self) -> None:
         self._head.close()
+
+
+class MtpDrafter(Eagle3Drafter):
+    """Drafts with the multi-token prediction layer of the target's own file."""
+
+    name = "mtp"
+    wants_features = True
+
+    def _features(self, request: DraftRequest) -> States | None:
+        return request.features

@@ -46,6 +46,7 @@ EAGLE3_HEAD = Need("an EAGLE-3 head", "draft", "-md/--model-draft", "draft")
 MEDIUM = Need("a medium model", "medium", "--medium", "medium", must_be_asked=True)
 EXIT = Need("an early exit of the target", "exit_layer", "--exit-layer", "draft", must_be_asked=True)
 HEADS = Need("heads", "heads", "--heads")
+MTP_LAYERS = Need("multi-token prediction layers in the target's own GGUF", "drafter", "--drafter mtp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class DrafterSpec:
     @property
     def is_pairs_draft(self) -> bool:
         """Whether a pair's draft file becomes this drafter."""
-        return self.owns != "nothing" and self.roles[-1] == "draft"
+        return self.owns != "nothing" and self.roles[-1:] == ("draft",)
 
     @property
     def borrows_model(self) -> bool:
@@ -90,6 +91,7 @@ SPECS: dict[DrafterName, DrafterSpec] = {
     "cache": DrafterSpec(cost="free", make=make_cache, bytes_per_token=750),
     "model": DrafterSpec((DRAFT,), "engine"),
     "eagle3": DrafterSpec((EAGLE3_HEAD,), "engine", engines=("llamacpp",)),
+    "mtp": DrafterSpec((MTP_LAYERS,), "engine", engines=("llamacpp",)),
     "early-exit": DrafterSpec((EXIT,), "layers of the target"),
     "hierarchical": DrafterSpec((DRAFT, MEDIUM), "engine"),
     "medusa": DrafterSpec((HEADS,)),

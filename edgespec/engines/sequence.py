@@ -208,12 +208,12 @@ class CachedSequence:
         last = ends[-1] - ends[-2] if num_tokens else 0
         if self.engine.facts.pinned_class and EVERY_WIDTH_TO < last < step:
             ends.insert(-1, ends[-2] + EVERY_WIDTH_TO)  # the widths between were not all tested
+        late = num_tokens - PROMPT_FEATURES
+        if self.keeps_features and step > PROMPT_FEATURES and late > 0:
+            ends = [*(end for end in ends if end < late), late, num_tokens]
         if self.engine.facts.has_checkpoints and num_tokens > PROMPT_END:
             ends = sorted({*ends, num_tokens - PROMPT_END})
-        late = num_tokens - PROMPT_FEATURES
-        if not self.keeps_features or step <= PROMPT_FEATURES or late <= 0:
-            return ends
-        return [*(end for end in ends if end < late), late, num_tokens]
+        return ends
 
     def passes_for(self, num_tokens: int) -> int:
         """How many passes `feed` takes for `num_tokens` tokens."""

@@ -12,12 +12,12 @@ from edgespec.closing import closed_on_failure
 from edgespec.config import LoadOptions
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.eagle import EagleDrafter
-from edgespec.drafters.eagle3 import Eagle3Drafter
+from edgespec.drafters.eagle3 import Eagle3Drafter, MtpDrafter
 from edgespec.drafters.eagle_layers import LayersEagleDrafter
 from edgespec.drafters.medusa import MedusaDrafter
 from edgespec.drafters.states import columns_of
 from edgespec.engines.base import Engine
-from edgespec.engines.features import LAYERS_WINDOW
+from edgespec.engines.features import LAYERS_WINDOW, WINDOW
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.head_file import HeadFile, read_head_file
 from edgespec.formats.manifest import HEAD_KINDS, ModelFile, ModelPair
@@ -82,6 +82,14 @@ def _probed(heads: HeadFile, target: Engine) -> NDArray[np.float32]:
     finally:
         target.rollback(0)
         target.give_hidden_states(False)
+
+
+def open_mtp(options: LoadOptions, target: Engine) -> MtpDrafter:
+    """A drafter with the multi-token prediction layer of `target`, which was loaded with it. Raises CapabilityError."""
+    from edgespec.engines.llamacpp import LlamaCppEngine
+
+    assert isinstance(target, LlamaCppEngine)
+    return MtpDrafter(target.load_mtp(context_length=options.draft_context_length), WINDOW)
 
 
 def open_eagle3(options: LoadOptions, file: ModelFile, target: Engine) -> Eagle3Drafter:

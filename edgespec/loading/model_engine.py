@@ -36,10 +36,12 @@ def open_target(
     trial: Trial,
     *,
     speculates: bool | None,
+    has_mtp: bool,
 ) -> Engine:
     """The target, cut after `exit_layer` if given; `states`: layers whose inputs come with its hidden states.
 
-    `states` None: no hidden states are needed. `speculates` as in `LlamaCppEngine.load`. Raises as `open_engine`.
+    `states` None: no hidden states are needed. `speculates` and `has_mtp` as in `LlamaCppEngine.load`.
+    Raises as `open_engine`.
     """
     wanted = False if options.verify != "coupled" else options.reproducible
     return open_engine(
@@ -52,6 +54,7 @@ def open_target(
         exit_layer=exit_layer,
         states=states,
         speculates=speculates,
+        has_mtp=has_mtp,
     )
 
 
@@ -87,6 +90,7 @@ def open_engine(
     exit_layer: int | None = None,
     states: tuple[int, ...] | None = None,
     speculates: bool | None = False,
+    has_mtp: bool = False,
 ) -> Engine:
     """The engine of a file, opened and used no sooner than `trial` has done so.
 
@@ -127,6 +131,7 @@ def open_engine(
         reproducible=reproducible,
         opened=opened,
         speculates=speculates,
+        has_mtp=has_mtp,
         **placement,
         **default,
     )

@@ -21,7 +21,7 @@ from edgespec.formats.gguf.split import model_files
 from edgespec.formats.manifest import ModelFile, ModelPair, check_file
 from edgespec.loading.checksums import check_hash, was_hashed
 from edgespec.loading.draft_vocabulary import draft_cache
-from edgespec.loading.heads import open_eagle3, open_heads, read_heads, state_layers
+from edgespec.loading.heads import open_eagle3, open_heads, open_mtp, read_heads, state_layers
 from edgespec.loading.model_engine import load_libraries, open_draft, open_engine, open_target
 from edgespec.loading.registry import resolve
 from edgespec.loading.requirements import Chosen, resolve_pair, verifies_drafts
@@ -62,7 +62,13 @@ def _open_models(
     heads = read_heads(options, pair, is_cut=is_cut)
     states = state_layers(heads.values()) if heads else None
     target = open_target(
-        options, pair.files["target"], exit_layer, states, trial, speculates=verifies_drafts(options, pair)
+        options,
+        pair.files["target"],
+        exit_layer,
+        states,
+        trial,
+        speculates=verifies_drafts(options, pair),
+        has_mtp="mtp" in wanted,
     )
     drafters: dict[DrafterName, Drafter] = {}
     try:
@@ -96,6 +102,8 @@ def _opened(
             return {name: SharedStateDrafter(target, options.draft_temperature)}
         engine = open_draft(options, pair.files["draft"], target, trial)
         return {name: EarlyExitDrafter(engine, temperature=options.draft_temperature)}
+    if name == "mtp":
+        return {name: open_mtp(options, target)}
     if name == "eagle3":
         trial.require_used(pair.files["draft"].path)
         return {name: open_eagle3(options, pair.files["draft"], target)}

@@ -11,10 +11,12 @@ from types import MappingProxyType
 from typing import Self
 
 from edgespec.config import MAX_DRAFT_LENGTH, CacheType, DrafterName, LoadOptions
-from edgespec.drafters.spec import DRAFT, EAGLE3_HEAD, EXIT, FALLBACK, SPECS, Need
+from edgespec.drafters.spec import DRAFT, EAGLE3_HEAD, EXIT, FALLBACK, MTP_LAYERS, SPECS, Need
 from edgespec.errors import CapabilityError
 from edgespec.formats.files import expanded
 from edgespec.formats.gguf.eagle3 import is_eagle3
+from edgespec.formats.gguf.header import read_header
+from edgespec.formats.gguf.kind import has_mtp
 from edgespec.formats.gguf.split import is_early_exit
 from edgespec.formats.manifest import HEAD_KINDS, ModelPair
 from edgespec.loading.registry import resolve
@@ -61,7 +63,14 @@ def verifies_drafts(options: LoadOptions, pair: ModelPair) -> bool | None:
     """Whether drafts will be verified; None: only by lookups, which nobody asked for."""
     if options.drafter == "none" or options.rpc:
         return False
-    return None if options.drafter == "auto" and pair.draft is None and not options.heads else True
+    has_more = pair.draft is not None or options.heads or target_has_mtp(pair)
+    return True if has_more or options.drafter != "auto" else None
+
+
+def target_has_mtp(pair: ModelPair) -> bool:
+    """Whether the target's own file has a layer that drafts for it."""
+    target = pair.files["target"]
+    return target.engine == "llamacpp" and has_mtp(read_header(target.path))
 
 
 def without_drafts(options: LoadOptions, pair: ModelPair) -> tuple[LoadOptions, ModelPair]:
@@ -77,10 +86,15 @@ def wanted_drafters(options: LoadOptions, pair: ModelPair, exit_layer: int | Non
     would cost memory and one more load. Raises CapabilityError when the pair lacks what a drafter needs.
     """
     own: tuple[DrafterName, ...] = () if pair.draft is None else (_kind_of_draft(pair),)
+    can_mtp = not options.rpc and options.drafter in ("auto", "mtp") and target_has_mtp(pair)
     if options.drafter == "auto":
         named = (name for name, spec in SPECS.items() if spec.roles and _is_named(spec.needs[-1], options))
         wanted = tuple(dict.fromkeys((*own, *named)))
+        if can_mtp and not wanted:
+            return ("mtp",)
     else:
+        if options.drafter == "mtp":
+            return _only_mtp(pair, can_mtp=can_mtp)
         wanted = (options.drafter,) if options.drafter in SPECS and SPECS[options.drafter].roles else ()
         if wanted == ("hierarchical",) and own == ("early-exit",) and pair.files["target"].engine == "llamacpp":
             wanted = (*own, *wanted)  # an exit in GGUF drafts over the target's weights: it is the small model
@@ -98,6 +112,15 @@ def wanted_drafters(options: LoadOptions, pair: ModelPair, exit_layer: int | Non
     _check_kind(wanted, own, pair)
     _check_engine(wanted, pair)
     return wanted
+
+
+def _only_mtp(pair: ModelPair, *, can_mtp: bool) -> tuple[DrafterName, ...]:
+    if not can_mtp:
+        raise CapabilityError(
+            f"drafter 'mtp' needs {MTP_LAYERS.what}, in this process, and {pair.name!r} has none: give a file that was "
+            f"converted with them, such as one of Qwen3.5, or use --drafter {FALLBACK}"
+        )
+    return ("mtp",)
 
 
 def _is_named(need: Need, options: LoadOptions) -> bool:

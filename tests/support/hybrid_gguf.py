@@ -39,7 +39,7 @@ class HybridShape:
 
 def write_lfm2(path: Path, shape: HybridShape = HybridShape()) -> Path:
     """Write a random LFM2: short convolutions and attention."""
-    writer = _begin(path, "lfm2", shape)
+    writer = _begin(path, "lfm2", shape, shape.layers)
     writer.add_head_count_kv([0 if shape.is_recurrent(n) else shape.kv_heads for n in range(shape.layers)])
     writer.add_uint32("lfm2.shortconv.l_cache", CONV_KERNEL - 1)
     size = shape.width // shape.heads
@@ -54,13 +54,22 @@ def write_lfm2(path: Path, shape: HybridShape = HybridShape()) -> Path:
             }
         else:
             extents |= _attention(layer, shape, size, shape.heads * size, shape.heads * size)
-    _finish(writer, extents, shape)
+    _finish(writer, extents, shape, {})
     return path
 
 
-def write_qwen35(path: Path, shape: HybridShape = HybridShape()) -> Path:
-    """Write a random Qwen3.5: gated delta nets, and attention in every fourth layer."""
-    writer = _begin(path, "qwen35", shape)
+def write_qwen35(
+    path: Path,
+    shape: HybridShape = HybridShape(),
+    *,
+    has_mtp: bool = False,
+    tensors: Mapping[str, NDArray[np.float32]] | None = None,
+) -> Path:
+    """Write a random Qwen3.5: gated delta nets, and attention in every fourth layer.
+
+    `has_mtp`: with a multi-token prediction layer; `tensors` replace random ones.
+    """
+    writer = _begin(path, "qwen35", shape, shape.layers + has_mtp)
     inner, size = shape.state_heads * shape.state_size, shape.head_size
     writer.add_head_count_kv(shape.kv_heads)
     writer.add_key_length(size)
@@ -74,6 +83,17 @@ def write_qwen35(path: Path, shape: HybridShape = HybridShape()) -> Path:
     writer.add_ssm_group_count(shape.state_heads)
     writer.add_uint32("qwen35.full_attention_interval", 4)
     extents: dict[str, tuple[int, ...]] = {"output_norm.weight": (shape.width,)}
+    if has_mtp:
+        writer.add_uint32("qwen35.nextn_predict_layers", 1)
+        block = f"blk.{shape.layers}"
+        extents |= {
+            f"{block}.attn_norm.weight": (shape.width,),
+            **_feed_forward(shape.layers, shape, "post_attention_norm"),
+            **_attention(shape.layers, shape, size, 2 * shape.heads * size, shape.heads * size),
+            f"{block}.nextn.eh_proj.weight": (shape.width, 2 * shape.width),
+            f"{block}.nextn.enorm.weight": (shape.width,),
+            f"{block}.nextn.hnorm.weight": (shape.width,),
+        }
     for layer in range(shape.layers):
         block = f"blk.{layer}"
         extents |= {f"{block}.attn_norm.weight": (shape.width,)}
@@ -92,16 +112,16 @@ def write_qwen35(path: Path, shape: HybridShape = HybridShape()) -> Path:
             }
         else:
             extents |= _attention(layer, shape, size, 2 * shape.heads * size, shape.heads * size)
-    _finish(writer, extents, shape)
+    _finish(writer, extents, shape, tensors or {})
     return path
 
 
-def _begin(path: Path, architecture: str, shape: HybridShape) -> gguf.GGUFWriter:
+def _begin(path: Path, architecture: str, shape: HybridShape, layers: int) -> gguf.GGUFWriter:
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name("tiny hybrid")
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.width)
-    writer.add_block_count(shape.layers)
+    writer.add_block_count(layers)
     writer.add_feed_forward_length(shape.hidden)
     writer.add_head_count(shape.heads)
     writer.add_layer_norm_rms_eps(1e-5)
@@ -128,12 +148,14 @@ def _attention(layer: int, shape: HybridShape, size: int, queries: int, output: 
     }
 
 
-def _finish(writer: gguf.GGUFWriter, extents: Extents, shape: HybridShape) -> None:
+def _finish(
+    writer: gguf.GGUFWriter, extents: Extents, shape: HybridShape, given: Mapping[str, NDArray[np.float32]]
+) -> None:
     tokens = write_vocabulary(writer, Shape(merges=shape.merges))
     rng = np.random.default_rng(shape.seed)
     for name, size in {"token_embd.weight": (tokens, shape.width), **extents}.items():
         kind = shape.weights if "conv" not in name else gguf.GGMLQuantizationType.F32
-        add_tensor(writer, name, _values(rng, name, size), kind)
+        add_tensor(writer, name, given.get(name, _values(rng, name, size)), kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -148,3 +170,8 @@ def _values(rng: np.random.Generator, name: str, size: tuple[int, ...]) -> NDArr
         return -np.abs(drawn) / np.float32(4)
     scale = 8 if "embd" in name else 1.5 / np.sqrt(size[-1]) if len(size) > 1 else 1
     return drawn * np.float32(scale)
+
+
+def tensors_of(path: Path) -> dict[str, NDArray[np.float32]]:
+    """The float32 tensors of a GGUF by name, matrices as [rows, columns]."""
+    return {tensor.name: np.array(tensor.data).reshape(tensor.shape[::-1]) for tensor in gguf.GGUFReader(path).tensors}

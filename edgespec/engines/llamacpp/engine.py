@@ -24,6 +24,8 @@ from edgespec.engines.llamacpp.facts import measured_facts, read_facts
 from edgespec.engines.llamacpp.hidden_states import HiddenStates
 from edgespec.engines.llamacpp.layers import LayerInputs
 from edgespec.engines.llamacpp.library import complaints, forget_complaints, library, version
+from edgespec.engines.llamacpp.mtp import DEFAULT_CONTEXT as MTP_CONTEXT
+from edgespec.engines.llamacpp.mtp import MtpHead
 from edgespec.engines.llamacpp.opening import ModelOpener, OpenModel, checked_target
 from edgespec.engines.llamacpp.rows import RowBuffer, Selection
 from edgespec.engines.llamacpp.rpc_probe import RpcServer
@@ -103,6 +105,7 @@ class LlamaCppEngine(Engine):
         opened: Callable[[], None] = lambda: None,
         is_repacked: bool = True,
         speculates: bool | None = True,
+        has_mtp: bool = False,
     ) -> Self:
         """Load `path` and measure what it can do.
 
@@ -116,7 +119,7 @@ class LlamaCppEngine(Engine):
         `check_tensors` reads all weights and refuses NaN; `opened` is called when the file is open and before it is
         used; `is_repacked` False leaves the weights as they are in the file, which loads faster and computes slower;
         `speculates` keeps what a model with a running state needs to drop the end of a draft; None only where that
-        costs nothing.
+        costs nothing; `has_mtp` loads the model's multi-token prediction layers for `load_mtp`.
 
         Raises ModelNotFound, ModelFileError, ConfigError for an option out of range, CapabilityError when this
         build or model cannot do what was asked.
@@ -140,7 +143,7 @@ class LlamaCppEngine(Engine):
             widest=widest,
             snapshots=state.snapshots_for(speculates) if state else 0,
         )
-        opener = ModelOpener(path, gpu_layers, devices, check_tensors, is_repacked, opened)
+        opener = ModelOpener(path, gpu_layers, devices, check_tensors, is_repacked, has_mtp, opened)
         if reproducible and not gpu_layers and cache_type_k is cache_type_v is None and flash_attention is not False:
             settings = checked(cache_type_k="q8_0", cache_type_v="q8_0")
             found = cls._open_unpadded(opener, settings)
@@ -264,6 +267,12 @@ class LlamaCppEngine(Engine):
             context_length=context_length,
             gpu_layers=gpu_layers,
         )
+
+    def load_mtp(self, *, context_length: int | None = None) -> MtpHead:
+        """The model's multi-token prediction layers as a head; close it first. Raises as `MtpHead.load`."""
+        self._require_open()
+        length = min(context_length or MTP_CONTEXT, self.facts.context_length)
+        return MtpHead.load(self._model, self.vocabulary, threads=self.facts.threads, context_length=length)
 
     def length(self, sequence: int = 0) -> int:
         self._require_open()

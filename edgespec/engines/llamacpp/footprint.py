@@ -30,6 +30,7 @@ from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.eagle3 import read_eagle3
 from edgespec.formats.gguf.header import GgufHeader, TensorInfo
+from edgespec.formats.gguf.kind import has_mtp
 from edgespec.formats.gguf.split import model_files
 from edgespec.formats.gguf.values import GgufNumbers
 
@@ -85,6 +86,8 @@ def footprint(path: Path, use: Use) -> Footprint:
     cache = int(sum(count * CACHE_BYTES[kind] for count, kind in zip(shape.kv, kinds, strict=True)) * cells)
     if state is not None:
         cache += state.num_bytes * settings.sequence_ids * (1 + settings.snapshots + MOST_CHECKPOINTS)
+    if use.speculates is not False and has_mtp(header):
+        cache += _mtp_bytes(shape, context)
     sizes = LayerSizes.of(header, shape.layers, cache)
     cache_there = sizes.cache_on(use.gpu_layers) if use.kv_offload else 0
     weights_there = sizes.weights_on(use.gpu_layers)
@@ -107,6 +110,15 @@ def footprint(path: Path, use: Use) -> Footprint:
         context_length=context,
         sequences=use.sequences,
     )
+
+
+def _mtp_bytes(shape: Shape, context: int) -> int:
+    """The context of a multi-token prediction layer: its cache, and logits twice."""
+    from edgespec.engines.llamacpp.mtp import DEFAULT_CONTEXT  # imports numpy
+    from edgespec.engines.llamacpp.pair_head import widest_step
+
+    cache = min(context, DEFAULT_CONTEXT) * 2 * shape.width * CACHE_BYTES["f16"]
+    return int(cache) + 2 * 4 * widest_step(shape.vocabulary) * shape.vocabulary
 
 
 def _check_cache(path: Path, header: GgufHeader, kinds: list[str]) -> None:

@@ -105,12 +105,13 @@ def open_model(
     vocabulary_only: bool = False,
     check_tensors: bool = False,
     is_repacked: bool = True,
+    has_mtp: bool = False,
 ) -> Any:
     """Load a model that passed `check_gguf`, with its shards. Raises ModelFileError with the library's own reason.
 
     `devices`: handles of ggml's devices for the `gpu_layers`; None: all that are no processors. Without such layers no
     device is used: llama.cpp would send wide passes to one all the same. `is_repacked` False: the weights stay as they
-    are in the file and are not copied for this processor's kernels.
+    are in the file and are not copied for this processor's kernels. `has_mtp`: load multi-token prediction layers too.
     """
     global _opened
     llama = library()
@@ -125,6 +126,7 @@ def open_model(
     params.vocab_only = vocabulary_only
     params.check_tensors = check_tensors
     params.use_extra_bufts = is_repacked
+    params.load_mtp = has_mtp
     forget_complaints()
     files = [os.fsencode(file) for file in model_files(path)]
     if len(files) > 1:

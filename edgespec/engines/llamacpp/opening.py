@@ -36,6 +36,7 @@ class ModelOpener:
     devices: tuple[str, ...] | None
     check_tensors: bool
     is_repacked: bool
+    has_mtp: bool
     opened: Callable[[], None]
 
     def open(self, settings: ContextSettings) -> OpenModel:
@@ -46,6 +47,7 @@ class ModelOpener:
             devices=None if self.devices is None else handles_of(self.devices),
             check_tensors=self.check_tensors,
             is_repacked=self.is_repacked,
+            has_mtp=self.has_mtp,
         )
         settings = settings.with_state() if keeps_running_state(model) else replace(settings, snapshots=0)
         if settings.max_sequences > 1 and will_be_reproducible(self.path, settings):

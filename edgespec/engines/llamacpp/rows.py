@@ -142,11 +142,21 @@ class PairRows:
             logits=_pointer(self._outputs, ctypes.c_int8),
         )
 
-    def fill(self, position: int, token_ids: TokenIds | None, floats: NDArray[np.float32], *, outputs: bool) -> None:
+    def fill(
+        self,
+        position: int,
+        token_ids: TokenIds | None,
+        floats: NDArray[np.float32],
+        *,
+        outputs: bool,
+        last_only: bool = False,
+    ) -> None:
+        """`outputs`: whether all rows give logits, or with `last_only` the last one."""
         width = len(floats)
         self._floats = floats
         self._positions[:width] = np.arange(position, position + width)
-        self._outputs[:width] = outputs
+        self._outputs[:width] = outputs and not last_only
+        self._outputs[width - 1] = outputs
         self.struct.n_tokens = width
         self.struct.embd = _pointer(floats, ctypes.c_float)
         if token_ids is None:

@@ -22,7 +22,8 @@ from edgespec.engines.llamacpp.library import library
 from edgespec.formats.gguf.header import GgufHeader
 from edgespec.formats.gguf.values import GgufNumbers
 
-# Architectures whose states llama.cpp can roll back (llm_arch_supports_rs_rollback) and for which tests here show it.
+# Some of the architectures whose states llama.cpp can roll back (llm_arch_supports_rs_rollback): those that tests run,
+# and the same with experts. At a file's first load it is tried (`_drops_rows` of facts.py).
 WITH_SNAPSHOTS = frozenset({"lfm2", "lfm2moe", "qwen35", "qwen35moe"})
 MOST_SNAPSHOTS = 8
 SNAPSHOT_SHARE = 0.1  # of the weights' bytes, for the snapshots of one sequence

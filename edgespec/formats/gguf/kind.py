@@ -1,4 +1,4 @@
-"""GGUF files that are no language model, though they lie beside one and end in .gguf.
+"""What kind of model a GGUF holds: no language model, though it lies beside one, or one with a drafter of its own.
 
 What this module does not know: a decoder that was trained for embeddings (its header reads like any other).
 """
@@ -17,6 +17,8 @@ _OF_TYPE = {
     "adapter": "it is a LoRA adapter, which changes a model: merge the two with llama.cpp's llama-export-lora first",
     "imatrix": "it is an importance matrix, which llama-quantize reads: give the .gguf file of the model",
 }
+# Whose multi-token prediction layers read the hidden state behind the final norm. Tests run the first one.
+_WITH_MTP = ("qwen35", "qwen35moe")
 _ENCODERS = ("t5", "t5encoder")  # that do not say so under attention.causal
 
 
@@ -32,3 +34,9 @@ def require_language_model(path: Path, header: GgufHeader) -> None:
         )
     if reason is not None:
         raise ModelFileError(f"{path} is no model that continues text: {reason}")
+
+
+def has_mtp(header: GgufHeader) -> bool:
+    """Whether a model has a multi-token prediction layer that can draft for it."""
+    count = header.metadata.get(f"{header.architecture}.nextn_predict_layers")
+    return header.architecture in _WITH_MTP and isinstance(count, int) and count > 0

@@ -1,0 +1,172 @@
+"""Multi-token prediction: the layer against numpy, and drafts that change no text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import edgespec
+from demo import DEMO
+from edgespec import GenerateOptions, Sampling
+from edgespec.engines.footprint import Use
+from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp.footprint import footprint
+from edgespec.engines.llamacpp.mtp import MtpHead
+from edgespec.errors import BatchError, CapabilityError, ContextFull
+from edgespec.formats.gguf.header import read_header
+from edgespec.formats.gguf.kind import has_mtp
+from hybrid_gguf import HybridShape, tensors_of, write_lfm2, write_qwen35
+
+Floats = NDArray[np.float32]
+SHAPE = HybridShape(hidden=512)
+PROMPT = "the cat sat on the mat, the cat"
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen35(tmp_path_factory.mktemp("mtp") / "mtp.gguf", SHAPE, has_mtp=True)
+
+
+@pytest.fixture
+def head(model_path: Path) -> Iterator[MtpHead]:
+    engine = LlamaCppEngine.load(model_path, context_length=64, threads=1, has_mtp=True)
+    with engine, engine.load_mtp(context_length=40) as found:
+        yield found
+
+
+def normed(x: Floats) -> Floats:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5)
+
+
+def rotated(x: Floats) -> Floats:
+    """[n, heads, size] by its place in the text; all of Qwen3.5's three positions are the same in a text."""
+    half = x.shape[-1] // 2
+    angles = np.arange(len(x))[:, None] * 10000.0 ** (-np.arange(half) / half)
+    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+    first, second = x[..., :half], x[..., half:]
+    return np.concatenate((first * cos - second * sin, first * sin + second * cos), axis=-1)
+
+
+def twin(path: Path, token_ids: list[int], states: Floats) -> tuple[Floats, Floats]:
+    """(logits [n, vocabulary], states [n, width]) behind each pair, as the layer's definition says."""
+    found = {name.removeprefix(f"blk.{SHAPE.layers}."): values for name, values in tensors_of(path).items()}
+    weight = {name.removesuffix(".weight"): values for name, values in found.items()}
+    count, size = len(token_ids), SHAPE.head_size
+    joined = np.concatenate((normed(weight["token_embd"][token_ids]), normed(states)), axis=1)
+    x = joined @ weight["nextn.eh_proj"].T
+    inner = normed(x)
+    queries = (inner @ weight["attn_q"].T).reshape(count, SHAPE.heads, 2, size)
+    keys = rotated(normed((inner @ weight["attn_k"].T).reshape(count, SHAPE.kv_heads, size)))
+    values = (inner @ weight["attn_v"].T).reshape(count, SHAPE.kv_heads, size)
+    per_key = SHAPE.heads // SHAPE.kv_heads
+    keys, values = keys.repeat(per_key, axis=1), values.repeat(per_key, axis=1)
+    scores = np.einsum("qhd,khd->hqk", rotated(normed(queries[:, :, 0])), keys) / np.sqrt(size)
+    scores = np.where(np.tril(np.ones((count, count), bool)), scores, -np.inf)
+    shares = np.exp(scores - scores.max(-1, keepdims=True))
+    shares /= shares.sum(-1, keepdims=True)
+    attended = np.einsum("hqk,khd->qhd", shares, values) / (1 + np.exp(-queries[:, :, 1]))
+    x = x + attended.reshape(count, -1) @ weight["attn_output"].T
+    inner = normed(x)
+    gate = inner @ weight["ffn_gate"].T
+    x = x + (gate / (1 + np.exp(-gate)) * (inner @ weight["ffn_up"].T)) @ weight["ffn_down"].T
+    state = normed(x)
+    return state @ weight["token_embd"].T, state
+
+
+def pairs(count: int) -> tuple[list[int], Floats]:
+    rng = np.random.default_rng(3)
+    return rng.integers(0, 200, count).tolist(), rng.standard_normal((count, SHAPE.width)).astype(np.float32)
+
+
+def close(ours: Floats, theirs: Floats) -> bool:
+    """But for keys and values that are cached in half precision."""
+    return bool(np.abs(ours - theirs).max() < 0.01 * theirs.std())
+
+
+def test_the_layer_is_its_definition(head: MtpHead, model_path: Path) -> None:
+    token_ids, states = pairs(12)
+    logits, after = twin(model_path, token_ids, states)
+    found, state = head.decode(np.array(token_ids, np.int32), head.encode(states))
+    assert close(found, logits[-1]) and close(state, after[-1])
+    head.restart(0)
+    for place in range(12):
+        found, state = head.decode(np.array(token_ids[place : place + 1], np.int32), states[place : place + 1])
+        assert close(found, logits[place]) and close(state, after[place])
+
+
+def test_pairs_that_are_dropped_leave_no_trace(head: MtpHead, model_path: Path) -> None:
+    token_ids, states = pairs(8)
+    logits, _ = twin(model_path, token_ids, states)
+    head.decode(np.array([*token_ids[:5], 9, 9], np.int32), np.concatenate((states[:5], states[:2])))
+    head.rollback(5)
+    found, _ = head.decode(np.array(token_ids[5:], np.int32), states[5:])
+    assert close(found, logits[-1])
+
+
+def test_bad_pairs_are_refused(head: MtpHead) -> None:
+    token_ids, states = pairs(41)
+    with pytest.raises(ContextFull):
+        head.decode(np.array(token_ids, np.int32), states)
+    with pytest.raises(BatchError, match="outside the head's vocabulary"):
+        head.decode(np.array([10**6], np.int32), states[:1])
+    with pytest.raises(BatchError, match=rf"shape \[n, {SHAPE.width}\]"):
+        head.encode(states[:, :3])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_drafts_change_no_text(model_path: Path, temperature: float) -> None:
+    options = GenerateOptions(max_tokens=40, ignore_eos=True)
+    with edgespec.load(model_path, threads=1) as model:
+        assert "mtp" in model.drafter_names
+        for seed in range(3):
+            sampling = Sampling(temperature=temperature, seed=seed)
+            plain = model.generate(PROMPT, sampling, replace(options, drafter="none"))
+            for length in (1, 3, 20):
+                found = model.generate(PROMPT, sampling, replace(options, drafter="mtp", draft_length=length))
+                assert found.token_ids == plain.token_ids and found.stats.drafted_tokens > 0 and not found.stats.notes
+            assert model.generate(PROMPT, sampling, replace(options, drafter="auto")).token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize("reads", ["the token", "the state"])
+def test_a_layer_that_knows_the_target_is_always_right(tmp_path: Path, reads: str) -> None:
+    """A target that repeats its last token, and a layer that passes on the token, or the target's state."""
+    silent = {
+        f"blk.{layer}.{name}.weight": np.zeros(extents, np.float32)
+        for layer in range(SHAPE.layers + 1)
+        for name, extents in {
+            "ffn_down": (SHAPE.width, SHAPE.hidden),
+            "attn_output": (SHAPE.width, SHAPE.heads * SHAPE.head_size),
+            "ssm_out": (SHAPE.width, SHAPE.state_heads * SHAPE.state_size),
+        }.items()
+    }
+    one, none = np.eye(SHAPE.width, dtype=np.float32), np.zeros((SHAPE.width, SHAPE.width), np.float32)
+    passes_on = np.concatenate((one, none) if reads == "the token" else (none, one), axis=1)
+    tensors = {**silent, f"blk.{SHAPE.layers}.nextn.eh_proj.weight": passes_on}
+    path = write_qwen35(tmp_path / "repeats.gguf", SHAPE, has_mtp=True, tensors=tensors)
+    options = GenerateOptions(max_tokens=25, ignore_eos=True, drafter="mtp", draft_length=5)
+    with edgespec.load(path, threads=1, drafter="mtp") as model:
+        found = model.generate(PROMPT, Sampling(temperature=0), options)
+    assert len(set(found.token_ids)) == 1
+    assert found.stats.drafted_tokens == found.stats.accepted_tokens > 15
+
+
+def test_a_model_without_the_layer_is_named(tmp_path: Path) -> None:
+    plain, other = write_qwen35(tmp_path / "plain.gguf", SHAPE), write_lfm2(tmp_path / "other.gguf", SHAPE)
+    for path in (plain, other):
+        assert not has_mtp(read_header(path))
+        with pytest.raises(CapabilityError, match="'mtp' needs multi-token prediction layers"):
+            edgespec.load(path, threads=1, drafter="mtp")
+    with pytest.raises(CapabilityError, match="'mtp' needs multi-token prediction layers"):
+        edgespec.load(DEMO, drafter="mtp")
+
+
+def test_the_layer_is_planned_where_it_drafts(model_path: Path) -> None:
+    drafted, plain = (footprint(model_path, Use(256, speculates=drafts)) for drafts in (True, False))
+    engine = LlamaCppEngine.load(model_path, context_length=256, threads=1, has_mtp=True)
+    with engine, engine.load_mtp() as head:
+        assert drafted.own - plain.own > head.facts.num_bytes > 0
