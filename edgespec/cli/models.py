@@ -69,7 +69,7 @@ def _cut(text: str, columns: int) -> str:
     return textwrap.shorten(text, columns, placeholder="...") if columns >= _LEAST_TEXT else ""
 
 
-@click.command("show", short_help="Show what is known of a model.")
+@click.command("show", short_help="Show what is known about a model.")
 @click.argument("name", metavar="NAME", shell_complete=names_known)
 def show(name: str) -> int:
     """Show the files of a model on this machine, or where one comes from that can be pulled."""
@@ -83,7 +83,7 @@ def show(name: str) -> int:
     return 0
 
 
-@click.command("add", short_help="Register a model file or folder that is here already.")
+@click.command("add", short_help="Register a model file or folder that is already here.")
 @click.argument("path", type=click.Path(path_type=Path), metavar="PATH")
 @click.option("--name", default="", help="Name of the model.  [default: that of the file or folder]")
 @click.option("--draft", type=click.Path(path_type=Path), metavar="FILE", help="Its draft model")
@@ -125,7 +125,7 @@ def _show_entry(entry: Entry) -> None:
     if entry.draft:
         say(f"draft: {entry.draft}, {entries()[entry.draft].description}")
     for head in entry.heads:
-        what = f"to be converted: {head.command}" if head.command else "which edgespec does not run"
+        what = f"convert it with: {head.command}" if head.command else "which edgespec does not run"
         say(f"{head.kind} head: {head.repo} (licence: {head.licence or 'not known'}), {what}")
     for each in entry.measured:
         figure = f"speedup {each.speedup}" if each.speedup is not None else f"acceptance {each.acceptance_rate}"

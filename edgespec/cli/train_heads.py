@@ -19,7 +19,7 @@ _SIZES = {
     "heads": "Attention heads of EAGLE's layer.  [default: the target's]",
     "kv_heads": "Its heads for keys and values.  [default: the target's]",
     "ffn": "Width of its feed-forward part.  [default: 2 x width]",
-    "draft_vocabulary": "Most tokens that can be drafted, the most frequent ones.",
+    "draft_vocabulary": "Maximum number of tokens that can be drafted: the most frequent ones.",
     "frequent": "Of these, how many are always scored; others once they occur.  [default: all]",
 }
 _NUMBERS = {name: text for name, text in NUMBERS.items() if name != "seed"}
@@ -49,10 +49,10 @@ def _request_options(function: Callable[..., int]) -> Callable[..., int]:
     type=click.Path(path_type=Path),
     multiple=True,
     metavar="FILE",
-    help='Text, or .jsonl or .jsonl.xz with "text" or "messages"; repeatable. Without: text of the target itself.',
+    help='Text, or .jsonl or .jsonl.xz with "text" or "messages"; repeatable. Without it: text written by the target.',
 )
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="File to make.  [default: TARGET's name-KIND.npz]"
+    "-o", "--output", type=click.Path(path_type=Path), help="File to create.  [default: TARGET's name-KIND.npz]"
 )
 @_request_options
 @click.option(
@@ -91,5 +91,8 @@ def _run(prepared: Any, journal: Any, target: str) -> int:
     click.echo("{}: tokens per pass at draft length {}: {:.2f} greedy, {:.2f} sampled".format(
         done.folder, request.depth, *lengths
     ))  # fmt: skip
-    click.echo(f"next: edgespec generate MODEL --heads {done.folder} --drafter {request.kind}, MODEL made of {target}")
+    click.echo(
+        f"next: edgespec generate MODEL --heads {done.folder} --drafter {request.kind}, where MODEL is made "
+        f"from {target}"
+    )
     return 0

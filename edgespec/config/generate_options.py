@@ -107,7 +107,9 @@ class GenerateOptions:
         if self.free_until is not None and not given:
             raise ConfigError("free_until needs json_schema, grammar or regex: without one the whole answer is free")
         if given and self.ignore_eos is True:
-            raise ConfigError(f"ignore_eos contradicts {next(iter(given))}, which says where the answer ends: keep one")
+            raise ConfigError(
+                f"ignore_eos contradicts {next(iter(given))}, which decides where the answer ends: keep one"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,7 +173,7 @@ class LoadOptions:
             if kind is not None:
                 one_of("cache type", kind, CACHE_TYPES)
         one_of("provider", self.provider, PROVIDERS)
-        at_least("threads", self.threads, 1, "leave it out for the cores that are free")
+        at_least("threads", self.threads, 1, "leave it out to use all free cores")
         if not 1 <= whole("parallel", self.parallel) <= MAX_PARALLEL:
             raise ConfigError(f"parallel must be from 1 to {MAX_PARALLEL}, got {shown(self.parallel)}")
         at_least("draft gpu-layers", self.draft_gpu_layers, -1)
@@ -183,7 +183,7 @@ class LoadOptions:
         if self.rpc is not None:
             parse_endpoints(self.rpc)
         at_least("exit-layer", self.exit_layer, 1)
-        at_least("ctx-size", self.context_length, 16, "leave it out for the model's own")
+        at_least("ctx-size", self.context_length, 16, "leave it out to use the model's own")
         at_least("draft ctx-size", self.draft_context_length, 16)
         check_draft_length(self.draft_length)
         check_draft_temperature(self.draft_temperature)
@@ -195,8 +195,8 @@ class LoadOptions:
             )
         if self.reproducible and self.gpu_layers == "auto":
             raise ConfigError(
-                "--reproducible does not work with -ngl auto, which goes by the memory that is free just now, and bits "
-                "depend on where layers are. Give their number: edgespec plan -ngl auto tells it"
+                "--reproducible does not work with -ngl auto, which depends on how much memory is free: results "
+                "depend on which layers are on the GPU. Give their number; edgespec plan -ngl auto prints it"
             )
 
     @property

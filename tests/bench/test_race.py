@@ -489,7 +489,7 @@ def test_the_pair_is_built_once_and_used_again(little: Path):
 def test_where_nobody_can_answer_the_small_pair_runs_and_it_is_said(little: Path):
     result = run("-n", "8", "--json")
     assert model_of(result) == "demo"
-    assert "the small demo pair runs" in result.stderr
+    assert "using the small demo pair" in result.stderr
     assert re.search(r"billion \(w8a8\).* takes 0\.\d GB of disk in .*demo-1b-w8a8, ", result.stderr)
     assert "edgespec race --yes" in result.stderr
 
