@@ -92,7 +92,7 @@ def command(
 ) -> int:
     """Train a draft for TARGET, a Hugging Face folder or hub id: it learns from text that the target writes.
 
-    The finished folder is one that `edgespec export TARGET --draft FOLDER` takes. A stopped run continues when
+    Use the finished folder with `edgespec export TARGET --draft FOLDER`. A stopped run continues when
     the same command is given again.
     """
     from edgespec.export.hub import find_source

@@ -109,10 +109,10 @@ LABELS = {"llamacpp": ", llama.cpp on the GGUF"}  # beside the formats that were
 @click.option("--force", is_flag=True, help="Replace an existing pair, once the new one is complete.")
 @click.option("-t", "--threads", type=int, metavar="N", help="Maximum number of threads.")
 def command(**given: Any) -> int:
-    """Make a pair folder of SOURCE, the folder of a Hugging Face model or a hub id; with --to onnx also a GGUF file.
+    """Make a pair folder from SOURCE: a Hugging Face folder or hub id, or with --to onnx also a GGUF file.
 
-    GGUF files are checked against transformers, ONNX graphs, which need no torch, against llama.cpp where transformers
-    is not installed. An interrupted export continues when the same command is run again.
+    GGUF files are checked against transformers; ONNX graphs, which need no torch, against llama.cpp if transformers is
+    not installed. An interrupted export continues when the same command is run again.
     """
     from edgespec.export.pair import export_pair
 

@@ -46,8 +46,8 @@ def command(
 ) -> int:
     """Write the command that starts SERVER (vllm, sglang, llama-server) with MODEL and its draft.
 
-    edgespec runs one device for one or a few people. For many users the same pair runs on a server made for them, with
-    the draft length that `edgespec tune` found. MODEL is a name that `edgespec ls` shows, a file or a folder.
+    edgespec runs on one device, for one person or a few. For many users, run the same pair on a server made for them,
+    with the draft length that `edgespec tune` found. MODEL is a name that `edgespec ls` shows, a file or a folder.
     """
     found = handover(
         engine, model, draft=draft, weights=weights, draft_weights=draft_weights, length=draft_length, heads=heads

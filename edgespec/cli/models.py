@@ -32,8 +32,8 @@ _LEAST_TEXT = 24  # columns; descriptions are left out where a terminal has fewe
 def ls(everything: bool, as_json: bool) -> int:
     """List the models on this machine, and those that edgespec knows where to get.
 
-    Sizes are those of target and draft together; ~ marks a guess from the number of weights. Whether a model fits is
-    said by the memory that is available now.
+    Sizes are those of target and draft together; ~ marks a guess from the number of weights. Whether a model fits
+    depends on the memory that is available now.
     """
     here = list(list_here())
     known = list(list_known({each.name for each in here}))
@@ -72,7 +72,7 @@ def _cut(text: str, columns: int) -> str:
 @click.command("show", short_help="Show what is known about a model.")
 @click.argument("name", metavar="NAME", shell_complete=names_known)
 def show(name: str) -> int:
-    """Show the files of a model on this machine, or where one comes from that can be pulled."""
+    """Show the files of a model on this machine, or where to get one that can be pulled."""
     entry = entries().get(name.lower().partition(":")[0])
     if is_known(name) or entry is None:
         _show_here(name)

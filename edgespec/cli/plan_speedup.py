@@ -77,7 +77,7 @@ def command(
     as_json: bool,
     **given: Any,
 ) -> int:
-    """Speedup by draft length: by Leviathan's formula, by one that knows the cost of wide passes, and measured.
+    """Speedup by draft length: by Leviathan's formula, by one that includes the cost of wide passes, and measured.
 
     Measures short answers to built-in or given prompts; with --acceptance it only calculates. MODEL is a name, a GGUF
     or ONNX file, or a folder with one.

@@ -37,8 +37,8 @@ def command(model: str, draft: str, no_draft: bool, name: str, revision: str) ->
     """Get a model into your models folder (EDGESPEC_MODELS).
 
     MODEL is a name that edgespec ls shows, or a repository of the Hugging Face hub with GGUF or ONNX files, either
-    with :QUANT behind it, such as qwen3-8b or Qwen/Qwen3-8B-GGUF:Q4_K_M. An interrupted download goes on where it
-    stopped. HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE are heeded.
+    optionally followed by :QUANT, such as qwen3-8b or Qwen/Qwen3-8B-GGUF:Q4_K_M. An interrupted download resumes where
+    it stopped. HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE are respected.
     """
     if draft and no_draft:
         raise click.UsageError("--draft and --no-draft contradict each other: keep one")

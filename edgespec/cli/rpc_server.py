@@ -38,8 +38,8 @@ def command(host: str, port: int, threads: int | None, device: str | None, cache
 
     It serves one program after another until Ctrl-C. Both machines need the same version of llama.cpp, built with RPC.
 
-    There is no password and no encryption, and the protocol is not safe against bad input: use it in a network that you
-    trust only.
+    There is no password and no encryption, and the protocol is not safe against bad input: use it only in a network
+    that you trust.
     """
     _require_free(host, port)
     require_engine("llamacpp", "rpc-server")

@@ -66,7 +66,7 @@ def _request_options(function: Callable[..., int]) -> Callable[..., int]:
 def command(target: str, data: tuple[Path, ...], output: Path | None, restart: bool, **given: Any) -> int:
     """Train heads for TARGET, a Hugging Face folder or hub id, that draft from its last hidden state.
 
-    The finished file is one that `--heads FILE` takes, with any GGUF or ONNX file of that target. A stopped run
+    Use the finished file with `--heads FILE` and any GGUF or ONNX file of that target. A stopped run
     continues when the same command is given again.
     """
     from edgespec.export.hub import find_source

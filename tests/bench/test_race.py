@@ -159,7 +159,7 @@ def test_without_reproducible_there_is_no_other_mode():
 
 
 def test_a_prompt_that_does_not_fit_is_refused_before_anything_runs():
-    with load(context_length=32) as model, pytest.raises(PromptError, match="context holds 32"):
+    with load(context_length=32) as model, pytest.raises(PromptError, match="context holds only 32"):
         Race(model, [5] * 40, GREEDY, FEW)
 
 
@@ -529,7 +529,7 @@ def test_what_the_machine_lacks_is_said(little: Path, monkeypatch: pytest.Monkey
 
 def test_without_the_demo_a_model_is_asked_for(little: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(offer_module, "registered_folders", dict)
-    with pytest.raises(ModelNotFound, match="give a MODEL"):
+    with pytest.raises(ModelNotFound, match="name a MODEL"):
         offer_module.find_offer("auto")
 
 

@@ -188,7 +188,7 @@ def test_a_prompt_that_is_no_text(pair):
 @pytest.mark.parametrize("mode", [[], ["--json"], ["--no-chat-template"]])
 def test_a_prompt_longer_than_the_context(pair, mode):
     result = run("generate", *pair, "-c", "64", "-p", "many words " * 200, *mode)
-    assert_refused(result, "tokens and the context holds 64")
+    assert_refused(result, "tokens but the context holds only 64")
 
 
 @pytest.mark.parametrize(

@@ -251,7 +251,7 @@ def test_a_target_that_is_not_here_is_paired_from_the_catalogue():
     told = json.loads(run("pair", "qwen3-8b", "--json").stdout)
     assert told["drafts"][0]["name"] == "qwen3-0.6b" and told["drafts"][0]["path"] is None
     assert told["commands"] == ["edgespec pull qwen3-8b", "edgespec chat qwen3-8b"]
-    assert "of use as a draft only" in run("pair", "mistral-draft-0.5b").stderr
+    assert "is only useful as a draft" in run("pair", "mistral-draft-0.5b").stderr
 
 
 def test_the_demos_own_draft_needs_no_option():

@@ -234,7 +234,7 @@ def test_the_last_message_is_never_dropped():
 def test_a_message_that_alone_is_too_long_is_refused_and_nothing_is_lost():
     conversation = exchanges(3)
     conversation.ask("x")
-    with pytest.raises(PromptError, match="10 tokens and the context holds 10"):
+    with pytest.raises(PromptError, match="10 tokens but the context holds only 10"):
         fit_context(conversation, ten_per_message, context_length=10, reserve=2)
     assert conversation.num_exchanges == 4
 
