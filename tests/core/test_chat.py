@@ -43,7 +43,7 @@ SWITCH = "{{ messages[0].content }}{% if enable_thinking is defined and not enab
 def test_a_template_gets_the_arguments_it_knows_and_no_others():
     assert render_chat(SWITCH, HELLO) == "hello"
     assert render_chat(SWITCH, HELLO, arguments={"enable_thinking": False}) == "hello<no>"
-    with pytest.raises(PromptError, match=r"'thinking_budget'.*does not know"):
+    with pytest.raises(PromptError, match=r"'thinking_budget'.*does not use it"):
         render_chat(SWITCH, HELLO, arguments={"thinking_budget": 3})
     for name in ("messages", "eos_token"):
         with pytest.raises(PromptError, match=name):
