@@ -1,4 +1,4 @@
-"""edgespec: on-device speculative decoding. Same output as plain decoding, and never slower."""
+"""edgespec: speculative decoding on one device, for GGUF and ONNX models."""
 
 from __future__ import annotations
 

@@ -140,9 +140,9 @@ class Model(Closing):
     ) -> list[int]:
         """Token ids of a conversation, rendered by the model's chat template up to the start of the assistant's turn.
 
-        `messages` and `tools` as in OpenAI's API; `template_arguments` for what the template knows besides, such as
+        `messages` and `tools` as in OpenAI's API; `template_arguments`: further arguments of the template, such as
         `{"enable_thinking": False}` for Qwen3. Raises PromptError if the model has no chat template or the template
-        rejects the messages, or does not know an argument.
+        rejects the messages, or does not use an argument.
         """
         from edgespec.chat.template import encode_messages  # jinja2 is needed only here
 
@@ -198,9 +198,9 @@ class Model(Closing):
         self._requests.check_structure(options)
 
     def split_reasoning(self, result: Result) -> tuple[str, str]:
-        """(the reasoning, the answer behind it) in the text of a chat's result, without the marks around it.
+        """(reasoning, answer) of a chat's result, without the tags around the reasoning.
 
-        All of the text is answer for a model that does not reason. Raises StateError if the model is closed.
+        The reasoning is "" for a model that does not reason. Raises StateError if the model is closed.
         """
         from edgespec.chat.reasoning import Reasoning
 
@@ -346,14 +346,14 @@ def load(
 ) -> Model:
     """Load a pair by registry name or path, with the fields of `LoadOptions` as keywords; or by one `LoadOptions`.
 
-    `on_progress`: called with (steps done, steps in all, what is being done) where loading takes long, as the first
-    load with `reproducible=True` does. If it raises an exception the load ends, and measurements so far are kept.
+    `on_progress`: called with (steps done, steps in all, what is being done) during slow steps, such as those of the
+    first load with `reproducible=True`. If it raises an exception the load ends, and measurements so far are kept.
 
-    Raises ConfigError for an unknown option, a bad value or a file that is no chat template, ModelNotFound,
+    Raises ConfigError for an unknown option, a bad value or a file that is not a chat template, ModelNotFound,
     ModelFileError, VocabularyMismatch (names the first token that differs), and CapabilityError if the model or engine
-    does not support an option, or if the pair does not fit into memory: what it needs, what is left and the smallest
-    that would fit are planned before anything is
-    loaded. `Model.memory` tells the plan, and `Model.notes` what was given up for it.
+    does not support an option, or if the pair does not fit into memory (says what it needs, what is left and what would
+    fit). Memory is planned before anything is loaded: `Model.memory` has the plan, and `Model.notes` says what was
+    given up for it.
     """
     if isinstance(model, LoadOptions):
         if options:

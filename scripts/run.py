@@ -335,7 +335,7 @@ def install(extras: list[str]) -> None:
 def build_llamacpp(why: str) -> None:
     """Get a wheel of llama.cpp, which touches nothing in the environment: that stays ready meanwhile."""
     say(
-        f"{why or 'this environment'} needs llama.cpp: a ready wheel is used where pip finds one, else it is compiled "
+        f"{why or 'this environment'} needs llama.cpp: a prebuilt wheel is used if pip finds one, else it is compiled "
         "once, 6 to 10 minutes on two cores\nCtrl-C skips it: the demo and ONNX models run without"
     )
     WHEELS.mkdir(exist_ok=True)

@@ -32,7 +32,7 @@ def find_offer(engine: str) -> ExpandedPair:
     """
     source = registered_folders().get("demo")
     if source is None:
-        raise ModelNotFound("the demo pair is not installed, so there is nothing to expand: give a MODEL")
+        raise ModelNotFound("the demo pair is not installed, so there is nothing to expand: name a MODEL")
     engines = [name for name in get_args(Engine) if engine in ("auto", name)]
     lacks = []
     for name in engines:

@@ -67,7 +67,7 @@ def proof(outcome: Outcome, token_name: Callable[[int], str]) -> str:
         return f"DIFFERENT, although reproducible mode guarantees the same text: {parting}. Please report this"
     return (
         f"different, which the fastest mode allows: {parting}. A pass over several tokens rounds differently from a "
-        "pass over one, and rules other than coupled sample other text; --reproducible excludes both"
+        "pass over one, and rules other than coupled sample other text; --reproducible prevents both"
     )
 
 

@@ -155,8 +155,8 @@ def fit_context(
         num_tokens = count_tokens(kept.messages)
     if num_tokens >= context_length:
         raise PromptError(
-            f"the message alone gives a prompt of {num_tokens} tokens and the context holds {context_length}, answer "
-            "included: shorten it, or start with a larger --ctx-size"
+            f"the message alone makes a prompt of {num_tokens} tokens but the context holds only {context_length}, "
+            "answer included: shorten it, or start with a larger --ctx-size"
         )
     conversation.turns[:], conversation._dropped_end = kept.turns, kept._dropped_end
     return dropped

@@ -45,10 +45,8 @@ def render_chat(
     given |= {"messages": messages, "add_generation_prompt": add_generation_prompt} | others
     for name in arguments or {}:
         if name in given or name not in source:
-            what = "gets this from edgespec" if name in given else "does not know it"
-            raise PromptError(
-                f"no argument {shown(name)} can be given to the chat template of this model, which {what}"
-            )
+            what = "gets this from edgespec" if name in given else "does not use it"
+            raise PromptError(f"the chat template of this model cannot be given the argument {shown(name)}: it {what}")
     try:
         template = compiled(source)
     except RecursionError as exc:

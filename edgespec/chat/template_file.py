@@ -27,5 +27,5 @@ def read_template(path: Path | None) -> str | None:
     if problem is None and "messages" not in source:
         problem = "it does not mention 'messages', which a template writes as text"
     if problem is not None:
-        raise ConfigError(f"chat-template-file: {path} is no Jinja chat template: {problem}")
+        raise ConfigError(f"chat-template-file: {path} is not a Jinja chat template: {problem}")
     return source

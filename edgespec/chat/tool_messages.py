@@ -32,7 +32,7 @@ def with_tools(
     if "xml_tools" in template:
         return shown, {"xml_tools": list(tools)}
     if _OF_MESSAGE.search(template) is None:
-        raise PromptError("the chat template of this model takes no tools: leave them out")
+        raise PromptError("the chat template of this model does not support tools: leave them out")
     functions = json.dumps([tool.get("function", tool) for tool in tools], ensure_ascii=False)
     if shown[0]["role"] != "system":
         shown.insert(0, {"role": "system", "content": ""})
@@ -46,7 +46,7 @@ def _with_calls(template: str, message: dict[str, Any]) -> dict[str, Any]:
         return message
     parser = tool_parser(template)
     if parser is None:
-        raise PromptError("the chat template of this model shows no tool calls, which the conversation has")
+        raise PromptError("the conversation has tool calls, which the chat template of this model does not show")
     functions = [call.get("function") or {} for call in calls]
     written = parser.written((str(each.get("name")), each.get("arguments") or {}) for each in functions)
     text = message.get("content") or ""

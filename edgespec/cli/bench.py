@@ -39,14 +39,14 @@ _PATH = click.Path(path_type=Path)
 
 @click.command(cls=SettingsCommand)
 @settings_options("load", "generate", "sampling", "session", leave_out=_LEFT_OUT)
-@click.option("--prompts", type=_PATH, metavar="FILE", help='Your own: lines of text, or of {"domain", "text"}')
+@click.option("--prompts", type=_PATH, metavar="FILE", help='Your own prompts: lines of text, or of {"domain", "text"}')
 @click.option("--data", type=_PATH, metavar="FOLDER", help="Folder of data files  [default: built-in prompts]")
 @click.option("--domain", "domains", multiple=True, metavar="NAME", help="Only this domain; repeatable")
 @click.option("--per-domain", type=click.IntRange(1), help="Prompts per domain  [default: 4 of --data, else all]")
 @click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, help="Runs of each prompt")
 @click.option("--plot", type=_PATH, metavar="PNG|FOLDER", help="Draw the figures, in one PNG or one each")
 @click.option("--html", "html_file", type=_PATH, metavar="FILE", help="Write the report as one HTML page")
-@click.option("--resume", type=_PATH, metavar="FILE", help="Journal to continue from and to keep")
+@click.option("--resume", type=_PATH, metavar="FILE", help="Journal to continue from and keep")
 @click.option("--restart", is_flag=True, help="Discard what an earlier run left unfinished")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table")
 def command(model_name: str | None, config_file: Path | None, **given: Any) -> int:
@@ -80,7 +80,7 @@ def _checked(settings: Settings) -> Settings:
         if settings.values.get(name) in ("none", 0):
             raise ConfigError(
                 f"bench compares speculation with plain decoding, and {name.replace('_', '-')} "
-                f"{settings.values[name]} ({settings.sources[name]}) switches it off"
+                f"{settings.values[name]} ({settings.sources[name]}) turns speculation off"
             )
     return settings.below({"seed": 0}, "bench")
 
@@ -158,7 +158,7 @@ def _run(setup: Setup, tasks: list[Task], journal: Journal) -> bool:
     missing = [task for task in tasks if task.key not in journal.trials]
     if len(missing) < len(tasks):
         done = len(tasks) - len(missing)
-        note(f"{done} of {len(tasks)} are done already, from {journal.path}; --restart measures them again")
+        note(f"{done} of {len(tasks)} are already done, from {journal.path}; --restart measures them again")
 
     if missing:
         _ = setup.speculative.cost_curve  # measured now: it is part of the report, and measuring empties the caches

@@ -93,7 +93,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ConfigError(f"--contexts {text!r} is no list of whole numbers such as 64,512") from None
+        raise ConfigError(f"--contexts {text!r} is not a list of whole numbers such as 64,512") from None
 
 
 def _calibrate(settings: Settings, wanted: tuple[int, ...] | None, turns: int) -> Found:

@@ -53,12 +53,12 @@ def command(context: click.Context) -> None:
     "--budget",
     type=click.IntRange(1, MAX_BUDGET_BYTES // _MIB),
     metavar="MIB",
-    help="Most memory for all texts together, from now on.  [default: 64]",
+    help="Maximum memory for all texts together, from now on.  [default: 64]",
 )
 def add(paths: tuple[Path, ...], model: str | None, name: str | None, budget: int | None) -> int:
     """Add files of text or code, or folders of them. Adding a path again replaces it."""
     if name is not None and len(paths) > 1:
-        raise ConfigError(f"--name names one text and {len(paths)} paths are given: add them one by one")
+        raise ConfigError(f"--name is for one text, but {len(paths)} paths are given: add them one by one")
     budget_bytes = None if budget is None else budget * _MIB
     sources = [Documents(path) for path in paths]  # all of them are there before any is read
     with _opened(model) as (vocabulary, corpus, _):
@@ -132,7 +132,7 @@ def _encoded(documents: Documents, vocabulary: Vocabulary, corpus: Corpus, budge
         so_far = CorpusText("", name, 0.0, len(found), num_tokens)
         check_budget(so_far, others, budget_bytes or corpus.budget_bytes())
     if not found:
-        raise ConfigError(f"{documents.path} holds no text ({_reasons(documents)}): give a folder that does")
+        raise ConfigError(f"{documents.path} contains no text ({_reasons(documents)}): give a folder that does")
     return found
 
 

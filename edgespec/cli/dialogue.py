@@ -38,7 +38,7 @@ class Chat:
             return
         sampling = dataclasses.replace(self.session.sampling, seed=self.session.seed + 1)
         self.session.sampling = sampling
-        reply("temperature 0: the same again" if sampling.temperature == 0 else f"seed {sampling.seed}")
+        reply("temperature 0: the answer will be the same" if sampling.temperature == 0 else f"seed {sampling.seed}")
         self._answer(before)
 
     def _answer(self, before: list[dict[str, Any]]) -> None:

@@ -31,24 +31,24 @@ _SIZES = {
     "ffn": "Width of the feed-forward layers.  [default: 3 x width]",
 }
 NUMBERS = {
-    "rounds": "Most rounds of writing and learning.",
+    "rounds": "Maximum number of rounds of writing and learning.",
     "round_tokens": "Tokens learnt from per round.",
     "round_prompts": "Texts that the target writes per round.",
-    "reply_tokens": "Most tokens that it writes in each.",
+    "reply_tokens": "Maximum number of tokens in each.",
     "window": "Tokens per row of a batch.",
     "batch_tokens": "Tokens per step of learning.",
     "generated_share": "Share of the target's own text in a batch; the rest is data.",
-    "share": "Share of cross-entropy in the loss; with kl it changes nothing.",
+    "share": "Share of cross-entropy in the loss; no effect with kl.",
     "held_out_prompts": "Unseen prompts on which acceptance is measured.",
-    "patience": "Rounds without improvement before it ends.",
+    "patience": "Rounds without improvement before training stops.",
     "min_rise": "Smallest improvement of acceptance that counts.",
     "rate": "Factor on the learning rates.",
     "seed": "The same seed gives the same weights on one machine.",
 }
 CHOICES = {
     "loss": (LOSSES, "Distance to the target: total variation or Kullback-Leibler."),
-    "precision": (PRECISIONS, "Arithmetic of the forward passes; bf16 halves the target's memory."),
-    "device": (DEVICES, "Where it runs."),
+    "precision": (PRECISIONS, "Precision of the forward passes; bf16 halves the target's memory."),
+    "device": (DEVICES, "Device to train on."),
     "weights": (WEIGHT_TYPES, "Type of the finished weights."),
 }
 _DEFAULTS = DistillRequest(Path(), Path())
@@ -79,9 +79,11 @@ def option(
     type=click.Path(path_type=Path),
     multiple=True,
     metavar="FILE",
-    help='Text, or .jsonl or .jsonl.xz with "text" or "messages"; repeatable. Without: text of the target itself.',
+    help='Text, or .jsonl or .jsonl.xz with "text" or "messages"; repeatable. Without it: text written by the target.',
 )
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to make.  [default: TARGET's name-draft]")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), help="Folder to create.  [default: TARGET's name-draft]"
+)
 @click.option("--init", metavar="layers:N,N", help="Start from these layers of a Llama-like target.")
 @_request_options
 @click.option("--restart", is_flag=True, help="Discard what an earlier run left unfinished.")
@@ -90,7 +92,7 @@ def command(
 ) -> int:
     """Train a draft for TARGET, a Hugging Face folder or hub id: it learns from text that the target writes.
 
-    The finished folder is one that `edgespec export TARGET --draft FOLDER` takes. A stopped run continues when
+    Use the finished folder with `edgespec export TARGET --draft FOLDER`. A stopped run continues when
     the same command is given again.
     """
     from edgespec.export.hub import find_source
@@ -106,7 +108,7 @@ def command(
 def run_resumably(source: Any, prepared: Any, run: Callable[[Any], int], *, restart: bool) -> int:
     """Fetch what is missing of `source` and `run` a training with its journal; an interrupt says how to continue."""
     require_libraries()
-    source.fetch(lambda name, num_bytes: note(f"fetches {name}, {num_bytes / 2**20:.0f} MiB"))
+    source.fetch(lambda name, num_bytes: note(f"fetching {name}, {num_bytes / 2**20:.0f} MiB"))
     journal = prepared.open_journal(restart=restart)
     try:
         return run(journal)

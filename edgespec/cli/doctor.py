@@ -61,7 +61,7 @@ def examine() -> dict[str, Any]:
     if not any(found["available"] for found in engines.values()):
         problems.append(f"no engine works, so nothing can be run: {install_command()}")
     elif not models and not model_problem:
-        problems.append("no model is found: give a path, such as edgespec chat FILE.gguf")
+        problems.append("no model was found: give a path, such as edgespec chat FILE.gguf")
     if _version("onnxruntime") and _version("onnxruntime-gpu"):
         problems.append(
             "onnxruntime and onnxruntime-gpu overwrite each other's files: keep one. For the GPU: "
@@ -104,7 +104,7 @@ def _probe_llamacpp() -> dict[str, Any]:
     if done.returncode:
         return {
             "available": False,
-            "reason": f"llama.cpp ends its process (exit code {done.returncode}); this build does not fit the "
+            "reason": f"llama.cpp ends its process (exit code {done.returncode}): this build does not suit the "
             f"processor. Build it here: {rebuild}",
         }
     answer: dict[str, Any] = json.loads(done.stdout)

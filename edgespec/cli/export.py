@@ -57,34 +57,36 @@ LABELS = {"llamacpp": ", llama.cpp on the GGUF"}  # beside the formats that were
     "--draft-vocab",
     type=int,
     metavar="N",
-    help="ONNX: tokens that the draft's head keeps, the likeliest, so that its passes read less; it proposes no "
-    "others, and the text stays the target's. Pays where the vocabulary is large beside the draft.  [default: all]",
+    help="ONNX: keep only the N likeliest tokens in the draft's head, so that its passes read less; it proposes no "
+    "others, and the text stays the target's. Pays off where the vocabulary is large compared with the draft.  "
+    "[default: all]",
 )
 @click.option(
     "--draft-text",
     type=click.Path(path_type=Path),
     metavar="FILE.txt",
-    help="Text whose commonest tokens --draft-vocab keeps; where it has too few, those with the lowest ids.",
+    help="Text whose most common tokens --draft-vocab keeps; if it has too few, the tokens with the lowest ids are "
+    "added.",
 )
 @click.option(
     "--derive",
     metavar="HOW:LAYERS",
     help="Make a draft of the target's own layers: early-exit:5 takes the first five and shares their weights with "
-    "the target, early-exit:auto as many as a measurement on its own text says; prune:0-3,8 keeps the layers named "
+    "the target, early-exit:auto chooses the number by measuring on its own text; prune:0-3,8 keeps the layers listed "
     "(counted from 0) in files of its own.",
 )
 @click.option(
     "--group-size",
     type=int,
     metavar="N",
-    help="ONNX: weights per scale; from 128 on int8 is not reproducible.  [default: int8 and w8a8 64, int4 32]",
+    help="ONNX: weights per scale; at 128 or more, int8 is not reproducible.  [default: int8 and w8a8 64, int4 32]",
 )
 @click.option(
     "--in-groups",
     "grouped",
     metavar="LIST",
     help="w8a8: matrices that keep a scale per 64 weights, such as down_proj,lm_head, or none: more of them lose less "
-    "of the model and make passes over many tokens dearer.  [default: down_proj]",
+    "of the model and make passes over many tokens slower.  [default: down_proj]",
 )
 @click.option(
     "--imatrix",
@@ -104,13 +106,13 @@ LABELS = {"llamacpp": ", llama.cpp on the GGUF"}  # beside the formats that were
     help="Skip the comparison of logits with transformers or llama.cpp: takes less memory, and GGUF then needs no "
     "torch, but a wrong conversion is not noticed; only tokenisation is compared. The manifest says so.",
 )
-@click.option("--force", is_flag=True, help="Replace an existing pair, once the new one is whole.")
-@click.option("-t", "--threads", type=int, metavar="N", help="Most threads used.")
+@click.option("--force", is_flag=True, help="Replace an existing pair, once the new one is complete.")
+@click.option("-t", "--threads", type=int, metavar="N", help="Maximum number of threads.")
 def command(**given: Any) -> int:
-    """Make a pair folder of SOURCE, the folder of a Hugging Face model or a hub id; with --to onnx also a GGUF file.
+    """Make a pair folder from SOURCE: a Hugging Face folder or hub id, or with --to onnx also a GGUF file.
 
-    GGUF files are checked against transformers, ONNX graphs, which need no torch, against llama.cpp where transformers
-    is not installed. An interrupted export continues when the same command is run again.
+    GGUF files are checked against transformers; ONNX graphs, which need no torch, against llama.cpp if transformers is
+    not installed. An interrupted export continues when the same command is run again.
     """
     from edgespec.export.pair import export_pair
 

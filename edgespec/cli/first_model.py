@@ -25,7 +25,7 @@ from edgespec.loading.registry import models_folder, registered_folders
 from edgespec.types import Progress
 
 FIRST = "smollm2-135m"
-CHOSEN_HERE = "chosen by chat, as none was named"  # where /show says the model comes from
+CHOSEN_HERE = "chosen by chat, as no model was named"  # where /show says the model comes from
 # int8 loses least of the formats that ONNX Runtime runs fast, and takes seconds to write.
 QUANT = "int8"
 CONVERTED = f"{FIRST}-{QUANT}"
@@ -56,13 +56,13 @@ def _fetched() -> str | None:
         return None
     needs_conversion = not has_engine("llamacpp")
     if needs_conversion and not is_importable("gguf"):
-        note(f"no model is named: the demo answers. A real one can be had after {install_command('convert')}")
+        note(f"no model named: using the demo. To get a real model, first run {install_command('convert')}")
         return None
     entry = entries()[FIRST]
     size = (entry.known_bytes or 0) / 1e6
     offer = (
-        f"No model is named. {entry.description} ({size:.0f} MB, {entry.licence}) is small and talks about anything; "
-        "the demo, which answers otherwise, knows restaurants, travel and the like."
+        f"No model named. {entry.description} ({size:.0f} MB, {entry.licence}) is small and talks about anything; "
+        "without it, the demo answers, which knows restaurants, travel and the like."
     )
     click.echo(click.wrap_text(offer, shutil.get_terminal_size().columns), err=True)
     if not click.confirm(f"Get {FIRST}?", default=True, err=True):
@@ -74,7 +74,7 @@ def _fetched() -> str | None:
         if needs_conversion:
             _convert(str(path))
     except EdgespecError as exc:
-        note(f"{exc}\nthe demo answers for now")
+        note(f"{exc}\nusing the demo for now")
         return None
     return _usable()
 

@@ -85,7 +85,7 @@ def read_prompt(prompt: str | None) -> str:
     """The text of `-p`, or of standard input for `-` and where nothing is given. Raises PromptError."""
     if prompt is None:
         if sys.stdin.isatty():
-            raise PromptError("no prompt is given: use -p TEXT, or -p - to read it from standard input")
+            raise PromptError("no prompt given: use -p TEXT, or -p - to read it from standard input")
         prompt = "-"
     if prompt == "-":
         try:

@@ -21,18 +21,18 @@ class _Server(click.ParamType[str]):
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if value not in HELP:
             example = f"edgespec handover llama-server {shlex.quote(value)}"
-            self.fail(f"{value!r} is none of {', '.join(HELP)}; the server comes before the model, as in: {example}")
+            self.fail(f"{value!r} is not one of {', '.join(HELP)}; the server comes before the model, as in: {example}")
         return value
 
 
 @click.command("handover", short_help="Write how vLLM, SGLang or llama-server runs a pair.")
 @click.argument("engine", metavar="SERVER", type=_Server())
 @click.argument("model", metavar="MODEL", shell_complete=models)
-@click.option("-md", "--draft", metavar="MODEL", help="Draft model, where MODEL names none")
+@click.option("-md", "--draft", metavar="MODEL", help="Draft model, if MODEL has none")
 @click.option("--weights", metavar="ID", help="Hub id of the target's original weights, for vLLM and SGLang")
-@click.option("--draft-weights", metavar="ID", help="Hub id of the draft's")
-@click.option("--heads", is_flag=True, help="Draft with the published EAGLE-3 head, where one is known")
-@click.option("--draft-length", type=int, metavar="N", help="Tokens of a draft [default: as tuned here, else 4]")
+@click.option("--draft-weights", metavar="ID", help="Hub id of the draft's original weights")
+@click.option("--heads", is_flag=True, help="Draft with the published EAGLE-3 head, if one is known")
+@click.option("--draft-length", type=int, metavar="N", help="Tokens per draft [default: as tuned here, else 4]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object")
 def command(
     engine: str,
@@ -46,8 +46,8 @@ def command(
 ) -> int:
     """Write the command that starts SERVER (vllm, sglang, llama-server) with MODEL and its draft.
 
-    edgespec runs one device for one or a few people. For many users the same pair runs on a server made for them, with
-    the draft length that `edgespec tune` found. MODEL is a name that `edgespec ls` shows, a file or a folder.
+    edgespec runs on one device, for one person or a few. For many users, run the same pair on a server made for them,
+    with the draft length that `edgespec tune` found. MODEL is a name that `edgespec ls` shows, a file or a folder.
     """
     found = handover(
         engine, model, draft=draft, weights=weights, draft_weights=draft_weights, length=draft_length, heads=heads
@@ -62,5 +62,5 @@ def command(
     if draft_length is None and not found.is_measured:
         note(f"a draft length of {found.length} is a guess: edgespec tune {model} measures the best one here")
     if not is_checked:
-        note(f"{engine} is not installed here: whether it knows these flags was not checked")
+        note(f"{engine} is not installed here: these flags were not checked against it")
     return 0

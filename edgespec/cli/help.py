@@ -35,7 +35,7 @@ _DEFAULTS = {
     "cache_type_v": "f16, ONNX f32",
     "draft_cache_type_k": "f16, ONNX f32",
     "draft_cache_type_v": "f16, ONNX f32",
-    "memory": "what is free",
+    "memory": "all free memory",
     "seed": "random",
     "max_tokens": "until it ends",
 }

@@ -36,10 +36,10 @@ _SECTIONS = {
     },
     "Models": {
         "ls": "List models: those here and those to pull.",
-        "show": "Show what is known of a model.",
+        "show": "Show what is known about a model.",
         "pull": "Get a model, with a draft that fits it.",
         "pair": "Rank the draft models for a target.",
-        "add": "Register a model file or folder that is here already.",
+        "add": "Register a model file or folder that is already here.",
         "rm": "Remove a pulled or added model.",
     },
     "Measure": {
@@ -61,7 +61,7 @@ COMMANDS = {name: text for commands in _SECTIONS.values() for name, text in comm
 _RAISE_LIMITS = "Raise its limits (ulimit -v, ulimit -d), or close other programs"
 # Python keeps a file that a full disk cut short, and fails on it from then on (CPython issue 126606).
 _CUT_SHORT = (
-    "a file that Python compiled is cut short, as a full disk leaves them. Delete the folders named __pycache__ in "
+    "a compiled Python file is truncated, as happens on a full disk. Delete the folders named __pycache__ in "
     + str(Path(__file__).parents[1])
 )
 _NO_MEMORY = f"this process needs more memory than it may have. {_RAISE_LIMITS}"

@@ -32,8 +32,8 @@ _LEAST_TEXT = 24  # columns; descriptions are left out where a terminal has fewe
 def ls(everything: bool, as_json: bool) -> int:
     """List the models on this machine, and those that edgespec knows where to get.
 
-    Sizes are those of target and draft together; ~ marks a guess from the number of weights. Whether a model fits is
-    said by the memory that is available now.
+    Sizes are those of target and draft together; ~ marks a guess from the number of weights. Whether a model fits
+    depends on the memory that is available now.
     """
     here = list(list_here())
     known = list(list_known({each.name for each in here}))
@@ -69,10 +69,10 @@ def _cut(text: str, columns: int) -> str:
     return textwrap.shorten(text, columns, placeholder="...") if columns >= _LEAST_TEXT else ""
 
 
-@click.command("show", short_help="Show what is known of a model.")
+@click.command("show", short_help="Show what is known about a model.")
 @click.argument("name", metavar="NAME", shell_complete=names_known)
 def show(name: str) -> int:
-    """Show the files of a model on this machine, or where one comes from that can be pulled."""
+    """Show the files of a model on this machine, or where to get one that can be pulled."""
     entry = entries().get(name.lower().partition(":")[0])
     if is_known(name) or entry is None:
         _show_here(name)
@@ -83,7 +83,7 @@ def show(name: str) -> int:
     return 0
 
 
-@click.command("add", short_help="Register a model file or folder that is here already.")
+@click.command("add", short_help="Register a model file or folder that is already here.")
 @click.argument("path", type=click.Path(path_type=Path), metavar="PATH")
 @click.option("--name", default="", help="Name of the model.  [default: that of the file or folder]")
 @click.option("--draft", type=click.Path(path_type=Path), metavar="FILE", help="Its draft model")
@@ -125,7 +125,7 @@ def _show_entry(entry: Entry) -> None:
     if entry.draft:
         say(f"draft: {entry.draft}, {entries()[entry.draft].description}")
     for head in entry.heads:
-        what = f"to be converted: {head.command}" if head.command else "which edgespec does not run"
+        what = f"convert it with: {head.command}" if head.command else "which edgespec does not run"
         say(f"{head.kind} head: {head.repo} (licence: {head.licence or 'not known'}), {what}")
     for each in entry.measured:
         figure = f"speedup {each.speedup}" if each.speedup is not None else f"acceptance {each.acceptance_rate}"

@@ -44,7 +44,7 @@ def command(target: str, as_json: bool) -> int:
     else:
         _show(found)
         costs = "costs measured on this machine" if has_run(aim) else "costs guessed from sizes"
-        note(f"the speedup is a forecast: {costs}, ~ at an assumed acceptance of {found[0].acceptance:.0%}")
+        note(f"the speedup is a forecast: {costs}; ~ assumes an acceptance of {found[0].acceptance:.0%}")
     for line in commands:
         click.echo(line)
     return 0

@@ -61,7 +61,9 @@ class Planned:
 @click.option("--pass-ms", metavar="W:MS,W:MS", help="Assume these pass times, load nothing")
 @click.option("--draft-ms", type=float, metavar="MS", help="Assume this time per draft token")
 @click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE", help='Lines, or JSON lines with "text"')
-@click.option("--max-prompts", type=int, default=DEFAULT_PROMPTS, show_default=True, help="Most prompts to decode")
+@click.option(
+    "--max-prompts", type=int, default=DEFAULT_PROMPTS, show_default=True, help="Maximum number of prompts to decode"
+)
 @click.option("-n", "--max-tokens", type=int, default=DEFAULT_TOKENS, show_default=True, help="Tokens per answer")
 @click.option("--repeats", type=int, default=1, show_default=True, help="Runs per prompt and length")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table")
@@ -75,7 +77,7 @@ def command(
     as_json: bool,
     **given: Any,
 ) -> int:
-    """Speedup by draft length: by Leviathan's formula, by one that knows the cost of wide passes, and measured.
+    """Speedup by draft length: by Leviathan's formula, by one that includes the cost of wide passes, and measured.
 
     Measures short answers to built-in or given prompts; with --acceptance it only calculates. MODEL is a name, a GGUF
     or ONNX file, or a folder with one.
@@ -117,7 +119,7 @@ def _check(
     elif not 0 <= acceptance <= 1:
         raise ConfigError(f"--acceptance is a probability from 0 to 1, got {acceptance}")
     elif prompts is not None:
-        raise ConfigError("with --acceptance nothing is decoded, so --prompts has no use: leave one of them")
+        raise ConfigError("with --acceptance nothing is decoded, so --prompts has no effect: leave one of them out")
 
 
 def _calculated(settings: Settings, acceptance: float, draft_ms: float | None) -> Planned:
@@ -157,7 +159,7 @@ def _drafter(model: Model) -> DrafterName:
     """The drafter that is planned for: the one named, else the draft model, else n-grams."""
     name = model.drafter_name
     if name == "none":
-        raise ConfigError("plan-speedup needs a drafter, and --drafter none switches it off")
+        raise ConfigError("plan-speedup needs a drafter, and --drafter none turns drafting off")
     if name != "auto":
         return name
     return "ngram" if model.draft_engine is None else model.draft_name or "ngram"
@@ -218,13 +220,13 @@ def _conclusions(planned: Planned) -> list[str]:
     lines.append(f"ceiling: {speedup:.2f}x, if all {length} tokens were accepted")
     if planned.trials is not None:
         lines.append(
-            "the formulas know of drafting and target passes alone, with the costs of these runs; "
+            "the formulas count only drafting and target passes, at the costs of these runs; "
             f"{planned.trials.overhead_share:.0%} of the time went into choosing tokens and bookkeeping"
         )
     if planned.padding > _WORTH_TELLING:
         lines.append(
-            "all of it is over plain decoding in the same, reproducible mode, which pads a lone token at "
-            f"{planned.padding:.2f} times its cost; over plain decoding without it the ceiling is "
+            "all speedups are over plain decoding in reproducible mode, where a padded single token costs "
+            f"{planned.padding:.2f} times as much; over plain decoding in the fastest mode the ceiling is "
             f"{speedup / planned.padding:.2f}x"
         )
     return lines

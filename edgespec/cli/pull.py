@@ -29,16 +29,16 @@ from edgespec.loading.room import fits
 
 @click.command("pull", short_help="Get a model, with a draft that fits it.")
 @click.argument("model", metavar="MODEL", shell_complete=names_known)
-@click.option("--draft", default="", metavar="MODEL", help="Another draft than the one that belongs to it")
-@click.option("--no-draft", is_flag=True, help="The model alone")
+@click.option("--draft", default="", metavar="MODEL", help="Use this draft instead of the model's own")
+@click.option("--no-draft", is_flag=True, help="Get the model without a draft")
 @click.option("--name", default="", help="Name of the model.  [default: that of the model or repository]")
 @click.option("--revision", default="", metavar="REV", help="Branch, tag or commit of the repository")
 def command(model: str, draft: str, no_draft: bool, name: str, revision: str) -> int:
     """Get a model into your models folder (EDGESPEC_MODELS).
 
     MODEL is a name that edgespec ls shows, or a repository of the Hugging Face hub with GGUF or ONNX files, either
-    with :QUANT behind it, such as qwen3-8b or Qwen/Qwen3-8B-GGUF:Q4_K_M. An interrupted download goes on where it
-    stopped. HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE are heeded.
+    optionally followed by :QUANT, such as qwen3-8b or Qwen/Qwen3-8B-GGUF:Q4_K_M. An interrupted download resumes where
+    it stopped. HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE are respected.
     """
     if draft and no_draft:
         raise click.UsageError("--draft and --no-draft contradict each other: keep one")
@@ -93,7 +93,7 @@ def _progress() -> Iterator[tuple[OnBytes, OnNote]]:
             if name not in tasks:
                 tasks[name] = progress.add_task(name, total=total, completed=done)
                 if not is_shown:
-                    rest = f", {done / 1e6:.1f} MB of it are here" if done else ""
+                    rest = f", {done / 1e6:.1f} MB of it are already here" if done else ""
                     note(f"fetching {name}, {total / 1e6:.1f} MB{rest}")
             progress.update(tasks[name], completed=done)
 

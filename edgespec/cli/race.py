@@ -39,9 +39,7 @@ from edgespec.tuning.profiles import with_profile
 DEFAULT_TOKENS = 128
 FRAMES_PER_SECOND = 12
 PLAIN, DRAFTED = "plain", "speculative"
-HOW = (
-    "each side runs alone, so that neither slows the other; the left one ran first and is shown again by the same clock"
-)
+HOW = "each side runs alone, so that neither slows the other; the left one ran first and is replayed by the same clock"
 
 
 @click.command(cls=SettingsCommand, short_help="Plain and speculative decoding of one prompt, side by side.")
@@ -102,7 +100,7 @@ def _open_demonstration(settings: Settings) -> Session:
 def _check(load: dict[str, Any], shown: dict[str, Any]) -> None:
     if load.get("drafter") == "none" or load.get("draft_length") == 0:
         raise ConfigError(
-            "a race is between plain decoding and speculation, which --drafter none and --draft-length 0 switch off"
+            "a race is between plain decoding and speculation, which --drafter none and --draft-length 0 turn off"
         )
     options = SessionOptions(**shown)
     if options.system and not options.chat_template:

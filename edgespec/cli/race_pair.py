@@ -25,7 +25,7 @@ from edgespec.installation import has_engine
 from edgespec.types import Progress as OnProgress
 
 SOURCE = "edgespec race"
-_SMALL = "the small demo pair runs; a pass of it is too cheap for speculation to gain"
+_SMALL = "using the small demo pair, whose passes are too cheap for speculation to gain"
 
 
 def names_model(settings: Settings) -> bool:
@@ -74,7 +74,7 @@ def _agrees(offer: ExpandedPair) -> bool:
     needs, size = offer.needs(), offer.shape.parameters() / 1e9
     what = (
         "The demo target has 8 million parameters, too few for speculation to gain. Expanded once to the cost of a "
-        f"model of {size:.2g} billion ({WEIGHT_TYPES[offer.engine]}) it says the same words. That takes "
+        f"model of {size:.2g} billion ({WEIGHT_TYPES[offer.engine]}) it writes the same text. That takes "
         f"{needs.disk_bytes / 1e9:.1f} GB of disk in {offer.folder}, {needs.memory_bytes / 1e9:.1f} GB of memory and "
         f"about {max(5, round(needs.seconds, -1)):.0f} s."
     )

@@ -18,8 +18,8 @@ from edgespec.installation import require_engine
 
 WARNING = (
     "WARNING: an RPC server has no password and no encryption, and its protocol is not safe against bad input: whoever "
-    "can reach this port can read what you write, and can probably run programs here. Use it in a network that you "
-    "trust, never on the internet, and end it when it is not needed."
+    "can reach this port can read what you write, and can probably run programs here. Use it only in a network that "
+    "you trust, never on the internet, and stop it when it is not needed."
 )
 
 
@@ -38,8 +38,8 @@ def command(host: str, port: int, threads: int | None, device: str | None, cache
 
     It serves one program after another until Ctrl-C. Both machines need the same version of llama.cpp, built with RPC.
 
-    There is no password and no encryption, and the protocol is not safe against bad input: use it in a network that you
-    trust only.
+    There is no password and no encryption, and the protocol is not safe against bad input: use it only in a network
+    that you trust.
     """
     _require_free(host, port)
     require_engine("llamacpp", "rpc-server")
@@ -59,7 +59,7 @@ def command(host: str, port: int, threads: int | None, device: str | None, cache
     serve_rpc(
         f"{host}:{port}", threads=threads or physical_cores(), names=names, cache_folder=_folder() if cache else None
     )
-    raise EngineError(f"the RPC server on {host}:{port} ended by itself; the library says why above")
+    raise EngineError(f"the RPC server on {host}:{port} stopped by itself; the library's message above says why")
 
 
 def _require_free(host: str, port: int) -> None:
@@ -68,7 +68,7 @@ def _require_free(host: str, port: int) -> None:
         ipaddress.IPv4Address(host)
     except ValueError:
         raise ConfigError(
-            f"--host {host!r} is no IPv4 address, such as 127.0.0.1, or 0.0.0.0 for all networks"
+            f"--host {host!r} is not an IPv4 address, such as 127.0.0.1, or 0.0.0.0 for all networks"
         ) from None
     with socket.socket() as trial:
         if sys.platform != "win32":  # there it would allow two servers on one port

@@ -55,7 +55,7 @@ def _option(*flags: str, **attributes: Any) -> Callable[[Any], Any]:
     "--parallel",
     type=click.IntRange(1, MAX_PARALLEL),
     metavar="N",
-    help="Answers at once, each with a context of its own; more wait [4 if they fit]",
+    help="Answers generated at once, each with its own context; others wait [4 if they fit]",
 )
 @_option("--max-queue", type=click.IntRange(0, 4096), metavar="N", help="Requests that may wait; more get 429 [32]")
 @_option(
@@ -98,7 +98,7 @@ def command(model_name: str | None, config_file: Path | None, **given: Any) -> i
 
         binding = _binding(own)
         if not binding.is_local and service.api_key is None:
-            note(f"warning: everybody who reaches {binding.host} can use this server: set {API_KEY}")
+            note(f"warning: everybody who can reach {binding.host} can use this server: set {API_KEY}")
         serve(service, binding, load, _announce)
     if service.loaded is None:  # stopped while loading, which goes on in native code
         stop_waiting()
@@ -110,7 +110,7 @@ def _refuse_http_options(context: click.Context) -> None:
     given = [name for name in _HTTP_ONLY if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
     if given:
         flag = f"--{given[0].replace('_', '-')}"
-        raise ConfigError(f"--stdio has no HTTP server and always ends with standard input: leave {flag} out")
+        raise ConfigError(f"--stdio has no HTTP server and always ends with standard input: leave out {flag}")
 
 
 def _require_libraries() -> None:

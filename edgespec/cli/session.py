@@ -74,7 +74,7 @@ class Session:
         if "enable_thinking" not in (self.model.target.vocabulary.chat_template or ""):
             raise ConfigError(
                 f"the chat template of {self.model.pair.name} has no switch for reasoning (enable_thinking): leave "
-                "--thinking and --no-thinking out"
+                "out --thinking and --no-thinking"
             )
 
     def show_notes(self, stats: Stats) -> None:
@@ -138,7 +138,7 @@ def require_chat_template(settings: Settings, *, is_chat: bool = False) -> None:
     if not settings.values.get("chat_template", True):
         if is_chat:
             raise ConfigError(
-                f"a chat needs the chat template, which {settings.sources['chat_template']} switches off; without one "
+                f"a chat needs the chat template, which {settings.sources['chat_template']} turns off; without one "
                 "use edgespec generate --no-chat-template"
             )
         return
@@ -149,8 +149,8 @@ def require_chat_template(settings: Settings, *, is_chat: bool = False) -> None:
     if not has_chat_template(pair.files["target"]):
         command = f"edgespec generate {shlex.quote(options.model)} --no-chat-template -p 'Once upon a time'"
         raise PromptError(
-            f"model {pair.name!r} has no chat template, as base models have none: it continues text, such as "
-            f"{command}; --chat-template-file gives it one"
+            f"model {pair.name!r} has no chat template, as usual for base models. To continue text: {command}; to "
+            "chat, give a template with --chat-template-file"
         )
 
 

@@ -19,7 +19,7 @@ _SIZES = {
     "heads": "Attention heads of EAGLE's layer.  [default: the target's]",
     "kv_heads": "Its heads for keys and values.  [default: the target's]",
     "ffn": "Width of its feed-forward part.  [default: 2 x width]",
-    "draft_vocabulary": "Most tokens that can be drafted, the most frequent ones.",
+    "draft_vocabulary": "Maximum number of tokens that can be drafted: the most frequent ones.",
     "frequent": "Of these, how many are always scored; others once they occur.  [default: all]",
 }
 _NUMBERS = {name: text for name, text in NUMBERS.items() if name != "seed"}
@@ -49,10 +49,10 @@ def _request_options(function: Callable[..., int]) -> Callable[..., int]:
     type=click.Path(path_type=Path),
     multiple=True,
     metavar="FILE",
-    help='Text, or .jsonl or .jsonl.xz with "text" or "messages"; repeatable. Without: text of the target itself.',
+    help='Text, or .jsonl or .jsonl.xz with "text" or "messages"; repeatable. Without it: text written by the target.',
 )
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="File to make.  [default: TARGET's name-KIND.npz]"
+    "-o", "--output", type=click.Path(path_type=Path), help="File to create.  [default: TARGET's name-KIND.npz]"
 )
 @_request_options
 @click.option(
@@ -66,7 +66,7 @@ def _request_options(function: Callable[..., int]) -> Callable[..., int]:
 def command(target: str, data: tuple[Path, ...], output: Path | None, restart: bool, **given: Any) -> int:
     """Train heads for TARGET, a Hugging Face folder or hub id, that draft from its last hidden state.
 
-    The finished file is one that `--heads FILE` takes, with any GGUF or ONNX file of that target. A stopped run
+    Use the finished file with `--heads FILE` and any GGUF or ONNX file of that target. A stopped run
     continues when the same command is given again.
     """
     from edgespec.export.hub import find_source
@@ -91,5 +91,8 @@ def _run(prepared: Any, journal: Any, target: str) -> int:
     click.echo("{}: tokens per pass at draft length {}: {:.2f} greedy, {:.2f} sampled".format(
         done.folder, request.depth, *lengths
     ))  # fmt: skip
-    click.echo(f"next: edgespec generate MODEL --heads {done.folder} --drafter {request.kind}, MODEL made of {target}")
+    click.echo(
+        f"next: edgespec generate MODEL --heads {done.folder} --drafter {request.kind}, where MODEL is made "
+        f"from {target}"
+    )
     return 0

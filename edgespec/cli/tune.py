@@ -44,7 +44,9 @@ DEFAULT_TOKENS, DEFAULT_PROMPTS = 48, 8
 @click.option(
     "--prompts", type=click.Path(path_type=Path), metavar="FILE", help='JSON lines with "text", or plain lines'
 )
-@click.option("--max-prompts", type=int, default=DEFAULT_PROMPTS, show_default=True, help="Most prompts to decode")
+@click.option(
+    "--max-prompts", type=int, default=DEFAULT_PROMPTS, show_default=True, help="Maximum number of prompts to decode"
+)
 @click.option("-n", "--max-tokens", type=int, default=DEFAULT_TOKENS, show_default=True, help="Tokens per answer")
 @click.option(
     "--weights",
@@ -103,7 +105,7 @@ def _settle(sweep: Sweep, model: str, path: Path | None) -> Found:
     if found.is_kept:
         save_profile(path, found.profile)
     elif forget_profile(path):
-        note(f"removed: {source_of(path)}, which was found earlier")
+        note(f"removed: {source_of(path)}, found by an earlier run")
     return found
 
 
@@ -113,7 +115,9 @@ def _profile_paths(models: Sequence[str], draft: Path | None) -> dict[str, Path 
     for model in models:
         path = profile_path(model, draft)
         if model in paths or (path is not None and path in paths.values()):
-            raise ConfigError(f"--weights {model}: these weights were given before; give another quantisation of MODEL")
+            raise ConfigError(
+                f"--weights {model}: these weights were already given; give another quantisation of MODEL"
+            )
         paths[model] = path
     return paths
 

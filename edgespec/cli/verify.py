@@ -39,7 +39,7 @@ def command(model_name: str | None, config_file: Path | None, as_json: bool, **g
     if settings.values.get("verify", "coupled") == "coupled":
         settings = settings.below({"reproducible": True}, "what verify checks")
     if settings.values.get("drafter") == "none":
-        raise ConfigError("verify compares speculation with plain decoding, and --drafter none switches it off")
+        raise ConfigError("verify compares speculation with plain decoding, and --drafter none turns speculation off")
     session = open_session(settings)
     if session.options.max_tokens is None:
         session.options = dataclasses.replace(session.options, max_tokens=DEFAULT_TOKENS)

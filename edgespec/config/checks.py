@@ -67,7 +67,7 @@ def device_names(name: str, text: str | None) -> tuple[str, ...] | None:
         return None if text is None else ()
     names = tuple(part.strip() for part in text.split(","))
     if not all(names):
-        raise ConfigError(f"{name} {shown(text)} names no device: edgespec doctor lists them, none is the processor")
+        raise ConfigError(f"{name} {shown(text)} is not a device: edgespec doctor lists them, none means the processor")
     return names
 
 
@@ -101,7 +101,7 @@ def as_schema(value: object) -> str:
     except json.JSONDecodeError as exc:
         raise ConfigError(f"json_schema is not valid JSON: {exc}") from exc
     except (TypeError, ValueError, RecursionError) as exc:
-        raise ConfigError(f"json_schema holds what JSON cannot, or is nested too deeply: {exc}") from exc
+        raise ConfigError(f"json_schema contains what JSON cannot hold, or is nested too deeply: {exc}") from exc
     if text is None:
         raise ConfigError(f"json_schema must be a JSON object, as a dict or as text, got {shown(value)}")
     return text

@@ -16,13 +16,13 @@ _FORM = "give HOST:PORT[,HOST:PORT...], for example 192.168.1.20:50052"
 def parse_endpoints(text: object) -> tuple[str, ...]:
     """`HOST:PORT[,HOST:PORT...]` as a tuple, in its order. Raises ConfigError."""
     if not isinstance(text, str) or not text.strip():
-        raise ConfigError(f"rpc {shown(text)} names no server: {_FORM}")
+        raise ConfigError(f"rpc {shown(text)} does not name a server: {_FORM}")
     found = tuple(parse_endpoint(part.strip()) for part in text.split(","))
     repeated = {endpoint for endpoint in found if found.count(endpoint) > 1}
     if repeated:
-        raise ConfigError(f"rpc names {min(repeated)} twice: name each server once")
+        raise ConfigError(f"rpc lists {min(repeated)} twice: list each server once")
     if len(found) > MAX_SERVERS:
-        raise ConfigError(f"rpc names {len(found)} servers, llama.cpp takes at most {MAX_SERVERS}")
+        raise ConfigError(f"rpc lists {len(found)} servers; llama.cpp accepts at most {MAX_SERVERS}")
     return found
 
 
@@ -30,9 +30,9 @@ def parse_endpoint(text: str) -> str:
     """One `HOST:PORT`. Raises ConfigError; for an IPv6 address too, since llama.cpp connects by IPv4 only."""
     host, colon, port = text.rpartition(":")
     if ":" in host:
-        raise ConfigError(f"rpc {shown(text)}: llama.cpp reaches RPC servers by IPv4 only; {_FORM}")
+        raise ConfigError(f"rpc {shown(text)}: llama.cpp reaches RPC servers over IPv4 only; {_FORM}")
     if not colon or not _HOST.fullmatch(host):
-        raise ConfigError(f"rpc {shown(text)} is no address: {_FORM}")
+        raise ConfigError(f"rpc {shown(text)} is not an address: {_FORM}")
     if not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
         raise ConfigError(f"rpc {shown(text)}: the port must be a whole number from 1 to 65535; {_FORM}")
     return f"{host}:{int(port)}"

@@ -45,11 +45,11 @@ class GenerateOptions:
     it when the oldest turns of a conversation were dropped, else a new answer may get the random numbers of an old one
     and repeat it; `edgespec.chat.conversation.Conversation.noise_offset` computes it.
 
-    Structured output, one of: `json_schema`: the answer is JSON of this schema, a dict or JSON text; `grammar`: a Lark
+    Structured output, one of: `json_schema`: the answer is JSON that matches it, a dict or JSON text; `grammar`: a Lark
     or GBNF grammar that the answer follows; `regex`: a regular expression that the whole answer matches.
     `free_until`: the answer is free up to and including this text, such as "</think>", and structured after it. An
-    answer that `max_tokens`, a stop string or the context cuts is incomplete. A grammar is checked when a generation
-    is asked for.
+    answer cut by `max_tokens`, a stop string or the context is incomplete. A grammar is checked when a generation is
+    requested.
     Raises ConfigError for a value that is not allowed.
     """
 
@@ -107,7 +107,9 @@ class GenerateOptions:
         if self.free_until is not None and not given:
             raise ConfigError("free_until needs json_schema, grammar or regex: without one the whole answer is free")
         if given and self.ignore_eos is True:
-            raise ConfigError(f"ignore_eos contradicts {next(iter(given))}, which says where the answer ends: keep one")
+            raise ConfigError(
+                f"ignore_eos contradicts {next(iter(given))}, which decides where the answer ends: keep one"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("cnv", "conversation", "i"), "edgespec chat holds a conversation, generate answers once"),
         **dict.fromkeys(("no-cnv", "no-conversation"), "edgespec generate answers once"),
         **dict.fromkeys(("hf", "hf-repo"), "edgespec pull gets a model from the hub"),
-        **dict.fromkeys(("fa", "flash-attn"), "llama.cpp uses flash attention by itself where it can"),
+        **dict.fromkeys(("fa", "flash-attn"), "llama.cpp uses flash attention automatically where it can"),
         "version": "edgespec --version",
         "help": "edgespec --help, edgespec COMMAND --help",
         "ps": "edgespec ls lists models; nothing stays loaded when a command ends",

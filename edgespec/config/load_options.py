@@ -101,13 +101,14 @@ class LoadOptions:
     Machine. `context_length`, `draft_context_length`: tokens. `parallel`: generations that can run at once
     (`Model.batch`), each with a context of that length. `gpu_layers`, `draft_gpu_layers`: layers that llama.cpp
     places on the GPU, -1 for all; "auto": as many of the target as its free memory holds, and the draft if it fits
-    beside them. `device`, `draft_device`: names of llama.cpp's devices for these layers, with commas
-    between them, or "none"; given alone, all layers go there. `kv_offload`: the KV cache of these layers is there too.
+    beside them. `device`, `draft_device`: names of llama.cpp's devices for these layers, separated
+    by commas, or "none"; without `gpu_layers`, all layers go there. `kv_offload`: the KV cache of these layers, too.
     `rpc`: "HOST:PORT[,HOST:PORT...]" of RPC servers (`edgespec rpc-server`) that hold the layers of a GGUF target, all
     of them unless `gpu_layers` is given; the draft stays on this machine. `provider`: ONNX Runtime's device.
     `cache_type_k`, `cache_type_v`: KV cache formats, `draft_cache_type_k`, `draft_cache_type_v` those of the draft
-    model. `memory`: budget for all that is loaded, as "6GiB", "80%" of what is free, "auto" for all of it, or bytes;
-    options that are not given are chosen smaller to keep it. None: what is free, and only the draft model gives way.
+    model. `memory`: budget for all that is loaded, as "6GiB", "80%" of the free memory, "auto" for all of it, or
+    bytes; options that are not given are reduced to stay within it. None: the free memory, and only the draft model is
+    reduced or left out.
 
     Texts to draft from. `corpus`: drafter suffix also searches the user's corpus. `recall`: drafter cache reads what it
     learnt in earlier runs. `learn`: this run's answers are added to that file. Both are off by default: a benchmark
@@ -173,7 +174,7 @@ class LoadOptions:
             if kind is not None:
                 one_of("cache type", kind, CACHE_TYPES)
         one_of("provider", self.provider, PROVIDERS)
-        at_least("threads", self.threads, 1, "leave it out for the cores that are free")
+        at_least("threads", self.threads, 1, "leave it out to use all free cores")
         if not 1 <= whole("parallel", self.parallel) <= MAX_PARALLEL:
             raise ConfigError(f"parallel must be from 1 to {MAX_PARALLEL}, got {shown(self.parallel)}")
         at_least("draft gpu-layers", self.draft_gpu_layers, -1)
@@ -183,7 +184,7 @@ class LoadOptions:
         if self.rpc is not None:
             parse_endpoints(self.rpc)
         at_least("exit-layer", self.exit_layer, 1)
-        at_least("ctx-size", self.context_length, 16, "leave it out for the model's own")
+        at_least("ctx-size", self.context_length, 16, "leave it out to use the model's own")
         at_least("draft ctx-size", self.draft_context_length, 16)
         check_draft_length(self.draft_length)
         check_draft_temperature(self.draft_temperature)
@@ -195,8 +196,8 @@ class LoadOptions:
             )
         if self.reproducible and self.gpu_layers == "auto":
             raise ConfigError(
-                "--reproducible does not work with -ngl auto, which goes by the memory that is free just now, and bits "
-                "depend on where layers are. Give their number: edgespec plan -ngl auto tells it"
+                "--reproducible does not work with -ngl auto, which depends on how much memory is free: results "
+                "depend on which layers are on the GPU. Give their number; edgespec plan -ngl auto prints it"
             )
 
     @property

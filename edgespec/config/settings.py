@@ -91,7 +91,7 @@ class Setting:
     def check(self, value: Any, source: str) -> Any:
         """`value` of a TOML file as the right Python value. Raises ConfigError naming `source`."""
         if type(value) not in _TOML_TYPES[self.kind]:  # exactly: to isinstance, a bool is an int
-            raise ConfigError(f"{source}: {value!r} has the wrong type; a value of kind '{self.kind}' is needed")
+            raise ConfigError(f"{source}: {value!r} has the wrong type; expected a value of kind '{self.kind}'")
         if self.kind == "texts":
             texts = (value,) if isinstance(value, str) else tuple(value)
             if not all(isinstance(text, str) for text in texts):
@@ -173,7 +173,7 @@ SETTINGS: tuple[Setting, ...] = (
         ("draft", "path", "-md --model-draft --draft-model", "Draft model, a GGUF or ONNX file"),
         ("medium", "path", "--medium", "Model between draft and target, for --drafter hierarchical"),
         ("exit_layer", "integer", "--exit-layer", "Draft with the first N layers of an ONNX target (early-exit)"),
-        ("heads", "path", "--heads", "File of heads for --drafter medusa or eagle"),
+        ("heads", "path", "--heads", "Heads file for --drafter medusa or eagle"),
         ("chat_template_file", "path", "--chat-template-file", "Jinja chat template to use instead of the model's"),
         ("context_length", "integer", "-c --ctx-size", "Context size in tokens"),
         ("draft_context_length", "integer", "-cd --ctx-size-draft", "Context size of the draft model"),
@@ -194,23 +194,23 @@ SETTINGS: tuple[Setting, ...] = (
         ("cache_type_v", "text", "-ctv --cache-type-v", "Type of cached values"),
         ("draft_cache_type_k", "text", "-ctkd --cache-type-k-draft", "Type of the draft model's cached keys"),
         ("draft_cache_type_v", "text", "-ctvd --cache-type-v-draft", "Type of the draft model's cached values"),
-        ("memory", "text", "--memory", "Memory budget: a size, a share of what is free, or auto"),
+        ("memory", "text", "--memory", "Memory budget: a size, a share of the free memory, or auto"),
     ),
     *_of(
         "Speculation",
         "load",
-        ("drafter", "text", "--drafter", "What drafts tokens; none: no speculation"),
+        ("drafter", "text", "--drafter", "How tokens are drafted; none: no speculation"),
         ("draft_length", "length", "--draft-length --num-draft-tokens --draft-max", "Draft tokens per step"),
         (
             "draft_temperature",
             "number",
             "--draft-temp --draft-temperature",
-            "Draft temperature as multiple of --temp",
+            "Draft temperature as a multiple of --temp",
         ),
         ("max_slowdown", "number", "--max-slowdown", "Caps the time that speculation can lose, as a share"),
         ("verify", "text", "--verify", "Rule that accepts or rejects draft tokens"),
         ("reproducible", "switch", "--reproducible", "Same text with and without speculation"),
-        ("corpus", "switch", "--corpus", "Draft from your texts (edgespec corpus add) too"),
+        ("corpus", "switch", "--corpus", "Also draft from your texts (edgespec corpus add)"),
         ("recall", "switch", "--recall", "Draft from the answers that --learn stored"),
         ("learn", "switch", "--learn", "Store answers on this disk and draft from them"),
     ),
@@ -235,12 +235,12 @@ SETTINGS: tuple[Setting, ...] = (
     *_of(
         "Answer",
         "generate",
-        ("max_tokens", "integer", "-n --max-tokens", "Most tokens of an answer"),
+        ("max_tokens", "integer", "-n --max-tokens", "Maximum number of tokens in an answer"),
         ("stop", "texts", "--stop", "Text that ends the answer; repeatable"),
         ("ignore_eos", "switch", "--ignore-eos", "Continue after end-of-text tokens"),
-        ("json_schema", "contents", "--json-schema", "Answer in JSON of this schema"),
-        ("grammar", "contents", "--grammar", "Answer in a language: a Lark or GBNF grammar"),
-        ("regex", "text", "--regex", "Answer with a text that this regular expression matches"),
+        ("json_schema", "contents", "--json-schema", "Answer with JSON that matches this schema"),
+        ("grammar", "contents", "--grammar", "Answer with text that follows this Lark or GBNF grammar"),
+        ("regex", "text", "--regex", "Answer with text that matches this regular expression"),
         ("free_until", "text", "--free-until", "Leave the answer free up to this text, such as </think>"),
     ),
     *_of(
@@ -248,7 +248,7 @@ SETTINGS: tuple[Setting, ...] = (
         "session",
         ("system", "text", "-s --system", "System prompt"),
         ("chat_template", "switch", "--chat-template", "Put the prompt into the chat template"),
-        ("thinking", "switch", "--thinking", "Let a model that can reason before it answers do so"),
+        ("thinking", "switch", "--thinking", "Let the model reason before it answers, if it can"),
     ),
     *_of(
         "Output",
@@ -257,7 +257,7 @@ SETTINGS: tuple[Setting, ...] = (
             "reasoning_format",
             "text",
             "--reasoning-format",
-            "Reasoning before an answer: told apart (auto, deepseek), or left in its text (none)",
+            "Reasoning before an answer: kept separate (auto, deepseek) or left in the text (none)",
         ),
         ("show_draft", "switch", "--show-draft", "Show accepted draft tokens in another colour"),
         ("stats", "switch", "--stats", "Show speed and acceptance after each answer"),

@@ -32,7 +32,7 @@ def parse_budget(given: object) -> MemoryBudget:
 
     G and GiB are 1024^3 bytes, GB is 1000^3. Raises ConfigError.
     """
-    allowed = "allowed: auto, a share of what is free such as 80%, or a size such as 6GiB, 6G or 512MB"
+    allowed = "allowed: auto, a share of the free memory such as 80%, or a size such as 6GiB, 6G or 512MB"
     if isinstance(given, int) and not isinstance(given, bool):
         if given < 1:
             raise ConfigError(f"memory must be at least 1 byte, got {shown(given)}; {allowed}")
@@ -41,14 +41,14 @@ def parse_budget(given: object) -> MemoryBudget:
         return MemoryBudget()
     found = _SIZE.fullmatch(given.strip()) if isinstance(given, str) else None
     if found is None:
-        raise ConfigError(f"memory {shown(given)} is no size; {allowed}")
+        raise ConfigError(f"memory {shown(given)} is not a size; {allowed}")
     number, unit = float(found[1]), found[2].lower()
     if unit == "%":
         if not 0 < number <= 100:
-            raise ConfigError(f"memory {shown(given)} is no share from 1% to 100%; {allowed}")
+            raise ConfigError(f"memory {shown(given)} is not a share from 1% to 100%; {allowed}")
         return MemoryBudget(share=number / 100)
     if unit not in _UNITS or number * _UNITS[unit] < 1:
-        raise ConfigError(f"memory {shown(given)} is no size; {allowed}")
+        raise ConfigError(f"memory {shown(given)} is not a size; {allowed}")
     return MemoryBudget(int(number * _UNITS[unit]))
 
 

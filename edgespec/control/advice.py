@@ -108,15 +108,15 @@ def _heat(found: Evidence) -> str:
     fewer = f"fewer threads make less heat: -t {max(found.threads // 2, 1)}"
     if found.throttled:
         return f"heat slowed the processor down {found.throttled} times in this answer; {fewer}"
-    return f"passes take {found.slowdown:.1f} times as long as before, though nothing else runs; {fewer}"
+    return f"passes take {found.slowdown:.1f} times as long as before, although nothing else runs; {fewer}"
 
 
 def _slow_draft(found: Evidence) -> str:
     if found.ceiling is None or found.draft_share is None or found.ceiling >= LEAST_CEILING:
         return ""
     return (
-        f"a token of the draft model takes {found.draft_share:.0%} of a pass of the target, which cannot pay; "
-        f"this ranks others: edgespec pair {found.model}"
+        f"a token of the draft model takes {found.draft_share:.0%} of a pass of the target, which cannot pay off; to "
+        f"rank others: edgespec pair {found.model}"
     )
 
 
@@ -134,7 +134,7 @@ def _poor_draft(found: Evidence) -> str:
     if found.model_drafted < LEAST_DRAFTED or found.model_accepted >= LEAST_ACCEPTED / 2 * found.model_drafted:
         return ""
     rate = found.model_accepted / found.model_drafted
-    return f"{rate:.0%} of the draft model's tokens were accepted, so that it only takes memory: --drafter ngram"
+    return f"{rate:.0%} of the draft model's tokens were accepted, so it only costs memory: --drafter ngram"
 
 
 def _engine(found: Evidence) -> str:

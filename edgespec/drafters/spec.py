@@ -108,7 +108,7 @@ def check_makeable(name: DrafterName, opened: Mapping[DrafterName, Drafter], pai
     if spec.make is not None and (not spec.needs or "model" in opened):
         return
     need = spec.needs[-1]
-    problem = f"drafter {name!r} needs {need.what} and {pair!r} was loaded without"
+    problem = f"drafter {name!r} needs {need.what}, but {pair!r} was loaded without"
     if need.must_be_asked:
         raise CapabilityError(f"{problem}: load it with --drafter {name}, or use --drafter auto")
     raise CapabilityError(f"{problem}: give {need.flags}, or use --drafter {FALLBACK}")

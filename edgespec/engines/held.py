@@ -88,8 +88,8 @@ class HeldFiles:
         for path, handle, before in self._files:
             if _seen(handle) != before:
                 raise EngineError(
-                    f"{path} was changed while the model was in use, and its weights are read from that file: load the "
-                    "model again (write new files under another name and rename them)"
+                    f"{path} was changed while the model was in use and reading weights from it: load the model again "
+                    "(write new files under another name and rename them)"
                 )
 
     def close(self) -> None:

@@ -79,7 +79,7 @@ class Child(Closing):
         if line is None:
             return (
                 f"{path} could not be tried: loading it took more than {self._timeout_s:.0f} s in a trial process. Try "
-                "again when the machine is less busy; if it takes as long then, download or export the file again"
+                "again when the machine is less busy; if it still takes that long, download or export the file again"
             )
         if not line:
             ending = f"ended a trial process (status {self._ended()})"

@@ -73,8 +73,9 @@ class ClassWatch:
         self.has_failed = True
         refute(sequence.engine)
         logger.warning(
-            "reproducible mode is off from here on: on this model a pass of %d rows gave other bits than one of %d, so "
-            "texts may differ with and without drafting. Later runs know this; use --no-reproducible, or other weights",
+            "reproducible mode is off from here on: on this model a pass of %d rows gave different bits from one "
+            "of %d, so texts may differ with and without drafting. Later runs remember this; use --no-reproducible, "
+            "or other weights",
             width,
             count,
         )

@@ -87,7 +87,7 @@ def fastest_facts(engine: Engine, key: str) -> EngineFacts:
     disk_cache.put("modes", key, {"mode": "fastest"})
     note = (
         "mode: fastest; texts with and without drafting may differ where two tokens are about equally likely "
-        "(--reproducible excludes that, often at a cost in speed)"
+        "(--reproducible prevents that, often at a cost in speed)"
     )
     return replace(engine.facts, notes=(*engine.facts.notes, note))
 

@@ -134,7 +134,7 @@ class _Check:
         _refuse(found.complaint(ABSURD), reference)
         figures = {"onnx": found.figures(), **figures}
         excess = found.complaint(limits_of(self.made.quant))
-        loss = f"the conversion is right, but {self.made.quant} loses more of this model than of most: {excess}"
+        loss = f"the conversion is correct, but {self.made.quant} loses more of this model than of most: {excess}"
         return Checked(reference.version, figures, loss if excess else "")
 
     def _opened(self, path: Path) -> Engine:

@@ -181,7 +181,7 @@ def _weight_names(where: str, names: Sequence[str]) -> list[str]:
     if pickled := _matching(names, PICKLED_FILES):
         raise ModelFileError(
             f"{where} has only pickled weights ({pickled[0]}), which can run code when they are read: save the model "
-            "with safe_serialization=True, or take a revision that has model.safetensors"
+            "with safe_serialization=True, or use a revision that has model.safetensors"
         )
     if ggufs := [name for name in names if name.endswith(".gguf")]:
         raise ModelFileError(

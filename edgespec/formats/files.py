@@ -25,7 +25,7 @@ MAX_TEXT_BYTES = 256 << 20  # of a file that is read whole; devices never end
 _PIECE_BYTES = 1 << 20
 TEMPORARY, REPLACED = ".tmp", ".replaced"
 AnyPath = str | os.PathLike[str]
-WRITE_FIX = "free some space, or give another place"
+WRITE_FIX = "free some space, or choose another place"
 FolderKind = Literal["config", "data", "state", "cache"]
 
 

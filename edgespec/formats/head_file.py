@@ -208,7 +208,7 @@ def read_head_file(path: Path) -> HeadFile:
         described = json.loads(arrays.pop(MANIFEST).tobytes())
     except _UNREADABLE as exc:
         # what numpy says of a file that is none is an advice to trust it
-        raise ModelFileError(f"{path} is no file of heads, or it is damaged: train the heads again") from exc
+        raise ModelFileError(f"{path} is not a heads file, or it is damaged: train the heads again") from exc
     manifest = _manifest(path, described)
     shapes = manifest.shapes()
     found = {name: _matrix(path, arrays, name, shape) for name, shape in shapes.items()}
@@ -233,7 +233,7 @@ def read_head_file(path: Path) -> HeadFile:
 
 def _manifest(path: Path, described: Any) -> HeadManifest:
     if not isinstance(described, dict) or described.pop("format", None) != FORMAT:
-        raise ModelFileError(f"{path} is of another format; this edgespec reads {FORMAT}: train the heads again")
+        raise ModelFileError(f"{path} has another format; this edgespec reads {FORMAT}: train the heads again")
     kinds = {entry.name: entry.type for entry in fields(HeadManifest)}
     try:
         manifest = HeadManifest(**described)
@@ -260,8 +260,8 @@ def _manifest(path: Path, described: Any) -> HeadManifest:
         raise ModelFileError(f"{path} holds heads of the kind {manifest.kind!r}; this edgespec runs medusa and eagle")
     if manifest.generation not in (1, 3) or (manifest.generation == 3 and (manifest.kind != "eagle" or not layers)):
         raise ModelFileError(
-            f"{path} holds {manifest.kind} heads of generation {manifest.generation} for layers {layers}: no such "
-            "heads are known; export or train them again"
+            f"{path} holds {manifest.kind} heads of generation {manifest.generation} for layers {layers}: such heads "
+            "are not known; export or train them again"
         )
     if manifest.kind == "eagle" and (0 in sizes or manifest.heads % manifest.kv_heads or manifest.head_dim % 2):
         raise ModelFileError(f"{path} gives its layer sizes that do not fit together: {sizes}; train the heads again")
@@ -278,7 +278,7 @@ def _matrix(path: Path, arrays: Mapping[str, NDArray[Any]], name: str, shape: tu
     if array.dtype == np.int8:
         found *= _matrix(path, arrays, name + SCALE, shape[:1])[:, None]
     if not np.isfinite(found).all():
-        raise ModelFileError(f"{path}: {name} holds values that are no numbers; train the heads again")
+        raise ModelFileError(f"{path}: {name} contains values that are not numbers; train the heads again")
     return found
 
 

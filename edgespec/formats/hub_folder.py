@@ -60,7 +60,8 @@ def eagle3_fix(path: Path) -> str | None:
     if not isinstance(config, dict) or "draft_vocab_size" not in config:
         return None
     return (
-        f"{shlex.quote(str(folder))} is an EAGLE-3 head as published. It is converted with its target's checkpoint, a "
-        f"Hugging Face folder or hub id: edgespec export TARGET --draft {shlex.quote(str(folder))} -o PAIR, then "
+        f"{shlex.quote(str(folder))} is an EAGLE-3 head as published. Convert it together with its target's "
+        f"checkpoint, a Hugging Face folder or hub id: edgespec export TARGET --draft {shlex.quote(str(folder))} -o "
+        "PAIR, then "
         "edgespec chat PAIR (--to onnx --quant w8a8 for ONNX Runtime)"
     )

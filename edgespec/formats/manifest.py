@@ -200,14 +200,14 @@ def check_file(file: ModelFile, *, hashed: bool = True, is_large_too: bool = Fal
         raise ModelFileError(f"{file.path} is missing: {fix}") from error
     if file.bytes is not None and size != file.bytes:
         raise ModelFileError(
-            f"{file.path} has {size} bytes, the manifest says {file.bytes}: it is truncated or replaced"
+            f"{file.path} has {size} bytes, the manifest says {file.bytes}: it was truncated or replaced"
         )
     if hashed and file.sha256 is not None and (is_large_too or size <= MAX_HASHED_BYTES):
         found = sha256_of(file.path)
         if found != file.sha256:
             raise ModelFileError(
                 f"{file.path} has SHA-256 {found[:12]}..., the manifest says {file.sha256[:12]}...: the file is "
-                "damaged or another one; restore it"
+                "damaged or was replaced; restore it"
             )
 
 
@@ -233,7 +233,8 @@ def read_pair(folder: Path, engine: str = "auto", *, check_hashes: bool = True) 
     files = {role: file for name in by_engine for role, file in by_engine[name].items()} | by_engine[chosen]
     manifest.only(f"{HEADS}.", tables[HEADS], HEAD_KINDS)
     heads = {kind: _read_file(manifest, f"{HEADS}.{kind}", entry) for kind, entry in tables[HEADS].items()}
-    fix = f"restore it, or edgespec rm {folder.name} removes its name" if manifest.is_elsewhere else RESTORE
+    unregister = f"restore the file, or unregister the model with: edgespec rm {folder.name}"
+    fix = unregister if manifest.is_elsewhere else RESTORE
     for file in (*files.values(), *heads.values()):
         for part in file.all_files:
             check_file(part, hashed=check_hashes, fix=fix)

@@ -65,7 +65,7 @@ class Generation(Closing):
 
     @property
     def request(self) -> Request:
-        """What was asked for, for a batch that runs it."""
+        """The checked request, for a batch that runs it."""
         return self._request
 
     @property
@@ -85,7 +85,7 @@ class Generation(Closing):
 
     @property
     def failure(self) -> Exception | None:
-        """What it failed with."""
+        """The exception that ended it; None if it did not fail."""
         return self._failure
 
     @property
@@ -220,7 +220,7 @@ class Generation(Closing):
         self._emitted.append(event)
 
     def ended(self, failure: Exception | None) -> None:
-        """The batch has come to its end."""
+        """The batch ended it, with `failure` if it failed."""
         self._is_over, self._failure = True, failure
 
     @property

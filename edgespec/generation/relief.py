@@ -35,6 +35,6 @@ class Relief:
             controller.drop(names)
         return_freed_memory()
         if names:
-            return f"{over}: draft model released ({', '.join(names)}), drafters without one go on"
+            return f"{over}: draft model released ({', '.join(names)}), drafters that need none stay on"
         self._watch.stop()
-        return f"{over}, and nothing is left to release: use a smaller --ctx-size"
+        return f"{over}, and there is nothing left to release: use a smaller --ctx-size"

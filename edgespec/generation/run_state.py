@@ -166,6 +166,6 @@ def check_prompt(prompt_ids: TokenIds, context_length: int) -> None:
         raise PromptError("the prompt is empty: give at least one token")
     if prompt_ids.size >= context_length:
         raise PromptError(
-            f"the prompt has {prompt_ids.size} tokens and the context holds {context_length}, answer included: "
+            f"the prompt has {prompt_ids.size} tokens but the context holds only {context_length}, answer included: "
             "shorten the prompt or give a larger --ctx-size"
         )

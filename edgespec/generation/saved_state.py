@@ -83,10 +83,11 @@ def _check_fits(path: Path, header: dict[str, Any], token_ids: TokenIds, sequenc
     facts = sequence.engine.facts
     if token_ids.size > facts.context_length:
         raise StateError(
-            f"the saved state {path} holds {token_ids.size} tokens and this context {facts.context_length}; {_AGAIN}"
+            f"the saved state {path} holds {token_ids.size} tokens, but this context only {facts.context_length}; "
+            f"{_AGAIN}"
         )
     if token_ids.size and not 0 <= token_ids.min() <= token_ids.max() < sequence.engine.vocabulary.size:
-        raise StateError(f"the saved state {path} holds tokens that this model does not know; {_AGAIN}")
+        raise StateError(f"the saved state {path} contains tokens that this model does not know; {_AGAIN}")
     # Passes of other widths round differently: in reproducible mode only a state of the same class has the right bits.
     if facts.pinned_class is not None and header.get("widths") != _widths(sequence):
         raise StateError(f"the saved state {path} was not made in this reproducible mode; {_AGAIN}")

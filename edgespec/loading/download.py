@@ -51,8 +51,8 @@ def check_disk(folder: Path, num_bytes: int, name: str) -> None:
     free = shutil.disk_usage(folder).free
     if num_bytes and num_bytes + SPARE_BYTES > free:
         raise StateError(
-            f"{name} needs {_size(num_bytes)} more on the disk of {folder}, and {_size(SPARE_BYTES)} that stay free; "
-            f"it has {_size(free)}: {_DISK_FIX}"
+            f"{name} needs {_size(num_bytes)} more on the disk of {folder}, plus {_size(SPARE_BYTES)} kept free; it "
+            f"has {_size(free)}: {_DISK_FIX}"
         )
 
 
@@ -78,8 +78,8 @@ def fetch(repo: str, url: str, path: Path, file: HubFile, on_bytes: OnBytes) -> 
             return described(path, file)
         part.unlink()
     raise DownloadError(
-        f"{file.path} of {repo} arrived with another checksum than the hub lists: run the same command again; if that "
-        "does not help, a proxy or mirror (HF_ENDPOINT) changes files"
+        f"{file.path} of {repo} does not match the checksum that the hub lists: run the same command again; if that "
+        "does not help, a proxy or mirror (HF_ENDPOINT) is changing files"
     )
 
 
@@ -137,18 +137,17 @@ class Patience:
             if is_last or wait_s > MOST_WAIT_S:
                 when = "later" if failure.wait_s is None else f"in {wait_s:.0f} s"
                 raise DownloadError(
-                    f"{self._what}: the hub has had too many requests from here (status 429): run the same command "
-                    f"again {when}, it goes on where it stopped; a token in HF_TOKEN allows more"
+                    f"{self._what}: the hub received too many requests from here (status 429): run the same command "
+                    f"again {when} to resume; a token in HF_TOKEN allows more"
                 ) from failure
         elif is_last:
             raise DownloadError(
-                f"{self._what} could not be fetched ({failure}): run the same command again, it goes on where it "
-                "stopped"
+                f"{self._what} could not be fetched ({failure}): run the same command again to resume"
             ) from failure
         else:
             wait_s = min(2.0 ** (self._failures - 1), 8.0)
             if self._failures == _SILENT_FAILURES:
-                logger.warning("%s cannot be fetched (%s): trying again for some seconds", self._what, failure)
+                logger.warning("%s cannot be fetched (%s): retrying for a few seconds", self._what, failure)
         sleep(wait_s)
 
 
@@ -184,7 +183,7 @@ def _append(repo: str, url: str, part: Path, have: int, name: str, file: HubFile
                 if have > file.bytes:
                     raise DownloadError(
                         f"{file.path} of {repo} is longer than the {file.bytes} bytes that the hub lists: run the same "
-                        "command again; if that does not help, a proxy or mirror (HF_ENDPOINT) changes files"
+                        "command again; if that does not help, a proxy or mirror (HF_ENDPOINT) is changing files"
                     )
                 with write_errors(part, fix=_DISK_FIX):
                     handle.write(chunk)

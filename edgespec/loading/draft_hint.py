@@ -51,7 +51,8 @@ def draft_hint(pair: ModelPair) -> str | None:
     except (OSError, ModelFileError):
         return None
     if neighbour is not None:
-        return f"{pair.name} has no draft model; {neighbour.name} beside it fits: -md {shlex.quote(str(neighbour))}"
+        flag = f"-md {shlex.quote(str(neighbour))}"
+        return f"{pair.name} has no draft model; {neighbour.name} in the same folder fits: {flag}"
     family = _family(header, num_bytes)
     if family is None:
         return None

@@ -22,13 +22,13 @@ def draft_cache(target: Engine, draft: Engine, name: str) -> tuple[CachedSequenc
         return CachedSequence(draft), ""
     mapping = map_vocabulary(target.vocabulary, draft)
     in_text = mapping.share_of(target.vocabulary.encode(" ".join(prompt.text for prompt in PROMPTS)))
-    overlap = f"{name} has {mapping.share:.1%} of the target's tokens and {in_text:.1%} of those in a text"
+    overlap = f"{name} has {mapping.share:.1%} of the target's tokens, and {in_text:.1%} of those in ordinary text"
     if in_text < LEAST_OVERLAP:
         raise VocabularyMismatch(
             f"{why}. {overlap}; at least {LEAST_OVERLAP:.0%} of the latter are needed. Use a draft of the same model "
             "family, or --drafter ngram, which needs none"
         )
-    return MappedSequence(draft, mapping), f"{why}. {overlap}, and proposes no others"
+    return MappedSequence(draft, mapping), f"{why}. {overlap}; it proposes no others"
 
 
 def difference(target: Vocabulary, draft: Vocabulary) -> str:

@@ -38,7 +38,7 @@ def read_heads(options: LoadOptions, pair: ModelPair, *, is_cut: bool) -> dict[P
     if options.drafter in HEAD_KINDS and options.drafter not in {each.manifest.kind for each in found.values()}:
         has = f"{paths[0].name} holds {found[paths[0]].manifest.kind} heads" if paths else f"{pair.name!r} has none"
         raise CapabilityError(
-            f"drafter {options.drafter!r} needs a file of such heads and {has}: give --heads FILE (heads=...), made by "
+            f"drafter {options.drafter!r} needs a heads file, and {has}: give --heads FILE (heads=...), made by "
             f"edgespec train-heads --kind {options.drafter}"
         )
     return found

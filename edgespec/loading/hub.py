@@ -69,7 +69,9 @@ def endpoint() -> str:
     """The hub's address without a slash at its end. Raises ConfigError for an HF_ENDPOINT that is no address."""
     found = (os.environ.get("HF_ENDPOINT") or str(library().constants.ENDPOINT)).strip().rstrip("/")
     if not _ADDRESS.match(found):
-        raise ConfigError(f"HF_ENDPOINT is {found[:80]!r}, which is no address: write http:// or https:// and a host")
+        raise ConfigError(
+            f"HF_ENDPOINT is {found[:80]!r}, which is not an address: write http:// or https:// and a host"
+        )
     return found
 
 
@@ -135,7 +137,7 @@ def hub_errors(repo: str, revision: str = "") -> Iterator[None]:
     except hub.errors.RevisionNotFoundError as error:
         raise ModelNotFound(f"{repo} at {at} has no revision {revision!r}: see its branches on the hub") from error
     except hub.errors.EntryNotFoundError as error:
-        raise ModelNotFound(f"{repo} at {at} has lost a file that it listed: run the same command again") from error
+        raise ModelNotFound(f"{repo} at {at} no longer has a file it listed: run the same command again") from error
     except hub.errors.OfflineModeIsEnabled as error:
         raise DownloadError(
             f"{repo} is not on this machine and HF_HUB_OFFLINE forbids downloads: unset it, or give a local file"
@@ -145,11 +147,11 @@ def hub_errors(repo: str, revision: str = "") -> Iterator[None]:
     except _transport_errors(hub) as error:
         raise ConnectionError(f"{at}: {reason_of(error)}") from error
     except hub.errors.HFValidationError as error:
-        raise ModelNotFound(f"{repo!r} cannot be a repository ({reason_of(error)}): give ORG/NAME") from error
+        raise ModelNotFound(f"{repo!r} is not a valid repository name ({reason_of(error)}): give ORG/NAME") from error
     except (ValueError, KeyError, TypeError) as error:
         raise DownloadError(
-            f"{at} does not answer as a model hub does ({reason_of(error)}): check HF_ENDPOINT, and whether this "
-            "network wants a login"
+            f"{at} does not respond like a model hub ({reason_of(error)}): check HF_ENDPOINT, and whether this "
+            "network requires a login"
         ) from error
 
 

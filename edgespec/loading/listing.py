@@ -44,7 +44,7 @@ def list_here() -> Iterator[Listed]:
             path.stat().st_size for path in folder.rglob("*") if path.suffix in (PART, ".gguf", ".data", ".onnx")
         )
         if name not in found and size:
-            yield Listed(name, "unfinished", size, False, None, "", f"edgespec pull {name} goes on")
+            yield Listed(name, "unfinished", size, False, None, "", f"edgespec pull {name} resumes it")
 
 
 def list_known(here: set[str]) -> Iterator[Listed]:

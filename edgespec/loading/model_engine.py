@@ -145,7 +145,7 @@ def _onnx_cache_type(options: LoadOptions, types: tuple[CacheType | None, CacheT
     given = {"-ngl": options.gpu_layers, "--device": options.device, "--rpc": options.rpc}
     for flag, value in given.items():
         if value:
-            raise ConfigError(f"{flag} {value} is for llama.cpp; the device of an ONNX model is --provider")
+            raise ConfigError(f"{flag} {value} is for llama.cpp; the device of an ONNX model is set with --provider")
     if types[0] != types[1]:
-        raise ConfigError("keys and values of an ONNX model have one type: give -ctk and -ctv alike, f32 or int8")
+        raise ConfigError("an ONNX model caches keys and values in one type: give -ctk and -ctv the same, f32 or int8")
     return types[0] or "f32"

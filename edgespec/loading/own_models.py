@@ -127,14 +127,16 @@ def remove(name: str) -> int:
     """
     if not is_folder(models_folder() / check_name(name)):
         if name in registered_folders():
-            raise ConfigError(f"{name} is part of edgespec ({registered_folders()[name]}): it cannot be removed alone")
+            raise ConfigError(
+                f"{name} is part of edgespec ({registered_folders()[name]}) and cannot be removed by itself"
+            )
         known = ", ".join(sorted(own_folders())) or "none"
-        raise ModelNotFound(f"{models_folder()} holds no {shown(name)}: it holds {known}")
+        raise ModelNotFound(f"{models_folder()} has no model {shown(name)}: it has {known}")
     with one_writer(name) as folder:
         if not _is_ours(folder):
             raise ConfigError(f"{folder} was neither pulled nor added: delete the folder by hand if it is not needed")
         freed = 0 if _is_elsewhere(folder) else folder_bytes(folder)
-        with write_errors(folder, fix="close what uses it, or delete the folder by hand"):
+        with write_errors(folder, fix="close the program that uses it, or delete the folder by hand"):
             (folder / MANIFEST).unlink(missing_ok=True)  # first: what is half removed must not load
             shutil.rmtree(folder)
     return freed

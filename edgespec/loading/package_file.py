@@ -44,7 +44,7 @@ def package_file(entry: Entry, path: Path, file: HubFile, on_bytes: OnBytes) -> 
         made = download.take(Path(folder, file.path), path, file)
     if made is None:
         raise DownloadError(
-            f"{entry.source} holds another {file.path} than edgespec knows: update edgespec, or report it"
+            f"{file.path} in {entry.source} is not the file that edgespec expects: update edgespec, or report it"
         )
     on_bytes(path.name, file.bytes, file.bytes)
     return made

@@ -86,7 +86,7 @@ def pull(
     with one_writer(chosen, lambda: on_note(f"another edgespec process is getting {chosen}: waiting for it")) as folder:
         if is_file(folder / MANIFEST) and not draft:
             _check_same(folder, reference)
-            on_note(f"{chosen} is on this machine already; edgespec rm {chosen} removes it")
+            on_note(f"{chosen} is already on this machine; edgespec rm {chosen} removes it")
             return read_pair(folder)
         plan = make_plan(reference, chosen, draft=draft, wants_draft=wants_draft)
         for note in plan.notes:
@@ -101,12 +101,12 @@ def _parsed(text: str) -> Reference:
     except ModelNotFound as exc:
         if exists(expanded(text)):
             raise ConfigError(
-                f"{text} is a file or folder of this machine: edgespec chat {text} runs it where it is, edgespec add "
+                f"{text} is a file or folder on this machine: edgespec chat {text} runs it in place, edgespec add "
                 f"{text} gives it a name"
             ) from exc
         if text not in registered_folders():
             raise
-        raise ConfigError(f"{text} is on this machine already, and came from no hub: edgespec chat {text}") from exc
+        raise ConfigError(f"{text} is already on this machine; run it with: edgespec chat {text}") from exc
 
 
 def make_plan(reference: Reference, name: str, *, draft: str = "", wants_draft: bool = True) -> PullPlan:
@@ -132,7 +132,7 @@ def _parts_of(reference: Reference, role: str) -> tuple[Part, Part | None, list[
         draft = entries().get(entry.draft)
         also = f" --draft {draft.convert}" if draft is not None else ""
         raise CapabilityError(
-            f"{entry.name} has no GGUF or ONNX files to fetch, its weights are converted: edgespec export "
+            f"{entry.name} has no GGUF or ONNX files to fetch; convert its weights with: edgespec export "
             f"{entry.convert}{also} -o {entry.name}"
         )
     if entry is not None and entry.package:
@@ -147,14 +147,14 @@ def _parts_of(reference: Reference, role: str) -> tuple[Part, Part | None, list[
     choice = choose(repo.repo, repo.files, reference.wanted or (entry.quant if entry else ""))
     notes = []
     if choice.others and not reference.wanted and entry is None:
-        notes.append(f"{repo.repo}: {choice.target.quant} is taken; it also has {', '.join(choice.others)}")
+        notes.append(f"{repo.repo}: {choice.target.quant} was chosen; it also has {', '.join(choice.others)}")
     target = Part(role, choice.target.files, repo, entry)
     return target, None if choice.draft is None else Part("draft", choice.draft.files, repo), notes
 
 
 def _why_not_fetched(head: HeadSource) -> str:
     if head.command:
-        return f"{head.repo} is an {head.kind} head, which is converted for its target: {head.command}"
+        return f"{head.repo} is an {head.kind} head, which must be converted for its target: {head.command}"
     name = next(each.name for each in entries().values() if head in each.heads)
     return f"{head.repo} is a {head.kind} head, which edgespec does not run: see edgespec show {name}"
 
@@ -222,7 +222,7 @@ def _places(part: Part, folder: Path) -> list[Path]:
     names = [file.path.rpartition("/")[2] for file in part.files]
     for name in names:
         if name in ("", ".", "..") or name.startswith(".") or not name.isprintable() or set(name) & set("\\:"):
-            raise ModelFileError(f"{part.source}: {name!r} is no plain file name, so it is not fetched")
+            raise ModelFileError(f"{part.source}: {name!r} is not a plain file name, so it is not fetched")
     return [inside / name for name in names]
 
 

@@ -56,7 +56,7 @@ def parse(text: str) -> Reference:
     near = difflib.get_close_matches(base.lower(), entries(), 3)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise ModelNotFound(
-        f"{shown(text)} is no known model: {hint}edgespec ls --all lists them; or give a hub repository such as "
+        f"{shown(text)} is not a known model: {hint}edgespec ls --all lists them; or give a hub repository such as "
         "Qwen/Qwen3-8B-GGUF:Q4_K_M"
     )
 
@@ -70,7 +70,7 @@ def without_hub(text: str) -> str:
 def check_name(name: str) -> str:
     """`name`, if a folder may be called so. Raises ModelNotFound."""
     if not _NAME.fullmatch(name):
-        raise ModelNotFound(f"{shown(name)} cannot be a name: use letters, digits, '.', '_' and '-'")
+        raise ModelNotFound(f"{shown(name)} is not a valid name: use letters, digits, '.', '_' and '-'")
     return name
 
 
@@ -82,7 +82,9 @@ def _from_address(text: str) -> Reference:
     parts = [unquote(part) for part in url.path.strip("/").split("/")]
     repo = "/".join(parts[:2])
     if not REPO.fullmatch(repo):
-        raise ModelNotFound(f"{text} names no repository: give one as in https://huggingface.co/Qwen/Qwen3-8B-GGUF")
+        raise ModelNotFound(
+            f"{text} does not name a repository: give one, as in https://huggingface.co/Qwen/Qwen3-8B-GGUF"
+        )
     is_file = len(parts) > 4 and parts[2] in ("blob", "resolve", "raw")
     revision = parts[3] if len(parts) > 3 and parts[2] in ("blob", "resolve", "raw", "tree") else ""
     return Reference(text, None, repo, "/".join(parts[4:]) if is_file else "", "" if revision == "main" else revision)

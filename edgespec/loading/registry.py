@@ -199,10 +199,12 @@ def _local_pair(text: str, engine: str, *, check_hashes: bool) -> ModelPair:
     if path.suffix not in SUFFIXES:
         if _begins_as_gguf(path):
             raise ModelFileError(
-                f"{text} is a GGUF file whose name does not end in .gguf, as Ollama keeps them: give it another name, "
-                f"such as ln -s {shlex.quote(str(path))} model.gguf"
+                f"{text} is a GGUF file whose name does not end in .gguf, as Ollama keeps them: link it under a name "
+                f"that does: ln -s {shlex.quote(str(path))} model.gguf"
             )
-        raise ModelFileError(f"{text} is no .gguf or .onnx file; convert a Hugging Face folder first: edgespec export")
+        raise ModelFileError(
+            f"{text} is not a .gguf or .onnx file; convert a Hugging Face folder first: edgespec export"
+        )
     file = ModelFile(path)
     if engine not in ("auto", file.engine):
         raise CapabilityError(f"{text} is a {path.suffix} file, which {engine!r} cannot run: use --engine auto")

@@ -131,7 +131,7 @@ def _is_named(need: Need, options: LoadOptions) -> bool:
 def _no_exit(pair: ModelPair) -> str:
     hint = "--exit-layer N, or " if pair.files["target"].engine == "onnx" else ""
     return (
-        f"drafter 'early-exit' needs to know where {pair.name!r} ends early: give {hint}a pair made with edgespec "
+        f"drafter 'early-exit' needs to know where {pair.name!r} exits early: give {hint}a pair made with edgespec "
         "export --derive early-exit:LAYERS"
     )
 
@@ -155,8 +155,8 @@ def _check_engine(wanted: tuple[DrafterName, ...], pair: ModelPair) -> None:
         spec = SPECS[name]
         if engine not in spec.engines:
             raise CapabilityError(
-                f"{pair.files[spec.roles[-1]].path.name} is {spec.needs[-1].what}, which runs with a target on "
-                f"{' or '.join(spec.engines)} and this one runs on {engine}: use --engine {spec.engines[0]}, or "
+                f"{pair.files[spec.roles[-1]].path.name} is {spec.needs[-1].what}, which needs a target on "
+                f"{' or '.join(spec.engines)}, and this one runs on {engine}: use --engine {spec.engines[0]}, or "
                 "another drafter"
             )
 
@@ -214,8 +214,8 @@ def head_paths(options: LoadOptions, pair: ModelPair, *, is_cut: bool) -> list[P
     if options.heads is not None and options.drafter != "none":
         if is_cut:
             raise CapabilityError(
-                "heads read the target's last hidden states, and one that ONNX Runtime runs with an early exit gives "
-                "none: leave out --heads (heads=...) or --exit-layer (exit_layer=...), or name a --drafter"
+                "heads read the target's last hidden states, which ONNX Runtime does not give with an early exit: "
+                "leave out --heads (heads=...) or --exit-layer (exit_layer=...), or name a --drafter"
             )
         paths = [expanded(options.heads)]
     return paths

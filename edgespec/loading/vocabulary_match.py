@@ -55,13 +55,13 @@ def _compare(ours: Vocabulary, theirs: Vocabulary) -> Comparison:
     text = ours.encode(" ".join(prompt.text for prompt in PROMPTS))
     share = VocabularyMap(ours, theirs).share_of(text)
     why_not = "too different" if share < LEAST_OVERLAP else ""
-    return Comparison(f"{differs}; {share:.0%} of a text's tokens can be drafted", why_not=why_not)
+    return Comparison(f"{differs}; {share:.0%} of the tokens of ordinary text can be drafted", why_not=why_not)
 
 
 def _compare_head(target: ModelFile, head: ModelFile) -> Comparison:
     """Raises CapabilityError for a head of another target."""
     if target.engine != "llamacpp":
-        raise CapabilityError(f"{head.path.name} is an EAGLE-3 head, which runs with a GGUF target")
+        raise CapabilityError(f"{head.path.name} is an EAGLE-3 head, which needs a GGUF target")
     header = read_header(target.path)
     sizes = [header.metadata.get(f"{header.architecture}.{key}") for key in ("embedding_length", "block_count")]
     width, layers = (size if isinstance(size, int) else 0 for size in sizes)

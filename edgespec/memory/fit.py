@@ -81,7 +81,7 @@ class Fitted:
     @property
     def other(self) -> str:
         """Which file beside the target would not page; empty where there is none."""
-        return f"; {self.faster_file.name} beside it would fit" if self.faster_file else ""
+        return f"; {self.faster_file.name} in the same folder would fit" if self.faster_file else ""
 
     @property
     def _limit(self) -> str:
@@ -169,7 +169,7 @@ def _rows(whole: Fitted) -> list[tuple[str, Choices]]:
     draft = next((model for model in plan.models if model.role == "draft"), None)
     drafts: Choices = (None,)
     if len(plan.models) > 1 and options.drafter not in SPECS:
-        none = GivenUp("draft", "no draft model (drafters without one go on)", "--drafter ngram")
+        none = GivenUp("draft", "no draft model (drafters that need none stay on)", "--drafter ngram")
         drafts = (None, *map(_draft, smaller_drafts(whole.pair)), none)
     draft_contexts: Choices = (None,)
     if draft is not None and options.draft_context_length is None:
@@ -225,7 +225,7 @@ def _refusal(whole: Fitted, rows: Sequence[tuple[str, Choices]], room: Room) -> 
     """What is needed and left, and the smallest that would fit."""
     verdict = whole.verdict
     needs = (
-        f"{whole.pair.name} needs about {as_size(verdict.needed_bytes)} more memory, {as_size(verdict.free_bytes)} are "
+        f"{whole.pair.name} needs about {as_size(verdict.needed_bytes)} more memory, {as_size(verdict.free_bytes)} is "
         f"left under {verdict.name}"
     )
     remedy = "or free memory"
@@ -241,11 +241,11 @@ def _refusal(whole: Fitted, rows: Sequence[tuple[str, Choices]], room: Room) -> 
         return f"{needs}. Use a smaller --ctx-size or model, {remedy}"
     if smallest.verdict.fit == "refused":
         file = _other_file(smallest, room, ("fits", "pages"))
-        other = "use a smaller model" if file is None else f"use {file.name} beside it with the same options"
-        return f"{needs}. The smallest it can be ({flags}) needs {size}: {other}, {remedy}"
+        other = "use a smaller model" if file is None else f"use {file.name} from the same folder with the same options"
+        return f"{needs}. The smallest possible setup ({flags}) needs {size}: {other}, {remedy}"
     found = _best(whole, rows, room, ("fits",)) or _best(whole, rows, room, ("fits", "pages")) or smallest
     flags = " ".join(each.flags for each in found.given_up)
-    return f"{needs}. This would fit: {flags}, which --memory auto chooses"
+    return f"{needs}. This would fit: {flags} (--memory auto chooses it)"
 
 
 def _other_file(whole: Fitted, room: Room, wanted: tuple[Fit, ...]) -> Path | None:

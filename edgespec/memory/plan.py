@@ -130,8 +130,8 @@ class Plan:
         if self.other_devices:
             names = " or ".join(self.other_devices)
             return (
-                f"planned for the processor: ONNX Runtime may choose {names}, and what it takes is not known on that "
-                "device. --provider cpu stays on the processor"
+                f"planned for the processor: ONNX Runtime may choose {names}, where the memory it takes is not known. "
+                "--provider cpu stays on the processor"
             )
         if not self.device_bytes:
             return ""
@@ -139,8 +139,8 @@ class Plan:
         if self.device is None:  # of llama.cpp, which tells how much memory its devices have
             return f"on the GPU: about {size}"
         return (
-            f"on {self.device}: about {size}, compared with nothing: how much memory it has, and whether that is part "
-            "of this machine's, is not known"
+            f"on {self.device}: about {size}, not checked: how much memory it has, and whether it shares this "
+            "machine's, is not known"
         )
 
     @property

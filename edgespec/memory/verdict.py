@@ -29,9 +29,9 @@ class Verdict:
             more = "" if self.name == BUDGET else " more"  # Python and the libraries are in memory already
             return f"fits: {needed}{more} of {free}, {self.name}"
         if self.fit == "pages":
-            when = " once the machine has no more" if self.name == BUDGET else ""
+            when = " once the machine runs out of free memory" if self.name == BUDGET else ""
             return f"will page (slow){when}: {needed} with the weights in their files, {free} of {self.name}"
-        return f"refused: needs {needed}, {free} are left under {self.name}"
+        return f"refused: needs {needed}, {free} is left under {self.name}"
 
 
 @dataclass(frozen=True, slots=True)

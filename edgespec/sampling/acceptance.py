@@ -88,7 +88,7 @@ def block(draft: Draft, target_at: TargetAt, choices: Choices, position: int) ->
     """
     if not draft.is_chain:
         raise CapabilityError(
-            "--verify block needs one chain and was given a tree; use --verify coupled or rejection, or a drafter "
+            "--verify block needs a chain but was given a tree; use --verify coupled or rejection, or a drafter "
             "that drafts chains"
         )
     reach: Any = 1

@@ -181,7 +181,7 @@ def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
     require_model(loaded, fields)
     template = loaded.model.target.vocabulary.chat_template
     if template is None:
-        raise bad_request("this model has no chat template, as base models have none: use /v1/completions", "messages")
+        raise bad_request("this model has no chat template, as usual for base models: use /v1/completions", "messages")
     is_stream = fields.flag("stream")
     stream_options = fields.fields("stream_options")
     includes_usage = read_stream_options(stream_options, is_stream=is_stream)
@@ -275,7 +275,7 @@ def _as_system(message: Any) -> Any:
 
 def _refuse_unsupported(fields: Fields) -> None:
     fields.ignore(*WITHOUT_EFFECT)
-    fields.refuse("modalities", "this server answers in text", (["text"],))
+    fields.refuse("modalities", "this server answers with text only", (["text"],))
     for name in ("audio", "prediction", "web_search_options", "moderation", "verbosity"):
         fields.refuse(name, "this server has no such feature")
     for name in ("functions", "function_call"):
@@ -291,7 +291,7 @@ def _read_tools(fields: Fields, loaded: Loaded) -> tuple[Tools, object]:
         raise fields.wrong("tool_choice", "must be none, auto, required or an object that names a function", choice)
     if not tools:
         if choice not in (None, "none", "auto"):
-            raise bad_request("tool_choice forces a call, and no tools are given", "tool_choice")
+            raise bad_request("tool_choice forces a call, but no tools are given", "tool_choice")
         return Tools(), choice
     for index, tool in enumerate(tools):
         _check_tool(tool, f"tools.{index}")
@@ -300,7 +300,8 @@ def _read_tools(fields: Fields, loaded: Loaded) -> tuple[Tools, object]:
     parser = tool_parser(loaded.model.target.vocabulary.chat_template)
     if parser is None:
         raise bad_request(
-            "the chat template of this model takes no tools, or its calls have a format that is not known here",
+            "the chat template of this model does not support tools, or its calls have a format that is not supported "
+            "here",
             "tools",
             "unsupported_parameter",
         )

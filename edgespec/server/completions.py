@@ -124,7 +124,7 @@ def read_completion(loaded: Loaded, fields: Fields) -> CompletionExchange:
     count = read_choices(fields, loaded.limits)
     fields.ignore(*WITHOUT_EFFECT)
     fields.refuse("echo", "the answer holds new text only", (False,))
-    fields.refuse("suffix", "models here continue text and fill no gaps", ("",))
+    fields.refuse("suffix", "models here continue text; filling gaps is not supported", ("",))
     fields.refuse("best_of", "use n", (count,))
     prompts = _read_prompts(fields, loaded)
     fields.finish()

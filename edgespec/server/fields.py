@@ -29,7 +29,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise bad_request(f"the body is not valid JSON: {name} is no JSON number", code="invalid_json")
+    raise bad_request(f"the body is not valid JSON: {name} is not a JSON number", code="invalid_json")
 
 
 def _too_deep() -> HttpError:
@@ -57,7 +57,7 @@ def _check_text(text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise bad_request("the body has half of a UTF-16 surrogate pair: send whole characters") from None
+        raise bad_request("the body has an unpaired UTF-16 surrogate: send whole characters") from None
 
 
 class Fields:

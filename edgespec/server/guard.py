@@ -72,11 +72,11 @@ class Guard:
     def _check(self, path: str, headers: Headers) -> None:
         host = _host_name(headers.get("host", ""))
         if self._hosts and host not in self._hosts:
-            raise HttpError(403, "the Host header names another machine than this one", code="wrong_host")
+            raise HttpError(403, "the Host header names a different machine", code="wrong_host")
         origin = headers.get("origin")
         is_foreign = origin is not None and urlsplit(origin).netloc != headers.get("host")
         if is_foreign and not {origin, "*"} & self._origins:
-            raise HttpError(403, "requests of web pages are refused; --cors-origin allows a page", code="wrong_origin")
+            raise HttpError(403, "requests from web pages are refused; --cors-origin allows one", code="wrong_origin")
         if path not in self._open_paths:
             self._check_key(headers)
 

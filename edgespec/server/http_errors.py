@@ -96,7 +96,7 @@ def as_http_error(error: Exception) -> HttpError:
         return HttpError(503, "the model is not loaded: try again later", code="unavailable")
     if isinstance(error, Unreachable):
         logger.warning("%s", error)
-        return HttpError(503, "a machine that the model runs on does not answer: try again later", code="unavailable")
+        return HttpError(503, "a machine that the model runs on does not respond: try again later", code="unavailable")
     if isinstance(error, TimeoutError):
         return HttpError(504, "the answer took longer than the server allows (--timeout)", code="timeout")
     last = traceback.extract_tb(error.__traceback__)[-1:]

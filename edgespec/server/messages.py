@@ -139,7 +139,7 @@ def _call_events(piece: Piece, first_index: int) -> list[bytes]:
 def read_messages(loaded: Loaded, fields: Fields) -> MessagesExchange:
     """Check a request and render its prompt. Blocks while it encodes. Raises HttpError and EdgespecError."""
     if fields.given("max_tokens") is None:
-        raise bad_request("max_tokens is missing: give the most tokens of the answer", "max_tokens")
+        raise bad_request("max_tokens is missing: give the maximum number of tokens of the answer", "max_tokens")
     given = {name: fields.given(name) for name in (*_SAME, "max_tokens")}
     given |= {"stop": fields.listed("stop_sequences", loaded.limits.max_stops)}
     fields.ignore("metadata", "service_tier")

@@ -81,7 +81,7 @@ _CHAT = _object(
         "parallel_tool_calls": _FLAG,
         "reasoning_effort": {
             "type": ["string", "null"],
-            "description": "none: a model that can reason answers at once",
+            "description": "none: a model that can reason answers without reasoning",
         },
         "reasoning_format": {"enum": [*REASONING_FORMATS, None], "description": "none: reasoning stays in the text"},
         "chat_template_kwargs": {"type": ["object", "null"], "description": "Passed to the chat template"},

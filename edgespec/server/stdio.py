@@ -123,10 +123,10 @@ class _Sidecar:
             raise bad_request("id is missing: give a string", "id")
         elif op == "cancel":
             if request_id not in self._tasks:
-                raise bad_request("no request with this id runs", "id", "unknown_id")
+                raise bad_request("no request with this id is running", "id", "unknown_id")
             self._tasks[request_id].cancel()
         elif request_id in self._tasks:
-            raise bad_request("a request with this id runs already", "id", "duplicate_id")
+            raise bad_request("a request with this id is already running", "id", "duplicate_id")
         else:
             task = asyncio.ensure_future(self._answer(request_id, fields, _READERS[op]))
             self._tasks[request_id] = task
@@ -143,7 +143,7 @@ class _Sidecar:
             loaded = self._service.require()
             exchange = await loaded.scheduler.prepare(read, loaded, fields)
             if len(exchange.jobs) > 1 or exchange.is_stream:
-                raise bad_request("one answer per request here, which always comes in parts: leave out n and stream")
+                raise bad_request("each request gets one answer, which is always streamed: leave out n and stream")
             (ticket,) = await loaded.scheduler.submit(exchange.jobs)
             answer = exchange.answer(ticket)
             try:

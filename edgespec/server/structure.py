@@ -95,7 +95,7 @@ def structured_behind(loaded: Loaded, options: GenerateOptions, marks: Marks) ->
     vocabulary = loaded.model.target.vocabulary
     if any(not vocabulary.piece(token_id) for token_id in vocabulary.encode(marks.closing, parse_special=True)):
         raise bad_request(
-            f"{name}: this model reasons first and ends that with a token without text: switch reasoning off", name
+            f"{name}: this model reasons first and ends that with a token without text: turn reasoning off", name
         )
     return structured(loaded, options, {"free_until": marks.closing}, name)
 
@@ -119,7 +119,7 @@ def forced_calls(
         return options
     if not is_free and _structure_of(options) is not None:
         raise bad_request(
-            f"tool_choice forces a call, and {_structure_of(options)} another answer: keep one", "tool_choice"
+            f"tool_choice forces a call, but {_structure_of(options)} asks for another answer: keep one", "tool_choice"
         )
     chosen = list(tools) if is_free or choice == "required" else [_named(choice, tools)]
     for tool in chosen:

@@ -95,9 +95,9 @@ def handover(
     `resolve`.
     """
     if engine not in HELP:
-        raise ConfigError(f"{engine!r} is not a server that edgespec writes commands for: use {', '.join(HELP)}")
+        raise ConfigError(f"{engine!r} is not a server that edgespec can write commands for: use {', '.join(HELP)}")
     if length is not None and not 1 <= length <= 64:
-        raise ConfigError(f"a draft length of {length} was given, 1..64 is allowed")
+        raise ConfigError(f"a draft length of {length} was given; 1..64 is allowed")
     found, is_measured = _measured(model, draft)
     length = length or found.get("draft_length") or USUAL_LENGTH
     kind = "ngram" if found.get("drafter") in LOOKUPS else "eagle3" if heads else "model"
@@ -117,7 +117,7 @@ def handover(
         kind = "ngram"
     made = Handover(engine, target, kind, small if kind != "ngram" else "", int(length), is_measured)
     if engine == "sglang" and made.vocabularies_differ:
-        note = f"SGLang refuses {small} as a draft, whose vocab_size differs: its own n-gram lookup drafts"
+        note = f"SGLang refuses {small} as a draft, because its vocab_size differs: SGLang's n-gram lookup is used"
         return replace(made, kind="ngram", draft="", note=note)
     return made
 
@@ -145,7 +145,7 @@ def _local(
     for file in filter(None, (target, small)):
         if file.engine != "llamacpp":
             raise ConfigError(
-                f"llama-server reads GGUF files, {file.path} is {file.engine}: give the GGUF it was made of"
+                f"llama-server reads GGUF files, {file.path} is {file.engine}: give the GGUF that it was made from"
             )
     return str(target.path), str(small.path) if small else ""
 
@@ -157,7 +157,7 @@ def _origin(file: ModelFile, flag: str) -> str:
         url = urlsplit(str(metadata.get(key, "")))
         if url.netloc == "huggingface.co" and url.path.count("/") == 2:
             return url.path.strip("/")
-    raise ConfigError(f"{file.path.name} does not say which weights it was made of: give {flag} with their hub id")
+    raise ConfigError(f"{file.path.name} does not say which weights it was made from: give {flag} with their hub id")
 
 
 def _vllm(given: Handover) -> list[str]:

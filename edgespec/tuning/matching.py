@@ -85,7 +85,7 @@ def find_aim(text: str) -> Aim:
         return Aim(pair.name, _bytes_of(made), made, entry, pair.draft)
     entry = entries()[text.lower()]
     if entry.draft_only:
-        raise ConfigError(f"{entry.name} is of use as a draft only: give the target that it is for")
+        raise ConfigError(f"{entry.name} is only useful as a draft: give the target that it is for")
     return Aim(entry.name, entry.guessed_bytes(), None, entry)
 
 
@@ -145,7 +145,7 @@ def _to_pull(aim: Aim) -> Iterator[Candidate]:
         is_smaller = entry.guessed_bytes() <= MOST_SHARE * aim.bytes
         is_compared = aim.file is not None and is_known(entry.name)
         if entry.family == aim.entry.family and is_smaller and not is_compared and not entry.convert:
-            found = Comparison(f"family {entry.family}, compared when it is here", is_same=True)
+            found = Comparison(f"family {entry.family}, compared once it is on this machine", is_same=True)
             yield _candidate(aim, entry.name, entry.guessed_bytes(), found, None)
 
 

@@ -159,7 +159,7 @@ def _checked(path: Path, entries: Mapping[str, Any]) -> dict[str, Any]:
         except ConfigError as exc:
             raise _damaged(path, str(exc)) from exc
         if setting.name not in TUNED:
-            raise _damaged(path, f"settings.{key} is none that is tuned")
+            raise _damaged(path, f"settings.{key} is not a setting that tune writes")
     return found
 
 

@@ -29,8 +29,8 @@ class Prompts:
             if len(ids) + max_tokens > model.context_length:
                 raise PromptError(
                     f"prompt {number} of {len(self.chosen)} ({prompt.text[:40]!r}) has {len(ids)} tokens and its "
-                    f"answer {max_tokens}, the context holds {model.context_length}: shorten it, or give a larger "
-                    "--ctx-size"
+                    f"answer {max_tokens}, but the context holds only {model.context_length}: shorten it, or give a "
+                    "larger --ctx-size"
                 )
             encoded.append(ids)
         return encoded

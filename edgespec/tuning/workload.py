@@ -124,5 +124,7 @@ def choose(
     longest = max(map(len, rows), default=0)
     chosen = [row[index] for index in range(longest) for row in rows if index < len(row)]
     if not chosen:
-        raise PromptError("no prompt and answer fit the context: give a larger --ctx-size or a smaller -n")
+        raise PromptError(
+            "no prompt fits the context together with its answer: give a larger --ctx-size or a smaller -n"
+        )
     return chosen

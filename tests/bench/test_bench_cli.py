@@ -143,7 +143,7 @@ def test_a_kept_journal_is_resumed_and_repeats_are_added(pair, prompts, tmp_path
     first = report(*arguments)
     lines = (tmp_path / "run.jsonl").read_bytes()
     again = run(*arguments, "--json")
-    assert "2 of 2 are done already" in again.stderr
+    assert "2 of 2 are already done" in again.stderr
     assert json.loads(again.stdout)["total"] == first["total"]
     assert (tmp_path / "run.jsonl").read_bytes() == lines
     more = report(*arguments, "--repeat", "2")
@@ -157,13 +157,13 @@ def test_a_finished_run_without_a_journal_measures_again(pair, prompts):
     arguments = [*pair, *QUICK, "--prompts", str(prompts), "--domain", "code"]
     report(*arguments)
     assert list((cache_folder() / "bench").iterdir()) == []
-    assert "done already" not in run(*arguments, "--json").stderr
+    assert "already done" not in run(*arguments, "--json").stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--drafter", "none"], "drafter none (the command line) switches it off"),
+        (["--drafter", "none"], "drafter none (the command line) turns speculation off"),
         (["--draft-length", "0"], "draft-length 0"),
         (["--prompts", "nowhere.txt"], "nowhere.txt cannot be read"),
         (["--data", "nowhere"], "nowhere holds none of"),
@@ -234,5 +234,5 @@ def test_a_killed_run_goes_on(pair, prompts, tmp_path):
         until(lambda: journal.exists() and journal.read_bytes().count(b"\n") >= 3, 120, process)
         process.kill()
     result = run(*arguments, "--repeat", "1", "--json")
-    assert "2 of 2 are done already" in result.stderr
+    assert "2 of 2 are already done" in result.stderr
     assert json.loads(result.stdout)["complete"]

@@ -159,7 +159,7 @@ def test_without_reproducible_there_is_no_other_mode():
 
 
 def test_a_prompt_that_does_not_fit_is_refused_before_anything_runs():
-    with load(context_length=32) as model, pytest.raises(PromptError, match="context holds 32"):
+    with load(context_length=32) as model, pytest.raises(PromptError, match="context holds only 32"):
         Race(model, [5] * 40, GREEDY, FEW)
 
 
@@ -489,7 +489,7 @@ def test_the_pair_is_built_once_and_used_again(little: Path):
 def test_where_nobody_can_answer_the_small_pair_runs_and_it_is_said(little: Path):
     result = run("-n", "8", "--json")
     assert model_of(result) == "demo"
-    assert "the small demo pair runs" in result.stderr
+    assert "using the small demo pair" in result.stderr
     assert re.search(r"billion \(w8a8\).* takes 0\.\d GB of disk in .*demo-1b-w8a8, ", result.stderr)
     assert "edgespec race --yes" in result.stderr
 
@@ -529,7 +529,7 @@ def test_what_the_machine_lacks_is_said(little: Path, monkeypatch: pytest.Monkey
 
 def test_without_the_demo_a_model_is_asked_for(little: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(offer_module, "registered_folders", dict)
-    with pytest.raises(ModelNotFound, match="give a MODEL"):
+    with pytest.raises(ModelNotFound, match="name a MODEL"):
         offer_module.find_offer("auto")
 
 

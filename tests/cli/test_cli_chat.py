@@ -238,7 +238,7 @@ def test_a_message_that_never_fits_is_refused_and_removed(model, tmp_path):
     path = tmp_path / "saved.json"
     result = chat([*model, "-c", "64"], "word " * 200, "hello", f"/save {path}")
     assert result.exit_code == 2
-    assert "the message alone gives a prompt of" in result.stderr
+    assert "the message alone makes a prompt of" in result.stderr
     assert [m["content"] for m in saved(path) if m["role"] == "user"] == ["hello"]
 
 

@@ -68,7 +68,7 @@ def test_what_cannot_be_fetched_is_said_and_asked_again(terminal: None, monkeypa
     for _ in range(2):
         found, shown = asked("y\n")
         assert found is None
-        assert "no network" in shown and "the demo answers" in shown
+        assert "no network" in shown and "using the demo" in shown
 
 
 @pytest.fixture

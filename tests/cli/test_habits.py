@@ -32,7 +32,7 @@ from edgespec.config.habits import CALLED, INSTEAD
         (["generate", "-temp", "0"], "no such option '-temp'; did you mean '--temp'?"),
         (["generate", "-seed", "7", "-p", "x"], "did you mean '--seed'?"),
         (["generate", "-sys", "Be brief", "-p", "x"], "did you mean '--system'?"),
-        (["chat", "-fa", "on"], "by itself"),
+        (["chat", "-fa", "on"], "automatically"),
     ],
 )
 def test_a_word_of_another_program_has_its_name_here(words: list[str], said: str) -> None:

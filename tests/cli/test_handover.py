@@ -26,7 +26,7 @@ def words(*given: str) -> list[str]:
 def test_a_model_in_the_place_of_the_server_is_told_where_it_goes() -> None:
     done = CliRunner().invoke(cli, ["handover", "my model.gguf"])
     assert done.exit_code == 2
-    assert "none of vllm, sglang, llama-server; the server comes before the model" in done.stderr
+    assert "not one of vllm, sglang, llama-server; the server comes before the model" in done.stderr
     assert "edgespec handover llama-server 'my model.gguf'" in done.stderr
 
 

@@ -112,12 +112,12 @@ def test_a_folder_with_a_manifest_can_be_added(tmp_path: Path):
     ("arguments", "said"),
     [
         (("add", "nothing.gguf"), "no file or folder 'nothing.gguf'"),
-        (("add", str(TARGET), "--name", "a/b"), "'a/b' cannot be a name"),
+        (("add", str(TARGET), "--name", "a/b"), "'a/b' is not a valid name"),
         (("add", str(TARGET), "--name", "demo"), "the name demo is taken"),
         (("rm", "demo"), "demo is part of edgespec"),
-        (("rm", "nothing"), "holds no 'nothing'"),
-        (("rm", ".."), "'..' cannot be a name"),
-        (("pull", "no-such-model"), "no known model"),
+        (("rm", "nothing"), "has no model 'nothing'"),
+        (("rm", ".."), "'..' is not a valid name"),
+        (("pull", "no-such-model"), "is not a known model"),
         (("pull", "qwen3-8b", "--draft", "qwen3-0.6b", "--no-draft"), "contradict each other"),
         (("pull", "smollm2-135m:Q8_0"), "has no Q8_0"),
         (("chat", "qwen3-8b"), "edgespec pull qwen3-8b fetches it"),
@@ -251,7 +251,7 @@ def test_a_target_that_is_not_here_is_paired_from_the_catalogue():
     told = json.loads(run("pair", "qwen3-8b", "--json").stdout)
     assert told["drafts"][0]["name"] == "qwen3-0.6b" and told["drafts"][0]["path"] is None
     assert told["commands"] == ["edgespec pull qwen3-8b", "edgespec chat qwen3-8b"]
-    assert "of use as a draft only" in run("pair", "mistral-draft-0.5b").stderr
+    assert "is only useful as a draft" in run("pair", "mistral-draft-0.5b").stderr
 
 
 def test_the_demos_own_draft_needs_no_option():

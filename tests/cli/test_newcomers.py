@@ -70,7 +70,7 @@ def test_a_gguf_that_is_no_language_model_is_named(
 ) -> None:
     file = write_model(folder / "x.gguf", Shape(has_template=False), metadata=metadata)
     line = refused(command, str(file))
-    assert "is no model that continues text" in line and said in line
+    assert "is not a text-generation model" in line and said in line
     assert "base model" not in line and "Download" not in line
 
 
@@ -140,7 +140,7 @@ def test_an_added_model_whose_file_is_gone_says_what_to_do(folder: Path) -> None
 def test_a_name_may_begin_with_any_letter(folder: Path) -> None:
     file = write_model(folder / "tiny.gguf")
     assert run("add", str(file), "--name", "日本").stdout == "added: edgespec chat 日本\n"
-    assert "cannot be a name" in refused("add", str(file), "--name", "_x")
+    assert "is not a valid name" in refused("add", str(file), "--name", "_x")
 
 
 # Words
@@ -153,9 +153,9 @@ def test_a_name_may_begin_with_any_letter(folder: Path) -> None:
         (["chat", "demo", "hello"], "edgespec generate MODEL -p TEXT answers one prompt"),
         (["chat", "demo", "-p", "hello"], "edgespec generate MODEL -p TEXT answers one prompt"),
         (["generate", "-p", "x", "-n", "-1"], "leave it out for an answer of any length"),
-        (["generate", "-p", "x", "-c", "0"], "leave it out for the model's own"),
-        (["generate", "-p", "x", "-t", "0"], "leave it out for the cores that are free"),
-        (["pull", "demo"], "on this machine already, and came from no hub: edgespec chat demo"),
+        (["generate", "-p", "x", "-c", "0"], "leave it out to use the model's own"),
+        (["generate", "-p", "x", "-t", "0"], "leave it out to use all free cores"),
+        (["pull", "demo"], "is already on this machine; run it with: edgespec chat demo"),
     ],
 )
 def test_what_other_programs_take_says_how_it_is_done_here(words: list[str], said: str) -> None:
@@ -187,7 +187,7 @@ def test_a_hub_that_is_not_reached_is_said_while_it_is_tried_again(
         while True:
             patience.wait(ConnectionError("no route"))
     assert [record.getMessage() for record in caplog.records] == [
-        "o/model cannot be fetched (no route): trying again for some seconds"
+        "o/model cannot be fetched (no route): retrying for a few seconds"
     ]
 
 

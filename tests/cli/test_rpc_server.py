@@ -37,7 +37,7 @@ def test_it_serves_the_loopback_without_a_warning(served):
     assert served == [(f"127.0.0.1:{port}", {"threads": 3, "names": ("Vulkan0", "CPU"), "cache_folder": None})]
     assert f"--rpc 127.0.0.1:{port}" in result.stdout
     assert "WARNING" not in result.stderr
-    assert result.exit_code == 1 and "ended by itself" in result.stderr  # it should never return
+    assert result.exit_code == 1 and "stopped by itself" in result.stderr  # it should never return
 
 
 def test_another_address_is_served_with_a_warning(served, tmp_path, monkeypatch):
@@ -53,7 +53,7 @@ def test_another_address_is_served_with_a_warning(served, tmp_path, monkeypatch)
 @pytest.mark.parametrize("host", ["localhost", "::1", "1.2.3"])
 def test_an_address_that_is_not_ipv4_is_refused(served, host):
     result = run("--host", host)
-    assert result.exit_code == 2 and f"{host!r} is no IPv4 address" in result.stderr
+    assert result.exit_code == 2 and f"{host!r} is not an IPv4 address" in result.stderr
     assert not served
 
 

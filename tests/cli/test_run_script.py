@@ -255,7 +255,7 @@ def test_a_damaged_marker_is_not_ready(script, content):
 def test_a_terminal_sees_lines_broken_at_words(script, monkeypatch, capsys, is_terminal):
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
-    text = "model.gguf needs llama.cpp: a ready wheel is used where pip finds one, else it is compiled once"
+    text = "model.gguf needs llama.cpp: a prebuilt wheel is used if pip finds one, else it is compiled once"
     script.say(text)
     lines = capsys.readouterr().err.splitlines()
     assert " ".join(lines) == text

@@ -178,7 +178,7 @@ def test_the_plot_is_a_png(target_path, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--contexts", "64,x"], "no list of whole numbers"),
+        (["--contexts", "64,x"], "not a list of whole numbers"),
         (["--contexts", "99999999"], "is outside 1.."),
         (["--passes", "1"], "--passes must be at least 2"),
         (["--plot", "curve.svg"], "must end in .png"),

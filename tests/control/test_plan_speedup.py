@@ -165,7 +165,7 @@ def test_text_output_is_a_table_and_a_verdict(target_path):
         (["--acceptance", "nan"], "a probability from 0 to 1"),
         (["--pass-ms", "1:10"], "need a given acceptance"),
         (["--draft-ms", "1"], "need a given acceptance"),
-        (["--acceptance", "0.5", "--prompts", "x"], "--prompts has no use"),
+        (["--acceptance", "0.5", "--prompts", "x"], "--prompts has no effect"),
         (["--prompts", "nowhere.txt"], "nowhere.txt"),
         (["--repeats", "0"], "--repeats must be at least 1"),
         (["-n", "0"], "--max-tokens must be at least 1"),

@@ -140,7 +140,7 @@ DAMAGED = {
     "with one that is not tuned": (
         b'format = 1\nmodel = "a"\nmachine = "b"\ncreated = "c"\ntokens_per_second = 1\nspeedup = 1\n'
         b"[settings]\ntemp = 2\n",
-        "settings.temp is none that is tuned",
+        "settings.temp is not a setting that tune writes",
     ),
 }
 

@@ -409,7 +409,7 @@ def test_weights_have_short_distinct_labels(models, labels, short):
 def test_other_weights_are_of_the_same_model(target_path, tiny_path, tmp_path):
     for weights, said in (
         (tiny_path, f"{target_path} and {tiny_path} are different models: token "),
-        (target_path, "were given before"),
+        (target_path, "were already given"),
         (tmp_path / "none.gguf", "none.gguf"),
     ):
         result = run("tune", str(target_path), "--weights", str(weights), "--drafter", "none", "-n", "2")

@@ -86,10 +86,10 @@ def test_names_repositories_and_addresses(text: str, name: str, repo: str, wante
     ("text", "said"),
     [
         ("qwen3-8", "did you mean qwen3-8b"),
-        ("x/y/z", "no known model"),
+        ("x/y/z", "is not a known model"),
         ("https://example.org/a/b.gguf", "fetch the file yourself, then edgespec add FILE"),
-        ("https://huggingface.co/models", "names no repository"),
-        ("", "no known model"),
+        ("https://huggingface.co/models", "does not name a repository"),
+        ("", "is not a known model"),
     ],
 )
 def test_what_cannot_be_got_is_refused(text: str, said: str):

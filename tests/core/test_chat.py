@@ -43,7 +43,7 @@ SWITCH = "{{ messages[0].content }}{% if enable_thinking is defined and not enab
 def test_a_template_gets_the_arguments_it_knows_and_no_others():
     assert render_chat(SWITCH, HELLO) == "hello"
     assert render_chat(SWITCH, HELLO, arguments={"enable_thinking": False}) == "hello<no>"
-    with pytest.raises(PromptError, match=r"'thinking_budget'.*does not know"):
+    with pytest.raises(PromptError, match=r"'thinking_budget'.*does not use it"):
         render_chat(SWITCH, HELLO, arguments={"thinking_budget": 3})
     for name in ("messages", "eos_token"):
         with pytest.raises(PromptError, match=name):
@@ -234,7 +234,7 @@ def test_the_last_message_is_never_dropped():
 def test_a_message_that_alone_is_too_long_is_refused_and_nothing_is_lost():
     conversation = exchanges(3)
     conversation.ask("x")
-    with pytest.raises(PromptError, match="10 tokens and the context holds 10"):
+    with pytest.raises(PromptError, match="10 tokens but the context holds only 10"):
         fit_context(conversation, ten_per_message, context_length=10, reserve=2)
     assert conversation.num_exchanges == 4
 

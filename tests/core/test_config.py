@@ -69,7 +69,7 @@ def test_the_users_own_file_is_found_and_can_be_switched_off(tmp_path):
     ("text", "said"),
     [
         ("tmep = 1", "'tmep'; did you mean 'temp'"),
-        ("temp = 'hot'", "temp: 'hot' has the wrong type; a value of kind 'number'"),
+        ("temp = 'hot'", "temp: 'hot' has the wrong type; expected a value of kind 'number'"),
         ("top-k = 1.5", "kind 'integer'"),
         ("top-k = true", "kind 'integer'"),
         ("ignore-eos = 1", "kind 'switch'"),

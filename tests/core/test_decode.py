@@ -96,7 +96,7 @@ def test_text_ends_where_the_context_ends(target: CachedSequence, drafter: Model
     assert run.stats.finish_reason == "length"
 
 
-@pytest.mark.parametrize("prompt, message", [([], "empty"), ([1] * 64, "64 tokens and the context holds 64")])
+@pytest.mark.parametrize("prompt, message", [([], "empty"), ([1] * 64, "64 tokens but the context holds only 64")])
 def test_empty_and_too_long_prompts_are_refused_before_work(
     target: CachedSequence, prompt: list[int], message: str
 ) -> None:

@@ -34,7 +34,7 @@ def test_the_largest_neighbour_with_the_same_vocabulary_is_named(big):
     write_model(folder / "as-big.gguf", Shape(layers=8))
     (folder / "damaged.gguf").write_bytes(b"GGUF")
     assert small.stat().st_size * 4 <= big.stat().st_size
-    assert hint(big) == f"big has no draft model; small one.gguf beside it fits: -md '{small}'"
+    assert hint(big) == f"big has no draft model; small one.gguf in the same folder fits: -md '{small}'"
 
 
 def test_a_family_is_named_where_its_smallest_model_is_small_enough(big, monkeypatch):

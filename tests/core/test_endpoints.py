@@ -22,11 +22,11 @@ def test_servers_are_split_at_commas_and_keep_their_order():
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "names no server"),
-        (None, "names no server"),
-        ("host", "is no address"),
-        (":50052", "is no address"),
-        ("a b:1", "is no address"),
+        ("", "does not name a server"),
+        (None, "does not name a server"),
+        ("host", "is not an address"),
+        (":50052", "is not an address"),
+        ("a b:1", "is not an address"),
         ("host:", "port"),
         ("host:0", "port"),
         ("host:65536", "port"),
@@ -34,7 +34,7 @@ def test_servers_are_split_at_commas_and_keep_their_order():
         ("host:\u0661", "port"),
         ("[::1]:50052", "IPv4 only"),
         ("::1", "IPv4 only"),
-        ("a:1,,b:2", "is no address"),
+        ("a:1,,b:2", "is not an address"),
         ("a:1,b:2,a:01", "a:1 twice"),
         (",".join(f"h{i}:1" for i in range(17)), "at most 16"),
     ],
@@ -47,7 +47,7 @@ def test_what_is_no_list_of_servers_is_refused_with_the_form(text, reason):
 def test_options_refuse_it_too():
     with pytest.raises(ConfigError, match="HOST:PORT"):
         LoadOptions(rpc="nowhere")
-    with pytest.raises(ConfigError, match="names no device"):
+    with pytest.raises(ConfigError, match="is not a device"):
         LoadOptions(device="Vulkan0,,")
     with pytest.raises(ConfigError, match="kv_offload must be True or False"):
         LoadOptions(kv_offload=1)

@@ -45,7 +45,7 @@ def test_a_file_is_private_only_when_asked(tmp_path: Path) -> None:
 
 def test_folders_are_made_only_when_asked(tmp_path: Path) -> None:
     with pytest.raises(
-        StateError, match=r"page cannot be written: No such file or directory; free some space, or give"
+        StateError, match=r"page cannot be written: No such file or directory; free some space, or choose"
     ):
         write_atomically(tmp_path / "no" / "page", "x")
     write_atomically(tmp_path / "new" / "deep" / "page", "x", parents=True)

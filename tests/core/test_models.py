@@ -121,7 +121,7 @@ def test_a_gguf_without_its_ending_is_recognised(tmp_path: Path):
 
 def test_other_files_are_refused(home: Path, tmp_path: Path):
     (tmp_path / "model.safetensors").write_bytes(b"x")
-    with pytest.raises(ModelFileError, match=r"no \.gguf or \.onnx file.*export"):
+    with pytest.raises(ModelFileError, match=r"is not a \.gguf or \.onnx file.*export"):
         resolve(str(tmp_path / "model.safetensors"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelFileError, match=r"holds no manifest\.toml and no \.gguf or \.onnx file"):

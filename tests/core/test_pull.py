@@ -121,12 +121,12 @@ def test_a_repository_becomes_a_pair_that_is_found_by_its_names(get, hub, home, 
     assert (pair.target.name, pair.draft and pair.draft.name) == ("demo-Q6_K.gguf", "demo-draft-Q8_0.gguf")
     assert pair.target.read_bytes() == TARGET.read_bytes()
     assert (pair.licence, pair.source) == ("apache-2.0", f"{ID}@{COMMIT}#demo-Q6_K.gguf")
-    assert any("Q6_K is taken; it also has Q8_0" in note for note in notes)
+    assert any("Q6_K was chosen; it also has Q8_0" in note for note in notes)
     assert sorted(hub.fetched) == ["demo-Q6_K.gguf", "demo-draft-Q8_0.gguf"]
     assert resolve(str(folder)).target == resolve(ID).target == pair.target
     asked = len(hub.asked)
     assert get().target == pair.target
-    assert len(hub.asked) == asked and "on this machine already" in notes[-1]
+    assert len(hub.asked) == asked and "already on this machine" in notes[-1]
 
 
 def test_a_quantisation_a_file_and_an_address_can_be_named(get, hub, home):
@@ -216,7 +216,7 @@ def test_a_hub_that_never_delivers_is_given_up_and_gone_on_with(get, hub, home, 
 
 def test_wrong_contents_never_get_a_name(get, hub, home):
     hub.faults.corrupt = 99
-    with pytest.raises(DownloadError, match=r"another checksum than the hub lists: run the same"):
+    with pytest.raises(DownloadError, match=r"does not match the checksum that the hub lists: run the same"):
         get()
     assert nothing_loads(home)
     assert not list(home.rglob("*.part"))
@@ -241,7 +241,7 @@ def test_a_model_that_is_not_there(get, hub, repo):
     with pytest.raises(ModelNotFound, match="has no revision 'v7'"):
         get(revision="v7")
     hub.faults.refusals, hub.faults.refused = [(404, {"X-Error-Code": "EntryNotFound"})], "/store/"
-    with pytest.raises(ModelNotFound, match="has lost a file that it listed: run the same command again"):
+    with pytest.raises(ModelNotFound, match="no longer has a file it listed: run the same command again"):
         get()
 
 
@@ -273,7 +273,7 @@ def test_a_hub_that_is_busy_is_waited_for(get, hub, waits, where):
 
 def test_what_is_no_hub_is_named(get, hub):
     hub.faults.refusals = [(200, {"Content-Type": "text/html"})]
-    with pytest.raises(DownloadError, match=r"does not answer as a model hub does .* check HF_ENDPOINT"):
+    with pytest.raises(DownloadError, match=r"does not respond like a model hub .* check HF_ENDPOINT"):
         get()
 
 
@@ -287,7 +287,7 @@ def test_an_address_of_the_hub_that_is_none_is_said_at_once(get, monkeypatch, ad
 def test_a_file_name_that_leads_elsewhere_is_not_fetched(get, hub, repo, home):
     (repo / "demo-Q6_K.gguf").rename(repo / "..\\demo-Q6_K.gguf")
     (repo / "demo-Q8_0.gguf").unlink()
-    with pytest.raises(ModelFileError, match="is no plain file name"):
+    with pytest.raises(ModelFileError, match="is not a plain file name"):
         get()
     assert hub.fetched == []
 
@@ -295,7 +295,7 @@ def test_a_file_name_that_leads_elsewhere_is_not_fetched(get, hub, repo, home):
 def test_no_room_on_the_disk_is_known_before_anything_is_fetched(get, hub, home):
     hub.faults.claimed_bytes["demo-Q6_K.gguf"] = 10**15
     fix = "free some space, or set EDGESPEC_MODELS"
-    with pytest.raises(StateError, match=rf"needs 1000000\.00 GB more .*, and 67 MB that stay free; it has .*: {fix}"):
+    with pytest.raises(StateError, match=rf"needs 1000000\.00 GB more .*, plus 67 MB kept free; it has .*: {fix}"):
         get()
     assert hub.fetched == [] and nothing_loads(home)
 
@@ -341,7 +341,7 @@ def test_a_killed_pull_goes_on_where_it_stopped(home, hub):
     process = command("pull", ID, hub=hub, models=home)
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 0, said
-    assert "MB of it are here" in said
+    assert "MB of it are already here" in said
     assert (home / "demo" / "demo-Q6_K.gguf").read_bytes() == TARGET.read_bytes()
     assert not list(home.rglob("*.part"))
 

@@ -100,9 +100,9 @@ def test_tools_results_and_earlier_texts_are_in_the_prompt(form: str) -> None:
 
 def test_what_a_template_would_leave_out_is_refused() -> None:
     bare = TURNS.replace("CALLS", "")
-    with pytest.raises(PromptError, match="takes no tools"):
+    with pytest.raises(PromptError, match="does not support tools"):
         render_chat(bare, [{"role": "user", "content": "x"}], tools=TOOLS)
-    with pytest.raises(PromptError, match="shows no tool calls"):
+    with pytest.raises(PromptError, match="the conversation has tool calls, which"):
         render_chat(bare, conversation(("find", {})))
 
 

@@ -292,7 +292,7 @@ def rewritten(path: Path, change: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     {
-        "no manifest": (lambda m, a: a.pop("manifest"), "no file of heads"),
+        "no manifest": (lambda m, a: a.pop("manifest"), "not a heads file"),
         "another format": (lambda m, a: m.update(format=9), "another format"),
         "unknown key": (lambda m, a: m.update(colour="red"), "unknown way"),
         "unknown kind": (lambda m, a: m.update(kind="hydra"), "kind 'hydra'"),
@@ -305,7 +305,7 @@ def rewritten(path: Path, change: Any) -> None:
         "uneven heads": (lambda m, a: m.update(kv_heads=3), "do not fit together"),
         "matrix gone": (lambda m, a: a.pop("q_proj"), "there is nothing"),
         "matrix turned": (lambda m, a: a.update(fc=a["fc"].T.copy()), "fc must be"),
-        "not a number": (lambda m, a: a["norm"].fill(np.nan), "no numbers"),
+        "not a number": (lambda m, a: a["norm"].fill(np.nan), "not numbers"),
         "ids out of range": (lambda m, a: a["token_ids"].fill(299), "outside the vocabulary"),
         "ids out of order": (lambda m, a: a.update(token_ids=a["token_ids"][::-1].copy()), "out of order"),
         "ids are floats": (lambda m, a: a.update(token_ids=a["token_ids"].astype(np.float32)), "list of token ids"),
@@ -335,7 +335,7 @@ def test_heads_of_another_target_are_refused(tiny_path: Path, other_tiny_path: P
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_that_are_not_there_are_missed_by_name(kind: str, tiny_path: Path, tmp_path: Path) -> None:
     options = {"threads": TEST_THREADS, "context_length": 64}
-    with pytest.raises(CapabilityError, match=f"drafter '{kind}' needs a file of such heads"):
+    with pytest.raises(CapabilityError, match=f"drafter '{kind}' needs a heads file"):
         edgespec.load(str(tiny_path), drafter=kind, **options)
     with pytest.raises(ModelNotFound, match="edgespec train-heads"):
         edgespec.load(str(tiny_path), drafter=kind, heads=tmp_path / "none.npz", **options)
@@ -487,7 +487,7 @@ def array_bytes(shape: tuple[int, ...] = (3,)) -> bytes:
 def test_a_damaged_file_of_heads_is_refused_by_name(tmp_path: Path, damaged: bytes) -> None:
     path = tmp_path / "heads.npz"
     path.write_bytes(damaged)
-    with pytest.raises(ModelFileError, match=r"heads\.npz is no file of heads, or it is damaged"):
+    with pytest.raises(ModelFileError, match=r"heads\.npz is not a heads file, or it is damaged"):
         read_head_file(path)
 
 

@@ -65,5 +65,5 @@ def test_a_drafter_of_one_engine_is_refused_on_another_before_anything_is_loaded
     monkeypatch.setattr("edgespec.loading.requirements.is_eagle3", lambda path: True)
     monkeypatch.setattr("edgespec.loading.opening.open_target", lambda *_, **__: pytest.fail("loaded"))
     head = DEMO.parent / "demo-draft-q8_0.gguf"
-    with pytest.raises(CapabilityError, match=r"is an EAGLE-3 head, which runs with .* llamacpp .* --engine llamacpp"):
+    with pytest.raises(CapabilityError, match=r"EAGLE-3 head, which needs a target on llamacpp, .* --engine llamacpp"):
         edgespec.load(str(onnx_path), draft=head)

@@ -50,7 +50,7 @@ METADATA_FAULTS = {
     "layer_norm_rms_epsilon is nan": {"llama.attention.layer_norm_rms_epsilon": math.nan},
     "freq_base is nan": {"llama.rope.freq_base": math.nan},
     "rope scaling 'weird'": {"llama.rope.scaling.type": "weird"},
-    "stands in its vocabulary twice": {"tokenizer.ggml.tokens": [*TOKENS[:-1], TOKENS[0]]},
+    "is in its vocabulary twice": {"tokenizer.ggml.tokens": [*TOKENS[:-1], TOKENS[0]]},
     "token_type list does not fit": {"tokenizer.ggml.token_type": [1] * 5},
     "scores list does not fit": {"tokenizer.ggml.scores": [0.0] * 3},
     "lacks a token for some byte": {"tokenizer.ggml.model": "llama"},

@@ -103,7 +103,7 @@ def test_a_server_that_is_not_there_is_named():
 
 @pytest.mark.parametrize(
     ("says", "expected"),
-    [(b"", "no answer within 0.3 s"), (b"HTTP/1.1 400 Bad Request\r\n\r\n", "no RPC server of a fitting version")],
+    [(b"", "no answer within 0.3 s"), (b"HTTP/1.1 400 Bad Request\r\n\r\n", "not an RPC server of a matching version")],
 )
 def test_something_else_that_listens_is_no_server(says, expected):
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -117,7 +117,7 @@ def test_something_else_that_listens_is_no_server(says, expected):
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(
-            Unreachable, match="no RPC server of a fitting version" if says else "no answer within 0.3 s"
+            Unreachable, match="not an RPC server of a matching version" if says else "no answer within 0.3 s"
         ):
             ask_all([f"127.0.0.1:{listener.getsockname()[1]}"], 0.3)
         thread.join()

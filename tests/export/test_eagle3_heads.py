@@ -237,8 +237,8 @@ def damaged(heads: HeadFile, **manifest: Any) -> HeadFile:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"generation": 2}, "of generation 2 for layers .*: no such heads are known"),
-        ({"layers": ()}, "for layers \\(\\): no such heads are known"),
+        ({"generation": 2}, "of generation 2 for layers .*: such heads are not known"),
+        ({"layers": ()}, "for layers \\(\\): such heads are not known"),
         ({"ffn": 95}, "gate_proj must be"),
         ({"norms_features": True}, "feature_norm must be"),
     ],

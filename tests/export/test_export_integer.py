@@ -210,7 +210,7 @@ def test_damaged_weights_are_refused_and_nothing_is_replaced(tmp_path: Path, bad
     weights[2, 3] = bad
     folder = product(tmp_path / "model", weights)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(ModelFileError, match="no finite numbers"):
+    with pytest.raises(ModelFileError, match="not finite numbers"):
         to_integer(folder, 64)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 

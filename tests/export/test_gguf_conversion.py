@@ -108,7 +108,7 @@ def test_what_a_type_loses_is_told_and_kept(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(conversion_check, "limits_of", lambda q: Limits(None, 1.0, 1e-4) if q == "w8a8" else usual(q))
     result = export(TARGET, tmp_path / "pair", "--quant", "w8a8")
     assert result.exit_code == 0, result.output
-    assert "the conversion is right, but w8a8 loses more of this model than of most: mean KL is" in result.stderr
+    assert "the conversion is correct, but w8a8 loses more of this model than of most: mean KL is" in result.stderr
     figures = read_pair(tmp_path / "pair").figures["check"]
     assert figures["reference"] == "llama.cpp on the weights as float32"
     kinds = {kind: found["mean_kl"] for kind, found in figures["target"].items()}

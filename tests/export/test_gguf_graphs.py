@@ -266,10 +266,10 @@ def test_what_is_not_known_is_refused_by_name(tmp_path: Path):
     refused("needs the tensor 'blk.1.ffn_up.weight' .* it lacks it", tensors={"blk.1.ffn_up.weight": None})
     refused("some of its layers or projections have biases", tensors={"blk.0.attn_q.bias": np.ones(64, np.float32)})
     refused(
-        "rope_freqs.weight holds numbers that divide no frequency",
+        "rope_freqs.weight contains values that cannot divide a frequency",
         tensors={"rope_freqs.weight": np.zeros(8, np.float32)},
     )
-    refused(r"attention\.key_length is .* one number is needed", attention__key_length=[16, 16])
+    refused(r"attention\.key_length is .* one number was expected", attention__key_length=[16, 16])
 
 
 def test_an_architecture_that_is_not_known_is_refused(tmp_path: Path):

@@ -78,7 +78,7 @@ def test_what_a_type_loses_is_told_and_kept(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(conversion_check, "limits_of", lambda q: Limits(None, 1.0, 1e-4) if q == "w8a8" else usual(q))
     result = export(TARGET, tmp_path / "pair", "--quant", "w8a8")
     assert result.exit_code == 0, result.output
-    assert "target: the conversion is right, but w8a8 loses more of this model than of most: mean KL" in result.stderr
+    assert "target: the conversion is correct, but w8a8 loses more of this model than of most: mean KL" in result.stderr
     figures = read_pair(tmp_path / "pair").figures["check"]
     assert figures["reference"] == "llama.cpp on the weights as float32"
     assert figures["target"]["onnx_fp32"]["mean_kl"] < 1e-6 < figures["target"]["onnx"]["mean_kl"]

@@ -155,7 +155,7 @@ def test_bad_requests(wide: Path, wide_gguf: Path, tmp_path: Path):
         ({"blk.0.attn_q.weight": np.full(256, np.nan, "f4")}, "has values for blk.0.attn_q.weight that are not"),
         ({"blk.0.attn_q.weight": -np.ones(256, "f4")}, "has values for blk.0.attn_q.weight that are not"),
         ({"blk.0.attn_q.weight": np.ones(64, "f4")}, "has 64 numbers for blk.0.attn_q.weight, the model 256"),
-        ({"other": np.ones(64, "f4")}, "has values for none of the model's tensors"),
+        ({"other": np.ones(64, "f4")}, "has no values for the model's tensors"),
     ],
 )
 def test_importance_matrices_of_other_models(wide_gguf: Path, tmp_path: Path, arrays: Any, message: str):

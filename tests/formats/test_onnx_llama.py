@@ -172,7 +172,7 @@ def test_what_the_reader_does_not_know_is_refused(tmp_path: Path, exported: Path
         LlamaGraph(SHIPPED).weights("model.layers.0")
     with pytest.raises(ModelFileError, match=r"has no model\.layers\.9\.input_layernorm"):
         LlamaGraph(SHIPPED).weights("model.layers.9.input_layernorm.weight")
-    with pytest.raises(ModelFileError, match="is no export of a Llama that can be read"):
+    with pytest.raises(ModelFileError, match="is not a Llama export that can be read"):
         LlamaGraph(tmp_path)
     folder = shutil.copytree(SHIPPED, tmp_path / "changed")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -180,7 +180,7 @@ def test_what_the_reader_does_not_know_is_refused(tmp_path: Path, exported: Path
     with pytest.raises(ModelFileError, match=r"its attention and config\.json do not agree"):
         LlamaGraph(folder).weights("model.layers.0.self_attn.q_proj.weight")
     (folder / "config.json").write_text("[]", encoding="utf-8")
-    with pytest.raises(ModelFileError, match="holds no JSON object"):
+    with pytest.raises(ModelFileError, match="does not contain a JSON object"):
         LlamaGraph(folder)
     model = onnx.load(folder / "model.onnx", load_external_data=False)
     table = next(node for node in model.graph.node if node.op_type == "GatherBlockQuantized")

@@ -48,7 +48,7 @@ def budgets(**options: Any) -> list[Fitted]:
         try:
             found.append(fitted(size, **options))
         except CapabilityError as exc:
-            assert "the budget is" in str(exc) and "The smallest it can be" in str(exc)
+            assert "the budget is" in str(exc) and "The smallest possible setup" in str(exc)
             return found
 
 
@@ -96,7 +96,7 @@ def test_without_a_budget_only_the_draft_gives_way() -> None:
     found = fitted(None, Limit("memory", room, "the limit of this container"), engine="llamacpp")
     assert set(whats(found)) <= {"draft", "draft context"} and found.given_up
     assert "the limit of this container" in found.note
-    with pytest.raises(CapabilityError, match=r"This would fit: .*-c \d+.*, which --memory auto chooses"):
+    with pytest.raises(CapabilityError, match=r"This would fit: .*-c \d+.* \(--memory auto chooses it\)"):
         fitted(None, Limit("memory", alone.plan.own_bytes - 6 * MIB, "a limit"), engine="llamacpp", drafter="none")
 
 
@@ -119,7 +119,7 @@ def test_what_fits_exactly_is_not_refused() -> None:
     for kind, needed in needs.items():
         assert not fitted(None, Limit(kind, needed, "a limit"), drafter="none").given_up  # type: ignore[arg-type]
         with pytest.raises(
-            CapabilityError, match=r"demo needs about \d+ MiB more memory, \d+ MiB are left under a limit"
+            CapabilityError, match=r"demo needs about \d+ MiB more memory, \d+ MiB is left under a limit"
         ):
             fitted(None, Limit(kind, needed - 1, "a limit"), drafter="none")  # type: ignore[arg-type]
 
@@ -189,9 +189,9 @@ def test_a_smaller_file_beside_a_target_that_pages_is_named(tmp_path: Path) -> N
     plan = fit(chosen, pair, Room(1 << 40, ())).plan
     found = fit(chosen, pair, Room(plan.total_bytes - MIB, ()))
     assert found.pair.target == large and found.verdict.fit == "pages"
-    assert found.note.endswith("small.gguf beside it would fit")
+    assert found.note.endswith("small.gguf in the same folder would fit")
     small.unlink()
-    assert "beside it" not in fit(chosen, pair, Room(plan.total_bytes - MIB, ())).note
+    assert "in the same folder" not in fit(chosen, pair, Room(plan.total_bytes - MIB, ())).note
 
 
 def test_a_smaller_draft_on_this_machine_is_taken_where_the_own_one_does_not_fit(

@@ -98,5 +98,5 @@ def test_room_is_what_devices_have_free_less_a_margin(monkeypatch):
     with pytest.raises(CapabilityError, match=r"no GPU 'CUDA0'.*Vulkan0, Vulkan1"):
         placement.room_on_devices(["CUDA0"])
     monkeypatch.setattr(placement, "gpus", lambda: found)
-    with pytest.raises(CapabilityError, match="driver of Vulkan2 does not tell"):
+    with pytest.raises(CapabilityError, match="driver of Vulkan2 does not report"):
         placement.room_on_devices(None)

@@ -44,7 +44,7 @@ def test_shares_of_what_is_free(text: str, share: float) -> None:
     "text", ["", "6 gigs", "-1G", "0", "0%", "101%", "1e9", "GiB", "six", 0, -5, True, 1.5, "9" * 40, "٣G"]
 )
 def test_what_is_no_size_is_refused_with_what_is(text: object) -> None:
-    with pytest.raises(ConfigError, match="allowed: auto, a share of what is free such as 80%, or a size"):
+    with pytest.raises(ConfigError, match="allowed: auto, a share of the free memory such as 80%, or a size"):
         edgespec.LoadOptions(memory=text)  # type: ignore[arg-type]
 
 

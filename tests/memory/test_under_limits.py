@@ -55,7 +55,7 @@ def test_under_any_limit_a_model_works_or_says_what_it_needs(target_path: Path, 
     found = {mib: run_with(path, limit, mib) for mib in (4, 20, 40, 57, 80, 100, 1000)}
     for said in found.values():
         assert said == "works" or (said.startswith("refused:") and "more memory" in said and "\n" not in said)
-    assert "are left under the limit of" in found[20]
+    assert "is left under the limit of" in found[20]
     assert found[1000] == "works"
 
 

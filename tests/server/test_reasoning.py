@@ -307,7 +307,7 @@ def test_marks_that_print_nothing_are_found(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(marks_module, "KNOWN_MARKS", (Marks("<|assistant|>", "<|end|>"),))
     with served_with(path) as client:
         refused = client.post(CHAT, json={"messages": HELLO, "regex": "yes"})
-        assert refused.status_code == 400 and "switch reasoning off" in refused.json()["error"]["message"]
+        assert refused.status_code == 400 and "turn reasoning off" in refused.json()["error"]["message"]
 
 
 def test_the_chat_keeps_the_answer_and_not_the_reasoning(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_what_is_not_there(client: TestClient, method: str, path: str, status: i
         (b"[]", "must be a JSON object, got a list"),
         (b"{", "not valid JSON"),
         (b"\xff\xfe", "not UTF-8"),
-        (b'{"messages": NaN}', "NaN is no JSON number"),
+        (b'{"messages": NaN}', "NaN is not a JSON number"),
         (b'{"a": ' + b"9" * 5000 + b"}", "too long"),
         (b'{"a":' * 65 + b"1" + b"}" * 65, "levels deep"),
         (b"[" * 200_000, "levels deep"),

@@ -123,7 +123,7 @@ def test_a_model_that_is_not_there_is_one_line(private_home: Path, tmp_path: Pat
 def test_options_of_http_are_refused(private_home: Path):
     with served(private_home, "--stdio", "--port", "8080") as process:
         assert process.wait(ENDS_WITHIN_S) == 2
-        assert "leave --port out" in errors_of(process)
+        assert "leave out --port" in errors_of(process)
 
 
 def test_close_ends_it(private_home: Path):

@@ -174,8 +174,8 @@ def test_documents_are_read_once_from_every_kind_of_file(tmp_path: Path):
         ("a.jsonl", b'{"text": "x"}\n{"text": ', "line 2 is not JSON"),
         ("a.jsonl", b'{"messages": [{"role": "pirate", "content": "x"}]}', "line 1: message 0 has the role 'pirate'"),
         ("a.jsonl", b'{"messages": ["x"]}', "line 1 has a message that is not an object"),
-        ("a.jsonl", b"", "has no document"),
-        ("a.txt", b"  \n", "has no document"),
+        ("a.jsonl", b"", "adds no document"),
+        ("a.txt", b"  \n", "adds no document"),
         ("a.txt", b"caf\xe9", "is not UTF-8 text"),
         ("a.jsonl.xz", b"not packed", "cannot be read"),
         ("missing.txt", None, "cannot be read: No such file"),
@@ -197,7 +197,7 @@ def test_conversations_need_a_template_and_no_data_needs_a_begin_token(folder: P
     with pytest.raises(ConfigError, match="no chat template"):
         prepare(ask(folder, data=tuple(data)))
     assert prepare(ask(folder, data=(data[2],))).held_out
-    with pytest.raises(ConfigError, match="no begin token to generate from: give texts with --data"):
+    with pytest.raises(ConfigError, match="no begin-of-text token to generate from: give texts with --data"):
         prepare(ask(folder))
 
 
@@ -323,7 +323,7 @@ def test_the_command_refuses_in_one_line(folder: Path):
     data = folder.parent / "a.txt"
     data.write_text("")
     for arguments, message in (
-        ((folder, "--data", data), "has no document"),
+        ((folder, "--data", data), "adds no document"),
         ((folder.parent / "nowhere",), "no folder"),
         ((folder, "--hiden", "64"), "did you mean '--hidden'?"),
         ((folder, "--loss", "l2"), "l2"),

@@ -168,7 +168,7 @@ class LlamaCppEngine(Engine):
             return None
         if engine.facts.pinned_class is not None and engine.facts.pinned_class[0] == 1:
             note = (
-                "reproducible: the KV cache is q8_0, with which single-token steps need no padding (-ctk f16 -ctv f16 "
+                "reproducible: the KV cache is q8_0, so that single-token steps need no padding (-ctk f16 -ctv f16 "
                 "keeps f16, at up to twice the time per undrafted token)"
             )
             engine.facts = replace(engine.facts, notes=(*engine.facts.notes, note))

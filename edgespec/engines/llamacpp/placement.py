@@ -73,5 +73,7 @@ def room_on_devices(names: Sequence[str] | None) -> int:
 
 def _room_on(device: Device) -> int:
     if not device.total_bytes:
-        raise CapabilityError(f"the driver of {device.name} does not tell its memory: give the number of layers (-ngl)")
+        raise CapabilityError(
+            f"the driver of {device.name} does not report its memory: give the number of layers (-ngl)"
+        )
     return max(device.free_bytes - max(int(MARGIN_SHARE * device.total_bytes), LEAST_MARGIN), 0)

@@ -51,7 +51,7 @@ def ask(endpoint: str, timeout_s: float = TIMEOUT_S) -> RpcServer:
             version = _call(connection, _HELLO, _CAPABILITIES, 4 + len(_CAPABILITIES))
             (count,) = struct.unpack("<I", _call(connection, _DEVICE_COUNT, b"", 4))
             if not 1 <= count <= _MOST_DEVICES:
-                _fail(endpoint, f"it says that it has {count} devices", "start edgespec rpc-server there")
+                _fail(endpoint, f"it claims to have {count} devices", "start edgespec rpc-server there")
             sizes = tuple(_memory(connection, index) for index in range(count))
         return RpcServer(endpoint, (version[0], version[1], version[2]), sizes)
     except socket.gaierror as exc:
@@ -75,7 +75,7 @@ def _call(connection: socket.socket, command: int, payload: bytes, size: int) ->
     connection.sendall(struct.pack("<BQ", command, len(payload)) + payload)
     (announced,) = struct.unpack("<Q", _read(connection, 8))
     if announced != size:
-        raise ConnectionError("what answers there is no RPC server of a fitting version of llama.cpp")
+        raise ConnectionError("what answers there is not an RPC server of a matching version of llama.cpp")
     return _read(connection, size)
 
 
@@ -84,7 +84,7 @@ def _read(connection: socket.socket, size: int) -> bytes:
     while len(found) < size:
         part = connection.recv(size - len(found))
         if not part:
-            raise ConnectionError("the connection was closed: no RPC server of a fitting version of llama.cpp")
+            raise ConnectionError("the connection was closed: not an RPC server of a matching version of llama.cpp")
         found += part
     return found
 

@@ -84,13 +84,13 @@ class ContextSettings:
             if kind not in CACHE_TYPES:
                 raise ConfigError(f"cache type {kind!r} is not known; allowed: {', '.join(CACHE_TYPES)}")
         if settings.flash_attention is False and settings.cache_type_v not in PLAIN_TYPES:
-            raise ConfigError(f"a {settings.cache_type_v} cache for values needs flash attention; leave it on")
+            raise ConfigError(f"a {settings.cache_type_v} cache for values needs flash attention; leave that on")
         if settings.devices:
             handles_of(settings.devices)
         if settings.gpu_layers and not settings.servers and not gpus():
             raise CapabilityError(
-                f"{settings.gpu_layers} layers were asked for on a GPU, but this build of llama.cpp sees none. Use "
-                "-ngl 0; edgespec doctor tells how to get a build for each kind of GPU"
+                f"{settings.gpu_layers} layers were asked for on a GPU, but this build of llama.cpp sees no GPU. Use "
+                "-ngl 0; edgespec doctor shows how to get a build for each kind of GPU"
             )
         return replace(settings, widest=min(settings.widest, settings.max_batch, settings.context_length // 2 + 1))
 
@@ -170,7 +170,7 @@ def choose_context_length(path: Path, trained: int | None, asked: int | None, de
     if asked is None:
         return min(trained or default, default)
     if trained is not None and asked > trained:
-        raise ConfigError(f"a context of {asked} tokens was asked for, {path.name} was trained for {trained}")
+        raise ConfigError(f"a context of {asked} tokens was requested, but {path.name} was trained for {trained}")
     return asked
 
 
@@ -178,9 +178,9 @@ def require_generator(model: Any, path: Path) -> None:
     """Raises CapabilityError for a model that does not continue text; llama.cpp would end the process on some."""
     llama = library()
     if llama.llama_model_has_encoder(model) or not llama.llama_model_has_decoder(model):
-        raise CapabilityError(f"{path.name} is an encoder; give a model that continues text (a decoder)")
+        raise CapabilityError(f"{path.name} is an encoder; give a model that generates text (a decoder)")
     if llama.llama_model_is_diffusion(model):
-        raise CapabilityError(f"{path.name} is a diffusion model; give one that continues text token by token")
+        raise CapabilityError(f"{path.name} is a diffusion model; give one that generates text token by token")
 
 
 def create_context(model: Any, path: Path, settings: ContextSettings, cancel: CancelFlag) -> Any:
@@ -215,5 +215,5 @@ def create_context(model: Any, path: Path, settings: ContextSettings, cancel: Ca
         )
     if not llama.llama_get_memory(context):
         llama.llama_free(context)
-        raise CapabilityError(f"{path.name} keeps no KV cache (an embedding model?); give one that continues text")
+        raise CapabilityError(f"{path.name} keeps no KV cache (an embedding model?); give one that generates text")
     return context

@@ -37,9 +37,11 @@ class DeviceLimits:
         """What the user should know."""
         found = []
         if self.widest < asked:
-            found.append(f"{provider} computes more than {self.widest} rows at once wrongly here: prompts take longer")
+            found.append(
+                f"{provider} gives wrong results for more than {self.widest} rows at once here: prompts take longer"
+            )
         if not self.keeps_positions:
-            found.append(f"the attention of {provider} knows no positions: no trees, and answers one at a time")
+            found.append(f"the attention of {provider} ignores positions: no trees, and one answer at a time")
         return tuple(found)
 
 
@@ -82,7 +84,9 @@ class _Trial:
     def limits(self) -> DeviceLimits:
         halves = self._narrow(0, 2 * NARROW)
         if not _agree(self._one_by_one(2 * NARROW), halves):
-            raise CapabilityError("this device computes this model wrongly: use --provider cpu, or another export")
+            raise CapabilityError(
+                "this device gives wrong results for this model: use --provider cpu, or another export"
+            )
         sound = NARROW
         for width in sorted({width for width in (*WIDTHS, self._rows) if NARROW < width <= self._rows}):
             wanted = self._narrow(sound - sound % NARROW, width)  # cells before that are right

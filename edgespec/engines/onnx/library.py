@@ -148,7 +148,7 @@ def _open(graph: bytes, folder: Path, threads: int, name: str, *, spins: bool = 
         if name == "cuda" and load_cuda():
             reason = f"{load_cuda()} ({reason})"
         if WHOLE_PRODUCT.encode() in graph:
-            reason = "its w8a8 products are for processors; export it with --quant int4, int8 or fp16"
+            reason = "w8a8 runs on processors only; export it with --quant int4, int8 or fp16"
         raise CapabilityError(f"this model cannot run on {name}: {reason}. Use --provider cpu") from exc
 
 

@@ -225,7 +225,7 @@ def _weights(checkpoint: Checkpoint, found: Architecture, sizes: Sizes, planned:
 
 def _quantised(weights: Weights, kind: gguf.GGMLQuantizationType, name: str) -> Any:
     if kind == gguf.GGMLQuantizationType.F16 and np.abs(_extremes(weights)).max() > np.finfo(np.float16).max:
-        raise ModelFileError(f"tensor {name} has numbers outside the range of f16; export it as bf16 or f32")
+        raise ModelFileError(f"tensor {name} has values outside the range of f16; export it as bf16 or f32")
     return quantize(weights, kind)
 
 

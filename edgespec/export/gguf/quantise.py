@@ -171,7 +171,7 @@ def _check_importance(header: GgufHeader, weights: Importance, path: Path | None
     """Raise ModelFileError for a matrix of another model: llama.cpp would fail late or ignore it."""
     columns = {tensor.name: tensor.shape[0] for tensor in header.tensors}
     if weights and not columns.keys() & weights.keys():
-        raise ModelFileError(f"{path} has values for none of the model's tensors; it was made for another model")
+        raise ModelFileError(f"{path} has no values for the model's tensors; it was made for another model")
     for name, values in weights.items():
         if name in columns and values.size != columns[name]:
             raise ModelFileError(

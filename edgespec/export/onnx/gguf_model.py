@@ -120,7 +120,7 @@ def read_model(path: Path, header: GgufHeader) -> GgufModel:
     try:
         return _Reader(path, header, kind).read()
     except (OverflowError, ZeroDivisionError) as exc:
-        raise ModelFileError(f"{path} is damaged: its sizes are no sizes of a model ({exc})") from exc
+        raise ModelFileError(f"{path} is damaged: its sizes are not those of a model ({exc})") from exc
 
 
 class _Reader:
@@ -213,7 +213,7 @@ class _Reader:
         place = self._header.data_start + tensor.offset
         found = np.fromfile(self._path, np.float32, head_dim // 2, offset=place)
         if not (np.isfinite(found).all() and (found > 0).all()):
-            raise self._wrong(f"{ROPE_FACTORS} holds numbers that divide no frequency")
+            raise self._wrong(f"{ROPE_FACTORS} contains values that cannot divide a frequency")
         return tuple(float(each) for each in found)
 
     def _tensors(self, sizes: Sizes) -> dict[str, tuple[TensorInfo, Tensor]]:
@@ -283,14 +283,14 @@ class _Reader:
         found: Scalar | Any = self._value(key)
         found = default if found is None else found
         if not isinstance(found, (int, float)):
-            what = "is missing" if found is None else f"is {str(found)[:40]}, one number is needed"
+            what = "is missing" if found is None else f"is {str(found)[:40]}, one number was expected"
             raise self._wrong(f"{self._header.architecture}.{key} {what}")
         return float(found)
 
     def _size(self, key: str, default: int | None = None) -> int:
         found = self._number(key, default)
         if not 1 <= found < 1 << 31 or found != int(found):
-            raise self._wrong(f"{self._header.architecture}.{key} is {found}, a size is needed")
+            raise self._wrong(f"{self._header.architecture}.{key} is {found}, a size was expected")
         return int(found)
 
     def _wrong(self, reason: str) -> ModelFileError:

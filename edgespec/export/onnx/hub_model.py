@@ -64,7 +64,7 @@ def open_hub(folder: Path) -> HubModel:
     try:
         return reader.read()
     except (TypeError, ValueError, OverflowError) as exc:  # a setting of another type
-        raise ModelFileError(f"{folder / 'config.json'} holds a setting that cannot be: {exc}") from exc
+        raise ModelFileError(f"{folder / 'config.json'} has an impossible setting: {exc}") from exc
 
 
 def check_config(folder: Path) -> None:
@@ -205,7 +205,7 @@ class _Reader:
         for name, tensor in self._places(sizes.layers, with_head=not is_tied):
             own, wanted = stored.pop(name, None), sizes.shape(tensor.shape)
             if own is None:
-                raise self._wrong(f"it needs the tensor {name} of {wanted}, and lacks it")
+                raise self._wrong(f"it lacks the tensor {name} of {wanted}")
             if checkpoint.shape(own) != wanted:
                 file = checkpoint.tensors[own].file
                 raise ModelFileError(
@@ -231,7 +231,7 @@ class _Reader:
     def _number(self, key: str) -> float:
         found = self._checkpoint.require(key)
         if isinstance(found, bool) or not isinstance(found, (int, float)):
-            raise self._wrong(f"its {key} is {found!r:.40}, a number is needed")
+            raise self._wrong(f"its {key} is {found!r:.40}, a number was expected")
         return float(found)
 
     def _wrong(self, reason: str) -> ModelFileError:

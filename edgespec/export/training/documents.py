@@ -59,7 +59,7 @@ def read_documents(paths: Sequence[Path]) -> list[Document]:
         except UnicodeDecodeError as exc:
             raise ConfigError(f"--data {path} is not UTF-8 text: {exc.reason} at byte {exc.start}") from exc
         if len(found) == before:
-            raise ConfigError(f"--data {path} has no document that is not in an earlier file: omit it")
+            raise ConfigError(f"--data {path} adds no document (empty, or all are in an earlier file): omit it")
     return list(found.values())
 
 

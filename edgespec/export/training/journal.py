@@ -20,7 +20,7 @@ from edgespec.export.training.request import flag
 from edgespec.formats.files import write_atomically, write_errors
 
 SUFFIX, REQUEST, ROUNDS = ".partial", "request.json", "rounds.csv"
-RESUME_FIX = "nothing of the last finished round is lost, run the same command again when that is mended"
+RESUME_FIX = "the last finished round is kept: fix this, then run the same command again"
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Journal:
         free = shutil.disk_usage(self.folder).free
         if free < num_bytes:
             raise CapabilityError(
-                f"{self.folder} needs {num_bytes / 2**20:.0f} MiB and its disk has {free / 2**20:.0f} MiB free: free "
+                f"{self.folder} needs {num_bytes / 2**20:.0f} MiB but its disk has {free / 2**20:.0f} MiB free: free "
                 "space, or give an --output on another disk"
             )
 

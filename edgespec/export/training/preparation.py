@@ -47,7 +47,7 @@ def prepare(request: DistillRequest, target_name: str = "", shaper: Shaper = stu
         )
     if not request.data:
         if facts.begin_id is None:
-            raise ConfigError(f"{facts.folder} has no begin token to generate from: give texts with --data")
+            raise ConfigError(f"{facts.folder} has no begin-of-text token to generate from: give texts with --data")
         return Preparation(request, facts, shape, [], [])
     documents, held_out = split_held_out(read_documents(request.data), request.held_out_prompts)
     if facts.chat_template is None and any(document.messages for document in (*documents, *held_out)):

@@ -97,10 +97,10 @@ def _bad_numbers(header: GgufHeader) -> Iterator[str]:
     for name in ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "rope.freq_base"):
         for value in _values(header, name):
             if not isinstance(value, float) or not math.isfinite(value) or value < 0:
-                yield f"{name} is {value!r}, a finite number from 0 on is needed"
+                yield f"{name} is {value!r}, it must be a finite number of at least 0"
     scaling = header.metadata.get(f"{header.architecture}.rope.scaling.type")
     if scaling is not None and scaling not in ROPE_SCALINGS:
-        yield f"its rope scaling {scaling!r} is not known; known are {', '.join(sorted(ROPE_SCALINGS))}"
+        yield f"its rope scaling {scaling!r} is not known; known: {', '.join(sorted(ROPE_SCALINGS))}"
 
 
 def _bad_vocabulary(header: GgufHeader) -> Iterator[str]:
@@ -117,7 +117,7 @@ def _bad_vocabulary(header: GgufHeader) -> Iterator[str]:
     if len(different) < len(tokens):
         twice = [token for token, count in Counter(tokens).items() if count > 1 and token]
         for token in twice[:1]:
-            yield f"the token {token.decode('utf-8', errors='backslashreplace')!r} stands in its vocabulary twice"
+            yield f"the token {token.decode('utf-8', errors='backslashreplace')!r} is in its vocabulary twice"
     for name, kinds in {"token_type": (INT32, UINT32), "scores": (FLOAT32,)}.items():
         found = header.metadata.get(f"tokenizer.ggml.{name}", None)
         if found is None:

@@ -133,7 +133,7 @@ class _HeaderReader:
             raise self._wrong("it does not begin as a GGUF file does; give a .gguf file")
         version = self._number("<I")
         if version not in (2, 3):
-            raise self._wrong(f"it has GGUF version {version}, versions 2 and 3 are known")
+            raise self._wrong(f"it has GGUF version {version}; versions 2 and 3 are supported")
         num_tensors, num_pairs = self._count("tensors", 24), self._count("metadata entries", 13)
         metadata: dict[str, Value] = {}
         spans: dict[str, tuple[int, int]] = {}
@@ -141,7 +141,7 @@ class _HeaderReader:
             begin = self._at
             key = self._text()
             if key in metadata:
-                raise self._wrong(f"metadata {key!r} stands in it twice")
+                raise self._wrong(f"metadata {key!r} is in it twice")
             metadata[key] = self._value(self._number("<I"))
             spans[key] = (begin, self._at)
         alignment = metadata.get("general.alignment", 32)

@@ -11,11 +11,14 @@ from edgespec.errors import ModelFileError
 from edgespec.formats.gguf.header import GgufHeader
 
 # https://github.com/ggml-org/ggml/blob/master/docs/gguf.md: general.type
-_PROJECTOR = "it reads images or sound for a model (mmproj): give the model's own .gguf file; answers are to text only"
+_PROJECTOR = (
+    "it is a multimodal projector (mmproj), which encodes images or sound: give the model's own .gguf file; only text "
+    "is supported"
+)
 _OF_TYPE = {
     "mmproj": _PROJECTOR,
     "adapter": "it is a LoRA adapter, which changes a model: merge the two with llama.cpp's llama-export-lora first",
-    "imatrix": "it is an importance matrix, which llama-quantize reads: give the .gguf file of the model",
+    "imatrix": "it is an importance matrix, an input of llama-quantize: give the .gguf file of the model",
 }
 # Whose multi-token prediction layers read the hidden state behind the final norm. Tests run the first one.
 _WITH_MTP = ("qwen35", "qwen35moe")
@@ -29,11 +32,11 @@ def require_language_model(path: Path, header: GgufHeader) -> None:
     is_encoder = header.metadata.get(f"{header.architecture}.attention.causal") is False
     if reason is None and (is_encoder or header.architecture in _ENCODERS):
         reason = (
-            f"{header.architecture} models read a whole text at once, as those for embeddings and reranking do: give "
-            "one that writes token by token, such as a Llama or Qwen"
+            f"{header.architecture} models read a whole text at once, for embeddings or reranking: give one that "
+            "writes token by token, such as a Llama or Qwen"
         )
     if reason is not None:
-        raise ModelFileError(f"{path} is no model that continues text: {reason}")
+        raise ModelFileError(f"{path} is not a text-generation model: {reason}")
 
 
 def has_mtp(header: GgufHeader) -> bool:

@@ -60,7 +60,7 @@ def shard_names(path: Path, header: GgufHeader) -> list[str]:
         raise ModelFileError(f"{path} is not a usable model: {FILES} must be 1..{MAX_SHARDS} different file names")
     for name in names:
         if name in (".", "..", path.name) or not name.isprintable() or set(name) & set("/\\:\ufffd") or not name:
-            raise ModelFileError(f"{path} is not a usable model: its part {name!r} is no plain file name")
+            raise ModelFileError(f"{path} is not a usable model: its part {name!r} is not a plain file name")
     return names
 
 
@@ -72,8 +72,8 @@ def _numbered_names(path: Path, header: GgufHeader) -> list[str]:
     parts = SPLIT_NAME.fullmatch(path.name)
     if parts is None or int(parts["count"]) != count:
         raise ModelFileError(
-            f"{path} is one of {count} parts of a model and not named as such: give it the name that it was published "
-            f"with, which ends in -00001-of-{count:05}.gguf"
+            f"{path} is one of {count} parts of a model, but is not named like one: give it the name that it was "
+            f"published with, which ends in -00001-of-{count:05}.gguf"
         )
     names = [f"{parts['stem']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
     if header.metadata.get(NUMBER) != 0 or path.name != names[0]:
@@ -116,7 +116,7 @@ def _read_shard(path: Path, file: Path, header: GgufHeader, number: int) -> Gguf
             f"{file} is missing, a part of {path.name}. Keep the files of a model together, under their names"
         ) from exc
     if shard.metadata.get(ID) != header.metadata.get(ID):
-        raise ModelFileError(f"{file} is a part of another model than {path.name}. Export it again")
+        raise ModelFileError(f"{file} belongs to another model than {path.name}. Export it again")
     if shard.metadata.get(NUMBER) != number:
         raise ModelFileError(
             f"{file} is part {shard.metadata.get(NUMBER)!r} of a model, {path.name} names it as part {number}"

@@ -47,9 +47,9 @@ class LlamaGraph:
             self.config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             graph = onnx.load(str(folder / MODEL), load_external_data=False).graph
         except (OSError, ValueError, DecodeError) as exc:
-            raise ModelFileError(f"{folder} is no export of a Llama that can be read: {exc}") from exc
+            raise ModelFileError(f"{folder} is not a Llama export that can be read: {exc}") from exc
         if not isinstance(self.config, dict):
-            raise ModelFileError(f"{folder / 'config.json'} holds no JSON object")
+            raise ModelFileError(f"{folder / 'config.json'} does not contain a JSON object")
         self._tensors = {tensor.name: tensor for tensor in graph.initializer}
         self._nodes = {node.name.removesuffix("_Q8"): node for node in graph.node}
         self._tables = [node for node in graph.node if node.op_type == "GatherBlockQuantized"]

@@ -74,7 +74,7 @@ def scales_of(largest: NDArray[np.float32], code: int = LARGEST) -> NDArray[np.f
     numbers.
     """
     if not np.isfinite(largest).all():
-        raise ModelFileError("the model is damaged: it holds weights that are no finite numbers")
+        raise ModelFileError("the model is damaged: it has weights that are not finite numbers")
     found: NDArray[np.float32] = np.maximum(largest / np.float32(code), np.finfo(np.float32).tiny)
     return found
 

@@ -67,7 +67,7 @@ class Library:
         require_library()
         if not vocabulary.end_ids:
             raise CapabilityError(
-                "structured output needs a model whose vocabulary has an end-of-text token, and this one names none"
+                "structured output needs a model whose vocabulary has an end-of-text token, and this one has none"
             )
         self._vocabulary = vocabulary
 
