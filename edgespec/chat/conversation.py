@@ -13,6 +13,7 @@ from edgespec.formats.files import read_text, write_atomically
 
 _FORMAT, _VERSION = "edgespec-conversation", 1
 _REASONING = "reasoning_content"  # field of an answer, as chat templates call it
+_DROPPED = "dropped"  # of a file: messages before `messages` that the context had no room for
 _NOISE_END = "noise_end"  # field of an answer: position after its last token, plus the noise offset in use
 
 
@@ -27,6 +28,7 @@ class Conversation:
     system: str | None = None
     turns: list[Message] = field(default_factory=list)
     _dropped_end: int = 0  # end of the noise used by dropped answers
+    _dropped: list[Message] = field(default_factory=list)  # no longer shown to the model, but kept in files
 
     @property
     def messages(self) -> list[Message]:
@@ -46,6 +48,10 @@ class Conversation:
         """
         used: int = max(self._dropped_end, *(turn.get(_NOISE_END, 0) for turn in self.turns), 0)
         return used - prompt_tokens if used > prompt_tokens else 0
+
+    def copy(self) -> Conversation:
+        """Another conversation with the same messages."""
+        return replace(self, turns=list(self.turns), _dropped=list(self._dropped))
 
     @property
     def num_exchanges(self) -> int:
@@ -67,6 +73,7 @@ class Conversation:
     def clear(self) -> None:
         """Remove all turns but keep the system prompt. The noise restarts, as in a new conversation."""
         self.turns.clear()
+        self._dropped.clear()
         self._dropped_end = 0
 
     def undo(self) -> str | None:
@@ -96,6 +103,7 @@ class Conversation:
             return False
         dropped_end = max(turn.get(_NOISE_END, 0) for turn in self.turns[: questions[1]])
         self._dropped_end = max(self._dropped_end, dropped_end)
+        self._dropped += self.turns[: questions[1]]
         del self.turns[: questions[1]]
         return True
 
@@ -104,6 +112,8 @@ class Conversation:
         content = {"format": _FORMAT, "version": _VERSION, "messages": self._kept}
         if self._dropped_end:
             content["dropped_" + _NOISE_END] = self._dropped_end
+        if self._dropped:
+            content[_DROPPED] = self._dropped
         text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
         write_atomically(path, text, parents=True, private=True)
 
@@ -118,18 +128,22 @@ class Conversation:
             raise StateError(f"{path} is not a saved conversation: {exc}") from exc
         if not isinstance(content, dict) or content.get("format") != _FORMAT or content.get("version") != _VERSION:
             raise StateError(f"{path} is not a conversation saved by this version of edgespec; /save writes one")
-        messages = content.get("messages")
-        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-            raise StateError(f"{path} has no list of messages")
-        try:
-            messages = checked_messages(messages) if messages else []
-        except PromptError as exc:
-            raise StateError(f"{path} has a message that is not valid: {exc}") from exc
+        messages, dropped = _messages(path, content.get("messages")), _messages(path, content.get(_DROPPED, []))
         has_system = bool(messages) and messages[0]["role"] == "system"
         dropped_end = content.get("dropped_" + _NOISE_END, 0)
-        if not all(_is_count(end) for end in (dropped_end, *(turn.get(_NOISE_END, 0) for turn in messages))):
+        if not all(_is_count(end) for end in (dropped_end, *(turn.get(_NOISE_END, 0) for turn in dropped + messages))):
             raise StateError(f"{path} has a {_NOISE_END} that is not a whole number of at least 0: delete that entry")
-        return Conversation(messages[0]["content"] if has_system else None, messages[has_system:], dropped_end)
+        return Conversation(messages[0]["content"] if has_system else None, messages[has_system:], dropped_end, dropped)
+
+
+def _messages(path: Path, found: object) -> list[Message]:
+    """The messages that a file has `found` for. Raises StateError."""
+    if not isinstance(found, list) or not all(isinstance(message, dict) for message in found):
+        raise StateError(f"{path} has no list of messages")
+    try:
+        return checked_messages(found) if found else []
+    except PromptError as exc:
+        raise StateError(f"{path} has a message that is not valid: {exc}") from exc
 
 
 def _is_count(value: object) -> bool:
@@ -148,7 +162,7 @@ def fit_context(
     num_tokens = count_tokens(conversation.messages)
     if num_tokens + reserve <= context_length:
         return 0
-    kept = replace(conversation, turns=list(conversation.turns))
+    kept = conversation.copy()
     dropped = 0
     while num_tokens + reserve > context_length * 3 // 4 and kept.drop_oldest():
         dropped += 1
@@ -158,5 +172,5 @@ def fit_context(
             f"the message alone makes a prompt of {num_tokens} tokens but the context holds only {context_length}, "
             "answer included: shorten it, or start with a larger --ctx-size"
         )
-    conversation.turns[:], conversation._dropped_end = kept.turns, kept._dropped_end
+    conversation.turns, conversation._dropped, conversation._dropped_end = kept.turns, kept._dropped, kept._dropped_end
     return dropped

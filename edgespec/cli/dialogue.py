@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from edgespec.chat.conversation import Conversation, fit_context
 from edgespec.cli.interrupt import stops
@@ -26,13 +25,13 @@ class Chat:
 
     def say(self, text: str) -> None:
         """Ask `text` and print the answer; a failure leaves the conversation as it was."""
-        before = list(self.conversation.turns)
+        before = self.conversation.copy()
         self.conversation.ask(text)
         self._answer(before)
 
     def say_again(self) -> None:
         """Answer the last message again with the next seed; the same seed would give the same text."""
-        before = list(self.conversation.turns)
+        before = self.conversation.copy()
         if not self.conversation.regen():
             reply("there is nothing to answer yet")
             return
@@ -41,18 +40,18 @@ class Chat:
         reply("temperature 0: the answer will be the same" if sampling.temperature == 0 else f"seed {sampling.seed}")
         self._answer(before)
 
-    def _answer(self, before: list[dict[str, Any]]) -> None:
-        """Fit, generate, print, remember. `before`: the turns to return to when there is no answer."""
+    def _answer(self, before: Conversation) -> None:
+        """Fit, generate, print, remember. `before`: what to return to when there is no answer."""
         try:
             self._make_room()
             reasoning, text, noise_end = self._generate()
         except BaseException:
-            self.conversation.turns[:] = before
+            self.conversation = before
             raise
         if text:
             self.conversation.answer(text, noise_end, reasoning)
         else:
-            self.conversation.turns[:] = before
+            self.conversation = before
             note(f"no answer{' after the reasoning' if reasoning else ''}; the message is dropped")
         self.totals.add(self.last)
         self.session.show_end(self.last)

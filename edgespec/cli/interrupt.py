@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,33 @@ def stops(cancel: Callable[[], None]) -> Iterator[Interruption]:
 
     previous = signal.signal(signal.SIGINT, on_interrupt)
     try:
-        yield interruption
+        with _called_at_once(cancel):
+            yield interruption
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+@contextmanager
+def _called_at_once(cancel: Callable[[], None]) -> Iterator[None]:
+    """Within the block, Ctrl-C calls `cancel` from a thread of its own, during a library's call too.
+
+    Python runs handlers of signals only when such a call returns, and a pass over a long prompt may take half a minute.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def listen() -> None:
+        while arrived := reader.recv(64):
+            if signal.SIGINT in arrived:
+                cancel()
+
+    listener = threading.Thread(target=listen, name="ctrl-c", daemon=True)
+    listener.start()
+    previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(previous)
+        writer.close()
+        listener.join()
+        reader.close()

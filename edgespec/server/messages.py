@@ -14,6 +14,7 @@ from edgespec.server.chat_completions import ChatExchange, read_chat
 from edgespec.server.exchange import Exchange, sse
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError, bad_request
+from edgespec.server.options import MOST_TOKENS
 from edgespec.server.scheduler import Ticket
 from edgespec.server.service import Loaded
 
@@ -138,7 +139,7 @@ def _call_events(piece: Piece, first_index: int) -> list[bytes]:
 
 def read_messages(loaded: Loaded, fields: Fields) -> MessagesExchange:
     """Check a request and render its prompt. Blocks while it encodes. Raises HttpError and EdgespecError."""
-    if fields.given("max_tokens") is None:
+    if fields.whole("max_tokens", 1, MOST_TOKENS) is None:
         raise bad_request("max_tokens is missing: give the maximum number of tokens of the answer", "max_tokens")
     given = {name: fields.given(name) for name in (*_SAME, "max_tokens")}
     given |= {"stop": fields.listed("stop_sequences", loaded.limits.max_stops)}

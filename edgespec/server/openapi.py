@@ -26,7 +26,7 @@ def _object(properties: Schema, required: tuple[str, ...] = ()) -> Schema:
     return {"type": "object", "properties": properties, "required": list(required)}
 
 
-_LIMIT = _whole(1, 2**31 - 1)
+_LIMIT = {"anyOf": [_whole(1, 2**31 - 1), {"const": -1}]}
 _PARTS: Schema = {"type": "array", "items": _object({"type": {"const": "text"}, "text": _TEXT}, ("type", "text"))}
 _CONTENT: Schema = {"oneOf": [_TEXT, _PARTS]}
 _MESSAGE = _object(

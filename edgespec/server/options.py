@@ -19,6 +19,7 @@ _SAMPLING = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "
 }
 _SPECULATIVE = ("drafter", "draft_length", "verify")
 MOST_TOKENS = 2**31 - 1
+UNLIMITED = -1  # as max_tokens; LM Studio's examples and llama-server's clients send it
 # Fields of OpenAI's API that cannot change an answer here.
 WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier"),
@@ -70,8 +71,9 @@ def read_stops(fields: Fields, limits: Limits, name: str = "stop") -> list[str]:
 
 
 def read_max_tokens(fields: Fields, *names: str) -> int | None:
-    """The limit of new tokens under any of `names`. Raises HttpError if two of them differ."""
-    given = {name: value for name in names if (value := fields.whole(name, 1, MOST_TOKENS)) is not None}
+    """The limit of new tokens under any of `names`; None without any. Raises HttpError if two of them differ."""
+    limits = [name for name in names if fields.given(name) != UNLIMITED]
+    given = {name: value for name in limits if (value := fields.whole(name, 1, MOST_TOKENS)) is not None}
     if len(set(given.values())) > 1:
         raise bad_request(f"{' and '.join(given)} are the same setting: give one", names[0])
     return next(iter(given.values()), None)

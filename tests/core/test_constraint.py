@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any
 
 import numpy as np
@@ -238,6 +239,11 @@ def test_only_one_structure_and_nothing_that_contradicts_it() -> None:
         ("json_schema", '{"properties": {"a": {"items": {"type": "strin"}}}}', "at properties.a.items: Invalid type"),
         ("json_schema", '{"$defs": {"x": {"not": {}}}, "$ref": "#/$defs/x"}', r"at \$defs.x: Unimplemented keys"),
         ("json_schema", '{"anyOf": [{"type": "null"}, {"type": "string", "pattern": "(a"}]}', "at anyOf.1: regex"),
+        (
+            "json_schema",
+            '{"items": {"type": "object", "minProperties": 2}}',
+            "at items: minProperties 2 cannot be kept",
+        ),
         ("json_schema", '{"$ref": "#/nowhere"}', "Pointer '/nowhere' does not exist"),
         ("grammar", "start: x", "unknown name"),
         ("grammar", 'root ::= "yes" | (', "Expected"),
@@ -249,6 +255,11 @@ def test_a_mistake_is_one_error_that_names_its_place(kind: Any, source: str, wor
     with pytest.raises(ConfigError, match=words) as raised:
         Constraints().of(Grammar(kind, source), table().vocabulary, 0)
     assert str(raised.value).startswith(f"{kind} cannot be used: ")
+
+
+def test_a_number_of_properties_is_kept_where_no_repeated_name_can_meet_it() -> None:
+    for fields in ({"minProperties": 1}, {"properties": {"a": {}}, "required": ["a"], "minProperties": 2}):
+        Constraints().of(Grammar("json_schema", json.dumps({"type": "object"} | fields)), table().vocabulary, 0)
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,6 +160,12 @@ def test_the_limit_of_tokens_ends_an_answer(client):
     assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["completion_tokens"] == 2
 
 
+def test_a_limit_of_minus_one_is_none(client, model, greedy):
+    unlimited = model.chat(QUESTION, greedy).result()
+    (choice,) = post(client, temperature=0, max_tokens=-1)["choices"]
+    assert unlimited.finish_reason == "stop" and choice["message"]["content"] == unlimited.text
+
+
 # -- tools
 
 

@@ -189,7 +189,10 @@ def test_keys_themes_and_small_screens(browser: Browser, url: str):
     assert browser.value(paper) == light
     browser.open(url, width=360, height=640, phone=True)
     browser.until(READY)
+    browser.value("document.querySelector('#model').textContent = 'SmolLM2-135M-Instruct.Q4_1'.repeat(2)")
     assert browser.value("document.scrollingElement.scrollWidth") <= 360
+    right = "document.querySelector('#panel-button').getBoundingClientRect().right"
+    assert browser.value(right) <= 360  # the name gives way to the buttons
     assert browser.value("getComputedStyle(document.querySelector('#side')).display") == "none"
     browser.click("[data-do=side]")
     browser.until("document.querySelector('#side').contains(document.activeElement)")

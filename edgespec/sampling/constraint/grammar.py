@@ -96,13 +96,30 @@ def _escaped(text: str) -> str:
 def compiled(grammar: Grammar, library: Library) -> LLMatcher:
     """A matcher at the beginning of an answer. Raises ConfigError, which names the place of a mistake."""
     matcher = library.matcher(grammar.source)
+    schema = json.loads(grammar.text) if grammar.kind == "json_schema" else None
     if not matcher.is_error():
+        if schema is not None:
+            _refuse_counts(schema)
         return matcher
     problem = matcher.get_error().strip()
-    if grammar.kind == "json_schema":
-        schema = json.loads(grammar.text)
+    if schema is not None:
         raise ConfigError(f"json_schema cannot be used: {_place(schema, problem, library)}{_first_line(problem)}")
     raise ConfigError(f"{grammar.kind} cannot be used: {problem}")
+
+
+def _refuse_counts(schema: dict[str, Any]) -> None:
+    """Raises ConfigError for a `minProperties` that a repeated name would meet: the library counts it every time."""
+    rest = [("", schema)]
+    while rest:
+        path, part = rest.pop()
+        least, named = part.get("minProperties", 0), len(set(part.get("required", [])))
+        if least > named + 1:
+            place = f"at {path}: " if path else ""
+            raise ConfigError(
+                f"json_schema cannot be used: {place}minProperties {least} cannot be kept, as an answer may repeat a "
+                f"name: list all names but one under required, where {named} are now"
+            )
+        rest += [(f"{path}.{name}" if path else name, below) for name, below in _parts(part)]
 
 
 def _first_line(problem: str) -> str:

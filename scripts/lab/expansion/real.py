@@ -45,8 +45,8 @@ ONNX_FORMATS = ("w8a8", "int8", "int4")
 GGUF_FORMATS = ("q8_0", *(name for name in FILE_TYPES if name != "q8_0"))
 AS_IS = "135m"
 
-# SmolLM2 has 30 layers with 9 + 3 heads of 64, and expansion keeps depth and the ratio of heads; 1b and 3b have about
-# the weights of Llama 3.2 1B and 3B without their vocabulary, in narrower and more layers, and 8b those of Llama 3.1 8B.
+# SmolLM2 has 30 layers with 9 + 3 heads of 64, and expansion keeps depth and the ratio of heads; 1b, 3b and 8b have about
+# the weights of Llama 3.2 1B and 3B and Llama 3.1 8B without their vocabulary, in narrower and more layers.
 DEEP_SHAPES = {
     "230m": Shape(768, 2048, 30, 12, 4, vocab_size=49_152),
     "360m": Shape(1024, 2560, 30, 15, 5, vocab_size=49_152),

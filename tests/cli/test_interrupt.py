@@ -1,0 +1,34 @@
+"""Ctrl-C while a library's call runs, which Python's own handlers wait for."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import threading
+from time import monotonic
+
+import pytest
+
+from edgespec.cli.interrupt import stops
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no signal can be sent to this process alone")
+def test_ctrl_c_cancels_before_a_long_call_returns() -> None:
+    called: list[float] = []
+    with stops(lambda: called.append(monotonic())) as interruption:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 5_000_000)  # as long as a pass, and like it without Python's lock
+        returned = monotonic()
+    assert interruption.happened
+    assert called[0] < returned - 0.1
+
+
+def test_the_wakeup_of_others_is_given_back() -> None:
+    before = signal.set_wakeup_fd(-1)
+    try:
+        with stops(lambda: None):
+            pass
+        assert signal.set_wakeup_fd(-1) == -1
+    finally:
+        signal.set_wakeup_fd(before)
