@@ -30,6 +30,7 @@ from edgespec.engines.base import fault_of
 from edgespec.engines.machine import has_address_limit
 from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.gguf.eagle3 import is_eagle3
+from edgespec.installation import child_environment
 
 # Libraries with threads or devices of their own, which do not survive a fork.
 _UNFORKABLE = (b"libiomp", b"libomp", b"onnxruntime_pybind", b"libtorch", b"libcuda")
@@ -198,15 +199,13 @@ def _load_library() -> None:
 
 
 def _start_program(paths: Sequence[Path], timeout_s: float, weights_last: bool) -> Child:
-    package_root = str(Path(__file__).resolve().parents[2])
-    search_path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
     order = "last" if weights_last else "each"
     process = subprocess.Popen(
         [sys.executable, "-m", "edgespec.engines.trial_child", order, *map(str, paths)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": search_path},
+        env=child_environment(),
     )
     assert process.stdout is not None
     return Child(_order(paths, weights_last), timeout_s, process.stdout, process.wait, process.kill)
