@@ -17,22 +17,23 @@ import numpy as np
 from edgespec.engines.head import FeatureHead, HeadFacts, States
 from edgespec.engines.llamacpp.extensions import extension
 from edgespec.engines.llamacpp.library import (
+    ABORTED,
+    END,
+    NO_ROOM,
     CancelFlag,
     complaints,
     forget_complaints,
     library,
     open_model,
-    uninterrupted,
 )
 from edgespec.engines.llamacpp.rows import PairRows
-from edgespec.engines.llamacpp.settings import AUTO, CACHE_TYPES, ON
+from edgespec.engines.llamacpp.settings import CACHE_TYPES, ON, new_context
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError, ModelFileError
 from edgespec.formats.gguf.eagle3 import Eagle3Sizes, read_eagle3
 from edgespec.types import Logits, TokenIds
 from edgespec.vocabulary import Vocabulary, check_same_vocabulary
 
-NO_ROOM, ABORTED, END = 1, 2, -1
 LOGITS_BYTES = 16 << 20
 WIDEST = 64  # pairs per pass, where their logits fit LOGITS_BYTES
 DEFAULT_CONTEXT = 2048
@@ -284,8 +285,7 @@ def num_bytes(sizes: Eagle3Sizes, context_length: int) -> int:
 def _create_context(
     model: Any, path: Path, sizes: Eagle3Sizes, length: int, threads: int, target_context: Any, cancel: CancelFlag
 ) -> Any:
-    llama = library()
-    params = llama.llama_context_default_params()
+    params = library().llama_context_default_params()
     params.n_ctx = length
     params.n_batch = params.n_ubatch = params.n_outputs_max = _step(sizes)
     params.n_seq_max = 1
@@ -295,13 +295,7 @@ def _create_context(
     params.kv_unified = True
     params.no_perf = True
     params.ctx_other = target_context if sizes.shares_embeddings or sizes.shares_output else None
-    params.abort_callback, params.abort_callback_data = cancel.callback, cancel.callback_data
-    forget_complaints()
-    init = partial(llama.llama_init_from_model, model, params)
-    context = uninterrupted(init, llama.llama_free)
-    if not context:
-        params.flash_attn_type = AUTO  # not every device supports it
-        context = uninterrupted(init, llama.llama_free)
+    context = new_context(model, params, cancel, requires_flash=False)
     if not context:
         raise CapabilityError(f"llama.cpp refused a context of {length} pairs for head {path.name}: {complaints()}")
     return context
