@@ -15,8 +15,8 @@ from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.base import Engine
 from edgespec.engines.trial import Trial
 from edgespec.errors import ModelFileError
+from edgespec.formats.gguf.check import require_language_model
 from edgespec.formats.gguf.header import keeping_headers, read_header
-from edgespec.formats.gguf.kind import require_language_model
 from edgespec.formats.gguf.split import model_files
 from edgespec.formats.manifest import ModelFile, ModelPair, check_file
 from edgespec.loading.checksums import check_hash, was_hashed

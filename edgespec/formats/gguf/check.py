@@ -1,6 +1,7 @@
 """Refuses the GGUF files on which llama.cpp would end the process instead of returning an error.
 
-A file that passes may still be wrong in ways only the library knows; `probe` loads those in a child process.
+A file that passes may still be wrong in ways only the library knows; `probe` loads those in a child process. Also
+refused are files that are no language model. A decoder that was trained for embeddings cannot be told from one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from pathlib import Path
 
 from edgespec.errors import ModelFileError
 from edgespec.formats.gguf.header import GgufHeader, once, read_header
-from edgespec.formats.gguf.kind import require_language_model
 from edgespec.formats.gguf.split import with_shards
 from edgespec.formats.gguf.values import GgufNumbers, GgufStrings, Scalar
 
@@ -22,6 +22,14 @@ MAX_EXTENT = 1 << 20
 UINT32, INT32, FLOAT32 = 4, 5, 6
 NOT_WEIGHTS = frozenset({"I8", "I16", "I32", "I64", "F64"})
 ROPE_SCALINGS = frozenset({"none", "linear", "yarn", "longrope"})
+# https://github.com/ggml-org/ggml/blob/master/docs/gguf.md: general.type
+_PROJECTOR = "it reads images or sound for a model (mmproj): give the model's own .gguf file; answers are to text only"
+_OF_TYPE = {
+    "mmproj": _PROJECTOR,
+    "adapter": "it is a LoRA adapter, which changes a model: merge the two with llama.cpp's llama-export-lora first",
+    "imatrix": "it is an importance matrix, which llama-quantize reads: give the .gguf file of the model",
+}
+_ENCODERS = ("t5", "t5encoder")  # that do not say so under attention.causal
 
 
 def check_gguf(path: Path) -> GgufHeader:
@@ -38,6 +46,20 @@ def _checked(path: Path) -> GgufHeader:
     for reason in _faults(header):
         raise ModelFileError(f"{path} is not a usable model: {reason}. Download or export it again")
     return header
+
+
+def require_language_model(path: Path, header: GgufHeader) -> None:
+    """Raises ModelFileError, naming what the file is and what to give instead, for one that writes no text."""
+    kind = str(header.metadata.get("general.type", ""))
+    reason = _PROJECTOR if header.architecture == "clip" else _OF_TYPE.get(kind)
+    is_encoder = header.metadata.get(f"{header.architecture}.attention.causal") is False
+    if reason is None and (is_encoder or header.architecture in _ENCODERS):
+        reason = (
+            f"{header.architecture} models read a whole text at once, as those for embeddings and reranking do: give "
+            "one that writes token by token, such as a Llama or Qwen"
+        )
+    if reason is not None:
+        raise ModelFileError(f"{path} is no model that continues text: {reason}")
 
 
 def _faults(header: GgufHeader) -> Iterator[str]:

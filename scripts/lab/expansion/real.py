@@ -33,10 +33,9 @@ from edgespec.export.onnx.gguf_tokenizer import write_tokenizer_files
 from edgespec.export.onnx.gguf_weights import GgufWeights
 from edgespec.export.onnx.writer import smoothed
 from edgespec.formats.files import atomic_folder
-from edgespec.formats.onnx.forms import Blocks, Form, LlamaWeights, QuantisedRows, RowWeights, WholeNumbers
+from edgespec.formats.onnx.forms import Blocks, Form, LlamaWeights, Mixed, QuantisedRows, RowWeights, WholeNumbers
 from edgespec.formats.onnx.llama import write_llama
 from edgespec.formats.onnx.llama_config import LlamaConfig
-from edgespec.formats.onnx.mixed import Mixed
 from edgespec.formats.onnx.nodes import Nodes
 from expansion.rows import ExpandedRows, NoisyHead, RowCheckpoint
 
