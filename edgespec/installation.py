@@ -61,6 +61,12 @@ def require_engine(engine: str, what: str, otherwise: str = "") -> None:
     )
 
 
+def child_environment(**settings: str) -> dict[str, str]:
+    """Of a child process that runs a module of this very package, wherever it lies; `settings` are added."""
+    search_path = filter(None, (str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH")))
+    return {**os.environ, **settings, "PYTHONPATH": os.pathsep.join(search_path)}
+
+
 def cause_of(exc: BaseException) -> str:
     """What a failure began with, in a short line; numpy's own message is a page about installing it."""
     while exc.__cause__ is not None:

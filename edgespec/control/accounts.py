@@ -1,7 +1,7 @@
-"""What the time of each round went to: it is charged to the time bank, and teaches what passes cost.
+"""Where the time of each round went: charges it to the time bank, and learns from it what passes cost.
 
-A plain pass after a wider one may take longer than usual, which is due to speculation. So this also knows what the pass
-before was, and when a plain pass is due to be timed again.
+A plain pass after a wider one may take longer than usual, and speculation is to blame. So this also remembers what the
+previous pass was, and when a plain pass is due to be timed again.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from edgespec.types import RoundRecord
 
 
 class Accounts:
-    """Of one sequence. `costs`: what passes and drafts cost; `bank`: what may be lost; sequences may share both."""
+    """The accounts of one sequence; several may share `costs` (of passes and drafts) and `bank` (what may be lost)."""
 
     def __init__(self, costs: RunCosts, bank: TimeBank) -> None:
         self.costs, self.bank = costs, bank
-        self.learning_s = 0.0  # that learning from the last round took
+        self.learning_s = 0.0  # time spent on learning from the last round
         self._since_plain, self._refresh_after = 0, c.REFRESH_FIRST
-        self._before = ""  # the pass before: "plain", "wide" (of a round that speculated), or "" for the prompt's
+        self._before = ""  # the previous pass: "plain", "wide" (a round that speculated), or "" after the prompt
         self._prefill_s = 0.0
 
     def begin(self, num_tokens: int, prefill_s: float) -> None:
@@ -32,13 +32,13 @@ class Accounts:
         self.bank.waited(self._prefill_s)  # so that a draft model can read a long prompt
 
     def rested(self, num_rounds: int, context: int) -> None:
-        """So many plain rounds went by undecided."""
+        """`num_rounds` plain rounds went by without a decision."""
         self.bank.decoded(num_rounds * self.costs.plain_s(context), 0.0)
         self._since_plain, self._before = 0, "plain"
 
     @property
     def is_refresh_due(self) -> bool:
-        """Whether so many rounds speculated that a plain pass has to be timed again."""
+        """Whether enough rounds have speculated that a plain pass has to be timed again."""
         return self._since_plain >= self._refresh_after
 
     def rounds_to_earn(self, work_s: float, plain_s: float) -> int:
@@ -49,9 +49,9 @@ class Accounts:
     def charge(
         self, record: RoundRecord, plain_s: float, *, is_plain: bool, expected_s: float = 0.0
     ) -> tuple[float, float]:
-        """Credit and charge the bank; seconds of (our own work, the pass), without stalls of the machine.
+        """Credit and charge the bank. Returns seconds of (our own work, the pass), without stalls of the machine.
 
-        `expected_s`: of drafting; infinite where no cost is known: then all time is charged.
+        `expected_s`: the expected time of drafting; infinite while its cost is unknown, so that all of it is charged.
         """
         pass_s = min(record.verify_s, c.LATE * self.costs.pass_s(record.width, record.position))
         late_s = self._late_s(pass_s, plain_s, is_plain)
@@ -68,21 +68,22 @@ class Accounts:
         return work_s, pass_s
 
     def _late_s(self, pass_s: float, plain_s: float, is_plain: bool) -> float:
-        """What a plain pass took more than usual since the one before was wider, which is due to speculation."""
+        """The extra time of a plain pass because the previous one was wider, which is the fault of speculation."""
         was_wide = self._before == "wide" and not self.costs.is_shared
         late_s = pass_s - plain_s if is_plain and was_wide else 0.0
         is_as_expected = abs(late_s - self.costs.round.after_s) <= c.SAME_PACE * plain_s
         if was_wide:
             self.costs.round.followed(late_s if is_plain else None)
-        if is_plain and (not was_wide or is_as_expected):  # else the next pass, a usual one, tells the pace
+        if is_plain and (not was_wide or is_as_expected):  # else wait for the next pass, a usual one
             if self.is_refresh_due:
                 self._refresh_after = min(2 * self._refresh_after, c.REFRESH_EVERY)
             self._since_plain = 0
         return late_s
 
     def learn_pass(self, record: RoundRecord, plain_s: float, *, is_plain: bool) -> None:
-        """Learn what the pass of a charged round cost, whose plain pass was believed to take `plain_s`."""
-        # Not a plain pass after a wide one, which is slower, unless it shows that plain passes take less than believed.
+        """Learn what the pass of a round that was charged cost. `plain_s`: what a plain pass was believed to take."""
+        # A plain pass after a wide one is slower, so it does not count unless it is faster than plain passes were
+        # believed to be.
         is_telling = self._before == "plain" or record.verify_s < (1.0 - c.SAME_PACE) * plain_s
         if not is_plain or is_telling or not self.costs.curve.is_sure_of_plain():
             self.costs.observe_pass(record)

@@ -1,7 +1,7 @@
-"""What a user can do where an answer went badly: one line with one command, from what was measured.
+"""What a user can do about an answer that was slow: one line with one command, from what was measured.
 
 `advice` judges the evidence of one answer; it reads nothing itself. What the runtime corrects by itself, such as drafts
-that do not pay under `--draft-length auto`, is said only where memory is wasted.
+that do not pay under `--draft-length auto`, is mentioned only if it wastes memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 MOST_DISK_READS = 4.0  # per pass; one read brings up to 16 pages
 MOST_STALLED = 0.2  # share of time in which programs waited for memory, together with LEAST_DISK_READS
 LEAST_DISK_READS = 0.5
-LEAST_CLOCK = 0.8  # share of the processor's full clock
+LEAST_CLOCK = 0.8  # share of the CPU's full clock
 MOST_SLOWDOWN = 1.3  # of passes that were faster before
 LEAST_CEILING = 1.1  # speedup if every token of the draft model were accepted
 LEAST_DRAFTED = 96  # tokens, before an acceptance rate says anything
@@ -32,11 +32,11 @@ class Advice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What was measured in one answer, and of its model since it was loaded. None: not known.
+    """What was measured in one answer, and with its model since it was loaded. None: not known.
 
-    `model`: as it is written in a command; `passes`: of the answer; `disk_reads`, `throttled`: in the answer;
+    `model`: as written in a command; `passes`, `disk_reads`, `throttled`: during the answer;
     `stalled`, `clock`, `on_battery`, `saves_power`: as in Conditions; `slowdown`: seconds of its passes over those of
-    equal ones before, 1 where other programs ran; `threads`: in use, `cores`: of the machine; `gives_threads`,
+    equal ones before, 1 if other programs ran; `threads`: in use, `cores`: of the machine; `gives_threads`,
     `gives_memory`: whether the user chose them; `context_length` in tokens.
     `fixed_length`: draft length that the user chose; `drafted`, `accepted`: tokens with it in this answer; `loss`: time
     per token over that of plain decoding. `model_drafted`, `model_accepted`: tokens of the draft model since the load;

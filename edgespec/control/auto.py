@@ -206,7 +206,7 @@ class AutoController(Controller):
         return None
 
     def _affordable(self, decided: Round, name: str, spent_s: float = 0.0) -> Proposal:
-        """As much of a free drafter's draft as pays and the bank can afford, after `spent_s` of the round."""
+        """The part of a free drafter's draft that pays and that the bank can afford after `spent_s` of the round."""
         draft, length, pass_s = decided.trials[name], decided.lengths[name], decided.prices.pass_s
         length = self.bank.longest(length, lambda count: pass_s[count + 1] + spent_s, pass_s[1])
         confidences = list(islice(self._states[name].confidences(draft), length))

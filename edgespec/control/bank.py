@@ -1,4 +1,4 @@
-"""The time bank: caps the time that speculation can lose, however wrong the expectations are.
+"""The time bank: caps the time that speculation can lose, however wrong the predictions are.
 
 A run is credited (1 + share) times what plain decoding would have taken for its tokens, and charged what it took. A
 round may speculate only when the bank can pay its worst case, one token for the whole pass and draft. So at every
@@ -10,8 +10,8 @@ suspended laptop or a draft that was paged out costs seconds; saving these from 
 speculation off for tens of thousands of tokens. Among n rounds with stalls of at most S seconds, at most
 log2(4 * S / plain) + 2 + n / 1024 are excused, so a drafter that is always late is charged.
 
-That holds for each load by itself: what one answer alone gains does not pay for what eight at once lose, nor do their
-losses keep one alone from gaining. Loads are 1, 2, up to 4, up to 8 answers, and so on (`at_load`).
+Each load has its own account: what a single answer gains does not pay for what eight concurrent ones lose, and their
+losses do not stop a single one from speculating. Loads are 1, 2, up to 4, up to 8 answers, and so on (`at_load`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from edgespec.control import constants as c
 
 @dataclass(slots=True)
 class TimeBank:
-    """Seconds that speculation may still lose. `share`: of plain decoding's time, that may be lost at most.
+    """Seconds that speculation may still lose, at most `share` of plain decoding's time.
 
-    `balance_s`: what this generation, or those that run at once, may spend; `aside_s`: saved by earlier ones for later
-    ones; `stalls`: how often the fine for a stall has doubled; `on_time`: rounds since the last stall; `is_guessed`:
-    its seconds are not yet those of this machine; `load`: which load's all of this is.
+    `balance_s`: what this generation, or the concurrent ones, may spend; `aside_s`: what earlier generations saved for
+    later ones; `stalls`: how often the fine for a stall has doubled; `on_time`: rounds since the last stall;
+    `is_guessed`: no pass has been timed yet, so the balance is not in seconds of this machine; `load`: the load that
+    these numbers belong to.
     """
 
     share: float
@@ -39,21 +40,21 @@ class TimeBank:
     on_time: int = 0
     is_guessed: bool = False
     load: int = 0
-    _start_s: float = field(init=False)  # what each load begins with
+    _start_s: float = field(init=False)  # the initial balance of each load
     _other_loads: dict[int, tuple[float, float]] = field(init=False, default_factory=dict)  # `balance_s`, `aside_s`
 
     def __post_init__(self) -> None:
         self._start_s = self.balance_s
 
     def scale(self, balance_s: float) -> None:
-        """What a plain pass takes is known: begin again, with `balance_s` for each load."""
+        """The time of a plain pass is known now: start over, with `balance_s` for each load."""
         self.balance_s, self.aside_s, self.stalls, self.on_time = balance_s, 0.0, 0, 0
         self.is_guessed = False
         self._start_s = balance_s
         self._other_loads.clear()
 
     def at_load(self, num_sequences: int) -> None:
-        """From now on `num_sequences` share each pass: gains and losses are those of this load."""
+        """From now on `num_sequences` share each pass: use the account of that load."""
         load = (num_sequences - 1).bit_length()
         if load == self.load:
             return

@@ -24,14 +24,14 @@ BEST, NEVER = "best", "never"
 
 @dataclass(slots=True)
 class DrafterState:
-    """Of one drafter: the calibration of its evidence, the forecast for its next token, and when to probe it again."""
+    """What is known of one drafter: how its evidence is calibrated, its next confidence, when to probe it again."""
 
     calibrator: Calibrator
     upcoming: NextConfidence = field(default_factory=NextConfidence)
     expected_gain: float | None = None  # tokens per draft of a paid drafter, net of drafting, not of reading
     times_asked: int = 0
-    acceptance_bias: float = 0.0  # accepted less expected tokens, decaying with every round
-    times_tried: float = 0.0  # drafts behind `acceptance_bias`, decaying likewise
+    acceptance_bias: float = 0.0  # accepted less expected tokens, decaying each round
+    times_tried: float = 0.0  # number of drafts in `acceptance_bias`, decaying in the same way
     probe_in: int = c.PROBE_EVERY
     probe_interval: int = c.PROBE_EVERY
 
@@ -41,7 +41,7 @@ class DrafterState:
         return cls(BetaTable() if drafter.evidence_kind == "bucket" else Logistic(drafter.prior))
 
     def confidences(self, draft: Draft) -> Iterator[float]:
-        """Of each token of a draft: calibrated, or the drafter's own where it gives no evidence."""
+        """The confidence in each token of a draft: calibrated, or the drafter's own if it gives no evidence."""
         if not draft.evidence:
             return iter(draft.confidences.tolist())
         places = range(draft.num_tokens) if draft.is_chain else draft.depths()
@@ -138,7 +138,7 @@ class Hedge:
         return None if leader == NEVER else choice_of(BEST, gains)
 
     def update(self, gains: Mapping[str, float], net_tokens: Mapping[str, float]) -> None:
-        """Of one round: the `gains` expected, and the `net_tokens` gained by the drafters of which that is known."""
+        """After a round: the `gains` that were expected, and the `net_tokens` gained by drafters where known."""
         for policy in self._weights:
             drafter = choice_of(policy, gains)
             if drafter is not None and drafter in net_tokens:
@@ -175,9 +175,9 @@ def add_ucb_bonus(gains: dict[str, float], bonuses: Mapping[str, float]) -> None
 
 
 class Kinds:
-    """By kind of sampling: the state of every drafter and the weights of the choice.
+    """The drafters' states and the weights of the choice, kept apart by kind of sampling (`kind_of`).
 
-    Kinds are those under which a draft's acceptance differs.
+    Acceptance differs between the kinds.
     """
 
     def __init__(self, drafters: Mapping[str, Drafter]) -> None:
@@ -185,7 +185,7 @@ class Kinds:
         self._kinds: dict[str, tuple[dict[str, DrafterState], Hedge]] = {}
 
     def of(self, kind: str) -> tuple[dict[str, DrafterState], Hedge]:
-        """Those of one kind; new ones at first."""
+        """(drafter states, weights) of one kind, made when first asked for."""
         if kind not in self._kinds:
             states = {name: DrafterState.of(drafter) for name, drafter in self._drafters.items()}
             self._kinds[kind] = states, Hedge(self._drafters)
@@ -211,7 +211,7 @@ class Kinds:
 
 
 def kind_of(request: DraftRequest) -> str:
-    """By temperature, by whether the rule compares distributions, and by whether a grammar constrains the answer."""
+    """The kind of sampling: temperature, whether the rule compares distributions, whether a grammar constrains."""
     temperature = request.sampler.sampling.temperature
     heat = "greedy" if temperature == 0 else "cool" if temperature < 0.5 else "warm" if temperature <= 1.1 else "hot"
     kind = f"{heat} rejection" if request.needs_distributions else heat

@@ -33,7 +33,7 @@ class Calibrator(ABC):
 
     @abstractmethod
     def probability(self, index: int, evidence: Evidence) -> float:
-        """That token `index` (from 0) of a draft is accepted if all before it were."""
+        """The probability that token `index` (from 0) of a draft is accepted, given that all before it were."""
 
     @abstractmethod
     def judge(self) -> Judge:

@@ -1,11 +1,11 @@
-"""What the target's passes cost, by rows and context: measured before, or guessed, and corrected by every pass.
+"""What the target's passes cost, by rows and context: measured before or guessed, and corrected by every pass.
 
-On a processor a pass over several tokens costs more than one over a single token, in steps that differ from kernel to
-kernel, so nothing is assumed of the curve but that it does not fall: a narrow pass can always be padded to a wider
-one. Machines are noisy and heat up, so each observation moves the curve a little, and an outlier no more than others.
+On a CPU a pass over several tokens costs more than one over a single token, in steps that differ from kernel to
+kernel, so the only assumption about the curve is that it does not fall: a narrow pass can always be padded to a wider
+one. Machines are noisy and heat up, so each observation moves the curve a little, an outlier no more than others.
 
 Nothing is measured before the first token. A first run begins with a straight line (`PriorCurve`): a pass of one row
-costs what the first plain passes take, and each further row a share of that which is too high for most kernels. The
+costs what the first plain passes take, and each additional row a share of that, which is too high for most kernels. The
 time bank limits what a wrong line can lose.
 """
 

@@ -21,8 +21,8 @@ from edgespec.types import Draft
 class Prices(NamedTuple):
     """What rounds cost now.
 
-    `pass_s[w]`: seconds of a round with a pass of width w, drafting aside; `ahead_s`: `least_ahead` of it; `rate`:
-    tokens per second that the run earns, so that a second costs as many tokens.
+    `pass_s[w]`: seconds of a round with a pass of width w, without drafting; `ahead_s`: its `least_ahead`; `rate`:
+    tokens per second that the run earns, which converts seconds into tokens.
     """
 
     pass_s: Sequence[float]
@@ -31,9 +31,9 @@ class Prices(NamedTuple):
 
 
 def least_ahead(pass_s: Sequence[float]) -> list[float]:
-    """[widths]: the least seconds that a further row takes behind a pass of width w, on average over some number.
+    """[widths]: the least average cost in seconds of some number of additional rows in a pass of width w.
 
-    A draft whose tokens so far are all accepted with a probability below the rate times that cannot gain any more.
+    A draft that is accepted so far with a probability below the rate times this cannot gain any more.
     """
     times, widths = np.array(pass_s), np.arange(len(pass_s))
     further = widths[None, :] - widths[:, None]
@@ -88,9 +88,9 @@ def path_products(draft: Draft, confidences: Sequence[float]) -> list[float]:
 def forecast(
     start: int, reach: float, expected_confidences: Sequence[float], prices: Prices, token_s: float, most: int
 ) -> tuple[int, float]:
-    """(further tokens to draft, their gain) behind `start` drafted ones, all accepted with probability `reach`.
+    """(how many more tokens to draft, their gain) after `start` ones that are all accepted with probability `reach`.
 
-    `expected_confidences[j]`: probability to expect of the j-th further token; `token_s`: seconds to draft one more.
+    `expected_confidences[j]`: the expected probability of the j-th new token; `token_s`: seconds to draft one.
     """
     pass_s, ahead_s, rate = prices
     best, best_gain = 0, 0.0

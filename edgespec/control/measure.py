@@ -43,7 +43,7 @@ _LIBRARIES = {"llamacpp": "llama-cpp-python", "onnx": "onnxruntime"}
 
 
 def known_curve(engine: Engine, files: Sequence[Path]) -> CostCurve:
-    """The cost curve as it was measured or learnt before, or a guess that the first passes correct; runs no pass."""
+    """The cost curve from an earlier measurement or run, or a guess that the first passes correct; runs no pass."""
     key = cost_key(engine, files)
     low = engine.facts.pinned_class[0] if engine.facts.pinned_class else 1
     known = _kept_curve(key) or PriorCurve.of(disk_cache.get("learnt costs", key, _LEARNT), low)
@@ -51,7 +51,7 @@ def known_curve(engine: Engine, files: Sequence[Path]) -> CostCurve:
 
 
 def known_draft_cost(engine: Engine, files: Iterable[Path], target: Engine) -> DraftCost:
-    """What the tokens of a draft model cost, as it was measured or learnt before, or a guess by its size."""
+    """What a draft model's tokens cost, from an earlier measurement or run, or a guess by its size."""
     known = _kept_draft_cost(cost_key(engine, files))
     guess = guessed_draft_cost(engine.facts.weight_bytes / max(target.facts.weight_bytes, 1))
     if target.facts.device.startswith("rpc"):  # a pass of it waits for the network, which a draft does not
@@ -76,7 +76,7 @@ def target_curve(engine: Engine, files: Sequence[Path]) -> CostCurve:
 
 
 def _still_holds(curve: CostCurve, engine: Engine) -> bool:
-    """Whether a narrow and a wide pass cost what they did, since the machine may have been busy when measured.
+    """Whether a narrow and a wide pass still cost the same: the machine may have been busy when it was measured.
 
     Short passes are not checked: decoding runs enough of them to correct the curve at once.
     """

@@ -179,9 +179,9 @@ class DrafterPool:
 
     @property
     def names(self) -> list[DrafterName]:
-        """The drafters that `auto` takes: all of this pair, those that need many rows only where a row is cheap.
+        """The drafters that `auto` chooses from: all of this pair, those that need many rows only if rows are cheap.
 
-        Elsewhere they could never be chosen, and asking them now and then would cost time.
+        Elsewhere they could never be chosen, and probing them now and then would cost time.
         """
         row_s = (self.cost_curve.at(c.CHEAP_ROWS) - self.cost_curve.at(1)) / (c.CHEAP_ROWS - 1)
         has_cheap_rows = self._target.engine.most_branches > 0 and row_s < c.CHEAP_ROW * self.cost_curve.at(1)

@@ -1,4 +1,4 @@
-"""One round until its outcome is known: what was decided, what a paid drafter drafted, and drafts left unused."""
+"""The state of one round: what was decided, what a paid drafter drafted, and which drafts were not used."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class PaidRound:
     prices: Prices
     num_uncached: int
     draft: Draft | None = None
-    confidences: Sequence[float] = ()  # of its tokens
+    confidences: Sequence[float] = ()  # in the tokens of the draft
     gain: float = 0.0  # tokens that verifying the draft is expected to gain over a plain round
-    seconds: float = 0.0  # that drafting took
-    reading_s: float = 0.0  # of these, for text that the drafter lacked
+    seconds: float = 0.0  # spent on drafting
+    reading_s: float = 0.0  # the part spent on reading text that the drafter had not seen
 
     @property
     def is_promising(self) -> bool:
@@ -60,7 +60,7 @@ class PaidRound:
     def drafting(
         self, request: DraftRequest, most: int, clock: Callable[[], float]
     ) -> Passes[tuple[Draft, list[float], int]]:
-        """(all that was drafted of at most `most` tokens, their confidences, how many of them to verify)."""
+        """Draft at most `most` tokens. Returns (the draft, its confidences, how many tokens to verify)."""
         pass_s, ahead_s, rate = prices = self.prices
         token_s, judge, upcoming = self.cost.token_s, self.state.calibrator.judge(), self.state.upcoming
         found: list[float] = []
@@ -72,7 +72,7 @@ class PaidRound:
             found.append(confidence)
             reach *= confidence
             if count >= most or reach <= rate * (ahead_s[count + 1] + token_s):
-                return False  # tokens that were certain would not pay
+                return False  # even tokens that are certain would not pay
             if reach * upcoming.expected(confidence) > rate * (pass_s[count + 2] - pass_s[count + 1] + token_s):
                 return True  # the next token pays by itself, the usual case; if not, later ones may
             ahead = upcoming.chain(confidence, min(most - count, c.FORESIGHT))
@@ -115,7 +115,7 @@ class Round:
 
     @property
     def reading_s(self) -> float:
-        """Of the draft's time, for text that its drafter lacked."""
+        """The part of the drafting time spent on reading text that the drafter had not seen."""
         return 0.0 if self.paid is None else self.paid.reading_s
 
     def net_tokens(self, used: str | None, gained: float, rate: float) -> dict[str, float]:

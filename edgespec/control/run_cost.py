@@ -1,4 +1,4 @@
-"""The costs of a run besides the target's passes: drafts and a round's own work; and the rate that the run earns."""
+"""What a run costs besides the target's passes (drafts, the work of a round), and the tokens per second it earns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from edgespec.types import RoundRecord
 class DraftCost:
     """Seconds that a drafter takes: `token_s` per drafted token, `read_s` per committed token that it must read first.
 
-    `is_relative`: both are in plain passes of the target, until these were timed.
+    `is_relative`: both are in units of a plain pass of the target, which has not been timed yet.
     """
 
     token_s: float = 0.0
@@ -32,7 +32,7 @@ class DraftCost:
         return self._seen > 0
 
     def among(self, num_sequences: int) -> DraftCost:
-        """What it costs one of `num_sequences` that draft at once: its share of their passes, guessed until timed."""
+        """The cost to one of `num_sequences` that draft together: its share of their passes, a guess until timed."""
         if num_sequences == 1:
             return self
         if num_sequences not in self._among:
@@ -51,14 +51,14 @@ class DraftCost:
         return num_tokens * self.token_s + num_uncached * self.read_s
 
     def observe(self, num_tokens: int, num_uncached: int, seconds: float) -> None:
-        """Learn from one draft; the cost of reading only where it was most of the work."""
+        """Learn from one draft; the cost of reading only if that was most of the work."""
         if num_tokens < 1:
             return
         drafting_s = num_tokens * self.token_s
         if num_uncached > 4 * num_tokens and self.token_s:
             self.read_s = _moved(self.read_s, max(seconds - drafting_s, 0.0) / num_uncached, c.COST_RATE)
         elif num_uncached <= 2 * num_tokens + 2:
-            # The first drafts count for more: the measurement is a pass alone, without choosing a token.
+            # The first drafts count for more: the initial value is from bare passes, without choosing a token.
             self._seen += 1
             rate = max(1.0 / (self._seen + 1), c.COST_RATE)
             self.token_s = _moved(
@@ -68,24 +68,24 @@ class DraftCost:
 
 @dataclass(slots=True)
 class RoundCost:
-    """Seconds that a speculative round takes beyond its draft, its pass and what its tokens cost in any mode.
+    """The overhead in seconds of a speculative round, beyond its draft, its pass and what its tokens cost in any mode.
 
-    Judging a draft, rolling back what was rejected and learning from it take no time compared with the pass of a large
-    model, and more than that of a tiny one. `token_s`: what choosing a token takes when nothing is drafted. `after_s`:
-    what a plain pass takes more after a speculative round than after another plain pass; `last`: share of such rounds
-    that are followed by one. llama.cpp plans its graph again whenever the width changes: a tenth of a plain pass for a
-    model of 135M in 30 layers.
+    Judging a draft, rolling back what was rejected and learning from it are negligible beside a large model's pass, and
+    take longer than a tiny one's. `token_s`: choosing one token when nothing is drafted. `round_s`: the overhead of
+    the round itself. `after_s`: how much longer a plain pass takes after a speculative round than after a plain one,
+    since llama.cpp rebuilds its graph when the width changes (a tenth of a plain pass for 135M in 30 layers). `last`:
+    the share of speculative rounds that a plain one follows.
     """
 
     token_s: float = 0.0
     round_s: float = 0.0
     after_s: float = 0.0
     last: float = 1.0
-    _timed: int = 0  # passes that `after_s` is the mean of, while these are few
+    _timed: int = 0  # how many passes `after_s` was learned from
 
     @classmethod
     def of(cls, kept: object) -> Self:
-        """As `kept` returned it; the default for anything else."""
+        """Restores what `kept` returned; the default for anything else."""
         is_kept = isinstance(kept, list) and len(kept) == 3 and all(isinstance(s, float) and 0 <= s < 1 for s in kept)
         return cls(*kept) if is_kept and isinstance(kept, list) else cls()
 
@@ -109,7 +109,7 @@ class RoundCost:
         return extra_s
 
     def followed(self, late_s: float | None) -> None:
-        """The plain pass after a speculative round took `late_s` more than usual; None where that speculated too."""
+        """The round after a speculative one was plain and took `late_s` more than usual, or speculated too (None)."""
         self.last += c.COST_RATE * ((late_s is not None) - self.last)
         if late_s is not None:
             self._timed += 1
@@ -125,7 +125,7 @@ def _moved(old: float, seen: float, rate: float) -> float:
 
 
 def guessed_draft_cost(share: float) -> DraftCost:
-    """Of a draft with `share` of its target's weights, in plain passes of the target until `DraftCost.scale`."""
+    """The prior for a draft model with `share` of its target's weights, relative until `DraftCost.scale`."""
     token = min(0.02 + c.DRAFT_SHARE * share, 1.0)
     return DraftCost(token, c.READ_SHARE * token, is_relative=True)
 
@@ -133,28 +133,28 @@ def guessed_draft_cost(share: float) -> DraftCost:
 class RunCosts:
     """What passes, drafts and rounds cost with the threads in use, and how many tokens per second the run earns.
 
-    `curve`: of the target's passes; `drafts`: of each drafter's tokens; `threads`: the number that both belong to.
+    `curve`: the target's passes; `drafts`: each drafter's tokens; `threads`: the number that both were measured with.
     """
 
     def __init__(self, curve: CostCurve, drafts: dict[str, DraftCost], threads: int) -> None:
         self.curve, self.drafts, self.round = curve, drafts, RoundCost()
         self._known: dict[int, tuple[CostCurve, dict[str, DraftCost]]] = {}  # by threads
-        self._threads = self._next_threads = threads  # of the costs in use; of the next round
-        self._tokens, self._seconds = 0.0, 0.0  # of recent rounds, older ones fading
-        self._table: list[float] = []  # of the curve, that the next three were made of
+        self._threads = self._next_threads = threads  # of the costs in use, and of the next round
+        self._tokens, self._seconds = 0.0, 0.0  # of recent rounds, decaying
+        self._table: list[float] = []  # of the curve, from which the next three were made
         self._pass_s: list[float] = []
         self._ahead_s: list[float] = []
         self._round_s = 0.0
         self._num_sequences, self._other_rows = 1, 0
-        self._drafted_rows = 0  # of the others' rows
-        self._shared: tuple[object, list[float], list[float]] = (None, [], [])  # of prices at another total width
+        self._drafted_rows = 0  # how many of the others' rows are drafts
+        self._shared: tuple[object, list[float], list[float]] = (None, [], [])  # cached prices of shared passes
 
     def use_threads(self, threads: int) -> None:
-        """From the next round on: the outcome of the last one belongs to the old number."""
+        """Takes effect at the next round, since the outcome of the last one belongs to the old number."""
         self._next_threads = threads
 
     def follow_threads(self) -> None:
-        """A round begins with its number of threads; costs that are new to it start with the ones before."""
+        """A round begins: switch to the costs of its number of threads; unknown ones start as a copy of the current."""
         threads = self._next_threads
         if threads == self._threads:
             return
@@ -162,18 +162,18 @@ class RunCosts:
         if not self.curve.is_scaled:
             self._known[threads] = self.curve, self.drafts  # a guess serves any number of threads
         elif threads not in self._known:
-            likewise = {name: DraftCost(cost.token_s, cost.read_s) for name, cost in self.drafts.items()}
-            self._known[threads] = CostCurve(self.curve.refined(), self.curve.context), likewise
+            copies = {name: DraftCost(cost.token_s, cost.read_s) for name, cost in self.drafts.items()}
+            self._known[threads] = CostCurve(self.curve.refined(), self.curve.context), copies
         self._threads, (self.curve, self.drafts) = threads, self._known[threads]
         self._table = []
 
     def share_passes(self, num_sequences: int, other_rows: int, prompt_rows: int = 0) -> None:
         """The next passes hold `other_rows` rows of others as well, `prompt_rows` of them of prompts.
 
-        `num_sequences`: those that decode. A sequence's part of a plain pass over all of them is 1/n of it, so a token
-        of any of them is worth the same and the tokens of all per second are maximised. Its draft costs what the
-        further rows add to the pass that is there already, or its share of what all drafts add, whichever is more:
-        where one row costs a step and the next ones nothing, each draft alone would seem free beside the others.
+        `num_sequences`: those that decode. Each pays 1/n of a plain pass over all of them, so that a token of any is
+        worth the same and the total tokens per second are maximised. A draft costs what its rows add to the pass that
+        runs anyway, or its share of what all drafts add, whichever is more: where costs rise in steps, each draft alone
+        would seem free beside the others.
         """
         if num_sequences != self._num_sequences:
             before_s = self.plain_s(0)
@@ -183,7 +183,7 @@ class RunCosts:
         self._drafted_rows = max(other_rows - prompt_rows - (num_sequences - 1), 0)
 
     def draft(self, name: str) -> DraftCost:
-        """What the tokens of a drafter cost beside the sequences that the next passes hold."""
+        """What a drafter's tokens cost, given the sequences that share the next passes."""
         return self.drafts[name].among(self._num_sequences)
 
     @property
@@ -193,17 +193,17 @@ class RunCosts:
 
     @property
     def most_rows(self) -> int:
-        """Rows of one sequence whose cost is known; a few at least beside a prompt, which asks for no logits."""
+        """How many rows of one sequence have a known cost; always a few, even beside a prompt (no logits)."""
         return max(WIDEST - self._other_rows, c.LEAST_SHARED_ROWS)
 
     def plain_s(self, context: int) -> float:
-        """Seconds of a plain pass, or of one sequence's part of it, with `context` tokens in the cache."""
+        """Seconds of a plain pass, or one sequence's share of it, with `context` tokens in the cache."""
         return _at(self.curve.table(context), self._num_sequences) / self._num_sequences
 
     def parts_of(self, widths: Sequence[int], prompt_rows: int, context: int) -> list[float]:
-        """Seconds of the parts of sequences that decode, of `widths`, in a pass beside `prompt_rows` of prompts.
+        """Each decoding sequence's share, in seconds, of a pass with rows of `widths` and `prompt_rows` of prompts.
 
-        Together they are the whole pass, less what the prompts add to it; drafts pay by their rows for what they add.
+        They sum to the whole pass less what the prompts add; what the drafts add is divided by their rows.
         """
         table, count, drafted = self.curve.table(context), len(widths), sum(widths) - len(widths)
         plain_s = _at(table, count) / count
@@ -211,11 +211,11 @@ class RunCosts:
         return [plain_s + added_s * (width - 1) / max(drafted, 1) for width in widths]
 
     def pass_s(self, num_rows: int, context: int) -> float:
-        """Seconds of a pass over `num_rows` rows, or of one sequence's part of it."""
+        """Seconds of a pass over `num_rows` rows, or one sequence's share of it."""
         return self.plain_s(context) + self._added_s(self.curve.table(context), num_rows)
 
     def _added_s(self, table: Sequence[float], num_rows: int) -> float:
-        """Seconds that `num_rows` rows of one sequence add to a pass that has one of them, as `share_passes` has it."""
+        """What `num_rows` rows instead of one row of a sequence add to a pass, by the rule of `share_passes`."""
         others, drafted = self._other_rows, self._drafted_rows
         whole_s = _at(table, others + num_rows)
         share = (num_rows - 1) / max(num_rows - 1 + drafted, 1)
@@ -223,7 +223,7 @@ class RunCosts:
 
     def observe_shared(self, num_rows: int, context: int, seconds: float, *, is_plain: bool) -> None:
         """Learn what a pass over `num_rows` rows of several sequences took. `is_plain`: none of them drafted."""
-        if not self.curve.is_sure_of_plain():  # it says first of all what plain passes cost
+        if not self.curve.is_sure_of_plain():  # learn the cost of plain passes first
             self._observe(1, context, seconds * self.curve.at(1, context) / _at(self.curve.table(context), num_rows))
         elif num_rows <= WIDEST:
             self._observe(num_rows, context, seconds, is_plain=is_plain)
@@ -240,7 +240,7 @@ class RunCosts:
         return Prices(pass_s, ahead_s, self.rate(pass_s[1]))
 
     def prices(self, context: int) -> Prices:
-        """What rounds cost with `context` tokens in the cache: their passes and, if something is drafted, our work."""
+        """What rounds cost with `context` tokens in the cache: the pass, and the overhead if something is drafted."""
         if self.is_shared:
             return self._shared_prices(context)
         table, round_s = self.curve.table(context), self.round.price_s
@@ -261,7 +261,7 @@ class RunCosts:
         self._seconds = c.RATE_MEMORY * self._seconds + seconds
 
     def observe_pass(self, record: RoundRecord) -> None:
-        """Learn what a round's pass cost. One that the machine disturbed counts only while costs are guessed."""
+        """Learn what a round's pass cost. A disturbed one counts only until a first pass was timed."""
         if self.is_shared:
             return  # `observe_shared` learns it
         if not self.curve.is_scaled or not record.is_disturbed:
@@ -276,7 +276,7 @@ class RunCosts:
 
 
 def _at(table: Sequence[float], width: int) -> float:
-    """Seconds of a pass; beyond the table rows cost what they cost on average at its upper half."""
+    """Seconds of a pass; beyond the table, rows cost the average of its upper half."""
     if width <= WIDEST:
         return table[width]
     return table[WIDEST] + (width - WIDEST) * (table[WIDEST] - table[WIDEST // 2]) / (WIDEST - WIDEST // 2)

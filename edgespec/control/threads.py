@@ -1,4 +1,4 @@
-"""How many threads a pass uses: fewer while something else keeps the processor busy.
+"""How many threads a pass uses: fewer while something else keeps the CPU busy.
 
 Threads wait for one another at every layer by spinning, and when one of them shares its core with another program all
 of them wait for it: on two cores with one busy neighbour two threads of llama.cpp are a quarter as fast as on an idle
@@ -9,7 +9,7 @@ Lateness is the logarithm of a pass's time over that of passes with as many rows
 cache, earlier in this run: where answers share passes, half of a pass may go to the caches of all of them. Late passes
 alone are no sign of a busy machine: hosts and heat slow processors down by half for seconds, and then fewer threads
 only cost more. Processor time tells the two apart: threads compute or spin through the whole pass, so what they got
-less than that was taken from them. It also tells of a machine that was busy from the start. This module knows nothing
+less than that was taken from them. It also shows that a machine was busy from the start. This module knows nothing
 about engines, drafts, or costs known in advance.
 """
 
@@ -38,11 +38,11 @@ class Started(NamedTuple):
         return cls(perf_counter(), thread_time(), process_time())
 
     def lacking_s(self, threads: int) -> float | None:
-        """Seconds of a core that a pass on `threads` threads did not get; None where that is told too roughly.
+        """Core seconds that a pass on `threads` threads did not get; None if the clock is too coarse for that.
 
-        Other threads of the process may have used what the pass did not get, so the calling thread counts by itself.
+        Other threads of the process may have used what the pass did not get, so the calling thread is counted apart.
         """
-        if os.name == "nt":  # processor time is told in steps of 16 ms
+        if os.name == "nt":  # processor time has a resolution of 16 ms
             return None
         seconds = perf_counter() - self.wall_s
         own_s, all_s = thread_time() - self.own_s, process_time() - self.all_s
@@ -93,7 +93,7 @@ class ThreadControl:
         self._first_wait_s = max(c.FIRST_WAIT_S, change_s / c.IDLE_GAIN)
         self._wait_s, self._next_s, self._returned_s = self._first_wait_s, 0.0, -math.inf
         self._affordable_s = 0.0  # when more of them may be tried again within PROBING
-        self._recent_s, self._lacking_s = c.LACKING_PRIOR_S, 0.0  # of recent passes, older ones fading
+        self._recent_s, self._lacking_s = c.LACKING_PRIOR_S, 0.0  # of recent passes, decaying
         self._tells_lacking = False
         self._hold_s = 0.0  # before which fewer threads are not tried again
         self._failures = 0  # of such trials in a row
@@ -274,7 +274,7 @@ class ThreadControl:
 
 
 def _mean(lateness: Sequence[float]) -> float:
-    """Of the passes' time, so that a few that stall count for what they cost; 0 without passes."""
+    """Log of the mean slowdown, so that a few stalled passes count for the time they cost; 0 without passes."""
     return math.log(sum(map(math.exp, lateness)) / len(lateness)) if lateness else 0.0
 
 

@@ -22,7 +22,7 @@ class DraftRequest(NamedTuple):
     `max_tokens`: most nodes the draft may have. `sampler`: the target's settings and noise; a drafter that samples
     uses both, so that its tokens couple with the target's. `needs_distributions`: the acceptance rule compares
     distributions, so sampled proposals come with theirs. `should_continue(num_drafted, evidence)`: called by drafters
-    whose tokens cost time, after each token with that token's evidence; False ends the draft behind it.
+    whose tokens cost time, after each token with that token's evidence; False ends the draft after it.
     `num_drafted`: how many of the last `token_ids` are drafted themselves, by another drafter in the same round.
     `max_branches`: most side branches that the draft may have, 0 for a chain. `row_cost`: cost of a further row of the
     target's pass, in tokens: a node of a tree that is accepted with a smaller probability does not pay for its row.
@@ -50,11 +50,11 @@ class DraftRequest(NamedTuple):
 class Drafter(ABC):
     """One method of proposing tokens, for one generation at a time.
 
-    `is_free`: drafting costs next to nothing, so that it may be done on trial. `needs_constraint`: it drafts only
-    where a grammar constrains the answer. `wants_features`: it reads the target's
-    hidden states. `evidence_kind`: `bucket`, one number that names a class of similar proposals; `scores`, numbers of
-    the order of one that grow with the probability of acceptance. `prior`: initial log odds of acceptance, a bias and
-    the weight of each score, as far as they are known.
+    `is_free`: drafting costs next to nothing, so a draft may be made and not used. `needs_constraint`: it drafts only
+    where a grammar constrains the answer. `wants_features`: it reads the target's hidden states. `evidence_kind`:
+    `bucket`, one number that names a class of similar proposals; `scores`, numbers of the order of one that grow with
+    the probability of acceptance. `prior`: initial log odds of acceptance, a bias and the weight of each score, as far
+    as they are known.
     """
 
     name: str

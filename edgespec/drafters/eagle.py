@@ -34,7 +34,7 @@ _UNSEEN = np.float32(-math.inf)  # a score of attention
 class EagleDrafter(StateDrafter):
     """Drafts chains and trees of any size, from the part of the text whose target states are available.
 
-    `products` computes the head's layer and is closed with the drafter; without, numpy does in float32.
+    `products` computes the head's layer and is closed with the drafter; without it numpy does, in float32.
     """
 
     name = "eagle"
@@ -126,7 +126,7 @@ class EagleDrafter(StateDrafter):
         return self.tree(request, candidates_for(request, request.sampler, like_chains=True), scores, scores_of)
 
     def _catch_up(self, token_ids: TokenIds, states: Array) -> tuple[Array, Array]:
-        """Read the pairs that were committed since the last draft; what is predicted from the last of them."""
+        """Read the pairs that were committed since the last draft; returns the prediction from the last of them."""
         last = token_ids.size - 2  # position of the state that the pending token was sampled from
         first = last + 1 - len(states)
         if not first <= self._end <= last:  # states are missing in between, or the text is asked for again

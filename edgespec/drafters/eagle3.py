@@ -58,7 +58,7 @@ class Eagle3Drafter(Drafter):
         return request.layer_inputs
 
     def _catch_up(self, token_ids: TokenIds, features: States, most: int) -> tuple[Logits, States]:
-        """Read the pairs of `token_ids` [n] missing in the cache; the logits and the state behind the last of them."""
+        """Read the pairs of `token_ids` [n] that the cache lacks; the logits and the state after the last of them."""
         head, end = self._head, token_ids.size - 1  # pairs there are
         first_known = end - len(features)
         kept = min(self._shared_pairs(token_ids), head.end, end - 1)

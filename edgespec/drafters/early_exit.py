@@ -44,7 +44,7 @@ class SharedStateDrafter(EarlyExitDrafter):
         """The target reads the prompt for both."""
 
     def looking_ahead(self, request: DraftRequest) -> Passes[Draft]:
-        """As ModelDrafter's; empty where the target's cache holds no prefix of the text."""
+        """The same as ModelDrafter's; empty if the target's cache holds no prefix of the text."""
         text = request.token_ids
         most = min(request.max_tokens, self._engine.facts.context_length - text.size)
         read = self._exit.follow(text)

@@ -71,7 +71,7 @@ class MedusaDrafter(StateDrafter):
 
 
 def _candidates_for(request: DraftRequest) -> MakeCandidates:
-    """As for any tree, but made once for all nodes of a depth where these share them."""
+    """The candidates of any tree, but made only once per depth where all its nodes share them."""
     make = candidates_for(request, request.sampler, like_chains=True, disagreement=_DISAGREEMENT)
     if request.needs_distributions or request.sampler.uses_history:
         return make

@@ -40,9 +40,9 @@ class DraftTemperature:
 
 
 class ModelDrafter(Drafter):
-    """Drafts with `engine`; `cache` shows another vocabulary as the target's.
+    """Drafts with `engine`; `cache` translates another vocabulary into the target's.
 
-    It owns and closes the engine unless told otherwise. `temperature`: that of the draft as a multiple of the target's.
+    It closes the engine if it owns it. `temperature`: the draft's as a multiple of the target's.
     """
 
     name = "model"
@@ -82,7 +82,7 @@ class ModelDrafter(Drafter):
         return self.looking_ahead(request._replace(sampler=self.temperature.sampler(request.sampler)))
 
     def looking_ahead(self, request: DraftRequest) -> Passes[Draft]:
-        """As `drafting`, at the temperature of the request's sampler."""
+        """Implements `drafting`, at the temperature of the request's sampler."""
         room = self._engine.facts.context_length
         most = min(request.max_tokens, room // 4)
         if most < 1:
@@ -159,7 +159,7 @@ class ModelDrafter(Drafter):
         return self._others.get(sequence)
 
     def _of_sequence(self, sequence: int) -> ModelDrafter | None:
-        """The like for another sequence of the engine, which is not its own."""
+        """A drafter like this one for another sequence of the engine, which it does not own."""
         cache, factor = self._cache.another(sequence), self.temperature.factor
         return type(self)(self._engine, cache, temperature=factor, owns_engine=False)
 

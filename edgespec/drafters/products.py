@@ -46,7 +46,7 @@ class NumpyProducts(LayerProducts):
 
 
 class NumpyLayerProducts(NumpyProducts, FusedProducts):
-    """Those of an EAGLE-3 head."""
+    """The products of an EAGLE-3 head."""
 
     def __init__(self, heads: HeadFile) -> None:
         super().__init__(heads)

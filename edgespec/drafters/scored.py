@@ -40,7 +40,7 @@ class ScoredTokens:
         self.begin()
 
     def another(self) -> ScoredTokens:
-        """The like for another text, which has the same rows of the head."""
+        """The same for another text; the rows of the head are shared."""
         found = copy(self)
         found._is_known, found._row = self._is_known.copy(), np.zeros_like(self._row)
         found._met_rows = np.zeros((min(len(self._met_rows), FIRST_ROOM), self._met_rows.shape[1]), np.float32)

@@ -29,8 +29,8 @@ class EngineFacts:
     dropped, once, and not all of its rows, and with `has_checkpoints` what came after one. `can_tree`: whether a batch
     may hold trees; chains are always allowed. `can_pack`: whether rows of several sequences may share a pass; in
     reproducible mode, whether each of them then has the bits that it has alone. `notes`: what the user should know
-    about this load. `placement`: which devices, by their own names, and how much of the model is on them; empty: all is
-    the processor's. Whatever is measured belongs to it.
+    about this load. `placement`: the devices' own names and how much of the model is on each, empty if all of it is on
+    the CPU; measurements are kept separately for each placement.
     """
 
     name: str
@@ -91,10 +91,10 @@ class Engine(Closing, ABC):
 
     facts: EngineFacts
     vocabulary: Vocabulary
-    class_key: str = ""  # of the cache entry with its width classes
+    class_key: str = ""  # under which its width classes are cached
     state_layers: tuple[int, ...] = ()  # ascending; their inputs come with the hidden states
-    thread_change_bytes: int = 0  # memory that `set_threads` takes for some seconds
-    thread_change_s: float = 0.0  # and for how long it keeps a core busy
+    thread_change_bytes: int = 0  # extra memory that `set_threads` needs for some seconds
+    thread_change_s: float = 0.0  # how long `set_threads` keeps a core busy
 
     @abstractmethod
     def forward(self, batch: Batch) -> Logits:
@@ -133,7 +133,7 @@ class Engine(Closing, ABC):
 
     @abstractmethod
     def keep_path(self, rows: tuple[int, ...], sequence: int = 0) -> None:
-        """Of the last batch's rows of `sequence`, keep `rows` (a path from its root, ascending) and drop the others."""
+        """Keep `rows` (a path from the root, ascending) of the last batch's rows of `sequence`; drop the others."""
 
     @abstractmethod
     def fork(self, source: int, destination: int) -> None:

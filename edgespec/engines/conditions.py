@@ -1,7 +1,7 @@
 """What slows this machine down at present: pages read from the disk, heat, a limited clock, a battery, other programs.
 
-All of it is read from /proc and /sys, so that only Linux tells most of it; what a system does not tell is None or
-False. It knows no engine and no model.
+Everything is read from /proc and /sys, so most of it is known only on Linux; what is unknown is None or False. This
+module knows no engine and no model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Conditions:
     """The machine at one moment.
 
     `disk_reads`: times until now that this process waited for pages, from a file or from swap; `stalled`: share of the
-    last ten seconds in which some program waited for memory, 0 to 1; `throttled`: times until now that the processor
+    last ten seconds in which some program waited for memory, 0 to 1; `throttled`: times until now that the CPU
     was slowed down by heat; `clock`: share of its full clock that it may use; `on_battery`: without mains;
     `saves_power`: the system's power profile favours a low consumption; `load`: mean number of programs that ran or
     waited to run in the last minute.
@@ -37,7 +37,7 @@ class Conditions:
 
     @classmethod
     def now(cls, root: Path = Path("/")) -> Conditions:
-        """As they are; `root`: where /proc and /sys are found."""
+        """The present conditions; `root`: where /proc and /sys are found."""
         return cls(
             _disk_reads(root),
             _stalled(root),
@@ -71,7 +71,7 @@ def _stalled(root: Path) -> float | None:
 
 
 def _throttled(root: Path) -> int | None:
-    """Of Intel processors, which count; of each package only the largest count, as its cores count the same events."""
+    """Throttling events of Intel processors: the largest count per package, whose cores count the same events."""
     counts = [
         int(word)
         for folder in _folders(root / _PROCESSORS, "cpu[0-9]*")

@@ -62,6 +62,16 @@ def put(kind: str, key: str, value: Any) -> None:
         logger.debug("the measurement %s/%s is not kept: %s", kind, key, exc)
 
 
+def is_marked(kind: str, key: str) -> bool:
+    """Whether `mark` was called for this key: for entries that only record that something was done to a file."""
+    return get(kind, key, a_record({"path": text})) is not None
+
+
+def mark(kind: str, key: str, path: Path) -> None:
+    """Record that something was done to a file, whose identity is part of `key`; `path` is for whoever looks inside."""
+    put(kind, key, {"path": str(path)})
+
+
 def delete(kind: str, key: str) -> None:
     """Remove what `put` stored, if anything."""
     with contextlib.suppress(OSError):
@@ -160,7 +170,3 @@ def numbers(value: Any, depth: int = 0) -> bool:
 def seconds(value: Any) -> bool:
     """A duration in seconds."""
     return number(0.0, MOST_SECONDS)(value) and value > 0
-
-
-CHECKED_FILE = a_record({"path": text})
-"""Of entries that only record that a file was checked."""

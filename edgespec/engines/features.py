@@ -58,16 +58,16 @@ class FeatureRows:
 
 
 class KeptFeatures:
-    """One kind of rows that passes give besides logits, hidden states or inputs of layers, of the latest tokens.
+    """Rows that passes give besides logits (hidden states, or inputs of layers), kept for the latest tokens.
 
-    `read`: gives a copy [rows, size] of those of the engine's last pass.
+    `read` returns a copy [rows, size] of those of the engine's last pass.
     """
 
     def __init__(self, read: Callable[[], Features], window: int = WINDOW) -> None:
         self._read, self._window = read, window
         self._kept: FeatureRows | None = None
         self._scored: Features | None = None  # the rows that `keep` chooses from
-        self.given: Features | None = None  # the sequence's own of the last pass; None: all that the pass gave are
+        self.given: Features | None = None  # this sequence's rows of a shared pass; None: the whole pass is its own
 
     @property
     def are_kept(self) -> bool:
@@ -92,7 +92,7 @@ class KeptFeatures:
             self._kept.append(length, self._of_pass())
 
     def score(self) -> None:
-        """The last pass scored rows of which `keep` will say which became tokens."""
+        """The last pass scored draft rows; `keep` will say which of them became tokens."""
         self._scored = None if self._kept is None else self._of_pass()
 
     def keep(self, length: int, rows: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""The memory that one loaded model takes, by part; each engine says it of its own models in its `footprint` module."""
+"""The memory that one loaded model takes, by part; each engine computes it in its own `footprint` module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Footprint:
     """Bytes of a loaded model once its context is full.
 
     `mapped`: weights that stay in the file and come through the page cache, which the system may drop and read again;
-    `read_once` of them are only copied from, when the model is opened, so that dropping them costs nothing.
+    `read_once`: the part of these that is only read while the model is opened, so that dropping it costs nothing.
     All other parts are memory of the process's own. `packed`: weights copied in another order (llama.cpp's repacking,
     ONNX Runtime's prepacking); `cache`: keys and values; `compute`: results of a pass; `logits`: rows of scores;
     `vocabulary`: tokens and the tokenizer's tables; `device`: what lies on another device instead.
@@ -42,12 +42,12 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """How a model will be used, as far as it decides on memory. None: the engine's default.
+    """The options that decide how much memory a model takes. None: the engine's default.
 
     `context_length` in tokens, None for the trained one up to `default_context`; `cache_types` of keys and values;
     `rows`: widest pass that asks for logits of all its rows; `gpu_layers`: -1 for all, with their caches if
-    `kv_offload`; `sequences`: texts at once, each with a context of that length; `device`: of ONNX Runtime, None for
-    the processor; `speculates`: whether drafts are verified; None: by lookups at most.
+    `kv_offload`; `sequences`: concurrent texts, each with a context of that length; `device`: of ONNX Runtime, None for
+    the CPU; `speculates`: whether drafts are verified, None: by lookups at most.
     """
 
     context_length: int | None = None

@@ -1,8 +1,8 @@
 """Base classes of small models that draft from a target's states.
 
-A feature head reads pairs: pair P is the state of the text up to token P, and token P + 1. `encode` makes states of
-features from the target's passes; beyond those, the head's own last state is used as the next one. Of an EAGLE head,
-whose attention is the drafter's, an engine computes only the matrix products.
+A feature head reads pairs: pair P is the state of the text up to token P, and token P + 1. `encode` turns features from
+the target's passes into states; beyond those, the head's own last state is used as the next one. For an EAGLE head,
+whose attention the drafter computes, an engine computes only the matrix products.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ States = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class HeadFacts:
-    """`context_length`: most pairs in its cache; `layers` of the target whose inputs it reads, `feature_width` in all;
-    `width` of its states; `end_ids`: tokens after which nothing is drafted; `num_bytes` of memory."""
+    """`context_length`: most pairs in its cache; `layers`: those of the target whose inputs it reads, together of
+    `feature_width`; `width` of its states; `end_ids`: tokens after which nothing is drafted; `num_bytes` of memory."""
 
     context_length: int
     layers: tuple[int, ...]

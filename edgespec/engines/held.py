@@ -64,7 +64,7 @@ class HeldFiles:
         self._return_leases()
 
     def _lease(self, handle: int) -> bool:
-        """Whether nobody can open this file for writing until the lease is returned."""
+        """Take a lease: until it is returned, nobody can open this file for writing. Returns whether that worked."""
         try:
             # The kernel sends a signal when another program waits. The default, SIGIO, would end the process; SIGURG is
             # ignored unless it has a handler.

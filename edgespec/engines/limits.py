@@ -43,18 +43,18 @@ _planned: WeakSet[Planned] = WeakSet()
 
 
 def limits(root: Path = Path("/")) -> tuple[Limit, ...]:
-    """All limits that this system tells; `root`: where /proc and /sys are found."""
+    """All limits that this system reports; `root`: where /proc and /sys are found."""
     return (*_of_machine(root), *_of_groups(root), *_of_resources(root))
 
 
 def free_memory(root: Path = Path("/")) -> int | None:
-    """Bytes of memory that can be had without swapping; None where the system does not tell."""
+    """Bytes of memory that are available without swapping; None if the system does not report that."""
     found = [each.free_bytes - each.swap_bytes for each in limits(root) if each.kind == "memory"]
     return max(min(found), 0) if found else None
 
 
 def count_plan(pair: Planned) -> None:
-    """Have `spare_memory` leave what `pair` was planned to take, as long as it lives."""
+    """Make `spare_memory` leave out what `pair` was planned to take, as long as that lives."""
     _planned.add(pair)
 
 
@@ -128,7 +128,7 @@ def _sizes(path: Path) -> dict[str, int]:
 
 
 def _of_groups(root: Path) -> Iterator[Limit]:
-    """Of this process's control groups and all above them, the one with the least left."""
+    """The tightest limit among this process's control groups and their ancestors."""
     left = [free for folder, is_second in _group_folders(root) if (free := _group_bytes(folder, is_second)) is not None]
     if left:
         yield Limit("memory", min(left), "the limit of this container")

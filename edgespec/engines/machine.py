@@ -16,7 +16,7 @@ CPUS = Path("/sys/devices/system/cpu")
 
 
 def processor() -> str:
-    """The processor's model as the system spells it."""
+    """The CPU's model as the system spells it."""
     try:
         for line in _CPUINFO.read_text().splitlines():
             if line.startswith("model name"):
@@ -35,7 +35,7 @@ def usable_processors() -> int:
 
 @cache
 def instruction_sets() -> frozenset[str]:
-    """What the processor offers beyond plain x86-64, as Linux names it; empty on other processors.
+    """What the CPU offers beyond plain x86-64, as Linux names it; empty on other processors.
 
     Elsewhere than on Linux an x86 processor is taken for one with AVX2, as nearly all in use are.
     """
@@ -53,7 +53,7 @@ def instruction_sets() -> frozenset[str]:
 def products_saturate() -> bool:
     """Whether sums of products of unsigned and signed bytes saturate at 16 bits: on x86 without VNNI.
 
-    Where the processor is not known it is taken for one on which they do, which costs time at a load only.
+    Where the CPU is not known it is taken for one on which they do, which costs time at a load only.
     """
     found = instruction_sets()
     return bool(found) and not found & {"avx512_vnni", "avx_vnni"}
@@ -69,7 +69,7 @@ def has_address_limit() -> bool:
 
 
 def machine_name() -> str:
-    """The processor, and how many logical ones this process may use: both decide which settings are best."""
+    """The CPU, and how many logical ones this process may use: both decide which settings are best."""
     return f"{processor()}, {usable_processors()} processors"
 
 

@@ -1,7 +1,7 @@
-"""Saved KV states of other conversations, in memory, so that conversations in turn need not be read again.
+"""Saved KV states of other conversations, in memory, so that switching between them needs no new prefill.
 
-They are used beside the sequences of an engine, of which there are few and which take memory for a whole context each.
-A state that is saved and loaded gives the bits of a fresh model.
+They complement the sequences of an engine, which are few because each takes memory for a whole context. A state that
+was saved and loaded gives the same bits as a fresh model.
 """
 
 from __future__ import annotations

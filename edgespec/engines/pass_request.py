@@ -39,7 +39,7 @@ Passes = Generator[PassRequest, Logits, Returned]
 
 
 def at_once(passes: Passes[Returned]) -> Returned:
-    """What `passes` return when each pass is run as soon as it is asked for. Raises as `Engine.forward`."""
+    """Run each pass as soon as it is asked for, and return the result of `passes`. Raises as `Engine.forward`."""
     try:
         request = next(passes)
         while True:

@@ -90,7 +90,7 @@ class Survey:
 
     @property
     def seconds(self) -> dict[int, float]:
-        """Of a pass, by width."""
+        """Seconds of a pass, by width."""
         return {width: bits.seconds for width, bits in self.found.items()}
 
     def as_json(self) -> dict[str, object]:
@@ -102,7 +102,7 @@ class Survey:
 
     @staticmethod
     def schema(widest: int) -> Schema:
-        """Of what `as_json` gives."""
+        """The shape of what `as_json` returns."""
         rows = a_list(a_row(whole(0, MOST_POSITIONS), _is_digest))
         bits = a_record({"rows": rows, "cache": _is_digest, "seconds": number(0.0, MOST_SECONDS)})
         return a_record({"text": text, "found": a_list(a_row(whole(1, widest), bits))})

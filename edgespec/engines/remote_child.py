@@ -1,6 +1,6 @@
 """The child process that holds a model for a `RemoteEngine`: `python -m edgespec.engines.remote_child`.
 
-It loads a model as its first message says, then does one call after another and answers each. It ends with its parent.
+It loads the model that its first message names, then answers one call after another. It ends with its parent.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Child:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
-        """Receive calls; a cancellation is heeded at once. Without the parent nobody needs this process."""
+        """Receive calls, and act on a cancellation at once. Ends the process when the parent is gone."""
         while True:
             try:
                 call: Call = self._pipe.receive()

@@ -1,4 +1,4 @@
-"""Messages between this process and a child of it, over two pipes; arrays and states are sent without copying them.
+"""Messages between this process and its child over two pipes; arrays and states are sent without a copy.
 
 A message is anything that pickle takes. Both ends are ours and of one version, so what arrives is trusted.
 """
@@ -14,13 +14,11 @@ from typing import Any, NamedTuple
 from edgespec.engines.base import EngineFacts
 
 _COUNT, _SIZE = struct.Struct("<I"), struct.Struct("<Q")
-
-
 LOAD, CANCEL = "load", "cancel"
 
 
 class Call(NamedTuple):
-    """A method of the engine to call; `number` counts up, and the answer and a cancellation name it."""
+    """A method of the engine to call; the answer and a cancellation repeat its `number`, which counts up."""
 
     number: int
     method: str
@@ -28,7 +26,7 @@ class Call(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a call gave. `error`: the name of its type in `edgespec.errors`, and its message in `value`."""
+    """The result of a call. `error`: the name of an exception of `edgespec.errors`, whose message is `value`."""
 
     number: int
     value: Any = None

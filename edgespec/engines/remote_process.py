@@ -10,13 +10,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from pathlib import Path
 from typing import Any
 
 from edgespec import errors
 from edgespec.engines import progress
 from edgespec.engines.remote_pipe import CANCEL, Answer, Call, Pipe, Report
 from edgespec.errors import EdgespecError, EngineError
+from edgespec.installation import child_environment
 
 logger = logging.getLogger("edgespec")
 CANCEL_S = 4.0  # a pass that was cancelled and still runs then waits for a server that hangs
@@ -32,14 +32,13 @@ class EngineProcess:
 
     def __init__(self) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
-        root = str(Path(__file__).resolve().parents[2])
         self._process = subprocess.Popen(
             [sys.executable, "-m", "edgespec.engines.remote_child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             bufsize=0,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))},
+            env=child_environment(),
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._pipe = Pipe(self._process.stdout, self._process.stdin)  # type: ignore[arg-type]  # bufsize=0: raw files

@@ -1,9 +1,9 @@
 """Makes the connections that a library opened notice within seconds that the other machine is gone.
 
 A program that ends closes its connections, which is noticed at once. A machine that loses power or network says
-nothing: ggml would wait for it for ever, a server too, which then serves nobody else. The system can ask such a machine
-every second, if it is told to for each connection. ggml does not, so this process looks for its connections and does.
-Windows gives no list of them: there, only a program that ends is noticed.
+nothing: ggml would wait for it forever, and so would a server, which then serves nobody else. TCP keepalive notices it
+within seconds, but ggml does not turn it on, so this process finds the connections and does. Windows gives no list of
+them: there, only a program that ends is noticed.
 """
 
 from __future__ import annotations

@@ -24,10 +24,10 @@ PROMPT_END = 16
 class CachedSequence:
     """The KV cache of one sequence as a list of tokens that grows, is rolled back and is reused.
 
-    `most_rows`: of a pass that reads a prompt, where other sequences wait for theirs.
+    `most_rows`: limit for a pass that reads a prompt while other sequences wait.
     """
 
-    most_per_token = 1  # most places of the cache that a token takes
+    most_per_token = 1  # most cells that one token takes in the cache
     most_rows = sys.maxsize
 
     def __init__(self, engine: Engine, sequence: int = 0) -> None:
@@ -44,7 +44,7 @@ class CachedSequence:
             self.rollback(0)
 
     def another(self, sequence: int) -> CachedSequence:
-        """The like for another sequence of the engine, which is emptied."""
+        """The same kind of cache for another sequence of the engine, which is emptied."""
         return CachedSequence(self.engine, sequence)
 
     @property

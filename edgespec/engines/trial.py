@@ -1,7 +1,7 @@
 """Checks files of unknown origin in a child process first, because a bad file can end the process that loads it.
 
-The child opens each file, uses it as an engine would, and at last reads all its weights. The load here follows one
-step behind: what the child has opened is opened here while the child goes on.
+The child opens each file, uses it as an engine would, and finally reads all its weights. The load in this process stays
+one step behind: what the child has opened is opened here while the child goes on.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from edgespec.closing import Closing
 from edgespec.engines import disk_cache
-from edgespec.engines.disk_cache import CHECKED_FILE, file_key, key_of
+from edgespec.engines.disk_cache import file_key, key_of
 from edgespec.engines.machine import usable_processors
 from edgespec.engines.trial_child import OPENED, USED, Child, is_graph, start_child
 from edgespec.errors import ModelFileError, ModelNotFound
@@ -27,9 +27,9 @@ START_S = 60.0
 READ_BYTES_PER_S = 50e6  # a slow disk
 
 
-def check_model_file(path: Path, *, is_trusted: bool = False) -> None:
-    """`check_model_files` of one file."""
-    check_model_files({path: is_trusted})
+def check_model_file(path: Path) -> None:
+    """`check_model_files` of one file without known checksums."""
+    check_model_files({path: False})
 
 
 def check_model_files(is_trusted: Mapping[Path, bool]) -> None:
@@ -43,27 +43,27 @@ def check_model_files(is_trusted: Mapping[Path, bool]) -> None:
 
 
 class Trial(Closing):
-    """`check_model_files` in steps, each of which a load waits for only when it comes to it itself.
+    """`check_model_files` in steps, so that a load waits for each only when it gets there itself.
 
-    Made, it has read the headers, and its child works. Raises ModelNotFound and ModelFileError.
+    The constructor reads the headers and starts the child. Raises ModelNotFound and ModelFileError.
     """
 
     def __init__(self, is_trusted: Mapping[Path, bool]) -> None:
         for path in is_trusted:
             _check_header(path)
         keys = {path: _trial_key(path) for path, trusted in is_trusted.items() if not trusted}
-        self._keys = {path: key for path, key in keys.items() if disk_cache.get("probed", key, CHECKED_FILE) is None}
+        self._keys = {path: key for path, key in keys.items() if not disk_cache.is_marked("probed", key)}
         unknown = list(self._keys)
         self._child: Child | None = None
         if unknown:
             self._child = start_child(unknown, timeout_s=_allowed_s(unknown), weights_last=True)
 
     def require_opened(self, path: Path) -> None:
-        """Wait until the child has opened this model, which may not be opened here before. Raises ModelFileError."""
+        """Wait until the child has opened this model; only then may it be opened here. Raises ModelFileError."""
         self._require(path, OPENED)
 
     def require_used(self, path: Path) -> None:
-        """Wait until the child has used it: no context, pass or tokenizer of it before that. Raises ModelFileError."""
+        """Wait until the child has used it; only then make contexts and passes here. Raises ModelFileError."""
         self._require(path, USED)
 
     def _require(self, path: Path, step: int) -> None:
@@ -77,7 +77,7 @@ class Trial(Closing):
             _require_none(self._child.results((USED + 1) * len(self._keys)))
         self.close()
         for path, key in self._keys.items():
-            disk_cache.put("probed", key, {"path": str(path)})
+            disk_cache.mark("probed", key, path)
         self._keys = {}
 
     def close(self) -> None:

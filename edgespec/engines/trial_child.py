@@ -1,6 +1,6 @@
-"""The child process that tries models, and what of it the parent sees.
+"""The child process that tries models, and its handle in the parent.
 
-It is a fork where that is safe (`may_fork`), which saves the start of Python, and otherwise a program
+It is a fork where that is safe (`may_fork`), which saves starting Python, and otherwise a program
 (`python -m edgespec.engines.trial_child each|last FILE...`). It writes JSON objects, {"path": ..., "fault": null or the
 reason}. `each`: one per file, when it was opened and used and its weights were read. `last`: one when a file was
 opened, one when it was used, and after all files were, one per file whose weights were read.
@@ -30,6 +30,7 @@ from edgespec.engines.base import fault_of
 from edgespec.engines.machine import has_address_limit
 from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.gguf.eagle3 import is_eagle3
+from edgespec.installation import child_environment
 
 # Libraries with threads or devices of their own, which do not survive a fork.
 _UNFORKABLE = (b"libiomp", b"libomp", b"onnxruntime_pybind", b"libtorch", b"libcuda")
@@ -44,10 +45,10 @@ def is_graph(path: Path) -> bool:
 
 
 class Child(Closing):
-    """A child that tries models: `results` tells what it found, `close` ends it.
+    """A child that tries models: `results` returns what it found, `close` ends it.
 
-    `order`: whom each report is about; `reports`: what it writes; `ended`: waits for its end and gives its status;
-    `kill`: ends it.
+    `order`: the file that each report is about; `reports`: the pipe it writes to; `ended` waits for its end and returns
+    its status; `kill` ends it.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Child(Closing):
         return self._found[:count]
 
     def _read(self, path: Path) -> str:
-        """Wait for the next line, which is about `path`; what to say of it if there is none."""
+        """Wait for the next line, which is about `path`; the fault to report if none comes."""
         line = self._next_line()
         if line is None:
             return (
@@ -154,7 +155,7 @@ def _fork(paths: Sequence[Path], timeout_s: float, weights_last: bool) -> Child:
 
 @dataclass(slots=True)
 class _Forked:
-    """A fork, whose number means nothing any more once its end was waited for."""
+    """A forked process; its id must not be used any more once it was waited for."""
 
     process: int
     status: int | None = None
@@ -198,15 +199,13 @@ def _load_library() -> None:
 
 
 def _start_program(paths: Sequence[Path], timeout_s: float, weights_last: bool) -> Child:
-    package_root = str(Path(__file__).resolve().parents[2])
-    search_path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
     order = "last" if weights_last else "each"
     process = subprocess.Popen(
         [sys.executable, "-m", "edgespec.engines.trial_child", order, *map(str, paths)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": search_path},
+        env=child_environment(),
     )
     assert process.stdout is not None
     return Child(_order(paths, weights_last), timeout_s, process.stdout, process.wait, process.kill)
@@ -246,7 +245,7 @@ def _report(path: Path, fault: str | None) -> str:
 def try_model(path: Path, opened: Callable[[], None]) -> str | None:
     """In the child: use a model as the engine will. The reason when it cannot be used, else None.
 
-    `opened` is called when its file was opened and before anything else of it was used.
+    `opened` is called when its file was opened, before anything else is used.
     """
     try:
         if is_graph(path):

@@ -1,6 +1,6 @@
-"""Arrays in pages of their own: they take memory where they are written, and give it back as soon as they are freed.
+"""Arrays in pages of their own: they take memory only where written, and return it as soon as they are freed.
 
-Arrays of numpy's lie in memory that the allocator may have used before, which it then has to fill with zeros.
+numpy's own arrays may lie in memory that the allocator used before, which it then has to fill with zeros.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Checks a width class while it is in use: now and then the last tokens are scored again in a pass of another width.
+"""Checks a width class while it is in use: now and then it scores the last tokens again at another width.
 
-The test at load compares a few hundred rows; this one goes on, on the user's own text, for a small share of the time. A
-class whose passes turn out to give different bits is dropped.
+The test at load compares a few hundred rows; this one continues on the user's own text, for a small share of the time.
+A class whose passes turn out to give different bits is dropped.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def pinned_facts(engine: Engine, key: str, *, widest: int, reproducible: bool | 
     """
     engine.class_key = key
     is_slow = engine.facts.device == "cpu" or engine.facts.device.startswith("rpc")
-    if reproducible is None and is_slow and disk_cache.get("widths", key, _kept(widest)) is None:
+    if reproducible is None and is_slow and _cached(key, widest) is None:
         return fastest_facts(engine, key)
     found = _proved(engine, key, widest) if engine.facts.can_rollback else Proved((), {})
     pinned = found.pinned
@@ -94,11 +94,8 @@ def fastest_facts(engine: Engine, key: str) -> EngineFacts:
 
 def is_known_free(key: str, widest: int) -> bool:
     """Whether an earlier test under `key` found a class with single-token passes in it, so that it costs nothing."""
-    kept = disk_cache.get("widths", key, _kept(widest))
-    if kept is None:
-        return False
-    found = Proved(tuple((low, high) for low, high in kept["classes"]), {}, kept["refuted"])
-    return found.pinned is not None and found.pinned[0] == 1
+    found = _cached(key, widest)
+    return found is not None and found.pinned is not None and found.pinned[0] == 1
 
 
 def packs_alike(engine: Engine, key: str) -> bool:
@@ -119,13 +116,18 @@ def refute(engine: Engine) -> None:
     engine.drop_class()
 
 
+def _cached(key: str, widest: int) -> Proved | None:
+    kept = disk_cache.get("widths", key, _kept(widest))
+    if kept is None:
+        return None
+    classes = tuple((low, high) for low, high in kept["classes"])
+    return Proved(classes, {int(width): float(taken) for width, taken in kept["seconds"]}, kept["refuted"])
+
+
 def _proved(engine: Engine, key: str, widest: int) -> Proved:
     """From the cache, or tested now."""
-    kept = disk_cache.get("widths", key, _kept(widest))
-    if kept is not None:
-        classes = tuple((low, high) for low, high in kept["classes"])
-        seconds = {int(width): float(taken) for width, taken in kept["seconds"]}
-        return Proved(classes, seconds, kept["refuted"])
+    if (cached := _cached(key, widest)) is not None:
+        return cached
     logger.info("testing which pass widths give equal bits with this model, once")
     surveyed = _surveyed(engine, key, widest)
     found = Proved(surveyed.classes, surveyed.seconds)
@@ -149,7 +151,7 @@ def _surveyed(engine: Engine, key: str, widest: int) -> Survey:
 
 
 def _kept(widest: int) -> Schema:
-    """Of what `Proved.kept` gives, for widths up to `widest`."""
+    """The shape of what `Proved.kept` returns, for widths up to `widest`."""
     width = whole(1, widest)
     pair = a_row(width, width)
     classes = a_list(lambda found: pair(found) and found[0] <= found[1])

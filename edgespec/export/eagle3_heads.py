@@ -134,7 +134,7 @@ def _place_of_embedding(plan: HeadPlan, target: Checkpoint) -> tuple[Checkpoint,
 
 
 def _embedding_of(plan: HeadPlan, target: Checkpoint, token_ids: NDArray[np.int32]) -> Table:
-    """Of some tokens only, as floats: the others take no memory."""
+    """The embeddings as floats, filled in for `token_ids` only: untouched rows take no memory."""
     checkpoint, name = _place_of_embedding(plan, target)
     rows = np.zeros(checkpoint.shape(name), np.float32)
     for token_id in np.unique(token_ids).tolist():

@@ -137,7 +137,7 @@ class NumpyHead(FeatureHead):
 
 
 def rotary_frequencies(config: Mapping[str, Any], head_dim: int) -> NDArray[np.float64]:
-    """Of a head's rotary positions [head_dim / 2]."""
+    """The frequencies [head_dim / 2] of a head's rotary embedding."""
     settings = rotary_settings(dict(config))
     found = float(settings["rope_theta"]) ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if settings["rope_type"] == "linear":

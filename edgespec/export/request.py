@@ -248,7 +248,7 @@ def parse_formats(to: str) -> tuple[Format, ...]:
 
 def parse_grouped(text: str) -> tuple[str, ...]:
     """Kinds of matrices by commas, or `none`. Raises ConfigError."""
-    from edgespec.formats.onnx.mixed import GROUPABLE
+    from edgespec.formats.onnx.forms import GROUPABLE
 
     names = tuple(dict.fromkeys(name.strip() for name in text.split(","))) if text.strip() != "none" else ()
     for name in names:

@@ -1,8 +1,8 @@
 """The file of heads that draft from a target's last hidden state: a .npz with a description and the matrices.
 
-It carries all that drafting needs, the target's own head cut down to the tokens worth drafting included, since that is
-nowhere to be read in a loaded GGUF or graph; and a probe, a few tokens with the states that the target gives them, by
-which heads of another target are found out whatever that target's file is called and however it is quantised.
+It holds everything that drafting needs, including the target's own head reduced to the tokens worth drafting, which a
+loaded GGUF or graph does not give out. It also holds a probe, a few tokens with the states that the target gives them,
+which exposes heads of another target whatever that target's file is called and however it is quantised.
 
 What this module does not know: what a head computes, and which engine runs the target.
 """
@@ -101,7 +101,7 @@ class HeadManifest:
 
     @property
     def fused_size(self) -> int:
-        """Of the inputs of all `layers` together."""
+        """The width of the inputs of all `layers` side by side."""
         return self.feature_size // (len(self.layers) + 1) * len(self.layers)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -197,7 +197,7 @@ def _add(stored: dict[str, NDArray[Any]], name: str, table: Table) -> None:
 
 
 def read_head_file(path: Path) -> HeadFile:
-    """Raises ModelNotFound, and ModelFileError for a file that is none, is damaged or does not fit itself."""
+    """Raises ModelNotFound, and ModelFileError for a file of another kind, or one that is damaged or inconsistent."""
     if path.suffix != ".npz" and (fix := eagle3_fix(path)) is not None:
         raise ModelFileError(fix)
     if not is_file(path):
@@ -207,7 +207,7 @@ def read_head_file(path: Path) -> HeadFile:
             arrays = {name: stored[name] for name in stored.files}
         described = json.loads(arrays.pop(MANIFEST).tobytes())
     except _UNREADABLE as exc:
-        # what numpy says of a file that is none is an advice to trust it
+        # for a file of another kind, numpy's message advises to trust it
         raise ModelFileError(f"{path} is not a heads file, or it is damaged: train the heads again") from exc
     manifest = _manifest(path, described)
     shapes = manifest.shapes()

@@ -91,13 +91,13 @@ class Advisor:
             if found is None:
                 return ""
             self._is_done = True
-            disk_cache.put(_KIND, self._key(found.cause), {"path": str(self._pair.target)})
+            disk_cache.mark(_KIND, self._key(found.cause), self._pair.target)
         except OSError:  # a model file was deleted meanwhile, and its identity is the key
             return ""
         return found.text
 
     def _was_given(self, cause: str) -> bool:
-        return disk_cache.get(_KIND, self._key(cause), disk_cache.CHECKED_FILE) is not None
+        return disk_cache.is_marked(_KIND, self._key(cause))
 
     def _key(self, cause: str) -> str:
         return disk_cache.key_of(_KIND, cause, disk_cache.file_key(self._pair.target))
@@ -160,7 +160,7 @@ class Advisor:
         return stats.decode_s / (stats.new_tokens - 1) / curve.at(1, stats.prompt_tokens)
 
     def _draft_cost(self) -> tuple[float | None, float | None]:
-        """Of the draft model: (time per token over a plain pass, speedup if all tokens were accepted), once timed."""
+        """Once timed: (a drafted token's time over a plain pass, the speedup if all tokens were accepted)."""
         curve, name = self._pool.cost_curve, self._pool.draft_name
         cost = self._pool.draft_costs.get(name) if name else None
         if cost is None or not cost.is_observed or cost.is_relative or not curve.is_sure_of_plain():

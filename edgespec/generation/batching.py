@@ -1,10 +1,10 @@
 """Continuous batching: the rows of several generations on one engine, packed into shared passes.
 
-Each generation is the loop of `decode`, which asks for its passes. Every `step` packs those that wait - a chunk of a
-prompt, plain rows, the rows of drafts - into one pass, as many as it may hold, longest waiting first. Those that draft
-with a model first share its passes, a token each, until their drafts are complete. Where an engine cannot pack, or
-packing would change bits in reproducible mode, they take passes of their own, in turn. What a further row costs is told
-to the controllers at the width that the pass has already.
+Each generation is the loop of `decode`, which asks for its passes. Every `step` packs the waiting rows - a chunk of a
+prompt, plain rows, drafts - into one pass, as many as fit, longest waiting first. Generations that use a draft model
+first share its passes, one token each, until their drafts are complete. If an engine cannot pack, or packing would
+change bits in reproducible mode, each gets its own pass in turn. Controllers are told what another row costs at the
+width that the pass already has.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class ContinuousBatch:
         return self._beside(first, waiting)
 
     def _beside(self, first: Member, waiting: Sequence[Member]) -> list[Member]:
-        """`first`, which goes on even if it would never fit beside others, and those that fit into the same pass."""
+        """`first`, which runs even if it would never fit beside others, and those that fit into the same pass."""
         engine = first.asked.cache.engine
         if not engine.facts.can_pack:
             return [first]
@@ -215,7 +215,7 @@ class ContinuousBatch:
             member.run.share = PassShare(seconds * member.asked.batch.width / num_rows, is_disturbed=False)
 
     def _account(self, chosen: Sequence[Member], seconds: float, is_disturbed: bool) -> None:
-        """Give each member its part of a pass of the target, and the cost curves what all of it took."""
+        """Charge each member its share of a target pass, and teach the cost curves what the whole pass took."""
         num_rows = num_rows_of(chosen)
         for member in chosen:
             rows = member.asked.batch.width

@@ -30,9 +30,9 @@ def num_rows_of(members: Sequence[Member]) -> int:
 class Member:
     """One generation of a batch. `on_event` is called with each of its events.
 
-    `waiting`: the pass that it asked for at `asked_s`; `num_sharing`, `other_rows`: sequences that decode in the
-    target's next pass, and rows of the others, `prompt_rows` of them of prompts, that its latest draft was priced
-    beside; `latest_pass`: number of its latest pass of the target, which had `latest_rows` rows of it.
+    `waiting`: the pass that it asked for at `asked_s`; `num_sharing`, `other_rows`: how many sequences decode in
+    the target's next pass, and the others' rows (`prompt_rows` of them prompts) that its latest draft was priced with;
+    `latest_pass`: number of its latest pass of the target, in which it had `latest_rows` rows.
     """
 
     generation: Generation
@@ -86,7 +86,7 @@ class Room:
 
     @classmethod
     def of(cls, engine: Engine, *, gives_states: bool) -> Self:
-        """That of an empty pass."""
+        """The room in an empty pass."""
         return cls(engine.widest_pass, MOST_OUTPUTS, engine.most_branches, engine.widest_pass, gives_states)
 
     def takes(self, member: Member, *, at_least: bool = False) -> bool:

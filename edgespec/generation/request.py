@@ -1,4 +1,4 @@
-"""A request for one generation after its checks, and the state that a generation of it begins with."""
+"""A request for one generation after its checks, and the initial state of a generation of it."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Run:
     `parked`: saved KV states of other texts, one of which may be a prefix of the prompt.
     `relieve`: frees memory where too much is in use, and says what it did; called between rounds.
     `threads`: chooses the number of threads; None: unchanged. `watch`: checks that the passes stay reproducible.
-    `share`: its part of the last pass, where passes are shared with other sequences; None: they are its own.
+    `share`: its part of the last pass if that was shared with other sequences; None: the pass was its own.
     `others_s`: seconds that it waited while passes worked for other sequences; `reading_s`: those that reading the
     prompt took without them.
     Raises PromptError for an empty prompt or one that does not fit the context.
@@ -66,7 +66,7 @@ class Run:
         self.text = TextStream(self.target.engine.vocabulary, self.stop)
 
     def clock(self) -> float:
-        """Seconds of this generation: those that went by while others were served do not count."""
+        """Seconds of this generation, without the time in which others were served."""
         return perf_counter() - self.others_s
 
     def prefill(self) -> Passes[Logits]:

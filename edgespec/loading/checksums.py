@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from edgespec.engines import disk_cache
-from edgespec.engines.disk_cache import CHECKED_FILE, file_key, key_of
+from edgespec.engines.disk_cache import file_key, key_of
 from edgespec.formats.manifest import ModelFile, check_file
 
 
 def was_hashed(file: ModelFile) -> bool:
     """Whether these contents had the checksum that the manifest says."""
-    return disk_cache.get("hashed", _key(file), CHECKED_FILE) is not None
+    return disk_cache.is_marked("hashed", _key(file))
 
 
 def check_hash(file: ModelFile) -> None:
     """Raise ModelFileError when a file is missing or is not the one described; else it counts as `was_hashed`."""
     key = _key(file)
     check_file(file, is_large_too=True)
-    disk_cache.put("hashed", key, {"path": str(file.path)})
+    disk_cache.mark("hashed", key, file.path)
 
 
 def keep_hash(file: ModelFile) -> None:
     """A file whose checksum the caller has just compared is not read again by the first load."""
-    disk_cache.put("hashed", _key(file), {"path": str(file.path)})
+    disk_cache.mark("hashed", _key(file), file.path)
 
 
 def _key(file: ModelFile) -> str:

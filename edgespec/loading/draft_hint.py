@@ -31,9 +31,9 @@ def new_draft_hint(pair: ModelPair) -> str | None:
     """`draft_hint`, the first time that it is asked for this file on this machine; None from then on."""
     path = pair.files["target"].path
     key = disk_cache.key_of("draft hint", disk_cache.file_key(path))
-    if disk_cache.get("hints", key, disk_cache.CHECKED_FILE) is not None:
+    if disk_cache.is_marked("hints", key):
         return None
-    disk_cache.put("hints", key, {"path": str(path)})
+    disk_cache.mark("hints", key, path)
     return draft_hint(pair)
 
 

@@ -1,11 +1,22 @@
-"""A draft model's cache in token ids of the target: with the same vocabulary, or mapped from another."""
+"""A draft model's vocabulary against its target's: the draft's cache in the target's token ids, or mapped to them.
+
+`comparing` compares in the same way by files alone, before any model is loaded.
+"""
 
 from __future__ import annotations
 
-from edgespec.drafters.mapped import MappedSequence, map_vocabulary
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgespec.drafters.mapped import MappedSequence, VocabularyMap, map_vocabulary
 from edgespec.engines.base import Engine
 from edgespec.engines.sequence import CachedSequence
-from edgespec.errors import VocabularyMismatch
+from edgespec.errors import CapabilityError, EdgespecError, VocabularyMismatch
+from edgespec.formats.gguf.eagle3 import is_eagle3, read_eagle3
+from edgespec.formats.gguf.header import keeping_headers, read_header
+from edgespec.formats.manifest import ModelFile
 from edgespec.loading.sample_prompts import PROMPTS
 from edgespec.vocabulary import Vocabulary, check_same_vocabulary
 
@@ -40,3 +51,70 @@ def difference(target: Vocabulary, draft: Vocabulary) -> str:
     if any(map(target.piece, range(draft.size, target.size))):
         return f"target and draft have different vocabularies: the draft ends with token {draft.size - 1}"
     return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How a draft's vocabulary compares with the target's. `why_not`: why it cannot draft; empty where it can."""
+
+    text: str
+    is_same: bool = False
+    why_not: str = ""
+
+
+@contextlib.contextmanager
+def comparing(target: ModelFile) -> Iterator[Callable[[ModelFile], Comparison]]:
+    """A function that compares a draft with `target`. Raises ModelNotFound and ModelFileError for the target only."""
+    with contextlib.ExitStack() as stack, keeping_headers():
+        ours = _vocabulary(target.path, stack)
+
+        def compare(draft: ModelFile) -> Comparison:
+            try:
+                if draft.engine == "llamacpp" and is_eagle3(draft.path):
+                    return _compare_head(target, draft)
+                with contextlib.ExitStack() as own:
+                    theirs = _vocabulary(draft.path, own)
+                    if ours is None or theirs is None:
+                        return Comparison("not compared: its engine is not installed")
+                    return _compare(ours, theirs)
+            except EdgespecError as exc:
+                return Comparison("", why_not=" ".join(str(exc).split()))
+
+        yield compare
+
+
+def _compare(ours: Vocabulary, theirs: Vocabulary) -> Comparison:
+    differs = difference(ours, theirs)
+    if not differs:
+        return Comparison("the same", is_same=True)
+    differs = differs.removeprefix("target and draft have different vocabularies: ")
+    text = ours.encode(" ".join(prompt.text for prompt in PROMPTS))
+    share = VocabularyMap(ours, theirs).share_of(text)
+    why_not = "too different" if share < LEAST_OVERLAP else ""
+    return Comparison(f"{differs}; {share:.0%} of the tokens of ordinary text can be drafted", why_not=why_not)
+
+
+def _compare_head(target: ModelFile, head: ModelFile) -> Comparison:
+    """Raises CapabilityError for a head of another target."""
+    if target.engine != "llamacpp":
+        raise CapabilityError(f"{head.path.name} is an EAGLE-3 head, which needs a GGUF target")
+    header = read_header(target.path)
+    sizes = [header.metadata.get(f"{header.architecture}.{key}") for key in ("embedding_length", "block_count")]
+    width, layers = (size if isinstance(size, int) else 0 for size in sizes)
+    read_eagle3(head.path).check_fits(head.path.name, width, layers, len(header.tokens))
+    return Comparison("an EAGLE-3 head that fits", is_same=True)
+
+
+def _vocabulary(path: Path, stack: contextlib.ExitStack) -> Vocabulary | None:
+    """The vocabulary of a model without its weights, open as long as `stack`; None without its engine's library."""
+    try:
+        if path.suffix == ".gguf":
+            from edgespec.engines.llamacpp.tokenizer import VocabularyFile
+
+            return stack.enter_context(VocabularyFile(path))
+        from edgespec.engines.onnx.graph import read_graph
+        from edgespec.engines.onnx.tokenizer import TokenizerFile
+
+        return TokenizerFile(path.parent, read_graph(path).vocabulary_size)
+    except CapabilityError:
+        return None

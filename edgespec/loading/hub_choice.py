@@ -99,7 +99,7 @@ def _pick(repo: str, groups: Sequence[Group], wanted: str) -> Group:
 
 
 def _best_draft(drafts: Sequence[Group], target: Group) -> Group | None:
-    """Of the drafts in a repository the smallest model, in the target's quantisation where there is one."""
+    """The smallest draft model of a repository, in the target's quantisation if it has that."""
     fitting = [group for group in drafts if group.engine == target.engine]
     if not fitting:
         return None

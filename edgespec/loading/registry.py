@@ -92,8 +92,8 @@ def _not_found(text: str) -> ModelNotFound:
     )
 
 
-def _to_be_had(text: str) -> ModelNotFound | None:
-    """How to get what `text` names; None where that is nothing that could be got."""
+def _how_to_get(text: str) -> ModelNotFound | None:
+    """An error that says how to get what `text` names; None if that cannot be got."""
     reference = _reference(text)
     if reference is None:
         return None
@@ -193,7 +193,7 @@ def _local_pair(text: str, engine: str, *, check_hashes: bool) -> ModelPair:
         return read_pair(path, engine, check_hashes=check_hashes)
     if not is_file(path):
         hint = _with_suffix(path)
-        raise (None if hint else _to_be_had(text)) or ModelNotFound(
+        raise (None if hint else _how_to_get(text)) or ModelNotFound(
             f"no file {shown(text)}: {hint}give a .gguf or .onnx file, a folder with one, or a registered name"
         )
     if path.suffix not in SUFFIXES:
@@ -242,7 +242,7 @@ def resolve(
     elif _looks_like_path(name_or_path) or exists(name_or_path):
         pair = _local_pair(name_or_path, engine, check_hashes=check_hashes)
     else:
-        raise _to_be_had(name_or_path) or _not_found(name_or_path)
+        raise _how_to_get(name_or_path) or _not_found(name_or_path)
     given = {"draft": draft, "medium": medium}
     own = {role: _given_file(role, path, engine) for role, path in given.items() if path is not None}
     return replace(pair, files=MappingProxyType({**pair.files, **own})) if own else pair
@@ -257,7 +257,7 @@ def _given_file(role: str, given: Path, engine: str) -> ModelFile:
     path = model_in(path)
     if not is_file(path) or path.suffix not in SUFFIXES:
         hint = _with_suffix(path)
-        raise (None if hint else _to_be_had(text)) or ModelNotFound(
+        raise (None if hint else _how_to_get(text)) or ModelNotFound(
             f"no {role} file {shown(str(given))}: {hint}give the path of a .gguf or .onnx file, or the name of a model"
         )
     return ModelFile(path)

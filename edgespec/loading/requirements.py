@@ -53,7 +53,7 @@ class Chosen:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Of the files to open, the target first."""
+        """The roles of the files to open, the target first."""
         needed = (SPECS[name] for name in self.wanted)
         roles = {role for spec in needed for role in spec.roles if not (self.is_cut and EXIT in spec.needs)}
         return ("target", *sorted(roles & self.pair.files.keys()))

@@ -1,11 +1,11 @@
 """Chooses what a pair is loaded with so that its plan fits: what is given up, in which order, and how that is said.
 
-Only options that nobody gave are changed. Of all choices that fit, the best is taken in the order of `_rows`, where the
-first difference decides: a context of 2048 tokens, the draft model (or a smaller one that is on this machine), its
-context, the plain type of the cache, a longer context. So a larger budget never gets less of one of these unless it
-gets more of one before it. Fitting with the weights in their files comes before all of them.
-Without a budget only what cannot change a text gives way, the draft. In reproducible mode the cache keeps its type: a
-text must not depend on whether there was room for a draft.
+Only options that the user did not give are changed. Of all choices that fit, the best in the order of `_rows` is taken,
+where the first difference decides: a context of 2048 tokens, the draft model (or a smaller one that is on this
+machine), its context, the plain type of the cache, a longer context. So a larger budget never gets less of one of these
+unless it gets more of an earlier one. Fitting without paging comes before all of them.
+Without a budget only the draft is given up, as it cannot change a text. In reproducible mode the cache keeps its type:
+a text must not depend on whether there was room for a draft.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _fitted(options: LoadOptions, pair: ModelPair, room: Room, steps: Mapping[st
 
 
 def _rows(whole: Fitted) -> list[tuple[str, Choices]]:
-    """What may be given up of each kind, what is kept longest first."""
+    """What may be given up, by kind; the kind that is kept longest comes first."""
     options, plan = whole.options, whole.plan
     contexts: Choices = (None,)
     if options.context_length is None:

@@ -1,7 +1,7 @@
 """`-ngl auto`: as many layers of the target on the GPU as its free memory holds, then the draft if it fits beside them.
 
 The target comes first, and the draft has no say in its layers: a text must not depend on whether there was room for a
-draft. What is not placed on a device runs on the processor, so target and draft may be apart.
+draft. What is not placed on a device runs on the CPU, so target and draft may be apart.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def placed(options: LoadOptions, pair: ModelPair, room: Room | None = None) -> L
 
 
 def _with(options: LoadOptions, layers: int, draft_layers: int | None) -> LoadOptions:
-    """The numbers in place of "auto", and of what nobody said of drafts."""
+    """`options` with these numbers instead of "auto", for the draft unless the user placed it."""
     draft_layers = options.draft_gpu_layers if _is_said(options) else draft_layers
     return replace(options, gpu_layers=layers, draft_gpu_layers=draft_layers)
 

@@ -66,7 +66,7 @@ class Plan:
     """What a pair takes once its context is full. Sizes in bytes; `tables`: of drafters without a model; `heads` files.
 
     `process`: Python and the libraries; `threads`: started by the load and by the first answer; `device`: of ONNX
-    Runtime, None for the processor; `other_devices`: what it may choose instead.
+    Runtime, None for the CPU; `other_devices`: what it may choose instead.
     """
 
     name: str
@@ -189,7 +189,7 @@ def planned(options: LoadOptions, pair: ModelPair) -> Plan:
 
 
 def _device(options: LoadOptions) -> str | None:
-    """Where ONNX models were asked to run; None: on the processor, or not said."""
+    """Where ONNX models were asked to run; None: on the CPU, or not said."""
     return None if options.provider in ("auto", "cpu") else options.provider
 
 
@@ -247,7 +247,7 @@ def _without_shared(models: tuple[ModelNeed, ...], pair: ModelPair, roles: tuple
 
 
 def _table_bytes(options: LoadOptions, context_length: int) -> int:
-    """Of drafters that keep tables of the text; all of them are bounded by their own limits as well."""
+    """Bytes of drafters that keep tables of the text, each of which also has a limit of its own."""
     if options.drafter == "none" or options.draft_length == 0:
         return 0
     free = [name for name, spec in SPECS.items() if spec.cost == "free"]

@@ -44,7 +44,7 @@ class Room:
 
     @classmethod
     def now(cls, memory: str | int | None) -> Room:
-        """As it is at present; `memory` as in LoadOptions. Raises ConfigError."""
+        """The room there is at present; `memory` as in LoadOptions. Raises ConfigError."""
         own = own_bytes() or 0
         budget = MemoryBudget() if memory is None else parse_budget(memory)
         is_set = budget.num_bytes is not None or budget.share < 1
@@ -54,7 +54,7 @@ class Room:
 
     @property
     def has_resource_limits(self) -> bool:
-        """Whether addresses count that are reserved and not used, such as the stacks of threads."""
+        """Whether reserved addresses count too, such as the unused stacks of threads."""
         return any(limit.kind != "memory" for limit in self.limits)
 
     def most_own(self, plan: Plan) -> int | None:
@@ -90,7 +90,7 @@ class Room:
 
 
 def _judged(hard: int, soft: int, most: int, fast: int, name: str) -> Verdict:
-    """`hard` bytes must be within `most`; `soft`, with mapped files, within `fast` lest it pages."""
+    """Refused if `hard` bytes exceed `most`; pages if `soft`, which includes mapped files, exceed `fast`."""
     if hard > most:
         return Verdict("refused", hard, most, name)
     return Verdict("pages" if soft > fast else "fits", soft, fast, name)

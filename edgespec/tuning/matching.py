@@ -21,10 +21,10 @@ from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.kind import require_language_model
 from edgespec.formats.manifest import ModelFile, read_pair
 from edgespec.loading.catalogue import Entry, entries
+from edgespec.loading.draft_vocabulary import Comparison, comparing
 from edgespec.loading.own_models import files_of
 from edgespec.loading.registry import is_known, models_folder, registered_folders, resolve
 from edgespec.loading.room import fits
-from edgespec.loading.vocabulary_match import Comparison, comparing
 
 ASSUMED_ACCEPTANCE = 0.7
 LENGTHS = range(1, 13)

@@ -322,7 +322,7 @@ def test_a_file_is_probed_once_until_it_changes(sound, tmp_path, started):
 
 
 def test_a_trusted_file_is_not_probed(sound, started):
-    trial.check_model_file(sound, is_trusted=True)
+    trial.check_model_files({sound: True})
     assert not started
 
 

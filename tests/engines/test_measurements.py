@@ -17,7 +17,6 @@ from edgespec.engines import disk_cache
 from edgespec.engines import disk_cache as measurements
 from edgespec.engines.base import fault_of
 from edgespec.engines.disk_cache import (
-    CHECKED_FILE,
     a_list,
     a_record,
     a_row,
@@ -26,6 +25,7 @@ from edgespec.engines.disk_cache import (
     number,
     numbers,
     seconds,
+    text,
     whole,
 )
 from tiny_gguf import write_model
@@ -99,7 +99,7 @@ NOT_NUMBERS: tuple[Any, ...] = (math.inf, math.nan, True, None, "1", [1], {})
         (a_record({"a": seconds}), ({"a": 1},), ({}, {"a": 0}, {"a": 1, "b": 1}, [1])),
         (a_table(["1", "2"], seconds), ({"1": 1}, {"1": 1, "2": 1}), ({}, {"3": 1}, {"1": 0}, [1])),
         (numbers, ([], {}, [1, {"a": [2.5]}]), ([math.inf], ["1"], [[[[[[[[[[1]]]]]]]]]], {"a": None}, 10**400)),
-        (CHECKED_FILE, ({"path": "x"},), ({}, {"path": 1}, [])),
+        (a_record({"path": text}), ({"path": "x"},), ({}, {"path": 1}, [])),
     ],
 )
 def test_schemas(schema: Any, fitting: tuple[Any, ...], others: tuple[Any, ...]) -> None:

@@ -19,7 +19,7 @@ from edgespec.export.onnx.convert import GROUPED
 from edgespec.export.onnx.from_gguf import convert_gguf, open_gguf
 from edgespec.export.request import ExportRequest, parse_grouped
 from edgespec.formats.onnx import WHOLE_PRODUCT
-from edgespec.formats.onnx.mixed import GROUPABLE
+from edgespec.formats.onnx.forms import GROUPABLE
 
 SOURCE = DEMO / "demo-target-q8_0.gguf"
 

@@ -53,7 +53,7 @@ def function(name: str, result: Any, *arguments: Any) -> Any:
 
 
 def devices() -> list[Device]:
-    """All devices of this build, the processor among them. Raises CapabilityError where it cannot be asked."""
+    """All devices of this build, the CPU among them. Raises CapabilityError where it cannot be asked."""
     return [_described(handle) for handle in _handles()]
 
 
@@ -124,7 +124,7 @@ def add_servers(endpoints: Sequence[str]) -> None:
 def serve_rpc(endpoint: str, *, threads: int, names: Sequence[str], cache_folder: Path | None) -> None:
     """Serve devices to one client after another, until the process ends. Returns where that fails.
 
-    `names`: of devices; none: the GPUs, or the processor where there are none. `cache_folder`: where received weights
+    `names`: of devices; none: the GPUs, or the CPU where there are none. `cache_folder`: where received weights
     are stored. Raises CapabilityError.
     """
     require_rpc("an RPC server")

@@ -23,7 +23,7 @@ from edgespec.engines.llamacpp.eagle3 import Eagle3Head
 from edgespec.engines.llamacpp.facts import measured_facts, read_facts
 from edgespec.engines.llamacpp.hidden_states import HiddenStates
 from edgespec.engines.llamacpp.layers import LayerInputs
-from edgespec.engines.llamacpp.library import complaints, forget_complaints, library, version
+from edgespec.engines.llamacpp.library import ABORTED, NO_ROOM, complaints, forget_complaints, library, version
 from edgespec.engines.llamacpp.mtp import DEFAULT_CONTEXT as MTP_CONTEXT
 from edgespec.engines.llamacpp.mtp import MtpHead
 from edgespec.engines.llamacpp.opening import ModelOpener, OpenModel, checked_target
@@ -44,7 +44,6 @@ from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull,
 from edgespec.formats.gguf.split import model_files
 from edgespec.types import Batch, Logits, TokenIds
 
-NO_ROOM, ABORTED = 1, 2
 _NOT_FOR_LOOKUPS = (
     "this model's running state would make each token about {:.0f}% slower, which lookups alone rarely earn. A draft "
     "model (-md) or --drafter suffix turns it on"
@@ -110,7 +109,7 @@ class LlamaCppEngine(Engine):
         """Load `path` and measure what it can do.
 
         `context_length` in tokens per sequence, None for the trained one up to `default_context`; `threads` None for
-        the physical cores; `gpu_layers` -1 for all, on `devices` (names; None: all GPUs; none: the processor) and with
+        the physical cores; `gpu_layers` -1 for all, on `devices` (names; None: all GPUs; none: the CPU) and with
         their KV cache unless `kv_offload` is False; `servers`, RPC servers whose devices this process has (see
         `RemoteEngine`) and which hold all layers unless `gpu_layers` tells how many; `max_branches`, side branches of
         all trees in a batch; `cache_type_k` and `cache_type_v` None for f16, or q8_0 where reproducible mode would pad
@@ -290,9 +289,7 @@ class LlamaCppEngine(Engine):
                 self._cells.forget(sequence)
             return
         if to_length == length and not was_tree:
-            if (
-                not self.facts.can_rollback
-            ):  # else the next pass does it: that an aborted one cannot be undone is told now
+            if not self.facts.can_rollback:  # report now that an aborted pass cannot be undone; else the next one trims
                 self._cells.trim(sequence)
             return
         if self.facts.can_rollback or length - to_length <= droppable:

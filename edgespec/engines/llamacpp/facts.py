@@ -145,7 +145,7 @@ def _widths_key(path: Path, settings: ContextSettings) -> str:
 
 
 def _placement(settings: ContextSettings) -> tuple[object, ...]:
-    """What computes the layers that are not the processor's; nothing where all of them are."""
+    """The devices that compute layers other than the CPU's; empty if there are none."""
     if not settings.gpu_layers or settings.devices == ():
         return ()
     seen = tuple((device.name, device.description) for device in gpus())

@@ -1,6 +1,6 @@
 """What a GGUF takes in llama.cpp, from its header alone.
 
-Weights are mapped from the file, all of it read ahead. On top of that the processor's matrix kernels want some types in
+Weights are mapped from the file, all of it read ahead. On top of that the CPU's matrix kernels want some types in
 another order, and llama.cpp copies these (`_repacked`). A context has its cache, one buffer for the results of a pass,
 planned for the widest, and one for logits. The buffers' sizes follow llama.cpp's graphs: at its widest point a layer
 holds three rows of the feed-forward part and four of the hidden size per token, the head one row of logits and two
@@ -167,7 +167,7 @@ def _graph_nodes(header: GgufHeader) -> int:
 
 
 def _is_repacked(tensor: TensorInfo, header: GgufHeader) -> bool:
-    """Whether llama.cpp copies a matrix into the order of this processor's kernels."""
+    """Whether llama.cpp copies a matrix into the order of this CPU's kernels."""
     if len(tensor.shape) not in (2, 3) or not tensor.name.endswith(".weight"):
         return False
     if tensor.name == EMBEDDINGS and any(each.name == HEAD for each in header.tensors):

@@ -13,7 +13,7 @@ from edgespec.errors import CapabilityError
 
 
 class HiddenStates:
-    """Those of one context. `most_rows`: of a pass that gives them, since it also computes logits of all rows."""
+    """The hidden states of one context. `most_rows`: limit for a pass that gives them, as it computes all logits."""
 
     def __init__(self, model: Any, context: Any, most_rows: int) -> None:
         self._context, self._most_rows = context, most_rows

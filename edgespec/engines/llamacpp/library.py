@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 ERROR, CONTINUED = 4, 5  # ggml_log_level
 _complaints: deque[str] = deque(maxlen=8)
 _listeners: list[Callable[[str], None]] = []
+NO_ROOM, ABORTED = 1, 2  # results of llama_decode and llama_encode
+END = -1  # of a range of positions: to its end
 _NO_MEMORY = ("allocate memory", "Resource temporarily unavailable", "bad_alloc", "failed to allocate")
 _opened = 0  # models in this process
 
@@ -109,9 +111,9 @@ def open_model(
 ) -> Any:
     """Load a model that passed `check_gguf`, with its shards. Raises ModelFileError with the library's own reason.
 
-    `devices`: handles of ggml's devices for the `gpu_layers`; None: all that are no processors. Without such layers no
-    device is used: llama.cpp would send wide passes to one all the same. `is_repacked` False: the weights stay as they
-    are in the file and are not copied for this processor's kernels. `has_mtp`: load multi-token prediction layers too.
+    `devices`: handles of ggml's devices for the `gpu_layers`; None: all but CPUs. Without such layers no device
+    is used: llama.cpp would send wide passes to one anyway. `is_repacked` False: the weights stay as they
+    are in the file and are not copied for this CPU's kernels. `has_mtp`: load multi-token prediction layers too.
     """
     global _opened
     llama = library()
@@ -143,9 +145,9 @@ def open_model(
 
 
 def uninterrupted(call: Callable[[], Any], free: Callable[[Any], object]) -> Any:
-    """What `call` gives, which logs a lot. A Ctrl-C meanwhile is answered after it, with what it gave freed.
+    """Returns `call()`, deferring Ctrl-C until it is done; if the handler then raises, the result is freed.
 
-    The answer is an exception as a rule, which Python drops when it is raised in a callback, such as that of the log.
+    These calls log a lot, and Python drops an exception that is raised inside a callback such as the log's.
     """
     answer = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(answer):

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NoReturn, Self
 
 import numpy as np
 
 from edgespec.engines.head import FeatureHead, HeadFacts, States
 from edgespec.engines.llamacpp.extensions import extension
-from edgespec.engines.llamacpp.library import CancelFlag, complaints, forget_complaints, library, uninterrupted
+from edgespec.engines.llamacpp.library import ABORTED, END, NO_ROOM, CancelFlag, complaints, forget_complaints, library
 from edgespec.engines.llamacpp.rows import PairRows
-from edgespec.engines.llamacpp.settings import AUTO, CACHE_TYPES, ON
+from edgespec.engines.llamacpp.settings import CACHE_TYPES, ON, new_context
 from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError
 from edgespec.types import Logits, TokenIds
 
-NO_ROOM, ABORTED, END = 1, 2, -1
 LOGITS_BYTES = 16 << 20
 WIDEST = 64  # pairs per pass, where their logits fit LOGITS_BYTES
 MakeContext = Callable[[CancelFlag], Any]
@@ -168,8 +166,7 @@ def create_context(
 
     Raises CapabilityError with the library's reason when it refuses.
     """
-    llama = library()
-    params = llama.llama_context_default_params()
+    params = library().llama_context_default_params()
     params.n_ctx = length
     params.n_batch = params.n_ubatch = params.n_outputs_max = widest_step(vocabulary_size)
     params.n_seq_max = 1
@@ -180,13 +177,7 @@ def create_context(
     params.no_perf = True
     params.ctx_type = kind
     params.ctx_other = other
-    params.abort_callback, params.abort_callback_data = cancel.callback, cancel.callback_data
-    forget_complaints()
-    init = partial(llama.llama_init_from_model, model, params)
-    context = uninterrupted(init, llama.llama_free)
-    if not context:
-        params.flash_attn_type = AUTO  # not every device supports it
-        context = uninterrupted(init, llama.llama_free)
+    context = new_context(model, params, cancel, requires_flash=False)
     if not context:
         raise CapabilityError(f"llama.cpp refused a context of {length} pairs for head {name}: {complaints()}")
     return context

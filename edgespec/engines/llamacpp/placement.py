@@ -1,7 +1,7 @@
 """What layers of a GGUF take on a device, and how much room devices have.
 
 llama.cpp counts the head as a layer behind the last one and takes layers from the end, so `-ngl 1` places the head
-alone and `-ngl N` the head and the last N - 1 layers (llama_model::load_tensors). The embeddings stay on the processor;
+alone and `-ngl N` the head and the last N - 1 layers (llama_model::load_tensors). The embeddings stay on the CPU;
 a head that is tied to them is copied. Results of a pass have a buffer of their own on every device.
 """
 

@@ -33,7 +33,7 @@ class RpcServer:
 
     @property
     def identity(self) -> str:
-        """What the bits that it computes may depend on, as far as it can be asked."""
+        """What its results may depend on bitwise, as far as it can be asked."""
         return f"{self.endpoint} {self.version} {self.device_bytes}"
 
 

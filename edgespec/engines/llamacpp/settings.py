@@ -183,6 +183,22 @@ def require_generator(model: Any, path: Path) -> None:
         raise CapabilityError(f"{path.name} is a diffusion model; give one that generates text token by token")
 
 
+def new_context(model: Any, params: Any, cancel: CancelFlag, *, requires_flash: bool) -> Any:
+    """A llama_context, or a null pointer; then `complaints` has the reason.
+
+    Not every model and device supports flash attention: without `requires_flash` the library may turn it off.
+    """
+    llama = library()
+    params.abort_callback, params.abort_callback_data = cancel.callback, cancel.callback_data
+    forget_complaints()
+    init = partial(llama.llama_init_from_model, model, params)
+    context = uninterrupted(init, llama.llama_free)
+    if not context and params.flash_attn_type == ON and not requires_flash:
+        params.flash_attn_type = AUTO
+        context = uninterrupted(init, llama.llama_free)
+    return context
+
+
 def create_context(model: Any, path: Path, settings: ContextSettings, cancel: CancelFlag) -> Any:
     """A llama_context. Raises CapabilityError with the library's reason when it refuses."""
     llama = library()
@@ -201,13 +217,7 @@ def create_context(model: Any, path: Path, settings: ContextSettings, cancel: Ca
     params.swa_full = True  # a sliding-window cache could not be rolled back
     params.no_perf = True
     params.pooling_type = NO_POOLING  # hidden states are wanted by the row
-    params.abort_callback, params.abort_callback_data = cancel.callback, cancel.callback_data
-    forget_complaints()
-    init = partial(llama.llama_init_from_model, model, params)
-    context = uninterrupted(init, llama.llama_free)
-    if not context and settings.flash_attention is None and params.flash_attn_type == ON:
-        params.flash_attn_type = AUTO  # not every model and device supports it
-        context = uninterrupted(init, llama.llama_free)
+    context = new_context(model, params, cancel, requires_flash=settings.flash_attention is not None)
     if not context:
         raise CapabilityError(
             f"llama.cpp refused a context of {settings.cells} cells for {path.name}: {complaints()}. "

@@ -14,9 +14,7 @@ from edgespec.engines.llamacpp.library import library, open_model
 from edgespec.errors import EdgespecError, ModelFileError
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.split import model_files
-from edgespec.formats.gguf.values import TENSOR_TYPES
-
-NUMBER_OF_TYPE = {name: number for number, (name, *_) in TENSOR_TYPES.items()}
+from edgespec.formats.gguf.values import NUMBER_OF_TYPE
 
 
 def check_weights(path: Path) -> None:

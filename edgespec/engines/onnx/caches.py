@@ -1,7 +1,7 @@
-"""The KV caches of an ONNX engine: what it needs of them, and one cache per sequence. `packed` holds all in one.
+"""The KV caches of an ONNX engine: their interface, and one cache per sequence. `packed` holds all in one.
 
-With a cache of its own the bits of a sequence depend on its own tokens alone, whatever the others do: so in
-reproducible mode, and for exports without an attention bias.
+With a cache of its own, a sequence's bits depend on its own tokens alone. This is needed in reproducible mode, and for
+exports without an attention bias.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Caches(ABC):
 
     @abstractmethod
     def keep(self, sequence: int, part: SequenceRows, path: list[int]) -> None:
-        """Of the last rows of a sequence keep those of `path`."""
+        """Keep the rows of `path` among the last rows of a sequence."""
 
     @abstractmethod
     def truncate(self, sequence: int, to_length: int) -> None:

@@ -1,7 +1,7 @@
-"""What a device other than the processor computes rightly, found by trying: its errors come without an error message.
+"""Finds by trial what a device other than the CPU computes correctly: when it is wrong, it reports no error.
 
-Seen with ONNX Runtime's WebGPU (plugin 0.4.0, on a software device): passes of 32 rows and more gave other logits, and
-attention took the number of a token's cell for its position.
+Seen with ONNX Runtime's WebGPU (plugin 0.4.0, on a software device): passes of 32 rows and more gave wrong logits, and
+attention took the index of a token's cell for its position.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from edgespec.engines import disk_cache
-from edgespec.engines.disk_cache import file_key, key_of
+from edgespec.engines.disk_cache import a_record, file_key, flag, key_of, whole
 from edgespec.engines.onnx.library import device_identity, version
 from edgespec.engines.onnx.passes import Passes, PassRows
 from edgespec.errors import CapabilityError
@@ -24,11 +24,12 @@ NARROW = 8  # rows of the passes that wider ones are compared with
 GAP = 3  # cells that no token sees
 TOLERANCE = 0.02  # of the logits' standard deviation
 WIDTHS = (16, 31, 64, 128, 256, 512)
+_LIMITS = a_record({"widest": whole(1, 1 << 31), "keeps_positions": flag})
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """`widest`: rows of a pass; `keeps_positions`: whether a token may lie in another cell than its position."""
+    """`widest`: most rows of a pass; `keeps_positions`: whether a token's cell may differ from its position."""
 
     widest: int
     keeps_positions: bool
@@ -50,29 +51,19 @@ def device_limits(
 ) -> DeviceLimits:
     """Tried once per model, device and version. Uses cache 0, and passes of at most `rows` rows.
 
-    `exit_layer`: after which the graph is cut; parts of a graph run other passes than the whole. Passes that only ever
-    follow a text to its end are not tried with a gap in it. Raises CapabilityError where not even narrow passes agree
-    with one another.
+    `exit_layer`: the layer after which the graph is cut, since a part of a graph is tried separately. Passes that only
+    ever append to a text are not tried with gaps. Raises CapabilityError where not even narrow passes agree.
     """
     if passes.capacity < 4 * NARROW:  # too small a context to try anything in
         return DeviceLimits(min(rows, NARROW), keeps_positions=False)
     measured = (provider, version(), device_identity(provider), rows, type(passes).__name__, exit_layer)
     key = key_of("device", METHOD, measured, *map(file_key, files))
-    known = disk_cache.get("devices", key, _is_limits)
+    known = disk_cache.get("devices", key, _LIMITS)
     if known is None:
         limits = _Trial(passes, vocabulary, rows).limits()
         disk_cache.put("devices", key, {"widest": limits.widest, "keeps_positions": limits.keeps_positions})
         return limits
     return DeviceLimits(**known)
-
-
-def _is_limits(value: object) -> bool:
-    return (
-        isinstance(value, dict)
-        and type(value.get("widest")) is int
-        and value["widest"] >= 1
-        and type(value.get("keeps_positions")) is bool
-    )
 
 
 class _Trial:
@@ -108,10 +99,7 @@ class _Trial:
         return [self._last(at, self._ids[at : at + 1]) for at in range(count)][-1]
 
     def _has_positions(self, wanted: Logits) -> bool:
-        """Whether the second half of a text scores the same behind cells that it does not see.
-
-        True for passes that are never asked to.
-        """
+        """Whether the second half of a text scores the same after cells that are masked; True if that never happens."""
         if not self._passes.takes_gaps:
             return True
         self._last(0, self._ids[: NARROW + GAP])

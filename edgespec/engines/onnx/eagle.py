@@ -89,7 +89,7 @@ class OnnxProducts(LayerProducts):
 
 
 class OnnxLayerProducts(OnnxProducts, FusedProducts):
-    """Those of an EAGLE-3 head; the layer goes on with the state before the last norm."""
+    """The products of an EAGLE-3 head; its layer continues from the state before the last norm."""
 
     _ends = "end", "scored"
 

@@ -262,7 +262,7 @@ class OnnxEngine(Engine):
         return OnnxExit(self._exit_passes, self._book.lengths, self._separate, self.widest_pass)
 
     def set_threads(self, threads: int) -> bool:
-        """Fewer than at first: as many, which sleep instead of spinning. See `waiting`; bits are the same."""
+        """With fewer, the same threads sleep instead of spinning (see `waiting`); the bits are the same."""
         self._require_open()
         check_threads(threads, self.facts)
         if self.facts.device != "cpu" or self.facts.threads == 1:

@@ -65,9 +65,9 @@ def first_choice(provider: str) -> str:
 
 
 def device_identity(name: str) -> str:
-    """What results measured on a provider's device belong to: the provider's version and the device; "": the processor.
+    """Identifies what was measured on: the provider's version and its device; "" for the CPU.
 
-    `name`: ours of a provider. Two devices of one kind are told apart by their own names, where the driver gives them.
+    `name`: ours of a provider. Two devices of one kind differ by their own names, where the driver gives these.
     """
     if name not in PROVIDERS or name == "cpu":
         return ""
@@ -154,9 +154,9 @@ def _open(graph: bytes, folder: Path, threads: int, name: str, *, spins: bool = 
 
 @cache
 def load_cuda() -> str:
-    """Load CUDA and cuDNN from where pip puts them, which the system's loader does not know; what onnxruntime says.
+    """Load CUDA and cuDNN from where pip puts them, where the system's loader does not look.
 
-    It prints what it does not find, on a processor's build nothing.
+    Returns what onnxruntime prints: what it did not find, and nothing in a build for the CPU.
     """
     with redirect_stdout(StringIO()) as said:
         library().preload_dlls()

@@ -23,7 +23,7 @@ failures: dict[str, str] = {}  # by our name of a provider: why its plugin is of
 
 
 def possible_devices() -> tuple[str, ...]:
-    """Our names of the devices other than the processor that the installed packages are for; nothing is imported.
+    """Our names of the devices other than the CPU that the installed packages are for; nothing is imported.
 
     The machine may lack them, or they may lack an operator of a model.
     """

@@ -1,4 +1,4 @@
-"""Weights of an exported graph, in the graph or in a file beside it: checks of their places, and their size."""
+"""The weights of an exported graph, inside it or in a file beside it: checks their offsets, and sums their size."""
 
 from __future__ import annotations
 

@@ -22,13 +22,12 @@ from edgespec.formats.files import atomic_file
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.header import GgufHeader, TensorInfo
 from edgespec.formats.gguf.split import COUNT, FILES, ID, NUMBER, TENSORS
-from edgespec.formats.gguf.values import ARRAY, STRING, TENSOR_TYPES, GgufNumbers
+from edgespec.formats.gguf.values import ARRAY, NUMBER_OF_TYPE, STRING, GgufNumbers
 from edgespec.types import Progress, no_progress
 
 ALIGNMENT = 32
 CHUNK_BYTES = 1 << 22
 UINT16, UINT32, INT32 = 2, 4, 5
-TYPE_NUMBERS = {name: number for number, (name, _, _) in TENSOR_TYPES.items()}
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 
 
@@ -178,7 +177,7 @@ def _head(entries: Sequence[bytes], tensors: Sequence[TensorInfo]) -> bytes:
     offset = 0
     for tensor in tensors:
         shape = struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *tensor.shape)
-        head += _string(tensor.name) + shape + struct.pack("<IQ", TYPE_NUMBERS[tensor.kind], offset)
+        head += _string(tensor.name) + shape + struct.pack("<IQ", NUMBER_OF_TYPE[tensor.kind], offset)
         offset += -(-tensor.num_bytes // ALIGNMENT) * ALIGNMENT
     return head + bytes(-len(head) % ALIGNMENT)
 

@@ -9,11 +9,10 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.installation import install_command
+from edgespec.installation import child_environment, install_command
 
 MISSING = "ModuleNotFoundError: No module named "
 LINES_KEPT = 40
@@ -32,9 +31,6 @@ def run_child(module: str, order: Mapping[str, Any], on_line: Callable[[str], No
 
 def run_command(command: list[str], on_line: Callable[[str], None], *, what: str) -> None:
     """Run a command and read its output line by line; `what` names the work in errors, which are as in `run_child`."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONUNBUFFERED": "1"}
-    package_root = str(Path(__file__).parents[3])
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
     said: deque[str] = deque(maxlen=LINES_KEPT)
     with subprocess.Popen(
         command,
@@ -44,7 +40,7 @@ def run_command(command: list[str], on_line: Callable[[str], None], *, what: str
         text=True,
         encoding="utf-8",
         errors="replace",
-        env=environment,
+        env=child_environment(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", PYTHONUNBUFFERED="1"),
     ) as process:
         assert process.stdout is not None
         try:

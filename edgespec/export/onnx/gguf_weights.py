@@ -15,7 +15,7 @@ from edgespec.formats.gguf.header import TensorInfo
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
 from edgespec.installation import IMPORT_FAILURES, not_importable
 
-WEIGHTS_AT_ONCE = 1 << 19  # 2 MB as float32: what a processor's cache holds
+WEIGHTS_AT_ONCE = 1 << 19  # 2 MB as float32: what a CPU's cache holds
 
 
 class GgufWeights:

@@ -16,10 +16,9 @@ from edgespec.export.onnx.convert import DEFAULT_GROUP_SIZES, FORMS, GROUPED
 from edgespec.export.onnx.smoothing import SmoothedWeights
 from edgespec.formats.onnx import MODEL
 from edgespec.formats.onnx.drafted import ReducedHead
-from edgespec.formats.onnx.forms import Blocks, Form, Plain, QuantisedRows, RowWeights, WholeNumbers
+from edgespec.formats.onnx.forms import Blocks, Form, Mixed, Plain, QuantisedRows, RowWeights, WholeNumbers
 from edgespec.formats.onnx.llama import write_llama
 from edgespec.formats.onnx.llama_config import LlamaConfig
-from edgespec.formats.onnx.mixed import Mixed
 from edgespec.formats.onnx.nodes import Nodes
 from edgespec.types import Progress, no_progress
 

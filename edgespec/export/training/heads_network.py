@@ -75,7 +75,7 @@ class Heads(nn.Module, ABC):
 
     @abstractmethod
     def drafts_from(self, states: Tensor, token_ids: Tensor) -> Iterator[Tensor]:
-        """As `drafts`, from fused states [batch, length, hidden]."""
+        """The same as `drafts`, from fused states [batch, length, hidden]."""
 
 
 class MedusaHeads(Heads):

@@ -44,7 +44,7 @@ class Eagle3Sizes:
 
     @property
     def feature_width(self) -> int:
-        """Of what it reads for one token: its layers' inputs side by side."""
+        """The width of what it reads for one token: the inputs of its layers side by side."""
         return len(self.layers) * self.target_width
 
     def check_fits(self, name: str, target_width: int, num_layers: int, vocabulary_size: int) -> None:

@@ -44,6 +44,7 @@ TENSOR_TYPES = {
     35: ("TQ2_0", 256, 66),
     39: ("MXFP4", 32, 17),
 }
+NUMBER_OF_TYPE = {name: number for number, (name, *_) in TENSOR_TYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)

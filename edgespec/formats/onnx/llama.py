@@ -46,7 +46,7 @@ def write_llama(
 
 
 def rotary_tables(config: LlamaConfig) -> Tables:
-    """Cosines and sines [positions, half a head], rounded from 64 bits: numpy's own 32 bits depend on the processor."""
+    """Cosines and sines [positions, half a head], rounded from 64 bits: numpy's own 32 bits depend on the CPU."""
     halves = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
     base = np.full(halves.shape, np.float32(config.rope_theta), np.float64)
     powers: NDArray[np.float32] = np.power(base, halves.astype(np.float64)).astype(np.float32)

@@ -33,7 +33,7 @@ Weights = NDArray[np.float32]
 class LlamaGraph:
     """The export in `folder`. `config` is its config.json.
 
-    Raises ModelFileError for a folder that is none, and CapabilityError without `onnx`.
+    Raises ModelFileError for a folder without such an export, and CapabilityError without `onnx`.
     """
 
     def __init__(self, folder: Path) -> None:

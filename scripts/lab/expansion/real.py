@@ -33,10 +33,9 @@ from edgespec.export.onnx.gguf_tokenizer import write_tokenizer_files
 from edgespec.export.onnx.gguf_weights import GgufWeights
 from edgespec.export.onnx.writer import smoothed
 from edgespec.formats.files import atomic_folder
-from edgespec.formats.onnx.forms import Blocks, Form, LlamaWeights, QuantisedRows, RowWeights, WholeNumbers
+from edgespec.formats.onnx.forms import Blocks, Form, LlamaWeights, Mixed, QuantisedRows, RowWeights, WholeNumbers
 from edgespec.formats.onnx.llama import write_llama
 from edgespec.formats.onnx.llama_config import LlamaConfig
-from edgespec.formats.onnx.mixed import Mixed
 from edgespec.formats.onnx.nodes import Nodes
 from expansion.rows import ExpandedRows, NoisyHead, RowCheckpoint
 
@@ -45,8 +44,8 @@ ONNX_FORMATS = ("w8a8", "int8", "int4")
 GGUF_FORMATS = ("q8_0", *(name for name in FILE_TYPES if name != "q8_0"))
 AS_IS = "135m"
 
-# SmolLM2 has 30 layers with 9 + 3 heads of 64, and expansion keeps depth and the ratio of heads; 1b, 3b and 8b have about
-# the weights of Llama 3.2 1B and 3B and Llama 3.1 8B without their vocabulary, in narrower and more layers.
+# SmolLM2 has 30 layers with 9 + 3 heads of 64, and expansion keeps depth and the ratio of heads; the larger ones have
+# about the weights of Llama 3.2 1B and 3B and Llama 3.1 8B without their vocabulary, in narrower and more layers.
 DEEP_SHAPES = {
     "230m": Shape(768, 2048, 30, 12, 4, vocab_size=49_152),
     "360m": Shape(1024, 2560, 30, 15, 5, vocab_size=49_152),
