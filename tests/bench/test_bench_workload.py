@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from demo_training import corpus
+from edgespec.engines.table import LetterVocabulary
 from edgespec.errors import ConfigError, PromptError
 from edgespec.loading.sample_prompts import PROMPTS
 from edgespec.sampling import Sampling
@@ -24,7 +25,6 @@ from edgespec.tuning.workload import (
     random_text,
     with_synthetic,
 )
-from table_engine import LetterVocabulary
 
 VOCABULARY = LetterVocabulary(12, end_id=11)
 

@@ -24,8 +24,8 @@ from edgespec.control.measure import (
 )
 from edgespec.control.run_cost import DraftCost, RoundCost
 from edgespec.engines.disk_cache import cache_folder
+from edgespec.engines.table import TableEngine
 from edgespec.types import Batch, Logits
-from table_engine import TableEngine
 
 STEPS = {1: 1.0, 2: 1.4, 4: 1.5, 5: 2.5, 8: 2.6}
 

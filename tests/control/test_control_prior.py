@@ -18,8 +18,8 @@ from edgespec.control.cost import CostCurve, PriorCurve, guessed_plain_s
 from edgespec.control.measure import cost_key, known_curve, known_draft_cost, store_curve
 from edgespec.control.run_cost import guessed_draft_cost
 from edgespec.drafters.ngram import NgramDrafter
+from edgespec.engines.table import TableEngine
 from edgespec.types import Batch, Logits, RoundRecord, Verdict
-from table_engine import TableEngine
 
 
 def fed(row: float, passes: int = 12, plain_s: float = 0.02) -> PriorCurve:

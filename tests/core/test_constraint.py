@@ -17,6 +17,7 @@ from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.table import TableEngine
 from edgespec.errors import CapabilityError, ConfigError, EngineError, SamplingError
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
@@ -29,7 +30,6 @@ from edgespec.sampling.stopping import StopRules
 from edgespec.types import Draft, TokenEvent
 from laws import ALPHA_1E6, chi_square_score
 from lossless import SAMPLINGS
-from table_engine import TableEngine
 
 pytest.importorskip("llguidance")
 SIZE = 7

@@ -17,6 +17,7 @@ from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.pass_request import Passes
 from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.table import TableEngine
 from edgespec.errors import PromptError
 from edgespec.generation.decode import alone, autoregressive, speculative
 from edgespec.generation.run_state import Run
@@ -24,7 +25,6 @@ from edgespec.sampling import Sampler, Sampling
 from edgespec.sampling.acceptance import coupled
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Batch, Draft, Evidence, Logits, RoundRecord, TokenIds, Verdict
-from table_engine import TableEngine
 
 PROMPT = np.array([0, 1, 2], np.int32)
 

@@ -19,6 +19,7 @@ from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.table import TableEngine
 from edgespec.errors import ConfigError, StateError
 from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.generation.decode import autoregressive, speculative
@@ -30,7 +31,6 @@ from edgespec.sampling.noise import Noise, Stream
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import TokenEvent
 from lossless import PLAIN, make_drafter
-from table_engine import TableEngine
 
 LETTERS = 20
 ANSWER = 60

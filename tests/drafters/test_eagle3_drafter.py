@@ -12,6 +12,7 @@ from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.eagle3 import Eagle3Drafter
 from edgespec.engines.head import States
 from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.table import TableEngine
 from edgespec.errors import Cancelled
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
@@ -20,7 +21,6 @@ from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import TokenEvent, TokenIds
 from laws import ALPHA_1E6, chi_square_score
-from table_engine import TableEngine
 from tiny_heads import LAYERS, OpenHead
 
 VOCABULARY = 10

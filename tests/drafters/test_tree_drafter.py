@@ -17,6 +17,7 @@ from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.pass_request import Passes
 from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.table import TableEngine
 from edgespec.errors import CapabilityError
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
@@ -26,7 +27,6 @@ from edgespec.sampling.stopping import StopRules
 from edgespec.types import Batch, Draft, Logits, RoundRecord
 from laws import ALPHA_1E6, law_score
 from lossless import DEMO, PENALISED_GREEDY, PLAIN, PROMPTS, SAMPLINGS, VOCABULARY, run_once, side_branches
-from table_engine import TableEngine
 
 TEXT = np.array([0, 1, 2, 3], np.int32)
 

@@ -18,11 +18,11 @@ from edgespec.config import ProviderName
 from edgespec.engines.base import Engine
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.remote import RemoteEngine
+from edgespec.engines.table import TableEngine
 from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError, StateError
 from edgespec.types import Batch, Draft, Logits
 from gpu import needs_gpu
 from rpc import idle, needs_rpc, started
-from table_engine import TableEngine
 
 CONTEXT, SEQUENCES, MAX_BATCH = 400, 3, 64
 TOLERANCE = 0.08  # of the logits' standard deviation; the logits of another token are about 1 away

@@ -19,6 +19,7 @@ from edgespec.engines import progress, proof, watch, widths
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.table import TableEngine
 from edgespec.errors import CapabilityError
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
@@ -26,7 +27,6 @@ from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Batch, Logits
-from table_engine import TableEngine
 
 GREEDY = Sampling(temperature=0.0)
 

@@ -13,6 +13,7 @@ from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.table import TableEngine
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
 from edgespec.sampling import Sampler
@@ -20,7 +21,6 @@ from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Draft, TokenEvent
 from laws import chi_square_score
-from table_engine import TableEngine
 
 VOCABULARY = 10
 DEMO = ROOT / "models" / "demo" / "manifest.toml"
