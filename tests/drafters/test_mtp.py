@@ -17,7 +17,7 @@ from edgespec.engines.footprint import Use
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.llamacpp.footprint import footprint
 from edgespec.engines.llamacpp.mtp import MtpHead
-from edgespec.errors import BatchError, CapabilityError, ContextFull
+from edgespec.errors import BatchError, CapabilityError, ContextFull, ModelFileError
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.kind import has_mtp
 from hybrid_gguf import HybridShape, tensors_of, write_lfm2, write_qwen35
@@ -163,6 +163,13 @@ def test_a_model_without_the_layer_is_named(tmp_path: Path) -> None:
             edgespec.load(path, threads=1, drafter="mtp")
     with pytest.raises(CapabilityError, match="'mtp' needs multi-token prediction layers"):
         edgespec.load(DEMO, drafter="mtp")
+
+
+def test_a_file_with_the_layer_alone_is_named(tmp_path: Path, model_path: Path) -> None:
+    alone = write_qwen35(tmp_path / "mtp-alone.gguf", SHAPE, has_mtp=True, only_mtp=True)
+    for given in ({"model": alone}, {"model": model_path, "draft": alone}):
+        with pytest.raises(ModelFileError, match="multi-token prediction layer of a model and nothing else"):
+            edgespec.load(**given, threads=1)
 
 
 def test_the_layer_is_planned_where_it_drafts(model_path: Path) -> None:

@@ -64,10 +64,11 @@ def write_qwen35(
     *,
     has_mtp: bool = False,
     tensors: Mapping[str, NDArray[np.float32]] | None = None,
+    only_mtp: bool = False,
 ) -> Path:
     """Write a random Qwen3.5: gated delta nets, and attention in every fourth layer.
 
-    `has_mtp`: with a multi-token prediction layer; `tensors` replace random ones.
+    `has_mtp`: with a multi-token prediction layer; `only_mtp`: without all others; `tensors` replace random ones.
     """
     writer = _begin(path, "qwen35", shape, shape.layers + has_mtp)
     inner, size = shape.state_heads * shape.state_size, shape.head_size
@@ -94,7 +95,7 @@ def write_qwen35(
             f"{block}.nextn.enorm.weight": (shape.width,),
             f"{block}.nextn.hnorm.weight": (shape.width,),
         }
-    for layer in range(shape.layers):
+    for layer in range(0 if only_mtp else shape.layers):
         block = f"blk.{layer}"
         extents |= {f"{block}.attn_norm.weight": (shape.width,)}
         extents |= _feed_forward(layer, shape, "post_attention_norm")

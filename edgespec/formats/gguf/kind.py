@@ -35,8 +35,18 @@ def require_language_model(path: Path, header: GgufHeader) -> None:
             f"{header.architecture} models read a whole text at once, for embeddings or reranking: give one that "
             "writes token by token, such as a Llama or Qwen"
         )
+    if reason is None and _has_only_mtp(header):
+        reason = (
+            "it has the multi-token prediction layer of a model and nothing else: give a file of the model that was "
+            "converted with this layer in it (such files are mostly named MTP), which then drafts for itself"
+        )
     if reason is not None:
         raise ModelFileError(f"{path} is not a text-generation model: {reason}")
+
+
+def _has_only_mtp(header: GgufHeader) -> bool:
+    has_first_layer = any(tensor.name.startswith("blk.0.") for tensor in header.tensors)
+    return has_mtp(header) and bool(header.tensors) and not has_first_layer
 
 
 def has_mtp(header: GgufHeader) -> bool:
