@@ -9,6 +9,7 @@ from pathlib import Path
 from edgespec.engines import disk_cache
 from edgespec.errors import ModelFileError
 from edgespec.formats.gguf.header import GgufHeader, read_header
+from edgespec.formats.gguf.kind import has_mtp, may_have_mtp
 from edgespec.formats.manifest import ModelPair
 from edgespec.loading.catalogue import entries
 from edgespec.loading.registry import is_known
@@ -47,12 +48,19 @@ def draft_hint(pair: ModelPair) -> str | None:
         if num_bytes < _LEAST_TARGET_BYTES:
             return None
         header = read_header(file.path)
+        if has_mtp(header):
+            return None
         neighbour = _neighbour(file.path, header, num_bytes)
     except (OSError, ModelFileError):
         return None
     if neighbour is not None:
         flag = f"-md {shlex.quote(str(neighbour))}"
         return f"{pair.name} has no draft model; {neighbour.name} in the same folder fits: {flag}"
+    if may_have_mtp(header):
+        return (
+            f"{pair.name} has no draft model; GGUF files of such models that were converted with their multi-token "
+            "prediction layer (mostly named MTP) draft for themselves"
+        )
     family = _family(header, num_bytes)
     if family is None:
         return None

@@ -20,6 +20,8 @@ from edgespec.engines.llamacpp.mtp import MtpHead
 from edgespec.errors import BatchError, CapabilityError, ContextFull, ModelFileError
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.kind import has_mtp
+from edgespec.loading.draft_hint import draft_hint
+from edgespec.loading.registry import resolve
 from hybrid_gguf import HybridShape, tensors_of, write_lfm2, write_qwen35
 
 Floats = NDArray[np.float32]
@@ -170,6 +172,16 @@ def test_a_file_with_the_layer_alone_is_named(tmp_path: Path, model_path: Path) 
     for given in ({"model": alone}, {"model": model_path, "draft": alone}):
         with pytest.raises(ModelFileError, match="multi-token prediction layer of a model and nothing else"):
             edgespec.load(**given, threads=1)
+
+
+def test_the_hint_for_a_model_without_a_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgespec.loading.draft_hint._LEAST_TARGET_BYTES", 1)
+    with_layer, without = tmp_path / "with", tmp_path / "without"
+    for folder, has_layer in ((with_layer, True), (without, False)):
+        folder.mkdir()
+        write_qwen35(folder / "model.gguf", SHAPE, has_mtp=has_layer)
+    assert draft_hint(resolve(str(with_layer / "model.gguf"))) is None
+    assert "mostly named MTP" in (draft_hint(resolve(str(without / "model.gguf"))) or "")
 
 
 def test_the_layer_is_planned_where_it_drafts(model_path: Path) -> None:

@@ -52,4 +52,9 @@ def _has_only_mtp(header: GgufHeader) -> bool:
 def has_mtp(header: GgufHeader) -> bool:
     """Whether a model has a multi-token prediction layer that can draft for it."""
     count = header.metadata.get(f"{header.architecture}.nextn_predict_layers")
-    return header.architecture in _WITH_MTP and isinstance(count, int) and count > 0
+    return may_have_mtp(header) and isinstance(count, int) and count > 0
+
+
+def may_have_mtp(header: GgufHeader) -> bool:
+    """Whether models of this architecture are published with such a layer, which most files of them lack."""
+    return header.architecture in _WITH_MTP
