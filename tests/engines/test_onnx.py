@@ -239,7 +239,7 @@ def test_bad_options_are_refused(onnx_path, tmp_path):
         open_engine(onnx_path, cache_type="q4_0")
     with pytest.raises(ConfigError, match="--provider"):
         load(str(onnx_path.parent), gpu_layers=3)
-    with pytest.raises(ConfigError, match="alike"):
+    with pytest.raises(ConfigError, match="the same, f32 or int8"):
         load(str(onnx_path.parent), cache_type_k="int8")
 
 
