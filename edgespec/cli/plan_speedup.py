@@ -32,6 +32,7 @@ DEFAULT_TOKENS, DEFAULT_PROMPTS = 48, 4
 MEASURED_LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12)
 _TYPICAL_CONTEXT = 256  # where nothing is decoded
 _WORTH_TELLING = 1.05
+_OFTEN = 0.95  # share of rounds with a draft, from which on it goes without saying
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,7 @@ def _measured(settings: Settings, prompts: Prompts, max_tokens: int, repeats: in
             trials = run_trials(model, encoded, sampling, drafter, lengths, max_tokens, repeats, progress.advance)
         rows = [
             dataclasses.replace(row, measured=trials.speedup(row.draft_length) if row.draft_length in lengths else None)
-            for row in plan(trials.acceptance, trials.costs)
+            for row in plan(trials.acceptance, trials.costs, drafting=trials.drafting)
         ]
         facts = _facts(model, drafter, trials.acceptance)
         return Planned(facts, rows, trials.costs, trials, model.target.facts.padding_cost)
@@ -209,6 +210,8 @@ def _conclusions(planned: Planned) -> list[str]:
         f"acceptance {acceptance:.0%} per judged token, a drafted token costs "
         f"{costs.token_s / costs.pass_s[1]:.2f} of a plain pass ({1e3 * costs.pass_s[1]:.2f} ms)"
     ]
+    if planned.trials is not None and planned.trials.drafting < _OFTEN:
+        lines.append(f"the drafter proposed something in {planned.trials.drafting:.0%} of the rounds")
     if best.draft_length:
         lines.append(f"best length by t(width): {best.draft_length}, {best.speedup:.2f}x")
     else:
@@ -244,5 +247,6 @@ def _as_object(planned: Planned) -> dict[str, Any]:
         "best_length": planned.best.draft_length,
         "best_measured_length": None if measured is None else measured.draft_length,
         "ceiling": {"draft_length": length, "speedup": speedup},
+        "drafting_share": None if planned.trials is None else planned.trials.drafting,
         "overhead_share": None if planned.trials is None else planned.trials.overhead_share,
     }

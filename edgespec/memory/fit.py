@@ -73,10 +73,11 @@ class Fitted:
 
     @property
     def note(self) -> str:
-        """What was given up, or that the model will be slow, in one line; empty when there is nothing to say."""
-        if self.given_up:
-            return f"memory: {', '.join(each.text for each in self.given_up)}, to stay within {self._limit}"
-        return f"memory: {self.verdict}{self.other}" if self.verdict.fit == "pages" else ""
+        """What was given up, and whether the model will be slow, in one line; empty when there is nothing to say."""
+        given_up = ", ".join(each.text for each in self.given_up)
+        if self.verdict.fit == "pages":
+            return f"memory: {f'{given_up}; ' if given_up else ''}{self.verdict}{self.other}"
+        return f"memory: {given_up}, to stay within {self._limit}" if given_up else ""
 
     @property
     def other(self) -> str:

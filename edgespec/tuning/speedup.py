@@ -67,16 +67,25 @@ def given_costs(text: str, draft_ms: float) -> Costs:
     return Costs(CostCurve(measured).table(0), draft_ms / 1e3)
 
 
-def plan(acceptance: float, costs: Costs, lengths: Sequence[int] = LENGTHS) -> list[Row]:
-    """Expected speedup at each draft length, if every token is accepted with probability `acceptance`."""
+def plan(acceptance: float, costs: Costs, lengths: Sequence[int] = LENGTHS, drafting: float = 1.0) -> list[Row]:
+    """Expected speedup at each draft length, if every token is accepted with probability `acceptance`.
+
+    `drafting`: share of rounds in which the drafter proposes something; lookups often find nothing to copy.
+    """
     return [
         Row(
             length,
-            expected_speedup(acceptance, length, costs.flat, costs.token_s),
-            expected_speedup(acceptance, length, costs.pass_s, costs.token_s),
+            _expected(acceptance, length, costs.flat, costs.token_s, drafting),
+            _expected(acceptance, length, costs.pass_s, costs.token_s, drafting),
         )
         for length in lengths
     ]
+
+
+def _expected(acceptance: float, length: int, pass_s: Sequence[float], token_s: float, drafting: float) -> float:
+    tokens = expected_speedup(acceptance, length, [1.0] * len(pass_s), 0.0)  # of a round that drafts
+    plain_passes = tokens / expected_speedup(acceptance, length, pass_s, token_s)  # that take as long as it does
+    return (drafting * tokens + 1 - drafting) / (drafting * plain_passes + 1 - drafting)
 
 
 @dataclass(slots=True)
@@ -89,6 +98,8 @@ class Trials:
     token_s: list[float] = field(default_factory=list)
     judged: int = 0
     accepted: int = 0
+    rounds: int = 0  # with a drafter
+    drafting_rounds: int = 0
     decode_s: float = 0.0
     overhead_s: float = 0.0
 
@@ -96,6 +107,11 @@ class Trials:
     def acceptance(self) -> float:
         """Accepted / tested tokens; a drafted token is tested if all tokens before it were accepted."""
         return self.accepted / self.judged if self.judged else 0.0
+
+    @property
+    def drafting(self) -> float:
+        """Share of the rounds with a drafter in which it proposed something."""
+        return self.drafting_rounds / self.rounds if self.rounds else 1.0
 
     @property
     def overhead_share(self) -> float:
@@ -113,6 +129,7 @@ class Trials:
         return drafted / plain if plain and drafted else None
 
     def add(self, length: int, prompt: int, stats: Stats) -> None:
+        self.rounds += stats.rounds if length else 0
         if stats.new_tokens < 2:
             return
         self.seconds[length][prompt].append(stats.decode_s)
@@ -121,6 +138,7 @@ class Trials:
         self.overhead_s += stats.overhead_s
 
     def observe(self, record: RoundRecord) -> None:
+        self.drafting_rounds += record.drafted_tokens > 0
         self.verify_s[record.width].append(record.verify_s)
         if record.drafted_tokens:
             self.token_s.append(record.draft_s / record.drafted_tokens)

@@ -45,6 +45,19 @@ def test_both_formulas_agree_with_enumeration(acceptance):
         assert row.speedup == pytest.approx(tokens * 0.010 / (costs.pass_s[1 + k] + k * 0.002))
 
 
+def test_rounds_in_which_nothing_is_proposed_are_plain_ones():
+    costs = Costs([0.0, 0.010, 0.012, 0.015, 0.015], 0.002)
+    for row in plan(0.7, costs, range(4), drafting=0.25):
+        k = row.draft_length
+        seconds = 0.25 * (costs.pass_s[1 + k] + k * 0.002) + 0.75 * 0.010
+        assert row.speedup == pytest.approx((0.25 * expected_tokens(0.7, k) + 0.75) * 0.010 / seconds)
+    trials = Trials()
+    trials.observe(RoundRecord(10, "ngram", 4, 2, (), 0.004, 0.020))
+    trials.add(4, 0, Stats(new_tokens=7, wall_s=1.0, rounds=4))
+    trials.add(0, 0, Stats(new_tokens=7, wall_s=1.0, rounds=6))
+    assert trials.drafting == 0.25
+
+
 def test_given_costs_are_lines_between_the_given_widths():
     costs = given_costs("1:10,3:20, 5:20", 2.0)
     assert [1e3 * costs.pass_s[width] for width in range(1, 6)] == pytest.approx([10, 15, 20, 20, 20])

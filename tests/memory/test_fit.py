@@ -58,6 +58,7 @@ def test_every_budget_down_to_the_smallest_is_kept() -> None:
     for found in rest:
         assert found.verdict.fit != "refused" and found.plan.own_bytes <= found.verdict.free_bytes
         assert not found.given_up or all(each.text in found.note for each in found.given_up)
+        assert ("will page (slow)" in found.note) == (found.verdict.fit == "pages")
     assert {what for found in rest for what in whats(found)} == {"context", "cache", "draft context", "draft"}
     sizes = [found.plan.own_bytes for found in (whole, *rest)]
     assert sizes == sorted(sizes, reverse=True)  # less is given up where more may be kept
