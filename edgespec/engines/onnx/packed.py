@@ -4,7 +4,7 @@ New rows always go after all others, and a bias lets each row attend to its own 
 therefore not its position, a fork copies no cells, and accepting a branch only records which cells it has. Cells that
 are no longer used are freed when the end of the cache is reached.
 
-Cell 0 is never used: on an empty cache the attention operator would count positions by itself.
+Cell 0 is never used (`FIRST`): on an empty cache the attention operator would count positions by itself.
 """
 
 from __future__ import annotations
@@ -14,15 +14,11 @@ from numpy.typing import NDArray
 
 from edgespec.engines.onnx.caches import Caches
 from edgespec.engines.onnx.passes import PassRows, SharedPasses
+from edgespec.engines.onnx.settings import FIRST
 from edgespec.engines.rows import SequenceRows
 from edgespec.types import Batch, Logits
 
-FIRST = 1
 NO_CELLS = np.zeros(0, np.intp)
-
-
-def cells_needed(context_length: int, max_sequences: int) -> int:
-    return FIRST + context_length * max_sequences
 
 
 class PackedCaches(Caches):
