@@ -1,7 +1,7 @@
 """Refuses the GGUF files on which llama.cpp would end the process instead of returning an error.
 
-A file that passes may still be wrong in ways only the library knows; `probe` loads those in a child process. Also
-refused are files that are no language model. A decoder that was trained for embeddings cannot be told from one.
+A file that passes may still be wrong in ways only the library knows: `engines.trial` loads it in a child process first.
+Also refused are files that are no language model. A decoder that was trained for embeddings cannot be told from one.
 """
 
 from __future__ import annotations
