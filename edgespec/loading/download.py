@@ -25,9 +25,9 @@ OnBytes = Callable[[str, int, int], None]
 """Called with a file's name, the bytes that are there, and those in all."""
 PART = ".part"
 CHUNK_BYTES = 1 << 20
-SPARE_BYTES = 64 << 20  # of disk that a download leaves free
-MOST_FAILURES = 5  # in a row without a byte in between
-MOST_WAIT_S = 120.0  # that a hub may ask for; more is told to the user
+SPARE_BYTES = 64 << 20  # disk space that a download leaves free
+MOST_FAILURES = 5  # consecutive ones without a byte in between
+MOST_WAIT_S = 120.0  # longest wait that a hub may ask for; a longer one is reported to the user
 _SILENT_FAILURES = 2  # the user is told at this one, as a single one is gone within a second
 _DISK_FIX = "free some space, or set EDGESPEC_MODELS to a folder on another disk"
 
@@ -70,7 +70,7 @@ def fetch(repo: str, url: str, path: Path, file: HubFile, on_bytes: OnBytes) -> 
         return described(path, file)
     part = part_of(path, file)
     had_some = is_file(part) and part.stat().st_size > 0
-    for _ in range(2 if had_some else 1):  # what was left may be what is wrong
+    for _ in range(2 if had_some else 1):  # the leftover may be damaged
         _fill(repo, url, part, path.name, file, on_bytes)
         if _is_whole(part, file):
             with write_errors(path, fix=_DISK_FIX):

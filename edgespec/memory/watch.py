@@ -14,7 +14,7 @@ from weakref import WeakSet
 from edgespec.engines.limits import count_plan, drop_plan, least_free, own_bytes
 
 _LOOK_EVERY_S = 1.0
-LEAST_FREE_BYTES = 8 << 20  # that must be left: with less, the next allocation may end the process
+LEAST_FREE_BYTES = 8 << 20  # with less left, the next allocation may end the process
 _watches: WeakSet[MemoryWatch] = WeakSet()
 
 

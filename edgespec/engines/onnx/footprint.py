@@ -41,13 +41,13 @@ _SCALES_COPIES = 2
 _TOUCHED_BYTES = 32 << 10
 # Measured for 16000 to 256000 tokens: kept of a token and its merge, and of our bytes of it.
 _TOKEN_BYTES, _PIECE_BYTES = 310, 50
-_PARSED_BYTES = 560  # beyond that while the file is read, with merges in lists
-_MOST_TIMES = 14  # either, over the bytes of the file
-_ENCODED_BYTES = 400  # of a token of a prompt while it is encoded
+_PARSED_BYTES = 560  # in addition while the file is read, with merges in lists
+_MOST_TIMES = 14  # most of either, as a multiple of the bytes of the file
+_ENCODED_BYTES = 400  # per token of a prompt while it is encoded
 _SESSION_BYTES = 6 << 20
 _RETAINED_BYTES = 48 << 20  # freed matrices below the allocator's threshold for pages of their own
 _ARENA_FACTOR = 1.2
-_ARENA_RESERVED = 2.0  # of the results, beyond what is used: its last region is as large as all others
+_ARENA_RESERVED = 2.0  # multiple of the results that is reserved and unused: the last region is as large as all others
 _INT8 = 3
 
 

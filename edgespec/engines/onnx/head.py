@@ -16,7 +16,13 @@ from edgespec.formats.onnx import WHOLE_PRODUCT
 FLOAT = 1
 LOGITS, HIDDEN, OUTPUT_ROWS = "logits", "hidden_states", "edgespec.output_rows"
 UNARY_AFTER_HEAD = frozenset({"Cast", "Div", "Mul", "Tanh", "Where", "Add"})
-SPREAD = {"Pad": 0, "Split": 0, "Concat": 0, "Transpose": 0, "ScatterND": 2}  # of a part of a vocabulary: their logits
+SPREAD = {
+    "Pad": 0,
+    "Split": 0,
+    "Concat": 0,
+    "Transpose": 0,
+    "ScatterND": 2,
+}  # join the logits of parts of a vocabulary: which input to follow
 TO_CODES = frozenset({"Cast", "Add", "Round", "Div"})  # from the rows to the inputs of an integer product
 READ_ROWS = frozenset({"Abs", "Div"})  # for the scale, for the codes
 

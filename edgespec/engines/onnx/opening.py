@@ -86,7 +86,7 @@ def cache_scales(path: Path, graph: Graph, settings: OnnxSettings) -> CacheScale
     measured = disk_cache.get("cache-scales", key, schema)
     if measured is None:
         measured = _measured_scales(path, graph, settings)
-        return_freed_memory()  # of a whole session, before the one that stays is made
+        return_freed_memory()  # a whole session was freed, and another one is made next
         if not schema(measured):
             raise ModelFileError(f"the keys and values of {path} are not plausible numbers: export the model again")
         disk_cache.put("cache-scales", key, measured)

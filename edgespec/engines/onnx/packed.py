@@ -28,8 +28,8 @@ class PackedCaches(Caches):
 
     def __init__(self, passes: SharedPasses, max_sequences: int) -> None:
         self._passes = passes
-        self._cells = [NO_CELLS] * max_sequences  # of each sequence, in the order of its tokens, ascending
-        self._waiting: dict[int, NDArray[np.intp]] = {}  # of the rows of a sequence's unsettled tree
+        self._cells = [NO_CELLS] * max_sequences  # the cells of each sequence in the order of its tokens, ascending
+        self._waiting: dict[int, NDArray[np.intp]] = {}  # cells of a sequence's unsettled tree, by row
         self._end = FIRST
 
     def run(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:

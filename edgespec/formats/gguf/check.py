@@ -29,7 +29,7 @@ _OF_TYPE = {
     "adapter": "it is a LoRA adapter, which changes a model: merge the two with llama.cpp's llama-export-lora first",
     "imatrix": "it is an importance matrix, which llama-quantize reads: give the .gguf file of the model",
 }
-_ENCODERS = ("t5", "t5encoder")  # that do not say so under attention.causal
+_ENCODERS = ("t5", "t5encoder")  # encoders that do not say so under attention.causal
 
 
 def check_gguf(path: Path) -> GgufHeader:
