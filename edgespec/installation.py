@@ -109,15 +109,13 @@ def install_command(extra: str = "") -> str:
 
     onnxruntime-gpu holds the same files as onnxruntime, so `gpu` is two commands: one goes before the other comes.
     """
-    checkout = _checkout()
-    if extra and checkout is not None and Path(sys.prefix).resolve() == (checkout / ".venv").resolve():
-        script = checkout / "scripts" / "run.py"
-        return f"{'python' if os.name == 'nt' else 'python3'} {_quoted(str(script))} install {extra}"
+    if extra and (script := _script_of_checkout()):
+        return f"{script} install {extra}"
     if extra == "gpu":
         return swap_command("onnxruntime", "onnxruntime-gpu")
     folder = _folder_it_came_from()
     if folder is not None:
-        editable = "-e " if folder == checkout else ""
+        editable = "-e " if folder == _checkout() else ""
         return f"{_pip('install')} {editable}{_quoted(f'{folder}[{extra}]' if extra else str(folder))}"
     return " ".join([_pip("install"), *map(_quoted, requirements().get(extra, ()))])
 
@@ -139,12 +137,8 @@ def reinstall_command(package: str, *options: str) -> str:
 
 def build_command(backend: str) -> str:
     """What to type to compile llama.cpp with one of BACKENDS, in place of the build that is there."""
-    checkout = _checkout()
-    if checkout is not None and Path(sys.prefix).resolve() == (checkout / ".venv").resolve():
-        script = checkout / "scripts" / "run.py"
-        return (
-            f"{'python' if os.name == 'nt' else 'python3'} {_quoted(str(script))} install llamacpp --backend {backend}"
-        )
+    if script := _script_of_checkout():
+        return f"{script} install llamacpp --backend {backend}"
     setting = f"CMAKE_ARGS={BACKENDS[backend]}"
     set_it = f"set {setting} && " if os.name == "nt" else f"{setting} "
     return set_it + reinstall_command("llama-cpp-python", "--no-deps", "--no-cache-dir", "--no-binary=llama-cpp-python")
@@ -194,6 +188,14 @@ def _checkout() -> Path | None:
     """The source checkout that this very file lies in."""
     root = Path(__file__).resolve().parent.parent
     return root if (root / "pyproject.toml").is_file() and (root / "scripts" / "run.py").is_file() else None
+
+
+def _script_of_checkout() -> str:
+    """How to call the checkout's scripts/run.py, if its own environment runs this; else empty."""
+    checkout = _checkout()
+    if checkout is None or Path(sys.prefix).resolve() != (checkout / ".venv").resolve():
+        return ""
+    return f"{'python' if os.name == 'nt' else 'python3'} {_quoted(str(checkout / 'scripts' / 'run.py'))}"
 
 
 def _folder_it_came_from() -> Path | None:

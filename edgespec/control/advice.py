@@ -15,12 +15,12 @@ MOST_DISK_READS = 4.0  # per pass; one read brings up to 16 pages
 MOST_STALLED = 0.2  # share of time in which programs waited for memory, together with LEAST_DISK_READS
 LEAST_DISK_READS = 0.5
 LEAST_CLOCK = 0.8  # share of the CPU's full clock
-MOST_SLOWDOWN = 1.3  # of passes that were faster before
+MOST_SLOWDOWN = 1.3  # over earlier passes of the same width
 LEAST_CEILING = 1.1  # speedup if every token of the draft model were accepted
 LEAST_DRAFTED = 96  # tokens, before an acceptance rate says anything
 LEAST_ACCEPTED = 0.3  # share of drafted tokens with a fixed draft length; of a draft model half of it
 MOST_LOSS = 1.05  # time per token over that of plain decoding
-LEAST_ENGINE_GAIN = 1.25  # of another engine's plain pass
+LEAST_ENGINE_GAIN = 1.25  # speedup of a plain pass on another engine
 
 
 class Advice(NamedTuple):

@@ -103,7 +103,7 @@ class FixedLength(Controller):
         self._drafter.begin(prompt_ids)
 
     def proposing(self, request: DraftRequest) -> Passes[Proposal]:
-        forced = self._forced.draft(request)  # of any length: it costs nothing and is nearly certain
+        forced = self._forced.draft(request)  # its length is not limited: it costs nothing and is nearly certain
         if forced.num_tokens:
             return Proposal(forced, FORCED)
         most = min(self.draft_length, request.max_tokens)

@@ -80,23 +80,23 @@ class ThreadControl:
     ) -> None:
         self.steps = list(steps)
         self._use, self._clock, self._is_settled = use, clock, is_settled
-        self._at = 0  # of the steps
+        self._at = 0  # index into `steps`
         self._trial: Trial | None = None
         self._settling = False  # the next pass is the first with this number of threads: it starts or stops some
         # By rows and steps of the context: logarithm of the usual seconds, without the pace.
         self._base: defaultdict[int, dict[int, float]] = defaultdict(dict)
-        self._pace = 0.0  # by which all passes are slower lastingly: a long context, heat
+        self._pace = 0.0  # lasting slowdown of all passes: a long context, heat
         self._level = 0.0  # mean lateness lately
         self._sum = self._stalls = 0.0
         self._run: list[float] = []  # latenesses since the sum was 0
-        self._least_busy_s, self._busy_s = change_s / c.BUSY_GAIN, 0.0  # before fewer are tried; so far
+        self._least_busy_s, self._busy_s = change_s / c.BUSY_GAIN, 0.0  # how long it must be busy; how long it was
         self._first_wait_s = max(c.FIRST_WAIT_S, change_s / c.IDLE_GAIN)
         self._wait_s, self._next_s, self._returned_s = self._first_wait_s, 0.0, -math.inf
         self._affordable_s = 0.0  # when more of them may be tried again within PROBING
         self._recent_s, self._lacking_s = c.LACKING_PRIOR_S, 0.0  # of recent passes, decaying
         self._tells_lacking = False
-        self._hold_s = 0.0  # before which fewer threads are not tried again
-        self._failures = 0  # of such trials in a row
+        self._hold_s = 0.0  # fewer threads are not tried again before this
+        self._failures = 0  # consecutive trials of fewer threads that failed
         self._last_s = clock()
 
     @property

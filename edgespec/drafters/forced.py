@@ -11,7 +11,7 @@ from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.types import EMPTY_DRAFT, Draft, TokenIds
 
 FORCED = "forced"
-_USUAL = 0.95  # of its tokens, that are accepted
+_USUAL = 0.95  # share of its tokens that is accepted
 
 
 class ForcedDrafter(Drafter):

@@ -32,7 +32,7 @@ class SuffixDrafter(Drafter):
     def __init__(self, min_match: int = 1, max_indexed: int = 1 << 16, corpus: SuffixIndex | None = None) -> None:
         self._min_match, self._max_indexed = min_match, max_indexed
         self._ids: list[int] = []
-        self._start = 0  # of `_ids`: the first that the automaton holds
+        self._start = 0  # index in `_ids` of the first token that the automaton holds
         self._automaton = SuffixAutomaton()
         self._corpus = None if corpus is None else CorpusMatch(corpus)
         self._is_new = False

@@ -13,7 +13,7 @@ from pathlib import Path
 
 _PROCESSORS, _SUPPLIES = "sys/devices/system/cpu", "sys/class/power_supply"
 _SAVING_PROFILES = ("low-power", "quiet", "power")
-_MOST_PROCESSORS = 64  # whose counters are read; neighbours are throttled together
+_MOST_PROCESSORS = 64  # most whose counters are read; neighbours are throttled together
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ class HeldFiles:
             fcntl.fcntl(handle, fcntl.F_SETSIG, _SIGURG)
             fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         except OSError as exc:
-            if exc.errno != errno.EAGAIN:  # which is a file that is open for writing now
+            if exc.errno != errno.EAGAIN:  # EAGAIN: the file is open for writing now
                 self._leasable.remove(handle)
             return False
         return True

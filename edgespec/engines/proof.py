@@ -32,7 +32,7 @@ PREFIX = 272
 EVERY_WIDTH_TO = 33  # every width of a verifying pass is compared; prompts use these and the widest
 SURVEY_ROWS, CONFIRM_ROWS = 16, 128
 PACKED = ((1, 1, 1), (1, 4, 2), (3, 1, 1), (9, 1, 17), (1, 1, 1), (8, 8, 8))  # rows of three sequences, by pass
-EMITTED = 12  # of the survey's rows: tokens that the model itself chose
+EMITTED = 12  # rows of the survey whose tokens the model chose itself
 WHAT = "checking that passes of every width give the same bits (once per model)"
 MOST_POSITIONS = 1 << 20
 # Typical input: prose, code, JSON, several languages. It is tokenised with the model's own vocabulary.

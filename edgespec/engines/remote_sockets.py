@@ -18,7 +18,7 @@ import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-SILENCE_S = 4  # after which a machine counts as gone
+SILENCE_S = 4  # a machine that is silent for longer counts as gone
 _LOOK_S = 1.0
 
 

@@ -36,7 +36,7 @@ class CachedSequence:
         # one more than the cache holds: the pending token comes after the cached ones
         self._ids = np.zeros(engine.facts.context_length + 1, np.int32)
         self._length = engine.length(sequence)
-        self._first_row = 0  # of this sequence in the last pass, where others came before
+        self._first_row = 0  # its first row in the last pass, which others may precede
         self._states = KeptFeatures(lambda: engine.hidden_states().copy())
         self._inputs = KeptFeatures(engine.layer_inputs, LAYERS_WINDOW)
         self.layers: tuple[int, ...] = ()  # whose inputs are kept; another sequence may stop the engine giving them

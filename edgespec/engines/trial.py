@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from edgespec.closing import Closing
@@ -56,7 +56,7 @@ class Trial(Closing):
         unknown = list(self._keys)
         self._child: Child | None = None
         if unknown:
-            self._child = start_child(unknown, timeout_s=_allowed_s(unknown), weights_last=True)
+            self._child = start_child(unknown, timeout_s=_allowed_s(unknown))
 
     def require_opened(self, path: Path) -> None:
         """Wait until the child has opened this model; only then may it be opened here. Raises ModelFileError."""
@@ -142,21 +142,3 @@ def _programs_per_core() -> float:
         return max(1.0, os.getloadavg()[0] / usable_processors())
     except (AttributeError, OSError):
         return 1.0
-
-
-def probe(path: Path, *, timeout_s: float | None = None) -> None:
-    """Load `path` in a child process. Raises ModelFileError when that fails, crashes or takes longer.
-
-    `timeout_s` None allows for reading the whole file from a slow disk.
-    """
-    _require_none(faults([path], timeout_s=_allowed_s([path]) if timeout_s is None else timeout_s))
-
-
-def faults(paths: Sequence[Path], *, timeout_s: float) -> Iterator[str | None]:
-    """What is wrong with each file, or None. One child, with `timeout_s`, tries many files until one ends it."""
-    waiting = list(paths)
-    while waiting:
-        with start_child(waiting, timeout_s=timeout_s, weights_last=False) as child:
-            found = child.results(len(waiting))
-        yield from found
-        waiting = waiting[len(found) :]

@@ -1,9 +1,8 @@
 """The child process that tries models, and its handle in the parent.
 
 It is a fork where that is safe (`may_fork`), which saves starting Python, and otherwise a program
-(`python -m edgespec.engines.trial_child each|last FILE...`). It writes JSON objects, {"path": ..., "fault": null or the
-reason}. `each`: one per file, when it was opened and used and its weights were read. `last`: one when a file was
-opened, one when it was used, and after all files were, one per file whose weights were read.
+(`python -m edgespec.engines.trial_child FILE...`). It writes JSON objects, {"path": ..., "fault": null or the reason}:
+one when a file was opened, one when it was used, and after all files were, one per file whose weights were read.
 """
 
 from __future__ import annotations
@@ -116,9 +115,9 @@ def _copy_lines(reports: IO[bytes], lines: queue.Queue[bytes]) -> None:
     lines.put(b"")
 
 
-def start_child(paths: Sequence[Path], *, timeout_s: float, weights_last: bool) -> Child:
-    """Let a child try `paths`. `weights_last`: three reports per file, those of the weights after all others."""
-    return (_fork if may_fork() else _start_program)(paths, timeout_s, weights_last)
+def start_child(paths: Sequence[Path], *, timeout_s: float) -> Child:
+    """Let a child try `paths`. It makes three reports per file, those of the weights after all others."""
+    return (_fork if may_fork() else _start_program)(paths, timeout_s)
 
 
 def may_fork() -> bool:
@@ -139,7 +138,7 @@ def may_fork() -> bool:
     return not has_worked() and not any(name in maps for name in foreign)
 
 
-def _fork(paths: Sequence[Path], timeout_s: float, weights_last: bool) -> Child:
+def _fork(paths: Sequence[Path], timeout_s: float) -> Child:
     if not all(map(is_graph, paths)):
         _load_library()  # needed later anyway: here the fork shares it
     receiving, sending = os.pipe()
@@ -147,10 +146,10 @@ def _fork(paths: Sequence[Path], timeout_s: float, weights_last: bool) -> Child:
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads; see `may_fork`
         process = os.fork()
     if not process:
-        _be_the_child(paths, sending, timeout_s, weights_last)
+        _be_the_child(paths, sending, timeout_s)
     os.close(sending)
     forked = _Forked(process)
-    return Child(_order(paths, weights_last), timeout_s, os.fdopen(receiving, "rb"), forked.ended, forked.kill)
+    return Child(order_of_reports(paths), timeout_s, os.fdopen(receiving, "rb"), forked.ended, forked.kill)
 
 
 @dataclass(slots=True)
@@ -170,7 +169,7 @@ class _Forked:
             os.kill(self.process, signal.SIGKILL)
 
 
-def _be_the_child(paths: Sequence[Path], sending: int, timeout_s: float, weights_last: bool) -> NoReturn:
+def _be_the_child(paths: Sequence[Path], sending: int, timeout_s: float) -> NoReturn:
     """Try the files, report to the parent only, and end the process whatever happens."""
     try:
         import resource
@@ -184,7 +183,7 @@ def _be_the_child(paths: Sequence[Path], sending: int, timeout_s: float, weights
         for stream in range(3):
             os.dup2(nowhere, stream)
         logging.disable()
-        _try_all(paths, weights_last, lambda report: os.write(sending, report.encode() + b"\n"))
+        _try_all(paths, lambda report: os.write(sending, report.encode() + b"\n"))
         os._exit(0)
     except BaseException:
         os._exit(1)
@@ -198,44 +197,44 @@ def _load_library() -> None:
         library()
 
 
-def _start_program(paths: Sequence[Path], timeout_s: float, weights_last: bool) -> Child:
-    order = "last" if weights_last else "each"
+def _start_program(paths: Sequence[Path], timeout_s: float) -> Child:
     process = subprocess.Popen(
-        [sys.executable, "-m", "edgespec.engines.trial_child", order, *map(str, paths)],
+        [sys.executable, "-m", "edgespec.engines.trial_child", *map(str, paths)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         env=child_environment(),
     )
     assert process.stdout is not None
-    return Child(_order(paths, weights_last), timeout_s, process.stdout, process.wait, process.kill)
+    return Child(order_of_reports(paths), timeout_s, process.stdout, process.wait, process.kill)
 
 
-def _try_all(paths: Sequence[Path], weights_last: bool, send: Callable[[str], object]) -> None:
-    """In the child: `send` what is found, in the order of `_order`."""
-    found: dict[Path, str | None] = {}
-    for path in paths:
-        sent: list[str] = []
-
-        def opened(path: Path = path, sent: list[str] = sent) -> None:
-            if weights_last and not sent:
-                sent.append(_report(path, None))
-                send(sent[0])
-
-        found[path] = try_model(path, opened)
-        if not weights_last:
-            send(_report(path, found[path] or try_weights(path)))
-            continue
-        for _ in range(USED - len(sent)):
-            send(_report(path, found[path]))
-    if weights_last:
-        for path, fault in found.items():
-            send(_report(path, fault or try_weights(path)))
+def _try_all(paths: Sequence[Path], send: Callable[[str], object]) -> None:
+    """In the child: `send` what is found, in the order of `order_of_reports`."""
+    found = [(path, _try_one(path, send)) for path in paths]
+    for path, fault in found:
+        send(_report(path, fault or try_weights(path)))
 
 
-def _order(paths: Sequence[Path], weights_last: bool) -> list[Path]:
-    """Whom each report is about."""
-    return [path for path in paths for _ in range(USED)] + [*paths] if weights_last else [*paths]
+def _try_one(path: Path, send: Callable[[str], object]) -> str | None:
+    """Open and use a model, with a report after each step; returns the fault."""
+    left = USED
+
+    def opened() -> None:
+        nonlocal left
+        if left == USED:
+            left -= 1
+            send(_report(path, None))
+
+    fault = try_model(path, opened)
+    for _ in range(left):
+        send(_report(path, fault))
+    return fault
+
+
+def order_of_reports(paths: Sequence[Path]) -> list[Path]:
+    """The file that each report is about."""
+    return [path for path in paths for _ in range(USED)] + [*paths]
 
 
 def _report(path: Path, fault: str | None) -> str:
@@ -286,9 +285,9 @@ def try_weights(path: Path) -> str | None:
     return weights.try_weights(path)
 
 
-def main(order: str, paths: Sequence[str]) -> None:
-    _try_all([Path(path) for path in paths], order == "last", partial(print, flush=True))
+def main(paths: Sequence[str]) -> None:
+    _try_all([Path(path) for path in paths], partial(print, flush=True))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(sys.argv[1:])

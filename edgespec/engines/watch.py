@@ -17,7 +17,7 @@ from edgespec.engines.widths import refute
 from edgespec.types import Logits
 
 logger = logging.getLogger("edgespec")
-SHARE = 0.004  # of the time of all passes that these checks may take
+SHARE = 0.004  # most of the time of all passes that these checks may take
 
 
 class ClassWatch:
@@ -27,7 +27,7 @@ class ClassWatch:
         self.rows_compared = 0
         self.has_failed = False
         self._credit_s = 0.0
-        self._cost_s = 0.0  # of the last check, or an estimate
+        self._cost_s = 0.0  # time of the last check, or an estimate
         self._turn = 0
 
     def spent(self, seconds: float) -> None:

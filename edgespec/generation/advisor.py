@@ -27,7 +27,7 @@ from edgespec.types import RoundRecord, Stats
 
 OnRound = Callable[[RoundRecord], None]
 _KIND = "advice"
-LEAST_S = 5.0  # of decoding: nobody waited for shorter answers
+LEAST_S = 5.0  # shortest decoding that gets advice: nobody waited for shorter answers
 _CONTEXT_STEP = 256  # tokens of context, within which passes of equal width take equally long
 _LEAST_PASSES, _MOST_PASSES, _MOST_KEYS = 8, 64, 256
 _LONGEST_DRAFT = 16

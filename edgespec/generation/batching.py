@@ -157,7 +157,7 @@ class ContinuousBatch:
         except Cancelled:  # of a generation that has ended since: the caches are as before, and the pass is repeated
             return
         except Exception as exc:
-            if len(chosen) > 1:  # whose fault it is shows when each runs alone
+            if len(chosen) > 1:  # run each alone to find out whose fault it is
                 for member in chosen:
                     with suppress(EdgespecError):  # it fails again, alone
                         member.asked.cache.restore()
@@ -231,7 +231,7 @@ class ContinuousBatch:
             if not prompt_rows and not is_disturbed:
                 costs.observe_shared(num_rows, context, seconds, is_plain=num_rows == len(decoding))
             parts = costs.parts_of(widths, prompt_rows, context)
-            scale = 1.0 if prompt_rows else seconds / sum(parts)  # what a prompt takes is not told apart
+            scale = 1.0 if prompt_rows else seconds / sum(parts)  # the cost of a prompt cannot be separated
             for member, part in zip(decoding, parts, strict=True):
                 if member.controller is not None and member.controller.shared_costs is costs:
                     member.run.share = PassShare(part * scale, is_disturbed)

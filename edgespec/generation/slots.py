@@ -15,7 +15,7 @@ from edgespec.engines.sequence import CachedSequence
 from edgespec.generation.executor import Executor
 from edgespec.generation.request import Request
 
-MOST_IDLE_TOKENS = 1024  # of texts without a generation that stay in cells which all sequences share
+MOST_IDLE_TOKENS = 1024  # tokens of idle texts that may stay in cells shared by all sequences
 
 
 @dataclass(eq=False, slots=True)

@@ -62,11 +62,11 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A model to get. One of `repo` (hub), `package` (Python index) and `convert` (hub id for export) is given.
+    """A model to pull. One of `repo` (hub), `package` (Python index) and `convert` (hub id for export) is given.
 
-    `weights`: hub id of the original weights, which servers for many users read; empty: that of `convert`.
+    `weights`: hub id of the original weights, as vLLM and the like read them; empty: that of `convert`.
     `family`: models of one family have the same vocabulary; `draft`: the entry that drafts for it; `draft_only`: it is
-    of no use alone; `quant`: which of the repository's files; `verified`: what was tried here, empty for nothing;
+    no use alone; `quant`: which of the repository's files; `verified`: what was tried here, empty for nothing;
     `sampling`: what its makers recommend, by names of `Sampling`.
     """
 

@@ -20,7 +20,7 @@ def check_hash(file: ModelFile) -> None:
 
 
 def keep_hash(file: ModelFile) -> None:
-    """A file whose checksum the caller has just compared is not read again by the first load."""
+    """Remember that the caller has just compared this file's checksum, so that the first load need not."""
     disk_cache.mark("hashed", _key(file), file.path)
 
 

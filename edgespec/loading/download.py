@@ -1,7 +1,7 @@
-"""Fetches a file: goes on where an interrupted run stopped, checks it, and gives it its name only when it is whole.
+"""Fetches a file: resumes where an interrupted run stopped, checks it, and renames it only when it is complete.
 
-What is fetched lies under `.NAME.KEY.part`, where KEY tells one version of a file from another, so that a process that
-was killed at any moment leaves nothing that looks like a model.
+Until then it is called `.NAME.KEY.part`, where KEY identifies the version of the file, so that a process that is killed
+at any moment leaves nothing that looks like a model.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ OnBytes = Callable[[str, int, int], None]
 """Called with a file's name, the bytes that are there, and those in all."""
 PART = ".part"
 CHUNK_BYTES = 1 << 20
-SPARE_BYTES = 64 << 20  # of disk that a download leaves free
-MOST_FAILURES = 5  # in a row without a byte in between
-MOST_WAIT_S = 120.0  # that a hub may ask for; more is told to the user
+SPARE_BYTES = 64 << 20  # disk space that a download leaves free
+MOST_FAILURES = 5  # consecutive ones without a byte in between
+MOST_WAIT_S = 120.0  # longest wait that a hub may ask for; a longer one is reported to the user
 _SILENT_FAILURES = 2  # the user is told at this one, as a single one is gone within a second
 _DISK_FIX = "free some space, or set EDGESPEC_MODELS to a folder on another disk"
 
@@ -61,7 +61,7 @@ def _size(num_bytes: int) -> str:
 
 
 def fetch(repo: str, url: str, path: Path, file: HubFile, on_bytes: OnBytes) -> ModelFile:
-    """Have `path` hold `file`, whole and checked, whatever an earlier run left.
+    """Make `path` hold `file`, complete and checked, whatever an earlier run left.
 
     Raises DownloadError (network, rate limit, contents that are not those announced), ModelNotFound (the hub does not
     have it, or not for this user), StateError (it cannot be written).
@@ -70,7 +70,7 @@ def fetch(repo: str, url: str, path: Path, file: HubFile, on_bytes: OnBytes) -> 
         return described(path, file)
     part = part_of(path, file)
     had_some = is_file(part) and part.stat().st_size > 0
-    for _ in range(2 if had_some else 1):  # what was left may be what is wrong
+    for _ in range(2 if had_some else 1):  # the leftover may be damaged
         _fill(repo, url, part, path.name, file, on_bytes)
         if _is_whole(part, file):
             with write_errors(path, fix=_DISK_FIX):
@@ -100,7 +100,7 @@ def take(found: Path, path: Path, file: HubFile) -> ModelFile | None:
 
 
 def described(path: Path, file: HubFile) -> ModelFile:
-    """`path`, whose contents were checked, with the checksum that every later load compares."""
+    """`path` as a ModelFile with the checksum that every later load compares; its contents were checked."""
     made = ModelFile(path, file.bytes, file.sha256 or sha256_of(path))
     keep_hash(made)
     return made
@@ -123,7 +123,7 @@ def _blob_id(path: Path, num_bytes: int) -> str:
 
 
 class Patience:
-    """How often in a row a hub may fail before the user is told; waits in between, as long as the hub asks for."""
+    """How many failures in a row are tolerated; waits in between, as long as the hub asks for."""
 
     def __init__(self, what: str) -> None:
         self._what, self._failures = what, 0

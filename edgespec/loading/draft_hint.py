@@ -82,7 +82,7 @@ def _neighbour(path: Path, header: GgufHeader, num_bytes: int) -> Path | None:
 
 
 def _same_vocabulary(one: GgufHeader, other: GgufHeader) -> bool:
-    """By kind and first tokens only: loading compares all of them, and names the first that differs."""
+    """Compares the kind and the first tokens only: loading compares all of them, and names the first that differs."""
     keys = ("tokenizer.ggml.model", "tokenizer.ggml.pre")
     if any(one.metadata.get(key) != other.metadata.get(key) for key in keys) or not one.tokens:
         return False

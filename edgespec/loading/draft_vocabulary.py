@@ -20,7 +20,7 @@ from edgespec.formats.manifest import ModelFile
 from edgespec.loading.sample_prompts import PROMPTS
 from edgespec.vocabulary import Vocabulary, check_same_vocabulary
 
-LEAST_OVERLAP = 0.5  # of the tokens of a text, that a draft with another vocabulary must have
+LEAST_OVERLAP = 0.5  # share of a text's tokens that a draft with another vocabulary must have
 
 
 def draft_cache(target: Engine, draft: Engine, name: str) -> tuple[CachedSequence, str]:

@@ -1,6 +1,6 @@
 """Which files of a repository make a model: the quantisation, the parts of a split GGUF, a draft beside it, ONNX files.
 
-Names are all there is to go by; after the download the files themselves say what they are.
+Only names are known at this point; after the download the files themselves say what they are.
 """
 
 from __future__ import annotations

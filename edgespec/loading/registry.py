@@ -1,8 +1,8 @@
 """The registry of model pairs: a name, a folder or a single model file becomes a `ModelPair`.
 
-A name is that of a folder, or what such a model was pulled by: `qwen3-8b:Q8_0`, `Qwen/Qwen3-8B-GGUF`. Folders with a
-manifest are looked for, in this order, in the user's own folder (`EDGESPEC_MODELS`, or the platform's data folder), in
-`models/` of a source checkout, and inside the installed package.
+A name is that of a folder, or the one that a model was pulled by: `qwen3-8b:Q8_0`, `Qwen/Qwen3-8B-GGUF`. Folders with
+a manifest are searched for, in this order, in the user's own folder (`EDGESPEC_MODELS`, or the platform's data folder),
+in `models/` of a source checkout, and inside the installed package.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def name_in(file: Path) -> str:
 
 
 def _with_suffix(path: Path) -> str:
-    """'did you mean' for a file whose name was given without its .gguf or .onnx; nothing where there is none."""
+    """'did you mean' for a file whose name was given without its .gguf or .onnx; empty if there is none."""
     found = [f"{path}{suffix}" for suffix in SUFFIXES if is_file(Path(f"{path}{suffix}"))]
     return f"did you mean '{found[0]}'? " if found else ""
 

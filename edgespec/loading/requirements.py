@@ -74,7 +74,7 @@ def target_has_mtp(pair: ModelPair) -> bool:
 
 
 def without_drafts(options: LoadOptions, pair: ModelPair) -> tuple[LoadOptions, ModelPair]:
-    """The same for the target alone, which drafters without a model still serve."""
+    """The same for the target alone; drafters without a model stay available."""
     alone = replace(pair, files=MappingProxyType({"target": pair.files["target"]}), heads=MappingProxyType({}))
     return replace(options, draft=None, medium=None, exit_layer=None, heads=None), alone
 
@@ -124,7 +124,7 @@ def _only_mtp(pair: ModelPair, *, can_mtp: bool) -> tuple[DrafterName, ...]:
 
 
 def _is_named(need: Need, options: LoadOptions) -> bool:
-    """Whether the options name what `auto` does not open by itself."""
+    """Whether the options name something that `auto` does not open on its own."""
     return need.must_be_asked and getattr(options, need.option) is not None
 
 
@@ -222,7 +222,7 @@ def head_paths(options: LoadOptions, pair: ModelPair, *, is_cut: bool) -> list[P
 
 
 def draft_context(target_context: int) -> int:
-    """Tokens of a draft model's context beside a target's where none are given: no more than it can ever use."""
+    """Default context of a draft model, given the target's: no more than it can ever use."""
     return min(target_context + MAX_DRAFT_LENGTH, DEFAULT_DRAFT_CONTEXT)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from edgespec.engines.limits import free_memory
 
-_BESIDE_WEIGHTS = 1.1  # caches and buffers, of the weights
+_BESIDE_WEIGHTS = 1.1  # weights with caches and buffers, over the weights alone
 
 
 def fits(num_bytes: int) -> bool | None:
-    """Whether models of so many bytes fit into the memory that is available now; None where nobody tells."""
+    """Whether models of `num_bytes` fit into the memory that is available now; None if that is unknown."""
     available = free_memory()
     return None if available is None else num_bytes * _BESIDE_WEIGHTS <= available

@@ -17,7 +17,7 @@ from edgespec.formats.gguf.split import is_early_exit, model_files
 from edgespec.formats.manifest import ModelPair, read_pair
 from edgespec.loading.registry import registered_folders
 
-_MOST_FILES = 8  # whose headers are read: each holds a whole vocabulary
+_MOST_FILES = 8  # most headers to read: each holds a whole vocabulary
 _SAME_SHARE = 0.99  # of the larger vocabulary; what one has beyond the other is padding
 _TOKENIZER = ("tokenizer.ggml.model", "tokenizer.ggml.pre")
 

@@ -1,4 +1,4 @@
-"""Chooses what a pair is loaded with so that its plan fits: what is given up, in which order, and how that is said.
+"""Chooses the options of a pair so that it fits into memory: what is given up, in which order, and how to report it.
 
 Only options that the user did not give are changed. Of all choices that fit, the best in the order of `_rows` is taken,
 where the first difference decides: a context of 2048 tokens, the draft model (or a smaller one that is on this
@@ -81,7 +81,7 @@ class Fitted:
 
     @property
     def other(self) -> str:
-        """Which file beside the target would not page; empty where there is none."""
+        """The file beside the target that would not page; empty if there is none."""
         return f"; {self.faster_file.name} in the same folder would fit" if self.faster_file else ""
 
     @property
@@ -90,7 +90,7 @@ class Fitted:
 
 
 def usual_parallel(options: LoadOptions, pair: ModelPair, room: Room | None = None) -> int:
-    """Answers at once for a server where nobody said how many: PARALLEL if they fit with nothing given up, else 1.
+    """A server's default number of concurrent answers: PARALLEL if they fit with nothing given up, else 1.
 
     1 too with an early exit of an ONNX target, which drafts for one text only. Raises as `planned`.
     """
@@ -126,9 +126,9 @@ def _with_faster(found: Fitted, room: Room) -> Fitted:
 
 
 def _best(whole: Fitted, rows: Sequence[tuple[str, Choices]], room: Room, wanted: tuple[Fit, ...]) -> Fitted | None:
-    """The best with a `wanted` verdict; None where not even the least has one.
+    """The best choice with a `wanted` verdict; None if not even the smallest has one.
 
-    Row by row the best is kept with which the least of all later rows still fits: each of them saves memory.
+    Goes through the rows, and keeps the best of each with which the smallest of all later rows still fits.
     """
     steps = {what: choices[-1] for what, choices in reversed(rows)}
     found = _fitted(whole.options, whole.pair, room, steps)
@@ -252,7 +252,7 @@ def _refusal(whole: Fitted, rows: Sequence[tuple[str, Choices]], room: Room) -> 
 def _other_file(whole: Fitted, room: Room, wanted: tuple[Fit, ...]) -> Path | None:
     """The largest file beside the target with the same model in another quantisation that gets a `wanted` verdict.
 
-    It is named and not taken: other weights give another text.
+    It is only suggested: other weights give another text.
     """
     target = whole.pair.files["target"]
     if target.engine != "llamacpp":

@@ -1,7 +1,7 @@
 """`-ngl auto`: as many layers of the target on the GPU as its free memory holds, then the draft if it fits beside them.
 
-The target comes first, and the draft has no say in its layers: a text must not depend on whether there was room for a
-draft. What is not placed on a device runs on the CPU, so target and draft may be apart.
+The target comes first, regardless of the draft: a text must not depend on whether there was room for a draft. What is
+not placed on a device runs on the CPU, so target and draft may be on different ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Room = Callable[[Sequence[str] | None], int]
 def placed(options: LoadOptions, pair: ModelPair, room: Room | None = None) -> LoadOptions:
     """`options` with numbers of layers in place of "auto"; `room`: bytes on devices, None: what they report as free.
 
-    Raises CapabilityError for a device that is not there or does not tell its memory, and as `planned`.
+    Raises CapabilityError for a device that is missing or does not report its memory, and as `planned`.
     """
     if options.gpu_layers != "auto":
         return options

@@ -96,7 +96,7 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
-        """The peak with all of it resident, which is fastest."""
+        """The peak with everything resident, which is fastest."""
         opening = max(own + mapped for own, mapped in self._openings())
         return max(self.own_bytes + self.mapped_bytes, opening)
 

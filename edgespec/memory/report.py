@@ -42,7 +42,7 @@ class MemoryReport:
 
     @property
     def own_bytes(self) -> int | None:
-        """The process's own memory now, without files; None where the system does not tell."""
+        """The process's own memory now, without files; None if the system does not report it."""
         return own_bytes()
 
     @property

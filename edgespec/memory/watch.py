@@ -1,7 +1,8 @@
-"""Keeps loaded pairs within their budgets: looks once a second, between rounds, at the process's own memory.
+"""Keeps loaded pairs within their budgets: checks the process's own memory once a second, between rounds.
 
-Several pairs in one process share that memory, so what others were planned to take since is added to a budget. The
-limits of the machine and of its control groups are read again with every look, as they and other programs change.
+Several pairs in one process share that memory, so what pairs loaded later were planned to take is added to a budget.
+The limits of the machine and of its control groups are read again at every check, since they and other programs
+change.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from weakref import WeakSet
 from edgespec.engines.limits import count_plan, drop_plan, least_free, own_bytes
 
 _LOOK_EVERY_S = 1.0
-LEAST_FREE_BYTES = 8 << 20  # that must be left: with less, the next allocation may end the process
+LEAST_FREE_BYTES = 8 << 20  # with less left, the next allocation may end the process
 _watches: WeakSet[MemoryWatch] = WeakSet()
 
 
@@ -58,7 +59,7 @@ class MemoryWatch:
         drop_plan(self)
 
     def growth_bytes(self, used: int) -> int:
-        """What is still to be taken by the plans of this pair and of those loaded since."""
+        """What this pair and those loaded since will still take, by their plans."""
         return max(self.grows_to_bytes + self._others_since() - used, 0)
 
     def left_bytes(self, used: int) -> int | None:

@@ -27,6 +27,7 @@ from edgespec.formats.gguf.header import read_header
 from edgespec.loading.opening import open_models
 from edgespec.types import Batch
 from tiny_gguf import Shape, matrices, vocabulary, write_model
+from trials import faults, probe
 
 SHAPE = Shape(layers=1, width=32, heads=2, kv_heads=1, hidden=32, merges=5)
 TOKENS, _ = vocabulary(SHAPE.merges)
@@ -96,7 +97,6 @@ def test_a_header_is_read_and_checked_once_per_load(sound, monkeypatch):
     read_file, check = gguf_header._read_file, gguf_check._checked
     monkeypatch.setattr(gguf_header, "_read_file", lambda path: read.append(path) or read_file(path))
     monkeypatch.setattr(gguf_check, "_checked", lambda path: checked.append(path) or check(path))
-    monkeypatch.setattr(trial, "faults", lambda paths, timeout_s: [None] * len(paths))
     open_models(LoadOptions(model=str(sound), reproducible=False, context_length=16))[1].close()
     assert len(read) == len(checked) == 1
     check_gguf(sound)
@@ -175,10 +175,10 @@ def test_mutated_files_fail_cleanly_or_work(sound, tmp_path):
             passed.append(path)
         except ModelFileError:
             refused += 1
-    faults = list(trial.faults(passed, timeout_s=60))
-    assert len(faults) == len(passed)
+    found = faults(passed, timeout_s=60)
+    assert len(found) == len(passed)
     assert refused > 50
-    working = [path for path, fault in zip(passed, faults, strict=True) if fault is None]
+    working = [path for path, fault in zip(passed, found, strict=True) if fault is None]
     assert len(working) > 10
     for path in working[:10]:
         with LlamaCppEngine.load(path, context_length=16, threads=1, reproducible=False) as engine:
@@ -192,14 +192,15 @@ def test_a_probe_survives_what_ends_its_child(sound, tmp_path, monkeypatch):
     # An interpreter that ends itself on one file stands in for a library that aborts on it.
     stand_in = tmp_path / "python"
     stand_in.write_text(
-        '#!/bin/sh\nshift 3\nfor file in "$@"; do\n'
-        "case $file in *deadly*) kill -6 $$ ;; esac\n"
-        'echo "{\\"path\\": \\"$file\\", \\"fault\\": null}"\ndone\n'
+        "#!/bin/sh\nshift 2\n"
+        'report() { echo "{\\"path\\": \\"$1\\", \\"fault\\": null}"; }\n'
+        'for file in "$@"; do\ncase $file in *deadly*) kill -6 $$ ;; esac\nreport "$file"; report "$file"\ndone\n'
+        'for file in "$@"; do report "$file"; done\n'
     )
     stand_in.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(stand_in))
     monkeypatch.setattr(trial_child, "may_fork", lambda: False)
-    found = list(trial.faults([sound, deadly, last], timeout_s=30))
+    found = faults([sound, deadly, last], timeout_s=30)
     assert found[0] is found[2] is None
     assert "ended a trial process (status -6)" in str(found[1])
 
@@ -208,18 +209,20 @@ def test_a_probe_reports_nan_weights_and_logits(tmp_path):
     weights = write_model(tmp_path / "nan.gguf", SHAPE, tensors={"blk.0.attn_q.weight": MATRIX * np.float32(math.nan)})
     logits = write_model(tmp_path / "rope.gguf", SHAPE, tensors={"rope_freqs.weight": np.zeros(8, np.float32)})
     with pytest.raises(ModelFileError, match="invalid data"):
-        trial.probe(weights)
+        probe(weights)
     with pytest.raises(ModelFileError, match="not numbers"):
-        trial.probe(logits)
+        probe(logits)
 
 
 def test_time_in_which_this_process_is_stopped_counts_for_nothing(sound, monkeypatch):
     clock = itertools.count(0.0, 1000.0)  # as if it were stopped (Ctrl-Z) before every look at the clock
     monkeypatch.setattr(trial_child, "monotonic", lambda: next(clock))
-    assert list(trial.faults([sound], timeout_s=60)) == [None]
+    assert faults([sound], timeout_s=60) == [None]
 
 
-def test_a_busy_machine_is_given_more_time(sound, monkeypatch):
+def test_a_busy_machine_is_given_more_time(tmp_path, monkeypatch):
+    untried = write_model(tmp_path / "model.gguf", SHAPE)
+
     class Asked(Exception):
         pass
 
@@ -227,10 +230,10 @@ def test_a_busy_machine_is_given_more_time(sound, monkeypatch):
         load = programs_per_core * usable_processors()
         monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load), raising=False)
         with pytest.raises(Asked) as asked:
-            trial.probe(sound)
+            trial.check_model_file(untried)
         return float(asked.value.args[0])
 
-    def ask(paths: object, *, timeout_s: float, weights_last: bool) -> None:
+    def ask(paths: object, *, timeout_s: float) -> None:
         raise Asked(timeout_s)
 
     monkeypatch.setattr(trial, "start_child", ask)
@@ -240,23 +243,23 @@ def test_a_busy_machine_is_given_more_time(sound, monkeypatch):
 def test_a_probe_that_hangs_is_ended(tmp_path):
     path = write_model(tmp_path / "rwkv.gguf", SHAPE, metadata={"tokenizer.ggml.model": "rwkv"})
     with pytest.raises(ModelFileError, match=r"could not be tried: loading it took more than 5 s .* less busy"):
-        trial.probe(path, timeout_s=5)
+        probe(path, timeout_s=5)
 
 
 IN_A_FORK = """
 import json, sys
 from pathlib import Path
-from edgespec.engines import trial, trial_child
+from edgespec.engines import trial_child
 trial_child._start_program = None
 assert trial_child.may_fork()
-found = list(trial.faults([Path(name) for name in sys.argv[2:]], timeout_s=float(sys.argv[1])))
-print(json.dumps(found))
+with trial_child.start_child([Path(sys.argv[2])], timeout_s=float(sys.argv[1])) as child:
+    print(json.dumps(child.results(3)[-1]))
 """
 
 
-def in_a_fork(*paths: Path, timeout_s: float = 60, before: str = "") -> list[str | None]:
-    """What forks find of `paths`, in a process that llama.cpp is not yet loaded in."""
-    command = [sys.executable, "-c", before + IN_A_FORK, str(timeout_s), *map(str, paths)]
+def in_a_fork(path: Path, *, timeout_s: float = 60, before: str = "") -> str | None:
+    """What a fork finds of `path`, in a process that llama.cpp is not yet loaded in."""
+    command = [sys.executable, "-c", before + IN_A_FORK, str(timeout_s), str(path)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert not done.stderr
     return json.loads(done.stdout)
@@ -264,19 +267,19 @@ def in_a_fork(*paths: Path, timeout_s: float = 60, before: str = "") -> list[str
 
 def test_a_fork_finds_what_a_process_of_its_own_finds(sound, tmp_path):
     weights = write_model(tmp_path / "nan.gguf", SHAPE, tensors={"blk.0.attn_q.weight": MATRIX * np.float32(math.nan)})
-    assert in_a_fork(sound) == [None]
-    assert "invalid data" in str(in_a_fork(weights)[0])
+    assert in_a_fork(sound) is None
+    assert "invalid data" in str(in_a_fork(weights))
 
 
 @pytest.mark.parametrize(("ending", "says"), [("os.abort()", "status -6"), ("os.kill(os.getpid(), 9)", "status -9")])
 def test_a_fork_that_a_file_ends_is_told_from_one_that_passes(sound, ending, says):
     deadly = f"import os\nfrom edgespec.engines import trial_child\ntrial_child.try_model = lambda *_: {ending}\n"
-    assert says in str(in_a_fork(sound, before=deadly)[0])
+    assert says in str(in_a_fork(sound, before=deadly))
 
 
 def test_a_fork_that_hangs_is_ended(tmp_path):
     path = write_model(tmp_path / "rwkv.gguf", SHAPE, metadata={"tokenizer.ggml.model": "rwkv"})
-    assert "took more than 3 s" in str(in_a_fork(path, timeout_s=3)[0])
+    assert "took more than 3 s" in str(in_a_fork(path, timeout_s=3))
 
 
 def test_nothing_is_forked_beside_threads_or_an_engine_that_has_worked(sound):

@@ -15,12 +15,13 @@ import pytest
 from demo import DEMO, TEST_THREADS
 from edgespec.chat.template import render_chat
 from edgespec.config import LoadOptions
-from edgespec.engines import trial as probe
+from edgespec.engines import trial
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.errors import EdgespecError, ModelFileError, PromptError
 from edgespec.formats import manifest
 from edgespec.loading.opening import open_models
 from edgespec.types import Batch, Logits
+from trials import probe
 
 onnx = pytest.importorskip("onnx")
 
@@ -55,7 +56,7 @@ def test_weights_that_have_several_names_load(folder: Path, link: Callable[[Path
     expected = logits_of(folder / "model.onnx")
     link(folder)
     np.testing.assert_array_equal(logits_of(folder / "model.onnx"), expected)
-    probe.probe(folder / "model.onnx")
+    probe(folder / "model.onnx")
 
 
 def test_longer_rotary_tables_are_made_of_weights_with_several_names(folder: Path) -> None:
@@ -168,7 +169,7 @@ def test_large_weights_are_hashed_while_the_model_loads(tmp_path: Path, monkeypa
 def test_a_sound_folder_is_tried_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = LoadOptions(model=str(folder), reproducible=False, threads=TEST_THREADS)
     open_models(options)[1].close()
-    monkeypatch.setattr(probe, "faults", lambda paths, timeout_s: pytest.fail("tried again") if paths else [])
+    monkeypatch.setattr(trial, "start_child", lambda paths, timeout_s: pytest.fail("tried again"))
     open_models(options)[1].close()
 
 

@@ -15,7 +15,6 @@ pytest.importorskip("tokenizers", reason="the test folders need the package toke
 
 from edgespec.engines.envelope import fingerprint
 from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile
-from edgespec.engines.trial import probe
 from edgespec.errors import ConfigError, ModelFileError, ModelNotFound, StateError
 from edgespec.export.derive import prune
 from edgespec.export.gguf import EarlyExit, convert, early_exit_gguf
@@ -26,6 +25,7 @@ from edgespec.formats.gguf.values import GgufNumbers
 from edgespec.types import Batch
 from tiny_checkpoints import CASES, TOKEN_IDS, write_checkpoint
 from tiny_gguf import Shape, write_model
+from trials import probe
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 TARGET = DEMO / "demo-target-q8_0.gguf"

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from edgespec.engines.onnx.graph import MASK, Graph
 from edgespec.engines.onnx.head import HIDDEN, LOGITS
 from edgespec.engines.onnx.library import Device, library, translated
-from edgespec.engines.onnx.passes import Cells, Passes, PassRows, element_of
+from edgespec.engines.onnx.passes import Cells, Passes, PassRows, bytes_per_token, element_of
 from edgespec.engines.onnx.rewriting import POSITIONS
+from edgespec.engines.onnx.settings import OnnxSettings
 from edgespec.engines.onnx.waiting import Sessions
 from edgespec.engines.untouched import untouched_zeros
 from edgespec.errors import CapabilityError
@@ -27,30 +28,21 @@ class ConcatenatedPasses(Passes):
     """Caches as one array per layer and sequence, [1, heads, cells, head size], cut to size before each pass."""
 
     def __init__(
-        self,
-        sessions: Sessions,
-        graph: Graph,
-        device: Device,
-        run_options: Any,
-        *,
-        head_size: int,
-        capacity: int,
-        max_rows: int,
-        max_outputs: int,
+        self, sessions: Sessions, graph: Graph, device: Device, run_options: Any, settings: OnnxSettings
     ) -> None:
         past = {entry.past for entry in graph.cache}
         unknown = sorted(graph.inputs - KNOWN_INPUTS - past)
         if unknown:
             raise CapabilityError(f"this export has inputs that edgespec does not know: {', '.join(unknown)}")
         self.sessions = (sessions,)
-        self._graph, self._options, self._head_size = graph, run_options, head_size
-        self.capacity = capacity
+        self._graph, self._options, self._head_size = graph, run_options, settings.head_size
+        self.capacity = settings.cells(graph)
         self._caches: dict[int, list[Any]] = {}
-        self.logits = untouched_zeros((max_outputs, graph.vocabulary_size), np.float32)
+        self.logits = untouched_zeros((settings.max_outputs(graph.vocabulary_size), graph.vocabulary_size), np.float32)
         hidden = [HIDDEN] if HIDDEN in graph.outputs else []
         self._outputs = [LOGITS, *hidden, *(entry.present for entry in graph.cache)]
         self._hidden: NDArray[np.float32] | None = None
-        self.bytes_per_token = sum(e.heads * head_size * np.dtype(element_of(e)).itemsize for e in graph.cache)
+        self.bytes_per_token = bytes_per_token(graph, settings.head_size)
 
     def run(self, cache: int, rows: PassRows) -> Logits:
         total = rows.base + rows.token_ids.size

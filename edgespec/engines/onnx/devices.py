@@ -22,7 +22,7 @@ from edgespec.types import NO_PARENT, Logits, TokenIds
 METHOD = 1  # increase it when more is tried
 NARROW = 8  # rows of the passes that wider ones are compared with
 GAP = 3  # cells that no token sees
-TOLERANCE = 0.02  # of the logits' standard deviation
+TOLERANCE = 0.02  # in standard deviations of the logits
 WIDTHS = (16, 31, 64, 128, 256, 512)
 _LIMITS = a_record({"widest": whole(1, 1 << 31), "keeps_positions": flag})
 

@@ -76,28 +76,17 @@ class ExitPasses(Passes):
         self.capacity = settings.cells(graph)
         self.layers, self.num_layers = layers, len(graph.cache) // 2
         self.least_rows = 1
-        rows = max(settings.max_batch, settings.widest)
         self._parts: list[Part] = []
         self.device: Device
         for part in (cut.first, cut.rest, cut.head):
             sessions, self.device = open_sessions(
                 part, path.parent, threads=settings.threads, provider=settings.provider
             )
-            made = Part(
-                sessions,
-                part,
-                self.device,
-                run_options,
-                head_size=settings.head_size,
-                capacity=self.capacity if part.cache else 0,
-                max_rows=rows,
-                max_outputs=settings.max_outputs(graph.vocabulary_size) if part.vocabulary_size else 0,
-            )
-            self._parts.append(made)
+            self._parts.append(Part(sessions, part, self.device, run_options, settings))
         self.sessions = [sessions for part in self._parts for sessions in part.sessions]
         self.bytes_per_token = sum(part.bytes_per_token for part in self._parts)
         self.logits = self._parts[-1].logits
-        shape = 2, rows + _DRAFTED, cut.hidden_size
+        shape = 2, settings.max_rows + _DRAFTED, cut.hidden_size
         self._states, self._last_states = (np.zeros(shape, ELEMENTS[cut.element_type]) for _ in range(2))
         self._drafted = Drafted()
         self.bytes_used = self._states.nbytes + self._last_states.nbytes

@@ -23,9 +23,10 @@ import numpy as np
 from edgespec.engines.footprint import Footprint, Use
 from edgespec.engines.machine import products_saturate
 from edgespec.engines.onnx.graph import CacheEntry, Graph, read_graph
+from edgespec.engines.onnx.head import FLOAT, attribute
 from edgespec.engines.onnx.opening import NO_INT8_CACHE, weight_files
 from edgespec.engines.onnx.passes import element_of
-from edgespec.engines.onnx.rewriting import ATTENTION, attribute
+from edgespec.engines.onnx.rewriting import ATTENTION, FLOAT16
 from edgespec.engines.onnx.settings import DEFAULTS, ModelConfig, OnnxSettings
 from edgespec.engines.onnx.weights import tensor_bytes
 from edgespec.errors import CapabilityError
@@ -40,14 +41,14 @@ _SCALES_COPIES = 2
 _TOUCHED_BYTES = 32 << 10
 # Measured for 16000 to 256000 tokens: kept of a token and its merge, and of our bytes of it.
 _TOKEN_BYTES, _PIECE_BYTES = 310, 50
-_PARSED_BYTES = 560  # beyond that while the file is read, with merges in lists
-_MOST_TIMES = 14  # either, over the bytes of the file
-_ENCODED_BYTES = 400  # of a token of a prompt while it is encoded
+_PARSED_BYTES = 560  # in addition while the file is read, with merges in lists
+_MOST_TIMES = 14  # most of either, as a multiple of the bytes of the file
+_ENCODED_BYTES = 400  # per token of a prompt while it is encoded
 _SESSION_BYTES = 6 << 20
 _RETAINED_BYTES = 48 << 20  # freed matrices below the allocator's threshold for pages of their own
 _ARENA_FACTOR = 1.2
-_ARENA_RESERVED = 2.0  # of the results, beyond what is used: its last region is as large as all others
-_FLOAT32, _FLOAT16, _INT8 = 1, 10, 3
+_ARENA_RESERVED = 2.0  # multiple of the results that is reserved and unused: the last region is as large as all others
+_INT8 = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,49 +90,64 @@ def footprint(path: Path, use: Use) -> Footprint:
     # A cache that grows by concatenation exists twice while it is copied.
     caches = 1 if settings.packs(graph) else settings.max_sequences
     cache = per_token * cells * caches * (1 if graph.is_shared else 2)
-    rows = max(settings.max_batch, settings.widest)
-    is_tiled = settings.cache_type == "int8" or all(entry.element_type == _FLOAT32 for entry in graph.cache)
-    scores = 0 if is_tiled else products.heads * cells
-    results = _ARENA_FACTOR * 4 * rows * (3 * products.inner + 4 * products.width + scores)
-    # What the rows of a tree see of the cache. That of a chain is zeros, which are read and never written.
-    results += 2 * 4 * settings.measured_widths * cells
+    results = _results_bytes(graph, products, settings)
     most = settings.max_outputs(graph.vocabulary_size)
     outputs = min(use.rows, most)
     unused = (most - outputs) * graph.vocabulary_size
-    packed = products.packed + _SCALES_COPIES * products.scales + _SESSION_BYTES
-    loading = 0
-    if products.signed and products_saturate():
-        loading = products.signed + products.largest + min(2 * products.largest, _RETAINED_BYTES)
+    loading = _loading_bytes(products)
     files = sum(file.stat().st_size for file in weight_files(path))
     touched = min(products.looked_up, _TOUCHED_BYTES * settings.context_length)
-    tokenizer = path.parent / "tokenizer.json"
-    read = tokenizer.stat().st_size if tokenizer.is_file() else 0
-    tokens = graph.vocabulary_size  # some may be padding, which the file does not name
-    vocabulary = min(_TOKEN_BYTES * tokens, _MOST_TIMES * read) + _PIECE_BYTES * tokens
     mapped = max(files - products.packed - products.only_looked_up, 0) + touched
+    vocabulary, reading = _tokenizer_bytes(path.parent / "tokenizer.json", graph.vocabulary_size)
     found = Footprint(
         mapped=mapped,
-        packed=packed,
+        packed=products.packed + _SCALES_COPIES * products.scales + _SESSION_BYTES,
         cache=cache,
         compute=int(results),
         logits=4 * outputs * graph.vocabulary_size,
         vocabulary=vocabulary + _ENCODED_BYTES * settings.context_length,
         loading=loading,
         loading_mapped=0 if loading else max(products.largest - touched, 0),
-        reading=min(_PARSED_BYTES * tokens, _MOST_TIMES * read),
+        reading=reading,
         # A limit of data counts files too, as ONNX Runtime maps them for writing.
         # Logits of the widest pass and the zeros that a chain sees of the cache are there and hardly written.
-        reserved=mapped + products.largest + int(_ARENA_RESERVED * results) + 4 * (rows * cells + unused),
+        reserved=mapped + products.largest + int(_ARENA_RESERVED * results) + 4 * (settings.max_rows * cells + unused),
         context_length=settings.context_length,
         sequences=use.sequences,
     )
     return found if use.device is None else _on_device(found, files)
 
 
+def _results_bytes(graph: Graph, products: Products, settings: OnnxSettings) -> float:
+    """Results of the widest pass, and what the rows of a tree see of the cache.
+
+    What a chain sees of it is zeros, which are read and never written.
+    """
+    cells = settings.cells(graph)
+    is_tiled = settings.cache_type == "int8" or all(entry.element_type == FLOAT for entry in graph.cache)
+    scores = 0 if is_tiled else products.heads * cells
+    results = _ARENA_FACTOR * 4 * settings.max_rows * (3 * products.inner + 4 * products.width + scores)
+    return results + 2 * 4 * settings.measured_widths * cells
+
+
+def _loading_bytes(products: Products) -> int:
+    """What making signed weights unsigned takes, where that is done."""
+    if not products.signed or not products_saturate():
+        return 0
+    return products.signed + products.largest + min(2 * products.largest, _RETAINED_BYTES)
+
+
+def _tokenizer_bytes(tokenizer: Path, tokens: int) -> tuple[int, int]:
+    """(once it is read, only while it is read); `tokens` counts padding too, which the file does not name."""
+    size = tokenizer.stat().st_size if tokenizer.is_file() else 0
+    kept = min(_TOKEN_BYTES * tokens, _MOST_TIMES * size) + _PIECE_BYTES * tokens
+    return kept, min(_PARSED_BYTES * tokens, _MOST_TIMES * size)
+
+
 def _on_device(found: Footprint, files: int) -> Footprint:
     """The same where weights, cache and results lie on another device, to which `files` bytes are brought.
 
-    What its driver takes of this machine's memory is told by no file.
+    What its driver takes of this machine's memory is not known from any file.
     """
     device = found.packed - _SESSION_BYTES + found.mapped + found.cache + found.compute
     here = {"mapped": 0, "packed": _SESSION_BYTES, "cache": 0, "compute": 0, "loading": 0, "reserved": files}
@@ -162,7 +178,7 @@ def _products(graph: Graph) -> Products:
         weights = tensors.get(node.input[1]) if len(node.input) > 1 else None
         if weights is None or node.op_type not in (_NBITS, *_PRODUCTS):
             continue
-        packed[weights.name] = tensor_bytes(weights) * (2 if weights.data_type == _FLOAT16 else 1)
+        packed[weights.name] = tensor_bytes(weights) * (2 if weights.data_type == FLOAT16 else 1)
         if node.op_type == WHOLE_PRODUCT and weights.data_type == _INT8:
             signed[weights.name] = tensor_bytes(weights)
         if node.op_type == _NBITS and node.input[2] in tensors:
@@ -192,9 +208,8 @@ def _place(tensor: Any) -> tuple[str, str]:
 
 def _sizes(node: Any, weights: Any) -> tuple[int, int]:
     """(inputs, outputs) of a product."""
-    named = {attribute.name: int(attribute.i) for attribute in node.attribute}
     if node.op_type == _NBITS:
-        return named.get("K", 1), named.get("N", 1)
+        return attribute(node, "K", 1), attribute(node, "N", 1)
     dims = [int(size) for size in weights.dims]
     return (dims[-2], dims[-1]) if len(dims) > 1 else (1, 1)
 

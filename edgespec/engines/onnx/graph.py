@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgespec.engines.onnx.head import HIDDEN, LOGITS, give_hidden, keep_wanted_rows, shape_of
+from edgespec.engines.onnx.head import HIDDEN, LOGITS, attribute, give_hidden, keep_wanted_rows, shape_of
 from edgespec.engines.onnx.rewriting import (
     ATTENTION,
     FLOAT16,
     CacheScales,
-    attribute,
     drop_dead,
     lengthen_rotary,
     quantise_cache,

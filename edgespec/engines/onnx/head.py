@@ -16,9 +16,25 @@ from edgespec.formats.onnx import WHOLE_PRODUCT
 FLOAT = 1
 LOGITS, HIDDEN, OUTPUT_ROWS = "logits", "hidden_states", "edgespec.output_rows"
 UNARY_AFTER_HEAD = frozenset({"Cast", "Div", "Mul", "Tanh", "Where", "Add"})
-SPREAD = {"Pad": 0, "Split": 0, "Concat": 0, "Transpose": 0, "ScatterND": 2}  # of a part of a vocabulary: their logits
+SPREAD = {
+    "Pad": 0,
+    "Split": 0,
+    "Concat": 0,
+    "Transpose": 0,
+    "ScatterND": 2,
+}  # join the logits of parts of a vocabulary: which input to follow
 TO_CODES = frozenset({"Cast", "Add", "Round", "Div"})  # from the rows to the inputs of an integer product
 READ_ROWS = frozenset({"Abs", "Div"})  # for the scale, for the codes
+
+
+def producers(graph: Any) -> dict[str, Any]:
+    """The node that makes each value of a GraphProto."""
+    return {output: node for node in graph.node for output in node.output if output}
+
+
+def attribute(node: Any, name: str, default: int = 0) -> int:
+    """An integer attribute of a node, or `default`."""
+    return next((int(item.i) for item in node.attribute if item.name == name), default)
 
 
 def shape_of(value: Any) -> list[int | str]:
@@ -28,13 +44,13 @@ def shape_of(value: Any) -> list[int | str]:
 
 def head_of(graph: Any, path: Path) -> Any:
     """The operator that turns hidden states into logits. Raises ModelFileError for one of an unknown kind."""
-    producers = {name: node for node in graph.node for name in node.output}
-    head = producers[LOGITS]
+    made = producers(graph)
+    head = made[LOGITS]
     while head.op_type in UNARY_AFTER_HEAD or head.op_type in SPREAD:
         value = head.input[SPREAD.get(head.op_type, 0)]
-        if value not in producers:
+        if value not in made:
             break
-        head = producers[value]
+        head = made[value]
     if not head.op_type.startswith("MatMul") and head.op_type != "Gemm":
         raise ModelFileError(f"{path} has a head of an unknown kind ({head.op_type} {head.name!r}): export it again")
     return head
@@ -44,9 +60,9 @@ def _rows_of(graph: Any, head: Any) -> tuple[str, list[Any]]:
     """Name of the hidden states that a head reads, and the operators that read them."""
     if head.op_type != WHOLE_PRODUCT:
         return head.input[0], [head]
-    producers = {name: node for node in graph.node for name in node.output}
+    made = producers(graph)
     rows = head.input[0]
-    while (node := producers.get(rows)) is not None and node.op_type in TO_CODES:
+    while (node := made.get(rows)) is not None and node.op_type in TO_CODES:
         rows = node.input[0]
     return rows, [node for node in graph.node if node.op_type in READ_ROWS and rows in node.input]
 
@@ -64,7 +80,7 @@ def give_hidden(graph: Any, path: Path, attention: Sequence[Any] = ()) -> None:
         return
     head = head_of(graph, path)
     rows, _ = _rows_of(graph, head)
-    widths: list[int | str] = [next((int(a.i) for a in head.attribute if a.name == "K"), 0)]
+    widths: list[int | str] = [attribute(head, "K", 0)]
     widths += [int(tensor.dims[0]) for tensor in graph.initializer if tensor.name == head.input[1]]
     widths += [shape[-1] for v in graph.value_info if v.name == rows and (shape := shape_of(v))]
     width = next((width for width in widths if isinstance(width, int) and width > 0), None)
@@ -86,10 +102,10 @@ def _layer_input(graph: Any, attention: Any, path: Path) -> str:
     """
     from onnx import helper
 
-    producers = {name: node for node in graph.node for name in node.output}
-    node = producers.get(attention.input[2] or attention.input[0])  # values, which have no norm of their own
+    made = producers(graph)
+    node = made.get(attention.input[2] or attention.input[0])  # values, which have no norm of their own
     while node is not None and not node.op_type.endswith("LayerNormalization"):
-        node = producers.get(node.input[0]) if node.input else None
+        node = made.get(node.input[0]) if node.input else None
     if node is None:
         raise CapabilityError(f"{path}: heads cannot read the layer of {attention.name!r}, it has no norm before it")
     if not node.op_type.startswith("Skip"):

@@ -1,4 +1,4 @@
-"""Opens an ONNX model: its session, its caches, the scales of an int8 cache, and the key of what is measured of it."""
+"""Opens an ONNX model: its session, its caches, the scales of an int8 cache, and the key of its measurements."""
 
 from __future__ import annotations
 
@@ -74,17 +74,7 @@ def open_passes(path: Path, graph: Graph, settings: OnnxSettings, run_options: A
         return parts, parts.device
     sessions, device = open_sessions(graph, path.parent, threads=settings.threads, provider=settings.provider)
     kind = SharedPasses if graph.is_shared else ConcatenatedPasses
-    passes = kind(
-        sessions,
-        graph,
-        device,
-        run_options,
-        head_size=settings.head_size,
-        capacity=settings.cells(graph),
-        max_rows=max(settings.max_batch, settings.widest),
-        max_outputs=settings.max_outputs(graph.vocabulary_size),
-    )
-    return passes, device
+    return kind(sessions, graph, device, run_options, settings), device
 
 
 def cache_scales(path: Path, graph: Graph, settings: OnnxSettings) -> CacheScales:
@@ -96,7 +86,7 @@ def cache_scales(path: Path, graph: Graph, settings: OnnxSettings) -> CacheScale
     measured = disk_cache.get("cache-scales", key, schema)
     if measured is None:
         measured = _measured_scales(path, graph, settings)
-        return_freed_memory()  # of a whole session, before the one that stays is made
+        return_freed_memory()  # a whole session was freed, and another one is made next
         if not schema(measured):
             raise ModelFileError(f"the keys and values of {path} are not plausible numbers: export the model again")
         disk_cache.put("cache-scales", key, measured)

@@ -4,7 +4,7 @@ New rows always go after all others, and a bias lets each row attend to its own 
 therefore not its position, a fork copies no cells, and accepting a branch only records which cells it has. Cells that
 are no longer used are freed when the end of the cache is reached.
 
-Cell 0 is never used: on an empty cache the attention operator would count positions by itself.
+Cell 0 is never used (`FIRST`): on an empty cache the attention operator would count positions by itself.
 """
 
 from __future__ import annotations
@@ -14,15 +14,11 @@ from numpy.typing import NDArray
 
 from edgespec.engines.onnx.caches import Caches
 from edgespec.engines.onnx.passes import PassRows, SharedPasses
+from edgespec.engines.onnx.settings import FIRST
 from edgespec.engines.rows import SequenceRows
 from edgespec.types import Batch, Logits
 
-FIRST = 1
 NO_CELLS = np.zeros(0, np.intp)
-
-
-def cells_needed(context_length: int, max_sequences: int) -> int:
-    return FIRST + context_length * max_sequences
 
 
 class PackedCaches(Caches):
@@ -32,8 +28,8 @@ class PackedCaches(Caches):
 
     def __init__(self, passes: SharedPasses, max_sequences: int) -> None:
         self._passes = passes
-        self._cells = [NO_CELLS] * max_sequences  # of each sequence, in the order of its tokens, ascending
-        self._waiting: dict[int, NDArray[np.intp]] = {}  # of the rows of a sequence's unsettled tree
+        self._cells = [NO_CELLS] * max_sequences  # the cells of each sequence in the order of its tokens, ascending
+        self._waiting: dict[int, NDArray[np.intp]] = {}  # cells of a sequence's unsettled tree, by row
         self._end = FIRST
 
     def run(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:

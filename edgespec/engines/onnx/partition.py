@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.engines.onnx.graph import PAST, CacheEntry, Graph, read_graph
-from edgespec.engines.onnx.head import LOGITS
+from edgespec.engines.onnx.head import LOGITS, producers
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError
 
 HIDDEN_IN = ("edgespec.in.residual", "edgespec.in.delta")
@@ -117,11 +117,6 @@ def _renamed(model: Any, pairs: Sequence[tuple[str, str]]) -> Any:
         node.input[:] = [names.get(value, value) for value in node.input]
         node.output[:] = [names.get(value, value) for value in node.output]
     return copy
-
-
-def producers(graph: Any) -> dict[str, Any]:
-    """The node that makes each value of a GraphProto."""
-    return {output: node for node in graph.node for output in node.output if output}
 
 
 def extract(model: Any, name: str, inputs: Iterable[Any], outputs: Iterable[Any]) -> Any:

@@ -19,6 +19,7 @@ from edgespec.engines.onnx.graph import CacheEntry, Graph
 from edgespec.engines.onnx.head import HIDDEN, LOGITS, OUTPUT_ROWS
 from edgespec.engines.onnx.library import Device, library, translated
 from edgespec.engines.onnx.rewriting import BIAS, LENGTHS, POSITIONS, TOTAL
+from edgespec.engines.onnx.settings import OnnxSettings
 from edgespec.engines.onnx.waiting import Sessions
 from edgespec.engines.untouched import untouched_zeros
 from edgespec.errors import CapabilityError
@@ -48,8 +49,8 @@ class PassRows:
 class Passes(ABC):
     """`bytes_per_token` of one cache; `capacity`, its cells; `logits` [outputs, vocabulary], which passes overwrite.
 
-    `sessions`: what they run in, of all parts of the graph. `takes_gaps`: a token may lie in a later cell than its
-    position says, behind cells that it does not see.
+    `sessions`: one for each part of the graph. `takes_gaps`: a token may lie in a later cell than its position,
+    after cells that are masked for it.
     """
 
     takes_gaps = False
@@ -86,28 +87,27 @@ def element_of(entry: CacheEntry) -> Any:
     return ELEMENTS[entry.element_type]
 
 
+def bytes_per_token(graph: Graph, head_size: int) -> int:
+    """Bytes of a token's keys and values."""
+    return sum(entry.heads * head_size * np.dtype(element_of(entry)).itemsize for entry in graph.cache)
+
+
 class SharedPasses(Passes):
     """Independent caches of one buffer per layer, made when first used."""
 
     takes_gaps = True
 
     def __init__(
-        self,
-        sessions: Sessions,
-        graph: Graph,
-        device: Device,
-        run_options: Any,
-        *,
-        head_size: int,
-        capacity: int,
-        max_rows: int,
-        max_outputs: int,
+        self, sessions: Sessions, graph: Graph, device: Device, run_options: Any, settings: OnnxSettings
     ) -> None:
+        """`graph` may be a part of a model, without a cache or without logits."""
+        max_rows = settings.max_rows
+        max_outputs = settings.max_outputs(graph.vocabulary_size) if graph.vocabulary_size else 0
         self.sessions = (sessions,)
         self._session = sessions.current()
         self._graph, self._device, self._options = graph, device, run_options
-        self.capacity = capacity
-        self._head_size = head_size
+        self.capacity = capacity = settings.cells(graph) if graph.cache else 0
+        self._head_size = settings.head_size
         self._buffers: dict[int, list[Any]] = {}
         self._bindings: dict[tuple[int, int, int], Any] = {}
         self._ids = np.zeros(max_rows, np.int64)
@@ -120,7 +120,7 @@ class SharedPasses(Passes):
         self.logits = untouched_zeros((max_outputs, graph.vocabulary_size), np.float32)
         self._hidden = np.zeros((max_rows if graph.hidden_size else 0, graph.hidden_size or 0), np.float32)
         self._counting = np.arange(capacity + max_rows, dtype=np.int64)
-        self.bytes_per_token = sum(e.heads * head_size * np.dtype(element_of(e)).itemsize for e in graph.cache)
+        self.bytes_per_token = bytes_per_token(graph, settings.head_size)
 
     def resize(self, capacity: int) -> None:
         """Have caches of fewer cells from now on; what is in them is lost."""

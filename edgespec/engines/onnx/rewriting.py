@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.onnx.head import FLOAT, LOGITS
+from edgespec.engines.onnx.head import FLOAT, LOGITS, attribute
 from edgespec.formats.onnx.tensors import read_tensor
 
 ATTENTION = "GroupQueryAttention"
@@ -24,10 +24,6 @@ LENGTHS, TOTAL, BIAS = "edgespec.lengths", "edgespec.total", "edgespec.bias"
 POSITIONS = "position_ids"
 FLOAT16 = 10
 CacheScales = Mapping[str, NDArray[np.float32]]
-
-
-def attribute(node: Any, name: str, default: int) -> int:
-    return next((int(a.i) for a in node.attribute if a.name == name), default)
 
 
 def rewrite_attention(graph: Any, attention: list[Any], is_half: bool) -> None:

@@ -8,13 +8,13 @@ from typing import Any, Self
 
 from edgespec.engines.machine import physical_cores
 from edgespec.engines.onnx.graph import Graph
-from edgespec.engines.onnx.packed import cells_needed
 from edgespec.errors import ConfigError, ModelFileError
 from edgespec.formats.hub_folder import read_json
 
 DEFAULT_CONTEXT = 4096
 LOGITS_BYTES = 32 << 20
 CACHE_TYPES = ("f32", "int8")
+FIRST = 1  # the first cell that is used of a cache that sequences share
 # What an engine is loaded with unless its caller says otherwise.
 MAX_BATCH, WIDEST = 512, 63
 DEFAULTS: dict[str, Any] = {"max_sequences": 1, "max_batch": MAX_BATCH, "widest": WIDEST, "reproducible": None}
@@ -23,7 +23,7 @@ CONFIGS = ("config.json", "genai_config.json")
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """From the files beside a graph: lengths in tokens; None where they do not say."""
+    """What the files beside a graph say; lengths in tokens, None where they say nothing."""
 
     architecture: str
     trained_length: int | None
@@ -123,19 +123,24 @@ class OnnxSettings:
         """The widest pass to measure."""
         return min(self.widest, self.max_batch, self.context_length // 2 + 1)
 
+    @property
+    def max_rows(self) -> int:
+        """Rows of the widest pass."""
+        return max(self.max_batch, self.widest)
+
     def max_outputs(self, vocabulary_size: int) -> int:
         """Rows with logits per pass; bounded so that a wide batch over a large vocabulary stays small."""
-        return min(max(LOGITS_BYTES // (4 * vocabulary_size), 64), max(self.max_batch, self.widest))
+        return min(max(LOGITS_BYTES // (4 * vocabulary_size), 64), self.max_rows)
 
     def can_pack(self, graph: Graph) -> bool:
         """Whether sequences may share a cache. With a sliding window they may not: it counts cells, not positions."""
         return graph.is_shared and not (graph.window is not None and graph.window < self.context_length)
 
     def packs(self, graph: Graph) -> bool:
-        """Whether they do: not in reproducible mode, which is not taken for several by itself unless it is known."""
+        """Whether sequences do share a cache: not in reproducible mode, and by default only if there are several."""
         is_wanted = self.reproducible is False or (self.reproducible is None and self.max_sequences > 1)
         return is_wanted and self.exit_layer is None and self.can_pack(graph)
 
     def cells(self, graph: Graph) -> int:
         """Cells of one cache."""
-        return cells_needed(self.context_length, self.max_sequences) if self.packs(graph) else self.context_length
+        return FIRST + self.context_length * self.max_sequences if self.packs(graph) else self.context_length

@@ -15,8 +15,9 @@ import onnx
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
+from edgespec.engines.onnx.head import attribute, producers
+from edgespec.engines.onnx.partition import extract
 from edgespec.errors import ModelFileError
-from edgespec.export.onnx.graph import attribute, extract, producers
 
 Evaluate = Callable[[onnx.ModelProto], Sequence[NDArray[np.float32]]]
 _CACHE = re.compile(r"(input|output)\.past_key_values\.layers\.(\d+)\.(keys|values)")

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import onnx
 
+from edgespec.engines.onnx.partition import extract
 from edgespec.errors import CapabilityError, ConfigError
-from edgespec.export.onnx.graph import MODEL, extract, read_graph, write_graph
+from edgespec.export.onnx.graph import read_graph, write_graph
+from edgespec.formats.onnx import MODEL
 
 DRAFT = "draft.onnx"
 

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edgespec.engines.onnx.partition import extract, producers
 from edgespec.errors import ModelFileError
 from edgespec.formats.files import write_atomically
-from edgespec.formats.onnx import DATA, MODEL
 from edgespec.installation import IMPORT_FAILURES, not_importable
 
 try:
@@ -18,8 +16,6 @@ try:
     from google.protobuf.message import DecodeError
 except IMPORT_FAILURES as error:
     raise not_importable("an ONNX graph", error, "onnx") from error
-
-__all__ = ["DATA", "MODEL", "attribute", "extract", "producers", "read_graph", "write_graph"]
 
 
 def read_graph(path: Path) -> onnx.ModelProto:
@@ -39,8 +35,3 @@ def write_graph(model: onnx.ModelProto, path: Path) -> Path:
     """Write the graph atomically; `path` must be beside its data file."""
     write_atomically(path, model.SerializeToString())
     return path
-
-
-def attribute(node: onnx.NodeProto, name: str, default: int = 0) -> int:
-    """An integer attribute of a node, or `default`."""
-    return next((item.i for item in node.attribute if item.name == name), default)

@@ -18,10 +18,10 @@ import onnx
 
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.export.onnx.child import run_child, run_command
-from edgespec.export.onnx.graph import DATA, MODEL
 from edgespec.export.onnx.integer import to_integer
 from edgespec.export.onnx.quantise import save
 from edgespec.export.onnx.source import Source
+from edgespec.formats.onnx import DATA, MODEL
 from edgespec.loading.registry import models_folder
 
 PACKAGES = ("optimum-onnx==0.1.0", "transformers>=4.56,<4.58")

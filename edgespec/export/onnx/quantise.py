@@ -15,7 +15,7 @@ import onnx
 
 from edgespec.engines.onnx.library import library
 from edgespec.export.onnx.child import follow_parent
-from edgespec.export.onnx.graph import DATA, MODEL
+from edgespec.formats.onnx import DATA, MODEL
 
 
 def quantise(model: onnx.ModelProto, quant: str, group_size: int) -> onnx.ModelProto:

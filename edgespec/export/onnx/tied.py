@@ -11,9 +11,11 @@ from pathlib import Path
 
 import onnx
 
+from edgespec.engines.onnx.head import attribute
 from edgespec.errors import ModelFileError
-from edgespec.export.onnx.graph import DATA, attribute, read_graph, write_graph
+from edgespec.export.onnx.graph import read_graph, write_graph
 from edgespec.formats.files import atomic_file
+from edgespec.formats.onnx import DATA
 
 COPY_BYTES = 16 * 2**20
 

@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from edgespec.engines.onnx.library import library, open_session
 from edgespec.export.onnx.canonical import canonicalise, store_transposed
 from edgespec.export.onnx.child import follow_parent
-from edgespec.export.onnx.graph import MODEL, read_graph
+from edgespec.export.onnx.graph import read_graph
 from edgespec.export.onnx.integer import to_integer
 from edgespec.export.onnx.quantise import quantise, save
 from edgespec.export.onnx.tied import share_embedding
+from edgespec.formats.onnx import MODEL
 
 PAST, WIDTH = 6, 4  # lengths of the traced sample, above 1, because the tracer would treat 1 as fixed
 PROBE, ROOM = 20, 32

@@ -1,6 +1,6 @@
 """Refuses the GGUF files on which llama.cpp would end the process instead of returning an error.
 
-A file that passes may still be wrong in ways only the library knows; `probe` loads those in a child process.
+A file that passes may still be wrong in ways only the library knows: `engines.trial` loads it in a child process first.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from edgespec.formats.gguf.values import GgufNumbers, GgufStrings, Value
 
 ARCHITECTURE = "eagle3"
 NUM_LAYERS_READ = 3  # llama.cpp knows no other number
-HALF_BYTES = 2  # of a cached number
+HALF_BYTES = 2  # per cached number
 EMBEDDINGS, OUTPUT, DRAFTED = "token_embd.weight", "output.weight", "d2t"
 
 
