@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 from edgespec.errors import ModelFileError, ModelNotFound
+from edgespec.loading.hub import endpoint as hub_endpoint
 from edgespec.loading.hub import library, reason_of
 
 SMALL_FILES = (
@@ -99,7 +99,7 @@ def local_source(folder: Path) -> Source:
 def hub_source(hub_id: str, revision: str) -> Source:
     """A model of the hub: fetches its small files, or uses the cached copy if the hub is not reachable."""
     hub = library()
-    endpoint = os.environ.get("HF_ENDPOINT") or str(hub.constants.ENDPOINT)
+    endpoint = hub_endpoint()
     try:
         info = hub.HfApi(endpoint=endpoint).model_info(hub_id, revision=revision, files_metadata=True)
     except hub.errors.GatedRepoError as error:
