@@ -21,6 +21,7 @@ from edgespec.control.base import Controller
 from edgespec.control.pool import DrafterPool
 from edgespec.drafters.base import Drafter
 from edgespec.engines.base import Engine
+from edgespec.engines.limits import return_freed_memory
 from edgespec.engines.machine import peak_rss_bytes
 from edgespec.engines.parked import ParkedStates
 from edgespec.engines.sequence import CachedSequence
@@ -251,6 +252,8 @@ class Executor:
                 logger.debug("learnt data was not saved: %s", exc)
             finally:
                 self._free()
+                if not at_exit:
+                    return_freed_memory()
 
     def _free(self) -> None:
         with self._interrupting:
