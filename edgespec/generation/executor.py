@@ -189,7 +189,8 @@ class Executor:
     def conclude(self, run: Run, pool: DrafterPool) -> None:
         """A generation has ended: complete its counters and learn its answer."""
         run.stats.peak_rss_bytes = peak_rss_bytes()
-        run.stats.planned_bytes = 0 if self.memory is None else self.memory.plan.total_bytes
+        if self.memory is not None:
+            run.stats.planned_bytes = self.memory.plan.total_bytes + self.parked.num_bytes
         begin = run.prompt_ids.size
         pool.learn(run.target.token_ids[begin : begin + run.stats.new_tokens])
 
