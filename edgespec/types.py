@@ -259,7 +259,8 @@ class Stats:
     """Counters of one generation. Ratios are properties, 0 if there is nothing to divide by. Times in seconds.
 
     `notes`: events that the user should see, such as a drafter that failed and was disabled. `planned_bytes`: what the
-    plan before loading expected of `peak_rss_bytes`, the process's peak; 0 without a plan.
+    plan before loading expected of `peak_rss_bytes`, the process's peak, and what saved states of other texts take by
+    now; 0 without a plan.
     """
 
     prompt_tokens: int = 0

@@ -21,6 +21,7 @@ from edgespec.control.base import Controller
 from edgespec.control.pool import DrafterPool
 from edgespec.drafters.base import Drafter
 from edgespec.engines.base import Engine
+from edgespec.engines.limits import return_freed_memory
 from edgespec.engines.machine import peak_rss_bytes
 from edgespec.engines.parked import ParkedStates
 from edgespec.engines.sequence import CachedSequence
@@ -188,7 +189,8 @@ class Executor:
     def conclude(self, run: Run, pool: DrafterPool) -> None:
         """A generation has ended: complete its counters and learn its answer."""
         run.stats.peak_rss_bytes = peak_rss_bytes()
-        run.stats.planned_bytes = 0 if self.memory is None else self.memory.plan.total_bytes
+        if self.memory is not None:
+            run.stats.planned_bytes = self.memory.plan.total_bytes + self.parked.num_bytes
         begin = run.prompt_ids.size
         pool.learn(run.target.token_ids[begin : begin + run.stats.new_tokens])
 
@@ -251,6 +253,8 @@ class Executor:
                 logger.debug("learnt data was not saved: %s", exc)
             finally:
                 self._free()
+                if not at_exit:
+                    return_freed_memory()
 
     def _free(self) -> None:
         with self._interrupting:

@@ -124,3 +124,18 @@ def test_the_peak_is_this_programs_and_not_that_of_the_one_that_started_it() -> 
     held = bytearray(os.urandom(1 << 20) * 256)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert MIB < int(done.stdout) < len(held)
+
+
+def test_a_closed_model_leaves_no_memory_with_the_allocator() -> None:
+    code = """
+import edgespec
+from edgespec.engines.limits import own_bytes, return_freed_memory
+
+with edgespec.load("demo", engine="onnx", threads=1, context_length=2048) as model:
+    model.generate("a bus " * 500, options=edgespec.GenerateOptions(max_tokens=1))
+kept = own_bytes()
+return_freed_memory()
+print(kept - own_bytes())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 8 * MIB

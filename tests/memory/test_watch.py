@@ -124,11 +124,10 @@ def test_the_draft_goes_and_the_text_stays(engine: str, draft_length: str) -> No
 def test_saved_states_go_before_the_draft() -> None:
     with edgespec.load("demo", **LOAD) as model:  # type: ignore[arg-type]
         words = model.encode(PROMPT) * 4
-        model.generate(words, options=OPTIONS)
-        model.generate(words[::-1], options=OPTIONS)
+        planned = [model.generate(ids, options=OPTIONS).stats.planned_bytes for ids in (words, words[::-1])]
         parked = model._executor.parked
-        assert parked.num_bytes
         assert model.memory is not None
+        assert parked.num_bytes and planned == [model.memory.plan.total_bytes + n for n in (0, parked.num_bytes)]
         model.memory.watch.limit_bytes = (own_bytes() or 0) - 1000
         model.memory.watch._next_s = 0.0
         stats = model.generate(words[::-1], options=OPTIONS).stats
