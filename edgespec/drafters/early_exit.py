@@ -57,6 +57,9 @@ class SharedStateDrafter(EarlyExitDrafter):
         yield from ()  # its rows are the target's own and share no pass
         return self._exit.feed(token_ids)
 
+    def _mark(self) -> None:
+        pass  # its cache is the target's
+
     @property
     def _end_ids(self) -> frozenset[int]:
         return self._engine.vocabulary.end_ids

@@ -116,7 +116,7 @@ class ModelDrafter(Drafter):
         chain = DrawnChain(request, most, self._end_ids)
         chain.add(logits)
         if chain.is_open:
-            self._cache.mark()  # the text up to here is certain
+            self._mark()
         while chain.is_open:
             chain.add((yield from self._feeding(np.array(chain.token_ids[-1:], np.int32))))
         return chain.as_draft()
@@ -127,6 +127,10 @@ class ModelDrafter(Drafter):
 
     def _feeding(self, token_ids: TokenIds) -> Passes[Logits]:
         return self._cache.feeding(token_ids)
+
+    def _mark(self) -> None:
+        """What was read up to here is the text; the next draft begins with it again."""
+        self._cache.mark()
 
     def num_uncached(self, token_ids: TokenIds) -> int:
         room = self._engine.facts.context_length
