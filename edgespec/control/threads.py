@@ -141,7 +141,11 @@ class ThreadControl:
                 self._judge(self._trial, late, seconds)  # late enough to decide without another pass
             return True
         if late is None:
-            return self._trial is not None or (self.lacking or 0.0) > c.CONTENDED
+            is_contended = (self.lacking or 0.0) > c.CONTENDED
+            is_first = self._trial is None and not self._at and not self._failures and len(self._base) == 1
+            if is_contended and is_first and not self._least_busy_s and len(self.steps) > 1:
+                self._try(1, 0.0, is_upward=False)  # busy from the start: each further pass on all threads is as slow
+            return self._trial is not None or is_contended
         if self._trial is not None:
             self._judge(self._trial, late, seconds)
             return True

@@ -123,6 +123,12 @@ def test_a_busy_core_is_left_alone_soon_and_for_long(begins_s: float, widths: tu
     assert first - begins_s < 1.0
 
 
+def test_a_machine_that_is_busy_from_the_start_takes_one_pass_of_a_large_model() -> None:
+    """A second one to compare with would take as long again."""
+    assert run(Cores(2, always, pass_s=0.2), None, 10.0).threads[:8] == [2] + 7 * [1]
+    assert set(run(Cores(2, never, pass_s=0.2), None, 10.0).threads) == {2}
+
+
 def test_threads_come_back_when_the_load_goes() -> None:
     adaptive = run(Cores(2, lambda now_s: int(3.0 <= now_s < 30.0)), None, 70.0)
     back = next(
