@@ -213,7 +213,7 @@ def test_a_damaged_demo_is_refused_before_anything_is_written(tmp_path: Path):
     changed = bytearray(data.read_bytes())
     changed[1000] ^= 1
     data.write_bytes(changed)
-    with pytest.raises(ModelFileError, match="damaged or another one"):
+    with pytest.raises(ModelFileError, match="damaged or was replaced"):
         ExpandedPair(source, "onnx", tmp_path / "pair", LITTLE).build()
     assert not (tmp_path / "pair").exists()
 
