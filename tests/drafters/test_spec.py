@@ -35,7 +35,7 @@ def test_a_drafter_is_what_its_line_says(engine: str, asked: str) -> None:
         pool = model._pool
         for name, spec in SPECS.items():
             if not pool._can_have(name):
-                with pytest.raises(CapabilityError, match=f"drafter '{name}' needs {spec.needs[-1].what} and 'demo'"):
+                with pytest.raises(CapabilityError, match=f"drafter '{name}' needs {spec.needs[-1].what}, but 'demo'"):
                     check_makeable(name, pool.drafters, "demo")
                 continue
             drafter = pool.drafter(name)
@@ -50,10 +50,10 @@ def test_a_drafter_is_what_its_line_says(engine: str, asked: str) -> None:
 def test_what_was_left_closed_says_how_to_open_it() -> None:
     with edgespec.load("demo", draft_length=3) as model:
         for name, fix in {
-            "hierarchical": "needs a medium model and 'demo' was loaded without: load it with --drafter hierarchical",
+            "hierarchical": "needs a medium model, but 'demo' was loaded without: load it with --drafter hierarchical",
             "early-exit": "load it with --drafter early-exit, or use --drafter auto",
             "medusa": r"give --heads \(heads=...\), or use --drafter ngram",
-            "eagle3": r"needs an EAGLE-3 head .* give -md/--model-draft \(draft=...\)",
+            "eagle3": r"needs an EAGLE-3 head, .* give -md/--model-draft \(draft=...\)",
         }.items():
             with pytest.raises(CapabilityError, match=fix):
                 model.stream("a", options=GenerateOptions(drafter=name))
