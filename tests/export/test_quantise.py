@@ -216,7 +216,7 @@ def test_importance_of_a_text_that_cannot_be_read(tmp_path: Path):
     pytest.importorskip("torch", reason="measuring importance needs torch: scripts/run.py install export")
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
-    for name, message in {"empty": "0 tokens long", "binary": "cannot be read as UTF-8", "none": "cannot be"}.items():
+    for name, message in {"empty": "has 0 tokens", "binary": "cannot be read as UTF-8", "none": "cannot be"}.items():
         with pytest.raises(UsageError, match=message):
             measure_importance(DEMO / "draft", tmp_path / f"{name}.txt", tmp_path / "out.npz")
     assert not list(tmp_path.glob("*.npz*"))

@@ -130,7 +130,7 @@ def test_the_command_makes_a_folder_that_transformers_loads(tiny: Path, tmp_path
     assert "talks.jsonl (sha256 " in notice and str(tmp_path) not in card + notice
     assert not output.with_name("draft.partial").exists()
     again = run_command(tiny, "-o", output, *options)
-    assert again.exit_code == 2 and "exists already" in again.stderr
+    assert again.exit_code == 2 and "already exists" in again.stderr
 
 
 def test_a_run_that_was_stopped_anywhere_gives_the_weights_of_one_that_was_not(tiny: Path, tmp_path: Path):
