@@ -19,6 +19,7 @@ from edgespec.engines.base import Engine, EngineFacts, check_batch, check_thread
 from edgespec.engines.envelope import StateStamp
 from edgespec.engines.held import HeldFiles
 from edgespec.engines.llamacpp.cells import Cells
+from edgespec.engines.llamacpp.checkpoints import Checkpoints
 from edgespec.engines.llamacpp.eagle3 import Eagle3Head
 from edgespec.engines.llamacpp.facts import measured_facts, read_facts
 from edgespec.engines.llamacpp.hidden_states import HiddenStates
@@ -29,7 +30,7 @@ from edgespec.engines.llamacpp.mtp import MtpHead
 from edgespec.engines.llamacpp.opening import ModelOpener, OpenModel, checked_target
 from edgespec.engines.llamacpp.rows import RowBuffer, Selection
 from edgespec.engines.llamacpp.rpc_probe import RpcServer
-from edgespec.engines.llamacpp.running_state import Checkpoints, RunningState
+from edgespec.engines.llamacpp.running_state import RunningState
 from edgespec.engines.llamacpp.settings import (
     DEFAULT_CONTEXT,
     MAX_BATCH,

@@ -1,0 +1,42 @@
+"""Copies of running states at lengths that a caller chose, for models whose cache cannot be rolled back to any length.
+
+A draft model returns to the text that is certain with one, and a conversation to the end of its last question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.engines.llamacpp.running_state import MOST_CHECKPOINTS
+
+
+class Checkpoints:
+    """Running states of the sequences of an engine, at earlier lengths: the latest MOST_CHECKPOINTS of each."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, dict[int, NDArray[np.uint8]]] = {}  # by sequence, then by length
+
+    def add(self, length: int, sequence: int, read: Callable[[int], NDArray[np.uint8]]) -> None:
+        """Keep what `read` gives of a sequence that holds `length` tokens."""
+        kept = self._kept.setdefault(sequence, {})
+        while len(kept) >= MOST_CHECKPOINTS and length not in kept:
+            del kept[min(kept)]
+        kept[length] = read(sequence)
+
+    def at(self, length: int, sequence: int) -> NDArray[np.uint8] | None:
+        return self._kept.get(sequence, {}).get(length)
+
+    def latest(self, length: int, sequence: int) -> int:
+        """The longest length up to `length` that there is one of; 0 without."""
+        return max((each for each in self._kept.get(sequence, {}) if each <= length), default=0)
+
+    def shorten(self, length: int, sequence: int) -> None:
+        """The sequence holds `length` tokens now."""
+        kept = self._kept.get(sequence, {})
+        self._kept[sequence] = {each: state for each, state in kept.items() if each <= length}
+
+    def fork(self, source: int, destination: int) -> None:
+        self._kept[destination] = dict(self._kept.get(source, {}))
