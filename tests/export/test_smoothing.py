@@ -15,12 +15,15 @@ pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.p
 from test_gguf_graphs import CASES, difference, graph, logits, mean_kl, tiny
 
 from demo import DEMO
+from edgespec.engines.onnx import OnnxEngine
 from edgespec.export.onnx import from_gguf, writer
 from edgespec.export.onnx.from_gguf import convert_gguf, open_gguf
 from edgespec.export.onnx.gguf_weights import GgufWeights
 from edgespec.export.onnx.smoothing import SmoothedWeights
 from edgespec.formats.onnx.forms import Plain, RowWeights
+from edgespec.formats.onnx.hidden_scales import written
 from edgespec.formats.onnx.llama import write_llama
+from edgespec.types import Batch
 
 __all__ = ["tiny"]
 Floats = NDArray[np.float32]
@@ -42,14 +45,26 @@ def test_smoothing_changes_no_result_in_float32(case: str, tiny: Callable[[str],
     folder.mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((plain.parent / name).read_bytes())
-    write_llama(folder, config, partial(Plain, smoothed))
+    assert smoothed.hidden_scales is not None
+    write_llama(folder, config, partial(Plain, smoothed), properties=written(smoothed.hidden_scales))
     changed = max(float(np.abs(smoothed.vector(n) / weights.vector(n)).max()) for n in ("model.norm.weight",))
     assert changed > 1.5, "the scales of this test must matter"
     assert difference(logits(folder / "model.onnx"), logits(plain)) < 2e-4
+    assert difference(states(folder / "model.onnx"), states(plain)) < 2e-4, "heads read the model's own states"
+
+
+def states(path: Path) -> Floats:
+    """Hidden states [rows, width] of a few tokens, as heads get them."""
+    with OnnxEngine.load(path, context_length=32, threads=1, hidden_states=True, reproducible=False) as engine:
+        engine.give_hidden_states(True)
+        engine.forward(Batch.chain(range(3, 12)))
+        return engine.hidden_states().copy()
 
 
 class WithOutliers:
     """The demo's weights with some channels of all norms a hundred times larger; what reads them makes up for it."""
+
+    hidden_scales = None  # as of what is not smoothed
 
     def __init__(self, weights: RowWeights) -> None:
         self._weights, self.is_tied = weights, weights.is_tied

@@ -86,7 +86,10 @@ def read_graph(
         quantise_cache(graph, attention, cache_scales)
     cache = _cache_entries(graph, path)
     if hidden_states:
-        give_hidden(graph, path, [_attention_of(attention, layer, path) for layer in state_layers])
+        from edgespec.formats.onnx import hidden_scales  # imports numpy
+
+        layers = [_attention_of(attention, layer, path) for layer in state_layers]
+        give_hidden(graph, path, layers, hidden_scales.read(model))
     if attention:
         rewrite_attention(graph, attention, is_half)
         keep_wanted_rows(graph, path)

@@ -76,6 +76,11 @@ class SmoothedWeights:
         heads = scales.reshape(config.num_kv_heads, 1, config.head_dim)
         return np.repeat(heads, config.num_heads // config.num_kv_heads, axis=1).reshape(-1)
 
+    @property
+    def hidden_scales(self) -> Floats | None:
+        """What the hidden states behind the final norm are divided by [width]; None where they are not."""
+        return self._made_by.get("model.norm.weight")
+
     def vector(self, name: str) -> Floats:
         found = self._weights.vector(name)
         return found / self._made_by[name] if name in self._made_by else found

@@ -17,7 +17,8 @@ from edgespec.export.onnx.smoothing import SmoothedWeights
 from edgespec.formats.onnx import MODEL
 from edgespec.formats.onnx.drafted import ReducedHead
 from edgespec.formats.onnx.forms import Blocks, Form, Mixed, Plain, QuantisedRows, RowWeights, WholeNumbers
-from edgespec.formats.onnx.llama import write_llama
+from edgespec.formats.onnx.hidden_scales import written
+from edgespec.formats.onnx.llama import NO_PROPERTIES, write_llama
 from edgespec.formats.onnx.llama_config import LlamaConfig
 from edgespec.formats.onnx.nodes import Nodes
 from edgespec.types import Progress, no_progress
@@ -43,9 +44,12 @@ def write_graph(
     if config.drafted:
         weights = ReducedHead(weights, config.drafted)
     report = _Report(progress, config.num_layers + 2, num_graphs=2 if quant == "w8a8" else 1)
+    properties = NO_PROPERTIES
     if quant == "w8a8":
-        weights = smoothed(config, weights, folder, report, grouped=grouped)
-    write_llama(folder, config, _form(weights, quant, group_size, grouped), report)
+        weights = smooth = smoothed(config, weights, folder, report, grouped=grouped)
+        if smooth.hidden_scales is not None:
+            properties = written(smooth.hidden_scales)
+    write_llama(folder, config, _form(weights, quant, group_size, grouped), report, properties)
     return folder / MODEL
 
 

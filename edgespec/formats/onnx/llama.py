@@ -7,8 +7,9 @@ What this module does not know: where the weights come from, and how matrices ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import onnx
@@ -29,10 +30,17 @@ _TOTAL = "/model/attn_mask_reformat/attn_mask_subgraph/Gather/Cast/output_0"
 _TABLES, _WINDOW_TABLES = ("cos_cache", "sin_cache"), ("cos_cache_local", "sin_cache_local")
 
 
+NO_PROPERTIES: Mapping[str, str] = MappingProxyType({})
+
+
 def write_llama(
-    folder: Path, config: LlamaConfig, make_form: Callable[[Nodes], Form], progress: Progress | None = None
+    folder: Path,
+    config: LlamaConfig,
+    make_form: Callable[[Nodes], Form],
+    progress: Progress | None = None,
+    properties: Mapping[str, str] = NO_PROPERTIES,
 ) -> None:
-    """Write `model.onnx` and `model.onnx.data` into `folder`, which is nobody's yet.
+    """Write `model.onnx` and `model.onnx.data`, with these `properties`, into `folder`, which is nobody's yet.
 
     `progress` gets parts (done, total): the embedding, each layer, the head. Raises OSError, and what the form does.
     """
@@ -42,7 +50,7 @@ def write_llama(
         for done, _ in enumerate(graph.parts(), 1):
             if progress is not None:
                 progress(done, config.num_layers + 2)
-    (folder / MODEL).write_bytes(nodes.model(*graph.values()).SerializeToString())
+    (folder / MODEL).write_bytes(nodes.model(*graph.values(), properties).SerializeToString())
 
 
 def rotary_tables(config: LlamaConfig) -> Tables:

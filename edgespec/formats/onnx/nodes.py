@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import onnx
@@ -46,9 +46,11 @@ class Nodes:
     def has(self, name: str) -> bool:
         return name in self._tensors
 
-    def model(self, inputs: Values, outputs: Values) -> onnx.ModelProto:
+    def model(self, inputs: Values, outputs: Values, properties: Mapping[str, str]) -> onnx.ModelProto:
         read = {name for node in self.operators for name in node.input}
         constants = [numpy_helper.from_array(value, name) for name, value in CONSTANTS.items() if name in read]
         graph = helper.make_graph(self.operators, "main_graph", inputs, outputs, [*self._tensors.values(), *constants])
         sets = [helper.make_opsetid("", OPERATOR_SET), helper.make_opsetid(MICROSOFT, 1)]
-        return helper.make_model(graph, opset_imports=sets, ir_version=FILE_VERSION, producer_name="edgespec")
+        made = helper.make_model(graph, opset_imports=sets, ir_version=FILE_VERSION, producer_name="edgespec")
+        helper.set_model_props(made, dict(properties))
+        return made
