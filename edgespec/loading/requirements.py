@@ -12,6 +12,7 @@ from typing import Self
 
 from edgespec.config import MAX_DRAFT_LENGTH, CacheType, DrafterName, LoadOptions
 from edgespec.drafters.spec import DRAFT, EAGLE3_HEAD, EXIT, FALLBACK, MTP_LAYERS, SPECS, Need
+from edgespec.engines.llamacpp.running_state import auto_takes_mtp
 from edgespec.errors import CapabilityError
 from edgespec.formats.files import expanded
 from edgespec.formats.gguf.eagle3 import is_eagle3
@@ -63,7 +64,7 @@ def verifies_drafts(options: LoadOptions, pair: ModelPair) -> bool | None:
     """Whether drafts will be verified; None: only by lookups, which nobody asked for."""
     if options.drafter == "none" or options.rpc:
         return False
-    has_more = pair.draft is not None or options.heads or target_has_mtp(pair)
+    has_more = pair.draft is not None or options.heads or _takes_mtp(options, pair)
     return True if has_more or options.drafter != "auto" else None
 
 
@@ -71,6 +72,13 @@ def target_has_mtp(pair: ModelPair) -> bool:
     """Whether the target's own file has a layer that drafts for it."""
     target = pair.files["target"]
     return target.engine == "llamacpp" and has_mtp(read_header(target.path))
+
+
+def _takes_mtp(options: LoadOptions, pair: ModelPair) -> bool:
+    """Whether the target's own layer drafts: by name, and in `auto` where having it ready costs plain passes little."""
+    if options.rpc or options.drafter not in ("auto", "mtp") or not target_has_mtp(pair):
+        return False
+    return options.drafter == "mtp" or auto_takes_mtp(read_header(pair.files["target"].path))
 
 
 def without_drafts(options: LoadOptions, pair: ModelPair) -> tuple[LoadOptions, ModelPair]:
@@ -86,7 +94,7 @@ def wanted_drafters(options: LoadOptions, pair: ModelPair, exit_layer: int | Non
     would cost memory and one more load. Raises CapabilityError when the pair lacks what a drafter needs.
     """
     own: tuple[DrafterName, ...] = () if pair.draft is None else (_kind_of_draft(pair),)
-    can_mtp = not options.rpc and options.drafter in ("auto", "mtp") and target_has_mtp(pair)
+    can_mtp = _takes_mtp(options, pair)
     if options.drafter == "auto":
         named = (name for name, spec in SPECS.items() if spec.roles and _is_named(spec.needs[-1], options))
         wanted = tuple(dict.fromkeys((*own, *named)))

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from edgespec.config import DrafterName, DraftLength, EngineName, LoadOptions, keywords_of
-from edgespec.drafters.spec import HEADS, MEDIUM, SPECS
+from edgespec.drafters.spec import HEADS, MEDIUM, MTP_LAYERS, SPECS
 from edgespec.errors import CapabilityError
+from edgespec.loading.requirements import target_has_mtp
 from edgespec.runtime import Model, load
 from edgespec.sampling import Sampling
 
@@ -81,6 +82,8 @@ def candidates(request: TuneRequest, scout: Loaded, model: Model) -> list[Candid
         found.append(Candidate(loaded, "none", "auto"))
         if model.target.facts.can_speculate:
             found += _speculative(request, loaded, model)
+        if "drafter" not in request.fixed:
+            found += _opt_in(request, loaded, model)
         pinned = model.target.facts.pinned_class
         if pinned is not None and pinned[0] > 1:
             found.append(Candidate(dataclasses.replace(loaded, reproducible=False), "none", "auto"))
@@ -113,9 +116,6 @@ def _speculative(request: TuneRequest, loaded: Loaded, model: Model) -> Iterator
     for name in names:
         if name != "none":
             yield from (Candidate(loaded, name, length) for length in _lengths(request, name))
-    for name in () if is_fixed else _opt_in_drafters(request, model):
-        opening = dataclasses.replace(loaded, opens=name)
-        yield from (Candidate(opening, name, length) for length in _lengths(request, name, FEW_LENGTHS))
     if "early-exit" in names and "exit_layer" not in request.fixed:
         for layer in _other_exits(model):
             opening = dataclasses.replace(loaded, opens="early-exit", exit_layer=layer)
@@ -124,15 +124,16 @@ def _speculative(request: TuneRequest, loaded: Loaded, model: Model) -> Iterator
             )
 
 
-def _opt_in_drafters(request: TuneRequest, model: Model) -> list[DrafterName]:
-    """Drafters that the pair has files for but that `auto` does not load, because they take memory or another load."""
-    found: list[DrafterName] = []
+def _opt_in(request: TuneRequest, loaded: Loaded, model: Model) -> Iterator[Candidate]:
+    """Drafters that the pair has files for but that `auto` does not load: they take memory, time or another load."""
     for name, spec in SPECS.items():
         has_medium = "medium" in model.pair.files and model.draft_name in ("model", "early-exit")
         has_heads = request.options.heads is None and name in model.pair.heads
-        if (MEDIUM in spec.needs and has_medium) or (HEADS in spec.needs and has_heads):
-            found.append(name)
-    return [name for name in found if name not in model.drafter_names]
+        is_there = (MEDIUM in spec.needs and has_medium) or (HEADS in spec.needs and has_heads)
+        may = is_there and model.target.facts.can_speculate
+        if name not in model.drafter_names and (may or (MTP_LAYERS in spec.needs and target_has_mtp(model.pair))):
+            opening = dataclasses.replace(loaded, opens=name)
+            yield from (Candidate(opening, name, length) for length in _lengths(request, name, FEW_LENGTHS))
 
 
 def _other_exits(model: Model) -> list[int]:

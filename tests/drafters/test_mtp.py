@@ -12,16 +12,18 @@ from numpy.typing import NDArray
 
 import edgespec
 from demo import DEMO
-from edgespec import GenerateOptions, Sampling
+from edgespec import GenerateOptions, LoadOptions, Sampling
 from edgespec.engines.footprint import Use
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.llamacpp.footprint import footprint
 from edgespec.engines.llamacpp.mtp import MtpHead
+from edgespec.engines.llamacpp.running_state import RunningState
 from edgespec.errors import BatchError, CapabilityError, ContextFull, ModelFileError
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.kind import has_mtp
 from edgespec.loading.draft_hint import draft_hint
 from edgespec.loading.registry import resolve
+from edgespec.tuning.settings_grid import Loaded, TuneRequest, candidates
 from hybrid_gguf import HybridShape, tensors_of, write_lfm2, write_qwen35
 
 Floats = NDArray[np.float32]
@@ -155,6 +157,32 @@ def test_a_layer_that_knows_the_target_is_always_right(tmp_path: Path, reads: st
         found = model.generate(PROMPT, Sampling(temperature=0), options)
     assert len(set(found.token_ids)) == 1
     assert found.stats.drafted_tokens == found.stats.accepted_tokens > 15
+
+
+def test_auto_takes_the_layer_only_where_plain_passes_stay_cheap(tmp_path: Path) -> None:
+    heavy = write_qwen35(tmp_path / "heavy.gguf", replace(SHAPE, state_size=32), has_mtp=True)
+    with edgespec.load(heavy, threads=1) as model:
+        (note,) = [note for note in model.notes if note.startswith("speculation is off")]
+        assert "--drafter mtp" in note and "mtp" not in model.drafter_names
+        assert not model.target.facts.can_speculate
+        request = TuneRequest(LoadOptions(heavy, threads=1), frozenset({"threads"}), Sampling(), 8)
+        found = candidates(request, Loaded(str(heavy), "llamacpp", 1, None), model)
+        assert {each.loaded.opens for each in found if each.drafter == "mtp"} == {"mtp"}
+    with edgespec.load(heavy, threads=1, drafter="mtp") as model:
+        assert "mtp" in model.drafter_names and model.target.facts.can_speculate
+
+
+def test_experts_that_a_pass_does_not_use_carry_no_state(model_path: Path) -> None:
+    header = read_header(model_path)
+    dense = RunningState.of(header)
+    names = {"ffn_gate": "ffn_gate_exps", "ffn_up": "ffn_up_exps", "ffn_down": "ffn_down_exps"}
+    tensors = tuple(
+        replace(tensor, name=".".join(names.get(part, part) for part in tensor.name.split(".")))
+        for tensor in header.tensors
+    )
+    counts = {"qwen35.expert_count": 8, "qwen35.expert_used_count": 1}
+    sparse = RunningState.of(replace(header, tensors=tensors, metadata={**header.metadata, **counts}))
+    assert dense and sparse and sparse.num_bytes == dense.num_bytes and sparse.share > 2 * dense.share
 
 
 def test_a_model_without_the_layer_is_named(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from edgespec.engines.llamacpp.mtp import MtpHead
 from edgespec.engines.llamacpp.opening import ModelOpener, OpenModel, checked_target
 from edgespec.engines.llamacpp.rows import RowBuffer, Selection
 from edgespec.engines.llamacpp.rpc_probe import RpcServer
-from edgespec.engines.llamacpp.running_state import RunningState
+from edgespec.engines.llamacpp.running_state import RunningState, why_only_asked
 from edgespec.engines.llamacpp.settings import (
     DEFAULT_CONTEXT,
     MAX_BATCH,
@@ -44,11 +44,6 @@ from edgespec.engines.rows import SequenceBook, SequenceRows, split_by_sequence
 from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError
 from edgespec.formats.gguf.split import model_files
 from edgespec.types import Batch, Logits, TokenIds
-
-_NOT_FOR_LOOKUPS = (
-    "this model's running state would make each token about {:.0f}% slower, which lookups alone rarely earn. A draft "
-    "model (-md) or --drafter suffix turns it on"
-)
 
 
 class LlamaCppEngine(Engine):
@@ -152,7 +147,7 @@ class LlamaCppEngine(Engine):
         settings = checked(cache_type_k=cache_type_k or "f16", cache_type_v=cache_type_v or "f16")
         engine = cls._open(opener, settings)
         if speculates is None and state and state.snapshots and not settings.snapshots:
-            engine.facts = replace(engine.facts, why_no_speculation=_NOT_FOR_LOOKUPS.format(100 * state.share))
+            engine.facts = replace(engine.facts, why_no_speculation=why_only_asked(header, state))
         return engine
 
     @classmethod

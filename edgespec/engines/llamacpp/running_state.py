@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from edgespec.engines.llamacpp.library import library
 from edgespec.formats.gguf.header import GgufHeader
+from edgespec.formats.gguf.kind import has_mtp
 from edgespec.formats.gguf.values import GgufNumbers
 
 # Some of the architectures whose states llama.cpp can roll back (llm_arch_supports_rs_rollback): those that tests run,
@@ -21,7 +22,9 @@ WITH_SNAPSHOTS = frozenset({"lfm2", "lfm2moe", "qwen35", "qwen35moe"})
 MOST_SNAPSHOTS = 8
 SNAPSHOT_SHARE = 0.1  # of the weights' bytes, for the snapshots of one sequence
 MOST_CHECKPOINTS = 2
-_CHEAP_SHARE = 0.005  # measured: a share of .036 makes a single-token pass 4% slower, one of .0001 none
+_SLOWER = 1.2  # a single-token pass, per share: measured .043 at a share of .036, and nothing at .0001
+_CHEAP_SHARE = 0.005
+_MOST_SHARE_FOR_MTP = 0.01  # which `auto` takes on by itself
 _STATE_BYTES = 4  # of a number; llama.cpp stores states as float32
 
 
@@ -34,7 +37,7 @@ def keeps_running_state(model: Any) -> bool:
 class RunningState:
     """The running state of one sequence, and how many `snapshots` of it to keep where drafts are verified.
 
-    `share`: its bytes over those of the weights, which a single-token pass reads: with snapshots it copies the state
+    `share`: its bytes over those of the weights that a single-token pass reads: with snapshots it copies the state
     besides.
     """
 
@@ -49,14 +52,33 @@ class RunningState:
         if not numbers:
             return None
         num_bytes = sum(recurrent_layers(header)) * numbers * _STATE_BYTES
-        share = num_bytes / max(sum(tensor.num_bytes for tensor in header.tensors), 1)
-        affordable = int(SNAPSHOT_SHARE / share) if share else MOST_SNAPSHOTS
-        return cls(num_bytes, share, min(affordable, MOST_SNAPSHOTS) if header.architecture in WITH_SNAPSHOTS else 0)
+        if header.architecture not in WITH_SNAPSHOTS:
+            return cls(num_bytes, num_bytes / _bytes_per_pass(header), 0)
+        affordable = int(SNAPSHOT_SHARE * sum(tensor.num_bytes for tensor in header.tensors) / num_bytes)
+        return cls(num_bytes, num_bytes / _bytes_per_pass(header), min(affordable, MOST_SNAPSHOTS))
 
     def snapshots_for(self, speculates: bool | None) -> int:
         """Whether drafts are verified decides; None: only by lookups, where plain passes must not pay for them."""
         is_wanted = self.share <= _CHEAP_SHARE if speculates is None else speculates
         return self.snapshots if is_wanted else 0
+
+
+def auto_takes_mtp(header: GgufHeader) -> bool:
+    """Whether a model with multi-token prediction layers is loaded with them, and so with snapshots, unasked.
+
+    Its passes then cost more even where the layers never help, which a drafter that nobody asked for may not.
+    """
+    state = RunningState.of(header)
+    return state is None or state.share <= _MOST_SHARE_FOR_MTP
+
+
+def why_only_asked(header: GgufHeader, state: RunningState) -> str:
+    """One line: why a model that could speculate decodes plainly, and what turns speculation on."""
+    own = "--drafter mtp, as the file has a layer that drafts for it," if has_mtp(header) else "A draft model (-md)"
+    return (
+        f"this model's running state would make each token about {100 * _SLOWER * state.share:.0f}% slower, which lookups alone "
+        f"rarely earn. {own} or --drafter suffix turns speculation on"
+    )
 
 
 def recurrent_layers(header: GgufHeader) -> list[bool]:
@@ -70,6 +92,17 @@ def recurrent_layers(header: GgufHeader) -> list[bool]:
     if header.architecture in ("qwen35", "qwen35moe", "qwen3next"):
         return [(layer + 1) % 4 != 0 for layer in range(layers)]
     return [_numbers_per_layer(header) > 0] * layers
+
+
+def _bytes_per_pass(header: GgufHeader) -> float:
+    """Of the weights that a pass over one token reads: of experts those that it uses, of a table of tokens one row."""
+    used = _number(header, "expert_used_count") / max(_number(header, "expert_count"), 1) or 1
+    has_head = any(tensor.name == "output.weight" for tensor in header.tensors)
+    total = 0.0
+    for tensor in header.tensors:
+        if not (has_head and tensor.name == "token_embd.weight"):
+            total += tensor.num_bytes * (used if "_exps." in tensor.name else 1)
+    return max(total, 1.0)
 
 
 def _numbers_per_layer(header: GgufHeader) -> int:
