@@ -75,9 +75,10 @@ def auto_takes_mtp(header: GgufHeader) -> bool:
 def why_only_asked(header: GgufHeader, state: RunningState) -> str:
     """One line: why a model that could speculate decodes plainly, and what turns speculation on."""
     own = "--drafter mtp, as the file has a layer that drafts for it," if has_mtp(header) else "A draft model (-md)"
+    slower = f"about {100 * _SLOWER * state.share:.0f}% slower"
     return (
-        f"this model's running state would make each token about {100 * _SLOWER * state.share:.0f}% slower, which lookups alone "
-        f"rarely earn. {own} or --drafter suffix turns speculation on"
+        f"this model's running state would make each token {slower}, which lookups alone rarely earn. "
+        f"{own} or --drafter suffix turns speculation on"
     )
 
 
