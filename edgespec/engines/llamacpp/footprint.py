@@ -28,6 +28,7 @@ from edgespec.engines.llamacpp.settings import (
 from edgespec.engines.machine import instruction_sets
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.check import check_gguf
+from edgespec.formats.gguf.dflash import read_dflash
 from edgespec.formats.gguf.eagle3 import read_eagle3
 from edgespec.formats.gguf.header import GgufHeader, TensorInfo
 from edgespec.formats.gguf.kind import has_mtp
@@ -114,8 +115,8 @@ def footprint(path: Path, use: Use) -> Footprint:
 
 def _mtp_bytes(shape: Shape, context: int) -> int:
     """The context of a multi-token prediction layer: its cache, and logits twice."""
+    from edgespec.engines.llamacpp.head_context import widest_step
     from edgespec.engines.llamacpp.mtp import DEFAULT_CONTEXT  # imports numpy
-    from edgespec.engines.llamacpp.pair_head import widest_step
 
     cache = min(context, DEFAULT_CONTEXT) * 2 * shape.width * CACHE_BYTES["f16"]
     return int(cache) + 2 * 4 * widest_step(shape.vocabulary) * shape.vocabulary
@@ -142,6 +143,17 @@ def eagle3_footprint(path: Path, use: Use) -> Footprint:
     context = min(sizes.context_length, use.context_length or DEFAULT_CONTEXT)
     own = use.sequences * (num_bytes(sizes, context) - sizes.weight_bytes)
     cache = use.sequences * context * sizes.kv_bytes_per_token
+    return Footprint(mapped=path.stat().st_size, cache=cache, compute=own - cache, context_length=context)
+
+
+def dflash_footprint(path: Path, use: Use) -> Footprint:
+    """The memory of a DFlash head beside its target. Raises as `footprint`."""
+    from edgespec.engines.llamacpp.dflash import DEFAULT_CONTEXT, num_bytes  # imports numpy
+
+    sizes = read_dflash(path)
+    context = min(sizes.context_length, use.context_length or DEFAULT_CONTEXT)
+    own = use.sequences * (num_bytes(sizes, context) - sizes.weight_bytes)
+    cache = use.sequences * (context + sizes.block_size) * sizes.kv_bytes_per_token
     return Footprint(mapped=path.stat().st_size, cache=cache, compute=own - cache, context_length=context)
 
 
