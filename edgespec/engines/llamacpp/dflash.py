@@ -22,6 +22,7 @@ from edgespec.engines.llamacpp.extensions import extension
 from edgespec.engines.llamacpp.head_context import HeadContext, MakeContext, create_context, widest_step
 from edgespec.engines.llamacpp.library import CancelFlag, library, open_model
 from edgespec.engines.llamacpp.rows import PairRows
+from edgespec.engines.llamacpp.settings import CELLS_MULTIPLE
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.errors import BatchError, ContextFull, ModelFileError
 from edgespec.formats.gguf.dflash import DFlashSizes, read_dflash
@@ -29,6 +30,7 @@ from edgespec.types import Logits
 from edgespec.vocabulary import Vocabulary, check_same_vocabulary
 
 DEFAULT_CONTEXT = 2048
+_MARKOV_COPIES = 6
 
 
 class DFlashHead(HeadContext, BlockHead):
@@ -180,14 +182,22 @@ def _create_context(
 
 
 def num_bytes(sizes: DFlashSizes, context_length: int) -> int:
-    """Weights, cache, and for the widest pass two copies of the logits and a layer's activations.
+    """Weights, cache, and what passes work with."""
+    return sizes.weight_bytes + cache_bytes(sizes, context_length) + pass_bytes(sizes)
 
-    A Markov head works on copies of the block's logits.
+
+def cache_bytes(sizes: DFlashSizes, context_length: int) -> int:
+    """For `context_length` tokens of text and a block."""
+    cells = -(-(context_length + sizes.block_size) // CELLS_MULTIPLE) * CELLS_MULTIPLE
+    return cells * sizes.kv_bytes_per_token
+
+
+def pass_bytes(sizes: DFlashSizes) -> int:
+    """Logits in the graph and copies of a block's, and activations of a layer, for the widest pass.
+
+    A Markov head works on copies of the block's logits: the number is what was measured.
     """
-    rows = widest_pass(sizes)
-    row_bytes = 4 * (2 * sizes.vocabulary_size + sizes.feature_width + 4 * sizes.width + 3 * sizes.inner_width)
-    if sizes.num_drafted < sizes.vocabulary_size:
-        row_bytes += 4 * sizes.num_drafted
-    markov = 3 * sizes.block_size * 4 * sizes.vocabulary_size if sizes.has_markov else 0
-    cells = context_length + sizes.block_size
-    return sizes.weight_bytes + cells * sizes.kv_bytes_per_token + rows * row_bytes + markov
+    rows, row_bytes = widest_pass(sizes), 4 * sizes.vocabulary_size
+    in_graph = max(rows, _MARKOV_COPIES * sizes.block_size if sizes.has_markov else 0) * row_bytes
+    activations = 4 * rows * (sizes.feature_width + 4 * sizes.width + 3 * sizes.inner_width)
+    return in_graph + sizes.block_size * row_bytes + activations
