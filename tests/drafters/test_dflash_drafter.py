@@ -156,11 +156,12 @@ def test_coupled_text_is_plain_text(temperature: float) -> None:
 
 def test_a_head_that_knows_the_target_is_always_right() -> None:
     """A whole block of the greedy chain is accepted, and costs one pass of the head."""
-    target = TableEngine.random(VOCABULARY, order=1, seed=1, context_length=400)
+    target = TableEngine.random(VOCABULARY, order=1, seed=12, context_length=400)
     head = OpenBlock(400)
     head.table, head.share_of_state = np.stack([target.row((token,)) for token in range(VOCABULARY)]), 0.0
     cached, drafter = CachedSequence(target), DFlashDrafter(head, max_features=512)
     found = run_once(cached, drafter, "coupled", Sampling(temperature=0.0, seed=7), 241, length=9)
+    assert len({event.token_id for event in found[-20:]}) > 3, "it must matter which token is the last one"
     assert sum(event.drafter is not None for event in found) == 200
     assert head.num_blocks == 40
 
@@ -206,3 +207,22 @@ def test_the_controller_prices_a_block_once() -> None:
     controller.use_threads(2)
     controller.costs.follow_threads()
     assert controller.costs.draft("dflash").is_once
+
+
+def test_after_a_failure_the_head_reads_the_text_again() -> None:
+    head = OpenBlock(64)
+    drafter = DFlashDrafter(head, max_features=64)
+    text = np.arange(20, dtype=np.int32) % VOCABULARY
+    ask(drafter, text[:14], 13, 4)
+    inject = head.inject
+
+    def struck(features: States) -> None:
+        inject(features)
+        raise KeyboardInterrupt
+
+    head.inject = struck  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        ask(drafter, text[::-1][:16], 15, 4)  # its tokens stand where those of the first text stood
+    head.inject = inject  # type: ignore[method-assign]
+    assert ask(drafter, text[:16], 15, 4).num_tokens == 4
+    assert [number for _, number in head.pairs] == [float(each) for each in features_of(text[:15])[:, 0]]
