@@ -42,6 +42,7 @@ HEADS = {
     "DFlash": (HeadShape(), {}),
     "DFlash with the target's tables": (HeadShape(), BARE),
     "DSpark": (DSPARK, {}),
+    "DSpark in eight bits": (replace(DSPARK, markov=32, weights=gguf.GGMLQuantizationType.Q8_0), BARE),
     "DSpark behind the anchor": (replace(DSPARK, from_anchor=False, drafted=120), {"token_embd.weight": None}),
 }
 

@@ -217,6 +217,8 @@ class _Reader(HeadReader):
         pattern = self._items("attention.sliding_window_pattern")
         if len(pattern) != num_layers or any(isinstance(item, float) or item not in (0, 1) for item in pattern):
             raise self._wrong("its sliding_window_pattern does not say for each layer whether it has a window")
+        if not any(pattern):  # llama.cpp ends the process
+            raise self._wrong("it names a sliding window, and none of its layers has one")
 
     def _markov(self, width: int, vocabulary_size: int, num_drafted: int) -> tuple[bool, bool]:
         """Whether there are a Markov and a confidence head."""
