@@ -62,6 +62,7 @@ def test_a_sound_head_is_told_from_others(target: LlamaCppEngine, tiny_path: Pat
         ({}, {"selector_hidden.weight": np.ones((8, WIDTH), np.float32)}, "DFlash2 head"),
         ({}, {"blk.0.attn_conv_proj.weight": np.ones((8, WIDTH), np.float32)}, "DFlash2 head"),
         ({"dflash.rope.dimension_sections": [8, 0, 0, 0]}, {}, "also reads images"),
+        ({"dflash.rope.dimension_sections": 8}, {}, "also reads images"),
     ],
 )  # fmt: skip
 def test_a_variant_that_does_not_run_is_named(
@@ -112,6 +113,7 @@ def ones(*shape: int) -> np.ndarray:
         ({}, {"d2t": np.arange(299, dtype=np.int64) + 1}, r"different tokens of 0\.\.298"),
         ({}, {"d2t": np.arange(100, dtype=np.int64)}, "'output.weight' has the shape"),
         ({}, {"d2t": np.arange(100, dtype=np.int64), "output.weight": None}, "no output.weight"),
+        ({}, {"fc.scale": np.ones(1, np.int32)}, "'fc.scale' is I32, F32 is needed"),
         ({}, {"markov_w1.weight": ones(299, 8)}, "lacks the tensor 'markov_w2.weight'"),
         ({}, {"markov_w2.weight": ones(299, 8)}, "a part of a Markov head"),
         ({}, {"markov_w1.weight": ones(100, 8), "markov_w2.weight": ones(299, 8)}, "'markov_w1.weight' has the shape"),

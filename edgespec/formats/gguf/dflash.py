@@ -105,6 +105,9 @@ class _Reader(HeadReader):
             "enc.output_norm.weight": (width,),
             "output_norm.weight": (width,),
         })  # fmt: skip
+        for tensor in self._header.tensors:
+            if tensor.name.endswith((".scale", ".bias")) and tensor.kind != "F32":
+                raise self._wrong(f"its tensor {tensor.name!r} is {tensor.kind}, F32 is needed")
         self._check_shapes({EMBEDDINGS: (width, vocabulary_size), OUTPUT: (width, num_drafted)}, may_lack=True)
         has_markov, has_confidence = self._markov(width, vocabulary_size, num_drafted)
         has_table, has_output = EMBEDDINGS in self._tensors, OUTPUT in self._tensors
@@ -137,7 +140,7 @@ class _Reader(HeadReader):
             name.removeprefix("blk.").lstrip("0123456789.").startswith(names) for name in self._tensors
         ):
             yield "a DFlash2 head (with convolutions and a selector)"
-        if any(self._items("rope.dimension_sections")):
+        if self._value("rope.dimension_sections") is not None and any(self._items("rope.dimension_sections") or (1,)):
             yield "a head for a target that also reads images (with rotary sections)"
 
     def _layers(self) -> tuple[int, ...]:
