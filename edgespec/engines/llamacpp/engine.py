@@ -1,6 +1,7 @@
 """The llama.cpp engine, on the library's low-level functions.
 
-One unified KV cache holds all sequences; in reproducible mode with several of them, each has a stream of its own.
+One unified KV cache holds all sequences; where they need no branches, and in reproducible mode, each has a stream of
+its own.
 """
 
 from __future__ import annotations
