@@ -55,8 +55,8 @@ class Conversation:
 
     @property
     def num_exchanges(self) -> int:
-        """Number of user messages."""
-        return sum(turn["role"] == "user" for turn in self.turns)
+        """Number of user messages, those that no longer fit the context included."""
+        return sum(turn["role"] == "user" for turn in self._dropped + self.turns)
 
     def ask(self, text: str) -> None:
         """Add a user message."""

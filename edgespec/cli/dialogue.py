@@ -6,6 +6,7 @@ import dataclasses
 
 from edgespec.chat.conversation import Conversation, fit_context
 from edgespec.cli.interrupt import stops
+from edgespec.cli.lines import typing_unseen
 from edgespec.cli.session import Session
 from edgespec.cli.terminal import counted, note, reply
 from edgespec.generation.totals import Totals
@@ -73,7 +74,7 @@ class Chat:
         offset = self.conversation.noise_offset(len(prompt_ids))
         options = dataclasses.replace(session.options, noise_offset=offset)
         printer = session.printer(prompt_ids)
-        with session.model.stream(prompt_ids, session.sampling, options) as answer:
+        with typing_unseen(), session.model.stream(prompt_ids, session.sampling, options) as answer:
             self.last = answer.stats
             with stops(answer.cancel) as interruption:
                 for event in answer:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import click
 
@@ -21,6 +22,25 @@ _HINT = "Type a message. /help lists commands, Ctrl-D leaves"  # in the first em
 def is_interactive() -> bool:
     """Whether a person types and looks on."""
     return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+@contextmanager
+def typing_unseen() -> Iterator[None]:
+    """Within the block, what is typed in a terminal does not appear in what is printed; the next prompt shows it."""
+    if not is_interactive() or sys.platform == "win32":
+        yield
+        return
+    import termios
+
+    terminal = sys.stdin.fileno()
+    usual = termios.tcgetattr(terminal)
+    unseen = usual.copy()
+    unseen[3] &= ~termios.ECHO
+    termios.tcsetattr(terminal, termios.TCSANOW, unseen)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSANOW, usual)
 
 
 def line_reader(commands: Sequence[str]) -> ReadLine:

@@ -47,7 +47,8 @@ class Use:
     `context_length` in tokens, None for the trained one up to `default_context`; `cache_types` of keys and values;
     `rows`: widest pass that asks for logits of all its rows; `gpu_layers`: -1 for all, with their caches if
     `kv_offload`; `sequences`: concurrent texts, each with a context of that length; `device`: of ONNX Runtime, None for
-    the CPU; `speculates`: whether drafts are verified, None: by lookups at most.
+    the CPU; `speculates`: whether drafts are verified, None: by lookups at most; `reproducible`: whether that was asked
+    for, so that passes may be padded.
     """
 
     context_length: int | None = None
@@ -60,3 +61,4 @@ class Use:
     sequences: int = 1
     device: str | None = None
     speculates: bool | None = False
+    reproducible: bool = False

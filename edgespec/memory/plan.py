@@ -214,6 +214,7 @@ def _target_use(options: LoadOptions, chosen: Chosen) -> Use:
         exit_layer=chosen.exit_layer,
         sequences=options.parallel,
         speculates=verifies_drafts(options, chosen.pair),
+        reproducible=options.reproducible is True,
     )
 
 

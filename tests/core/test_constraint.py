@@ -262,6 +262,15 @@ def test_a_number_of_properties_is_kept_where_no_repeated_name_can_meet_it() -> 
         Constraints().of(Grammar("json_schema", json.dumps({"type": "object"} | fields)), table().vocabulary, 0)
 
 
+def test_a_list_may_say_that_its_items_need_not_differ() -> None:
+    lists = {"type": "array", "items": {"enum": [1]}, "maxItems": 2}
+    schema = {"type": "object", "properties": {"a": {**lists, "uniqueItems": False}}, "required": ["a"]}
+    Constraints().of(Grammar("json_schema", json.dumps(schema)), table().vocabulary, 0)
+    schema["properties"]["a"]["uniqueItems"] = True
+    with pytest.raises(ConfigError, match=r"at properties.a: .*uniqueItems"):
+        Constraints().of(Grammar("json_schema", json.dumps(schema)), table().vocabulary, 0)
+
+
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CapabilityError, match="end-of-text"):
         Constraints().of(FORCING, TableEngine.random(SIZE).vocabulary, 0)

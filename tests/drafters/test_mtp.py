@@ -17,9 +17,9 @@ from edgespec.engines.footprint import Use
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.llamacpp.footprint import footprint
 from edgespec.engines.llamacpp.mtp import MtpHead
-from edgespec.engines.llamacpp.running_state import RunningState
+from edgespec.engines.llamacpp.running_state import RunningState, auto_takes_mtp
 from edgespec.errors import BatchError, CapabilityError, ContextFull, ModelFileError
-from edgespec.formats.gguf.header import read_header
+from edgespec.formats.gguf.header import GgufHeader, read_header
 from edgespec.formats.gguf.kind import has_mtp
 from edgespec.loading.draft_hint import draft_hint
 from edgespec.loading.registry import resolve
@@ -27,7 +27,7 @@ from edgespec.tuning.settings_grid import Loaded, TuneRequest, candidates
 from hybrid_gguf import HybridShape, tensors_of, write_lfm2, write_qwen35
 
 Floats = NDArray[np.float32]
-SHAPE = HybridShape(hidden=512)
+SHAPE = HybridShape(hidden=1024)
 PROMPT = "the cat sat on the mat, the cat"
 
 
@@ -159,8 +159,17 @@ def test_a_layer_that_knows_the_target_is_always_right(tmp_path: Path, reads: st
     assert found.stats.drafted_tokens == found.stats.accepted_tokens > 15
 
 
+def scaled(header: GgufHeader, factor: int) -> GgufHeader:
+    tensors = tuple(replace(tensor, num_bytes=factor * tensor.num_bytes) for tensor in header.tensors)
+    return replace(header, tensors=tensors)
+
+
 def test_auto_takes_the_layer_only_where_plain_passes_stay_cheap(tmp_path: Path) -> None:
     heavy = write_qwen35(tmp_path / "heavy.gguf", replace(SHAPE, state_size=32), has_mtp=True)
+    header = read_header(heavy)
+    assert auto_takes_mtp(scaled(header, 10_000)) and not auto_takes_mtp(header)
+    large_state = {**header.metadata, "qwen35.ssm.state_size": 10**7}
+    assert not auto_takes_mtp(replace(scaled(header, 10_000), metadata=large_state))
     with edgespec.load(heavy, threads=1) as model:
         (note,) = [note for note in model.notes if note.startswith("speculation is off")]
         assert "--drafter mtp" in note and "mtp" not in model.drafter_names

@@ -93,6 +93,37 @@ def test_fastest_mode_shares_passes(engine: Any) -> None:
             assert result.logprobs[0] == pytest.approx(alone.logprobs[0], abs=0.05)
 
 
+def test_on_the_processor_texts_have_cells_of_their_own_unless_trees_are_asked_for() -> None:
+    """What other chats hold is then not read with each token of this one, which took up to half as long again."""
+    with opened("llamacpp", reproducible=False, parallel=3, drafter="tree") as model:
+        assert model.target.most_branches > 0
+    with opened("llamacpp", reproducible=False, parallel=3) as model, model.measuring() as (engine, _):
+        assert engine.most_branches == 0
+        rows = Batch.chain(range(40, 70))
+        alone = engine.forward(rows).copy()
+        engine.rollback(0)
+        for other in (1, 2):
+            engine.forward(Batch.chain(range(10, 210), sequence=other, last_only=True))
+        assert np.array_equal(engine.forward(rows), alone)
+
+
+@pytest.mark.parametrize("draft_length", [1, 4])
+def test_drafts_of_several_texts_are_accepted_as_alone(draft_length: int) -> None:
+    """Rows of different numbers become several passes inside llama.cpp, whose results are those of their own rows."""
+    options = replace(OPTIONS, drafter="model", draft_length=draft_length)
+    with opened("llamacpp", reproducible=False, parallel=4) as model:
+        drafting = [model.stream(prompt, Sampling(), options) for prompt in PROMPTS[:2]]
+        plain = [model.stream(prompt, Sampling(), replace(OPTIONS, drafter="none")) for prompt in PROMPTS[2:]]
+        with model.batch() as batch:
+            together = batch.results([drafting[0], plain[0], drafting[1], plain[1]])
+        accepted = [result.stats.accepted_tokens for result in together[::2]]
+        alone = []
+        for prompt in PROMPTS[:2]:
+            model.forget()
+            alone.append(model.generate(prompt, Sampling(), options).stats.accepted_tokens)
+        assert sum(alone) > 10 and sum(accepted) > 0.8 * sum(alone)
+
+
 # -- drafters with state: heads, which read the target's hidden states, and a draft model with a draft of its own
 
 

@@ -1,6 +1,7 @@
 """The llama.cpp engine, on the library's low-level functions.
 
-One unified KV cache holds all sequences; in reproducible mode with several of them, each has a stream of its own.
+One unified KV cache holds all sequences; where they need no branches, and in reproducible mode, each has a stream of
+its own.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from edgespec.closing import closed_on_failure
 from edgespec.engines.base import Engine, EngineFacts, check_batch, check_threads
 from edgespec.engines.envelope import StateStamp
 from edgespec.engines.held import HeldFiles
+from edgespec.engines.llamacpp.cached_texts import CachedTexts
 from edgespec.engines.llamacpp.cells import Cells
-from edgespec.engines.llamacpp.checkpoints import Checkpoints
 from edgespec.engines.llamacpp.dflash import DFlashHead
 from edgespec.engines.llamacpp.eagle3 import Eagle3Head
 from edgespec.engines.llamacpp.facts import measured_facts, read_facts
@@ -64,7 +65,7 @@ class LlamaCppEngine(Engine):
         self._book = SequenceBook(settings.max_sequences)
         self._cells = Cells(context, settings, self._book)
         self._scratch_id = settings.scratch_id
-        self._checkpoints = Checkpoints()
+        self._texts = CachedTexts(self._cells, self._book)
         self._layer_inputs = LayerInputs(model, context)
         kinds = (settings.cache_type_k, settings.cache_type_v, settings.flash_attention, version())
         self._held = HeldFiles(model_files(path))
@@ -284,42 +285,16 @@ class LlamaCppEngine(Engine):
         return self._book.lengths[sequence]
 
     def rollback(self, to_length: int, sequence: int = 0) -> None:
-        length = self.length(sequence)
-        self._book.check_rollback(to_length, sequence)
-        droppable = self._droppable(sequence)
-        was_tree = self._book.forget_last(sequence)
-        self._checkpoints.shorten(to_length, sequence)
-        if to_length == 0:
-            if length or was_tree or not self.facts.can_rollback:
-                self._cells.forget(sequence)
-            return
-        if to_length == length and not was_tree:
-            if not self.facts.can_rollback:  # report now that an aborted pass cannot be undone; else the next one trims
-                self._cells.trim(sequence)
-            return
-        if self.facts.can_rollback or length - to_length <= droppable:
-            self._cells.drop_from(to_length, sequence)
-            return
-        state = self._checkpoints.at(to_length, sequence)
-        if state is None:
-            raise CapabilityError(
-                f"{self.facts.architecture} models keep a running state that cannot be rolled back to {to_length} of "
-                f"{length} tokens; use --drafter none"
-            )
-        self._cells.return_to(state, to_length, sequence)
-
-    def _droppable(self, sequence: int) -> int:
-        """Rows of the last pass that a model with a running state can drop."""
-        return min(self._book.droppable(sequence), self.facts.rollback_rows)
+        self.length(sequence)
+        self._texts.rollback(to_length, sequence, self.facts)
 
     def checkpoint(self, sequence: int = 0) -> None:
-        if self.facts.has_checkpoints and (length := self.length(sequence)):
-            self._checkpoints.add(length, sequence, self._cells.running_state)
+        if self.facts.has_checkpoints and self.length(sequence):
+            self._texts.checkpoint(sequence)
 
     def reachable(self, to_length: int, sequence: int = 0) -> int:
-        if self.facts.can_rollback or 0 <= self.length(sequence) - to_length <= self._droppable(sequence):
-            return to_length
-        return self._checkpoints.latest(to_length, sequence)
+        self.length(sequence)
+        return self._texts.reachable(to_length, sequence, self.facts)
 
     def keep_path(self, rows: tuple[int, ...], sequence: int = 0) -> None:
         """As in the base class. In reproducible mode an accepted side branch is decoded again as a chain."""
@@ -351,25 +326,17 @@ class LlamaCppEngine(Engine):
 
     def fork(self, source: int, destination: int) -> None:
         self._require_open()
-        self._book.check_settled(source)
-        self._book.check(destination)
-        if source != destination:
-            self._book.forget_last(destination)
-            self._cells.fork(source, destination)
-            self._checkpoints.fork(source, destination)
+        self._texts.fork(source, destination)
 
     def save_state(self, sequence: int = 0) -> bytes:
         self._require_open()
-        self._book.check_settled(sequence)
-        return self._stamp.wrap(self._cells.save(sequence), self._book.lengths[sequence])
+        return self._stamp.wrap(*self._texts.save(sequence))
 
     def load_state(self, state: bytes | memoryview, sequence: int = 0) -> None:
         self._require_open()
         self._book.check(sequence)
         payload, length = self._stamp.unwrap(state, self.facts.context_length)
-        self._book.forget_last(sequence)
-        self._checkpoints.shorten(0, sequence)
-        self._cells.load(payload, length, sequence)
+        self._texts.load(payload, length, sequence)
 
     @property
     def most_branches(self) -> int:

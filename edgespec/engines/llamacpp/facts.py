@@ -65,11 +65,11 @@ def measured_facts(engine: Engine, path: Path, settings: ContextSettings, state_
     advice = f"Use a Q8_0 file in place of {path.name}, or --no-reproducible"
     key = _widths_key(path, settings)
     facts = pinned_facts(engine, key, widest=settings.widest, reproducible=settings.reproducible, advice=advice)
-    if not settings.streams:
+    if not settings.streams or facts.pinned_class is None:
         return facts
     # A pass over several streams is split into parts of equal widths, which padding cannot bring into a class.
     engine.facts = replace(facts, can_pack=False)
-    can_pack = facts.pinned_class is not None and facts.pinned_class[0] == 1 and packs_alike(engine, key)
+    can_pack = facts.pinned_class[0] == 1 and packs_alike(engine, key)
     return replace(facts, can_pack=can_pack)
 
 

@@ -77,12 +77,14 @@ def footprint(path: Path, use: Use) -> Footprint:
     shape = Shape.of(header)
     context = choose_context_length(path, header.context_length, use.context_length, use.default_context)
     kinds = [kind or "f16" for kind in use.cache_types]
-    defaults = DEFAULTS | {"max_sequences": use.sequences}
+    defaults = DEFAULTS | {"max_sequences": use.sequences, "reproducible": use.reproducible or None}
     settings = ContextSettings.checked(
         context_length=context, threads=1, gpu_layers=0, cache_type_k=kinds[0], cache_type_v=kinds[1], **defaults
     )
     if (state := RunningState.of(header)) is not None:
         settings = replace(settings, snapshots=state.snapshots_for(use.speculates)).with_state()
+    elif use.sequences > 1 and not use.gpu_layers:
+        settings = replace(settings, streams=True)
     cells = -(-settings.cells // CELLS_MULTIPLE) * CELLS_MULTIPLE
     _check_cache(path, header, kinds)
     cache = int(sum(count * CACHE_BYTES[kind] for count, kind in zip(shape.kv, kinds, strict=True)) * cells)
@@ -165,7 +167,8 @@ def dflash_footprint(path: Path, use: Use) -> Footprint:
 def _compute_bytes(shape: Shape, settings: ContextSettings, cells: int, rows: int) -> tuple[int, int]:
     """(used, reserved) for the results of a pass; logits are reserved for more rows than any pass asks for."""
     tokens = settings.batch_capacity
-    mask, converted = 2 * tokens * cells, int(1.1 * tokens * shape.inner)
+    reached = cells // settings.max_sequences if settings.streams else cells  # by attention, for each row
+    mask, converted = 2 * tokens * reached, int(1.1 * tokens * shape.inner)
     layer = 4 * tokens * (3 * shape.inner + 4 * shape.width) + mask
 
     def head(outputs: int) -> int:

@@ -51,7 +51,7 @@ class ModelOpener:
             has_mtp=self.has_mtp,
         )
         settings = settings.with_state() if keeps_running_state(model) else replace(settings, snapshots=0)
-        if settings.max_sequences > 1 and will_be_reproducible(self.path, settings):
+        if self._has_streams(settings):
             settings = replace(settings, max_branches=0, streams=True)
         cancel = CancelFlag()
         try:
@@ -61,6 +61,11 @@ class ModelOpener:
         except BaseException:
             library().llama_model_free(model)
             raise
+
+    def _has_streams(self, settings: ContextSettings) -> bool:
+        if settings.max_sequences == 1 or settings.keeps_state:
+            return False
+        return not settings.max_branches or will_be_reproducible(self.path, settings)
 
 
 def checked_target(path: Path) -> GgufHeader:

@@ -24,7 +24,9 @@ SNAPSHOT_SHARE = 0.1  # of the weights' bytes, for the snapshots of one sequence
 MOST_CHECKPOINTS = 2
 _SLOWER = 1.2  # a single-token pass, per share: measured .043 at a share of .036, and nothing at .0001
 _CHEAP_SHARE = 0.005
-_MOST_SHARE_FOR_MTP = 0.01  # which `auto` takes on by itself
+# What `auto` takes on by itself. Copies of the state slow a pass by about its share, and by .2 to .4 ms besides:
+# measured 3% at a share of .01 and .4 GB, 4% at .036 and .5 GB.
+_MOST_SHARE_FOR_MTP, _LEAST_BYTES_FOR_MTP = 0.01, 2 << 30
 _STATE_BYTES = 4  # of a number; llama.cpp stores states as float32
 
 
@@ -69,7 +71,8 @@ def auto_takes_mtp(header: GgufHeader) -> bool:
     Its passes then cost more even where the layers never help, which a drafter that nobody asked for may not.
     """
     state = RunningState.of(header)
-    return state is None or state.share <= _MOST_SHARE_FOR_MTP
+    is_large = _bytes_per_pass(header) >= _LEAST_BYTES_FOR_MTP
+    return state is None or state.share <= (_MOST_SHARE_FOR_MTP if is_large else _CHEAP_SHARE)
 
 
 def why_only_asked(header: GgufHeader, state: RunningState) -> str:

@@ -52,8 +52,9 @@ class ContextSettings:
 
     `devices`: names of those that the `gpu_layers` are placed on; None: RPC servers first, then all GPUs; none: the
     processor. `servers`: RPC servers, whose devices this process has. `kv_offload`: whether the KV cache of these
-    layers lies on their devices. `streams`: every sequence has cells of its own, so that attention adds in the order of
-    its tokens whatever the others hold; there are no branches then. Otherwise all share their cells.
+    layers lies on their devices. `streams`: every sequence has cells of its own, so that attention reads no others' and
+    adds in the order of its tokens whatever the others hold; there are no branches then, and a pass with different
+    numbers of rows of several sequences becomes several. Otherwise all share their cells.
     `keeps_state`: the model keeps a running state, of which there are `snapshots` copies for each sequence.
     """
 
@@ -145,7 +146,8 @@ class ContextSettings:
     def cells(self) -> int:
         """KV cells: every sequence full, and room for scratch rows on top."""
         if self.streams:
-            return -(-(self.context_length + self.widest) // CELLS_MULTIPLE) * CELLS_MULTIPLE * self.max_sequences
+            length = self.context_length + (self.widest if self.reproducible else 0)  # only asked for, it may pad
+            return -(-length // CELLS_MULTIPLE) * CELLS_MULTIPLE * self.max_sequences
         return self.context_length * self.max_sequences + self.widest
 
     @property

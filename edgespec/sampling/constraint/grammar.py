@@ -60,10 +60,19 @@ class Grammar:
 
 def _body(kind: Kind, text: str) -> dict[str, Any]:
     if kind == "json_schema":
-        return {"json_schema": laid_out(json.loads(text))}
+        return {"json_schema": laid_out(_parsed(text))}
     if kind == "regex":
         return {"lark_grammar": f"start: TEXT\nTEXT: /{_slashed(text)}/"}
     return {"lark_grammar": _as_lark(text)}
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """The JSON schema `text`, without what asks for nothing but is a word that the library refuses."""
+    schema: dict[str, Any] = json.loads(text)
+    for _, part in _all_parts(schema):
+        if part.get("uniqueItems") is False:
+            del part["uniqueItems"]
+    return schema
 
 
 def laid_out(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,7 +105,7 @@ def _escaped(text: str) -> str:
 def compiled(grammar: Grammar, library: Library) -> LLMatcher:
     """A matcher at the beginning of an answer. Raises ConfigError, which names the place of a mistake."""
     matcher = library.matcher(grammar.source)
-    schema = json.loads(grammar.text) if grammar.kind == "json_schema" else None
+    schema = _parsed(grammar.text) if grammar.kind == "json_schema" else None
     if not matcher.is_error():
         if schema is not None:
             _refuse_counts(schema)
@@ -109,9 +118,7 @@ def compiled(grammar: Grammar, library: Library) -> LLMatcher:
 
 def _refuse_counts(schema: dict[str, Any]) -> None:
     """Raises ConfigError for a `minProperties` that a repeated name would meet: the library counts it every time."""
-    rest = [("", schema)]
-    while rest:
-        path, part = rest.pop()
+    for path, part in _all_parts(schema):
         least, named = part.get("minProperties", 0), len(set(part.get("required", [])))
         if least > named + 1:
             place = f"at {path}: " if path else ""
@@ -119,6 +126,14 @@ def _refuse_counts(schema: dict[str, Any]) -> None:
                 f"json_schema cannot be used: {place}minProperties {least} cannot be kept, as an answer may repeat a "
                 f"name: list all names but one under required, where {named} are now"
             )
+
+
+def _all_parts(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(path, schema) of a schema and of all inside it."""
+    rest = [("", schema)]
+    while rest:
+        path, part = rest.pop()
+        yield path, part
         rest += [(f"{path}.{name}" if path else name, below) for name, below in _parts(part)]
 
 

@@ -1,0 +1,118 @@
+"""The texts that an engine has cached: how they are shortened, returned to, copied and kept.
+
+A cache of keys and values is shortened by dropping cells. A running state (`running_state`) is not: it can drop the
+last rows of a pass where the library has snapshots of it, and return to copies of it at lengths that a caller chose. A
+draft model returns to the text that is certain with one, and a conversation to the end of its last question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.engines.base import EngineFacts
+from edgespec.engines.llamacpp.cells import Cells
+from edgespec.engines.llamacpp.running_state import MOST_CHECKPOINTS
+from edgespec.engines.rows import SequenceBook
+from edgespec.errors import CapabilityError
+
+
+class Checkpoints:
+    """Running states of the sequences of an engine, at earlier lengths: the latest MOST_CHECKPOINTS of each."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, dict[int, NDArray[np.uint8]]] = {}  # by sequence, then by length
+
+    def add(self, length: int, sequence: int, read: Callable[[int], NDArray[np.uint8]]) -> None:
+        """Keep what `read` gives of a sequence that holds `length` tokens."""
+        kept = self._kept.setdefault(sequence, {})
+        while len(kept) >= MOST_CHECKPOINTS and length not in kept:
+            del kept[min(kept)]
+        kept[length] = read(sequence)
+
+    def at(self, length: int, sequence: int) -> NDArray[np.uint8] | None:
+        return self._kept.get(sequence, {}).get(length)
+
+    def latest(self, length: int, sequence: int) -> int:
+        """The longest length up to `length` that there is one of; 0 without."""
+        return max((each for each in self._kept.get(sequence, {}) if each <= length), default=0)
+
+    def shorten(self, length: int, sequence: int) -> None:
+        """The sequence holds `length` tokens now."""
+        kept = self._kept.get(sequence, {})
+        self._kept[sequence] = {each: state for each, state in kept.items() if each <= length}
+
+    def fork(self, source: int, destination: int) -> None:
+        self._kept[destination] = dict(self._kept.get(source, {}))
+
+
+class CachedTexts:
+    """The texts of an engine's sequences: their lengths in `book`, their cells in `cells`, and checkpoints of them."""
+
+    def __init__(self, cells: Cells, book: SequenceBook) -> None:
+        self._cells, self._book = cells, book
+        self._checkpoints = Checkpoints()
+
+    def rollback(self, to_length: int, sequence: int, facts: EngineFacts) -> None:
+        """Shorten a sequence. Raises BatchError for a length that it has not, CapabilityError as `Engine.rollback`."""
+        length = self._book.lengths[sequence]
+        self._book.check_rollback(to_length, sequence)
+        droppable = self._droppable(sequence, facts)
+        was_tree = self._book.forget_last(sequence)
+        self._checkpoints.shorten(to_length, sequence)
+        if to_length == 0:
+            if length or was_tree or not facts.can_rollback:
+                self._cells.forget(sequence)
+        elif to_length == length and not was_tree:
+            if not facts.can_rollback:  # report now that an aborted pass cannot be undone; else the next one trims
+                self._cells.trim(sequence)
+        elif facts.can_rollback or length - to_length <= droppable:
+            self._cells.drop_from(to_length, sequence)
+        else:
+            self._return_to(to_length, sequence, facts)
+
+    def _return_to(self, to_length: int, sequence: int, facts: EngineFacts) -> None:
+        state = self._checkpoints.at(to_length, sequence)
+        if state is None:
+            raise CapabilityError(
+                f"{facts.architecture} models keep a running state that cannot be rolled back to {to_length} of "
+                f"{self._book.lengths[sequence]} tokens; use --drafter none"
+            )
+        self._cells.return_to(state, to_length, sequence)
+
+    def _droppable(self, sequence: int, facts: EngineFacts) -> int:
+        """Rows of the last pass that a model with a running state can drop."""
+        return min(self._book.droppable(sequence), facts.rollback_rows)
+
+    def checkpoint(self, sequence: int) -> None:
+        """Copy the running state of a sequence that holds tokens."""
+        self._checkpoints.add(self._book.lengths[sequence], sequence, self._cells.running_state)
+
+    def reachable(self, to_length: int, sequence: int, facts: EngineFacts) -> int:
+        """The longest length up to `to_length` that `rollback` can shorten a sequence to."""
+        dropped = self._book.lengths[sequence] - to_length
+        if facts.can_rollback or 0 <= dropped <= self._droppable(sequence, facts):
+            return to_length
+        return self._checkpoints.latest(to_length, sequence)
+
+    def fork(self, source: int, destination: int) -> None:
+        """Let `destination` hold what `source` holds. Raises BatchError as `Engine.fork`."""
+        self._book.check_settled(source)
+        self._book.check(destination)
+        if source != destination:
+            self._book.forget_last(destination)
+            self._cells.fork(source, destination)
+            self._checkpoints.fork(source, destination)
+
+    def save(self, sequence: int) -> tuple[bytes, int]:
+        """A sequence's state and length. Raises BatchError while it holds an unsettled tree."""
+        self._book.check_settled(sequence)
+        return self._cells.save(sequence), self._book.lengths[sequence]
+
+    def load(self, state: bytes | memoryview, length: int, sequence: int) -> None:
+        """Give a sequence the `state` of one of `length` tokens. Raises StateError as `Cells.load`."""
+        self._book.forget_last(sequence)
+        self._checkpoints.shorten(0, sequence)
+        self._cells.load(state, length, sequence)
