@@ -14,6 +14,7 @@ DrafterName = Literal[
     "medusa",
     "eagle",
     "eagle3",
+    "dflash",
     "mtp",
     "ngram",
     "suffix",

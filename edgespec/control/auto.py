@@ -47,7 +47,7 @@ class AutoController(Controller):
         threads: int = 1,
     ) -> None:
         self.drafters = dict(drafters)
-        drafts = {name: costs.get(name) or DraftCost() for name in drafters}
+        drafts = {name: costs.get(name) or DraftCost(is_once=drafter.costs_once) for name, drafter in drafters.items()}
         bank = TimeBank(c.DRAFTING_SHARE * share, c.START_PASSES * curve.at(1), is_guessed=not curve.is_scaled)
         self._accounts = Accounts(RunCosts(curve, drafts, threads), bank)
         self._clock = self._own_clock = clock
@@ -188,7 +188,8 @@ class AutoController(Controller):
             return 0.0
         if state.expected_gain is None:
             ahead = state.upcoming.chain(None, min(most, c.FORESIGHT))
-            state.expected_gain = forecast(0, 1.0, ahead, prices, cost.token_s, most)[1]
+            gain = forecast(0, 1.0, ahead, prices, cost.next_s, most)[1]
+            state.expected_gain = max(gain - prices.rate * cost.once_s, 0.0)
         return state.score - prices.rate * num_uncached * cost.read_s / min(c.READING_ROUNDS, most)
 
     def _chosen(self, decided: Round, most: int) -> str | None:
@@ -200,7 +201,7 @@ class AutoController(Controller):
         for name, state in self._states.items():
             if name in decided.uncached and state.probe_in <= 0:
                 cost = self.costs.draft(name)
-                if ceiling(pass_s, cost.token_s, most)[1] >= c.PROBE_CEILING:
+                if ceiling(pass_s, cost.next_s, most, cost.once_s)[1] >= c.PROBE_CEILING:
                     reading_s = decided.uncached[name] * cost.read_s
                     return name if reading_s <= c.PROBE_READING * self.bank.balance_s else None
         return None

@@ -107,9 +107,13 @@ def forecast(
     return best, best_gain
 
 
-def ceiling(pass_s: Sequence[float], token_s: float, most: int) -> tuple[int, float]:
-    """(draft length, speedup) if all was accepted: no drafter of this cost can gain more on this machine."""
-    speedups = [(k, (1 + k) * pass_s[1] / (pass_s[1 + k] + k * token_s)) for k in range(most + 1)]
+def ceiling(pass_s: Sequence[float], token_s: float, most: int, once_s: float = 0.0) -> tuple[int, float]:
+    """(draft length, speedup) if all was accepted: no drafter of this cost can gain more on this machine.
+
+    `once_s`: seconds of a draft beside its tokens.
+    """
+    costs_s = [0.0, *(once_s + k * token_s for k in range(1, most + 1))]
+    speedups = [(k, (1 + k) * pass_s[1] / (pass_s[1 + k] + cost_s)) for k, cost_s in enumerate(costs_s)]
     return max(speedups, key=lambda pair: pair[1])
 
 

@@ -62,7 +62,7 @@ class PaidRound:
     ) -> Passes[tuple[Draft, list[float], int]]:
         """Draft at most `most` tokens. Returns (the draft, its confidences, how many tokens to verify)."""
         pass_s, ahead_s, rate = prices = self.prices
-        token_s, judge, upcoming = self.cost.token_s, self.state.calibrator.judge(), self.state.upcoming
+        token_s, judge, upcoming = self.cost.next_s, self.state.calibrator.judge(), self.state.upcoming
         found: list[float] = []
         reach = 1.0
 

@@ -17,12 +17,14 @@ from edgespec.types import RoundRecord
 class DraftCost:
     """Seconds that a drafter takes: `token_s` per drafted token, `read_s` per committed token that it must read first.
 
-    `is_relative`: both are in units of a plain pass of the target, which has not been timed yet.
+    `is_relative`: both are in units of a plain pass of the target, which has not been timed yet. `is_once`: `token_s`
+    is of a whole draft, whatever its length.
     """
 
     token_s: float = 0.0
     read_s: float = 0.0
     is_relative: bool = False
+    is_once: bool = False
     _seen: int = field(default=0, init=False)
     _among: dict[int, DraftCost] = field(default_factory=dict, init=False)
 
@@ -37,7 +39,7 @@ class DraftCost:
             return self
         if num_sequences not in self._among:
             share = (1.0 + c.FIRST_ROW * (num_sequences - 1)) / num_sequences
-            self._among[num_sequences] = DraftCost(self.token_s * share, self.read_s, self.is_relative)
+            self._among[num_sequences] = DraftCost(self.token_s * share, self.read_s, self.is_relative, self.is_once)
         return self._among[num_sequences]
 
     def scale(self, plain_s: float) -> None:
@@ -48,22 +50,35 @@ class DraftCost:
             self.token_s, self.read_s, self.is_relative = self.token_s * plain_s, self.read_s * plain_s, False
 
     def of(self, num_tokens: int, num_uncached: int) -> float:
-        return num_tokens * self.token_s + num_uncached * self.read_s
+        return self._times(num_tokens) * self.token_s + num_uncached * self.read_s
+
+    @property
+    def next_s(self) -> float:
+        """Of one more token of a draft."""
+        return 0.0 if self.is_once else self.token_s
+
+    @property
+    def once_s(self) -> float:
+        """Of a draft, beside its tokens."""
+        return self.token_s if self.is_once else 0.0
+
+    def _times(self, num_tokens: int) -> int:
+        """How often a draft costs `token_s`."""
+        return min(num_tokens, 1) if self.is_once else num_tokens
 
     def observe(self, num_tokens: int, num_uncached: int, seconds: float) -> None:
         """Learn from one draft; the cost of reading only if that was most of the work."""
         if num_tokens < 1:
             return
-        drafting_s = num_tokens * self.token_s
+        drafting_s = self._times(num_tokens) * self.token_s
         if num_uncached > 4 * num_tokens and self.token_s:
             self.read_s = _moved(self.read_s, max(seconds - drafting_s, 0.0) / num_uncached, c.COST_RATE)
         elif num_uncached <= 2 * num_tokens + 2:
             # The first drafts count for more: the initial value is from bare passes, without choosing a token.
             self._seen += 1
             rate = max(1.0 / (self._seen + 1), c.COST_RATE)
-            self.token_s = _moved(
-                self.token_s, max(seconds - num_uncached * self.read_s, 0.1 * seconds) / num_tokens, rate
-            )
+            own_s = max(seconds - num_uncached * self.read_s, 0.1 * seconds)
+            self.token_s = _moved(self.token_s, own_s / self._times(num_tokens), rate)
 
 
 @dataclass(slots=True)
@@ -162,7 +177,9 @@ class RunCosts:
         if not self.curve.is_scaled:
             self._known[threads] = self.curve, self.drafts  # a guess serves any number of threads
         elif threads not in self._known:
-            copies = {name: DraftCost(cost.token_s, cost.read_s) for name, cost in self.drafts.items()}
+            copies = {
+                name: DraftCost(cost.token_s, cost.read_s, is_once=cost.is_once) for name, cost in self.drafts.items()
+            }
             self._known[threads] = CostCurve(self.curve.refined(), self.curve.context), copies
         self._threads, (self.curve, self.drafts) = threads, self._known[threads]
         self._table = []

@@ -50,7 +50,8 @@ class DraftRequest(NamedTuple):
 class Drafter(ABC):
     """One method of proposing tokens, for one generation at a time.
 
-    `is_free`: drafting costs next to nothing, so a draft may be made and not used. `needs_constraint`: it drafts only
+    `is_free`: drafting costs next to nothing, so a draft may be made and not used. `costs_once`: a draft of any length
+    costs the same pass. `needs_constraint`: it drafts only
     where a grammar constrains the answer. `wants_features`: it reads the target's hidden states. `evidence_kind`:
     `bucket`, one number that names a class of similar proposals; `scores`, numbers of the order of one that grow with
     the probability of acceptance. `prior`: initial log odds of acceptance, a bias and the weight of each score, as far
@@ -60,6 +61,7 @@ class Drafter(ABC):
     name: str
     notes: tuple[str, ...] = ()  # for the user, of its configuration
     is_free: ClassVar[bool] = False
+    costs_once: ClassVar[bool] = False
     needs_constraint: ClassVar[bool] = False
     wants_features: ClassVar[bool] = False
     wants_layers: tuple[int, ...] = ()  # of the target, counted from 0, whose inputs each request needs

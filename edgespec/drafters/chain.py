@@ -37,9 +37,10 @@ class DrawnChain:
         """The request's tokens and those of the chain."""
         return np.concatenate((self.request.token_ids, np.array(self.token_ids, np.int32)))
 
-    def add(self, logits: Logits) -> bool:
+    def add(self, logits: Logits, confidence: float | None = None) -> bool:
         """Draw the next token from a row [vocabulary]; whether there is room for one more.
 
+        `confidence`: the drafter's own that the target accepts the row's likeliest token, as further evidence.
         `is_open` is whether one more is also expected to pay for a pass; a row that exists already costs nothing.
         """
         request, sampler, count = self.request, self.request.sampler, len(self.token_ids)
@@ -51,7 +52,8 @@ class DrawnChain:
         token_id, lead = sampler.race(distribution, request.token_ids.size + count, stream, index)
         self.token_ids.append(token_id)
         self.distributions.append(distribution)
-        self.evidence.append(evidence_of(logits, distribution.prob_of(token_id), lead))
+        evidence = evidence_of(logits, distribution.prob_of(token_id), lead)
+        self.evidence.append(evidence if confidence is None else (*evidence, score_of(confidence)))
         has_room = count + 1 < self.most and token_id not in self.end_ids
         asked = request.should_continue
         self.is_open = has_room and (asked is None or asked(count + 1, self.evidence[-1]))
@@ -78,3 +80,9 @@ def evidence_of(logits: Logits, prob: float, lead: float) -> Evidence:
     odds = -math.log(max(others, 1e-6))
     ahead = best - float(largest.max()) if math.isinf(lead) else lead
     return max(-3.0, min(odds, 6.0)) / 2.0, max(math.log(max(prob, 1e-9)), -4.0), min(ahead, 8.0) / 4.0
+
+
+def score_of(confidence: float) -> float:
+    """A probability as evidence: its log odds, halved as those of `evidence_of`."""
+    prob = min(max(confidence, 1e-3), 1.0 - 1e-3)
+    return math.log(prob / (1.0 - prob)) / 2.0

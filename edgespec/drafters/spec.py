@@ -43,6 +43,8 @@ class Need:
 
 DRAFT = Need("a draft model", "draft", "-md/--model-draft", "draft")
 EAGLE3_HEAD = Need("an EAGLE-3 head", "draft", "-md/--model-draft", "draft")
+DFLASH_HEAD = Need("a DFlash head", "draft", "-md/--model-draft", "draft")
+HEAD_FILES: Mapping[DrafterName, Need] = {"eagle3": EAGLE3_HEAD, "dflash": DFLASH_HEAD}  # in a draft model's place
 MEDIUM = Need("a medium model", "medium", "--medium", "medium", must_be_asked=True)
 EXIT = Need("an early exit of the target", "exit_layer", "--exit-layer", "draft", must_be_asked=True)
 HEADS = Need("heads", "heads", "--heads")
@@ -55,7 +57,7 @@ class DrafterSpec:
 
     `needs`: beside the target; the last one is what it runs. `owns`: an engine of its own, some layers of the target,
     or nothing that runs on an engine (tables and heads, or the draft model borrowed from drafter `model`). `cost` of
-    drafting: next to nothing ("free"), a pass of a model or a head for each token ("passes"), or further rows of the
+    drafting: next to nothing ("free"), passes of a model or a head ("passes"), or further rows of the
     target's pass, which pay only where a row costs next to nothing ("rows"). `engines`: of the target. `make`: from
     nothing, or from drafter `model`; None: opened when the pair is loaded. `auto` takes all that were opened or can be
     made, those of cost "rows" only where rows are cheap. `bytes_per_token`: most that its tables take per token.
@@ -91,6 +93,7 @@ SPECS: dict[DrafterName, DrafterSpec] = {
     "cache": DrafterSpec(cost="free", make=make_cache, bytes_per_token=750),
     "model": DrafterSpec((DRAFT,), "engine"),
     "eagle3": DrafterSpec((EAGLE3_HEAD,), "engine", engines=("llamacpp",)),
+    "dflash": DrafterSpec((DFLASH_HEAD,), "engine", engines=("llamacpp",)),
     "mtp": DrafterSpec((MTP_LAYERS,), "engine", engines=("llamacpp",)),
     "early-exit": DrafterSpec((EXIT,), "layers of the target"),
     "hierarchical": DrafterSpec((DRAFT, MEDIUM), "engine"),

@@ -1,14 +1,16 @@
 """Base classes of small models that draft from a target's states.
 
 A feature head reads pairs: pair P is the state of the text up to token P, and token P + 1. `encode` turns features from
-the target's passes into states; beyond those, the head's own last state is used as the next one. For an EAGLE head,
-whose attention the drafter computes, an engine computes only the matrix products.
+the target's passes into states; beyond those, the head's own last state is used as the next one. A block head caches
+the target's features of each token and drafts many tokens in one pass. For an EAGLE head, whose attention the drafter
+computes, an engine computes only the matrix products.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,12 +19,15 @@ from edgespec.closing import Closing
 from edgespec.types import Logits, TokenIds
 
 States = NDArray[np.float32]
+Confidences = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class HeadFacts:
-    """`context_length`: most pairs in its cache; `layers`: those of the target whose inputs it reads, together of
-    `feature_width`; `width` of its states; `end_ids`: tokens after which nothing is drafted; `num_bytes` of memory."""
+    """`context_length`: most pairs or tokens in its cache; `layers`: those of the target whose inputs it reads,
+    together of `feature_width`; `width` of its states; `end_ids`: tokens after which nothing is drafted; `num_bytes` of
+    memory.
+    """
 
     context_length: int
     layers: tuple[int, ...]
@@ -32,12 +37,47 @@ class HeadFacts:
     num_bytes: int
 
 
-class FeatureHead(Closing, ABC):
-    """One head with a cache of pairs `start`..`end`, one generation at a time. Not thread safe, `cancel` excepted."""
+class CachedHead(Closing, ABC):
+    """One head with a cache of entries `start`..`end`, one generation at a time. Not thread safe, `cancel` excepted."""
 
     facts: HeadFacts
     start: int
     end: int
+
+    @abstractmethod
+    def rollback(self, to_end: int) -> None:
+        """Drop the entries from `to_end` on. Raises BatchError outside start..end."""
+
+    @abstractmethod
+    def drop_before(self, start: int) -> None:
+        """Drop the oldest entries, those before `start`. Raises BatchError outside start..end."""
+
+    @abstractmethod
+    def restart(self, position: int) -> None:
+        """Drop everything; the next entry is at `position`."""
+
+    def set_threads(self, threads: int) -> None:
+        """Use `threads` threads, at least 1, from the next pass on, where that can be changed."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """End the running pass, or the next one, with Cancelled. May be called from any thread."""
+
+    @abstractmethod
+    def clear_cancel(self) -> None:
+        """Drop a `cancel` that has not ended a pass yet."""
+
+    def another(self) -> Self | None:
+        """The same head with a cache of its own, which lives as long as this one; None where that is not possible."""
+        return None
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything; closing twice is allowed."""
+
+
+class FeatureHead(CachedHead):
+    """A head that reads pairs, and drafts one token per pass."""
 
     @abstractmethod
     def encode(self, features: States) -> States:
@@ -51,36 +91,30 @@ class FeatureHead(Closing, ABC):
         Raises BatchError, ContextFull, Cancelled and EngineError; the cache is then as before the call.
         """
 
-    @abstractmethod
-    def rollback(self, to_end: int) -> None:
-        """Drop the pairs from `to_end` on. Raises BatchError outside start..end."""
+
+class BlockHead(CachedHead):
+    """A head that caches what the target knows of each token, and drafts a whole block in one pass.
+
+    `most_drafted`: tokens of a block that it proposes.
+    """
+
+    most_drafted: int
 
     @abstractmethod
-    def drop_before(self, start: int) -> None:
-        """Drop the oldest pairs, those before `start`. Raises BatchError outside start..end."""
+    def inject(self, features: States) -> None:
+        """Append the target's features [n, feature_width] of the next n tokens of the text.
+
+        Raises BatchError, ContextFull, Cancelled and EngineError; nothing but some of them is then in the cache.
+        """
 
     @abstractmethod
-    def restart(self, position: int) -> None:
-        """Drop everything; the next pair is at `position`."""
+    def block(self, token_id: int) -> tuple[Logits, Confidences | None]:
+        """Score what follows `token_id`, the token behind the cached ones: logits [most_drafted, vocabulary].
 
-    def set_threads(self, threads: int) -> None:
-        """Use `threads` threads, at least 1, from the next pass on, where that can be changed."""
-
-    @abstractmethod
-    def cancel(self) -> None:
-        """End the running pass, or the next one, with Cancelled. May be called from any thread."""
-
-    @abstractmethod
-    def clear_cancel(self) -> None:
-        """Drop a `cancel` that has not ended a pass yet."""
-
-    def another(self) -> FeatureHead | None:
-        """The same head with a cache of its own, which lives as long as this one; None where that is not possible."""
-        return None
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free everything; closing twice is allowed."""
+        With them, for a head that gives any, the probabilities [most_drafted] that the target accepts the likeliest
+        tokens. Both are views that the next call overwrites; tokens it cannot propose have logits -inf. The cache is as
+        before the call, also after an error. Raises BatchError, Cancelled and EngineError.
+        """
 
 
 class LayerProducts(Closing, ABC):

@@ -18,7 +18,8 @@ from edgespec.errors import ModelFileError
 from edgespec.export.architectures.layers import rotary_settings
 from edgespec.export.architectures.rows import Sizes, read_sizes
 from edgespec.export.checkpoint import PREFIXES, Checkpoint, Config, Weights, head_config
-from edgespec.formats.gguf.eagle3 import DRAFTED, NUM_LAYERS_READ
+from edgespec.formats.gguf.eagle3 import NUM_LAYERS_READ
+from edgespec.formats.gguf.head_reader import DRAFTED
 
 # Hugging Face name -> (GGUF name, shape); t: target layers concatenated, w: draft vocabulary, i: embedding + state
 OUTER: Mapping[str, tuple[str, str]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from edgespec.closing import closed_on_failure
 from edgespec.config import LoadOptions
 from edgespec.drafters.base import Drafter
+from edgespec.drafters.dflash import DFlashDrafter
 from edgespec.drafters.eagle import EagleDrafter
 from edgespec.drafters.eagle3 import Eagle3Drafter, MtpDrafter
 from edgespec.drafters.eagle_layers import LayersEagleDrafter
@@ -18,11 +20,15 @@ from edgespec.drafters.medusa import MedusaDrafter
 from edgespec.drafters.states import columns_of
 from edgespec.engines.base import Engine
 from edgespec.engines.features import LAYERS_WINDOW, WINDOW
+from edgespec.engines.head import CachedHead
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.head_file import HeadFile, read_head_file
 from edgespec.formats.manifest import HEAD_KINDS, ModelFile, ModelPair
 from edgespec.loading.requirements import head_paths
 from edgespec.types import Batch
+
+if TYPE_CHECKING:
+    from edgespec.engines.llamacpp import LlamaCppEngine
 
 HEAD_THREADS = 1  # a second thread takes as long to wake as it saves, and is the target's
 
@@ -94,16 +100,35 @@ def open_mtp(options: LoadOptions, target: Engine) -> MtpDrafter:
 
 def open_eagle3(options: LoadOptions, file: ModelFile, target: Engine) -> Eagle3Drafter:
     """A drafter with an EAGLE-3 head in GGUF. Raises CapabilityError for a target that it cannot read."""
+    engine = _engine_for(file, "an EAGLE-3 head", target)
+    gpu_layers = options.draft_model_gpu_layers
+    head = engine.load_head(file.path, context_length=options.draft_context_length, gpu_layers=gpu_layers)
+    _check_layers(head, engine)
+    return Eagle3Drafter(head, LAYERS_WINDOW)
+
+
+def open_dflash(options: LoadOptions, file: ModelFile, target: Engine) -> DFlashDrafter:
+    """A drafter with a DFlash head in GGUF. Raises CapabilityError for a target that it cannot read."""
+    engine = _engine_for(file, "a DFlash head", target)
+    gpu_layers = options.draft_model_gpu_layers
+    head = engine.load_dflash(file.path, context_length=options.draft_context_length, gpu_layers=gpu_layers)
+    _check_layers(head, engine)
+    return DFlashDrafter(head, LAYERS_WINDOW)
+
+
+def _engine_for(file: ModelFile, kind: str, target: Engine) -> LlamaCppEngine:
     from edgespec.engines.llamacpp import LlamaCppEngine
 
     if not isinstance(target, LlamaCppEngine):  # the table of drafters leaves this one only
         raise CapabilityError(
-            f"{file.path.name} is an EAGLE-3 head, which reads the target's layers in this process: with --rpc use "
-            "another drafter, such as --drafter ngram"
+            f"{file.path.name} is {kind}, which reads the target's layers in this process: with --rpc use another "
+            "drafter, such as --drafter ngram"
         )
-    gpu_layers = options.draft_model_gpu_layers
-    head = target.load_head(file.path, context_length=options.draft_context_length, gpu_layers=gpu_layers)
+    return target
+
+
+def _check_layers(head: CachedHead, target: Engine) -> None:
+    """Close the head and raise CapabilityError here, before any text, if the target cannot give what it reads."""
     with closed_on_failure(head):
-        target.give_layer_inputs(head.facts.layers)  # raises here, before any text, if the target cannot
+        target.give_layer_inputs(head.facts.layers)
         target.give_layer_inputs(())
-    return Eagle3Drafter(head, LAYERS_WINDOW)

@@ -12,6 +12,7 @@ from edgespec.drafters.base import Drafter
 from edgespec.drafters.early_exit import EarlyExitDrafter, SharedStateDrafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.spec import HEAD_FILES
 from edgespec.engines.base import Engine
 from edgespec.engines.trial import Trial
 from edgespec.errors import ModelFileError
@@ -21,7 +22,7 @@ from edgespec.formats.gguf.split import model_files
 from edgespec.formats.manifest import ModelFile, ModelPair, check_file
 from edgespec.loading.checksums import check_hash, was_hashed
 from edgespec.loading.draft_vocabulary import draft_cache
-from edgespec.loading.heads import open_eagle3, open_heads, open_mtp, read_heads, state_layers
+from edgespec.loading.heads import open_dflash, open_eagle3, open_heads, open_mtp, read_heads, state_layers
 from edgespec.loading.model_engine import load_libraries, open_draft, open_engine, open_target
 from edgespec.loading.registry import resolve
 from edgespec.loading.requirements import Chosen, resolve_pair, verifies_drafts
@@ -104,9 +105,10 @@ def _opened(
         return {name: EarlyExitDrafter(engine, temperature=options.draft_temperature)}
     if name == "mtp":
         return {name: open_mtp(options, target)}
-    if name == "eagle3":
+    if name in HEAD_FILES:
         trial.require_used(pair.files["draft"].path)
-        return {name: open_eagle3(options, pair.files["draft"], target)}
+        open_head = open_eagle3 if name == "eagle3" else open_dflash
+        return {name: open_head(options, pair.files["draft"], target)}
     # An exit is a draft model already: no second one is opened beside it.
     known = next((each for each in opened.values() if isinstance(each, ModelDrafter)), None)
     small = known or _model_drafter(options, pair.files["draft"], target, trial)

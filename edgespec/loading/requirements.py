@@ -11,10 +11,11 @@ from types import MappingProxyType
 from typing import Self
 
 from edgespec.config import MAX_DRAFT_LENGTH, CacheType, DrafterName, LoadOptions
-from edgespec.drafters.spec import DRAFT, EAGLE3_HEAD, EXIT, FALLBACK, MTP_LAYERS, SPECS, Need
+from edgespec.drafters.spec import DRAFT, EXIT, FALLBACK, HEAD_FILES, MTP_LAYERS, SPECS, Need
 from edgespec.engines.llamacpp.running_state import auto_takes_mtp
 from edgespec.errors import CapabilityError
 from edgespec.formats.files import expanded
+from edgespec.formats.gguf.dflash import is_dflash
 from edgespec.formats.gguf.eagle3 import is_eagle3
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.kind import has_mtp
@@ -145,8 +146,8 @@ def _no_exit(pair: ModelPair) -> str:
 
 
 def _check_kind(wanted: tuple[DrafterName, ...], own: tuple[DrafterName, ...], pair: ModelPair) -> None:
-    """Raises CapabilityError where a model was asked for and the pair's draft is an EAGLE-3 head, or the other way."""
-    has = EAGLE3_HEAD if own == ("eagle3",) else DRAFT
+    """Raises CapabilityError where a model was asked for and the pair's draft is a head, or the other way."""
+    has = next((HEAD_FILES[name] for name in own if name in HEAD_FILES), DRAFT)
     for name in wanted:
         needed = SPECS[name].needs[0]
         if needed is not EXIT and needed is not has:
@@ -174,6 +175,8 @@ def _kind_of_draft(pair: ModelPair) -> DrafterName:
     file = pair.files["draft"]
     if file.engine == "llamacpp" and is_eagle3(file.path):
         return "eagle3"
+    if file.engine == "llamacpp" and is_dflash(file.path):
+        return "dflash"
     return "early-exit" if _draft_is_exit(pair) else "model"
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import edgespec
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.config import DRAFTERS, DrafterName, DraftLength
-from edgespec.drafters.spec import DRAFT, EAGLE3_HEAD, SPECS
+from edgespec.drafters.spec import DRAFT, HEAD_FILES, SPECS
 from edgespec.loading.registry import resolve
 
 Answer = tuple[tuple[int, float], ...]  # of each token its id and its log probability
@@ -37,8 +37,8 @@ HISTORIES = ("the same prompt", "nothing", "an edited prompt", "a cancelled answ
 NUM_SEEDS = 20
 # Those that need more than a draft model are opened only when asked for.
 BY_NAME = tuple(name for name, spec in SPECS.items() if spec.needs and spec.needs[-1] is not DRAFT)
-# An EAGLE-3 head takes the place of the draft model, so that a pair with one is another check.
-ALL: tuple[DrafterName, ...] = ("auto", *(name for name, spec in SPECS.items() if EAGLE3_HEAD not in spec.needs))
+# A head takes the place of the draft model, so that a pair with one is another check.
+ALL: tuple[DrafterName, ...] = ("auto", *(name for name in SPECS if name not in HEAD_FILES))
 
 
 def lengths_of(drafters: Sequence[DrafterName]) -> Iterator[tuple[DrafterName, DraftLength]]:

@@ -131,6 +131,7 @@ def listing(*names: str, size: int = 1000) -> dict[str, HubFile]:
         (["Q8_0/m-00002-of-00002.gguf", "Q8_0/m-00001-of-00002.gguf"], "q8_0", ["Q8_0/m-00001-of-00002.gguf"], ""),
         (["m-Q4_0.gguf", "m-draft-Q4_0.gguf", "m-draft-Q8_0.gguf"], "", ["m-Q4_0.gguf"], "m-draft-Q4_0.gguf"),
         (["m-Q8_0.gguf", "m-eagle3-F16.gguf"], "", ["m-Q8_0.gguf"], "m-eagle3-F16.gguf"),
+        (["m-Q8_0.gguf", "dspark-m-BF16.gguf"], "", ["m-Q8_0.gguf"], "dspark-m-BF16.gguf"),
         (["m-Q8_0.gguf", "m-mtp-Q8_0.gguf"], "", ["m-Q8_0.gguf"], "m-mtp-Q8_0.gguf"),
         (["m-big-Q8_0.gguf", "m-small-Q8_0.gguf"], "", ["m-big-Q8_0.gguf"], "m-small-Q8_0.gguf"),
         (["X-DRAFT-0.5B-Q8_0.gguf"], "", ["X-DRAFT-0.5B-Q8_0.gguf"], ""),

@@ -20,6 +20,7 @@ from edgespec import Sampling
 from edgespec.control.base import FixedLength
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.cache import CacheDrafter
+from edgespec.drafters.dflash import DFlashDrafter
 from edgespec.drafters.eagle3 import Eagle3Drafter
 from edgespec.drafters.early_exit import EarlyExitDrafter, SharedStateDrafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter
@@ -37,7 +38,7 @@ from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Logits, TokenIds
-from tiny_heads import OpenHead, drafter_of, table_heads
+from tiny_heads import OpenBlock, OpenHead, drafter_of, table_heads
 
 VOCABULARY = 5
 ALPHA_1E6 = 4.75  # standard normal score
@@ -96,6 +97,7 @@ MAKERS: dict[str, Callable[[TableEngine], Drafter]] = {
     "medusa": lambda target: heads("medusa", target),
     "eagle": lambda target: heads("eagle", target),
     "eagle3": lambda target: Eagle3Drafter(OpenHead(200, vocabulary=VOCABULARY), max_features=512),
+    "dflash": lambda target: DFlashDrafter(OpenBlock(200, vocabulary=VOCABULARY), max_features=512),
     "ngram": lambda target: NgramDrafter(min_ngram=1),
     "suffix": lambda target: SuffixDrafter(),
     "cache": lambda target: CacheDrafter(VOCABULARY),

@@ -10,7 +10,7 @@ from edgespec.drafters.eagle import EagleDrafter
 from edgespec.drafters.medusa import MedusaDrafter
 from edgespec.drafters.states import StateDrafter
 from edgespec.engines.base import Engine
-from edgespec.engines.head import FeatureHead, HeadFacts, States
+from edgespec.engines.head import BlockHead, CachedHead, Confidences, FeatureHead, HeadFacts, States
 from edgespec.engines.table import TableEngine
 from edgespec.errors import BatchError, Cancelled, ContextFull
 from edgespec.formats.head_file import HeadFile, HeadManifest, write_head_file
@@ -82,8 +82,8 @@ def write(heads: HeadFile, path: Path) -> Path:
     return path
 
 
-class OpenHead(FeatureHead):
-    """Its cache is a list of (token, first number of the state); its logits a table's row and a part of the state."""
+class OpenCache(CachedHead):
+    """A cache that is a list; `table` [vocabulary, vocabulary] of logits by the last token."""
 
     def __init__(self, context_length: int, end_ids: frozenset[int] = frozenset(), vocabulary: int = 10) -> None:
         self.facts = HeadFacts(context_length, LAYERS, len(LAYERS) * vocabulary, vocabulary, end_ids, num_bytes=1000)
@@ -93,21 +93,16 @@ class OpenHead(FeatureHead):
         self.start = self.end = 0
         self.is_cancelled = False
 
-    def encode(self, features: States) -> States:
-        assert features.shape[1] == self.facts.feature_width
-        return features[:, : self.facts.width]
-
-    def decode(self, token_ids: TokenIds, states: States) -> tuple[Logits, States]:
+    def heed_cancel(self) -> None:
         if self.is_cancelled:
             self.is_cancelled = False
             raise Cancelled("as asked")
-        assert len(token_ids) == len(states) > 0
-        if len(self.pairs) + len(token_ids) > self.facts.context_length:
-            raise ContextFull("too many pairs")
-        self.pairs += zip(token_ids.tolist(), states[:, 0].tolist(), strict=True)
-        self.end += len(token_ids)
-        logits = self.table[token_ids[-1]] + self.share_of_state * states[-1]
-        return logits, logits
+
+    def append(self, entries: list[tuple[int, float]]) -> None:
+        if len(self.pairs) + len(entries) > self.facts.context_length:
+            raise ContextFull("too many entries")
+        self.pairs += entries
+        self.end += len(entries)
 
     def rollback(self, to_end: int) -> None:
         if not self.start <= to_end <= self.end:
@@ -132,3 +127,40 @@ class OpenHead(FeatureHead):
 
     def close(self) -> None:
         self.pairs = []
+
+
+class OpenHead(OpenCache, FeatureHead):
+    """Its cache holds (token, first number of the state); its logits are a table's row and a part of the state."""
+
+    def encode(self, features: States) -> States:
+        assert features.shape[1] == self.facts.feature_width
+        return features[:, : self.facts.width]
+
+    def decode(self, token_ids: TokenIds, states: States) -> tuple[Logits, States]:
+        self.heed_cancel()
+        assert len(token_ids) == len(states) > 0
+        self.append(list(zip(token_ids.tolist(), states[:, 0].tolist(), strict=True)))
+        logits = self.table[token_ids[-1]] + self.share_of_state * states[-1]
+        return logits, logits
+
+
+class OpenBlock(OpenCache, BlockHead):
+    """Its cache holds (0, first number of the features); each row of a block continues the likeliest chain."""
+
+    most_drafted = 5
+    confidences: Confidences | None = None
+    num_blocks = 0
+
+    def inject(self, features: States) -> None:
+        self.heed_cancel()
+        assert features.shape[1] == self.facts.feature_width
+        self.append([(0, number) for number in features[:, 0].tolist()])
+
+    def block(self, token_id: int) -> tuple[Logits, Confidences | None]:
+        self.heed_cancel()
+        self.num_blocks += 1
+        rows = []
+        for _ in range(self.most_drafted):
+            rows.append(self.table[token_id] + self.share_of_state * (self.pairs[-1][1] if self.pairs else 0.0))
+            token_id = int(rows[-1].argmax())
+        return np.stack(rows), self.confidences

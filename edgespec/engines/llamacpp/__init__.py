@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from edgespec.engines.llamacpp.dflash import DFlashHead
     from edgespec.engines.llamacpp.eagle3 import Eagle3Head
     from edgespec.engines.llamacpp.engine import LlamaCppEngine
     from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary, VocabularyFile
 
-__all__ = ["Eagle3Head", "LlamaCppEngine", "LlamaCppVocabulary", "VocabularyFile"]
-_HOMES = {"Eagle3Head": "eagle3", "LlamaCppEngine": "engine"}
+__all__ = ["DFlashHead", "Eagle3Head", "LlamaCppEngine", "LlamaCppVocabulary", "VocabularyFile"]
+_HOMES = {"DFlashHead": "dflash", "Eagle3Head": "eagle3", "LlamaCppEngine": "engine"}
 _HOMES |= {"LlamaCppVocabulary": "tokenizer", "VocabularyFile": "tokenizer"}
 
 

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from edgespec.engines.head import HeadFacts, States
+from edgespec.engines.llamacpp.head_context import create_context, widest_step
 from edgespec.engines.llamacpp.library import library, open_model
-from edgespec.engines.llamacpp.pair_head import PairHead, create_context, widest_step
+from edgespec.engines.llamacpp.pair_head import PairHead
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.errors import BatchError, ModelFileError
 from edgespec.formats.gguf.eagle3 import Eagle3Sizes, read_eagle3
@@ -64,7 +65,7 @@ class Eagle3Head(PairHead):
     ) -> Eagle3Head:
         model = open_model(path, gpu_layers=gpu_layers, check_tensors=vocabulary is None)
         other = target_context if sizes.shares_embeddings or sizes.shares_output else None
-        make = partial(create_context, model, path.name, length, threads, sizes.vocabulary_size, other, 0)
+        make = partial(create_context, model, path.name, length, threads, widest_step(sizes.vocabulary_size), other, 0)
         facts = HeadFacts(
             context_length=length,
             layers=sizes.layers,
@@ -115,7 +116,7 @@ class Eagle3Head(PairHead):
         for start in range(0, len(features), self._step):
             part = np.ascontiguousarray(features[start : start + self._step], np.float32)
             self._rows.fill(self.end, None, part, outputs=True)
-            self._run(library().llama_encode, len(part))
+            self._run(library().llama_encode, self._rows.struct, len(part))
             states[start : start + len(part)] = self._states(len(part))
         return states
 

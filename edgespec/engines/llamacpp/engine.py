@@ -21,6 +21,7 @@ from edgespec.engines.envelope import StateStamp
 from edgespec.engines.held import HeldFiles
 from edgespec.engines.llamacpp.cached_texts import CachedTexts
 from edgespec.engines.llamacpp.cells import Cells
+from edgespec.engines.llamacpp.dflash import DFlashHead
 from edgespec.engines.llamacpp.eagle3 import Eagle3Head
 from edgespec.engines.llamacpp.facts import measured_facts, read_facts
 from edgespec.engines.llamacpp.hidden_states import HiddenStates
@@ -246,7 +247,7 @@ class LlamaCppEngine(Engine):
         if not self.state_layers:
             self._layer_inputs.ask(layers, self.facts.architecture)
         elif layers:
-            raise CapabilityError("an EAGLE-3 head and heads that read layers cannot be used at once: leave one out")
+            raise CapabilityError("a draft head and heads that read layers cannot be used at once: leave one out")
 
     def layer_inputs(self) -> NDArray[np.float32]:
         self._require_open()
@@ -262,6 +263,14 @@ class LlamaCppEngine(Engine):
             threads=self.facts.threads,
             context_length=context_length,
             gpu_layers=gpu_layers,
+        )
+
+    def load_dflash(self, path: Path, *, context_length: int | None = None, gpu_layers: int = 0) -> DFlashHead:
+        """The DFlash head `path` for this model; close it first. Raises as `DFlashHead.load`."""
+        self._require_open()
+        models, threads = (self._model, self._context), self.facts.threads
+        return DFlashHead.load(
+            path, models, self.vocabulary, threads=threads, context_length=context_length, gpu_layers=gpu_layers
         )
 
     def load_mtp(self, *, context_length: int | None = None) -> MtpHead:

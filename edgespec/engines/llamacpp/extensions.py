@@ -55,6 +55,6 @@ def extension(name: str) -> Any:
             found.argtypes, found.restype = arguments, result
             return found
     raise CapabilityError(
-        f"llama-cpp-python {version()} does not export {itanium}, which EAGLE-3 heads need: install "
-        "llama-cpp-python 0.3.36, or leave the EAGLE-3 head out"
+        f"llama-cpp-python {version()} does not export {itanium}, which draft heads need: install "
+        "llama-cpp-python 0.3.36, or leave the head out"
     )

@@ -28,6 +28,7 @@ from edgespec.engines.llamacpp.settings import (
 from edgespec.engines.machine import instruction_sets
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.check import check_gguf
+from edgespec.formats.gguf.dflash import read_dflash
 from edgespec.formats.gguf.eagle3 import read_eagle3
 from edgespec.formats.gguf.header import GgufHeader, TensorInfo
 from edgespec.formats.gguf.kind import has_mtp
@@ -42,6 +43,7 @@ _INTERLEAVED_X86, _INTERLEAVED_ARM = 8, 4
 # Reserved per node of the largest graph, mostly for copies to other devices (ggml_backend_sched_new); hardly touched.
 _GRAPH_NODE_BYTES = 21_500
 _VOCABULARY_BYTES = 420  # a token: its text, score and merge in llama.cpp, its bytes in Python; measured on 49152
+_HEAD_VOCABULARY_BYTES = 110  # the same of a head, in llama.cpp alone; measured on 150000
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +118,8 @@ def footprint(path: Path, use: Use) -> Footprint:
 
 def _mtp_bytes(shape: Shape, context: int) -> int:
     """The context of a multi-token prediction layer: its cache, and logits twice."""
+    from edgespec.engines.llamacpp.head_context import widest_step
     from edgespec.engines.llamacpp.mtp import DEFAULT_CONTEXT  # imports numpy
-    from edgespec.engines.llamacpp.pair_head import widest_step
 
     cache = min(context, DEFAULT_CONTEXT) * 2 * shape.width * CACHE_BYTES["f16"]
     return int(cache) + 2 * 4 * widest_step(shape.vocabulary) * shape.vocabulary
@@ -145,6 +147,21 @@ def eagle3_footprint(path: Path, use: Use) -> Footprint:
     own = use.sequences * (num_bytes(sizes, context) - sizes.weight_bytes)
     cache = use.sequences * context * sizes.kv_bytes_per_token
     return Footprint(mapped=path.stat().st_size, cache=cache, compute=own - cache, context_length=context)
+
+
+def dflash_footprint(path: Path, use: Use) -> Footprint:
+    """The memory of a DFlash head beside its target. Raises as `footprint`."""
+    from edgespec.engines.llamacpp.dflash import DEFAULT_CONTEXT, cache_bytes, pass_bytes  # imports numpy
+
+    sizes = read_dflash(path)
+    context = min(sizes.context_length, use.context_length or DEFAULT_CONTEXT)
+    return Footprint(
+        mapped=path.stat().st_size,
+        cache=use.sequences * cache_bytes(sizes, context),
+        compute=use.sequences * pass_bytes(sizes),
+        vocabulary=_HEAD_VOCABULARY_BYTES * sizes.vocabulary_size,
+        context_length=context,
+    )
 
 
 def _compute_bytes(shape: Shape, settings: ContextSettings, cells: int, rows: int) -> tuple[int, int]:

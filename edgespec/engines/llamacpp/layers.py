@@ -1,4 +1,4 @@
-"""Inputs of some of a model's layers, for EAGLE-3 heads: llama.cpp keeps them beside the logits of a pass.
+"""Inputs of some of a model's layers, for EAGLE-3 and DFlash heads: llama.cpp keeps them beside the logits of a pass.
 
 Logits keep their bits. llama.cpp ends the process on a layer that its graph does not name; ARCHITECTURES are
 those whose graphs name all layers in llama-cpp-python 0.3.36.
@@ -36,8 +36,8 @@ class LayerInputs:
         """
         if layers and architecture not in ARCHITECTURES:
             raise CapabilityError(
-                f"llama.cpp gives no layer inputs of {architecture} models, which an EAGLE-3 head needs; it does for: "
-                f"{', '.join(sorted(ARCHITECTURES))}"
+                f"llama.cpp gives no layer inputs of {architecture} models, which EAGLE-3 and DFlash heads need; it "
+                f"does for: {', '.join(sorted(ARCHITECTURES))}"
             )
         outside = [layer for layer in layers if not 0 <= layer < self._num_layers]
         if outside:

@@ -11,8 +11,9 @@ from functools import partial
 from typing import Any
 
 from edgespec.engines.head import HeadFacts, States
+from edgespec.engines.llamacpp.head_context import create_context, widest_step
 from edgespec.engines.llamacpp.library import library
-from edgespec.engines.llamacpp.pair_head import PairHead, create_context
+from edgespec.engines.llamacpp.pair_head import PairHead
 from edgespec.errors import BatchError
 from edgespec.vocabulary import Vocabulary
 
@@ -42,7 +43,14 @@ class MtpHead(PairHead):
         length = context_length
         width = int(library().llama_model_n_embd(model))
         make = partial(
-            create_context, model, "of its own layers", length, threads, vocabulary.size, None, _CONTEXT_TYPE
+            create_context,
+            model,
+            "of its own layers",
+            length,
+            threads,
+            widest_step(vocabulary.size),
+            None,
+            _CONTEXT_TYPE,
         )
         facts = HeadFacts(
             context_length=length,

@@ -14,8 +14,9 @@ from edgespec.engines.llamacpp.running_state import keeps_running_state
 from edgespec.engines.llamacpp.settings import ContextSettings, create_context, require_generator
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.check import check_gguf
-from edgespec.formats.gguf.eagle3 import ARCHITECTURE as EAGLE3
 from edgespec.formats.gguf.header import GgufHeader
+
+HEADS = {"eagle3": "an EAGLE-3 head", "dflash": "a DFlash head"}
 
 
 class OpenModel(NamedTuple):
@@ -70,8 +71,9 @@ class ModelOpener:
 def checked_target(path: Path) -> GgufHeader:
     """The header of a model that generates text. Raises ModelNotFound, ModelFileError, CapabilityError for a head."""
     header = check_gguf(path)
-    if header.architecture == EAGLE3:
+    if header.architecture in HEADS:
         raise CapabilityError(
-            f"{path.name} is an EAGLE-3 head, which only drafts for another model: give it with -md/--model-draft"
+            f"{path.name} is {HEADS[header.architecture]}, which only drafts for another model: give it with "
+            "-md/--model-draft"
         )
     return header

@@ -2,46 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn, Self
+from typing import Any
 
 import numpy as np
 
 from edgespec.engines.head import FeatureHead, HeadFacts, States
 from edgespec.engines.llamacpp.extensions import extension
-from edgespec.engines.llamacpp.library import ABORTED, END, NO_ROOM, CancelFlag, complaints, forget_complaints, library
+from edgespec.engines.llamacpp.head_context import HeadContext, MakeContext, widest_step
+from edgespec.engines.llamacpp.library import library
 from edgespec.engines.llamacpp.rows import PairRows
-from edgespec.engines.llamacpp.settings import CACHE_TYPES, ON, new_context
-from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError
+from edgespec.errors import BatchError, ContextFull
 from edgespec.types import Logits, TokenIds
 
-LOGITS_BYTES = 16 << 20
-WIDEST = 64  # pairs per pass, where their logits fit LOGITS_BYTES
-MakeContext = Callable[[CancelFlag], Any]
 
-
-class PairHead(FeatureHead):
-    """Owns a context over a model, and the model where `owned_model` is one. `another` has a context of its own.
-
-    `make_context`: makes the context, which a cancel flag ends. `last_only`: whether the library computes logits of the
-    last row of a pass alone.
-    """
+class PairHead(HeadContext, FeatureHead):
+    """`last_only`: whether the library computes logits of the last row of a pass alone."""
 
     last_only = False
 
     def __init__(
         self, make_context: MakeContext, facts: HeadFacts, vocabulary_size: int, owned_model: Any = None
     ) -> None:
-        llama = library()
-        self._cancel = CancelFlag()
-        self._make_context, self._vocabulary_size, self._model = make_context, vocabulary_size, owned_model
-        self._context = make_context(self._cancel)
-        self._others: list[PairHead] = []
-        self._memory = llama.llama_get_memory(self._context)
+        super().__init__(make_context, facts, vocabulary_size, owned_model)
         self._step = widest_step(vocabulary_size)
         self._rows = PairRows(self._step)
-        self.start = self.end = 0
-        self.facts = facts
         # Masked: states of the rows with logits. Otherwise a pass without any would still copy its states.
         extension("set_states")(self._context, True, not self.last_only)
 
@@ -56,7 +40,7 @@ class PairHead(FeatureHead):
             self._rows.fill(
                 self.end + start, token_ids[start:stop], part, outputs=stop == count, last_only=self.last_only
             )
-            self._run(library().llama_decode, stop - start)
+            self._run(library().llama_decode, self._rows.struct, stop - start)
         self.end += count
         last = (count - 1) % self._step
         row = 0 if self.last_only else last
@@ -75,109 +59,5 @@ class PairHead(FeatureHead):
         if token_ids.size > room:
             raise ContextFull(f"the head's context of {self.facts.context_length} has room for {room} more pairs")
 
-    def _run(self, function: Any, width: int) -> None:
-        if self._cancel.is_set:
-            self._cancel.clear()
-            raise Cancelled("the head's pass was cancelled before it began; its cache is as before")
-        forget_complaints()
-        result = function(self._context, self._rows.struct)
-        if result:
-            self._raise_failed(result, width)
-
-    def _raise_failed(self, result: int, width: int) -> NoReturn:
-        if result == ABORTED:
-            self._cancel.clear()
-            raise Cancelled("the head's pass was cancelled; its cache is as before")
-        if result == NO_ROOM:
-            raise ContextFull(f"no room for {width} more pairs in the head's cache")
-        raise EngineError(f"llama.cpp failed on a head's pass of {width} rows (result {result}): {complaints()}")
-
     def _states(self, count: int) -> States:
         return np.ctypeslib.as_array(extension("get_states")(self._context), (count, self.facts.width))
-
-    def _trim(self) -> None:
-        """Remove what an unfinished call left behind."""
-        if library().llama_memory_seq_pos_max(self._memory, 0) >= self.end:
-            library().llama_memory_seq_rm(self._memory, 0, self.end, END)
-
-    def rollback(self, to_end: int) -> None:
-        self._check_position(to_end)
-        self.end = to_end
-        self._trim()
-
-    def drop_before(self, start: int) -> None:
-        self._check_position(start)
-        if start > self.start:
-            self._trim()
-            library().llama_memory_seq_rm(self._memory, 0, 0, start)
-            self.start = start
-
-    def restart(self, position: int) -> None:
-        self._require_open()
-        self.start = self.end = position
-        library().llama_memory_seq_rm(self._memory, 0, -1, END)
-
-    def _check_position(self, position: int) -> None:
-        self._require_open()
-        if not self.start <= position <= self.end:
-            raise BatchError(f"the head's cache holds pairs {self.start}..{self.end}, {position} is outside")
-
-    def another(self) -> Self:
-        self._require_open()
-        found = type(self)(self._make_context, self.facts, self._vocabulary_size)
-        self._others.append(found)
-        return found
-
-    def set_threads(self, threads: int) -> None:
-        self._require_open()
-        for head in (self, *(other for other in self._others if other._context is not None)):
-            library().llama_set_n_threads(head._context, threads, threads)
-
-    def cancel(self) -> None:
-        self._cancel.set()
-
-    def clear_cancel(self) -> None:
-        self._cancel.clear()
-
-    def close(self) -> None:
-        if self._context is None:
-            return
-        for other in self._others:
-            other.close()
-        library().llama_free(self._context)
-        if self._model is not None:
-            library().llama_model_free(self._model)
-        self._context = self._model = None
-
-    def _require_open(self) -> None:
-        if self._context is None:
-            raise EngineError("this head is closed; load the model again")
-
-
-def widest_step(vocabulary_size: int) -> int:
-    """Rows per pass: the library keeps logits of the whole vocabulary for all of them."""
-    return min(max(LOGITS_BYTES // (4 * vocabulary_size), 1), WIDEST)
-
-
-def create_context(
-    model: Any, name: str, length: int, threads: int, vocabulary_size: int, other: Any, kind: int, cancel: CancelFlag
-) -> Any:
-    """A llama_context of `length` pairs and of `kind` for the head called `name`. `other`: one that it shares with.
-
-    Raises CapabilityError with the library's reason when it refuses.
-    """
-    params = library().llama_context_default_params()
-    params.n_ctx = length
-    params.n_batch = params.n_ubatch = params.n_outputs_max = widest_step(vocabulary_size)
-    params.n_seq_max = 1
-    params.n_threads = params.n_threads_batch = threads
-    params.type_k = params.type_v = CACHE_TYPES["f16"]
-    params.flash_attn_type = ON
-    params.kv_unified = True
-    params.no_perf = True
-    params.ctx_type = kind
-    params.ctx_other = other
-    context = new_context(model, params, cancel, requires_flash=False)
-    if not context:
-        raise CapabilityError(f"llama.cpp refused a context of {length} pairs for head {name}: {complaints()}")
-    return context

@@ -119,7 +119,7 @@ class RowBuffer:
 
 
 class PairRows:
-    """A `llama_batch` of one sequence whose rows are floats, with or without tokens, for heads that read states.
+    """A `llama_batch` of one sequence whose rows are floats, tokens, or both, for heads that read states.
 
     Its arrays are owned here but for the floats, which the caller keeps until the pass is over.
     """
@@ -153,16 +153,29 @@ class PairRows:
     ) -> None:
         """`outputs`: whether all rows give logits, or with `last_only` the last one."""
         width = len(floats)
+        self._place(position, width)
         self._floats = floats
-        self._positions[:width] = np.arange(position, position + width)
         self._outputs[:width] = outputs and not last_only
         self._outputs[width - 1] = outputs
-        self.struct.n_tokens = width
         self.struct.embd = _pointer(floats, ctypes.c_float)
+        self._set_tokens(token_ids)
+
+    def fill_tokens(self, position: int, token_ids: TokenIds) -> None:
+        """Rows without floats, which all give logits."""
+        self._place(position, token_ids.size)
+        self._outputs[: token_ids.size] = 1
+        self.struct.embd = self._floats = None
+        self._set_tokens(token_ids)
+
+    def _place(self, position: int, width: int) -> None:
+        self._positions[:width] = np.arange(position, position + width)
+        self.struct.n_tokens = width
+
+    def _set_tokens(self, token_ids: TokenIds | None) -> None:
         if token_ids is None:
             self.struct.token = None
         else:
-            self._token_ids[:width] = token_ids
+            self._token_ids[: len(token_ids)] = token_ids
             self.struct.token = _pointer(self._token_ids, ctypes.c_int32)
 
 

@@ -23,7 +23,8 @@ from edgespec.export.gguf.convert import (
 )
 from edgespec.export.gguf.hyperparameters import write_hyperparameters
 from edgespec.export.gguf.tokenizer import write_tokenizer
-from edgespec.formats.gguf.eagle3 import ARCHITECTURE, DRAFTED
+from edgespec.formats.gguf.eagle3 import ARCHITECTURE
+from edgespec.formats.gguf.head_reader import DRAFTED
 from edgespec.types import Progress, no_progress
 
 HEAD = Architecture(ARCHITECTURE, {}, {})

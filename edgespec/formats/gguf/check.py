@@ -99,7 +99,7 @@ def _bad_numbers(header: GgufHeader) -> Iterator[str]:
             if not isinstance(value, float) or not math.isfinite(value) or value < 0:
                 yield f"{name} is {value!r}, it must be a finite number of at least 0"
     scaling = header.metadata.get(f"{header.architecture}.rope.scaling.type")
-    if scaling is not None and scaling not in ROPE_SCALINGS:
+    if scaling is not None and not (isinstance(scaling, str) and scaling in ROPE_SCALINGS):
         yield f"its rope scaling {scaling!r} is not known; known: {', '.join(sorted(ROPE_SCALINGS))}"
 
 

@@ -27,9 +27,10 @@ _ENCODERS = ("t5", "t5encoder")  # that do not say so under attention.causal
 
 def require_language_model(path: Path, header: GgufHeader) -> None:
     """Raises ModelFileError, naming what the file is and what to give instead, for one that writes no text."""
-    kind = str(header.metadata.get("general.type", ""))
+    kind, is_head = str(header.metadata.get("general.type", "")), header.architecture == "dflash"
     reason = _PROJECTOR if header.architecture == "clip" else _OF_TYPE.get(kind)
-    is_encoder = header.metadata.get(f"{header.architecture}.attention.causal") is False
+    # A DFlash head says so too: it reads a block of a text at once, and drafts.
+    is_encoder = header.metadata.get(f"{header.architecture}.attention.causal") is False and not is_head
     if reason is None and (is_encoder or header.architecture in _ENCODERS):
         reason = (
             f"{header.architecture} models read a whole text at once, for embeddings or reranking: give one that "

@@ -3,7 +3,7 @@
 import { h, iconButton } from "./dom.js";
 import { render } from "./markdown.js";
 
-const NAMES = ["model", "ngram", "cache", "suffix", "tree", "lookahead", "early-exit", "hierarchical", "medusa", "eagle", "eagle3"];
+const NAMES = ["model", "ngram", "cache", "suffix", "tree", "lookahead", "early-exit", "hierarchical", "medusa", "eagle", "eagle3", "dflash"];
 const NUM_COLOURS = 6;
 
 /** The class that colours what `drafter` proposed. */

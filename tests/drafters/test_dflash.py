@@ -1,0 +1,252 @@
+"""DFlash and DSpark heads as drafters of a GGUF target: texts stay the target's, and the pair is opened and planned."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+import edgespec
+from demo import TEST_THREADS
+from edgespec import GenerateOptions, Sampling
+from edgespec.config import LoadOptions
+from edgespec.control.base import FixedLength
+from edgespec.drafters.dflash import DFlashDrafter
+from edgespec.engines.features import LAYERS_WINDOW
+from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.sequence import CachedSequence
+from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.formats.gguf.dflash import read_dflash
+from edgespec.generation.decode import speculative
+from edgespec.generation.run_state import Run
+from edgespec.loading.requirements import resolve_pair
+from edgespec.memory.drafts import smaller_drafts
+from edgespec.memory.plan import planned
+from edgespec.sampling import Sampler
+from edgespec.sampling.acceptance import RULES
+from edgespec.sampling.stopping import StopRules
+from edgespec.tuning.matching import find_aim, rank
+from edgespec.types import Batch
+from tiny_dflash import MASK_ID, NUM_TOKENS, TARGET, WIDTH, HeadShape, write_dflash
+from tiny_gguf import matrices, write_model
+
+DSPARK = HeadShape(markov=8, has_confidence=True)
+SMALL = replace(TARGET, weights=gguf.GGMLQuantizationType.Q8_0)  # such a target has a reproducible mode
+BARE = dict.fromkeys(("token_embd.weight", "output.weight"))
+HEADS = {
+    "DFlash": (HeadShape(), {}),
+    "DFlash with the target's tables": (HeadShape(), BARE),
+    "DSpark": (DSPARK, {}),
+    "DSpark in eight bits": (replace(DSPARK, markov=32, weights=gguf.GGMLQuantizationType.Q8_0), BARE),
+    "DSpark behind the anchor": (replace(DSPARK, from_anchor=False, drafted=120), {"token_embd.weight": None}),
+}
+
+
+@pytest.fixture(scope="module")
+def target_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("target") / "tiny.gguf", SMALL)
+
+
+@pytest.fixture(scope="module", params=HEADS.values(), ids=HEADS)
+def head_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape, tensors = request.param
+    return write_dflash(tmp_path_factory.mktemp("head") / "head.gguf", shape, tensors=tensors)
+
+
+@pytest.fixture(scope="module")
+def pair(target_path: Path, head_path: Path) -> Iterator[edgespec.Model]:
+    with edgespec.load(str(target_path), draft=head_path, reproducible=True, threads=TEST_THREADS) as model:
+        yield model
+
+
+# -- texts
+
+
+@pytest.mark.parametrize(("temperature", "seed"), [(0.0, 0), (0.8, 1), (0.8, 2), (0.8, 3), (1.2, 4)])
+def test_text_does_not_depend_on_the_head(pair: edgespec.Model, temperature: float, seed: int) -> None:
+    ids = pair.encode("The quick brown fox jumps over the lazy dog, and then")
+    sampling = Sampling(temperature=temperature, seed=seed)
+    plain = pair.generate(ids, sampling, GenerateOptions(max_tokens=48, drafter="none", ignore_eos=True))
+    for drafter, length in (*itertools.product(("dflash",), (1, 3, 5, 12, "auto")), ("auto", "auto"), ("auto", 4)):
+        options = GenerateOptions(max_tokens=48, drafter=drafter, draft_length=length, ignore_eos=True)
+        found = pair.generate(ids, sampling, options)
+        assert found.token_ids == plain.token_ids, (drafter, length)
+        assert found.logprobs == plain.logprobs, (drafter, length)
+        if drafter == "dflash" and length == 5:
+            assert found.stats.drafted_tokens > 48
+
+
+def test_under_the_rejection_rule_a_head_drafts_too(pair: edgespec.Model) -> None:
+    options = GenerateOptions(max_tokens=40, drafter="dflash", draft_length=4, verify="rejection", ignore_eos=True)
+    found = pair.generate("The quick", Sampling(temperature=0.8, seed=3), options)
+    assert len(found.token_ids) == 40 and found.stats.drafted_tokens > 40
+
+
+def test_auto_takes_the_head_as_the_pairs_draft(pair: edgespec.Model) -> None:
+    assert pair.draft_name == "dflash"
+    drafter = pair._pool.drafter("dflash")
+    assert isinstance(drafter, DFlashDrafter) and drafter.costs_once
+    assert pair.drafter_bytes > drafter.bytes_used > 100_000
+
+
+def repeating(folder: Path, from_anchor: bool | None) -> tuple[Path, Path]:
+    """A target that repeats its last token, and a head whose block passes the anchor's embedding on to all rows.
+
+    The anchor's is the only value in the head's attention: features are multiplied by 0, and so is the mask's row.
+    """
+    tables = matrices(TARGET, NUM_TOKENS)
+    table = tables["token_embd.weight"]
+    still = {f"blk.{layer}.{name}.weight": np.zeros_like(tables[f"blk.{layer}.{name}.weight"])
+             for layer in range(TARGET.layers) for name in ("attn_output", "ffn_down")}  # fmt: skip
+    target = write_model(folder / "target.gguf", SMALL, tensors={**still, "output.weight": table})
+    shape = HeadShape(layers=1, kv_heads=4, markov=0 if from_anchor is None else 4, from_anchor=bool(from_anchor))
+    ones, eye = np.ones(WIDTH, np.float32), np.eye(WIDTH, dtype=np.float32)
+    tensors = {
+        "token_embd.weight": np.where(np.arange(NUM_TOKENS)[:, None] == MASK_ID, 0, table).astype(np.float32),
+        "output.weight": table,
+        "fc.weight": np.zeros((WIDTH, 3 * WIDTH), np.float32),
+        "output_norm.weight": ones,
+        "blk.0.attn_norm.weight": ones,
+        "blk.0.attn_v.weight": eye,
+        "blk.0.attn_output.weight": 100 * eye,
+        "blk.0.ffn_down.weight": np.zeros((WIDTH, shape.hidden), np.float32),
+    }
+    if shape.markov:
+        tensors["markov_w2.weight"] = np.zeros((NUM_TOKENS, shape.markov), np.float32)
+    return target, write_dflash(folder / "head.gguf", shape, tensors=tensors)
+
+
+@pytest.mark.parametrize("from_anchor", [None, False, True], ids=["DFlash", "DSpark behind the anchor", "DSpark"])
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_a_head_that_knows_the_target_is_accepted(tmp_path: Path, from_anchor: bool | None, temperature: float) -> None:
+    target, head = repeating(tmp_path, from_anchor)
+    most = 6 if from_anchor else 5
+    with edgespec.load(str(target), draft=head, threads=TEST_THREADS) as model:
+        options = GenerateOptions(max_tokens=2 * (most + 1) + 1, draft_length=9, drafter="dflash", ignore_eos=True)
+        found = model.generate("abcd", Sampling(temperature=temperature, seed=1), options)
+    assert found.text == (2 * most + 3) * "d"
+    assert (found.stats.rounds, found.stats.accepted_tokens) == (2, 2 * most)
+
+
+def test_texts_that_are_decoded_together_draft_from_their_own_tokens(target_path: Path, head_path: Path) -> None:
+    texts = ("The quick brown", "def add(a, b):", "Tom has 3 apples. " * 6, "Book a table")
+    options = GenerateOptions(max_tokens=24, drafter="dflash", draft_length=4, ignore_eos=True)
+    loaded = {"draft": head_path, "reproducible": True, "parallel": 3, "threads": TEST_THREADS}
+    with edgespec.load(str(target_path), **loaded) as model:
+        for temperature in (0.0, 0.9):
+            sampling = Sampling(temperature=temperature, seed=2)
+            plain, alone = [], []
+            for text in texts:
+                plain.append(model.generate(text, sampling, replace(options, drafter="none")))
+                model.forget()
+                alone.append(model.generate(text, sampling, options))
+                model.forget()
+            found = model.generate_all(texts, sampling, options)
+            for one, other, together in zip(plain, alone, found, strict=True):
+                assert (together.token_ids, together.logprobs) == (one.token_ids, one.logprobs)
+                assert together.stats.drafted_tokens > 24
+                assert together.stats.accepted_tokens == other.stats.accepted_tokens
+            model.forget()
+
+
+def test_a_text_longer_than_the_heads_window_stays_the_same(target_path: Path, head_path: Path) -> None:
+    options = {"draft": head_path, "threads": TEST_THREADS, "draft_context_length": 40, "drafter": "dflash"}
+    with edgespec.load(str(target_path), reproducible=True, **options) as model:
+        ids = model.encode("A text that is longer than what the head can see. " * 6)
+        sampling = Sampling(temperature=0.8, seed=4)
+        plain = model.generate(ids, sampling, GenerateOptions(max_tokens=80, drafter="none", ignore_eos=True))
+        found = model.generate(ids, sampling, GenerateOptions(max_tokens=80, draft_length=5, ignore_eos=True))
+        assert found.token_ids == plain.token_ids
+        assert found.stats.drafted_tokens > 300
+
+
+def test_after_many_rejected_drafts_the_head_knows_the_text_and_nothing_else(
+    target_path: Path, head_path: Path
+) -> None:
+    load = {"threads": TEST_THREADS, "context_length": 256, "reproducible": True}
+    with LlamaCppEngine.load(target_path, **load) as target, target.load_dflash(head_path) as head:
+        drafter, cached = DFlashDrafter(head, LAYERS_WINDOW), CachedSequence(target)
+        cached.keep_layer_inputs(drafter.wants_layers)
+        prompt, stop = np.arange(40, 60, dtype=np.int32), StopRules(frozenset(), (), 60)
+        run = Run(cached, prompt, Sampler(Sampling(temperature=0.8, seed=5), NUM_TOKENS), stop, logprobs=False)
+        events = list(speculative(run, FixedLength(drafter, 5), RULES["coupled"]))
+        assert run.stats.drafted_tokens - run.stats.accepted_tokens > 100
+        text = np.array([*prompt, *(event.token_id for event in events)], np.int32)[: head.end]
+        cached.keep_layer_inputs(())
+        target.rollback(0)
+        target.give_layer_inputs(head.facts.layers)
+        parts = []
+        for part in (text[:40], text[40:]):
+            target.forward(Batch.chain(part, last_only=True))
+            parts.append(target.layer_inputs())
+        found = head.block(7)[0].copy()
+        head.restart(0)
+        head.inject(np.concatenate(parts))
+        wanted = head.block(7)[0]
+        known = np.isfinite(wanted)
+        np.testing.assert_allclose(found[known], wanted[known], atol=0.02 * np.abs(wanted[known]).max())
+
+
+# -- the pair
+
+
+def test_what_is_given_as_draft_must_be_what_the_drafter_needs(
+    target_path: Path, onnx_path: Path, tiny_path: Path, tmp_path: Path
+) -> None:
+    head = write_dflash(tmp_path / "head.gguf")
+    for drafter, fix in (("model", "a draft model"), ("eagle3", "an EAGLE-3 head")):
+        with pytest.raises(CapabilityError, match=f"is a DFlash head and drafter .* needs {fix}.*--drafter dflash"):
+            edgespec.load(str(target_path), draft=head, drafter=drafter, threads=TEST_THREADS)
+    with pytest.raises(CapabilityError, match="is a draft model and drafter 'dflash' needs a DFlash head"):
+        edgespec.load(str(target_path), draft=tiny_path, drafter="dflash", threads=TEST_THREADS)
+    with pytest.raises(CapabilityError, match="is a DFlash head, which needs a target on llamacpp"):
+        edgespec.load(str(onnx_path), draft=head, threads=TEST_THREADS)
+    with pytest.raises(CapabilityError, match="drafter 'dflash' needs a DFlash head"):
+        edgespec.load(str(target_path), drafter="dflash", threads=TEST_THREADS)
+
+
+def test_a_head_that_does_not_fit_is_named_at_load(target_path: Path, tmp_path: Path) -> None:
+    """Also by the child that tries files of unknown contents."""
+    wide = write_model(tmp_path / "wide.gguf", replace(TARGET, width=128))
+    with pytest.raises(CapabilityError, match=r"head\.gguf reads a target of width 64, this target has 128"):
+        edgespec.load(str(wide), draft=write_dflash(tmp_path / "head.gguf"), threads=TEST_THREADS)
+    blind = write_dflash(tmp_path / "blind.gguf", metadata={"tokenizer.ggml.mask_token_id": None})
+    with pytest.raises(ModelFileError, match=r"blind\.gguf is not a usable DFlash head: .*mask_token_id"):
+        edgespec.load(str(target_path), draft=blind, threads=TEST_THREADS)
+    newer = write_dflash(tmp_path / "newer.gguf", metadata={"dflash.selector_rank": 8})
+    with pytest.raises(CapabilityError, match=r"newer\.gguf is a DFlash2 head"):
+        edgespec.load(str(target_path), draft=newer, threads=TEST_THREADS)
+
+
+def test_a_head_counts_where_it_fits(tmp_path: Path) -> None:
+    shapes = {"right": TARGET, "wide": replace(TARGET, width=128)}
+    for name, shape in shapes.items():
+        (tmp_path / name).mkdir()
+        write_model(tmp_path / name / "target.gguf", shape)
+        write_dflash(tmp_path / name / "head.gguf", HeadShape(layers=1), tensors=BARE)
+    (fitting,), (wrong,) = (rank(find_aim(str(tmp_path / name / "target.gguf"))) for name in shapes)
+    assert fitting.vocabulary == "a DFlash head that fits" and not fitting.why_not
+    assert "was trained for it" in wrong.why_not
+    tiny = replace(TARGET, layers=1, width=16, heads=2, kv_heads=1, hidden=16)
+    write_model(tmp_path / "right" / "small.gguf", tiny)  # in the place of a draft model it would be suggested
+    pair = resolve_pair(LoadOptions(model=str(tmp_path / "right" / "target.gguf"), draft=Path(fitting.name)))
+    assert not smaller_drafts(pair)
+
+
+def test_the_plan_counts_weights_cache_and_results(target_path: Path, head_path: Path) -> None:
+    def plan(**changed: int) -> tuple[int, int, int]:
+        options = LoadOptions(model=str(target_path), draft=head_path, **changed)
+        need = next(each for each in planned(options, resolve_pair(options)).models if each.role == "draft").footprint
+        return need.mapped, need.cache, need.compute
+
+    sizes = read_dflash(head_path)
+    mapped, cache, compute = plan(draft_context_length=100)
+    assert mapped == head_path.stat().st_size
+    assert cache == 256 * 2 * 2 * 32 * 2  # cells, layers, keys and values, heads * size, bytes
+    assert 4 * 64 * NUM_TOKENS < compute - 4 * sizes.block_size * NUM_TOKENS < 8 * 64 * (NUM_TOKENS + 3 * 96 + 7 * 64)
+    assert plan(draft_context_length=100, parallel=3) == (mapped, 3 * cache, 3 * compute)

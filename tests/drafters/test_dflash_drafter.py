@@ -1,0 +1,228 @@
+"""The DFlash drafter over a head that shows its cache: what it reads and drafts, and the law of what comes out."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import numpy as np
+import pytest
+
+from edgespec.control.auto import AutoController
+from edgespec.control.base import FixedLength
+from edgespec.control.cost import CostCurve
+from edgespec.control.run_cost import DraftCost
+from edgespec.drafters.base import DraftRequest
+from edgespec.drafters.dflash import DFlashDrafter
+from edgespec.engines.head import States
+from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.table import TableEngine
+from edgespec.errors import Cancelled
+from edgespec.generation.decode import autoregressive, speculative
+from edgespec.generation.run_state import Run
+from edgespec.sampling import Sampler, Sampling
+from edgespec.sampling.acceptance import RULES
+from edgespec.sampling.stopping import StopRules
+from edgespec.types import Draft, TokenEvent, TokenIds
+from laws import ALPHA_1E6, chi_square_score
+from tiny_heads import LAYERS, OpenBlock
+
+VOCABULARY = 10
+
+
+def features_of(token_ids: TokenIds) -> States:
+    """One row per token, which tells all tokens up to it apart."""
+    rows = np.zeros((token_ids.size, len(LAYERS) * VOCABULARY), np.float32)
+    for row in range(token_ids.size):
+        digest = hashlib.sha256(token_ids[: row + 1].tobytes()).digest()
+        rows[row, 0] = int.from_bytes(digest[:2], "little") / 65536
+    return rows
+
+
+def ask(drafter: DFlashDrafter, text: TokenIds, told: int, most: int) -> Draft:
+    """Draft behind `text` with the features of its last `told` tokens but the pending one."""
+    sampler = Sampler(Sampling(temperature=0.0), VOCABULARY)
+    features = features_of(text[:-1])[-told:] if told else np.zeros((0, 2 * VOCABULARY), np.float32)
+    return drafter.draft(DraftRequest(text, most, sampler, layer_inputs=features))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_head_reads_the_tokens_of_the_text_and_no_others(seed: int) -> None:
+    """Texts grow, are cut and change; windows of what is told come and go; the head's own window is small or large."""
+    rng = np.random.default_rng(seed)
+    context = int(rng.choice([16, 40, 1000]))
+    head = OpenBlock(context)
+    drafter = DFlashDrafter(head, max_features=64)
+    text = rng.integers(0, VOCABULARY, 12).astype(np.int32)
+    for _ in range(60):
+        change = rng.integers(10)
+        if change == 0:
+            kept = text[: rng.integers(2, text.size + 1)]
+            text = np.concatenate((kept, rng.integers(0, VOCABULARY, 3))).astype(np.int32)
+        elif change == 1:
+            text = rng.integers(0, VOCABULARY, int(rng.integers(2, 60))).astype(np.int32)
+        elif change < 9:
+            text = np.append(text, rng.integers(0, VOCABULARY, int(rng.integers(1, 7)))).astype(np.int32)
+        told = min(int(rng.choice([1, 5, 30, 64])), text.size - 1)
+        most = int(rng.integers(1, 9))
+        if rng.integers(8) == 0:
+            drafter.cancel()
+            with pytest.raises(Cancelled):
+                ask(drafter, text, told, most)
+        assert drafter.num_uncached(text) <= 64
+        assert ask(drafter, text, told, most).num_tokens == min(most, head.most_drafted)
+        end = text.size - 1
+        assert head.start <= end == head.end and len(head.pairs) == head.end - head.start <= context
+        numbers = features_of(text[:-1])[:, 0]
+        assert [number for _, number in head.pairs] == [float(each) for each in numbers[head.start : end]]
+        assert head.start < end and drafter.num_uncached(text) == 1
+
+
+def test_the_window_is_as_wide_as_what_is_told_and_as_the_head() -> None:
+    text = np.arange(300, dtype=np.int32) % VOCABULARY
+    for told, context, start in ((299, 1000, 0), (40, 1000, 259), (299, 100, 249), (60, 100, 239)):
+        head = OpenBlock(context)
+        drafter = DFlashDrafter(head, max_features=512)
+        assert ask(drafter, text, told, 4).num_tokens == 4
+        assert head.start == start
+        for size in range(301, 500):
+            ask(drafter, np.arange(size, dtype=np.int32) % VOCABULARY, 1, 4)
+            assert head.end - head.start >= min(size - 1 - start, context // 2)
+
+
+def test_without_features_nothing_is_drafted() -> None:
+    drafter = DFlashDrafter(OpenBlock(64), max_features=8)
+    text = np.arange(5, dtype=np.int32)
+    assert ask(drafter, text, 0, 4).num_tokens == 0
+    sampler = Sampler(Sampling(temperature=0.0), VOCABULARY)
+    assert drafter.draft(DraftRequest(text, 4, sampler)).num_tokens == 0
+
+
+def test_a_draft_ends_behind_an_end_token_and_where_it_is_told_to() -> None:
+    text = np.arange(5, dtype=np.int32)
+    drafter = DFlashDrafter(OpenBlock(64), max_features=8)
+    sampler = Sampler(Sampling(temperature=0.0), VOCABULARY)
+    request = DraftRequest(text, 9, sampler, layer_inputs=features_of(text[:-1]))
+    whole = drafter.draft(request)
+    assert whole.num_tokens == 5 and whole.evidence is not None and whole.distributions is None
+    heard: list[int] = []
+
+    def two(num_drafted: int, evidence: tuple[float, ...]) -> bool:
+        heard.append(num_drafted)
+        assert len(evidence) == 3
+        return num_drafted < 2
+
+    told = drafter.draft(DraftRequest(text, 9, sampler, should_continue=two, layer_inputs=request.layer_inputs))
+    assert heard == [1, 2] and told.token_ids.tolist() == whole.token_ids[:2].tolist()
+    third = int(whole.token_ids[2])
+    ending = DFlashDrafter(OpenBlock(64, frozenset({third})), max_features=8)
+    ends_at = 1 + whole.token_ids.tolist().index(third)
+    assert ending.draft(request).token_ids.tolist() == whole.token_ids[:ends_at].tolist()
+
+
+def test_the_heads_own_confidence_joins_the_evidence() -> None:
+    text, head = np.arange(5, dtype=np.int32), OpenBlock(64)
+    head.confidences = np.array([0.9, 0.5, 0.1, 1.0, 0.0], np.float32)
+    found = ask(DFlashDrafter(head, max_features=8), text, 4, 5).evidence
+    assert found is not None and [len(each) for each in found] == [4] * 5
+    sure, even, unsure, *extremes = (each[3] for each in found)
+    assert sure == pytest.approx(math.log(9) / 2, abs=1e-5) and even == pytest.approx(0.0) and unsure < -1
+    assert np.isfinite(extremes).all()
+
+
+def run_once(
+    cached: CachedSequence, drafter: DFlashDrafter | None, rule: str, sampling: Sampling, count: int, length: int = 3
+) -> list[TokenEvent]:
+    cached.keep_layer_inputs(() if drafter is None else drafter.wants_layers)
+    sampler = Sampler(sampling, VOCABULARY)
+    run = Run(cached, np.array([0, 1], np.int32), sampler, StopRules(frozenset(), (), count), logprobs=False)
+    if drafter is None:
+        return list(autoregressive(run))
+    return list(speculative(run, FixedLength(drafter, length), RULES[rule]))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
+def test_coupled_text_is_plain_text(temperature: float) -> None:
+    cached = CachedSequence(TableEngine.random(VOCABULARY, order=2, seed=1, context_length=400))
+    for seed in range(3):
+        sampling = Sampling(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, seed=seed)
+        plain = [event.token_id for event in run_once(cached, None, "coupled", sampling, 300)]
+        for length in (1, 3, 12):
+            drafter = DFlashDrafter(OpenBlock(100), max_features=512)
+            found = run_once(cached, drafter, "coupled", sampling, 300, length)
+            assert [event.token_id for event in found] == plain
+            assert sum(event.drafter is not None for event in found) > 10
+
+
+def test_a_head_that_knows_the_target_is_always_right() -> None:
+    """A whole block of the greedy chain is accepted, and costs one pass of the head."""
+    target = TableEngine.random(VOCABULARY, order=1, seed=12, context_length=400)
+    head = OpenBlock(400)
+    head.table, head.share_of_state = np.stack([target.row((token,)) for token in range(VOCABULARY)]), 0.0
+    cached, drafter = CachedSequence(target), DFlashDrafter(head, max_features=512)
+    found = run_once(cached, drafter, "coupled", Sampling(temperature=0.0, seed=7), 241, length=9)
+    assert len({event.token_id for event in found[-20:]}) > 3, "it must matter which token is the last one"
+    assert sum(event.drafter is not None for event in found) == 200
+    assert head.num_blocks == 40
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_the_joint_law_of_sampled_text_is_the_targets(rule: str) -> None:
+    target = TableEngine.random(VOCABULARY, order=1, seed=3, spread=1.0, context_length=1100)
+    cached, drafter = CachedSequence(target), DFlashDrafter(OpenBlock(200), max_features=512)
+    counts = np.zeros((VOCABULARY, VOCABULARY))
+    for seed in range(6):
+        sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=seed)
+        ids = [0, 1, *(event.token_id for event in run_once(cached, drafter, rule, sampling, 1000))]
+        np.add.at(counts, (ids[:-1], ids[1:]), 1)
+    counts[0, 1] -= 6  # the prompt's own
+    expected = np.zeros_like(counts)
+    for before in range(VOCABULARY):
+        row = np.exp(target.row((before,)).astype(np.float64))
+        expected[before] = counts[before].sum() * row / row.sum()
+    tested = expected.min(axis=1) >= 5
+    assert tested.sum() > 5
+    assert chi_square_score(counts[tested], expected[tested], int(tested.sum()) * (VOCABULARY - 1)) < ALPHA_1E6
+
+
+# -- what a draft costs
+
+
+def test_a_draft_of_any_length_costs_the_same() -> None:
+    """Learnt from long drafts it is asked of short ones too, which a cost per token would underrate."""
+    cost = DraftCost(is_once=True)
+    for length in (15, 7, 1, 12) * 10:
+        cost.observe(length, 1, 0.004)
+    assert cost.of(1, 0) == cost.of(15, 0) == pytest.approx(0.004, rel=0.02) and cost.of(0, 0) == 0
+    assert (cost.next_s, cost.once_s) == (0.0, cost.token_s)
+    assert cost.among(2).of(5, 0) == cost.among(2).of(1, 0) < cost.of(1, 0)
+    each = DraftCost(0.004)
+    assert (each.next_s, each.once_s, each.of(3, 0)) == (0.004, 0.0, pytest.approx(0.012))
+
+
+def test_the_controller_prices_a_block_once() -> None:
+    drafters = {"dflash": DFlashDrafter(OpenBlock(64), max_features=64)}
+    controller = AutoController(drafters, CostCurve({1: 0.01, 16: 0.02}), {})
+    assert controller.costs.drafts["dflash"].is_once
+    controller.use_threads(2)
+    controller.costs.follow_threads()
+    assert controller.costs.draft("dflash").is_once
+
+
+def test_after_a_failure_the_head_reads_the_text_again() -> None:
+    head = OpenBlock(64)
+    drafter = DFlashDrafter(head, max_features=64)
+    text = np.arange(20, dtype=np.int32) % VOCABULARY
+    ask(drafter, text[:14], 13, 4)
+    inject = head.inject
+
+    def struck(features: States) -> None:
+        inject(features)
+        raise KeyboardInterrupt
+
+    head.inject = struck  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        ask(drafter, text[::-1][:16], 15, 4)  # its tokens stand where those of the first text stood
+    head.inject = inject  # type: ignore[method-assign]
+    assert ask(drafter, text[:16], 15, 4).num_tokens == 4
+    assert [number for _, number in head.pairs] == [float(each) for each in features_of(text[:15])[:, 0]]

@@ -1,0 +1,179 @@
+"""DFlash and DSpark heads in llama.cpp: their maths against numpy, and their cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from demo import TEST_THREADS
+from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.errors import BatchError, Cancelled, ContextFull, EngineError
+from edgespec.formats.gguf.dflash import MAX_BLOCK
+from edgespec.types import Batch
+from tiny_dflash import LAYERS, NUM_TOKENS, TARGET, HeadShape, NumpyBlock, write_dflash
+from tiny_gguf import matrices, write_model
+
+TOKENS = np.random.default_rng(5).integers(0, NUM_TOKENS, 100).astype(np.int32)
+DSPARK = HeadShape(markov=8, has_confidence=True)
+OWN_TABLES = "token_embd.weight", "output.weight"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaCppEngine]:
+    path = write_model(tmp_path_factory.mktemp("target") / "tiny.gguf", TARGET)
+    with LlamaCppEngine.load(path, threads=TEST_THREADS, context_length=128, reproducible=False) as engine:
+        yield engine
+
+
+def features_of(target: LlamaCppEngine, layers: tuple[int, ...] = tuple(LAYERS)) -> np.ndarray:
+    """Layer inputs of TOKENS, behind an empty cache that is left empty."""
+    target.give_layer_inputs(layers)
+    target.forward(Batch.chain(TOKENS, last_only=True))
+    found = target.layer_inputs()
+    target.rollback(0)
+    target.give_layer_inputs(())
+    return found
+
+
+# -- what a head computes
+
+SHAPES = {
+    "own tables": HeadShape(),
+    "one layer read": HeadShape(target_layers=(2,), layers=1),
+    "a part of the vocabulary": HeadShape(drafted=120),
+    "causal": HeadShape(causal=True),
+    "not causal, as its file says": HeadShape(causal=False),
+    "windows": HeadShape(window=20, windowed=(True, False)),
+    "windows everywhere": HeadShape(window=9, windowed=(True, True)),
+    "sinks, further norms, values from keys": HeadShape(has_extras=True, kv_heads=4),
+    "DSpark": DSPARK,
+    "DSpark without confidences": HeadShape(markov=8),
+    "DSpark that reads behind the anchor": replace(DSPARK, from_anchor=False),
+    "DSpark with a part of the vocabulary": replace(DSPARK, drafted=120),
+    "the longest block": HeadShape(block=MAX_BLOCK),
+}
+
+
+@pytest.mark.parametrize("shares", [(), ("token_embd.weight",), OWN_TABLES], ids=["owns", "embeddings", "both"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_head_computes_what_numpy_does(
+    target: LlamaCppEngine, tmp_path: Path, shape: HeadShape, shares: tuple[str, ...]
+) -> None:
+    """Behind many tokens and none, behind a rollback, a dropped beginning and a restart."""
+    if shape.drafted is not None and "output.weight" in shares:
+        pytest.skip("a head for a part of the vocabulary has its own")
+    path = write_dflash(tmp_path / "head.gguf", shape, tensors=dict.fromkeys(shares))
+    features = features_of(target, shape.target_layers)
+    tables = matrices(TARGET, NUM_TOKENS)
+    wanted = NumpyBlock(path, shape, {name: tables[name] for name in OWN_TABLES})
+    with target.load_dflash(path) as head:
+        assert head.facts.layers == shape.target_layers
+        assert head.most_drafted == (shape.block if shape.markov and shape.from_anchor else shape.block - 1)
+
+        def same(token_id: int) -> None:
+            logits, confidences = head.block(token_id)
+            known, known_confidences = wanted.block(token_id, head.end)
+            assert logits.shape == (head.most_drafted, NUM_TOKENS) == known.shape
+            is_drafted = np.isfinite(known)
+            assert np.array_equal(np.isfinite(logits), is_drafted)
+            allowed = 1e-2 * np.abs(known[is_drafted]).max()
+            np.testing.assert_allclose(logits[is_drafted], known[is_drafted], atol=allowed)
+            assert (confidences is None) == (known_confidences is None)
+            if confidences is not None and known_confidences is not None:
+                np.testing.assert_allclose(confidences, known_confidences, atol=1e-2)
+
+        same(7)
+        head.inject(features[:30])
+        wanted.inject(features[:30], 0)
+        same(int(TOKENS[30]))
+        same(int(TOKENS[31]))
+        head.inject(features[30:34])
+        wanted.inject(features[30:34], 30)
+        same(int(TOKENS[34]))
+        head.rollback(25)
+        head.drop_before(11)
+        for cache in wanted.cache:
+            for position in (*range(11), *range(25, 34)):
+                del cache[position]
+        same(int(TOKENS[25]))
+        head.inject(features[25:99])  # more than a pass takes
+        wanted.inject(features[25:99], 25)
+        same(int(TOKENS[99]))
+        head.restart(40)
+        for cache in wanted.cache:
+            cache.clear()
+        head.inject(features[40:44])
+        wanted.inject(features[40:44], 40)
+        same(int(TOKENS[44]))
+
+
+@pytest.mark.parametrize("shape", [HeadShape(), DSPARK, HeadShape(window=20, windowed=(True, False))])
+def test_a_block_leaves_no_trace(target: LlamaCppEngine, tmp_path: Path, shape: HeadShape) -> None:
+    path, features = write_dflash(tmp_path / "head.gguf", shape), features_of(target)
+    with target.load_dflash(path) as used, target.load_dflash(path) as fresh:
+        for end in (0, 3, 3, 20, 21, 30):
+            used.inject(features[used.end : end])
+            used.block(int(TOKENS[end]))
+            used.block(5)
+        used.rollback(18)
+        used.inject(features[18:26])
+        fresh.inject(features[:26])
+        found, wanted = (head.block(int(TOKENS[26]))[0] for head in (used, fresh))
+        np.testing.assert_allclose(found, wanted, atol=1e-3 * np.abs(wanted).max())
+
+
+def test_heads_of_several_texts_do_not_see_one_another(target: LlamaCppEngine, tmp_path: Path) -> None:
+    features = features_of(target)
+    with target.load_dflash(write_dflash(tmp_path / "head.gguf", DSPARK)) as head:
+        other = head.another()
+        head.inject(features[:20])
+        before = head.block(9)[0].copy()
+        other.inject(features[30:60])
+        other.set_threads(1)
+        assert not np.allclose(other.block(9)[0], before)
+        np.testing.assert_allclose(head.block(9)[0], before, atol=1e-4 * np.abs(before).max())
+        head.close()
+        with pytest.raises(EngineError, match="closed"):
+            other.block(9)
+
+
+def test_wrong_calls_of_a_head_are_refused(target: LlamaCppEngine, tmp_path: Path) -> None:
+    features = features_of(target)
+    head = target.load_dflash(write_dflash(tmp_path / "head.gguf"), context_length=8)
+    with pytest.raises(BatchError, match=r"\[n, 192\]"):
+        head.inject(features[:, :64])
+    for token_id in (-1, NUM_TOKENS):
+        with pytest.raises(BatchError, match=f"token {token_id} is outside"):
+            head.block(token_id)
+    with pytest.raises(ContextFull, match="room for 8"):
+        head.inject(features[:9])
+    head.inject(features[:8])
+    head.block(3)  # a full cache still has room for the block
+    for refused in (head.rollback, head.drop_before):
+        with pytest.raises(BatchError, match=r"0\.\.8"):
+            refused(9)
+    head.close()
+    head.close()
+    for call in (lambda: head.inject(features[:1]), lambda: head.block(1), head.another):
+        with pytest.raises(EngineError, match="closed"):
+            call()
+
+
+def test_a_cancelled_head_goes_on_as_if_nothing_had_been(target: LlamaCppEngine, tmp_path: Path) -> None:
+    features = features_of(target)
+    with target.load_dflash(write_dflash(tmp_path / "head.gguf")) as head:
+        head.inject(features[:10])
+        wanted = head.block(4)[0].copy()
+        for call in (lambda: head.inject(features[10:20]), lambda: head.block(4)):
+            head.cancel()
+            with pytest.raises(Cancelled):
+                call()
+            assert head.end == 10
+        np.testing.assert_array_equal(head.block(4)[0], wanted)
+        head.cancel()
+        head.clear_cancel()
+        head.inject(features[10:20])

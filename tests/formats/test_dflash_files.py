@@ -1,0 +1,185 @@
+"""Which files of the architecture dflash are taken as heads, and what is said of the others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from demo import DEMO, TEST_THREADS
+from edgespec.engines.llamacpp import DFlashHead, LlamaCppEngine
+from edgespec.engines.trial import check_model_file
+from edgespec.errors import CapabilityError, ModelFileError, VocabularyMismatch
+from edgespec.formats.gguf.dflash import MAX_BLOCK, is_dflash, read_dflash
+from edgespec.formats.gguf.eagle3 import is_eagle3
+from edgespec.formats.gguf.head_reader import is_draft_head
+from tiny_dflash import LAYERS, MASK_ID, TARGET, WIDTH, HeadShape, write_dflash
+from tiny_gguf import write_model
+from tiny_head import write_head
+
+DSPARK = HeadShape(markov=8, has_confidence=True)
+OWN_TABLES = "token_embd.weight", "output.weight"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaCppEngine]:
+    path = write_model(tmp_path_factory.mktemp("target") / "tiny.gguf", TARGET)
+    with LlamaCppEngine.load(path, threads=TEST_THREADS, context_length=128, reproducible=False) as engine:
+        yield engine
+
+
+def test_a_sound_head_is_told_from_others(target: LlamaCppEngine, tiny_path: Path, tmp_path: Path) -> None:
+    path, other = write_dflash(tmp_path / "head.gguf", DSPARK), write_head(tmp_path / "eagle3.gguf")
+    assert is_dflash(path) and not is_dflash(other) and not is_dflash(tiny_path)
+    assert is_eagle3(other) and not is_eagle3(path)
+    assert [is_draft_head(each) for each in (path, other, tiny_path)] == [True, True, False]
+    sizes = read_dflash(path)
+    assert (sizes.width, sizes.layers, sizes.feature_width, sizes.mask_id) == (WIDTH, tuple(LAYERS), 192, MASK_ID)
+    assert (sizes.has_markov, sizes.has_confidence, sizes.first_row, sizes.most_drafted) == (True, True, 0, 6)
+    check_model_file(path)
+    check_model_file(write_dflash(tmp_path / "bare.gguf", tensors=dict.fromkeys(OWN_TABLES)))
+    with target.load_dflash(path) as head:
+        assert head.facts.end_ids == target.vocabulary.end_ids
+    with pytest.raises(CapabilityError, match=r"is a DFlash head, .* -md/--model-draft"):
+        LlamaCppEngine.load(path)
+    for wrong in (tiny_path, other):
+        with pytest.raises(ModelFileError, match="a DFlash head is needed"):
+            target.load_dflash(wrong)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "tensors", "variant"),
+    [
+        ({"dflash.hyper_connection.count": 4}, {}, "DeepSeek-V4's layers"),
+        ({"dflash.selector_rank": 8}, {}, "DFlash2 head"),
+        ({"dflash.selector_top_k": 4}, {}, "DFlash2 head"),
+        ({}, {"selector_hidden.weight": np.ones((8, WIDTH), np.float32)}, "DFlash2 head"),
+        ({}, {"blk.0.attn_conv_proj.weight": np.ones((8, WIDTH), np.float32)}, "DFlash2 head"),
+        ({"dflash.rope.dimension_sections": [8, 0, 0, 0]}, {}, "also reads images"),
+        ({"dflash.rope.dimension_sections": 8}, {}, "also reads images"),
+    ],
+)  # fmt: skip
+def test_a_variant_that_does_not_run_is_named(
+    target: LlamaCppEngine, tmp_path: Path, metadata: dict[str, Any], tensors: dict[str, Any], variant: str
+) -> None:
+    path = write_dflash(tmp_path / "head.gguf", metadata=metadata, tensors=tensors)
+    with pytest.raises(CapabilityError, match=f"{variant}.*give a DFlash or DSpark head"):
+        target.load_dflash(path)
+
+
+def ones(*shape: int) -> np.ndarray:
+    return np.ones(shape, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "tensors", "reason"),
+    [
+        ({"tokenizer.ggml.mask_token_id": None}, {}, r"mask_token_id is None, a token of 0\.\.298"),
+        ({"tokenizer.ggml.mask_token_id": 299}, {}, "mask_token_id is 299"),
+        ({"dflash.block_size": None}, {}, "block_size is None"),
+        ({"dflash.block_size": 0}, {}, "block_size is 0"),
+        ({"dflash.block_size": 1}, {}, r"block_size is 1, 2\.\.64"),
+        ({"dflash.block_size": 65}, {}, r"block_size is 65, 2\.\.64"),
+        ({"dflash.block_size": "six"}, {}, "block_size is 'six'"),
+        ({"dflash.target_layers": None}, {}, "one or more different ones"),
+        ({"dflash.target_layers": [0, 1, 1]}, {}, "one or more different ones"),
+        ({"dflash.target_layers": [0, 1, -1]}, {}, "one or more different ones"),
+        ({"dflash.target_layers": [0, 1]}, {}, "'fc.weight' has the shape"),
+        ({"dflash.embedding_length": 32}, {}, "has the shape"),
+        ({"dflash.block_count": 3}, {}, "lacks the tensor 'blk.2.attn_norm.weight'"),
+        ({"dflash.attention.value_length": 8}, {}, "differ in width"),
+        ({"dflash.attention.key_length_swa": 8}, {}, "heads of another size"),
+        ({"dflash.rope.dimension_count": 15}, {}, "rotates 15 of 16"),
+        ({"dflash.rope.dimension_count": 64}, {}, "rotates 64 of 16"),
+        ({"dflash.attention.sliding_window": 8}, {}, "does not say for each layer"),
+        ({"dflash.attention.sliding_window": 8, "dflash.attention.sliding_window_pattern": [True]}, {}, "each layer"),
+        ({"dflash.attention.sliding_window": 8, "dflash.attention.sliding_window_pattern": [False, False]}, {},
+         "none of its layers has one"),
+        ({"dflash.attention.causal": "no"}, {}, "causal is 'no', true or false"),
+        ({"dflash.hidden_activation": "relu"}, {}, "hidden_activation is 'relu', known are silu"),
+        ({}, {"enc.output_norm.weight": None}, "lacks the tensor 'enc.output_norm.weight'"),
+        ({}, {"blk.1.attn_q_norm.weight": None}, "lacks the tensor 'blk.1.attn_q_norm.weight'"),
+        ({}, {"blk.1.attn_v.weight": ones(16, 64)}, "'blk.1.attn_v.weight' has the shape"),
+        ({}, {"blk.0.attn_sinks.weight": ones(3)}, "'blk.0.attn_sinks.weight' has the shape"),
+        ({}, {"token_embd.weight": ones(100, WIDTH)}, "'token_embd.weight' has the shape"),
+        ({}, {"output.weight": ones(100, WIDTH)}, "'output.weight' has the shape"),
+        ({}, {"d2t": np.arange(299, dtype=np.int32)}, "a list of I64"),
+        ({}, {"d2t": np.arange(299, dtype=np.int64) + 1}, r"different tokens of 0\.\.298"),
+        ({}, {"d2t": np.arange(100, dtype=np.int64)}, "'output.weight' has the shape"),
+        ({}, {"d2t": np.arange(100, dtype=np.int64), "output.weight": None}, "no output.weight"),
+        ({}, {"fc.scale": np.ones(1, np.int32)}, "'fc.scale' is I32, F32 is needed"),
+        ({}, {"markov_w1.weight": ones(299, 8)}, "lacks the tensor 'markov_w2.weight'"),
+        ({}, {"markov_w2.weight": ones(299, 8)}, "a part of a Markov head"),
+        ({}, {"markov_w1.weight": ones(100, 8), "markov_w2.weight": ones(299, 8)}, "'markov_w1.weight' has the shape"),
+        ({}, {"markov_w1.weight": ones(299, 8), "markov_w2.weight": ones(299, 4)}, "'markov_w2.weight' has the shape"),
+        ({}, {"markov_w1.weight": ones(299, 8), "markov_w2.weight": ones(299, 8), "conf_proj.weight": ones(1, 64)},
+         "'conf_proj.weight' has the shape"),
+        ({"dflash.sample_from_anchor": 1}, {"markov_w1.weight": ones(299, 8), "markov_w2.weight": ones(299, 8)},
+         "sample_from_anchor is 1, true or false"),
+        ({}, {"output_norm.weight": np.full(WIDTH, np.nan, np.float32)}, "no number|not a usable"),
+    ],
+)  # fmt: skip
+def test_a_head_that_is_not_sound_is_refused(
+    target: LlamaCppEngine, tmp_path: Path, metadata: dict[str, Any], tensors: dict[str, Any], reason: str
+) -> None:
+    """Named before llama.cpp sees it, which ends the process on some of these."""
+    path = write_dflash(tmp_path / "head.gguf", metadata=metadata, tensors=tensors)
+    with pytest.raises(ModelFileError, match=reason):
+        target.load_dflash(path)
+
+
+def test_a_truncated_head_is_refused(target: LlamaCppEngine, tmp_path: Path) -> None:
+    whole = write_dflash(tmp_path / "head.gguf").read_bytes()
+    for size in (10, len(whole) // 4, len(whole) - 2000):
+        path = tmp_path / f"cut{size}.gguf"
+        path.write_bytes(whole[:size])
+        with pytest.raises(ModelFileError):
+            target.load_dflash(path)
+
+
+def test_a_head_of_another_target_is_refused(target: LlamaCppEngine, tmp_path: Path) -> None:
+    path = write_dflash(tmp_path / "head.gguf")
+    demo = DEMO / "demo-target-q8_0.gguf"
+    with (
+        LlamaCppEngine.load(demo, threads=TEST_THREADS, context_length=64, reproducible=False) as other,
+        pytest.raises(CapabilityError, match="reads a target of width 64, this target has 256"),
+    ):
+        other.load_dflash(path)
+    deep = write_dflash(tmp_path / "deep.gguf", metadata={"dflash.target_layers": [0, 1, 4]})
+    with pytest.raises(CapabilityError, match=r"reads layer 4 of its target, this one has 0\.\.3"):
+        target.load_dflash(deep)
+    tables = {name: ones(300, WIDTH) for name in OWN_TABLES}
+    tokens = [*map(str, range(300))]
+    changed = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": ["1 2"], "tokenizer.ggml.token_type": None}
+    more = write_dflash(tmp_path / "more.gguf", metadata=changed, tensors=tables)
+    with pytest.raises(CapabilityError, match="was made for 300 tokens, this target has 299"):
+        target.load_dflash(more)
+    renamed = write_dflash(tmp_path / "renamed.gguf", metadata=changed | {"tokenizer.ggml.tokens": tokens[:299]})
+    with pytest.raises(VocabularyMismatch, match="token 0 is"):
+        target.load_dflash(renamed)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 6])
+def test_the_longest_markov_chain_that_is_taken_runs(tmp_path: Path, layers: int) -> None:
+    """llama.cpp ends the process where its graph has more nodes than it made room for."""
+    shape = replace(DSPARK, layers=layers, drafted=100, has_extras=True, kv_heads=4)
+    path = tmp_path / "head.gguf"
+    for block in range(MAX_BLOCK, 1, -1):
+        write_dflash(path, replace(shape, block=block))
+        try:
+            sizes = read_dflash(path)
+        except CapabilityError as exc:
+            assert "smaller blocks" in str(exc)
+            continue
+        break
+    assert 12 < sizes.block_size < MAX_BLOCK
+    code = "import sys, pathlib; from edgespec.engines.llamacpp import DFlashHead as Head"
+    code += "; Head.try_alone(pathlib.Path(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True)
+    DFlashHead.try_alone(path)

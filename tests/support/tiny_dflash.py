@@ -1,0 +1,249 @@
+"""Random DFlash and DSpark heads as GGUF files for the tiny Llama, and what they compute, written out in numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from tiny_gguf import Shape, add_tensor, replace_metadata, write_vocabulary
+
+TARGET = Shape(layers=4)  # a tiny Llama with enough layers to read three of
+LAYERS = [0, 2, 3]
+WIDTH, MASK_ID, NUM_TOKENS = TARGET.width, 290, 299
+EPSILON, ROPE_BASE = 1e-5, 10000.0
+Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Sizes of a head; `markov` rank of DSpark's head, 0 for none; `drafted` tokens it proposes, None for all.
+
+    `windowed`: which layers see the last `window` tokens only.
+    """
+
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    size: int = 16
+    hidden: int = 96
+    block: int = 6
+    target_layers: tuple[int, ...] = tuple(LAYERS)
+    markov: int = 0
+    has_confidence: bool = False
+    from_anchor: bool = True
+    drafted: int | None = None
+    causal: bool | None = None
+    window: int = 0
+    windowed: tuple[bool, ...] = ()
+    has_extras: bool = False  # norms behind attention and feed-forward, sinks, a scale; values are the keys
+    context: int = 256
+    seed: int = 0
+    weights: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32
+
+
+def write_dflash(
+    path: Path,
+    shape: HeadShape = HeadShape(),
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, NDArray[Any] | None] | None = None,
+) -> Path:
+    """A head for `write_model(..., TARGET)`.
+
+    `metadata` and `tensors` replace what a sound file would hold, None leaves an entry out: this makes faulty files,
+    and heads that share the target's tables.
+    """
+    writer = gguf.GGUFWriter(path, "dflash")
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(WIDTH)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(shape.hidden)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.size)
+    writer.add_value_length(shape.size)
+    writer.add_layer_norm_rms_eps(EPSILON)
+    writer.add_uint32("dflash.block_size", shape.block)
+    writer.add_array("dflash.target_layers", list(shape.target_layers))
+    if shape.causal is not None:
+        writer.add_causal_attention(shape.causal)
+    if shape.window:
+        writer.add_sliding_window(shape.window)
+        writer.add_sliding_window_pattern(list(shape.windowed))
+    if shape.markov:
+        writer.add_bool("dflash.sample_from_anchor", shape.from_anchor)
+    write_vocabulary(writer, TARGET)
+    writer.add_mask_token_id(MASK_ID)
+    replace_metadata(writer, metadata or {})
+    for name, values in {**_tensors(shape), **(tensors or {})}.items():
+        if values is not None:
+            add_tensor(writer, name, values, shape.weights)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _tensors(shape: HeadShape) -> dict[str, NDArray[Any]]:
+    rng = np.random.default_rng(shape.seed)
+    drafted = shape.drafted or NUM_TOKENS
+
+    def draw(rows: int, columns: int) -> Array:
+        return (rng.standard_normal((rows, columns)) * (1.5 / np.sqrt(columns))).astype(np.float32)
+
+    def vector(length: int, middle: float = 1.0) -> Array:
+        return (middle + rng.standard_normal(length) / 8).astype(np.float32)
+
+    found: dict[str, NDArray[Any]] = {
+        "token_embd.weight": 4 * draw(NUM_TOKENS, WIDTH),
+        "output.weight": 2 * draw(drafted, WIDTH),
+        "fc.weight": draw(WIDTH, len(shape.target_layers) * WIDTH),
+        "enc.output_norm.weight": vector(WIDTH),
+        "output_norm.weight": vector(WIDTH),
+    }
+    for layer in range(shape.layers):
+        keys = shape.kv_heads * shape.size
+        block = {
+            "attn_norm": vector(WIDTH),
+            "attn_q": draw(shape.heads * shape.size, WIDTH),
+            "attn_k": draw(keys, WIDTH),
+            "attn_v": draw(keys, WIDTH),
+            "attn_output": draw(WIDTH, shape.heads * shape.size),
+            "attn_q_norm": vector(shape.size, 1.5),
+            "attn_k_norm": vector(shape.size, 1.5),
+            "ffn_norm": vector(WIDTH),
+            "ffn_gate": draw(shape.hidden, WIDTH),
+            "ffn_up": draw(shape.hidden, WIDTH),
+            "ffn_down": draw(WIDTH, shape.hidden),
+        }
+        if shape.has_extras:
+            del block["attn_v"]
+            block |= {"post_attention_norm": vector(WIDTH), "post_ffw_norm": vector(WIDTH)}
+            block |= {"attn_sinks": vector(shape.heads), "layer_output_scale": vector(1)}
+        found |= {f"blk.{layer}.{name}.weight": values for name, values in block.items()}
+    if shape.drafted is not None:
+        found["d2t"] = np.sort(rng.permutation(NUM_TOKENS)[: shape.drafted]).astype(np.int64)
+    if shape.markov:
+        found["markov_w1.weight"] = 4 * draw(NUM_TOKENS, shape.markov)
+        found["markov_w2.weight"] = 2 * draw(drafted, shape.markov)
+        if shape.has_confidence:
+            found["conf_proj.weight"] = draw(1, WIDTH + shape.markov)
+            found["conf_proj.bias"] = vector(1, 0.2)
+    return found
+
+
+class NumpyBlock:
+    """What a head in `path` computes, one token after the other; `tables` are those of a target that it shares."""
+
+    def __init__(self, path: Path, shape: HeadShape, tables: Mapping[str, Array] | None = None) -> None:
+        stored = gguf.GGUFReader(path).tensors
+        self._tensors = {
+            **(tables or {}),
+            **{tensor.name: np.array(tensor.data).reshape(tensor.shape[::-1]) for tensor in stored},
+        }
+        self.shape = shape
+        self.cache: list[dict[int, tuple[Array, Array]]] = [{} for _ in range(shape.layers)]  # by position
+
+    def _of(self, layer: int, name: str) -> Array:
+        found: Array = self._tensors[f"blk.{layer}.{name}.weight"]
+        return found
+
+    def inject(self, features: Array, position: int) -> None:
+        """Cache the target's `features` [n, layers * width] of the tokens from `position` on."""
+        for offset, row in enumerate(features):
+            fused = normed(self._tensors["fc.weight"] @ row) * self._tensors["enc.output_norm.weight"]
+            for layer in range(self.shape.layers):
+                self.cache[layer][position + offset] = self._keys(layer, fused, position + offset)
+
+    def _keys(self, layer: int, x: Array, position: int) -> tuple[Array, Array]:
+        """Keys and values [kv_heads, size] of one token."""
+        raw = (self._of(layer, "attn_k") @ x).reshape(-1, self.shape.size)
+        keys = rotated(normed(raw) * self._of(layer, "attn_k_norm"), position)
+        if f"blk.{layer}.attn_v.weight" in self._tensors:
+            return keys, (self._of(layer, "attn_v") @ x).reshape(-1, self.shape.size)
+        return keys, normed(raw)
+
+    def block(self, token_id: int, position: int) -> tuple[Array, Array | None]:
+        """Logits [rows that propose, vocabulary] behind `token_id`, and confidences [rows that propose]."""
+        shape = self.shape
+        xs = self._tensors["token_embd.weight"][[token_id] + [MASK_ID] * (shape.block - 1)]
+        for layer in range(shape.layers):
+            xs = self._layer(layer, xs, position)
+        states = normed(xs) * self._tensors["output_norm.weight"]
+        scores = states @ self._tensors["output.weight"].T
+        if shape.markov:
+            return self._markov(token_id, states, scores)
+        return self._spread(scores, -np.inf)[1:], None
+
+    def _layer(self, layer: int, xs: Array, position: int) -> Array:
+        extras = self.shape.has_extras
+        inputs = normed(xs) * self._of(layer, "attn_norm")
+        known = dict(self.cache[layer])
+        for row, x in enumerate(inputs):
+            known[position + row] = self._keys(layer, x, position + row)
+        attended = np.stack([self._attended(layer, x, position + row, known) for row, x in enumerate(inputs)])
+        behind = attended @ self._of(layer, "attn_output").T
+        xs = xs + (normed(behind) * self._of(layer, "post_attention_norm") if extras else behind)
+        inputs = normed(xs) * self._of(layer, "ffn_norm")
+        gate, up = (inputs @ self._of(layer, name).T for name in ("ffn_gate", "ffn_up"))
+        behind = (gate / (1 + np.exp(-gate)) * up) @ self._of(layer, "ffn_down").T
+        xs = xs + (normed(behind) * self._of(layer, "post_ffw_norm") if extras else behind)
+        return xs * self._of(layer, "layer_output_scale") if extras else xs
+
+    def _attended(self, layer: int, x: Array, position: int, known: dict[int, tuple[Array, Array]]) -> Array:
+        """What the row of `x` at `position` reads from all tokens that it sees [heads * size]."""
+        shape = self.shape
+        queries = normed((self._of(layer, "attn_q") @ x).reshape(-1, shape.size)) * self._of(layer, "attn_q_norm")
+        queries = rotated(queries, position)
+        window = shape.window if shape.window and shape.windowed[layer] else 1 << 30
+        seen = [at for at in known if position - at < window and (at <= position or not shape.causal)]
+        found = []
+        for head, query in enumerate(queries):
+            shared = head // (shape.heads // shape.kv_heads)
+            scores = np.array([known[at][0][shared] @ query for at in seen]) / np.sqrt(shape.size)
+            sink = self._of(layer, "attn_sinks")[head] if shape.has_extras else -np.inf
+            weights = np.exp(scores - scores.max())
+            weights /= weights.sum() + np.exp(sink - scores.max())
+            found.append(sum(weight * known[at][1][shared] for weight, at in zip(weights, seen, strict=True)))
+        return np.concatenate(found)
+
+    def _markov(self, token_id: int, states: Array, scores: Array) -> tuple[Array, Array | None]:
+        first, before = (0 if self.shape.from_anchor else 1), token_id
+        rows, confidences = [], []
+        for state, row in zip(states[first:], scores[first:], strict=True):
+            known = self._tensors["markov_w1.weight"][before]
+            rows.append(self._spread((row + self._tensors["markov_w2.weight"] @ known)[np.newaxis], -np.inf)[0])
+            if self.shape.has_confidence:
+                read = np.concatenate((state, known)) @ self._tensors["conf_proj.weight"].reshape(-1)
+                confidences.append(1 / (1 + np.exp(-read - self._tensors["conf_proj.bias"][0])))
+            before = int(rows[-1].argmax())
+        return np.stack(rows), np.array(confidences) if confidences else None
+
+    def _spread(self, scores: Array, missing: float) -> Array:
+        """`scores` [n, drafted tokens] as [n, vocabulary]."""
+        if self.shape.drafted is None:
+            return scores
+        found = np.full((len(scores), NUM_TOKENS), missing, np.float32)
+        found[:, self._tensors["d2t"]] = scores
+        return found
+
+
+def normed(x: Array) -> Array:
+    found: Array = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + EPSILON)
+    return found
+
+
+def rotated(heads: Array, position: int) -> Array:
+    """Rotary positions of [heads, size], whose pairs are the halves of a head."""
+    half = heads.shape[1] // 2
+    angles = position * ROPE_BASE ** (-np.arange(half) / half)
+    first, second = heads[:, :half], heads[:, half:]
+    cos, sin = np.cos(angles), np.sin(angles)
+    return np.concatenate((first * cos - second * sin, first * sin + second * cos), axis=1)
