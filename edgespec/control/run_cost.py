@@ -148,11 +148,13 @@ def guessed_draft_cost(share: float) -> DraftCost:
 class RunCosts:
     """What passes, drafts and rounds cost with the threads in use, and how many tokens per second the run earns.
 
-    `curve`: the target's passes; `drafts`: each drafter's tokens; `threads`: the number that both were measured with.
+    `curve`: the target's passes; `drafts`: each drafter's tokens; `threads`: the number that both were measured with;
+    `splits`: whether the engine runs a pass with different numbers of rows of several sequences as several passes.
     """
 
     def __init__(self, curve: CostCurve, drafts: dict[str, DraftCost], threads: int) -> None:
         self.curve, self.drafts, self.round = curve, drafts, RoundCost()
+        self.splits = False
         self._known: dict[int, tuple[CostCurve, dict[str, DraftCost]]] = {}  # by threads
         self._threads = self._next_threads = threads  # of the costs in use, and of the next round
         self._tokens, self._seconds = 0.0, 0.0  # of recent rounds, decaying
@@ -224,7 +226,7 @@ class RunCosts:
         """
         table, count, drafted = self.curve.table(context), len(widths), sum(widths) - len(widths)
         plain_s = _at(table, count) / count
-        added_s = _at(table, count + drafted + prompt_rows) - _at(table, count + prompt_rows)
+        added_s = self._whole_s(table, count, drafted + prompt_rows) - self._whole_s(table, count, prompt_rows)
         return [plain_s + added_s * (width - 1) / max(drafted, 1) for width in widths]
 
     def pass_s(self, num_rows: int, context: int) -> float:
@@ -233,16 +235,30 @@ class RunCosts:
 
     def _added_s(self, table: Sequence[float], num_rows: int) -> float:
         """What `num_rows` rows instead of one row of a sequence add to a pass, by the rule of `share_passes`."""
-        others, drafted = self._other_rows, self._drafted_rows
-        whole_s = _at(table, others + num_rows)
+        count, drafted = self._num_sequences, self._drafted_rows
+        beside = self._other_rows - (count - 1)  # rows of drafts and prompts of others
+        whole_s = self._whole_s(table, count, beside + num_rows - 1)
         share = (num_rows - 1) / max(num_rows - 1 + drafted, 1)
-        return max(whole_s - _at(table, others + 1), (whole_s - _at(table, others - drafted + 1)) * share)
+        alone_s = whole_s - self._whole_s(table, count, beside)
+        return max(alone_s, (whole_s - self._whole_s(table, count, beside - drafted)) * share)
 
-    def observe_shared(self, num_rows: int, context: int, seconds: float, *, is_plain: bool) -> None:
-        """Learn what a pass over `num_rows` rows of several sequences took. `is_plain`: none of them drafted."""
+    def _whole_s(self, table: Sequence[float], count: int, more: int) -> float:
+        """A pass over a row of each of `count` sequences and `more` rows of some of them."""
+        if self.splits and count > 1 and more:
+            return _at(table, count) + _at(table, more)
+        return _at(table, count + more)
+
+    def observe_shared(self, widths: Sequence[int], context: int, seconds: float) -> None:
+        """Learn what a pass over rows of several sequences took, `widths` of each; no drafts: all are 1."""
+        table, count, num_rows = self.curve.table(context), len(widths), sum(widths)
         if not self.curve.is_sure_of_plain():  # learn the cost of plain passes first
-            self._observe(1, context, seconds * self.curve.at(1, context) / _at(self.curve.table(context), num_rows))
-        elif num_rows <= WIDEST:
+            whole_s = self._whole_s(table, count, num_rows - count)
+            self._observe(1, context, seconds * self.curve.at(1, context) / whole_s)
+            return
+        is_plain = num_rows == count
+        if self.splits and max(widths) > min(widths):  # all but the second of its passes are known well
+            seconds, num_rows = seconds - _at(table, count), num_rows - count
+        if num_rows <= WIDEST and seconds > 0:
             self._observe(num_rows, context, seconds, is_plain=is_plain)
 
     def _shared_prices(self, context: int) -> Prices:

@@ -28,9 +28,10 @@ class EngineFacts:
     not padded. `can_rollback`: to any length, at any time; else `rollback_rows` of the last pass at most can be
     dropped, once, and not all of its rows, and with `has_checkpoints` what came after one. `can_tree`: whether a batch
     may hold trees; chains are always allowed. `can_pack`: whether rows of several sequences may share a pass; in
-    reproducible mode, whether each of them then has the bits that it has alone. `notes`: what the user should know
-    about this load. `placement`: the devices' own names and how much of the model is on each, empty if all of it is on
-    the CPU; measurements are kept separately for each placement.
+    reproducible mode, whether each of them then has the bits that it has alone. `splits_passes`: whether it runs as
+    several passes where they have different numbers of rows. `notes`: what the user should know about this load.
+    `placement`: the devices' own names and how much of the model is on each, empty if all of it is on the CPU;
+    measurements are kept separately for each placement.
     """
 
     name: str
@@ -48,6 +49,7 @@ class EngineFacts:
     threads: int
     padding_cost: float = 1.0
     can_pack: bool = False
+    splits_passes: bool = False
     notes: tuple[str, ...] = ()
     placement: str = ""
     rollback_rows: int = 0

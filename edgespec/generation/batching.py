@@ -229,7 +229,7 @@ class ContinuousBatch:
         context = sum(member.run.target.length for member in decoding) // len(decoding)
         for costs in self._shared_costs(decoding):
             if not prompt_rows and not is_disturbed:
-                costs.observe_shared(num_rows, context, seconds, is_plain=num_rows == len(decoding))
+                costs.observe_shared(widths, context, seconds)
             parts = costs.parts_of(widths, prompt_rows, context)
             scale = 1.0 if prompt_rows else seconds / sum(parts)  # the cost of a prompt cannot be separated
             for member, part in zip(decoding, parts, strict=True):

@@ -78,7 +78,7 @@ def test_shared_passes_teach_what_plain_ones_cost() -> None:
     found = RunCosts(curve, {}, 1)
     found.share_passes(4, 3)
     for _ in range(40):
-        found.observe_shared(4, 0, 0.02, is_plain=True)
+        found.observe_shared([1] * 4, 0, 0.02)
     assert curve.is_scaled and curve.is_sure_of_plain()
     assert curve.at(4) == pytest.approx(0.02, rel=0.15)
     assert 0.004 < curve.at(1) < 0.02
@@ -103,15 +103,31 @@ def test_a_step_that_all_drafts_climb_together_is_paid_by_all() -> None:
     assert found.pass_s(2, 0) - found.plain_s(0) == pytest.approx(found.curve.at(8) - found.curve.at(7))
 
 
+def test_where_uneven_rows_are_passes_of_their_own_a_draft_pays_for_a_whole_one() -> None:
+    curve = CostCurve({1: 1.0, 2: 1.1, 4: 1.4, 8: 2.0, 65: 12.0})
+    found = RunCosts(curve, {}, 1)
+    found.share_passes(4, 3)
+    packed_s = found.pass_s(5, 0) - found.plain_s(0)
+    found.splits = True
+    assert found.pass_s(5, 0) - found.plain_s(0) == pytest.approx(curve.at(4)) and curve.at(4) > 2 * packed_s
+    parts = found.parts_of([5, 1, 1, 1], 0, 0)
+    assert sum(parts) == pytest.approx(2 * curve.at(4)) and parts[0] == pytest.approx(1.25 * curve.at(4))
+    for _ in range(40):  # the second pass, of two rows, takes longer than was known
+        found.observe_shared([3, 1, 1, 1], 0, 1.4 + 1.65)
+    assert 1.3 < curve.at(2) < 1.7 and curve.at(6) < 2.2
+    found.share_passes(1, 0)  # alone, a draft shares the pass of its own sequence
+    assert found.pass_s(3, 0) < 2 * curve.at(1)
+
+
 def test_the_pace_of_all_widths_follows_plain_passes_of_several_sequences() -> None:
     """A growing context slows all passes down, and no pass of one row tells: a draft must not look free for that."""
     found = costs()
     found.curve.observe(1, 0, 1.0)
     found.share_passes(4, 3)
     for _ in range(40):
-        found.observe_shared(8, 0, 2.4, is_plain=False)
+        found.observe_shared([5, 1, 1, 1], 0, 2.4)
     for step in range(60):
-        found.observe_shared(4, 0, 1.3 * (1 + step / 60), is_plain=True)
+        found.observe_shared([1] * 4, 0, 1.3 * (1 + step / 60))
     assert found.curve.at(4) == pytest.approx(2.6, rel=0.1)
     assert found.curve.at(8) - found.curve.at(4) > 1.2
 
