@@ -8,10 +8,10 @@ import numpy as np
 
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.chain import CHAIN_PRIOR
+from edgespec.engines.features import BYTES_PER_FEATURE
 from edgespec.engines.head import CachedHead, States
 from edgespec.types import EMPTY_DRAFT, Draft, TokenIds
 
-BYTES_PER_FEATURE = 4 * 4  # two windows of features, and the copies of the library and of a pass
 Head = TypeVar("Head", bound=CachedHead)
 
 

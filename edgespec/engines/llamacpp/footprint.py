@@ -90,8 +90,8 @@ def footprint(path: Path, use: Use) -> Footprint:
     cache = int(sum(count * CACHE_BYTES[kind] for count, kind in zip(shape.kv, kinds, strict=True)) * cells)
     if state is not None:
         cache += state.num_bytes * settings.sequence_ids * (1 + settings.snapshots + MOST_CHECKPOINTS)
-    if use.speculates is not False and has_mtp(header):
-        cache += _mtp_bytes(shape, context)
+    if use.speculates and has_mtp(header):
+        cache += use.sequences * _mtp_bytes(shape, context)
     sizes = LayerSizes.of(header, shape.layers, cache)
     cache_there = sizes.cache_on(use.gpu_layers) if use.kv_offload else 0
     weights_there = sizes.weights_on(use.gpu_layers)
@@ -117,12 +117,21 @@ def footprint(path: Path, use: Use) -> Footprint:
 
 
 def _mtp_bytes(shape: Shape, context: int) -> int:
-    """The context of a multi-token prediction layer: its cache, and logits twice."""
+    """The context of a multi-token prediction layer: its cache, logits twice, and the hidden states that it reads."""
+    from edgespec.engines.features import WINDOW  # imports numpy
     from edgespec.engines.llamacpp.head_context import widest_step
-    from edgespec.engines.llamacpp.mtp import DEFAULT_CONTEXT  # imports numpy
+    from edgespec.engines.llamacpp.mtp import DEFAULT_CONTEXT
 
     cache = min(context, DEFAULT_CONTEXT) * 2 * shape.width * CACHE_BYTES["f16"]
-    return int(cache) + 2 * 4 * widest_step(shape.vocabulary) * shape.vocabulary
+    logits = 2 * 4 * widest_step(shape.vocabulary) * shape.vocabulary
+    return int(cache) + logits + _feature_bytes(shape.width, min(context, WINDOW))
+
+
+def _feature_bytes(width: int, window: int) -> int:
+    """What keeping features of the `window` latest tokens takes, and llama.cpp's own copy of those of a pass."""
+    from edgespec.engines.features import BYTES_PER_FEATURE
+
+    return width * (BYTES_PER_FEATURE * window + 4 * MAX_BATCH)
 
 
 def _check_cache(path: Path, header: GgufHeader, kinds: list[str]) -> None:
@@ -140,25 +149,28 @@ def _check_cache(path: Path, header: GgufHeader, kinds: list[str]) -> None:
 
 def eagle3_footprint(path: Path, use: Use) -> Footprint:
     """The memory of an EAGLE-3 head beside its target. Raises as `footprint`."""
-    from edgespec.engines.llamacpp.eagle3 import DEFAULT_CONTEXT, num_bytes  # imports numpy
+    from edgespec.engines.features import LAYERS_WINDOW  # imports numpy
+    from edgespec.engines.llamacpp.eagle3 import DEFAULT_CONTEXT, num_bytes
 
     sizes = read_eagle3(path)
     context = min(sizes.context_length, use.context_length or DEFAULT_CONTEXT)
-    own = use.sequences * (num_bytes(sizes, context) - sizes.weight_bytes)
+    features = _feature_bytes(sizes.feature_width, min(context, LAYERS_WINDOW))
+    own = use.sequences * (num_bytes(sizes, context) - sizes.weight_bytes + features)
     cache = use.sequences * context * sizes.kv_bytes_per_token
     return Footprint(mapped=path.stat().st_size, cache=cache, compute=own - cache, context_length=context)
 
 
 def dflash_footprint(path: Path, use: Use) -> Footprint:
     """The memory of a DFlash head beside its target. Raises as `footprint`."""
-    from edgespec.engines.llamacpp.dflash import DEFAULT_CONTEXT, cache_bytes, pass_bytes  # imports numpy
+    from edgespec.engines.features import LAYERS_WINDOW  # imports numpy
+    from edgespec.engines.llamacpp.dflash import DEFAULT_CONTEXT, cache_bytes, pass_bytes
 
     sizes = read_dflash(path)
     context = min(sizes.context_length, use.context_length or DEFAULT_CONTEXT)
     return Footprint(
         mapped=path.stat().st_size,
         cache=use.sequences * cache_bytes(sizes, context),
-        compute=use.sequences * pass_bytes(sizes),
+        compute=use.sequences * (pass_bytes(sizes) + _feature_bytes(sizes.feature_width, min(context, LAYERS_WINDOW))),
         vocabulary=_HEAD_VOCABULARY_BYTES * sizes.vocabulary_size,
         context_length=context,
     )
