@@ -8,8 +8,7 @@ import numpy as np
 
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.chain import CHAIN_PRIOR
-from edgespec.engines.features import BYTES_PER_FEATURE
-from edgespec.engines.head import CachedHead, States
+from edgespec.engines.head import BYTES_PER_FEATURE, CachedHead, States
 from edgespec.types import EMPTY_DRAFT, Draft, TokenIds
 
 Head = TypeVar("Head", bound=CachedHead)

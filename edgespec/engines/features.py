@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 Features = NDArray[np.float32]
 WINDOW = 256  # tokens; at a width of 4096 these are 4 MiB
 LAYERS_WINDOW = 512  # tokens of which the inputs of layers are kept; at three layers of 4096 these are 24 MiB
-BYTES_PER_FEATURE = 4 * 4  # two windows of features, and the copies of the library and of a pass
 PROMPT_FEATURES = 64  # last tokens of a prompt whose hidden states are computed
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from edgespec.closing import Closing
 from edgespec.types import Logits, TokenIds
 
+BYTES_PER_FEATURE = 4 * 4  # two windows of features, and the copies of the library and of a pass
 States = NDArray[np.float32]
 Confidences = NDArray[np.float32]
 

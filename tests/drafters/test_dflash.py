@@ -17,8 +17,9 @@ from edgespec import GenerateOptions, Sampling
 from edgespec.config import LoadOptions
 from edgespec.control.base import FixedLength
 from edgespec.drafters.dflash import DFlashDrafter
-from edgespec.engines.features import LAYERS_WINDOW
+from edgespec.engines.features import BYTES_PER_FEATURE, LAYERS_WINDOW
 from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp.settings import MAX_BATCH
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.gguf.dflash import read_dflash
@@ -248,5 +249,7 @@ def test_the_plan_counts_weights_cache_and_results(target_path: Path, head_path:
     mapped, cache, compute = plan(draft_context_length=100)
     assert mapped == head_path.stat().st_size
     assert cache == 256 * 2 * 2 * 32 * 2  # cells, layers, keys and values, heads * size, bytes
-    assert 4 * 64 * NUM_TOKENS < compute - 4 * sizes.block_size * NUM_TOKENS < 8 * 64 * (NUM_TOKENS + 3 * 96 + 7 * 64)
+    features = sizes.feature_width * (BYTES_PER_FEATURE * 100 + 4 * MAX_BATCH)
+    results = compute - features - 4 * sizes.block_size * NUM_TOKENS
+    assert 4 * 64 * NUM_TOKENS < results < 8 * 64 * (NUM_TOKENS + 3 * 96 + 7 * 64)
     assert plan(draft_context_length=100, parallel=3) == (mapped, 3 * cache, 3 * compute)

@@ -129,7 +129,7 @@ def _mtp_bytes(shape: Shape, context: int) -> int:
 
 def _feature_bytes(width: int, window: int) -> int:
     """What keeping features of the `window` latest tokens takes, and llama.cpp's own copy of those of a pass."""
-    from edgespec.engines.features import BYTES_PER_FEATURE
+    from edgespec.engines.head import BYTES_PER_FEATURE
 
     return width * (BYTES_PER_FEATURE * window + 4 * MAX_BATCH)
 
