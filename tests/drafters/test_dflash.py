@@ -17,7 +17,8 @@ from edgespec import GenerateOptions, Sampling
 from edgespec.config import LoadOptions
 from edgespec.control.base import FixedLength
 from edgespec.drafters.dflash import DFlashDrafter
-from edgespec.engines.features import BYTES_PER_FEATURE, LAYERS_WINDOW
+from edgespec.engines.features import LAYERS_WINDOW
+from edgespec.engines.head import BYTES_PER_FEATURE
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.llamacpp.settings import MAX_BATCH
 from edgespec.engines.sequence import CachedSequence
