@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -45,13 +46,13 @@ class HeadDrafter(Drafter, Generic[Head]):
             self._known = self._known[:0]  # its progress is unknown: the next draft reads its entries again
             raise
 
+    @abstractmethod
     def _most(self, request: DraftRequest) -> int:
         """Tokens to draft at most."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _drafted(self, request: DraftRequest, features: States, most: int) -> Draft:
         """At most `most` tokens behind the text, whose last `features` [n, feature width] are known."""
-        raise NotImplementedError
 
     def _features(self, request: DraftRequest) -> States | None:
         """The target's, of the last tokens before the pending one [n, feature width]."""

@@ -48,7 +48,7 @@ class Use:
     `rows`: widest pass that asks for logits of all its rows; `gpu_layers`: -1 for all, with their caches if
     `kv_offload`; `sequences`: concurrent texts, each with a context of that length; `device`: of ONNX Runtime, None for
     the CPU; `speculates`: whether drafts are verified, None: by lookups at most; `reproducible`: whether that was asked
-    for, so that passes may be padded.
+    for, so that passes may be padded; `has_branches`: whether several texts share cells, for trees.
     """
 
     context_length: int | None = None
@@ -62,3 +62,4 @@ class Use:
     device: str | None = None
     speculates: bool | None = False
     reproducible: bool = False
+    has_branches: bool = False

@@ -8,12 +8,11 @@ from typing import Any
 
 from edgespec.closing import closed_on_failure
 from edgespec.config import CacheType, LoadOptions
-from edgespec.drafters.spec import SPECS
 from edgespec.engines.base import Engine
 from edgespec.engines.trial import Trial
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.formats.manifest import ModelFile
-from edgespec.loading.requirements import cache_types, draft_context
+from edgespec.loading.requirements import cache_types, draft_context, drafts_trees
 
 
 def load_libraries(models: Iterable[ModelFile]) -> None:
@@ -122,7 +121,8 @@ def open_engine(
     from edgespec.engines.llamacpp import LlamaCppEngine
     from edgespec.engines.remote import RemoteEngine
 
-    if options.parallel > 1 and not _drafts_trees(options, placement, has_heads=states is not None):
+    is_elsewhere = bool(placement["gpu_layers"]) or "endpoints" in placement
+    if options.parallel > 1 and not is_elsewhere and not drafts_trees(options, has_heads=states is not None):
         default["max_branches"] = 0
     engine = (RemoteEngine if "endpoints" in placement else LlamaCppEngine).load(
         file.path,
@@ -141,16 +141,6 @@ def open_engine(
     with closed_on_failure(engine):
         engine.read_layers(states or ())
     return engine
-
-
-def _drafts_trees(options: LoadOptions, placement: dict[str, Any], *, has_heads: bool) -> bool:
-    """Whether an engine of several sequences keeps room for branches, which their chats pay for (`streams`).
-
-    On the processor rows are too dear for trees that nobody asked for.
-    """
-    asked = SPECS.get(options.drafter)
-    is_elsewhere = bool(placement["gpu_layers"]) or "endpoints" in placement
-    return has_heads or is_elsewhere or (asked is not None and asked.cost == "rows")
 
 
 def _onnx_cache_type(options: LoadOptions, types: tuple[CacheType | None, CacheType | None]) -> str:

@@ -19,7 +19,7 @@ from edgespec.engines.machine import physical_cores
 from edgespec.formats.files import expanded
 from edgespec.formats.gguf.split import model_files
 from edgespec.formats.manifest import ModelFile, ModelPair
-from edgespec.loading.requirements import Chosen, cache_types, draft_context, head_paths, verifies_drafts
+from edgespec.loading.requirements import Chosen, cache_types, draft_context, drafts_trees, head_paths, verifies_drafts
 
 MIB = 1 << 20
 # Python, our modules and the libraries, (own, mapped) bytes: measured on CPython 3.11, Linux.
@@ -215,6 +215,7 @@ def _target_use(options: LoadOptions, chosen: Chosen) -> Use:
         sequences=options.parallel,
         speculates=verifies_drafts(options, chosen.pair),
         reproducible=options.reproducible is True,
+        has_branches=drafts_trees(options, has_heads=bool(head_paths(options, chosen.pair, is_cut=chosen.is_cut))),
     )
 
 

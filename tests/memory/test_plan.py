@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from edgespec.config import LoadOptions
+from edgespec.config import DrafterName, LoadOptions
 from edgespec.engines.footprint import Use
 from edgespec.engines.llamacpp.footprint import footprint
 from edgespec.engines.onnx.plugins import possible_devices
@@ -196,3 +196,13 @@ def test_a_plan_of_gguf_files_imports_neither_numpy_nor_an_engine() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"loaded: {done.stderr}"
     assert "together, at most" in done.stdout
+
+
+def test_chats_that_share_cells_for_trees_are_planned_so() -> None:
+    """Attention then reads the cells of all of them for each row, which its mask has room for."""
+
+    def compute(drafter: DrafterName) -> int:
+        options = LoadOptions(model="demo", engine="llamacpp", parallel=8, drafter=drafter)
+        return planned(options, resolve_pair(options)).models[0].footprint.compute
+
+    assert compute("tree") > compute("auto") + (1 << 20)

@@ -83,7 +83,7 @@ def footprint(path: Path, use: Use) -> Footprint:
     )
     if (state := RunningState.of(header)) is not None:
         settings = replace(settings, snapshots=state.snapshots_for(use.speculates)).with_state()
-    elif use.sequences > 1 and not use.gpu_layers:
+    elif use.sequences > 1 and not use.gpu_layers and not use.has_branches:
         settings = replace(settings, streams=True)
     cells = -(-settings.cells // CELLS_MULTIPLE) * CELLS_MULTIPLE
     _check_cache(path, header, kinds)
