@@ -63,6 +63,7 @@ _COMMON: Schema = {
     "logit_bias": {"type": ["object", "null"], "additionalProperties": {"type": "number"}, "maxProperties": 1024},
     "stop": _TEXTS,
     "max_tokens": _LIMIT,
+    "ignore_eos": _FLAG,
     "n": _whole(1, 16),
     "stream": _FLAG,
     "stream_options": {"oneOf": [_object({"include_usage": _FLAG}), {"type": "null"}]},

@@ -88,6 +88,7 @@ def read_options(fields: Fields, loaded: Loaded, max_tokens: int | None, top_log
         loaded.options,
         max_tokens=max_tokens or loaded.options.max_tokens,
         stop=read_stops(fields, loaded.limits),
+        ignore_eos=fields.flag("ignore_eos"),
         logprobs=top_logprobs is not None,
         top_logprobs=top_logprobs or 0,
         **_read_speculation(fields),

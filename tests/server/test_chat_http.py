@@ -169,6 +169,13 @@ def test_a_limit_of_minus_one_is_none(client, model, greedy):
 # -- tools
 
 
+def test_ignore_eos_goes_on_to_the_limit(client):
+    ended = post(client, temperature=0, max_tokens=200)
+    assert ended["choices"][0]["finish_reason"] == "stop" and ended["usage"]["completion_tokens"] < 200
+    goes_on = post(client, temperature=0, max_tokens=200, ignore_eos=True)
+    assert goes_on["choices"][0]["finish_reason"] == "length" and goes_on["usage"]["completion_tokens"] == 200
+
+
 def test_a_tool_call_is_parsed_and_ends_the_answer(client):
     """The model goes on to invent the tool's result: that is cut off."""
     answer = post(client, messages=WEATHER, tools=[TOOL], temperature=0, max_tokens=200)

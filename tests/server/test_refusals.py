@@ -49,6 +49,8 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({"top_logprobs": 5}, "top_logprobs", "logprobs: true"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "0 to 20"),
         ({"stream": "yes"}, "stream", "true or false"),
+        ({"ignore_eos": 1}, "ignore_eos", "true or false"),
+        ({"ignore_eos": True, "grammar": "start: /a+/"}, "grammar", "ignore_eos contradicts"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
         ({"stream": True, "stream_options": {"include_use": True}}, "stream_options.include_use", "did you mean"),
         ({"tools": [{"type": "function"}]}, "tools.0", "function"),
