@@ -2,13 +2,14 @@
 
     python scripts/lab/measure_concurrency.py MODEL --data DATA [--seconds 280] [--counts 1 2 4 8]
 
-DATA is the folder with spec_bench_dev.jsonl.xz. Every setting has a model of its own, and each asks every prompt once,
-so that nothing can be drafted from an earlier answer to it. A turn is one number of chats: so many run all the time,
-the next question following as soon as an answer ends, until none is left to follow; what still runs is cut off there.
-Answers end where the model ends them. All settings answer the same questions, from an empty cache folder on, and take
-turns every half second, so that a machine which is slow for a while is slow for all of them. A ratio is that of one
-turn. `--again` loads and measures plain decoding twice: ratios are over the mean of both, and how far theirs are from 1
-is what the others may be off by.
+DATA is the folder with spec_bench_dev.jsonl.xz. Every setting has a model of its own. A turn is one number of chats:
+so many run all the time, the next question following as soon as an answer ends, until the answers together have as many
+tokens as ANSWERS of full length for each chat; what still runs is cut off there. So all settings do the same work, also
+where some chats get ahead of others; the first answers end one after another, as they would if people had begun them.
+Other answers end where the model ends them. All settings answer the same questions, from an empty cache folder on, and
+take turns every half second, so that a machine which is slow for a while is slow for all of them. A ratio is that of
+one turn. `--again` loads and measures plain decoding twice: ratios are over the mean of both, and how far theirs are
+from 1 is what the others may be off by.
 `--reproducible` adds both settings in reproducible mode. With `--fixed` drafts of that many tokens are verified in
 every round, which shows what standing back is worth.
 """
@@ -16,9 +17,12 @@ every round, which shows what standing back is worth.
 from __future__ import annotations
 
 import argparse
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from itertools import count as counting
+from itertools import cycle, islice
 from pathlib import Path
 from random import Random
 from statistics import mean, stdev
@@ -27,12 +31,14 @@ from typing import Any
 
 import edgespec
 from edgespec import GenerateOptions, Model, Sampling
-from edgespec.types import TokenEvent
+from edgespec.types import Stats, TokenEvent
 from measure_default import fresh_home, prompts_of
 
 PLAIN, AGAIN = "fastest plain", "fastest plain again"
 MOST_PROMPTS = 240
 SLICE_S = 0.5
+ANSWERS = 2  # of `--max-tokens` for each chat of a turn
+QUESTIONS = 6  # for each chat of a turn: more than are begun
 
 
 class Turn:
@@ -41,9 +47,16 @@ class Turn:
     def __init__(self, model: Model, prompts: Sequence[list[int]], count: int, options: GenerateOptions) -> None:
         model.forget()
         self.tokens, self.seconds, self.is_over = 0, 0.0, False
-        self._waiting = deque(model.stream(ids, Sampling(), options) for ids in prompts)
-        self.answers = [generation.stats for generation in self._waiting]
+        most = options.max_tokens
+        assert most is not None
+        lengths = (min(place * most // count, most) for place in counting(1))
+        self._waiting = (
+            model.stream(ids, Sampling(), replace(options, max_tokens=length or 1))
+            for ids, length in zip(prompts, lengths, strict=False)
+        )
+        self.answers: list[Stats] = []
         self._count, self._stack = count, ExitStack()
+        self._most_tokens = ANSWERS * count * most
         self._batch = self._stack.enter_context(model.batch())
 
     @property
@@ -52,14 +65,14 @@ class Turn:
         return self.tokens / self.seconds
 
     def go_on(self, seconds: float) -> None:
-        """Run for so long, or until fewer than `count` questions are left; then the chats end."""
+        """Run for so long, or until the turn's work is done; then the chats end."""
         started_s = perf_counter()
         while not self.is_over and perf_counter() - started_s < seconds:
-            while self._waiting and self._batch.num_running < self._count:
-                self._batch.begin(self._waiting.popleft(), self._received)
-            self.is_over = self._batch.num_running < self._count
-            if not self.is_over:
-                self._batch.step()
+            for generation in islice(self._waiting, self._count - self._batch.num_running):
+                self._batch.begin(generation, self._received)
+                self.answers.append(generation.stats)
+            self._batch.step()
+            self.is_over = self.tokens >= self._most_tokens or not self._batch.num_running
         self.seconds += perf_counter() - started_s
         if self.is_over:
             self._stack.close()
@@ -83,14 +96,10 @@ def taken(
 
 
 def turns_of(prompts: Sequence[str], counts: Sequence[int]) -> Iterator[tuple[int, list[str]]]:
-    """(chats at once, questions) of every turn: each question is given out once."""
-    left = deque(prompts)
-    while True:
-        for count in counts:
-            size = count + 2
-            if len(left) < size:
-                return
-            yield count, [left.popleft() for _ in range(size)]
+    """(chats at once, questions) of every turn, for ever: models forget the texts of earlier turns."""
+    left = cycle(prompts)
+    for count in cycle(counts):
+        yield count, list(islice(left, QUESTIONS * count))
 
 
 def settings_of(chosen: argparse.Namespace) -> dict[str, dict[str, Any]]:
