@@ -1,11 +1,14 @@
-"""Prompts that the demo family never saw, in its chat format, for the measuring scripts' --prompts FILE.
+"""Prompts that the demo family or SmolLM2 never saw, in its chat format, for the measuring scripts' --prompts FILE.
 
     python scripts/lab/held_out_prompts.py --data DATA --out prompts.jsonl [--domains dialogue,code,copying] [--count N]
+    python scripts/lab/held_out_prompts.py --data DATA --out prompts.jsonl --domains spec-bench [--count N] [--chars N]
 
 DATA is the folder of the data files that `train_demo.py` reads. The prompts are those of `edgespec bench --data`:
 dialogues up to a question, documented functions of this Python's own library, short functions to repeat with a word
 replaced. They are drawn with a seed; fewer are the first ones of more. The file holds one JSON object per line,
 {"domain": ..., "text": ...}, the domains by turns.
+
+`spec-bench` has questions to SmolLM2, N in all, the kinds by turns; --chars cuts longer ones.
 """
 
 from __future__ import annotations
@@ -19,8 +22,14 @@ from edgespec.errors import EdgespecError
 from edgespec.formats.files import write_atomically
 from edgespec.tuning.prompt_sources import read_data
 from edgespec.tuning.workload import BenchPrompt, choose
+from measure_default import prompts_of
 
 ROLES = ("user", "assistant")
+SPEC_BENCH = "spec-bench"
+SMOLLM2 = (
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+)
 
 
 def rendered(prompt: BenchPrompt) -> str:
@@ -29,20 +38,32 @@ def rendered(prompt: BenchPrompt) -> str:
     return f"{BOS}{said}{TURN_START}assistant\n"
 
 
+def texts(chosen: argparse.Namespace) -> list[tuple[str, str]]:
+    """Domain and text of prompts to the demo family."""
+    wanted = chosen.domains.split(",")
+    prompts = choose(read_data(chosen.data), wanted, chosen.count, chosen.seed, lambda prompt: True)
+    return [(prompt.domain, rendered(prompt)) for prompt in prompts]
+
+
+def questions(chosen: argparse.Namespace) -> list[tuple[str, str]]:
+    """Kind and text of questions to SmolLM2."""
+    return [(kind, SMOLLM2.format(text[: chosen.chars])) for kind, text in prompts_of(chosen.data, chosen.count)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of the data files")
     parser.add_argument("--out", type=Path, required=True, help="file to write")
     parser.add_argument("--domains", default="dialogue,code", help="by commas (default %(default)s)")
     parser.add_argument("--count", type=int, default=24, help="prompts of each domain (default %(default)s)")
+    parser.add_argument("--chars", type=int, default=600, help="of a Spec-Bench question (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
     try:
-        wanted = chosen.domains.split(",")
-        prompts = choose(read_data(chosen.data), wanted, chosen.count, chosen.seed, lambda prompt: True)
+        found = questions(chosen) if chosen.domains == SPEC_BENCH else texts(chosen)
     except EdgespecError as exc:
         parser.error(str(exc))
-    lines = [json.dumps({"domain": prompt.domain, "text": rendered(prompt)}) for prompt in prompts]
+    lines = [json.dumps({"domain": domain, "text": text}) for domain, text in found]
     write_atomically(chosen.out, "\n".join(lines) + "\n")
     print(f"{chosen.out}: {len(lines)} prompts")
 

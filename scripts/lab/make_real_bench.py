@@ -14,12 +14,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from edgespec.engines.disk_cache import cache_folder
-from edgespec.errors import EdgespecError
+from edgespec.errors import ConfigError, EdgespecError
 from expansion.real import AS_IS, DEEP_SHAPES, RealBench, compared
 
 
@@ -35,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--vocab-size", type=int, metavar="N", help="tokens of the target, the unused ones padding")
     made.add_argument("--seed", type=int, default=0, help="of the random weights (default %(default)s)")
     made.add_argument("--output", type=Path, help="folder for the result (default: in the user's cache folder)")
+    made.add_argument("--peers", action="store_true", help="also make what bench_peers.py takes: pairs, checkpoints")
     made.add_argument("--check", action="store_true", help="compare what was made with the source's float32 weights")
     return made
 
@@ -45,8 +47,12 @@ def main() -> int:
     bench = RealBench(given.source, output, given.seed, tell)
     started_s = time.monotonic()
     try:
-        made = [bench.target(given.size, kind, given.vocab_size) for kind in listed(given.formats)]
-        made += [bench.draft(given.draft_size, kind, given.sigma) for kind in listed(given.draft_formats)]
+        targets = [bench.target(given.size, kind, given.vocab_size) for kind in listed(given.formats)]
+        drafts = [bench.draft(given.draft_size, kind, given.sigma) for kind in listed(given.draft_formats)]
+        made = targets + drafts
+        if given.peers:
+            made += [bench.pair(target, draft_of(target, drafts)) for target in targets]
+            bench.checkpoints(given.size, given.sigma)
         print(f"done in {time.monotonic() - started_s:.0f} s", file=sys.stderr)
         for path in made:
             print(path)
@@ -56,6 +62,14 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def draft_of(target: Path, drafts: Sequence[Path]) -> Path:
+    """The draft for the same engine. Raises ConfigError without one."""
+    found = next((draft for draft in drafts if draft.is_dir() == target.is_dir()), None)
+    if found is None:
+        raise ConfigError(f"no draft for {target.name} was made: --draft-formats must name one for each engine")
+    return found
 
 
 def listed(text: str) -> list[str]:

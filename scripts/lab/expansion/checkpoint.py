@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -87,26 +87,33 @@ def expand(expansion: NoisyExpansion, output: Path, progress: Progress | None = 
     return output
 
 
-def _dtype(plan: TensorPlan) -> np.dtype[Any]:
-    return np.dtype("<f2") if len(plan.shape) == 2 else np.dtype("<f4")
+def _dtype(shape: Sequence[int]) -> np.dtype[Any]:
+    return np.dtype("<f2") if len(shape) == 2 else np.dtype("<f4")
 
 
-def write_shard(path: Path, plans: list[TensorPlan], seed: int) -> None:
+def write_shard(path: Path, plans: Iterable[TensorPlan], seed: int) -> None:
+    """One safetensors file of expanded tensors."""
+    by_name = {plan.name: plan for plan in plans}
+    shapes = {name: plan.shape for name, plan in by_name.items()}
+    write_tensors(path, shapes, lambda name: by_name[name].blocks(seed))
+
+
+def write_tensors(path: Path, shapes: Mapping[str, Sequence[int]], blocks: Callable[[str], Iterable[Floats]]) -> None:
     """One safetensors file, row block by row block: eight bytes of header length, the header, the data."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for plan in plans:
-        end = offset + int(np.prod(plan.shape)) * _dtype(plan).itemsize
-        kind = "F16" if _dtype(plan).itemsize == 2 else "F32"
-        header[plan.name] = {"dtype": kind, "shape": list(plan.shape), "data_offsets": [offset, end]}
+    for name, shape in shapes.items():
+        end = offset + int(np.prod(shape)) * _dtype(shape).itemsize
+        kind = "F16" if _dtype(shape).itemsize == 2 else "F32"
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with atomic_file(path) as temporary, temporary.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for plan in plans:
-            for block in plan.blocks(seed):
-                stored = block.astype(_dtype(plan))
+        for name, shape in shapes.items():
+            for block in blocks(name):
+                stored = block.astype(_dtype(shape))
                 if not np.isfinite(stored).all():
-                    raise ModelFileError(f"a weight of {plan.name} is too large for float16")
+                    raise ModelFileError(f"a weight of {name} is too large for float16")
                 file.write(stored.tobytes())

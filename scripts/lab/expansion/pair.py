@@ -214,7 +214,7 @@ class Builder:
 
         request, demo = self.request, read_pair(self.source, check_hashes=False)
         table = "files" if FORMATS[name][0] == "llamacpp" else "onnx"
-        entries = {role: _entry(folder, path) for role, path in models.items()}
+        entries = {role: entry_of(folder, path) for role, path in models.items()}
         entries["target"]["parameters"] = self._target.shape.parameters(tied=self._target.is_tied)
         values: dict[str, Any] = {
             "name": f"{request.name}-{name}",
@@ -295,7 +295,7 @@ def _copy(files: Sequence[Path], result: Path) -> None:
                 shutil.copyfile(file, folder / file.name)
 
 
-def _entry(folder: Path, model: Path) -> dict[str, Any]:
+def entry_of(folder: Path, model: Path) -> dict[str, Any]:
     """A model's table in the manifest."""
     if model.is_file():
         return _facts(folder, model)

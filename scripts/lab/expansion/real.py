@@ -3,6 +3,8 @@
     OUTPUT/source/                  tokenizer and configuration of the GGUF, which all that is made reads
     OUTPUT/target-FORMAT            the expanded target: a folder (ONNX) or a file (.gguf)
     OUTPUT/draft-SIZE-FORMAT-...    the small model again as a draft, at its own cost or at that of a bigger one
+    OUTPUT/FORMAT/                  a pair of both, as bench_peers.py takes it; with
+    OUTPUT/checkpoints/ROLE/        the same as Hugging Face folders
 
 A target of type w8a8 is made of smoothed weights and has the groups that the exporter gives one. The draft is the same
 model with noise in its head, since no small model of the same family can be had here: what a real draft accepts depends
@@ -24,8 +26,10 @@ from edgespec.bench.expanded_weights import ExpandedCheckpoint, ExpandedWeights
 from edgespec.bench.expansion import Expansion, Shape
 from edgespec.engines.machine import products_saturate
 from edgespec.errors import ConfigError
+from edgespec.export.checkpoint import Checkpoint
 from edgespec.export.gguf import convert
 from edgespec.export.gguf.quantise import FILE_TYPES, quantise
+from edgespec.export.manifest import write_manifest
 from edgespec.export.onnx.convert import DEFAULT_GROUP_SIZES, GROUPED
 from edgespec.export.onnx.from_gguf import open_gguf
 from edgespec.export.onnx.gguf_model import GgufModel
@@ -37,6 +41,8 @@ from edgespec.formats.onnx.forms import Blocks, Form, LlamaWeights, Mixed, Quant
 from edgespec.formats.onnx.llama import write_llama
 from edgespec.formats.onnx.llama_config import LlamaConfig
 from edgespec.formats.onnx.nodes import Nodes
+from expansion.checkpoint import write_tensors
+from expansion.pair import entry_of
 from expansion.rows import ExpandedRows, NoisyHead, RowCheckpoint
 
 Progress = Callable[[int, int, str], None]
@@ -83,6 +89,41 @@ class RealBench:
             checkpoint = self._checkpoint(rows)
             self._write(path, kind, checkpoint if size == AS_IS else Expansion(checkpoint, _shape(size), self.seed))
         return path
+
+    def pair(self, target: Path, draft: Path) -> Path:
+        """A folder named like the target's format, with both (as links to their files) and a manifest."""
+        kind = target.name.removesuffix(".gguf").rpartition("-")[2]
+        folder = self.output / kind
+        with atomic_folder(folder) as made:
+            suffix = ".gguf" if kind in GGUF_FORMATS else ""
+            models = {role: made / f"{role}{suffix}" for role in ("target", "draft")}
+            for path, linked in zip((target, draft), models.values(), strict=True):
+                for file in [path] if path.is_file() else sorted(path.iterdir()):
+                    place = linked if path.is_file() else linked / file.name
+                    place.parent.mkdir(exist_ok=True)
+                    place.hardlink_to(file)
+            table = "files" if kind in GGUF_FORMATS else "onnx"
+            entries = {role: entry_of(made, path) for role, path in models.items()}
+            write_manifest(made, {"name": f"{self.output.name}-{kind}", "context_length": 2048, table: entries})
+        return folder
+
+    def checkpoints(self, size: str, sigma: float) -> None:
+        """Hugging Face folders of the target and of the draft at its own size, for libraries that convert them."""
+        expansion = Expansion(self._checkpoint(self._weights), _shape(size), self.seed)
+        self._write_checkpoint("target", ExpandedCheckpoint.of(expansion))
+        rows: RowWeights = NoisyHead(self._weights, sigma, self.seed) if sigma else self._weights
+        self._write_checkpoint("draft", self._checkpoint(rows))
+
+    def _write_checkpoint(self, role: str, made: Checkpoint) -> None:
+        folder = self.output / "checkpoints" / role
+        if folder.exists():
+            return
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_folder(folder) as partial_folder:
+            shutil.copytree(self._companions, partial_folder, dirs_exist_ok=True)
+            (partial_folder / "config.json").write_text(json.dumps(made.config, indent=2) + "\n", encoding="utf-8")
+            shapes = {name: tensor.shape for name, tensor in made.tensors.items()}
+            write_tensors(partial_folder / "model.safetensors", shapes, lambda name: [made.weights(name)])
 
     @cached_property
     def _model(self) -> GgufModel:
