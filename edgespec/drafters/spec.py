@@ -44,11 +44,13 @@ class Need:
 DRAFT = Need("a draft model", "draft", "-md/--model-draft", "draft")
 EAGLE3_HEAD = Need("an EAGLE-3 head", "draft", "-md/--model-draft", "draft")
 DFLASH_HEAD = Need("a DFlash head", "draft", "-md/--model-draft", "draft")
-HEAD_FILES: Mapping[DrafterName, Need] = {"eagle3": EAGLE3_HEAD, "dflash": DFLASH_HEAD}  # in a draft model's place
+MTP_FILE = Need("a multi-token prediction layer", "draft", "-md/--model-draft", "draft")
+# In a draft model's place. A layer of `mtp` is in the target's own file where the pair has no such file.
+HEAD_FILES: Mapping[DrafterName, Need] = {"eagle3": EAGLE3_HEAD, "dflash": DFLASH_HEAD, "mtp": MTP_FILE}
 MEDIUM = Need("a medium model", "medium", "--medium", "medium", must_be_asked=True)
 EXIT = Need("an early exit of the target", "exit_layer", "--exit-layer", "draft", must_be_asked=True)
 HEADS = Need("heads", "heads", "--heads")
-MTP_LAYERS = Need("multi-token prediction layers in the target's own GGUF", "drafter", "--drafter mtp")
+MTP_LAYERS = Need("multi-token prediction layers in the target's own GGUF or beside it", "drafter", "--drafter mtp")
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,7 @@ from edgespec.closing import Closing
 from edgespec.engines.base import fault_of
 from edgespec.engines.machine import has_address_limit
 from edgespec.errors import CapabilityError, EdgespecError
-from edgespec.formats.gguf.eagle3 import is_eagle3
-from edgespec.formats.gguf.head_reader import is_draft_head
+from edgespec.formats.gguf.head_reader import head_kind_of
 from edgespec.installation import child_environment
 
 # Libraries with threads or devices of their own, which do not survive a fork.
@@ -259,11 +258,12 @@ def try_model(path: Path, opened: Callable[[], None]) -> str | None:
 
 
 def _try_gguf(path: Path, opened: Callable[[], None]) -> str | None:
-    from edgespec.engines.llamacpp import DFlashHead, Eagle3Head, LlamaCppEngine
+    from edgespec.engines.llamacpp import LlamaCppEngine
+    from edgespec.engines.llamacpp.heads import head_class
     from edgespec.types import Batch
 
-    if is_draft_head(path):
-        (Eagle3Head if is_eagle3(path) else DFlashHead).try_alone(path)
+    if (head := head_class(path)) is not None:
+        head.try_alone(path)
         return None
     load = partial(LlamaCppEngine.load, path, context_length=16, max_batch=8, threads=1, reproducible=False)
     with load(opened=opened, is_repacked=False) as engine:
@@ -279,7 +279,7 @@ def _try_gguf(path: Path, opened: Callable[[], None]) -> str | None:
 
 def try_weights(path: Path) -> str | None:
     """In the child: read all weights of a GGUF. The reason when some are no numbers, else None."""
-    if is_graph(path) or is_draft_head(path) or has_address_limit():
+    if is_graph(path) or head_kind_of(path) or has_address_limit():
         return None
     from edgespec.engines.llamacpp import weights
 

@@ -165,13 +165,13 @@ def compare_head(reference: FeatureHead, target: Engine, path: Path) -> Comparis
 
     Closes both heads. Raises the errors of `load_head`.
     """
-    from edgespec.engines.llamacpp import LlamaCppEngine
+    from edgespec.engines.llamacpp import Eagle3Head, LlamaCppEngine
 
     assert isinstance(target, LlamaCppEngine)
     text_ids = target.vocabulary.encode("".join(PROBE_TEXTS.values()))
     token_ids = np.array(text_ids[: min(HEAD_TOKENS, target.facts.context_length)], np.int32)
     cached = CachedSequence(target)
-    with target.load_head(path) as head, reference:
+    with target.load_head(Eagle3Head, path) as head, reference:
         cached.keep_layer_inputs(head.facts.layers)
         cached.feed(token_ids)
         features = cached.layer_inputs

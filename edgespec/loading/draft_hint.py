@@ -59,7 +59,7 @@ def draft_hint(pair: ModelPair) -> str | None:
     if may_have_mtp(header):
         return (
             f"{pair.name} has no draft model; GGUF files of such models that were converted with their multi-token "
-            "prediction layer (mostly named MTP) draft for themselves"
+            "prediction layer (mostly named MTP) draft for themselves, and the layer alone (mtp-*.gguf) drafts with -md"
         )
     family = _family(header, num_bytes)
     if family is None:

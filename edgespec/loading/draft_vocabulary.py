@@ -14,10 +14,9 @@ from edgespec.drafters.mapped import MappedSequence, VocabularyMap, map_vocabula
 from edgespec.engines.base import Engine
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError, EdgespecError, VocabularyMismatch
-from edgespec.formats.gguf.dflash import read_dflash
-from edgespec.formats.gguf.eagle3 import is_eagle3, read_eagle3
-from edgespec.formats.gguf.head_reader import is_draft_head
+from edgespec.formats.gguf.head_reader import head_kind_of
 from edgespec.formats.gguf.header import keeping_headers, read_header
+from edgespec.formats.gguf.kind import HEAD_NAMES, HeadKind, main_layers
 from edgespec.formats.manifest import ModelFile
 from edgespec.loading.sample_prompts import PROMPTS
 from edgespec.vocabulary import Vocabulary, check_same_vocabulary
@@ -72,8 +71,8 @@ def comparing(target: ModelFile) -> Iterator[Callable[[ModelFile], Comparison]]:
 
         def compare(draft: ModelFile) -> Comparison:
             try:
-                if draft.engine == "llamacpp" and is_draft_head(draft.path):
-                    return _compare_head(target, draft)
+                if draft.engine == "llamacpp" and (kind := head_kind_of(draft.path)):
+                    return _compare_head(target, draft, kind)
                 with contextlib.ExitStack() as own:
                     theirs = _vocabulary(draft.path, own)
                     if ours is None or theirs is None:
@@ -96,17 +95,17 @@ def _compare(ours: Vocabulary, theirs: Vocabulary) -> Comparison:
     return Comparison(f"{differs}; {share:.0%} of the tokens of ordinary text can be drafted", why_not=why_not)
 
 
-def _compare_head(target: ModelFile, head: ModelFile) -> Comparison:
+def _compare_head(target: ModelFile, head: ModelFile, kind: HeadKind) -> Comparison:
     """Raises CapabilityError for a head of another target."""
-    is_first = is_eagle3(head.path)
-    kind, read = ("an EAGLE-3 head", read_eagle3) if is_first else ("a DFlash head", read_dflash)
+    from edgespec.engines.llamacpp.heads import KINDS
+
     if target.engine != "llamacpp":
-        raise CapabilityError(f"{head.path.name} is {kind}, which needs a GGUF target")
+        raise CapabilityError(f"{head.path.name} is {HEAD_NAMES[kind]}, which needs a GGUF target")
     header = read_header(target.path)
-    sizes = [header.metadata.get(f"{header.architecture}.{key}") for key in ("embedding_length", "block_count")]
-    width, layers = (size if isinstance(size, int) else 0 for size in sizes)
-    read(head.path).check_fits(head.path.name, width, layers, len(header.tokens))
-    return Comparison(f"{kind} that fits", is_same=True)
+    width = header.metadata.get(f"{header.architecture}.embedding_length")
+    sizes = KINDS[kind].read(head.path)
+    sizes.check_fits(head.path.name, width if isinstance(width, int) else 0, main_layers(header), len(header.tokens))
+    return Comparison(f"{HEAD_NAMES[kind]} that fits", is_same=True)
 
 
 def _vocabulary(path: Path, stack: contextlib.ExitStack) -> Vocabulary | None:

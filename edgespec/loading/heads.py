@@ -22,13 +22,15 @@ from edgespec.engines.base import Engine
 from edgespec.engines.features import LAYERS_WINDOW, WINDOW
 from edgespec.engines.head import CachedHead
 from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.formats.gguf.head_reader import head_kind_of
+from edgespec.formats.gguf.kind import HEAD_NAMES
 from edgespec.formats.head_file import HeadFile, read_head_file
 from edgespec.formats.manifest import HEAD_KINDS, ModelFile, ModelPair
 from edgespec.loading.requirements import head_paths
 from edgespec.types import Batch
 
 if TYPE_CHECKING:
-    from edgespec.engines.llamacpp import LlamaCppEngine
+    from edgespec.engines.llamacpp.engine import AnyHead
 
 HEAD_THREADS = 1  # a second thread takes as long to wake as it saves, and is the target's
 
@@ -90,7 +92,7 @@ def _probed(heads: HeadFile, target: Engine) -> NDArray[np.float32]:
         target.give_hidden_states(False)
 
 
-def open_mtp(options: LoadOptions, target: Engine) -> MtpDrafter:
+def open_own_layers(options: LoadOptions, target: Engine) -> MtpDrafter:
     """A drafter with the multi-token prediction layer of `target`, which was loaded with it. Raises CapabilityError."""
     from edgespec.engines.llamacpp import LlamaCppEngine
 
@@ -98,33 +100,29 @@ def open_mtp(options: LoadOptions, target: Engine) -> MtpDrafter:
     return MtpDrafter(target.load_mtp(context_length=options.draft_context_length), WINDOW)
 
 
-def open_eagle3(options: LoadOptions, file: ModelFile, target: Engine) -> Eagle3Drafter:
-    """A drafter with an EAGLE-3 head in GGUF. Raises CapabilityError for a target that it cannot read."""
-    engine = _engine_for(file, "an EAGLE-3 head", target)
-    gpu_layers = options.draft_model_gpu_layers
-    head = engine.load_head(file.path, context_length=options.draft_context_length, gpu_layers=gpu_layers)
-    _check_layers(head, engine)
-    return Eagle3Drafter(head, LAYERS_WINDOW)
+def open_head_file(options: LoadOptions, file: ModelFile, target: Engine) -> Drafter:
+    """A drafter with a head in GGUF. Raises CapabilityError for a target that it cannot read."""
+    from edgespec.engines.llamacpp import DFlashHead, Eagle3Head, LlamaCppEngine, MtpFileHead
 
-
-def open_dflash(options: LoadOptions, file: ModelFile, target: Engine) -> DFlashDrafter:
-    """A drafter with a DFlash head in GGUF. Raises CapabilityError for a target that it cannot read."""
-    engine = _engine_for(file, "a DFlash head", target)
-    gpu_layers = options.draft_model_gpu_layers
-    head = engine.load_dflash(file.path, context_length=options.draft_context_length, gpu_layers=gpu_layers)
-    _check_layers(head, engine)
-    return DFlashDrafter(head, LAYERS_WINDOW)
-
-
-def _engine_for(file: ModelFile, kind: str, target: Engine) -> LlamaCppEngine:
-    from edgespec.engines.llamacpp import LlamaCppEngine
-
+    kind = head_kind_of(file.path)
+    assert kind is not None  # the pair's requirements have asked
     if not isinstance(target, LlamaCppEngine):  # the table of drafters leaves this one only
         raise CapabilityError(
-            f"{file.path.name} is {kind}, which reads the target's layers in this process: with --rpc use another "
-            "drafter, such as --drafter ngram"
+            f"{file.path.name} is {HEAD_NAMES[kind]}, which reads the target's states in this process: with --rpc use "
+            "another drafter, such as --drafter ngram"
         )
-    return target
+    where = options.draft_context_length, options.draft_model_gpu_layers
+
+    def opened(head: type[AnyHead]) -> AnyHead:
+        found = target.load_head(head, file.path, context_length=where[0], gpu_layers=where[1])
+        _check_layers(found, target)
+        return found
+
+    if kind == "eagle3":
+        return Eagle3Drafter(opened(Eagle3Head), LAYERS_WINDOW)
+    if kind == "dflash":
+        return DFlashDrafter(opened(DFlashHead), LAYERS_WINDOW)
+    return MtpDrafter(opened(MtpFileHead), WINDOW)
 
 
 def _check_layers(head: CachedHead, target: Engine) -> None:

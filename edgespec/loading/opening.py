@@ -22,7 +22,7 @@ from edgespec.formats.gguf.split import model_files
 from edgespec.formats.manifest import ModelFile, ModelPair, check_file
 from edgespec.loading.checksums import check_hash, was_hashed
 from edgespec.loading.draft_vocabulary import draft_cache
-from edgespec.loading.heads import open_dflash, open_eagle3, open_heads, open_mtp, read_heads, state_layers
+from edgespec.loading.heads import open_head_file, open_heads, open_own_layers, read_heads, state_layers
 from edgespec.loading.model_engine import load_libraries, open_draft, open_engine, open_target
 from edgespec.loading.registry import resolve
 from edgespec.loading.requirements import Chosen, resolve_pair, verifies_drafts
@@ -69,12 +69,12 @@ def _open_models(
         states,
         trial,
         speculates=verifies_drafts(options, pair),
-        has_mtp="mtp" in wanted,
+        has_mtp=chosen.has_own_mtp,
     )
     drafters: dict[DrafterName, Drafter] = {}
     try:
         for name in wanted:
-            drafters |= _opened(name, options, pair, target, drafters, trial, is_cut=is_cut)
+            drafters |= _opened(name, options, chosen, target, drafters, trial)
         drafters |= {each.manifest.kind: open_heads(each, path, target) for path, each in heads.items()}
         for check in weight_checks:
             check.result()
@@ -90,25 +90,23 @@ def _open_models(
 def _opened(
     name: DrafterName,
     options: LoadOptions,
-    pair: ModelPair,
+    chosen: Chosen,
     target: Engine,
     opened: dict[DrafterName, Drafter],
     trial: Trial,
-    *,
-    is_cut: bool,
 ) -> dict[DrafterName, Drafter]:
-    """The drafters with models for `name` that are not `opened` yet. `is_cut`: the target is loaded with an exit."""
+    """The drafters with models for `name` that are not `opened` yet."""
+    pair = chosen.pair
     if name == "early-exit":
-        if is_cut:
+        if chosen.is_cut:
             return {name: SharedStateDrafter(target, options.draft_temperature)}
         engine = open_draft(options, pair.files["draft"], target, trial)
         return {name: EarlyExitDrafter(engine, temperature=options.draft_temperature)}
-    if name == "mtp":
-        return {name: open_mtp(options, target)}
+    if name == "mtp" and chosen.has_own_mtp:
+        return {name: open_own_layers(options, target)}
     if name in HEAD_FILES:
         trial.require_used(pair.files["draft"].path)
-        open_head = open_eagle3 if name == "eagle3" else open_dflash
-        return {name: open_head(options, pair.files["draft"], target)}
+        return {name: open_head_file(options, pair.files["draft"], target)}
     # An exit is a draft model already: no second one is opened beside it.
     known = next((each for each in opened.values() if isinstance(each, ModelDrafter)), None)
     small = known or _model_drafter(options, pair.files["draft"], target, trial)

@@ -15,8 +15,7 @@ from edgespec.drafters.spec import DRAFT, EXIT, FALLBACK, HEAD_FILES, MTP_LAYERS
 from edgespec.engines.llamacpp.running_state import auto_takes_mtp
 from edgespec.errors import CapabilityError
 from edgespec.formats.files import expanded
-from edgespec.formats.gguf.dflash import is_dflash
-from edgespec.formats.gguf.eagle3 import is_eagle3
+from edgespec.formats.gguf.head_reader import head_kind_of
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.kind import has_mtp
 from edgespec.formats.gguf.split import is_early_exit
@@ -54,10 +53,15 @@ class Chosen:
         return self.exit_layer is not None
 
     @property
+    def has_own_mtp(self) -> bool:
+        """Whether the layers of the target's own file draft for it."""
+        return "mtp" in self.wanted and "mtp" not in _own_drafter(self.pair)
+
+    @property
     def roles(self) -> tuple[str, ...]:
         """The roles of the files to open, the target first."""
-        needed = (SPECS[name] for name in self.wanted)
-        roles = {role for spec in needed for role in spec.roles if not (self.is_cut and EXIT in spec.needs)}
+        needed = (_needs(name, self.pair) for name in self.wanted)
+        roles = {need.role for needs in needed for need in needs if need.role and not (self.is_cut and EXIT in needs)}
         return ("target", *sorted(roles & self.pair.files.keys()))
 
 
@@ -103,7 +107,7 @@ def wanted_drafters(options: LoadOptions, pair: ModelPair, exit_layer: int | Non
     `auto` opens the drafter of the pair's draft file and those that the options name files for: a pair's own medium
     would cost memory and one more load. Raises CapabilityError when the pair lacks what a drafter needs.
     """
-    own: tuple[DrafterName, ...] = () if pair.draft is None else (_kind_of_draft(pair),)
+    own = _own_drafter(pair)
     can_mtp = _takes_mtp(options, pair)
     if options.drafter == "auto":
         named = (name for name, spec in SPECS.items() if spec.roles and _is_named(spec.needs[-1], options))
@@ -111,14 +115,15 @@ def wanted_drafters(options: LoadOptions, pair: ModelPair, exit_layer: int | Non
         if can_mtp and not wanted:
             return ("mtp",)
     else:
-        if options.drafter == "mtp":
+        if options.drafter == "mtp" and "mtp" not in own:
             return _only_mtp(pair, can_mtp=can_mtp)
-        wanted = (options.drafter,) if options.drafter in SPECS and SPECS[options.drafter].roles else ()
+        has_model = options.drafter in own or (options.drafter in SPECS and SPECS[options.drafter].roles)
+        wanted = (options.drafter,) if has_model and options.drafter in SPECS else ()
         if wanted == ("hierarchical",) and own == ("early-exit",) and pair.files["target"].engine == "llamacpp":
             wanted = (*own, *wanted)  # an exit in GGUF drafts over the target's weights: it is the small model
     has_exit = exit_layer is not None or "early-exit" in own
     for name in wanted:
-        for need in SPECS[name].needs:
+        for need in _needs(name, pair):
             if need is EXIT and not has_exit:
                 raise CapabilityError(_no_exit(pair))
             by_exit = need is DRAFT and "early-exit" in wanted  # the exit is the draft model
@@ -158,7 +163,7 @@ def _check_kind(wanted: tuple[DrafterName, ...], own: tuple[DrafterName, ...], p
     """Raises CapabilityError where a model was asked for and the pair's draft is a head, or the other way."""
     has = next((HEAD_FILES[name] for name in own if name in HEAD_FILES), DRAFT)
     for name in wanted:
-        needed = SPECS[name].needs[0]
+        needed = _needs(name, pair)[0]
         if needed is not EXIT and needed is not has:
             raise CapabilityError(
                 f"{pair.files['draft'].path.name} is {has.what} and drafter {name!r} needs {needed.what}: give one "
@@ -170,23 +175,27 @@ def _check_engine(wanted: tuple[DrafterName, ...], pair: ModelPair) -> None:
     """Raises CapabilityError for a drafter that the target's engine cannot run."""
     engine = pair.files["target"].engine
     for name in wanted:
-        spec = SPECS[name]
+        spec, need = SPECS[name], _needs(name, pair)[-1]
         if engine not in spec.engines:
             raise CapabilityError(
-                f"{pair.files[spec.roles[-1]].path.name} is {spec.needs[-1].what}, which needs a target on "
+                f"{pair.files[need.role or 'target'].path.name} is {need.what}, which needs a target on "
                 f"{' or '.join(spec.engines)}, and this one runs on {engine}: use --engine {spec.engines[0]}, or "
                 "another drafter"
             )
 
 
-def _kind_of_draft(pair: ModelPair) -> DrafterName:
-    """The drafter that the pair's draft file makes."""
+def _own_drafter(pair: ModelPair) -> tuple[DrafterName, ...]:
+    """The drafter that the pair's draft file makes; none without one."""
+    if pair.draft is None:
+        return ()
     file = pair.files["draft"]
-    if file.engine == "llamacpp" and is_eagle3(file.path):
-        return "eagle3"
-    if file.engine == "llamacpp" and is_dflash(file.path):
-        return "dflash"
-    return "early-exit" if _draft_is_exit(pair) else "model"
+    head = head_kind_of(file.path) if file.engine == "llamacpp" else None
+    return (head or ("early-exit" if _draft_is_exit(pair) else "model"),)
+
+
+def _needs(name: DrafterName, pair: ModelPair) -> tuple[Need, ...]:
+    """What a drafter needs; a pair's own file takes the place of layers in the target's."""
+    return (HEAD_FILES[name],) if name in HEAD_FILES and name in _own_drafter(pair) else SPECS[name].needs
 
 
 def exit_layer_of(options: LoadOptions, pair: ModelPair) -> int | None:

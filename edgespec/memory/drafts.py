@@ -11,7 +11,7 @@ from pathlib import Path
 
 from edgespec.errors import EdgespecError
 from edgespec.formats.gguf.check import check_gguf
-from edgespec.formats.gguf.head_reader import is_draft_head
+from edgespec.formats.gguf.head_reader import head_kind_of
 from edgespec.formats.gguf.header import GgufHeader, keeping_headers
 from edgespec.formats.gguf.split import is_early_exit, model_files
 from edgespec.formats.manifest import ModelPair, read_pair
@@ -41,7 +41,7 @@ def smaller_drafts(pair: ModelPair) -> list[Path]:
         return []
     try:
         header = check_gguf(target)
-        if is_draft_head(draft) or is_early_exit(draft, target):
+        if head_kind_of(draft) or is_early_exit(draft, target):
             return []
     except EdgespecError:  # whoever loads them says best what is wrong
         return []
@@ -65,7 +65,7 @@ def _num_bytes(path: Path) -> int:
 def _can_draft(path: Path, target: Path, header: GgufHeader) -> bool:
     try:
         found = check_gguf(path)
-        if is_draft_head(path) or is_early_exit(path, target):
+        if head_kind_of(path) or is_early_exit(path, target):
             return False
     except EdgespecError:
         return False

@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from edgespec.config import DrafterName, LoadOptions
+from edgespec.config import LoadOptions
 from edgespec.config.sizes import as_size
 from edgespec.control.constants import MAX_AUTO_LENGTH
-from edgespec.drafters.spec import HEAD_FILES, SPECS
+from edgespec.drafters.spec import SPECS
 from edgespec.engines.footprint import Footprint, Use
 from edgespec.engines.machine import physical_cores
 from edgespec.formats.files import expanded
+from edgespec.formats.gguf.head_reader import head_kind_of
 from edgespec.formats.gguf.split import model_files
 from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.loading.requirements import Chosen, cache_types, draft_context, drafts_trees, head_paths, verifies_drafts
@@ -172,8 +173,7 @@ def planned(options: LoadOptions, pair: ModelPair) -> Plan:
         sequences=options.parallel,
     )
     types = cache_types(options, is_draft=True)
-    head = next((name for name in chosen.wanted if name in HEAD_FILES), None)
-    drafts = [_need(pair.files[role], role, types, use, head=head) for role in roles if role != "target"]
+    drafts = [_need(pair.files[role], role, types, use) for role in roles if role != "target"]
     engines = {pair.files[role].engine for role in roles}
     heads = sum(map(_file_bytes, head_paths(options, pair, is_cut=chosen.is_cut)))
     return Plan(
@@ -219,14 +219,7 @@ def _target_use(options: LoadOptions, chosen: Chosen) -> Use:
     )
 
 
-def _need(
-    file: ModelFile,
-    role: str,
-    types: tuple[str | None, str | None],
-    use: Use,
-    *,
-    head: DrafterName | None = None,
-) -> ModelNeed:
+def _need(file: ModelFile, role: str, types: tuple[str | None, str | None], use: Use) -> ModelNeed:
     if file.engine == "onnx":
         from edgespec.engines.onnx import footprint as onnx
 
@@ -234,8 +227,7 @@ def _need(
     from edgespec.engines.llamacpp import footprint as llamacpp
 
     kinds = [kind or "f16" for kind in types]
-    of_heads = {"eagle3": llamacpp.eagle3_footprint, "dflash": llamacpp.dflash_footprint}
-    need = of_heads[head] if head is not None and role == "draft" else llamacpp.footprint
+    need = llamacpp.head_footprint if role != "target" and head_kind_of(file.path) else llamacpp.footprint
     return ModelNeed(role, file.path.name, "/".join(dict.fromkeys(kinds)), need(file.path, use))
 
 

@@ -19,7 +19,7 @@ from edgespec.control.base import FixedLength
 from edgespec.drafters.dflash import DFlashDrafter
 from edgespec.engines.features import LAYERS_WINDOW
 from edgespec.engines.head import BYTES_PER_FEATURE
-from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp import DFlashHead, LlamaCppEngine
 from edgespec.engines.llamacpp.settings import MAX_BATCH
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError, ModelFileError
@@ -171,7 +171,7 @@ def test_after_many_rejected_drafts_the_head_knows_the_text_and_nothing_else(
     target_path: Path, head_path: Path
 ) -> None:
     load = {"threads": TEST_THREADS, "context_length": 256, "reproducible": True}
-    with LlamaCppEngine.load(target_path, **load) as target, target.load_dflash(head_path) as head:
+    with LlamaCppEngine.load(target_path, **load) as target, target.load_head(DFlashHead, head_path) as head:
         drafter, cached = DFlashDrafter(head, LAYERS_WINDOW), CachedSequence(target)
         cached.keep_layer_inputs(drafter.wants_layers)
         prompt, stop = np.arange(40, 60, dtype=np.int32), StopRules(frozenset(), (), 60)

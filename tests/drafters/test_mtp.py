@@ -15,8 +15,8 @@ from demo import DEMO
 from edgespec import GenerateOptions, LoadOptions, Sampling
 from edgespec.engines.footprint import Use
 from edgespec.engines.llamacpp import LlamaCppEngine
-from edgespec.engines.llamacpp.footprint import footprint
-from edgespec.engines.llamacpp.mtp import MtpHead
+from edgespec.engines.llamacpp.footprint import footprint, head_footprint
+from edgespec.engines.llamacpp.mtp import MtpFileHead, MtpHead
 from edgespec.engines.llamacpp.running_state import RunningState, auto_takes_mtp
 from edgespec.errors import BatchError, CapabilityError, ContextFull, ModelFileError
 from edgespec.formats.gguf.header import GgufHeader, read_header
@@ -36,10 +36,23 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_qwen35(tmp_path_factory.mktemp("mtp") / "mtp.gguf", SHAPE, has_mtp=True)
 
 
-@pytest.fixture
-def head(model_path: Path) -> Iterator[MtpHead]:
-    engine = LlamaCppEngine.load(model_path, context_length=64, threads=1, has_mtp=True)
-    with engine, engine.load_mtp(context_length=40) as found:
+@pytest.fixture(scope="module")
+def alone_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The layer of the same model in a file of its own."""
+    return write_qwen35(tmp_path_factory.mktemp("mtp") / "mtp-alone.gguf", SHAPE, has_mtp=True, only_mtp=True)
+
+
+def opened(engine: LlamaCppEngine, path: Path | None) -> MtpHead:
+    if path is None:
+        return engine.load_mtp(context_length=40)
+    return engine.load_head(MtpFileHead, path, context_length=40)
+
+
+@pytest.fixture(params=["in the model's file", "in a file of its own"])
+def head(request: pytest.FixtureRequest, model_path: Path, alone_path: Path) -> Iterator[MtpHead]:
+    is_own = request.param == "in the model's file"
+    engine = LlamaCppEngine.load(model_path, context_length=64, threads=1, has_mtp=is_own)
+    with engine, opened(engine, None if is_own else alone_path) as found:
         yield found
 
 
@@ -204,11 +217,52 @@ def test_a_model_without_the_layer_is_named(tmp_path: Path) -> None:
         edgespec.load(DEMO, drafter="mtp")
 
 
-def test_a_file_with_the_layer_alone_is_named(tmp_path: Path, model_path: Path) -> None:
-    alone = write_qwen35(tmp_path / "mtp-alone.gguf", SHAPE, has_mtp=True, only_mtp=True)
-    for given in ({"model": alone}, {"model": model_path, "draft": alone}):
-        with pytest.raises(ModelFileError, match="multi-token prediction layer of a model and nothing else"):
-            edgespec.load(**given, threads=1)
+def test_the_layer_in_a_file_of_its_own_drafts_the_same(model_path: Path, alone_path: Path, tmp_path: Path) -> None:
+    without = write_qwen35(tmp_path / "without.gguf", SHAPE)
+    options = GenerateOptions(max_tokens=40, ignore_eos=True, drafter="mtp", draft_length=3)
+    with edgespec.load(model_path, threads=1, drafter="mtp") as model:
+        own = model.generate(PROMPT, Sampling(temperature=0), options)
+    for target in (without, model_path):
+        with edgespec.load(target, draft=alone_path, threads=1) as model:
+            assert "mtp" in model.drafter_names
+            found = model.generate(PROMPT, Sampling(temperature=0), options)
+            plain = model.generate(PROMPT, Sampling(temperature=0), replace(options, drafter="none"))
+        assert found.token_ids == own.token_ids == plain.token_ids
+        assert found.stats.drafted_tokens == own.stats.drafted_tokens > 0
+        assert found.stats.accepted_tokens == own.stats.accepted_tokens
+
+
+def test_a_file_with_the_layer_alone_is_named(alone_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(CapabilityError, match="a multi-token prediction layer, which only drafts for another model"):
+        edgespec.load(alone_path, threads=1)
+    for name, shape, fix in (
+        ("wide", replace(SHAPE, width=128), "reads a target of width 64, this target has 128"),
+        ("deep", replace(SHAPE, layers=8), "for a target of 4 layers, this one has 8"),
+        ("other", replace(SHAPE, merges=50), "was made for"),
+    ):
+        target = write_qwen35(tmp_path / f"{name}.gguf", shape)
+        with pytest.raises(CapabilityError, match=fix):
+            edgespec.load(target, draft=alone_path, threads=1)
+    with pytest.raises(CapabilityError, match="is a multi-token prediction layer and drafter 'model' needs a draft"):
+        edgespec.load(write_qwen35(tmp_path / "plain.gguf", SHAPE), draft=alone_path, drafter="model")
+
+
+def test_a_file_without_layers_of_a_model_is_refused(alone_path: Path, tmp_path: Path) -> None:
+    """llama.cpp would count its layers below zero."""
+    data, key = alone_path.read_bytes(), b"qwen35.nextn_predict_layers"
+    at = data.index(key) + len(key) + 4
+    (tmp_path / "wrong.gguf").write_bytes(data[:at] + (9).to_bytes(4, "little") + data[at + 4 :])
+    with pytest.raises(ModelFileError, match="no layers but those that predict further tokens"):
+        MtpFileHead.try_alone(tmp_path / "wrong.gguf")
+
+
+def test_damaged_weights_are_named(alone_path: Path, tmp_path: Path) -> None:
+    eh_proj = f"blk.{SHAPE.layers}.nextn.eh_proj.weight"
+    tensors = {eh_proj: np.full((SHAPE.width, 2 * SHAPE.width), np.nan, np.float32)}
+    path = write_qwen35(tmp_path / "nan.gguf", SHAPE, has_mtp=True, only_mtp=True, tensors=tensors)
+    with pytest.raises(ModelFileError, match=r"nan.gguf"):
+        MtpFileHead.try_alone(path)
+    MtpFileHead.try_alone(alone_path)
 
 
 def test_the_hint_for_a_model_without_a_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,3 +280,10 @@ def test_the_layer_is_planned_where_it_drafts(model_path: Path) -> None:
     engine = LlamaCppEngine.load(model_path, context_length=256, threads=1, has_mtp=True)
     with engine, engine.load_mtp() as head:
         assert drafted.own - plain.own > head.facts.num_bytes > 0
+
+
+def test_a_file_with_the_layer_is_planned(model_path: Path, alone_path: Path) -> None:
+    planned = head_footprint(alone_path, Use(256))
+    with LlamaCppEngine.load(model_path, threads=1) as engine, engine.load_head(MtpFileHead, alone_path) as head:
+        assert planned.mapped == alone_path.stat().st_size
+        assert planned.mapped + planned.own > head.facts.num_bytes > 0

@@ -62,7 +62,7 @@ def test_what_was_left_closed_says_how_to_open_it() -> None:
 def test_a_drafter_of_one_engine_is_refused_on_another_before_anything_is_loaded(
     onnx_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgespec.loading.requirements.is_eagle3", lambda path: True)
+    monkeypatch.setattr("edgespec.loading.requirements.head_kind_of", lambda path: "eagle3")
     monkeypatch.setattr("edgespec.loading.opening.open_target", lambda *_, **__: pytest.fail("loaded"))
     head = DEMO.parent / "demo-draft-q8_0.gguf"
     with pytest.raises(CapabilityError, match=r"EAGLE-3 head, which needs a target on llamacpp, .* --engine llamacpp"):

@@ -8,10 +8,11 @@ if TYPE_CHECKING:
     from edgespec.engines.llamacpp.dflash import DFlashHead
     from edgespec.engines.llamacpp.eagle3 import Eagle3Head
     from edgespec.engines.llamacpp.engine import LlamaCppEngine
+    from edgespec.engines.llamacpp.mtp import MtpFileHead
     from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary, VocabularyFile
 
-__all__ = ["DFlashHead", "Eagle3Head", "LlamaCppEngine", "LlamaCppVocabulary", "VocabularyFile"]
-_HOMES = {"DFlashHead": "dflash", "Eagle3Head": "eagle3", "LlamaCppEngine": "engine"}
+__all__ = ["DFlashHead", "Eagle3Head", "LlamaCppEngine", "LlamaCppVocabulary", "MtpFileHead", "VocabularyFile"]
+_HOMES = {"DFlashHead": "dflash", "Eagle3Head": "eagle3", "LlamaCppEngine": "engine", "MtpFileHead": "mtp"}
 _HOMES |= {"LlamaCppVocabulary": "tokenizer", "VocabularyFile": "tokenizer"}
 
 

@@ -11,7 +11,6 @@ fit less well and fewer of their tokens are accepted; the text stays the target'
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +18,22 @@ import numpy as np
 
 from edgespec.engines.head import BlockHead, Confidences, HeadFacts, States
 from edgespec.engines.llamacpp.extensions import extension
-from edgespec.engines.llamacpp.head_context import HeadContext, MakeContext, create_context, widest_step
-from edgespec.engines.llamacpp.library import CancelFlag, library, open_model
+from edgespec.engines.llamacpp.head_context import MakeContext, create_context, widest_step
+from edgespec.engines.llamacpp.head_file import HeadOfFile
+from edgespec.engines.llamacpp.library import CancelFlag, library
 from edgespec.engines.llamacpp.rows import PairRows
 from edgespec.engines.llamacpp.settings import CELLS_MULTIPLE
-from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
-from edgespec.errors import BatchError, ContextFull, ModelFileError
+from edgespec.errors import BatchError, ContextFull
 from edgespec.formats.gguf.dflash import DFlashSizes, read_dflash
 from edgespec.types import Logits
-from edgespec.vocabulary import Vocabulary, check_same_vocabulary
 
-DEFAULT_CONTEXT = 2048
 _MARKOV_COPIES = 6
 
 
-class DFlashHead(HeadContext, BlockHead):
-    """Owns a llama.cpp model and a context; uses the target's context where the head shares weights with it."""
+class DFlashHead(HeadOfFile[DFlashSizes], BlockHead):
+    """A head that drafts a block at once."""
+
+    what = "DFlash head"
 
     def __init__(
         self, make_context: MakeContext, facts: HeadFacts, sizes: DFlashSizes, owned_model: Any = None
@@ -49,84 +48,44 @@ class DFlashHead(HeadContext, BlockHead):
             extension("set_states")(self._context, True, True)  # the graph gives confidences in the place of states
 
     @classmethod
-    def load(
-        cls,
-        path: Path,
-        target: tuple[Any, Any],
-        vocabulary: Vocabulary,
-        *,
-        threads: int,
-        context_length: int | None = None,
-        gpu_layers: int = 0,
-    ) -> DFlashHead:
-        """Load the head `path` for a loaded `target` (model, context), which must outlive it, with its `vocabulary`.
+    def read(cls, path: Path) -> DFlashSizes:
+        return read_dflash(path)
 
-        `context_length`: most tokens it attends to, None for the trained number (at most DEFAULT_CONTEXT). Raises
-        ModelNotFound, ModelFileError, VocabularyMismatch, and CapabilityError for a head of another target or of a
-        variant that is not supported.
+    @classmethod
+    def _made(cls, make_context: MakeContext, facts: HeadFacts, sizes: DFlashSizes, model: Any) -> DFlashHead:
+        return cls(make_context, facts, sizes, model)
+
+    @classmethod
+    def _create_context(
+        cls, model: Any, name: str, sizes: DFlashSizes, length: int, threads: int, other: Any, cancel: CancelFlag
+    ) -> Any:
+        """For `length` tokens of text and a block."""
+        context = create_context(model, name, length + sizes.block_size, threads, widest_pass(sizes), other, 0, cancel)
+        library().llama_set_causal_attn(context, sizes.is_causal)
+        return context
+
+    @classmethod
+    def cache_bytes(cls, sizes: DFlashSizes, context_length: int) -> int:
+        """For `context_length` tokens of text and a block."""
+        cells = -(-(context_length + sizes.block_size) // CELLS_MULTIPLE) * CELLS_MULTIPLE
+        return cells * sizes.kv_bytes_per_token
+
+    @classmethod
+    def pass_bytes(cls, sizes: DFlashSizes) -> int:
+        """Logits in the graph and copies of a block's, and activations of a layer, for the widest pass.
+
+        A Markov head works on copies of the block's logits: the number is what was measured.
         """
-        llama = library()
-        sizes = read_dflash(path)
-        sizes.check_fits(
-            path.name, llama.llama_model_n_embd(target[0]), llama.llama_model_n_layer(target[0]), vocabulary.size
-        )
-        length = min(context_length or DEFAULT_CONTEXT, sizes.context_length)
-        return cls._open(path, sizes, length, threads, gpu_layers, target[1], vocabulary)
+        rows, row_bytes = widest_pass(sizes), 4 * sizes.vocabulary_size
+        in_graph = max(rows, _MARKOV_COPIES * sizes.block_size if sizes.has_markov else 0) * row_bytes
+        activations = 4 * rows * (sizes.feature_width + 4 * sizes.width + 3 * sizes.inner_width)
+        return in_graph + sizes.block_size * row_bytes + activations
 
-    @classmethod
-    def _open(
-        cls,
-        path: Path,
-        sizes: DFlashSizes,
-        length: int,
-        threads: int,
-        gpu_layers: int,
-        target_context: Any,
-        vocabulary: Vocabulary | None,
-    ) -> DFlashHead:
-        model = open_model(path, gpu_layers=gpu_layers, check_tensors=vocabulary is None)
-        other = target_context if sizes.shares_weights else None
-        make = partial(_create_context, model, path.name, sizes, length, threads, other)
-        facts = HeadFacts(
-            context_length=length,
-            layers=sizes.layers,
-            feature_width=sizes.feature_width,
-            width=sizes.width,
-            end_ids=vocabulary.end_ids if vocabulary else frozenset(),
-            num_bytes=num_bytes(sizes, length),
-        )
-        try:
-            if vocabulary is not None:
-                check_same_vocabulary(vocabulary, LlamaCppVocabulary(model))
-            head = cls(make, facts, sizes, model)
-        except BaseException:
-            library().llama_model_free(model)
-            raise
-        try:
-            head._try_out(path)
-        except BaseException:
-            head.close()
-            raise
-        return head
-
-    @classmethod
-    def try_alone(cls, path: Path) -> None:
-        """Load what needs no target, and run it if that is the whole head. Raises as `load`."""
-        sizes = read_dflash(path)
-        if sizes.shares_weights:
-            library().llama_model_free(open_model(path, check_tensors=True))
-        else:
-            cls._open(path, sizes, min(16, sizes.context_length), 1, 0, None, None).close()
-
-    def _try_out(self, path: Path) -> None:
-        """Run one block behind arbitrary numbers to find damaged weights."""
+    def _is_sound(self) -> bool:
+        """Whether the results of one block behind arbitrary numbers are numbers."""
         self.inject(np.ones((1, self.facts.feature_width), np.float32))
         logits, confidences = self.block(0)
-        if not (np.isfinite(logits.max(axis=1)).all() and (confidences is None or np.isfinite(confidences).all())):
-            raise ModelFileError(
-                f"{path} is not a usable DFlash head: its results are not numbers. Download or export it again"
-            )
-        self.restart(0)
+        return bool(np.isfinite(logits.max(axis=1)).all() and (confidences is None or np.isfinite(confidences).all()))
 
     def inject(self, features: States) -> None:
         self._require_open()
@@ -170,34 +129,3 @@ class DFlashHead(HeadContext, BlockHead):
 def widest_pass(sizes: DFlashSizes) -> int:
     """Rows: a block cannot be divided, since each of its rows attends to all others."""
     return max(widest_step(sizes.vocabulary_size), sizes.block_size)
-
-
-def _create_context(
-    model: Any, name: str, sizes: DFlashSizes, length: int, threads: int, other: Any, cancel: CancelFlag
-) -> Any:
-    """A context for `length` tokens of text and a block. Raises CapabilityError."""
-    context = create_context(model, name, length + sizes.block_size, threads, widest_pass(sizes), other, 0, cancel)
-    library().llama_set_causal_attn(context, sizes.is_causal)
-    return context
-
-
-def num_bytes(sizes: DFlashSizes, context_length: int) -> int:
-    """Weights, cache, and what passes work with."""
-    return sizes.weight_bytes + cache_bytes(sizes, context_length) + pass_bytes(sizes)
-
-
-def cache_bytes(sizes: DFlashSizes, context_length: int) -> int:
-    """For `context_length` tokens of text and a block."""
-    cells = -(-(context_length + sizes.block_size) // CELLS_MULTIPLE) * CELLS_MULTIPLE
-    return cells * sizes.kv_bytes_per_token
-
-
-def pass_bytes(sizes: DFlashSizes) -> int:
-    """Logits in the graph and copies of a block's, and activations of a layer, for the widest pass.
-
-    A Markov head works on copies of the block's logits: the number is what was measured.
-    """
-    rows, row_bytes = widest_pass(sizes), 4 * sizes.vocabulary_size
-    in_graph = max(rows, _MARKOV_COPIES * sizes.block_size if sizes.has_markov else 0) * row_bytes
-    activations = 4 * rows * (sizes.feature_width + 4 * sizes.width + 3 * sizes.inner_width)
-    return in_graph + sizes.block_size * row_bytes + activations

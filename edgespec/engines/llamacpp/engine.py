@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,14 +21,13 @@ from edgespec.engines.envelope import StateStamp
 from edgespec.engines.held import HeldFiles
 from edgespec.engines.llamacpp.cached_texts import CachedTexts
 from edgespec.engines.llamacpp.cells import Cells
-from edgespec.engines.llamacpp.dflash import DFlashHead
-from edgespec.engines.llamacpp.eagle3 import Eagle3Head
 from edgespec.engines.llamacpp.facts import measured_facts, read_facts
+from edgespec.engines.llamacpp.head_file import DEFAULT_CONTEXT as HEAD_CONTEXT
+from edgespec.engines.llamacpp.head_file import HeadOfFile
 from edgespec.engines.llamacpp.hidden_states import HiddenStates
 from edgespec.engines.llamacpp.layers import LayerInputs
 from edgespec.engines.llamacpp.library import ABORTED, NO_ROOM, complaints, forget_complaints, library, version
-from edgespec.engines.llamacpp.mtp import DEFAULT_CONTEXT as MTP_CONTEXT
-from edgespec.engines.llamacpp.mtp import MtpHead
+from edgespec.engines.llamacpp.mtp import MtpHead, mtp_of
 from edgespec.engines.llamacpp.opening import ModelOpener, OpenModel, checked_target
 from edgespec.engines.llamacpp.rows import RowBuffer, Selection
 from edgespec.engines.llamacpp.rpc_probe import RpcServer
@@ -46,6 +45,8 @@ from edgespec.engines.rows import SequenceBook, SequenceRows, split_by_sequence
 from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError
 from edgespec.formats.gguf.split import model_files
 from edgespec.types import Batch, Logits, TokenIds
+
+AnyHead = TypeVar("AnyHead", bound=HeadOfFile[Any])
 
 
 class LlamaCppEngine(Engine):
@@ -253,31 +254,21 @@ class LlamaCppEngine(Engine):
         self._require_open()
         return self._layer_inputs.read()
 
-    def load_head(self, path: Path, *, context_length: int | None = None, gpu_layers: int = 0) -> Eagle3Head:
-        """The EAGLE-3 head `path` for this model; close it first. Raises as `Eagle3Head.load`."""
-        self._require_open()
-        return Eagle3Head.load(
-            path,
-            (self._model, self._context),
-            self.vocabulary,
-            threads=self.facts.threads,
-            context_length=context_length,
-            gpu_layers=gpu_layers,
-        )
-
-    def load_dflash(self, path: Path, *, context_length: int | None = None, gpu_layers: int = 0) -> DFlashHead:
-        """The DFlash head `path` for this model; close it first. Raises as `DFlashHead.load`."""
+    def load_head(
+        self, kind: type[AnyHead], path: Path, *, context_length: int | None = None, gpu_layers: int = 0
+    ) -> AnyHead:
+        """The head `path` of this `kind` for this model; close it first. Raises as `HeadOfFile.load`."""
         self._require_open()
         models, threads = (self._model, self._context), self.facts.threads
-        return DFlashHead.load(
+        return kind.load(
             path, models, self.vocabulary, threads=threads, context_length=context_length, gpu_layers=gpu_layers
         )
 
     def load_mtp(self, *, context_length: int | None = None) -> MtpHead:
-        """The model's multi-token prediction layers as a head; close it first. Raises as `MtpHead.load`."""
+        """The model's multi-token prediction layers as a head; close it first. Raises as `mtp_of`."""
         self._require_open()
-        length = min(context_length or MTP_CONTEXT, self.facts.context_length)
-        return MtpHead.load(self._model, self.vocabulary, threads=self.facts.threads, context_length=length)
+        length = min(context_length or HEAD_CONTEXT, self.facts.context_length)
+        return mtp_of(self._model, self.vocabulary, threads=self.facts.threads, context_length=length)
 
     def length(self, sequence: int = 0) -> int:
         self._require_open()

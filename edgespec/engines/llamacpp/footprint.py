@@ -28,8 +28,6 @@ from edgespec.engines.llamacpp.settings import (
 from edgespec.engines.machine import instruction_sets
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.check import check_gguf
-from edgespec.formats.gguf.dflash import read_dflash
-from edgespec.formats.gguf.eagle3 import read_eagle3
 from edgespec.formats.gguf.header import GgufHeader, TensorInfo
 from edgespec.formats.gguf.kind import has_mtp
 from edgespec.formats.gguf.split import model_files
@@ -120,7 +118,7 @@ def _mtp_bytes(shape: Shape, context: int) -> int:
     """The context of a multi-token prediction layer: its cache, logits twice, and the hidden states that it reads."""
     from edgespec.engines.features import WINDOW  # imports numpy
     from edgespec.engines.llamacpp.head_context import widest_step
-    from edgespec.engines.llamacpp.mtp import DEFAULT_CONTEXT
+    from edgespec.engines.llamacpp.head_file import DEFAULT_CONTEXT
 
     cache = min(context, DEFAULT_CONTEXT) * 2 * shape.width * CACHE_BYTES["f16"]
     logits = 2 * 4 * widest_step(shape.vocabulary) * shape.vocabulary
@@ -147,30 +145,24 @@ def _check_cache(path: Path, header: GgufHeader, kinds: list[str]) -> None:
             )
 
 
-def eagle3_footprint(path: Path, use: Use) -> Footprint:
-    """The memory of an EAGLE-3 head beside its target. Raises as `footprint`."""
-    from edgespec.engines.features import LAYERS_WINDOW  # imports numpy
-    from edgespec.engines.llamacpp.eagle3 import DEFAULT_CONTEXT, num_bytes
+def head_footprint(path: Path, use: Use) -> Footprint:
+    """The memory of a head with a file of its own, beside its target. Raises as `footprint`."""
+    from edgespec.engines.features import LAYERS_WINDOW, WINDOW  # imports numpy
+    from edgespec.engines.llamacpp.head_file import DEFAULT_CONTEXT
+    from edgespec.engines.llamacpp.heads import head_class
 
-    sizes = read_eagle3(path)
+    head, header = head_class(path), check_gguf(path)
+    assert head is not None  # the caller has asked
+    sizes = head.read(path)
     context = min(sizes.context_length, use.context_length or DEFAULT_CONTEXT)
-    features = _feature_bytes(sizes.feature_width, min(context, LAYERS_WINDOW))
-    own = use.sequences * (num_bytes(sizes, context) - sizes.weight_bytes + features)
-    cache = use.sequences * context * sizes.kv_bytes_per_token
-    return Footprint(mapped=path.stat().st_size, cache=cache, compute=own - cache, context_length=context)
-
-
-def dflash_footprint(path: Path, use: Use) -> Footprint:
-    """The memory of a DFlash head beside its target. Raises as `footprint`."""
-    from edgespec.engines.features import LAYERS_WINDOW  # imports numpy
-    from edgespec.engines.llamacpp.dflash import DEFAULT_CONTEXT, cache_bytes, pass_bytes
-
-    sizes = read_dflash(path)
-    context = min(sizes.context_length, use.context_length or DEFAULT_CONTEXT)
+    features = _feature_bytes(sizes.feature_width, min(context, LAYERS_WINDOW if sizes.layers else WINDOW))
+    packed = sum(tensor.num_bytes for tensor in header.tensors if _is_repacked(tensor, header))
     return Footprint(
         mapped=path.stat().st_size,
-        cache=use.sequences * cache_bytes(sizes, context),
-        compute=use.sequences * (pass_bytes(sizes) + _feature_bytes(sizes.feature_width, min(context, LAYERS_WINDOW))),
+        read_once=packed,
+        packed=packed,
+        cache=use.sequences * head.cache_bytes(sizes, context),
+        compute=use.sequences * (head.pass_bytes(sizes) + features),
         vocabulary=_HEAD_VOCABULARY_BYTES * sizes.vocabulary_size,
         context_length=context,
     )

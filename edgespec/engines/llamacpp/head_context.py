@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, NoReturn, Self
 
@@ -31,6 +32,10 @@ class HeadContext(CachedHead):
         self._memory = library().llama_get_memory(self._context)
         self.start = self.end = 0
         self.facts = facts
+
+    @abstractmethod
+    def _is_sound(self) -> bool:
+        """Run it on arbitrary numbers: whether its results are numbers, which those of damaged weights are not."""
 
     def _run(self, function: Any, batch: Any, width: int) -> None:
         """One pass over `batch`, a llama_batch of `width` rows."""

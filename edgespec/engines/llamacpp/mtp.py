@@ -1,66 +1,33 @@
-"""Multi-token prediction layers of a target's own file (Qwen3.5): a layer that drafts from the target's hidden states.
+"""Multi-token prediction layers (Qwen3.5): a layer that drafts from the target's hidden states.
 
 A pair's state is the target's hidden state behind its final norm; the layer joins it with the embedding of the token
 behind it (DeepSeek-V3, arXiv 2412.19437, 2.2). It runs in a context of its own over the target's model, whose
-embeddings and head it shares.
+embeddings and head it shares, or over a model of its own where it lies in a file beside the target's.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from edgespec.engines.head import HeadFacts, States
 from edgespec.engines.llamacpp.head_context import create_context, widest_step
-from edgespec.engines.llamacpp.library import library
+from edgespec.engines.llamacpp.head_file import DEFAULT_CONTEXT, HeadOfFile
+from edgespec.engines.llamacpp.library import CancelFlag, library
 from edgespec.engines.llamacpp.pair_head import PairHead
 from edgespec.errors import BatchError
+from edgespec.formats.gguf.mtp import MtpSizes, read_mtp
 from edgespec.vocabulary import Vocabulary
 
-DEFAULT_CONTEXT = 2048
 _CONTEXT_TYPE = 1  # LLAMA_CONTEXT_TYPE_MTP
 _CACHE_BYTES = 2  # of a number in its cache
 
 
-def _cached_numbers(model: Any) -> int:
-    """Of a pair, in keys and values together: at most as many as the model is wide, for each of both."""
-    return 2 * int(library().llama_model_n_embd(model))
-
-
 class MtpHead(PairHead):
-    """The layer of a model that was loaded with it; the model must outlive it."""
+    """Such a layer, wherever its weights are."""
 
     last_only = True
-
-    @classmethod
-    def load(
-        cls, model: Any, vocabulary: Vocabulary, *, threads: int, context_length: int = DEFAULT_CONTEXT
-    ) -> MtpHead:
-        """`context_length`: most pairs it attends to.
-
-        Raises CapabilityError for a model without such layers.
-        """
-        length = context_length
-        width = int(library().llama_model_n_embd(model))
-        make = partial(
-            create_context,
-            model,
-            "of its own layers",
-            length,
-            threads,
-            widest_step(vocabulary.size),
-            None,
-            _CONTEXT_TYPE,
-        )
-        facts = HeadFacts(
-            context_length=length,
-            layers=(),
-            feature_width=width,
-            width=width,
-            end_ids=vocabulary.end_ids,
-            num_bytes=length * _cached_numbers(model) * _CACHE_BYTES,
-        )
-        return cls(make, facts, vocabulary.size)
 
     def encode(self, features: States) -> States:
         """The target's hidden states are the head's own."""
@@ -68,3 +35,49 @@ class MtpHead(PairHead):
         if features.ndim != 2 or features.shape[1] != self.facts.feature_width:
             raise BatchError(f"features of the shape [n, {self.facts.feature_width}] are needed, got {features.shape}")
         return features
+
+
+class MtpFileHead(HeadOfFile[MtpSizes], MtpHead):
+    """The layer in a file of its own."""
+
+    what = "multi-token prediction layer"
+    is_mtp = True
+
+    @classmethod
+    def read(cls, path: Path) -> MtpSizes:
+        return read_mtp(path)
+
+    @classmethod
+    def _create_context(
+        cls, model: Any, name: str, sizes: MtpSizes, length: int, threads: int, other: Any, cancel: CancelFlag
+    ) -> Any:
+        rows = widest_step(sizes.vocabulary_size)
+        return create_context(model, name, length, threads, rows, other, _CONTEXT_TYPE, cancel)
+
+    @classmethod
+    def cache_bytes(cls, sizes: MtpSizes, context_length: int) -> int:
+        return context_length * sizes.kv_bytes_per_token
+
+    @classmethod
+    def pass_bytes(cls, sizes: MtpSizes) -> int:
+        """Two copies of the logits, for the widest pass."""
+        return 2 * 4 * widest_step(sizes.vocabulary_size) * sizes.vocabulary_size
+
+
+def mtp_of(model: Any, vocabulary: Vocabulary, *, threads: int, context_length: int = DEFAULT_CONTEXT) -> MtpHead:
+    """The layer of a `model` that was loaded with it and must outlive it; it attends to `context_length` pairs.
+
+    Raises CapabilityError for a model without such layers.
+    """
+    width = int(library().llama_model_n_embd(model))
+    rows, name = widest_step(vocabulary.size), "of its own layers"
+    make = partial(create_context, model, name, context_length, threads, rows, None, _CONTEXT_TYPE)
+    facts = HeadFacts(
+        context_length=context_length,
+        layers=(),
+        feature_width=width,
+        width=width,
+        end_ids=vocabulary.end_ids,
+        num_bytes=context_length * 2 * width * _CACHE_BYTES,  # keys and values are at most as wide as the model
+    )
+    return MtpHead(make, facts, vocabulary.size)

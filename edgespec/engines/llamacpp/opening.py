@@ -15,8 +15,7 @@ from edgespec.engines.llamacpp.settings import ContextSettings, create_context, 
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.header import GgufHeader
-
-HEADS = {"eagle3": "an EAGLE-3 head", "dflash": "a DFlash head"}
+from edgespec.formats.gguf.kind import HEAD_NAMES, head_kind
 
 
 class OpenModel(NamedTuple):
@@ -71,9 +70,9 @@ class ModelOpener:
 def checked_target(path: Path) -> GgufHeader:
     """The header of a model that generates text. Raises ModelNotFound, ModelFileError, CapabilityError for a head."""
     header = check_gguf(path)
-    if header.architecture in HEADS:
+    kind = head_kind(header)
+    if kind is not None:
         raise CapabilityError(
-            f"{path.name} is {HEADS[header.architecture]}, which only drafts for another model: give it with "
-            "-md/--model-draft"
+            f"{path.name} is {HEAD_NAMES[kind]}, which only drafts for another model: give it with -md/--model-draft"
         )
     return header

@@ -59,5 +59,11 @@ class PairHead(HeadContext, FeatureHead):
         if token_ids.size > room:
             raise ContextFull(f"the head's context of {self.facts.context_length} has room for {room} more pairs")
 
+    def _is_sound(self) -> bool:
+        """Whether the results of one pair of arbitrary numbers are numbers."""
+        states = self.encode(np.ones((1, self.facts.feature_width), np.float32))
+        logits, state = self.decode(np.zeros(1, np.int32), states)
+        return bool(np.isfinite(state).all() and np.isfinite(logits.max()))
+
     def _states(self, count: int) -> States:
         return np.ctypeslib.as_array(extension("get_states")(self._context), (count, self.facts.width))

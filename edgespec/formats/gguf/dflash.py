@@ -18,7 +18,6 @@ from pathlib import Path
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.head_reader import DRAFTED, EMBEDDINGS, HALF_BYTES, OUTPUT, HeadReader, check_target
-from edgespec.formats.gguf.header import read_header
 
 ARCHITECTURE = "dflash"
 MAX_BLOCK = 64  # tokens; the longest draft that can be asked for
@@ -72,11 +71,6 @@ class DFlashSizes:
     def check_fits(self, name: str, target_width: int, num_layers: int, vocabulary_size: int) -> None:
         """Raise CapabilityError unless the head `name` can read a target of these sizes."""
         check_target(name, self.layers, (self.width, target_width), (self.vocabulary_size, vocabulary_size), num_layers)
-
-
-def is_dflash(path: Path) -> bool:
-    """Whether a file is a GGUF of a DFlash head. Raises ModelNotFound, ModelFileError for a damaged GGUF."""
-    return path.suffix == ".gguf" and read_header(path).architecture == ARCHITECTURE
 
 
 def read_dflash(path: Path) -> DFlashSizes:

@@ -13,7 +13,6 @@ from pathlib import Path
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.head_reader import EMBEDDINGS, HALF_BYTES, OUTPUT, HeadReader, check_target
-from edgespec.formats.gguf.header import read_header
 
 ARCHITECTURE = "eagle3"
 NUM_LAYERS_READ = 3  # llama.cpp knows no other number
@@ -44,20 +43,20 @@ class Eagle3Sizes:
         """The width of what it reads for one token: the inputs of its layers side by side."""
         return len(self.layers) * self.target_width
 
+    @property
+    def shares_weights(self) -> bool:
+        """Whether some of its weights are the target's."""
+        return self.shares_embeddings or self.shares_output
+
     def check_fits(self, name: str, target_width: int, num_layers: int, vocabulary_size: int) -> None:
         """Raise CapabilityError unless the head `name` can read a target of these sizes."""
         widths, sizes = (self.target_width, target_width), (self.vocabulary_size, vocabulary_size)
         check_target(name, self.layers, widths, sizes, num_layers)
-        if (self.shares_embeddings or self.shares_output) and self.width != target_width:
+        if self.shares_weights and self.width != target_width:
             raise CapabilityError(
                 f"head {name} is {self.width} wide and lacks embeddings or head, which its target has {target_width} "
                 "wide: give the head that was trained for it"
             )
-
-
-def is_eagle3(path: Path) -> bool:
-    """Whether a file is a GGUF of an EAGLE-3 head. Raises ModelNotFound, ModelFileError for a damaged GGUF."""
-    return path.suffix == ".gguf" and read_header(path).architecture == ARCHITECTURE
 
 
 def read_eagle3(path: Path) -> Eagle3Sizes:

@@ -10,16 +10,16 @@ from typing import ClassVar
 
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.gguf.header import GgufHeader, TensorInfo, read_header
+from edgespec.formats.gguf.kind import HeadKind, head_kind
 from edgespec.formats.gguf.values import GgufNumbers, GgufStrings, Scalar, Value
 
 HALF_BYTES = 2  # per cached number
 EMBEDDINGS, OUTPUT, DRAFTED = "token_embd.weight", "output.weight", "d2t"
-ARCHITECTURES = ("eagle3", "dflash")  # of heads that draft for a GGUF target
 
 
-def is_draft_head(path: Path) -> bool:
-    """Whether a file is a GGUF of a head, not of a model. Raises ModelNotFound, ModelFileError for a damaged GGUF."""
-    return path.suffix == ".gguf" and read_header(path).architecture in ARCHITECTURES
+def head_kind_of(path: Path) -> HeadKind | None:
+    """What head a file holds; None for a model or no GGUF. Raises ModelNotFound, ModelFileError for a damaged GGUF."""
+    return head_kind(read_header(path)) if path.suffix == ".gguf" else None
 
 
 def check_target(
@@ -36,7 +36,7 @@ def check_target(
     fix = "give the head that was trained for it"
     if widths[0] != widths[1]:
         raise CapabilityError(f"head {name} reads a target of width {widths[0]}, this target has {widths[1]}: {fix}")
-    if max(layers) >= num_layers:
+    if max(layers, default=0) >= num_layers:
         raise CapabilityError(
             f"head {name} reads layer {max(layers)} of its target, this one has 0..{num_layers - 1}: {fix}"
         )

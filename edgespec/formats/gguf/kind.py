@@ -1,15 +1,24 @@
-"""What kind of model a GGUF holds: no language model, though it lies beside one, or one with a drafter of its own.
+"""What kind of model a GGUF holds: a language model, a head that drafts for one, or something that lies beside one.
 
 What this module does not know: a decoder that was trained for embeddings (its header reads like any other).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from edgespec.errors import ModelFileError
 from edgespec.formats.gguf.header import GgufHeader
 
+HeadKind = Literal["eagle3", "dflash", "mtp"]
+HEAD_NAMES: Mapping[HeadKind, str] = {
+    "eagle3": "an EAGLE-3 head",
+    "dflash": "a DFlash head",
+    "mtp": "a multi-token prediction layer",
+}
+_HEAD_ARCHITECTURES: Mapping[str, HeadKind] = {"eagle3": "eagle3", "dflash": "dflash"}
 # https://github.com/ggml-org/ggml/blob/master/docs/gguf.md: general.type
 _PROJECTOR = (
     "it is a multimodal projector (mmproj), which encodes images or sound: give the model's own .gguf file; only text "
@@ -26,8 +35,8 @@ _ENCODERS = ("t5", "t5encoder")  # that do not say so under attention.causal
 
 
 def require_language_model(path: Path, header: GgufHeader) -> None:
-    """Raises ModelFileError, naming what the file is and what to give instead, for one that writes no text."""
-    kind, is_head = str(header.metadata.get("general.type", "")), header.architecture == "dflash"
+    """Raises ModelFileError, naming what the file is and what to give instead, for one that writes and drafts none."""
+    kind, is_head = str(header.metadata.get("general.type", "")), head_kind(header) is not None
     reason = _PROJECTOR if header.architecture == "clip" else _OF_TYPE.get(kind)
     # A DFlash head says so too: it reads a block of a text at once, and drafts.
     is_encoder = header.metadata.get(f"{header.architecture}.attention.causal") is False and not is_head
@@ -36,13 +45,15 @@ def require_language_model(path: Path, header: GgufHeader) -> None:
             f"{header.architecture} models read a whole text at once, for embeddings or reranking: give one that "
             "writes token by token, such as a Llama or Qwen"
         )
-    if reason is None and _has_only_mtp(header):
-        reason = (
-            "it has the multi-token prediction layer of a model and nothing else: give a file of the model that was "
-            "converted with this layer in it (such files are mostly named MTP), which then drafts for itself"
-        )
     if reason is not None:
         raise ModelFileError(f"{path} is not a text-generation model: {reason}")
+
+
+def head_kind(header: GgufHeader) -> HeadKind | None:
+    """The kind of head that a file holds, which drafts for another model; None for a model."""
+    if header.architecture in _HEAD_ARCHITECTURES:
+        return _HEAD_ARCHITECTURES[header.architecture]
+    return "mtp" if _has_only_mtp(header) else None
 
 
 def _has_only_mtp(header: GgufHeader) -> bool:
@@ -54,6 +65,13 @@ def has_mtp(header: GgufHeader) -> bool:
     """Whether a model has a multi-token prediction layer that can draft for it."""
     count = header.metadata.get(f"{header.architecture}.nextn_predict_layers")
     return may_have_mtp(header) and isinstance(count, int) and count > 0
+
+
+def main_layers(header: GgufHeader) -> int:
+    """Layers of the model itself, without those that predict further tokens."""
+    counts = (header.metadata.get(f"{header.architecture}.{key}", 0) for key in ("block_count", "nextn_predict_layers"))
+    all_layers, further = (count if isinstance(count, int) else 0 for count in counts)
+    return all_layers - further
 
 
 def may_have_mtp(header: GgufHeader) -> bool:
