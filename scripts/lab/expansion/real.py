@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -103,6 +103,9 @@ class RealBench:
                     place.parent.mkdir(exist_ok=True)
                     place.hardlink_to(file)
             table = "files" if kind in GGUF_FORMATS else "onnx"
+            for path in models.values() if table == "onnx" else ():
+                config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+                (path / "genai_config.json").write_text(json.dumps(genai_config(config), indent=2), encoding="utf-8")
             entries = {role: entry_of(made, path) for role, path in models.items()}
             write_manifest(made, {"name": f"{self.output.name}-{kind}", "context_length": 2048, table: entries})
         return folder
@@ -213,6 +216,40 @@ def _form(kind: str, made: Expansion | RowCheckpoint) -> Callable[[Nodes], Form]
     weights: LlamaWeights = ExpandedWeights(made) if isinstance(made, Expansion) else QuantisedRows(made.rows)
     whole = partial(WholeNumbers, weights, is_unsigned=products_saturate())
     return lambda nodes: Mixed(whole(nodes), Blocks(8, size, rows, nodes), GROUPED)
+
+
+def genai_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What onnxruntime-genai wants to know of a graph of edgespec's own, given its config.json."""
+    names = {
+        "inputs": {"input_ids": "input_ids", "attention_mask": "attention_mask"},
+        "outputs": {"logits": "logits"},
+    }
+    for part in ("key", "value"):
+        names["inputs"][f"past_{part}_names"] = f"past_key_values.%d.{part}"
+        names["outputs"][f"present_{part}_names"] = f"present.%d.{part}"
+    decoder = {
+        "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
+        "filename": "model.onnx",
+        "head_size": config["head_dim"],
+        "hidden_size": config["hidden_size"],
+        "num_attention_heads": config["num_attention_heads"],
+        "num_hidden_layers": config["num_hidden_layers"],
+        "num_key_value_heads": config["num_key_value_heads"],
+        **names,
+    }
+    length = config["max_position_embeddings"]
+    return {
+        "model": {
+            "type": "llama",
+            "vocab_size": config["vocab_size"],
+            "context_length": length,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 2,
+            "decoder": decoder,
+        },
+        "search": {"max_length": length, "past_present_share_buffer": True},
+    }
 
 
 def _shape(size: str) -> Shape:
