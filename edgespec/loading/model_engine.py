@@ -116,6 +116,9 @@ def open_engine(
             hidden_states=states is not None,
             state_layers=states or (),
             opened=opened,
+            # Drafts of several sequences are verified in one pass; where none are to be expected, attention that
+            # reads one sequence per row is worth more.
+            shares_cells=draft_default is not None or bool(speculates) or states is not None,
             **default,
         )
     from edgespec.engines.llamacpp import LlamaCppEngine

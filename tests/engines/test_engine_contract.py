@@ -63,6 +63,7 @@ def load_onnx(
     cache_type: str = "f32",
     exit_layer: int | None = None,
     provider: ProviderName = "cpu",
+    shares_cells: bool = True,
 ) -> Engine:
     pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
     from edgespec.engines.onnx import OnnxEngine
@@ -77,6 +78,7 @@ def load_onnx(
         reproducible=reproducible,
         exit_layer=exit_layer,
         provider=provider,
+        shares_cells=shares_cells,
     )
 
 
@@ -117,6 +119,7 @@ KINDS = (
     "llamacpp-rpc",
     "llamacpp-rpc-reproducible",
     "onnx",
+    "onnx-batches",
     "onnx-reproducible",
     "onnx-int8-cache",
     "onnx-exit",
@@ -144,6 +147,7 @@ def loader(
         "llamacpp-gpu": lambda: load_gpu(target_path, reproducible=False),
         "llamacpp-gpu-reproducible": lambda: load_gpu(target_path, reproducible=True),
         "onnx": lambda: load_onnx(onnx_path, reproducible=False),
+        "onnx-batches": lambda: load_onnx(onnx_path, reproducible=False, shares_cells=False),
         "onnx-reproducible": lambda: load_onnx(onnx_path, reproducible=True),
         "onnx-concatenated": lambda: load_onnx(concatenated_path, reproducible=False),
         "onnx-exit": lambda: load_onnx(onnx_path, reproducible=True, exit_layer=4),

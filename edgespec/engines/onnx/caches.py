@@ -1,7 +1,8 @@
 """The KV caches of an ONNX engine: their interface, and one cache per sequence. `packed` holds all in one.
 
-With a cache of its own, a sequence's bits depend on its own tokens alone. This is needed in reproducible mode, and for
-exports without an attention bias.
+With a cache of its own, a sequence's bits depend on its own tokens alone, and what others hold does not slow it down.
+This is needed in reproducible mode, and for exports without an attention bias. Sequences with a single row each go
+through the model together, all others in passes of their own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.onnx.passes import Passes, PassRows
+from edgespec.engines.onnx.passes import Passes, PassRows, SharedPasses
 from edgespec.engines.rows import SequenceRows
 from edgespec.types import Batch, Logits, TokenIds
 
@@ -51,12 +52,17 @@ class Caches(ABC):
 
 
 class SeparateCaches(Caches):
-    """One cache and one pass per sequence, chains only. Narrower passes are padded to `least_rows` rows."""
+    """One cache per sequence, chains only. Narrower passes are padded to `least_rows` rows.
+
+    `has_batches`: whether single rows of several sequences share a pass.
+    """
 
     can_tree = False
 
     def __init__(self, passes: Passes, max_sequences: int) -> None:
         self._passes = passes
+        self._batches = passes if isinstance(passes, SharedPasses) and passes.has_batches else None
+        self._ends = [0] * max_sequences  # of what a sequence's cache holds
         self.least_rows = 1
         self._ids = np.zeros((max_sequences, passes.capacity), np.int32)
         self._gathered = np.zeros((0, passes.logits.shape[1]), np.float32)
@@ -70,13 +76,53 @@ class SeparateCaches(Caches):
         if len(self._gathered) < count:
             self._gathered = np.zeros((count, self._gathered.shape[1]), np.float32)
         place = np.cumsum(batch.outputs) - 1
+        singles = self._singles(placed)
+        if singles:
+            logits = self._run_singles(singles)
+            for sequence, part in singles.items():
+                if batch.outputs[part.rows[0]]:
+                    self._gathered[place[part.rows[0]]] = logits[sequence - min(singles)]
         for sequence, part in placed.items():
+            if sequence in singles:
+                continue
             wanted = batch.outputs[part.rows]
             if not wanted.any():  # the rows are needed in the cache all the same
                 self._run(sequence, part, np.arange(wanted.size) == wanted.size - 1)
             else:
                 self._gathered[place[np.array(part.rows)[wanted]]] = self._run(sequence, part, wanted)
         return self._gathered[:count]
+
+    @property
+    def has_batches(self) -> bool:
+        """A lone row that is padded to more has other bits than in a batch, where attention sees one of them."""
+        return self._batches is not None and self.least_rows == 1
+
+    def _singles(self, placed: dict[int, SequenceRows]) -> dict[int, SequenceRows]:
+        """Those that can share a pass: the operator wants one row of each, behind at least one cell."""
+        if not self.has_batches:
+            return {}
+        found = {sequence: part for sequence, part in placed.items() if len(part.rows) == 1 and part.base}
+        if len(found) < 2:
+            return {}
+        between = set(range(min(found), max(found))) - found.keys()
+        return {} if any(self._ends[sequence] == self._passes.capacity for sequence in between) else found
+
+    def _run_singles(self, singles: dict[int, SequenceRows]) -> Logits:
+        """Logits of the caches from the first of `singles` to the last one.
+
+        Caches in between that have no row get one all the same, in the cell behind their text, which is overwritten
+        before it is read.
+        """
+        assert self._batches is not None
+        first, last = min(singles), max(singles)
+        bases, ids = np.array(self._ends[first : last + 1], np.int32), np.zeros(last + 1 - first, np.int32)
+        for sequence, part in singles.items():
+            bases[sequence - first], ids[sequence - first] = part.base, part.token_ids[0]
+        logits = self._batches.run_each(first, ids, bases)
+        for sequence, part in singles.items():
+            self._ids[sequence, part.base] = part.token_ids[0]
+            self._ends[sequence] = part.base + 1
+        return logits
 
     def _run(self, sequence: int, part: SequenceRows, wanted: NDArray[np.bool_]) -> Logits:
         """One pass over a chain, with at least `least_rows` rows, with and without logits.
@@ -95,7 +141,8 @@ class SeparateCaches(Caches):
         if count < self.least_rows:
             outputs = np.concatenate((outputs, np.repeat(outputs[-1:], self.least_rows - count)))
         logits = self._passes.run(sequence, PassRows(part.base - shift, ids, outputs))
-        self._ids[sequence, part.base : part.base + len(part.rows)] = part.token_ids
+        end = self._ends[sequence] = part.base + len(part.rows)
+        self._ids[sequence, part.base : end] = part.token_ids
         return logits[:count]
 
     def token_ids(self, sequence: int) -> TokenIds:
@@ -107,11 +154,13 @@ class SeparateCaches(Caches):
         """Nothing to do: the path of a chain is its beginning, which is in place."""
 
     def truncate(self, sequence: int, to_length: int) -> None:
-        """Nothing to do: cells beyond a sequence's length are overwritten before they are read."""
+        """Cells beyond a sequence's length are overwritten before they are read."""
+        self._ends[sequence] = to_length
 
     def fork(self, source: int, destination: int, length: int) -> None:
         self._passes.copy(source, destination, length)
         self._ids[destination] = self._ids[source]
+        self._ends[destination] = length
 
     def save(self, sequence: int, length: int) -> bytes:
         return self._ids[sequence, :length].tobytes() + self._passes.read(sequence, slice(0, length))
@@ -119,6 +168,7 @@ class SeparateCaches(Caches):
     def load(self, sequence: int, payload: bytes | memoryview, length: int) -> None:
         self._ids[sequence, :length] = np.frombuffer(payload, np.int32, length)
         self._passes.write(sequence, slice(0, length), payload[4 * length :])
+        self._ends[sequence] = length
 
     def hidden(self, width: int) -> NDArray[np.float32]:
         return self._passes.hidden()[self._shift : self._shift + width]

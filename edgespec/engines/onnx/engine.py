@@ -28,7 +28,7 @@ from edgespec.engines.onnx.passes import SharedPasses
 from edgespec.engines.onnx.settings import DEFAULT_CONTEXT, MAX_BATCH, WIDEST, ModelConfig, OnnxSettings
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.engines.rows import SequenceBook, split_by_sequence
-from edgespec.engines.widths import fastest_facts, is_known_free, pinned_facts
+from edgespec.engines.widths import fastest_facts, is_known_free, packs_alike, pinned_facts
 from edgespec.errors import BatchError, Cancelled, CapabilityError, EngineError, ModelFileError
 from edgespec.types import Batch, Logits
 
@@ -84,7 +84,8 @@ class OnnxEngine(Engine):
             pinned_class=None,
             device=device.provider,
             threads=settings.threads,
-            can_pack=settings.max_sequences > 1 and isinstance(self._caches, PackedCaches),
+            can_pack=settings.max_sequences > 1 and (is_packed or self._separate.has_batches),
+            splits_passes=not is_packed and self._separate.has_batches,
             notes=limits.notes(device.provider, max_batch),
             placement=device_identity(device.provider),
         )
@@ -107,6 +108,7 @@ class OnnxEngine(Engine):
         default_context: int = DEFAULT_CONTEXT,
         state_layers: tuple[int, ...] = (),
         opened: Callable[[], None] = lambda: None,
+        shares_cells: bool = True,
     ) -> Self:
         """Load `path` (model.onnx, its weights and tokenizer beside it) and measure what it can do.
 
@@ -116,7 +118,8 @@ class OnnxEngine(Engine):
         several sequences only if an earlier load found that, False skips the measurement; `widest`, the widest pass
         measured; `exit_layer`: cut the graph after this layer, for `early_exit`; `hidden_states`: allow
         `give_hidden_states`, with the inputs of `state_layers`; `opened` is called when the graph is open and before
-        its tokenizer is.
+        its tokenizer is; `shares_cells` False: several sequences have caches of their own in the fastest mode too, so
+        that attention reads one of them per row; only single rows of theirs then share a pass, and no drafts.
 
         Raises ModelNotFound, ModelFileError, ConfigError for an option out of range, CapabilityError when this build
         or model cannot do what was asked.
@@ -140,6 +143,7 @@ class OnnxEngine(Engine):
             reproducible=reproducible,
             widest=widest,
             exit_layer=exit_layer,
+            shares_cells=shares_cells,
         )
         widest, states = settings.measured_widths, state_layers or hidden_states
         key = "" if reproducible is False else widths_key(path, settings, first_choice(provider), widest, states)
@@ -154,14 +158,26 @@ class OnnxEngine(Engine):
         engine._check_logits(path)
         widest = min(widest, engine.facts.max_batch)  # a device may compute less than was asked for
         key = "" if reproducible is False else widths_key(path, settings, engine.facts.device, widest, states)
-        if reproducible is None and engine.facts.can_pack:
+        if reproducible is None and engine.facts.can_pack and not settings.reproducible:
             engine.facts = fastest_facts(engine, key)
         elif reproducible is not False:
-            advice = "Use an int8 or int4 export, or --no-reproducible"
-            engine.facts = pinned_facts(engine, key, widest=widest, reproducible=reproducible, advice=advice)
-            if engine.facts.pinned_class:
-                engine._pad_to(engine.facts.pinned_class[0])
+            engine._pin(key, widest, reproducible)
         return engine
+
+    def _pin(self, key: str, widest: int, reproducible: bool | None) -> None:
+        """Keep to a width class, where there is one. Raises CapabilityError where one was asked for and there is none.
+
+        Sequences then share passes where a test finds that each has the bits that it has alone.
+        """
+        advice, shares = "Use an int8 or int4 export, or --no-reproducible", self.facts.can_pack
+        self.facts = replace(self.facts, can_pack=False)
+        self.facts = pinned_facts(self, key, widest=widest, reproducible=reproducible, advice=advice)
+        if self.facts.pinned_class is None:
+            self.facts = replace(self.facts, can_pack=shares, splits_passes=shares)
+            return
+        self._pad_to(self.facts.pinned_class[0])
+        shares = shares and self._separate.has_batches and packs_alike(self, key)
+        self.facts = replace(self.facts, can_pack=shares, splits_passes=shares)
 
     def _check_logits(self, path: Path) -> None:
         """Raises ModelFileError where a first pass shows that the weights are damaged; the engine stays empty."""

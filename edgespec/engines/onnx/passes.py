@@ -2,13 +2,14 @@
 
 `SharedPasses`: GroupQueryAttention writes new keys and values into the buffer that holds the old ones, so nothing is
 copied and a rollback only changes a length. Inputs and outputs are bound once per width; only the bias, whose shape
-grows with the text, is bound in every pass.
+grows with the text, is bound in every pass. The caches of a layer lie behind one another, so that one pass can also
+extend several of them by a token each: the operator then takes them as a batch, and each row reads its own cache alone.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +94,10 @@ def bytes_per_token(graph: Graph, head_size: int) -> int:
 
 
 class SharedPasses(Passes):
-    """Independent caches of one buffer per layer, made when first used."""
+    """Independent caches of one buffer per layer, made when first used.
+
+    `has_batches`: whether `run_each` may be used.
+    """
 
     takes_gaps = True
 
@@ -103,20 +107,25 @@ class SharedPasses(Passes):
         """`graph` may be a part of a model, without a cache or without logits."""
         max_rows = settings.max_rows
         max_outputs = settings.max_outputs(graph.vocabulary_size) if graph.vocabulary_size else 0
+        max_rows = max(max_rows, settings.max_sequences)
         self.sessions = (sessions,)
         self._session = sessions.current()
         self._graph, self._device, self._options = graph, device, run_options
         self.capacity = capacity = settings.cells(graph) if graph.cache else 0
         self._head_size = settings.head_size
-        self._buffers: dict[int, list[Any]] = {}
-        self._bindings: dict[tuple[int, int, int], Any] = {}
+        self.num_caches = 1 if settings.packs(graph) else settings.max_sequences
+        self.has_batches = self.num_caches > 1 and device.memory == "cpu" and bool(graph.cache)
+        self._whole: list[NDArray[Any]] = []  # per input, all caches [num_caches, heads, capacity, head size]
+        self._buffers: dict[tuple[int, int], list[Any]] = {}  # those of some caches, by the first and their number
+        self._bindings: dict[tuple[int, ...], Any] = {}
         self._ids = np.zeros(max_rows, np.int64)
         self._positions = np.zeros(max_rows, np.int64)
         self._output_rows = np.zeros(max(max_outputs, max_rows), np.int64)
-        self._lengths = np.zeros(1, np.int32)
+        self._lengths = np.zeros(self.num_caches, np.int32)
         self._total = np.zeros(1, np.int32)
         self._no_bias = untouched_zeros(max_rows * capacity, np.float32)
         self._bias = np.zeros(0, np.float32)
+        max_outputs = max(max_outputs, self.num_caches) if graph.vocabulary_size else 0
         self.logits = untouched_zeros((max_outputs, graph.vocabulary_size), np.float32)
         self._hidden = np.zeros((max_rows if graph.hidden_size else 0, graph.hidden_size or 0), np.float32)
         self._counting = np.arange(capacity + max_rows, dtype=np.int64)
@@ -125,12 +134,28 @@ class SharedPasses(Passes):
     def resize(self, capacity: int) -> None:
         """Have caches of fewer cells from now on; what is in them is lost."""
         self.capacity = capacity
+        self._whole.clear()
         self._buffers.clear()
         self._bindings.clear()
 
     def run(self, cache: int, rows: PassRows) -> Logits:
         self._run(self._bound(cache, rows))
         return self.logits[: rows.outputs.size]
+
+    def run_each(self, first: int, token_ids: TokenIds, bases: NDArray[np.int32]) -> Logits:
+        """A row of its own for each of the caches from `first` on: `token_ids` [n] for their cells `bases` [n], not 0.
+
+        Logits [n, vocabulary], a view that the next call overwrites. Raises as `run`.
+        """
+        count, total = token_ids.size, int(bases.max()) + 1
+        self._follow_session()
+        self._ids[:count] = token_ids
+        self._positions[:count] = self._lengths[:count] = bases
+        self._output_rows[0], self._total[0] = 0, total
+        binding = self._binding(first, count, 1, 1)
+        binding.bind_input(BIAS, "cpu", 0, np.float32, (1, 1, 1, total), self._no_bias.ctypes.data)
+        self._run(binding)
+        return self.logits[:count]
 
     def _run(self, binding: Any) -> None:
         with translated(self._options):
@@ -140,22 +165,26 @@ class SharedPasses(Passes):
 
     def _bound(self, cache: int, rows: PassRows) -> Any:
         """The binding of everything that the pass over `rows` reads and writes."""
-        session = self.sessions[0].current()
-        if session is not self._session:
-            self._session = session
-            self._bindings.clear()
+        self._follow_session()
         width, count, total = rows.token_ids.size, rows.outputs.size, rows.base + rows.token_ids.size
         self._ids[:width] = rows.token_ids
         self._positions[:width] = self._counting[rows.base : total] if rows.positions is None else rows.positions
         self._output_rows[:count] = rows.outputs
         self._lengths[0], self._total[0] = total - 1, total
-        binding = self._binding(cache, width, count)
+        binding = self._binding(cache, 1, width, count)
         if self._device.memory != "cpu":
-            self._bind_rows(binding, width, count)  # which copies them to the device: a binding keeps that copy
+            self._bind_rows(binding, 1, width, count)  # which copies them to the device: a binding keeps that copy
         if self._graph.cache:
             bias = self._tree_bias(rows) if rows.parents else self._no_bias
             binding.bind_input(BIAS, "cpu", 0, np.float32, (1, 1, width, total), bias.ctypes.data)
         return binding
+
+    def _follow_session(self) -> None:
+        """A change of the number of threads makes another session."""
+        session = self.sessions[0].current()
+        if session is not self._session:
+            self._session = session
+            self._bindings.clear()
 
     def _tree_bias(self, rows: PassRows) -> NDArray[np.float32]:
         """[n, base + n]: 0 where a row attends to a cell, -inf where it does not."""
@@ -173,20 +202,20 @@ class SharedPasses(Passes):
             bias[row, rows.base + row] = 0.0
         return bias
 
-    def _binding(self, cache: int, width: int, count: int) -> Any:
-        key = (cache, width, count)
+    def _binding(self, *key: int) -> Any:
+        """By the arguments of `_bind`."""
         found = self._bindings.get(key)
         if found is None:
             if len(self._bindings) >= MAX_BINDINGS:
                 self._bindings.clear()
-            found = self._bindings[key] = self._bind(cache, width, count)
+            found = self._bindings[key] = self._bind(*key)
         return found
 
-    def _bind_rows(self, binding: Any, width: int, count: int) -> None:
+    def _bind_rows(self, binding: Any, num_caches: int, width: int, count: int) -> None:
         inputs: dict[str, tuple[tuple[int, ...], NDArray[Any]]] = {
-            "input_ids": ((1, width), self._ids),
-            POSITIONS: ((1, width), self._positions),
-            LENGTHS: ((1,), self._lengths),
+            "input_ids": ((num_caches, width), self._ids),
+            POSITIONS: ((num_caches, width), self._positions),
+            LENGTHS: ((num_caches,), self._lengths),
             TOTAL: ((), self._total),
             OUTPUT_ROWS: ((count,), self._output_rows),
         }
@@ -194,29 +223,38 @@ class SharedPasses(Passes):
             if name in self._graph.inputs:
                 binding.bind_input(name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
 
-    def _bind(self, cache: int, width: int, count: int) -> Any:
+    def _bind(self, first: int, num_caches: int, width: int, count: int) -> Any:
+        """For `num_caches` from `first` on, `width` rows in each, `count` of them with logits."""
         binding = self._session.io_binding()
-        self._bind_rows(binding, width, count)
-        for entry, buffer in zip(self._graph.cache, self._cache_buffers(cache), strict=True):
+        self._bind_rows(binding, num_caches, width, count)
+        for entry, buffer in zip(self._graph.cache, self._cache_buffers(first, num_caches), strict=True):
             binding.bind_ortvalue_input(entry.past, buffer)
             binding.bind_ortvalue_output(entry.present, buffer)
         if LOGITS in self._graph.outputs:
-            wanted = 1, count, self._graph.vocabulary_size
+            wanted = num_caches, count, self._graph.vocabulary_size
             binding.bind_output(LOGITS, "cpu", 0, np.float32, wanted, self.logits.ctypes.data)
         if HIDDEN in self._graph.outputs:
-            shape = (1, width, self._hidden.shape[1])
+            shape = (num_caches, width, self._hidden.shape[1])
             binding.bind_output(HIDDEN, "cpu", 0, np.float32, shape, self._hidden.ctypes.data)
         return binding
 
-    def _cache_buffers(self, cache: int) -> list[Any]:
-        if cache not in self._buffers:
+    def _cache_buffers(self, first: int, count: int = 1) -> list[Any]:
+        key = first, count
+        if key not in self._buffers:
             make = library().OrtValue.ortvalue_from_numpy
             device = () if self._device.memory == "cpu" else (self._device.memory, 0)
-            self._buffers[cache] = [
-                make(untouched_zeros((1, entry.heads, self.capacity, self._head_size), element_of(entry)), *device)
-                for entry in self._graph.cache
-            ]
-        return self._buffers[cache]
+            self._buffers[key] = [make(memory, *device) for memory in self._memory(first, count)]
+        return self._buffers[key]
+
+    def _memory(self, first: int, count: int) -> Iterator[NDArray[Any]]:
+        """Of some caches [count, heads, capacity, head size]: views of what all of them share, or new."""
+        number = self.num_caches if self.has_batches else count
+        sizes = ((number, entry.heads, self.capacity, self._head_size) for entry in self._graph.cache)
+        made = (untouched_zeros(size, element_of(entry)) for size, entry in zip(sizes, self._graph.cache, strict=True))
+        if not self.has_batches:
+            return made
+        self._whole = self._whole or list(made)
+        return (memory[first : first + count] for memory in self._whole)
 
     def _put(self, buffer: Any, cells: Cells, values: NDArray[Any]) -> None:
         """Write `values` [heads, n, head size] into cells of a buffer; device memory is read, changed and sent back."""

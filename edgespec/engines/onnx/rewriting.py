@@ -43,9 +43,9 @@ def rewrite_attention(graph: Any, attention: list[Any], is_half: bool) -> None:
         node.input.extend(inputs)
     known = {value.name for value in graph.input}
     wanted: list[tuple[str, int, list[Any]]] = [
-        (LENGTHS, TensorProto.INT32, [1]),
+        (LENGTHS, TensorProto.INT32, ["batch_size"]),
         (TOTAL, TensorProto.INT32, []),
-        (POSITIONS, TensorProto.INT64, [1, "sequence_length"]),
+        (POSITIONS, TensorProto.INT64, ["batch_size", "sequence_length"]),
         (BIAS, TensorProto.FLOAT, [1, 1, "sequence_length", "all_length"]),
     ]
     graph.input.extend(helper.make_tensor_value_info(*entry) for entry in wanted if entry[0] not in known)

@@ -72,7 +72,7 @@ def _size(config: dict[str, Any], *names: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class OnnxSettings:
-    """Checked settings; `context_length` in tokens per sequence."""
+    """Checked settings; `context_length` in tokens per sequence; `shares_cells`: several may share a cache."""
 
     context_length: int
     threads: int
@@ -84,6 +84,7 @@ class OnnxSettings:
     reproducible: bool | None
     widest: int
     exit_layer: int | None = None
+    shares_cells: bool = True
 
     @classmethod
     def checked(
@@ -137,9 +138,13 @@ class OnnxSettings:
         return graph.is_shared and not (graph.window is not None and graph.window < self.context_length)
 
     def packs(self, graph: Graph) -> bool:
-        """Whether sequences do share a cache: not in reproducible mode, and by default only if there are several."""
+        """Whether sequences do share a cache: not in reproducible mode, and by default only if there are several.
+
+        A single one may have such a cache too, for trees.
+        """
         is_wanted = self.reproducible is False or (self.reproducible is None and self.max_sequences > 1)
-        return is_wanted and self.exit_layer is None and self.can_pack(graph)
+        is_allowed = self.shares_cells or self.max_sequences == 1
+        return is_wanted and is_allowed and self.exit_layer is None and self.can_pack(graph)
 
     def cells(self, graph: Graph) -> int:
         """Cells of one cache."""
