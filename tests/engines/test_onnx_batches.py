@@ -114,14 +114,14 @@ def test_empty_caches_between_two_others_stay_empty(engine: OnnxEngine) -> None:
     np.testing.assert_array_equal(engine.forward(Batch.chain(text(1)[:5], sequence=1)), alone)
 
 
-def test_several_chats_have_caches_of_their_own_unless_drafts_are_to_be_expected() -> None:
+def test_several_chats_have_caches_of_their_own_unless_trees_are_asked_for() -> None:
     options = {"engine": "onnx", "threads": TEST_THREADS, "context_length": 128, "parallel": 3}
-    with edgespec.load("demo", **options, drafter="none") as model:
+    with edgespec.load("demo", **options) as model:
         assert model.target.facts.splits_passes and model.target.facts.can_pack
         texts = model.generate_all(["one", "two two", "three"], Sampling(), GenerateOptions(max_tokens=20))
         for prompt, result in zip(["one", "two two", "three"], texts, strict=True):
             model.forget()
             alone = model.generate(prompt, Sampling(), GenerateOptions(max_tokens=1))
             assert result.logprobs[0] == pytest.approx(alone.logprobs[0], abs=0.05)
-    with edgespec.load("demo", **options) as model:
-        assert model.target.facts.can_pack and not model.target.facts.splits_passes
+    with edgespec.load("demo", **options, drafter="tree") as model:
+        assert model.target.facts.can_pack and not model.target.facts.splits_passes and model.target.facts.can_tree

@@ -81,6 +81,7 @@ def footprint(path: Path, use: Use) -> Footprint:
         provider="cpu",
         cache_type=use.cache_types[0] or "f32",
         exit_layer=use.exit_layer,
+        shares_cells=use.has_branches,
         **DEFAULTS | {"max_sequences": use.sequences},
     )
     if settings.cache_type == "int8" and not graph.is_shared:
