@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,8 @@ import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.engines.onnx import OnnxEngine
+from edgespec.engines.onnx.passes import SharedPasses
+from edgespec.errors import EngineError
 from edgespec.types import Batch, packed
 
 CONTEXT, SEQUENCES = 48, 4
@@ -112,6 +116,31 @@ def test_empty_caches_between_two_others_stay_empty(engine: OnnxEngine) -> None:
     engine.forward(next_rows(engine, {0: 1, 3: 1}))
     assert engine.length(1) == engine.length(2) == 0
     np.testing.assert_array_equal(engine.forward(Batch.chain(text(1)[:5], sequence=1)), alone)
+
+
+def test_a_graph_made_for_one_text_gets_passes_in_turn(onnx_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another exporter's may: here the batch gives the first text's logits to both."""
+    load = partial(OnnxEngine.load, onnx_path, context_length=16, max_sequences=2, shares_cells=False)
+    run_each = SharedPasses.run_each
+
+    def confused(self: SharedPasses, *given: Any) -> NDArray[np.float32]:
+        logits = run_each(self, *given)
+        logits[1] = logits[0]
+        return logits
+
+    def refused(self: SharedPasses, *given: Any) -> NDArray[np.float32]:
+        raise EngineError("the shapes do not fit")
+
+    for broken in (confused, refused):
+        with monkeypatch.context() as patched:
+            patched.setattr(SharedPasses, "run_each", broken)
+            with load(threads=TEST_THREADS, reproducible=False) as engine:
+                assert not engine.facts.can_pack and not engine.facts.splits_passes
+                for sequence in (0, 1):
+                    read(engine, sequence, 5)
+                engine.forward(next_rows(engine, {0: 1, 1: 1}))
+    with load(threads=TEST_THREADS, reproducible=False) as engine:
+        assert engine.facts.can_pack and engine.facts.splits_passes
 
 
 def test_several_chats_have_caches_of_their_own_unless_trees_are_asked_for() -> None:

@@ -97,6 +97,10 @@ class SeparateCaches(Caches):
         """A lone row that is padded to more has other bits than in a batch, where attention sees one of them."""
         return self._batches is not None and self.least_rows == 1
 
+    def never_batch(self) -> None:
+        """Give each sequence a pass of its own from now on."""
+        self._batches = None
+
     def _singles(self, placed: dict[int, SequenceRows]) -> dict[int, SequenceRows]:
         """Those that can share a pass: the operator wants one row of each, behind at least one cell."""
         if not self.has_batches:

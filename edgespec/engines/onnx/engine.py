@@ -14,12 +14,13 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.base import EarlyExit, Engine, EngineFacts, check_batch, check_threads, fault_of
+from edgespec.engines.base import EarlyExit, Engine, EngineFacts, check_batch, check_threads
 from edgespec.engines.envelope import StateStamp
 from edgespec.engines.held import HeldFiles
 from edgespec.engines.onnx.caches import Caches, SeparateCaches
 from edgespec.engines.onnx.devices import DeviceLimits, device_limits
 from edgespec.engines.onnx.exits import ExitPasses, OnnxExit
+from edgespec.engines.onnx.first_passes import batches_work, check_logits
 from edgespec.engines.onnx.graph import Graph, read_graph
 from edgespec.engines.onnx.library import device_identity, first_choice, library, version
 from edgespec.engines.onnx.opening import cache_scales, check_path, open_passes, weight_files, widths_key
@@ -155,7 +156,10 @@ class OnnxEngine(Engine):
             graph = read_graph(path, scales, cells, hidden_states=hidden_states, state_layers=state_layers)
         engine = cls(path, graph, settings, config, opened)
         engine.state_layers = state_layers
-        engine._check_logits(path)
+        check_logits(engine, path)
+        if engine.facts.splits_passes and not batches_work(engine):
+            engine._separate.never_batch()
+            engine.facts = replace(engine.facts, can_pack=False, splits_passes=False)
         widest = min(widest, engine.facts.max_batch)  # a device may compute less than was asked for
         key = "" if reproducible is False else widths_key(path, settings, engine.facts.device, widest, states)
         if reproducible is None and engine.facts.can_pack and not settings.reproducible:
@@ -178,14 +182,6 @@ class OnnxEngine(Engine):
         self._pad_to(self.facts.pinned_class[0])
         shares = shares and self._separate.has_batches and packs_alike(self, key)
         self.facts = replace(self.facts, can_pack=shares, splits_passes=shares)
-
-    def _check_logits(self, path: Path) -> None:
-        """Raises ModelFileError where a first pass shows that the weights are damaged; the engine stays empty."""
-        count = min(2, self.facts.max_batch, self.vocabulary.size)
-        if fault := fault_of(self.forward(Batch.chain(list(range(count))))):
-            self.close()
-            raise ModelFileError(f"{path} is not a usable model: {fault}. Download or export it again")
-        self.rollback(0)
 
     def drop_class(self) -> None:
         super().drop_class()

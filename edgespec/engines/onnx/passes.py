@@ -105,9 +105,9 @@ class SharedPasses(Passes):
         self, sessions: Sessions, graph: Graph, device: Device, run_options: Any, settings: OnnxSettings
     ) -> None:
         """`graph` may be a part of a model, without a cache or without logits."""
-        max_rows = settings.max_rows
-        max_outputs = settings.max_outputs(graph.vocabulary_size) if graph.vocabulary_size else 0
-        max_rows = max(max_rows, settings.max_sequences)
+        max_rows = max(settings.max_rows, settings.max_sequences)
+        tokens = graph.vocabulary_size
+        max_outputs = max(settings.max_outputs(tokens), settings.max_sequences) if tokens else 0
         self.sessions = (sessions,)
         self._session = sessions.current()
         self._graph, self._device, self._options = graph, device, run_options
@@ -125,8 +125,7 @@ class SharedPasses(Passes):
         self._total = np.zeros(1, np.int32)
         self._no_bias = untouched_zeros(max_rows * capacity, np.float32)
         self._bias = np.zeros(0, np.float32)
-        max_outputs = max(max_outputs, self.num_caches) if graph.vocabulary_size else 0
-        self.logits = untouched_zeros((max_outputs, graph.vocabulary_size), np.float32)
+        self.logits = untouched_zeros((max_outputs, tokens), np.float32)
         self._hidden = np.zeros((max_rows if graph.hidden_size else 0, graph.hidden_size or 0), np.float32)
         self._counting = np.arange(capacity + max_rows, dtype=np.int64)
         self.bytes_per_token = bytes_per_token(graph, settings.head_size)
