@@ -1,4 +1,4 @@
-"""What the first passes of a loaded graph show: damaged weights, and whether several texts can go through it at once."""
+"""What the first passes of a loaded graph show: damaged weights, and whether it takes several texts at once."""
 
 from __future__ import annotations
 
