@@ -103,7 +103,7 @@ def open_engine(
     types = cache_types(options, is_draft=draft_default is not None)
     # Trees need it. Else a row would read what all other chats hold, too: with eight chats of 100 tokens and a draft a
     # 1B model wrote .82 of what it writes plainly, while drafts of several chats in one pass gain .1 at two.
-    shares_cells = drafts_trees(options, has_heads=states is not None)
+    shares_cells = drafts_trees(options)
     if file.engine == "onnx":
         from edgespec.engines.onnx import OnnxEngine
 

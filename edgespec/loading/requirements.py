@@ -86,13 +86,13 @@ def _takes_mtp(options: LoadOptions, pair: ModelPair) -> bool:
     return options.drafter == "mtp" or auto_takes_mtp(read_header(pair.files["target"].path))
 
 
-def drafts_trees(options: LoadOptions, *, has_heads: bool) -> bool:
-    """Whether a model on the processor keeps room for branches of trees: for heads, and drafters asked for by name.
+def drafts_trees(options: LoadOptions) -> bool:
+    """Whether a model on the processor keeps room for branches of trees: for drafters asked for by name.
 
     Rows are too dear there for trees that nobody asked for, and several chats would pay for the room.
     """
     asked = SPECS.get(options.drafter)
-    return has_heads or (asked is not None and asked.cost == "rows")
+    return asked is not None and asked.cost == "rows"
 
 
 def without_drafts(options: LoadOptions, pair: ModelPair) -> tuple[LoadOptions, ModelPair]:

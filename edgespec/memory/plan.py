@@ -215,7 +215,7 @@ def _target_use(options: LoadOptions, chosen: Chosen) -> Use:
         sequences=options.parallel,
         speculates=verifies_drafts(options, chosen.pair),
         reproducible=options.reproducible is True,
-        has_branches=drafts_trees(options, has_heads=bool(head_paths(options, chosen.pair, is_cut=chosen.is_cut))),
+        has_branches=drafts_trees(options),
     )
 
 

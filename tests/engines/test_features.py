@@ -247,3 +247,28 @@ def test_rows_of_a_shared_pass_have_the_states_that_they_have_alone(
         if reproducible:
             np.testing.assert_array_equal(found, expected)
         np.testing.assert_allclose(found, expected, atol=0.05 * expected.std())
+
+
+@pytest.mark.parametrize("reproducible", [True, False])
+@pytest.mark.parametrize("rows", [(1, 1, 1), (1, 3, 1), (2, 1, 1), (4, 2, 3)])
+def test_rows_of_caches_of_their_own_have_the_states_that_they_have_alone(
+    onnx_path: Path, rows: tuple[int, ...], reproducible: bool
+) -> None:
+    """Single rows share a pass, others have one of their own; states come in the order of the batch."""
+    options = {"max_sequences": 3, "reproducible": reproducible, "shares_cells": False}
+    with load_onnx(onnx_path, state_layers=(0, 5), **options) as engine:  # type: ignore[arg-type]
+        engine.give_hidden_states(True)
+        parts, alone = [], []
+        for sequence, count in enumerate(rows):
+            first = 12 * sequence
+            engine.forward(Batch.chain(IDS[first : first + 7], sequence=sequence))
+            parts.append(Batch.chain(IDS[first + 7 : first + 7 + count], sequence=sequence))
+            engine.forward(parts[-1])
+            alone.append(engine.hidden_states().copy())
+            engine.rollback(7, sequence)
+        engine.forward(packed(parts))
+        found, expected = engine.hidden_states(), np.concatenate(alone)
+        assert found.shape == expected.shape
+        if reproducible:
+            np.testing.assert_array_equal(found, expected)
+        np.testing.assert_allclose(found, expected, atol=0.05 * expected.std())

@@ -48,7 +48,7 @@ class Caches(ABC):
 
     @abstractmethod
     def hidden(self, width: int) -> NDArray[np.float32]:
-        """Last hidden states [width, hidden size] of the last batch, if that was of one sequence."""
+        """Last hidden states [width, hidden size] of the last batch's rows; a view that the next one overwrites."""
 
 
 class SeparateCaches(Caches):
@@ -67,11 +67,14 @@ class SeparateCaches(Caches):
         self._ids = np.zeros((max_sequences, passes.capacity), np.int32)
         self._gathered = np.zeros((0, passes.logits.shape[1]), np.float32)
         self._shift = 0
+        self._states: NDArray[np.float32] | None = None  # of the last batch, if several passes gave them
 
     def run(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
+        self._states = None
         if len(placed) == 1:
             ((sequence, part),) = placed.items()
             return self._run(sequence, part, batch.outputs)
+        states = np.zeros((batch.width, self._passes.hidden_size), np.float32) if self._passes.hidden_size else None
         count = int(np.count_nonzero(batch.outputs))
         if len(self._gathered) < count:
             self._gathered = np.zeros((count, self._gathered.shape[1]), np.float32)
@@ -80,8 +83,11 @@ class SeparateCaches(Caches):
         if singles:
             logits = self._run_singles(singles)
             for sequence, part in singles.items():
-                if batch.outputs[part.rows[0]]:
-                    self._gathered[place[part.rows[0]]] = logits[sequence - min(singles)]
+                row, found = part.rows[0], sequence - min(singles)
+                if batch.outputs[row]:
+                    self._gathered[place[row]] = logits[found]
+                if states is not None:
+                    states[row] = self._passes.hidden()[found]
         for sequence, part in placed.items():
             if sequence in singles:
                 continue
@@ -90,6 +96,9 @@ class SeparateCaches(Caches):
                 self._run(sequence, part, np.arange(wanted.size) == wanted.size - 1)
             else:
                 self._gathered[place[np.array(part.rows)[wanted]]] = self._run(sequence, part, wanted)
+            if states is not None:
+                states[part.rows] = self.hidden(len(part.rows))
+        self._states = states
         return self._gathered[:count]
 
     @property
@@ -175,4 +184,6 @@ class SeparateCaches(Caches):
         self._ends[sequence] = length
 
     def hidden(self, width: int) -> NDArray[np.float32]:
+        if self._states is not None:
+            return self._states
         return self._passes.hidden()[self._shift : self._shift + width]

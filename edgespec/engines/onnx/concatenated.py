@@ -41,6 +41,7 @@ class ConcatenatedPasses(Passes):
         self.logits = untouched_zeros((settings.max_outputs(graph.vocabulary_size), graph.vocabulary_size), np.float32)
         hidden = [HIDDEN] if HIDDEN in graph.outputs else []
         self._outputs = [LOGITS, *hidden, *(entry.present for entry in graph.cache)]
+        self.hidden_size = graph.hidden_size or 0
         self._hidden: NDArray[np.float32] | None = None
         self.bytes_per_token = bytes_per_token(graph, settings.head_size)
 

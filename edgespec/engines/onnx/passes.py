@@ -50,11 +50,12 @@ class PassRows:
 class Passes(ABC):
     """`bytes_per_token` of one cache; `capacity`, its cells; `logits` [outputs, vocabulary], which passes overwrite.
 
-    `sessions`: one for each part of the graph. `takes_gaps`: a token may lie in a later cell than its position,
-    after cells that are masked for it.
+    `hidden_size` of the states that `hidden` gives, 0 if none. `sessions`: one for each part of the graph.
+    `takes_gaps`: a token may lie in a later cell than its position, after cells that are masked for it.
     """
 
     takes_gaps = False
+    hidden_size = 0
 
     bytes_per_token: int
     capacity: int
@@ -126,7 +127,8 @@ class SharedPasses(Passes):
         self._no_bias = untouched_zeros(max_rows * capacity, np.float32)
         self._bias = np.zeros(0, np.float32)
         self.logits = untouched_zeros((max_outputs, tokens), np.float32)
-        self._hidden = np.zeros((max_rows if graph.hidden_size else 0, graph.hidden_size or 0), np.float32)
+        self.hidden_size = graph.hidden_size or 0
+        self._hidden = np.zeros((max_rows if self.hidden_size else 0, self.hidden_size), np.float32)
         self._counting = np.arange(capacity + max_rows, dtype=np.int64)
         self.bytes_per_token = bytes_per_token(graph, settings.head_size)
 
@@ -233,7 +235,7 @@ class SharedPasses(Passes):
             wanted = num_caches, count, self._graph.vocabulary_size
             binding.bind_output(LOGITS, "cpu", 0, np.float32, wanted, self.logits.ctypes.data)
         if HIDDEN in self._graph.outputs:
-            shape = (num_caches, width, self._hidden.shape[1])
+            shape = (num_caches, width, self.hidden_size)
             binding.bind_output(HIDDEN, "cpu", 0, np.float32, shape, self._hidden.ctypes.data)
         return binding
 
@@ -288,4 +290,4 @@ class SharedPasses(Passes):
             start += values.nbytes
 
     def hidden(self) -> NDArray[np.float32]:
-        return self._hidden if self._graph.hidden_size else super().hidden()
+        return self._hidden if self.hidden_size else super().hidden()
