@@ -44,7 +44,7 @@ LABELS = {"llamacpp": ", llama.cpp on the GGUF"}  # beside the formats that were
     "--draft",
     metavar="HF",
     help="Folder or hub id of a draft with the same vocabulary, or of an EAGLE-3 head made for SOURCE; for a "
-    "SOURCE.gguf another .gguf.",
+    "SOURCE.gguf another .gguf. Or HEADS.npz of train-heads.",
 )
 @click.option(
     "--draft-quant",
@@ -134,6 +134,7 @@ def _request(
     output: Path | None,
     to: str,
     quants: tuple[str, ...],
+    draft: str | None,
     draft_quants: tuple[str, ...],
     derive: str | None,
     grouped: str | None,
@@ -156,9 +157,12 @@ def _request(
     chosen = {wanted: DEFAULT_QUANTS[wanted] for wanted in formats} | parse_quants("--quant", quants, formats)
     if output is None:
         output = Path(f"{re.sub(r'[.]gguf$', '', resolved(expanded(source)).name) or 'model'}-pair")
+    heads = expanded(draft) if draft is not None and draft.lower().endswith(".npz") else None
     return ExportRequest(
         source=source,
         output=expanded(output),
+        draft=draft if heads is None else None,
+        heads=heads,
         quants=chosen,
         draft_quants=parse_quants("--draft-quant", draft_quants, formats),
         derivation=derivation,

@@ -14,6 +14,7 @@ from typing import Any
 from edgespec.errors import CapabilityError, ConfigError, EdgespecError, EngineError, ModelFileError
 from edgespec.export.accuracy import ExportRefused
 from edgespec.export.conversion_check import FLOAT, Checked, Made, check_conversion
+from edgespec.export.given_heads import check_fit, check_given_heads, heads_stages
 from edgespec.export.maker import exit_stage, groups_note
 from edgespec.export.manifest import write_manifest
 from edgespec.export.onnx.convert import FORMS
@@ -78,7 +79,10 @@ def _check_options(request: ExportRequest) -> None:
     if request.draft is not None and not request.draft.lower().endswith(".gguf"):
         fix = eagle3_fix(Path(request.draft))
         raise ConfigError(
-            f"--draft {request.draft}: the draft of a GGUF must be a .gguf file, too" if fix is None else fix
+            f"--draft {request.draft}: the draft of a GGUF must be a .gguf file, too, or heads of edgespec train-heads "
+            "(.npz)"
+            if fix is None
+            else fix
         )
     for role in ("target", "draft"):
         if (quant := request.quant_of(role, "onnx")) not in FORMS:
@@ -93,11 +97,14 @@ def _require_packages(request: ExportRequest) -> None:
 
 
 def _opened_models(request: ExportRequest) -> dict[str, GgufModel]:
-    """The models by role. Raises all errors that their headers show."""
+    """The models by role. Raises all errors that their headers and the file of heads show."""
     paths = {"target": request.source} | ({"draft": request.draft} if request.draft else {})
     models = {role: open_gguf(Path(path).expanduser()) for role, path in paths.items()}
+    sizes = models["target"].config
     if request.derivation is not None:
-        request.derivation.check(models["target"].config.num_layers)
+        request.derivation.check(sizes.num_layers)
+    if request.heads is not None:
+        check_given_heads(request.heads, sizes.num_layers, sizes.vocab_size)
     if "draft" in models:
         if (vocabulary := request.vocabulary_of("draft")) is not None:
             vocabulary.check(models["draft"].config.vocab_size)
@@ -151,6 +158,7 @@ def _stages(request: ExportRequest, models: Models, workspace: Workspace) -> Ite
         yield Stage(f"onnx.{role}", f"{role} to ONNX {quant}", partial(_convert, request, workspace, role, model))
     if request.derivation is not None:
         yield exit_stage(request, workspace)
+    yield from heads_stages(request, workspace)
 
 
 def _convert(
@@ -248,4 +256,5 @@ def _described(
     values["figures"] = {"check": dict(figures), "made_of": made_of}
     write_manifest(workspace.pair, values)
     read_pair(workspace.pair, "onnx")
+    check_fit(request, workspace.pair, "onnx")
     return {name: facts[name]["bytes"] for name in sorted(facts)}

@@ -12,22 +12,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edgespec.config import EngineName
 from edgespec.errors import ConfigError, ModelFileError
 from edgespec.export.file_checks import check_stages
+from edgespec.export.given_heads import STAGE as GIVEN_HEADS
+from edgespec.export.given_heads import check_fit, check_given_heads, heads_stages
 from edgespec.export.hub import find_source, source_here
 from edgespec.export.maker import Model, groups_note, stages_of
 from edgespec.export.manifest import card_licence, recommended_sampling, write_manifest
 from edgespec.export.onnx.convert import require_exporter
 from edgespec.export.plan import Facts, needs_of, read_facts
 from edgespec.export.reference import require_packages
-from edgespec.export.request import ExportRequest
+from edgespec.export.request import ExportRequest, Format
 from edgespec.export.resources import check_room, human
 from edgespec.export.stages import Artefact, Reporter, run_stages
 from edgespec.export.tokens import check_round_trip, check_same_tokens, token_names
 from edgespec.export.workspace import Workspace, check_output, opened
 from edgespec.formats.manifest import read_pair
 
-ENGINES = {"gguf": "llamacpp", "onnx": "onnx"}
+ENGINES: Mapping[Format, EngineName] = {"gguf": "llamacpp", "onnx": "onnx"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +65,11 @@ def export_pair(request: ExportRequest, reporter: Reporter) -> Exported:
             reporter.note(f"resuming an interrupted export: {len(workspace.finished_files)} files are finished")
         try:
             models = _fetched(request, models, workspace, reporter)
-            artefacts = run_stages(list(stages_of(request, models, workspace)), workspace, reporter)
-            figures = check_stages(request, models, artefacts, workspace, reporter)
+            artefacts = run_stages(
+                [*stages_of(request, models, workspace), *heads_stages(request, workspace)], workspace, reporter
+            )
+            converted = [artefact for artefact in artefacts if artefact.stage != GIVEN_HEADS]
+            figures = check_stages(request, models, converted, workspace, reporter)
             files = _described(request, models, artefacts, figures, workspace)
         finally:
             workspace.tidy()
@@ -105,6 +111,8 @@ def _found(request: ExportRequest, reporter: Reporter) -> dict[str, Model]:
     check_architectures(request, models)
     if request.derivation is not None:
         request.derivation.check(models["target"].facts.num_layers)
+    if request.heads is not None:
+        check_given_heads(request.heads, models["target"].facts.num_layers, models["target"].facts.vocabulary_size)
     if "draft" in models and not models["draft"].is_head:
         check_same_tokens(models["target"].source.folder, models["draft"].source.folder)
     return models
@@ -224,6 +232,7 @@ def _described(
     write_manifest(workspace.pair, values)
     for wanted in request.formats:
         read_pair(workspace.pair, ENGINES[wanted])
+        check_fit(request, workspace.pair, ENGINES[wanted])
     return {name: facts[name]["bytes"] for name in sorted(facts)}
 
 
@@ -232,6 +241,7 @@ def _description(request: ExportRequest, models: Mapping[str, Model]) -> str:
     kinds = ", ".join(f"{wanted} {request.quants[wanted]}" for wanted in request.formats)
     draft_name = models["draft"].source.name if "draft" in models else request.derivation
     draft = f"; draft: {draft_name}" if draft_name else ""
+    draft += f"; heads: {request.heads.name}" if request.heads else ""
     draft += f" with {request.draft_vocab} tokens" if request.draft_vocab else ""
     size = f"{target.facts.num_parameters / 1e6:.1f} M parameters"
     return f"{target.source.name} ({target.facts.architecture}, {size}) as {kinds}{draft}; by {request.made_by}"

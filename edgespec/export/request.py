@@ -82,7 +82,7 @@ def _layers(text: str, spec: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ExportRequest:
-    """One export. `source` and `draft` are folders or hub ids.
+    """One export. `source` and `draft` are folders or hub ids; `heads`: a file of `train-heads` as the draft.
 
     `quants`: one quantisation per requested format; `grouped`: kinds of matrices that a w8a8 graph of edgespec's own
     writer keeps in groups, None for the default; `draft_quants`: those of the draft that differ; `threads` None:
@@ -109,12 +109,14 @@ class ExportRequest:
     made_by: str = "edgespec"
     draft_vocab: int | None = None
     draft_text: Path | None = None
+    heads: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.draft is not None and self.derivation is not None:
+        if (self.draft or self.heads) is not None and self.derivation is not None:
             raise ConfigError("--draft and --derive both give a draft: use one of them")
         if self.draft_quants and not self.has_own_draft_files:
             what = "an early-exit draft shares the target's weights" if self.derivation else "there is no draft"
+            what = "heads go into the pair as they are" if self.heads else what
             raise ConfigError(f"--draft-quant has nothing to quantise: {what}")
         if self.group_size is not None and self.group_size not in GROUP_SIZES:
             raise ConfigError(f"--group-size {self.group_size} is not possible; allowed: {_listed(GROUP_SIZES)}")
@@ -181,6 +183,7 @@ class ExportRequest:
             "group_size": self.group_size,
             "grouped": self.groups,
             "draft_vocab": self.draft_vocab,
+            "heads": None if self.heads is None else sha256_of(self.heads),
             "draft_text": None if self.draft_text is None else sha256_of(self.draft_text),
             "exporter": self.exporter,
             "imatrix": None if self.imatrix is None else sha256_of(self.imatrix),
