@@ -51,7 +51,7 @@ class EagleDrafter(StateDrafter):
         if products is not None:  # numpy only looks rows up, which were stored in 8 bits
             self._vocabulary = heads.vocabulary.astype(np.float16)
             self._scored = ScoredTokens(heads, vocabulary_size, self._vocabulary)
-        self._arrays, self._scored_rows = {}, self._vocabulary  # the products have them
+        self._arrays, self._project, self._scored_rows = {}, None, self._vocabulary  # the products have them
         self._products, self._owns_products = products or NumpyProducts(heads), True
         self._sizes = sizes = heads.manifest
         half = np.arange(0, sizes.head_dim, 2, dtype=np.float32) / np.float32(sizes.head_dim)
@@ -73,6 +73,9 @@ class EagleDrafter(StateDrafter):
     def begin(self, prompt_ids: TokenIds) -> None:
         super().begin(prompt_ids)
         self._length = self._end = 0
+
+    def projected(self, features: Array) -> Array:
+        return self._products.fuse(features)
 
     def num_uncached(self, token_ids: TokenIds) -> int:
         return min(token_ids.size - 1 - self._end, WINDOW)

@@ -11,7 +11,7 @@ import numpy as np
 from edgespec.drafters.eagle import EagleDrafter
 from edgespec.drafters.products import NumpyLayerProducts
 from edgespec.drafters.scored import Array, ScoredTokens
-from edgespec.engines.head import FusedProducts
+from edgespec.engines.head import LayerProducts
 from edgespec.formats.head_file import HeadFile
 from edgespec.types import TokenIds
 
@@ -25,11 +25,9 @@ class LayersEagleDrafter(EagleDrafter):
         vocabulary_size: int,
         end_ids: frozenset[int],
         given_layers: tuple[int, ...] = (),
-        products: FusedProducts | None = None,
+        products: LayerProducts | None = None,
     ) -> None:
-        made = products or NumpyLayerProducts(heads)
-        super().__init__(heads, vocabulary_size, end_ids, given_layers, made)
-        self._fused = made
+        super().__init__(heads, vocabulary_size, end_ids, given_layers, products or NumpyLayerProducts(heads))
         self._fused_size = heads.manifest.fused_size
         self._frequencies = heads.arrays["frequencies"]
         # Its products have the rows of the head, and embeddings come from a table of their own.
@@ -41,7 +39,7 @@ class LayersEagleDrafter(EagleDrafter):
     def read(self, features: Array) -> Array:
         if self._columns is not None:
             features = features[:, self._columns]
-        return self._fused.fuse(np.ascontiguousarray(features[:, : self._fused_size]))
+        return self._products.fuse(np.ascontiguousarray(features[:, : self._fused_size]))
 
     def embed(self, token_ids: TokenIds) -> Array:
         return self._embedding.rows(token_ids)

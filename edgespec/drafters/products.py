@@ -6,7 +6,7 @@ import numpy as np
 
 from edgespec.drafters.scored import Array
 from edgespec.drafters.states import silu
-from edgespec.engines.head import FusedProducts, LayerProducts
+from edgespec.engines.head import LayerProducts
 from edgespec.formats.head_file import PROJECT, HeadFile
 
 
@@ -14,13 +14,17 @@ class NumpyProducts(LayerProducts):
     """Reads the arrays of `heads` where they are, without copying the large ones."""
 
     def __init__(self, heads: HeadFile) -> None:
-        self._arrays = {name: array for name, array in heads.arrays.items() if name != PROJECT}
+        self._arrays = dict(heads.arrays)
         self._queries_keys_values = np.concatenate([self._arrays.pop(f"{name}_proj") for name in "qkv"])
         self._scored_rows, self._scale = heads.frequent_rows, np.float32(heads.manifest.scale)
         self._epsilon = np.float32(heads.manifest.norm_eps)
         own = [*self._arrays.values(), self._queries_keys_values]
         own += [] if self._scored_rows is heads.vocabulary else [self._scored_rows]
         self.num_bytes = sum(array.nbytes for array in own)
+
+    def fuse(self, features: Array) -> Array:
+        found: Array = features @ self._arrays[PROJECT].T
+        return found
 
     def before(self, states: Array, embedded: Array) -> tuple[Array, Array]:
         x = np.concatenate((states, embedded), axis=1) @ self._arrays["fc"].T
@@ -45,7 +49,7 @@ class NumpyProducts(LayerProducts):
         """Does nothing: there are only arrays to free."""
 
 
-class NumpyLayerProducts(NumpyProducts, FusedProducts):
+class NumpyLayerProducts(NumpyProducts):
     """The products of an EAGLE-3 head."""
 
     def __init__(self, heads: HeadFile) -> None:

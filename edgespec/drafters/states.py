@@ -60,7 +60,7 @@ class StateDrafter(Drafter):
             )
         self._size = np.float32(1.0 / size)
         self._scored_rows = heads.frequent_rows
-        self._project = heads.arrays.get(PROJECT)
+        self._is_projected, self._project = PROJECT in heads.arrays, heads.arrays.get(PROJECT)
         self._arrays = {name: array for name, array in heads.arrays.items() if name != PROJECT}
 
     def draft(self, request: DraftRequest) -> Draft:
@@ -96,13 +96,18 @@ class StateDrafter(Drafter):
         """
         if self._columns is not None:
             features = features[:, self._columns]
-        if self._project is None:
+        if not self._is_projected:
             return features
         if self._num_inputs:
             states = features.reshape(len(features), self._num_inputs + 1, -1).copy()
             inputs = states[:, :-1]
             inputs /= np.sqrt(np.mean(np.square(inputs), axis=2, keepdims=True) + _LEAST_SQUARE)
             features = states.reshape(features.shape)
+        return self.projected(features)
+
+    def projected(self, features: Array) -> Array:
+        """States [n, hidden size] of scaled `features` [n, those of all layers read]."""
+        assert self._project is not None
         found: Array = features @ self._project.T
         return found
 

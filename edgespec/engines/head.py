@@ -127,6 +127,10 @@ class LayerProducts(Closing, ABC):
     num_bytes: int
 
     @abstractmethod
+    def fuse(self, features: States) -> States:
+        """States [n, width] of `features` [n, all states read], for heads that read several. Raises EngineError."""
+
+    @abstractmethod
     def before(self, states: States, embedded: States) -> tuple[States, States]:
         """Of pairs of `states` and `embedded` tokens [n, width]: what the layer starts with [n, width], and queries,
         keys and values side by side [n, (heads + 2 * kv_heads) * head_dim], not rotated. Raises EngineError."""
@@ -137,11 +141,3 @@ class LayerProducts(Closing, ABC):
 
         `x` [n, width]: what the layer starts with; `attended` [n, heads * head_dim]. Raises EngineError.
         """
-
-
-class FusedProducts(LayerProducts):
-    """The same of an EAGLE-3 head, which first fuses the inputs of several of the target's layers."""
-
-    @abstractmethod
-    def fuse(self, features: States) -> States:
-        """States [n, width] of `features` [n, inputs of all layers read]. Raises EngineError."""

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.head import FusedProducts, LayerProducts, States
+from edgespec.engines.head import LayerProducts, States
 from edgespec.engines.onnx.library import library, open_session, translated
-from edgespec.formats.head_file import HeadFile, HeadManifest, Matrix
+from edgespec.formats.head_file import PROJECT, HeadFile, HeadManifest, Matrix
 from edgespec.formats.onnx import MICROSOFT
 from edgespec.formats.onnx.w8a8 import quantise_rows
 
@@ -37,8 +37,15 @@ class OnnxProducts(LayerProducts):
         self.num_bytes = 0
         self._options = library().RunOptions()
 
+        self._fuse = self._opened_fuse(manifest, arrays, threads) if manifest.reads_several else None
         self._before = self._opened_before(manifest, arrays, threads)
         self._after = self._opened_after(heads, width, queries, threads)
+
+    def _opened_fuse(self, manifest: HeadManifest, arrays: Mapping[str, Matrix], threads: int) -> Any:
+        graph = _Graph(manifest.norm_eps)
+        graph.product("features", arrays[PROJECT], "states")
+        inputs, made = [("features", manifest.feature_size)], [("states", manifest.hidden_size)]
+        return self._open(graph, inputs, made, threads)
 
     def _opened_before(self, manifest: HeadManifest, arrays: Mapping[str, Matrix], threads: int) -> Any:
         width, together = manifest.hidden_size, _together(arrays)
@@ -74,6 +81,12 @@ class OnnxProducts(LayerProducts):
         session, _ = open_session(serialised, Path(), threads=threads, provider="cpu")
         return session
 
+    def fuse(self, features: States) -> States:
+        assert self._fuse is not None
+        with translated(self._options):
+            found: States = self._fuse.run(None, {"features": features}, self._options)[0]
+        return found
+
     def before(self, states: States, embedded: States) -> tuple[States, States]:
         with translated(self._options):
             x, found = self._before.run(None, {"states": states, "embedded": embedded}, self._options)
@@ -85,23 +98,21 @@ class OnnxProducts(LayerProducts):
         return states, scores
 
     def close(self) -> None:
-        self._before = self._after = None
+        self._fuse = self._before = self._after = None
 
 
-class OnnxLayerProducts(OnnxProducts, FusedProducts):
+class OnnxLayerProducts(OnnxProducts):
     """The products of an EAGLE-3 head; its layer continues from the state before the last norm."""
 
     _ends = "end", "scored"
 
-    def __init__(self, heads: HeadFile, *, threads: int) -> None:
-        super().__init__(heads, threads=threads)
-        manifest, graph = heads.manifest, _Graph(heads.manifest.norm_eps)
-        read = "features"
+    def _opened_fuse(self, manifest: HeadManifest, arrays: Mapping[str, Matrix], threads: int) -> Any:
+        graph, read = _Graph(manifest.norm_eps), "features"
         if manifest.norms_features:
-            graph.norm(read, heads.arrays["feature_norm"], read := "normed")
-        graph.product(read, heads.arrays["fc"], "states")
+            graph.norm(read, arrays["feature_norm"], read := "normed")
+        graph.product(read, arrays["fc"], "states")
         inputs, made = [("features", manifest.fused_size)], [("states", manifest.hidden_size)]
-        self._fuse = self._open(graph, inputs, made, threads)
+        return self._open(graph, inputs, made, threads)
 
     def _opened_before(self, manifest: HeadManifest, arrays: Mapping[str, Matrix], threads: int) -> Any:
         width, together = manifest.hidden_size, _together(arrays)
@@ -113,15 +124,6 @@ class OnnxLayerProducts(OnnxProducts, FusedProducts):
         graph.add("Identity", ["normed_states" if manifest.norms_residual else "states"], "x")
         made = [("x", width), ("found", len(together))]
         return self._open(graph, [("states", width), ("embedded", width)], made, threads)
-
-    def fuse(self, features: States) -> States:
-        with translated(self._options):
-            found: States = self._fuse.run(None, {"features": features}, self._options)[0]
-        return found
-
-    def close(self) -> None:
-        super().close()
-        self._fuse = None
 
 
 def _together(arrays: Mapping[str, Matrix]) -> Matrix:
