@@ -1,0 +1,149 @@
+"""An EAGLE head as `edgespec.export.training.heads_network` defines it, with its products in bfloat16, and its loss.
+
+Only drafts that begin in the answers are computed: of the prompts the keys and values, which drafts look at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from head_training.llama import UNSEEN, Sizes, rotated
+
+CHUNK = 128  # rows whose logits fit the CPU cache
+
+
+class Head(nn.Module):
+    """The parameters have the names of a heads file. `inputs`: states of other layers that it reads.
+
+    `rows` [m, hidden]: those of the target's head for `token_ids` [m], the draft vocabulary, which are its embeddings.
+    """
+
+    def __init__(self, sizes: Sizes, rows: Tensor, token_ids: Tensor, inputs: int, ffn: int) -> None:
+        super().__init__()
+        width, size = sizes.hidden, sizes.head_size
+        self.sizes = sizes
+        slots = torch.full((sizes.vocabulary,), len(token_ids))
+        slots[token_ids] = torch.arange(len(token_ids))
+        unit = rows.float() / rows.float().pow(2).mean().sqrt()
+        self.register_buffer("slots", slots, persistent=False)
+        self.register_buffer("inputs", torch.cat((unit, torch.zeros(1, width))), persistent=False)
+        self.project = nn.Parameter(torch.cat((torch.zeros(width, inputs * width), torch.eye(width)), dim=1))
+        self.fc = _matrix(width, 2 * width)
+        self.attention_norm, self.mlp_norm, self.norm = (nn.Parameter(torch.ones(width)) for _ in range(3))
+        self.q_proj = _matrix(sizes.heads * size, width)
+        self.k_proj, self.v_proj = (_matrix(sizes.kv_heads * size, width) for _ in range(2))
+        self.o_proj = _matrix(width, sizes.heads * size, 0.1)
+        self.gate_proj, self.up_proj = (_matrix(ffn, width) for _ in range(2))
+        self.down_proj = _matrix(width, ffn, 0.1)
+        half = torch.arange(0, size, 2, dtype=torch.float32)
+        self._frequencies = sizes.rope_theta ** -(half / size)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        found: Tensor = F.embedding(self.slots[token_ids], self.inputs)
+        return found
+
+    def drafts(self, features: Tensor, ids: Tensor, first: int, depth: int) -> Iterator[Tensor]:
+        """For k = 0..depth-1 the states [texts, n - 1 - first - k, hidden] that follow, drafts beginning at `first`.
+
+        `features` [texts, n, ...], `ids` [texts, n + 1]. Step k reads what step k - 1 predicted and token k + 1 of the
+        text; it looks at the target's pairs up to its draft's first one, and at its own steps.
+        """
+        length = features.shape[1]
+        found = product(features[:, : length - 1], self.project)
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for step in range(depth):
+            begin = first if step else 0
+            count = length - 1 - begin - step
+            given = found[:, :count]
+            embedded = self.embed(ids[:, begin + 1 + step : begin + 1 + step + count])
+            x = product(torch.cat((given, embedded), dim=-1), self.fc)
+            cos, sin = self._angles(torch.arange(begin + step, begin + step + count))
+            normed = self._rms(x, self.attention_norm)
+            keys.append(self._shared(rotated(self._split(normed, self.k_proj), cos, sin)))
+            values.append(self._shared(self._split(normed, self.v_proj)))
+            if step == 0:
+                x, normed, cos, sin = x[:, first:], normed[:, first:], cos[first:], sin[first:]
+            queries = rotated(self._split(normed, self.q_proj), cos, sin)
+            x = x + product(_attended(queries, keys, values, first), self.o_proj)
+            normed = self._rms(x, self.mlp_norm)
+            inner = F.silu(_bf16(normed, self.gate_proj)) * _bf16(normed, self.up_proj)
+            found = self._rms(x + product(inner, self.down_proj), self.norm)
+            yield found
+
+    def _split(self, x: Tensor, weight: Tensor) -> Tensor:
+        return product(x, weight).view(*x.shape[:2], -1, self.sizes.head_size).transpose(1, 2)
+
+    def _shared(self, x: Tensor) -> Tensor:
+        return x.repeat_interleave(self.sizes.heads // self.sizes.kv_heads, dim=1)
+
+    def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), (x.shape[-1],), weight, self.sizes.epsilon)
+
+    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = positions.float()[:, None] * self._frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos(), angles.sin()
+
+
+def _attended(queries: Tensor, keys: list[Tensor], values: list[Tensor], first: int) -> Tensor:
+    """Of the drafts from `first` on: causal over the pairs of the first step, and one key of each later step."""
+    batch, _, count, size = queries.shape
+    end, queries = first + count, queries / math.sqrt(size)
+    scores = (queries.bfloat16() @ keys[0][:, :, :end].bfloat16().transpose(2, 3)).float()
+    hidden = torch.arange(end)[None, :] > torch.arange(first, end)[:, None]
+    own = [(queries * key[:, :, :count]).sum(dim=-1, keepdim=True) for key in keys[1:]]
+    shares = torch.cat((scores.masked_fill(hidden, UNSEEN), *own), dim=-1).softmax(dim=-1)
+    mixed = (shares[..., :end].bfloat16() @ values[0][:, :, :end].bfloat16()).float()
+    for place, value in enumerate(values[1:], end):
+        mixed = mixed + shares[..., place : place + 1] * value[:, :, :count]
+    return mixed.transpose(1, 2).reshape(batch, count, -1)
+
+
+class Distance(torch.autograd.Function):
+    """(loss, total variation) of `states` [n, hidden], sums over n: `share` of cross-entropy, the rest total variation.
+
+    `rows` [m, hidden] of the target's head; `wanted` [n, m]: the target's probabilities among these tokens. With q the
+    softmax of the logits and s the signs of q - p, their gradients are q - p and q (s - q.s) / 2.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, rows: Tensor, wanted: Tensor, share: float) -> tuple[Tensor, Tensor]:
+        gradient = torch.empty_like(states)
+        entropy = variation = 0.0
+        for begin in range(0, len(states), CHUNK):
+            chunk = slice(begin, begin + CHUNK)
+            logits, expected = F.linear(states[chunk].bfloat16(), rows).float(), wanted[chunk].float()
+            logits -= logits.logsumexp(dim=-1, keepdim=True)
+            entropy -= float((expected * logits).sum())
+            drafted = logits.exp_()
+            signs = (drafted - expected).sign_()
+            toward = (drafted * signs).sum(dim=-1, keepdim=True)
+            variation += float(0.5 * (toward.sum() - (expected * signs).sum()))
+            half = 0.5 * (1 - share)
+            by_logit = drafted * (signs * half + (share - half * toward)) - share * expected
+            gradient[chunk] = (by_logit.bfloat16() @ rows).float()
+        ctx.save_for_backward(gradient)
+        return torch.tensor(share * entropy + (1 - share) * variation), torch.tensor(variation)
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.saved_tensors[0] * given[0], None, None, None
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    return _bf16(x, weight).float()
+
+
+def _bf16(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x.bfloat16(), weight.bfloat16())
+
+
+def _matrix(outputs: int, inputs: int, scale: float = 0.5) -> nn.Parameter:
+    return nn.Parameter(torch.randn(outputs, inputs) * scale / math.sqrt(inputs))

@@ -1,0 +1,102 @@
+"""What the target is asked: instructions of many kinds, arithmetic, dialogues, code, and questions that it makes up.
+
+None of Spec-Bench or HumanEval, which measure what was learnt.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+QUESTION, ANSWER = "<|im_start|>user\n", "<|im_start|>assistant\n"
+END_OF_TURN = "<|im_end|>\n"
+WARM = 0.8
+PROGRAMS: Final = (
+    *("Write a Python function that", "Write a JavaScript function that", "Write a short program in C that"),
+    *("Show me a Python class that", "Write a Rust function that", "Write a SQL query that"),
+    *("Write a bash script that", "Explain, with a Python example, how to write code that"),
+    *("Write Python unit tests for a function that", "Complete this: a Java method that"),
+)
+TASKS: Final = (
+    *("reverses the words of a sentence", "finds the largest prime below n", "merges two sorted lists"),
+    *("counts how often each word occurs in a file", "parses a CSV file and sums one column", "inverts a binary tree"),
+    *("removes duplicates from a list and keeps the order", "checks whether two strings are anagrams"),
+    *("computes the moving average of a list of numbers", "validates an email address", "rotates a matrix"),
+    *("converts Roman numerals to integers", "finds the shortest path in a grid", "implements binary search"),
+    *("implements a queue with two stacks", "renames all files in a folder by date", "sorts dictionaries by a key"),
+    *("returns the second highest salary per department", "downloads a web page and prints its title"),
+    *("computes Fibonacci numbers with memoisation", "flattens a nested list", "reads JSON and prints it as a table"),
+    *("finds the longest common prefix of strings", "simulates a bank account with deposit and withdraw"),
+    *("draws a histogram of random numbers", "rate limits calls to a function", "splits text into sentences"),
+    *("computes the distance between two points on Earth", "implements an LRU cache", "multiplies two matrices"),
+    *("converts temperatures between Celsius and Fahrenheit", "finds all files larger than ten megabytes"),
+    *("generates a random password", "computes the factorial of a number recursively", "formats a phone number"),
+    *("groups a list of people by age", "detects a cycle in a linked list", "compresses a string by run lengths"),
+    *("prints a calendar month", "retries a network request with backoff"),
+)
+REQUESTS: Final = (
+    *("Write a blog post about {}.", "Explain {} to a ten year old.", "Give me five tips about {}."),
+    *("What are the advantages and disadvantages of {}?", "Write an email to a colleague about {}."),
+    *("Summarize what is known about {}.", "Write a short story about {}.", "Make a lesson plan on {}."),
+    *("Compare {} with its closest alternative.", "Write a product description for {}.", "Write a poem about {}."),
+    *("Describe the history of {}.", "Pretend you are an expert on {} and introduce yourself."),
+    "What questions would you ask about {}?",
+)
+TOPICS: Final = (
+    *("electric bicycles", "the water cycle", "remote work", "volcanoes", "learning to cook", "the Roman Empire"),
+    *("machine learning", "healthy sleep", "gardening on a balcony", "the stock market", "jazz music", "coffee"),
+    *("photosynthesis", "public libraries", "space telescopes", "time management", "chess openings", "drones"),
+    *("renewable energy", "childhood friendships", "the human heart", "travelling by train", "black holes"),
+    *("inflation", "urban planning", "vaccines", "the French Revolution", "online privacy", "marathon training"),
+    *("coral reefs", "negotiating a salary", "quantum computers", "antibiotics", "bread baking", "the Silk Road"),
+    *("mental health", "recycling", "the Olympic Games", "supply and demand", "beekeeping"),
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """`text` up to where the target goes on at `temperature`; `is_question`: it makes up what a user asks."""
+
+    kind: str
+    text: str
+    temperature: float
+    is_question: bool = False
+
+
+def conversation(*turns: str) -> str:
+    """Turns of user and assistant, up to where the assistant's next one begins."""
+    said = (f"{ANSWER if place % 2 else QUESTION}{turn}{END_OF_TURN}" for place, turn in enumerate(turns))
+    return f"{SYSTEM}{''.join(said)}{ANSWER}"
+
+
+def prompts(data: Path, seed: int, own_questions: int) -> list[Asked]:
+    """All, shuffled; `data`: folder of the data files."""
+    rng = random.Random(seed)
+    found = [Asked("own question", SYSTEM + QUESTION, 1.0, is_question=True)] * own_questions
+    instructions = [row["prompt"] for row in _rows(data, "instructions")]
+    found += [Asked("instruction", conversation(text), 0.0) for text in instructions]
+    found += [Asked("instruction", conversation(text), WARM) for text in rng.sample(instructions, 1000)]
+    for row in rng.sample(_rows(data, "gsm8k_train"), 900):
+        found.append(Asked("arithmetic", conversation(row["question"]), rng.choice((0.0, WARM))))
+    for row in rng.sample(_rows(data, "sgd_train"), 700):
+        turns = [turn["content"] for turn in row["messages"] if turn["role"] in ("user", "assistant")]
+        turns = [turn for turn in turns if turn][: rng.choice((1, 3, 5))]
+        if len(turns) % 2:
+            found.append(Asked("dialogue", conversation(*turns), rng.choice((0.0, WARM))))
+    for temperature, programs in ((0.0, PROGRAMS), (WARM, PROGRAMS[:6])):
+        found += [Asked("code", conversation(f"{how} {task}."), temperature) for how in programs for task in TASKS]
+    for temperature in (0.0, WARM):
+        said = (request.format(topic) for request in REQUESTS for topic in TOPICS)
+        found += [Asked("topic", conversation(text), temperature) for text in said]
+    rng.shuffle(found)
+    return found
+
+
+def _rows(data: Path, name: str) -> list[dict[str, Any]]:
+    with lzma.open(data / f"{name}.jsonl.xz", "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
