@@ -100,11 +100,6 @@ class HeadManifest:
         return self.feature_size != self.hidden_size and self.generation != 3
 
     @property
-    def reads_several(self) -> bool:
-        """Whether several states are fused into one first."""
-        return self.is_projected or self.generation == 3
-
-    @property
     def fused_size(self) -> int:
         """The width of the inputs of all `layers` side by side."""
         return self.feature_size // (len(self.layers) + 1) * len(self.layers)

@@ -60,7 +60,6 @@ def test_they_lie_beside_a_gguf_too(tmp_path: Path) -> None:
         (HEADS, ["--draft-quant", "int8"], "heads go into the pair as they are"),
         (HEADS, ["--draft-vocab", "512"], "--draft-vocab needs a draft with files of its own"),
         (DEMO / "heads" / "none.npz", [], "train-heads has written"),
-        (DEMO / "onnx" / "draft" / "config.npz", [], "train-heads has written"),
     ],
 )
 def test_what_does_not_go_together_is_one_line(draft: Path, arguments: list[str], said: str, tmp_path: Path) -> None:

@@ -37,11 +37,14 @@ class OnnxProducts(LayerProducts):
         self.num_bytes = 0
         self._options = library().RunOptions()
 
-        self._fuse = self._opened_fuse(manifest, arrays, threads) if manifest.reads_several else None
+        self._fuse = self._opened_fuse(manifest, arrays, threads)
         self._before = self._opened_before(manifest, arrays, threads)
         self._after = self._opened_after(heads, width, queries, threads)
 
     def _opened_fuse(self, manifest: HeadManifest, arrays: Mapping[str, Matrix], threads: int) -> Any:
+        """None for heads that read the last state only."""
+        if not manifest.is_projected:
+            return None
         graph = _Graph(manifest.norm_eps)
         graph.product("features", arrays[PROJECT], "states")
         inputs, made = [("features", manifest.feature_size)], [("states", manifest.hidden_size)]

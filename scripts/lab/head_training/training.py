@@ -1,6 +1,7 @@
 """Trains the head on kept texts: from the best linear prediction of the next state on, at a low rate.
 
-Rates that are usual with Muon destroy that start within a few steps: .02 was still behind .002 after 180,000 tokens.
+Rates that are usual with Muon destroy that start within a few steps: after 133,000 tokens the first token's total
+variation was .595 with .002 and .616 with .006, one run each.
 """
 
 from __future__ import annotations
