@@ -21,7 +21,7 @@ from edgespec.control.bank import TimeBank
 from edgespec.control.base import NOTHING, Clock, Controller, Proposal
 from edgespec.control.choice import Kinds, add_ucb_bonus, kind_of
 from edgespec.control.cost import CostCurve
-from edgespec.control.length import Prices, best_length, ceiling, forecast
+from edgespec.control.length import Prices, best_length, ceiling, forecast, while_it_may_pay
 from edgespec.control.round import PaidRound, Round, UnusedDraft, UnusedDrafts
 from edgespec.control.run_cost import DraftCost, RoundCost, RunCosts
 from edgespec.drafters.base import Drafter, DraftRequest
@@ -52,13 +52,14 @@ class AutoController(Controller):
         self._accounts = Accounts(RunCosts(curve, drafts, threads), bank)
         self._clock = self._own_clock = clock
         self._kinds = Kinds(self.drafters)
-        self._states, self._hedge = self._kinds.of("greedy")
+        self._states, self._hedge, self._worth = self._kinds.of("greedy")
         self._unused = UnusedDrafts()
         self._round: Round | None = None
         self._asked, self._left_out = "", set[str]()  # who drafts; who failed and is left out until `begin`
         self._dropped = set[str]()  # who was closed
         self._rest = 0  # rounds before the next decision: where a pass takes a millisecond, deciding is not free
         self._rested = 0  # plain rounds since the last one that was decided
+        self._has_decided = False  # since the prompt: the first decision also reads that
         self._is_short = False  # it rests because the bank could pay for no draft
         self._context_ids: TokenIds = np.empty(0, np.int32)  # of the round in progress
 
@@ -77,7 +78,7 @@ class AutoController(Controller):
         """
         made = AutoController(drafters, self.costs.curve, {}, clock=self._clock)
         made._accounts, made._kinds = Accounts(self.costs, self.bank), self._kinds
-        made._states, made._hedge = made._kinds.of("greedy")
+        made._states, made._hedge, made._worth = made._kinds.of("greedy")
         return made
 
     def begin(self, prompt_ids: TokenIds, prefill_s: float = 0.0, clock: Clock | None = None) -> None:
@@ -87,7 +88,7 @@ class AutoController(Controller):
                 drafter.begin(prompt_ids)
         self._unused.clear()
         self._left_out &= self._dropped
-        self._round, self._rest, self._rested = None, 0, 0
+        self._round, self._rest, self._rested, self._has_decided = None, 0, 0, False
         self._accounts.begin(prompt_ids.size, prefill_s)
 
     def use_threads(self, threads: int) -> None:
@@ -119,7 +120,7 @@ class AutoController(Controller):
             self._accounts.rested(self._rested, context)
             self._rested = 0
         self.costs.follow_threads()
-        self._states, self._hedge = self._kinds.of(kind_of(request))
+        self._states, self._hedge, self._worth = self._kinds.of(kind_of(request))
         prices = self.costs.prices(context)
         most = min(request.max_tokens, c.MAX_AUTO_LENGTH, self.costs.most_rows - 1)
         if not self.costs.curve.is_sure_of_plain():
@@ -167,8 +168,10 @@ class AutoController(Controller):
                 continue
             self._asked = name
             if drafter.is_free:
-                found.trials[name] = draft = request.sampler.permitted(drafter.draft(request), request.token_ids)
-                confidences = self._states[name].confidences(draft) if draft.num_tokens else ()
+                state = self._states[name]
+                trial = request._replace(should_continue=while_it_may_pay(state.calibrator.judge(), prices))
+                found.trials[name] = draft = request.sampler.permitted(drafter.draft(trial), request.token_ids)
+                confidences = state.confidences(draft) if draft.num_tokens else ()
                 found.lengths[name], found.gains[name] = best_length(confidences, prices, draft.num_tokens)
             else:
                 found.uncached[name] = num_uncached = drafter.num_uncached(request.token_ids)
@@ -243,8 +246,6 @@ class AutoController(Controller):
         expected_s = decided.paid.expected_s if decided is not None and decided.paid is not None else 0.0
         work_s, pass_s = self._accounts.charge(record, plain_s, is_plain=is_plain, expected_s=expected_s)
         if decided is not None:
-            if is_plain and decided.paid is None and not decided.is_refresh:
-                self._rest = self._accounts.rounds_to_earn(work_s, plain_s)
             self._learn_drafts(decided, proposal.drafter, record, rate)
         self._accounts.learn_pass(record, plain_s, is_plain=is_plain)
         reading_s = 0.0 if decided is None else decided.reading_s
@@ -257,6 +258,11 @@ class AutoController(Controller):
             gained = num_tokens - 1 - rate * (work_s + pass_s - reading_s - plain_s)
         else:
             gained = -rate * (work_s - reading_s)  # drafted, and a wider pass would not have paid
+        if self._has_decided:
+            self._worth.observe(gained)
+            if is_plain and decided.paid is None and not decided.is_refresh and self._worth.tokens <= 0:
+                self._rest = self._accounts.rounds_to_earn(work_s, plain_s)
+        self._has_decided = True
         self._hedge.update(decided.gains, decided.net_tokens(proposal.drafter, gained, rate))
         self._hedge.share()
         self._count_probes(decided)

@@ -114,6 +114,21 @@ def outcomes(draft: Draft, verdict: Verdict) -> list[tuple[int, int, bool]]:
     return found
 
 
+@dataclass(slots=True)
+class Worth:
+    """What a decision is worth: tokens gained per decision, net of what it cost, whether anything was drafted or not.
+
+    Lookups are right in bursts and rarely in between, so nothing short of the mean tells whether looking pays.
+    """
+
+    tokens: float = 0.0
+    _seen: int = 0
+
+    def observe(self, net_tokens: float) -> None:
+        self._seen += 1
+        self.tokens += max(c.WORTH_RATE, 1.0 / (self._seen + c.WORTH_FIRST)) * (net_tokens - self.tokens)
+
+
 class Hedge:
     """Weights of the policies over `drafters`."""
 
@@ -182,25 +197,25 @@ class Kinds:
 
     def __init__(self, drafters: Mapping[str, Drafter]) -> None:
         self._drafters = drafters
-        self._kinds: dict[str, tuple[dict[str, DrafterState], Hedge]] = {}
+        self._kinds: dict[str, tuple[dict[str, DrafterState], Hedge, Worth]] = {}
 
-    def of(self, kind: str) -> tuple[dict[str, DrafterState], Hedge]:
-        """(drafter states, weights) of one kind, made when first asked for."""
+    def of(self, kind: str) -> tuple[dict[str, DrafterState], Hedge, Worth]:
+        """(drafter states, weights, worth of a decision) of one kind, made when first asked for."""
         if kind not in self._kinds:
             states = {name: DrafterState.of(drafter) for name, drafter in self._drafters.items()}
-            self._kinds[kind] = states, Hedge(self._drafters)
+            self._kinds[kind] = states, Hedge(self._drafters), Worth()
         return self._kinds[kind]
 
     def kept(self) -> dict[str, Any]:
         """For the next run, as JSON."""
         return {
-            kind: {name: state.kept() for name, state in states.items()} for kind, (states, _) in self._kinds.items()
+            kind: {name: state.kept() for name, state in states.items()} for kind, (states, *_) in self._kinds.items()
         }
 
     def restore(self, kept: object) -> None:
         """Continue from what `kept` returned; what does not fit is ignored."""
         for kind, drafters in kept.items() if isinstance(kept, dict) else ():
-            states, _ = self.of(kind)
+            states, *_ = self.of(kind)
             for name, parts in drafters.items() if isinstance(drafters, dict) else ():
                 if name not in states:
                     continue

@@ -9,13 +9,14 @@ The search ends where even tokens that were certain could not make up for what t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
-from edgespec.types import Draft
+from edgespec.control.confidence import Judge
+from edgespec.types import Draft, Evidence
 
 
 class Prices(NamedTuple):
@@ -40,6 +41,21 @@ def least_ahead(pass_s: Sequence[float]) -> list[float]:
     each_s = np.where(further > 0, times[None, :] - times[:, None], np.inf) / np.maximum(further, 1)
     found: list[float] = each_s.min(axis=1).tolist()
     return found
+
+
+def while_it_may_pay(judge: Judge, prices: Prices) -> Callable[[int, Evidence], bool]:
+    """`DraftRequest.should_continue` for a drafter whose tokens are free: until even certain ones would not pay.
+
+    It ends a draft where `best_length` ends its search.
+    """
+    reach = 1.0
+
+    def should_continue(count: int, evidence: Evidence) -> bool:
+        nonlocal reach
+        reach *= judge(count - 1, evidence)
+        return reach > prices.rate * prices.ahead_s[count + 1]
+
+    return should_continue
 
 
 def best_length(confidences: Iterable[float], prices: Prices, most: int) -> tuple[int, float]:

@@ -34,7 +34,7 @@ from edgespec.drafters.base import Drafter
 from edgespec.drafters.cache import CacheDrafter
 from edgespec.drafters.factory import learnt_texts
 from edgespec.drafters.forced import FORCED, ForcedDrafter
-from edgespec.drafters.spec import FALLBACK, SPECS, check_makeable, made
+from edgespec.drafters.spec import FALLBACK, SPECS, automatic, check_makeable, made
 from edgespec.engines import disk_cache
 from edgespec.engines.base import Engine
 from edgespec.engines.disk_cache import key_of, numbers
@@ -187,7 +187,9 @@ class DrafterPool:
         row_s = (self.cost_curve.at(c.CHEAP_ROWS) - self.cost_curve.at(1)) / (c.CHEAP_ROWS - 1)
         has_cheap_rows = self._target.engine.most_branches > 0 and row_s < c.CHEAP_ROW * self.cost_curve.at(1)
         return [
-            name for name, spec in SPECS.items() if (has_cheap_rows or spec.cost != "rows") and self._can_have(name)
+            name
+            for name in automatic(self._options)
+            if (has_cheap_rows or SPECS[name].cost != "rows") and self._can_have(name)
         ]
 
     def _can_have(self, name: DrafterName) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from edgespec.corpus.index import DEPTH, END_OF_TEXT, LONGEST_MATCH, Span, SuffixIndex
 
@@ -51,18 +51,18 @@ class CorpusMatch:
         most = LONGEST_MATCH // 2 if self.length == LONGEST_MATCH else max(self.length, 1)
         return self.index.longest_end(token_ids[max(end - most, 0) : end], most)
 
-    def continued(self, most: int) -> list[Continuation]:
-        """Up to `most` tokens, each the most frequent one after those before it."""
+    def continued(self, most: int) -> Iterator[Continuation]:
+        """Up to `most` tokens, each the most frequent one after those before it; searched for as they are asked for."""
         index, span = self.index, self._span
-        found: list[Continuation] = []
-        while span is not None and len(found) < most:
+        for count in range(most):
+            if span is None:
+                return
             places = span.high - span.low
             if places == 1 or span.length >= DEPTH:
-                found += [(token_id, 1.0, 1) for token_id in index.copied(span, most - len(found))]
-                break
+                yield from ((token_id, 1.0, 1) for token_id in index.copied(span, most - count))
+                return
             token_id, share = index.next_token(span)
             if token_id == END_OF_TEXT:
-                break
-            found.append((token_id, share, places))
+                return
+            yield token_id, share, places
             span = index.narrowed(span, token_id)
-        return found

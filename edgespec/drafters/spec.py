@@ -61,8 +61,9 @@ class DrafterSpec:
     or nothing that runs on an engine (tables and heads, or the draft model borrowed from drafter `model`). `cost` of
     drafting: next to nothing ("free"), passes of a model or a head ("passes"), or further rows of the
     target's pass, which pay only where a row costs next to nothing ("rows"). `engines`: of the target. `make`: from
-    nothing, or from drafter `model`; None: opened when the pair is loaded. `auto` takes all that were opened or can be
-    made, those of cost "rows" only where rows are cheap. `bytes_per_token`: most that its tables take per token.
+    nothing, or from drafter `model`; None: opened when the pair is loaded. `auto` takes what was opened or can be made,
+    of cost "rows" only where rows are cheap, unless `in_auto` says less. `bytes_per_token`: most that its tables take
+    per token.
     """
 
     needs: tuple[Need, ...] = ()
@@ -71,6 +72,7 @@ class DrafterSpec:
     engines: tuple[EngineName, ...] = ("llamacpp", "onnx")
     make: Make | None = None
     bytes_per_token: int = 0
+    in_auto: Literal["always", "with kept answers", "never"] = "always"
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -90,9 +92,10 @@ class DrafterSpec:
 
 # In the order in which `auto` considers them: of equal expectations the first one wins.
 SPECS: dict[DrafterName, DrafterSpec] = {
-    "ngram": DrafterSpec(cost="free", make=make_ngram, bytes_per_token=400),
+    # In one text `suffix` finds what the other two find, and asking all three takes more than twice the time.
+    "ngram": DrafterSpec(cost="free", make=make_ngram, bytes_per_token=400, in_auto="never"),
     "suffix": DrafterSpec(cost="free", make=make_suffix, bytes_per_token=600),
-    "cache": DrafterSpec(cost="free", make=make_cache, bytes_per_token=750),
+    "cache": DrafterSpec(cost="free", make=make_cache, bytes_per_token=750, in_auto="with kept answers"),
     "model": DrafterSpec((DRAFT,), "engine"),
     "eagle3": DrafterSpec((EAGLE3_HEAD,), "engine", engines=("llamacpp",)),
     "dflash": DrafterSpec((DFLASH_HEAD,), "engine", engines=("llamacpp",)),
@@ -105,6 +108,12 @@ SPECS: dict[DrafterName, DrafterSpec] = {
     "lookahead": DrafterSpec(cost="rows", make=make_lookahead, bytes_per_token=150),
 }
 FALLBACK: DrafterName = "ngram"  # with a fixed draft length and no draft; it needs nothing and works on any text
+
+
+def automatic(options: LoadOptions) -> list[DrafterName]:
+    """The drafters that `auto` may take, whether or not they were opened or can be made."""
+    wanted = {"always", "with kept answers"} if options.recall or options.learn else {"always"}
+    return [name for name, spec in SPECS.items() if spec.in_auto in wanted]
 
 
 def check_makeable(name: DrafterName, opened: Mapping[DrafterName, Drafter], pair: str) -> None:

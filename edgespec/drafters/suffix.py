@@ -54,15 +54,15 @@ class SuffixDrafter(Drafter):
         if self._corpus is not None:
             self._corpus.follow(self._ids)
             if self._corpus.length > (length + _NEARER if length else self._min_match - 1):
-                return self._copied_from_corpus(self._corpus, min(request.max_tokens, _GROWTH * self._corpus.length))
-        return self._copied(min(request.max_tokens, _GROWTH * length)) if length >= self._min_match else EMPTY_DRAFT
+                return self._copied_from_corpus(self._corpus, request.at_most(_GROWTH * self._corpus.length))
+        return self._copied(request.at_most(_GROWTH * length)) if length >= self._min_match else EMPTY_DRAFT
 
-    def _copied(self, most: int) -> Draft:
+    def _copied(self, request: DraftRequest) -> Draft:
         """From the text itself."""
         state, length = self._automaton.match
         chosen: list[int] = []
         evidence: list[Evidence] = []
-        while state != ROOT and len(chosen) < most:
+        while state != ROOT and len(chosen) < request.max_tokens:
             found = list(self._automaton.continuations(state))
             if not found:
                 break
@@ -70,16 +70,20 @@ class SuffixDrafter(Drafter):
             total = max(sum(one[2] for one in found), self._automaton.occurrences(state))
             chosen.append(token_id)
             evidence.append(_evidence(length + len(chosen) - 1, count, total, 0.0))
+            if request.should_continue is not None and not request.should_continue(len(chosen), evidence[-1]):
+                break
             state = following
         return Draft.chain(chosen, evidence=evidence)
 
-    def _copied_from_corpus(self, corpus: CorpusMatch, most: int) -> Draft:
-        found = corpus.continued(most)
-        evidence = [
-            _evidence(length, share * places, places, -1.0)
-            for length, (_, share, places) in enumerate(found, corpus.length)
-        ]
-        return Draft.chain([token_id for token_id, *_ in found], evidence=evidence)
+    def _copied_from_corpus(self, corpus: CorpusMatch, request: DraftRequest) -> Draft:
+        chosen: list[int] = []
+        evidence: list[Evidence] = []
+        for length, (token_id, share, places) in enumerate(corpus.continued(request.max_tokens), corpus.length):
+            chosen.append(token_id)
+            evidence.append(_evidence(length, share * places, places, -1.0))
+            if request.should_continue is not None and not request.should_continue(len(chosen), evidence[-1]):
+                break
+        return Draft.chain(chosen, evidence=evidence)
 
     @property
     def bytes_used(self) -> int:

@@ -17,7 +17,7 @@ from edgespec.control.run_cost import DraftCost
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.sampling import Sampler, Sampling
-from edgespec.types import Draft, RoundRecord, Verdict, one_hot
+from edgespec.types import Draft, Evidence, RoundRecord, Verdict, one_hot
 from simulation import (
     CURVES,
     LLAMA_Q4_K_M,
@@ -25,6 +25,7 @@ from simulation import (
     ORT_INT8,
     PLAIN_S,
     VOCABULARY,
+    CopyingDrafter,
     Machine,
     Text,
     TracedDrafter,
@@ -228,6 +229,44 @@ def test_a_drafter_that_cannot_be_afforded_leaves_the_round_to_another() -> None
     assert sum(record.accepted_tokens for record in records) > 0.6 * text.num_tokens
 
 
+class Looking(CopyingDrafter):
+    """A free drafter that takes a moment for each draft, wanted or not."""
+
+    looked, look_s = 0, 0.02 * PLAIN_S
+
+    def draft(self, request: DraftRequest) -> Draft:
+        self.looked += 1
+        self._clock.now_s += self.look_s
+        return super().draft(request)
+
+
+def whether_right(chance: float, rng: np.random.Generator) -> Evidence:
+    return (float(chance > 0),)
+
+
+def looking_speedup(chance: float, look_s: float = Looking.look_s) -> tuple[float, float]:
+    """(speedup over plain decoding, looks per token) of a lookup that knows when it is right."""
+    world = World(Machine(ORT_INT8))
+    lookup = Looking(world.clock)
+    lookup.look_s = look_s
+    controller = AutoController({"copy": lookup}, world.machine.curve(), {}, clock=world.clock)
+    texts = [made_up(300, bursts(chance, 0.0, 6, seed), whether_right, seed) for seed in range(4)]
+    taken_s = world.run(controller, texts)
+    return sum(text.num_tokens * PLAIN_S for text in texts) / taken_s, lookup.looked / 1200
+
+
+def test_looking_goes_on_while_it_pays_for_itself() -> None:
+    """A decision that takes 2% of a pass costs more than the share of deciding, and gains more than it costs."""
+    speedup, looks = looking_speedup(0.9)
+    assert looks > 0.4  # a round of several tokens needs one
+    assert speedup >= 0.94 * looking_speedup(0.9, look_s=0.0)[0]
+
+
+def test_looking_in_vain_is_given_up() -> None:
+    speedup, looks = looking_speedup(0.0)
+    assert looks < 0.2 and speedup >= 0.98
+
+
 class Sampled(TracedDrafter):
     """Its tokens come with what they were sampled from."""
 
@@ -253,7 +292,7 @@ def test_a_lookup_takes_over_where_the_draft_model_disappoints(kind: type[Traced
     sampler = Sampler(Sampling(temperature=0.0), VOCABULARY)
     request = DraftRequest(ids[:200], 8, sampler, needs_distributions=kind is Sampled)
     auto._kinds.of(kind_of(request))[0].update(auto._kinds.of("greedy")[0])
-    for states, _ in auto._kinds._kinds.values():
+    for states, *_ in auto._kinds._kinds.values():
         states["model"].expected_gain = 50.0
     started_s = world.clock()
     proposal = auto.propose(request)

@@ -15,7 +15,6 @@ from edgespec.control.length import Prices, best_length, best_nodes, least_ahead
 from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
-from edgespec.drafters.spec import SPECS
 from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.sequence import CachedSequence
 from edgespec.generation.decode import autoregressive, speculative
@@ -96,7 +95,6 @@ def test_auto_joins_drafters_of_many_rows_where_a_row_costs_next_to_nothing(
     pool = demo._pool
     pool.drafter("tree")  # asked for by name before: that changes nothing
     monkeypatch.setitem(pool.__dict__, "cost_curve", CostCurve({1: 1.0, 2: 1.1, 9: 2.6}))
-    free = {name for name, spec in SPECS.items() if spec.cost == "free"}
-    assert set(pool.names) == free | {"model"}
+    assert set(pool.names) == {"suffix", "model"}
     monkeypatch.setitem(pool.__dict__, "cost_curve", CostCurve({1: 1.0, 9: 1.2}))
-    assert set(pool.names) == free | {"model", "tree", "lookahead"}
+    assert set(pool.names) == {"suffix", "model", "tree", "lookahead"}
