@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from time import monotonic
 
 import click
 import numpy as np
@@ -13,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from edgespec.cli import say
+from edgespec.cli.main import INTERRUPTED
+from edgespec.cli.status import waiting
 from edgespec.cli.terminal import note, printable
 from edgespec.config import LoadOptions
 from edgespec.config.sources import resolve
@@ -24,10 +27,13 @@ from edgespec.drafters.factory import learnt_texts
 from edgespec.errors import ConfigError
 from edgespec.formats.files import resolved
 from edgespec.loading.opening import open_vocabulary
+from edgespec.runtime import load
+from edgespec.tuning.own_text import ANSWER_TOKENS, QUESTION_TOKENS, OwnText
 from edgespec.types import TokenIds
 from edgespec.vocabulary import Vocabulary
 
 _MIB = 1 << 20
+OWN_CONTEXT = 2 * (ANSWER_TOKENS + QUESTION_TOKENS)  # tokens, the chat template included
 _MODEL = click.option("-m", "--model", metavar="MODEL", help="Model that the texts are for.  [default: demo]")
 
 
@@ -37,9 +43,9 @@ def command(context: click.Context) -> None:
     """Texts on this disk to draft from. They change the speed of an answer, never its words.
 
     There are two kinds, each stored per vocabulary in the folder `texts` of EDGESPEC_HOME or of your data folder:
-    what you add here (used by drafter suffix), and the answers of chat and generate with --learn (used by drafter
-    cache), the latest 262144 tokens of the last 180 days. Without --learn no answer is stored; prompts never are.
-    `edgespec corpus rm --learnt` deletes stored answers.
+    what you add here or let the model write (used by drafter suffix), and the answers of chat and generate with --learn
+    (used by drafter cache), the latest 262144 tokens of the last 180 days. Without --learn no answer is stored; prompts
+    never are. `edgespec corpus rm --learnt` deletes stored answers.
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
@@ -71,6 +77,39 @@ def add(paths: tuple[Path, ...], model: str | None, name: str | None, budget: in
                 note(f"left out: {_reasons(documents)}")
             say(f"added: {_described(added)}")
     return 0
+
+
+@command.command("write")
+@_MODEL
+@click.option("--minutes", type=click.FloatRange(0, min_open=True), default=20.0, show_default=True, help="How long.")
+@click.option("--name", default="own text", show_default=True, help="Name of the text; more is added to it.")
+@click.option(
+    "-np", "--parallel", type=click.IntRange(1, 64), default=8, show_default=True, help="Texts written at once."
+)
+def write(model: str | None, minutes: float, name: str, parallel: int) -> int:
+    """Let the model write: it makes up questions and answers them, and later answers draft from that.
+
+    Nothing is trained. What is written is kept after every batch of answers, and Ctrl-C ends it. Run it again for more.
+    """
+    check_name(name)
+    settings = resolve({"model": model, "context_length": OWN_CONTEXT, "reproducible": False})
+    options = LoadOptions(**settings.part("load") | {"parallel": parallel})
+    with load(options) as loaded:
+        vocabulary = loaded.target.vocabulary
+        corpus, source = Corpus(vocabulary_key(vocabulary), vocabulary.size), f"written by {loaded.pair.name}"
+        known = {text.name: text.num_documents for text in corpus.texts()}
+        batches, added = OwnText(loaded, seed=known.get(name, 0)).batches(), None
+        end_s, total_s = monotonic() + 60 * minutes, 60 * minutes
+        code = 0
+        try:
+            with waiting("writing") as on_progress:
+                while (left_s := end_s - monotonic()) > 0:
+                    on_progress(int(total_s - left_s), int(total_s), "writing, in seconds")
+                    added = corpus.add(name, source, next(batches), is_more=True)
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+    say(f"kept: {_described(added)}" if added else "nothing was written: give it more --minutes")
+    return code
 
 
 @command.command("ls")

@@ -26,6 +26,8 @@ DEFAULT_BUDGET_BYTES = 64 << 20
 MAX_BUDGET_BYTES = 4 << 30
 MAX_NAME_LENGTH = 100
 _MIB = 1 << 20
+_TEXT_QUERY = """SELECT digest, ids, CAST(coalesce(documents, 0) AS INTEGER) FROM texts
+    WHERE CAST(name AS TEXT) = ? AND source = ?"""
 _SCHEMA = """CREATE TABLE texts (name TEXT PRIMARY KEY, source TEXT, added REAL, documents INTEGER,
     digest BLOB, ids BLOB);
 CREATE TABLE places (signature BLOB PRIMARY KEY, digest BLOB, places BLOB);
@@ -68,17 +70,28 @@ class Corpus:
         with reading(self.path, _SCHEMA) as database:
             return _budget(database)
 
-    def add(self, name: str, source: str, documents: list[TokenIds], budget_bytes: int | None = None) -> CorpusText:
+    def add(
+        self,
+        name: str,
+        source: str,
+        documents: list[TokenIds],
+        budget_bytes: int | None = None,
+        *,
+        is_more: bool = False,
+    ) -> CorpusText:
         """Store `documents` (each [n]) under `name`, replacing what the same source gave before.
 
-        `budget_bytes`: new size limit of the corpus. Raises ConfigError if the name is not valid or is taken, or the
-        limit would be exceeded; StateError if the file cannot be written. The corpus is then unchanged.
+        `budget_bytes`: new size limit of the corpus. `is_more`: nothing is replaced, they come after what the source
+        gave before. Raises ConfigError if the name is not valid or is taken, or the limit would be exceeded; StateError
+        if the file cannot be written. The corpus is then unchanged.
         """
         check_name(name)
-        ids = joined(documents)
-        blob = bytes_of(ids)
-        text = CorpusText(name, source, time.time(), len(documents), ids.size)
+        ids, num_documents = joined(documents), len(documents)
         with writing(self.path, _SCHEMA) as database:
+            if is_more and (row := database.execute(_TEXT_QUERY, (name, source)).fetchone()):
+                ids, num_documents = np.concatenate((self._checked(name, *row[:2]), ids)), row[2] + num_documents
+            blob = bytes_of(ids)
+            text = CorpusText(name, source, time.time(), num_documents, ids.size)
             if budget_bytes is not None:
                 database.execute("DELETE FROM budget")
                 database.execute("INSERT INTO budget VALUES (?)", (budget_bytes,))
@@ -133,11 +146,15 @@ class Corpus:
             raise DamagedError(f"it takes {total / _MIB:.1f} MiB and its budget is {budget / _MIB:.1f} MiB")
         parts, digests = [np.empty(0, np.int32)], []
         for name, digest, blob in database.execute("SELECT name, digest, ids FROM texts ORDER BY name"):
-            if not isinstance(blob, bytes) or digest != digest_of(blob):
-                raise DamagedError(f"the text {name!r} does not match its checksum")
-            parts.append(ids_of(blob, -1, self._size))
+            parts.append(self._checked(name, digest, blob))
             digests.append(digest)
         return np.concatenate(parts), digest_of(*digests)
+
+    def _checked(self, name: str, digest: object, blob: object) -> TokenIds:
+        """The token ids [n] of a text. Raises DamagedError."""
+        if not isinstance(blob, bytes) or digest != digest_of(blob):
+            raise DamagedError(f"the text {name!r} does not match its checksum")
+        return ids_of(blob, -1, self._size)
 
     def _save_places(self, signature: bytes, blob: bytes) -> None:
         try:

@@ -373,3 +373,20 @@ def test_a_budget_of_another_type_is_a_budget(tmp_path: Path) -> None:
             connection.execute("UPDATE budget SET bytes = ?", (value,))
             connection.execute("INSERT INTO budget SELECT ? WHERE NOT EXISTS (SELECT 1 FROM budget)", (value,))
         assert isinstance(corpus.budget_bytes(), int)
+
+
+def test_more_of_a_source_comes_behind_what_it_gave_before(tmp_path: Path) -> None:
+    corpus = make(tmp_path)
+    first, second = documents(0), documents(1, count=2)
+    corpus.add("a", "/a", first, is_more=True)
+    more = corpus.add("a", "/a", second, is_more=True)
+    assert (more.num_documents, more.num_tokens) == (5, 1005)
+    index = corpus.index()
+    assert index is not None
+    assert all(index.find(part[50:54].tolist()) for part in (*first, *second))
+    with pytest.raises(ConfigError, match="another name"):
+        corpus.add("a", "/b", second, is_more=True)
+    with sqlite3.connect(corpus.path) as database:
+        database.execute("UPDATE texts SET digest = x'00'")
+    with pytest.raises(StateError, match="checksum"):
+        corpus.add("a", "/a", second, is_more=True)

@@ -74,12 +74,23 @@ def conversation(*turns: str) -> str:
     return f"{SYSTEM}{''.join(said)}{ANSWER}"
 
 
-def prompts(data: Path, seed: int, own_questions: int) -> list[Asked]:
-    """All, shuffled; `data`: folder of the data files."""
+def prompts(data: Path | None, seed: int, own_questions: int) -> list[Asked]:
+    """All, shuffled; `data`: folder of the data files, without which the model makes up most questions."""
     rng = random.Random(seed)
     found = [Asked("own question", SYSTEM + QUESTION, 1.0, is_question=True)] * own_questions
+    found += [] if data is None else _of_data(data, rng)
+    for temperature, programs in ((0.0, PROGRAMS), (WARM, PROGRAMS[:6])):
+        found += [Asked("code", conversation(f"{how} {task}."), temperature) for how in programs for task in TASKS]
+    for temperature in (0.0, WARM):
+        said = (request.format(topic) for request in REQUESTS for topic in TOPICS)
+        found += [Asked("topic", conversation(text), temperature) for text in said]
+    rng.shuffle(found)
+    return found
+
+
+def _of_data(data: Path, rng: random.Random) -> list[Asked]:
     instructions = [row["prompt"] for row in _rows(data, "instructions")]
-    found += [Asked("instruction", conversation(text), 0.0) for text in instructions]
+    found = [Asked("instruction", conversation(text), 0.0) for text in instructions]
     found += [Asked("instruction", conversation(text), WARM) for text in rng.sample(instructions, 1000)]
     for row in rng.sample(_rows(data, "gsm8k_train"), 900):
         found.append(Asked("arithmetic", conversation(row["question"]), rng.choice((0.0, WARM))))
@@ -88,12 +99,6 @@ def prompts(data: Path, seed: int, own_questions: int) -> list[Asked]:
         turns = [turn for turn in turns if turn][: rng.choice((1, 3, 5))]
         if len(turns) % 2:
             found.append(Asked("dialogue", conversation(*turns), rng.choice((0.0, WARM))))
-    for temperature, programs in ((0.0, PROGRAMS), (WARM, PROGRAMS[:6])):
-        found += [Asked("code", conversation(f"{how} {task}."), temperature) for how in programs for task in TASKS]
-    for temperature in (0.0, WARM):
-        said = (request.format(topic) for request in REQUESTS for topic in TOPICS)
-        found += [Asked("topic", conversation(text), temperature) for text in said]
-    rng.shuffle(found)
     return found
 
 

@@ -54,7 +54,7 @@ class Writer:
         self._place = self._rows.tell() // (2 * target.feature_size)
         self.num_written = 0
 
-    def write(self, data: Path, seed: int, seconds: float, own_questions: int = 6000) -> None:
+    def write(self, data: Path | None, seed: int, seconds: float, own_questions: int = 6000) -> None:
         """Until all prompts are answered or the time is over."""
         groups = self._grouped(prompts(data, seed, own_questions))
         end = time.monotonic() + seconds
