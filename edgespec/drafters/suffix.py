@@ -1,13 +1,14 @@
 """Suffix decoding: continues the longest suffix of the text that occurred before with its most frequent continuation.
 
 After SuffixDecoding (arXiv 2411.04975), with an automaton instead of a tree: the longest match costs nothing to find,
-and each token of the draft is the continuation with the highest count on the path so far. A corpus is searched too; the
-longer match wins, with a small bonus for the text itself.
+and each token of the draft is the continuation with the highest count on the path so far. Corpora are searched too; the
+longest match wins, with a small bonus for the text itself.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from edgespec.corpus.index import SuffixIndex
 from edgespec.drafters.automaton import ROOT, SuffixAutomaton
@@ -20,7 +21,7 @@ _NEARER = 2  # bonus in tokens for a match in the text: a corpus may be about so
 
 
 class SuffixDrafter(Drafter):
-    """Continues the text from its own earlier tokens and from `corpus`.
+    """Continues the text from its own earlier tokens and from `corpora`.
 
     At most `max_indexed` tokens of the text are indexed, the latest ones.
     """
@@ -29,18 +30,17 @@ class SuffixDrafter(Drafter):
     is_free = True
     evidence_kind = "scores"
 
-    def __init__(self, min_match: int = 1, max_indexed: int = 1 << 16, corpus: SuffixIndex | None = None) -> None:
+    def __init__(self, min_match: int = 1, max_indexed: int = 1 << 16, corpora: Sequence[SuffixIndex] = ()) -> None:
         self._min_match, self._max_indexed = min_match, max_indexed
         self._ids: list[int] = []
         self._start = 0  # index in `_ids` of the first token that the automaton holds
         self._automaton = SuffixAutomaton()
-        self._corpus = None if corpus is None else CorpusMatch(corpus)
+        self._corpora = tuple(map(CorpusMatch, corpora))
         self._is_new = False
 
     def another(self, sequence: int) -> Drafter | None:
-        """It searches the same corpus."""
-        index = None if self._corpus is None else self._corpus.index
-        return SuffixDrafter(self._min_match, self._max_indexed, index)
+        """It searches the same corpora."""
+        return SuffixDrafter(self._min_match, self._max_indexed, [corpus.index for corpus in self._corpora])
 
     def begin(self, prompt_ids: TokenIds) -> None:
         self._is_new = True  # the prompt is indexed with the first draft, if there is one
@@ -51,10 +51,12 @@ class SuffixDrafter(Drafter):
         """A copy of what followed the longest match, at most `_GROWTH` times as long as the match."""
         self._index(request.token_ids)
         length = self._automaton.match[1]
-        if self._corpus is not None:
-            self._corpus.follow(self._ids)
-            if self._corpus.length > (length + _NEARER if length else self._min_match - 1):
-                return self._copied_from_corpus(self._corpus, request.at_most(_GROWTH * self._corpus.length))
+        if self._corpora:
+            for corpus in self._corpora:
+                corpus.follow(self._ids)
+            longest = max(self._corpora, key=lambda corpus: corpus.length)
+            if longest.length > (length + _NEARER if length else self._min_match - 1):
+                return self._copied_from_corpus(longest, request.at_most(_GROWTH * longest.length))
         return self._copied(request.at_most(_GROWTH * length)) if length >= self._min_match else EMPTY_DRAFT
 
     def _copied(self, request: DraftRequest) -> Draft:
@@ -87,8 +89,8 @@ class SuffixDrafter(Drafter):
 
     @property
     def bytes_used(self) -> int:
-        corpus_bytes = 0 if self._corpus is None else self._corpus.bytes_used
-        return self._automaton.bytes_used + 36 * len(self._ids) + corpus_bytes
+        corpora_bytes = sum(corpus.bytes_used for corpus in self._corpora)
+        return self._automaton.bytes_used + 36 * len(self._ids) + corpora_bytes
 
     def _index(self, token_ids: TokenIds) -> None:
         if self._is_new:
@@ -107,8 +109,8 @@ class SuffixDrafter(Drafter):
 
     def _clear(self) -> None:
         self._ids, self._start, self._automaton = [], 0, SuffixAutomaton()
-        if self._corpus is not None:
-            self._corpus.restart()
+        for corpus in self._corpora:
+            corpus.restart()
 
 
 def _evidence(match_length: int, count: float, total: int, origin: float) -> Evidence:

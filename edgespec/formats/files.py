@@ -70,6 +70,14 @@ def home_folder() -> Path:
     return Path(found)
 
 
+def shipped_models() -> Path:
+    """The folder of what comes with edgespec: `models/` of a source checkout, or inside the installed package."""
+    package = Path(__file__).resolve().parents[1]
+    # Installed, the parent is site-packages, where a folder `models` would be somebody else's.
+    is_checkout = is_file(package.parent / "pyproject.toml")
+    return package.parent / "models" if is_checkout else package / "data" / "models"
+
+
 def user_folder(kind: FolderKind, environ: Mapping[str, str] | None = None) -> Path:
     """The folder for edgespec's files of one kind: in EDGESPEC_HOME, else under XDG_<KIND>_HOME, else the platform's.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelFileError
-from edgespec.formats.files import is_file
+from edgespec.formats.files import shipped_models
 
 CATALOGUE_FORMAT = 1
 RUNS = "eagle3"  # the kind of published heads that `export` converts; llama.cpp converts dspark
@@ -113,15 +113,7 @@ class Entry:
 @cache
 def entries() -> Mapping[str, Entry]:
     """Every entry by name. Raises ModelFileError for a file that is damaged."""
-    return {entry.name: entry for path in _catalogue_files() for entry in _read(path)}
-
-
-def _catalogue_files() -> list[Path]:
-    package = Path(__file__).resolve().parents[1]
-    # Installed, the parent is site-packages, where a folder `models` would be somebody else's.
-    is_checkout = is_file(package.parent / "pyproject.toml")
-    folder = package.parent / "models" if is_checkout else package / "data" / "models"
-    return sorted(folder.glob("*.toml"))
+    return {entry.name: entry for path in sorted(shipped_models().glob("*.toml")) for entry in _read(path)}
 
 
 def _read(path: Path) -> Iterator[Entry]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound, shown
-from edgespec.formats.files import exists, expanded, is_file, is_folder, resolved, user_folder
+from edgespec.formats.files import exists, expanded, is_file, is_folder, resolved, shipped_models, user_folder
 from edgespec.formats.gguf.split import SPLIT_NAME
 from edgespec.formats.hub_folder import eagle3_fix
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
@@ -38,16 +38,8 @@ def models_folder() -> Path:
     return Path(chosen) if chosen else user_folder("data") / "models"
 
 
-def _registry_folders() -> tuple[Path, ...]:
-    package = Path(__file__).resolve().parents[1]
-    checkout = package.parent
-    # Installed, the parent is site-packages, where a folder `models` would be somebody else's.
-    own = (checkout / "models",) if is_file(checkout / "pyproject.toml") else ()
-    return models_folder(), *own, package / "data" / "models"
-
-
 def _named_folders() -> Iterator[tuple[str, Path]]:
-    for registry in _registry_folders():
+    for registry in (models_folder(), shipped_models()):
         try:
             folders = sorted(registry.iterdir()) if is_folder(registry) else []
         except OSError as exc:

@@ -83,7 +83,7 @@ def main() -> int:
     makers: dict[str, Callable[[], Drafter]] = {
         "ngram": NgramDrafter,
         "suffix": SuffixDrafter,
-        "suffix, corpus": lambda: SuffixDrafter(corpus=corpus),
+        "suffix, corpus": lambda: SuffixDrafter(corpora=[corpus]),
         "cache": lambda: CacheDrafter(VOCABULARY),
         "cache, full": lambda: CacheDrafter(VOCABULARY, [learnt]),
     }

@@ -27,7 +27,7 @@ ROUNDS = 150
 
 
 def with_corpus(size: int) -> Drafter:
-    return SuffixDrafter(corpus=SuffixIndex.of(joined([made_text(size, 1)])))
+    return SuffixDrafter(corpora=[SuffixIndex.of(joined([made_text(size, 1)]))])
 
 
 def with_earlier(size: int) -> Drafter:

@@ -22,9 +22,7 @@ pytest.importorskip("onnxruntime")
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[edgespec.Model]:
-    with edgespec.load(
-        "demo", engine="onnx", parallel=4, context_length=704, threads=1, reproducible=False
-    ) as loaded:
+    with edgespec.load("demo", engine="onnx", parallel=4, context_length=704, threads=1, reproducible=False) as loaded:
         yield loaded
 
 

@@ -57,7 +57,7 @@ def make_drafter(name: str, texts: list[np.ndarray]) -> Drafter:
         drafter = CacheDrafter(VOCABULARY, texts[:2])
         drafter.learn(texts[2])
         return drafter
-    return SuffixDrafter(corpus=SuffixIndex.of(joined(texts)))
+    return SuffixDrafter(corpora=[SuffixIndex.of(joined(texts))])
 
 
 @pytest.mark.parametrize("settings", SAMPLINGS)

@@ -119,7 +119,7 @@ def test_of_very_many_continuations_the_common_and_the_latest_are_looked_at() ->
 
 def test_the_corpus_is_copied_from_where_its_match_is_clearly_longer() -> None:
     corpus = SuffixIndex.of(joined([np.array([11, 12, 13, 14, 15, 16], np.int32)]))
-    drafter = SuffixDrafter(corpus=corpus)
+    drafter = SuffixDrafter(corpora=[corpus])
     drafter.begin(np.array([14, 50, 51], np.int32))
     assert drafted(drafter, [14, 50, 51, 14], 2) == [50, 51], "one token here, one there"
     assert drafted(drafter, [14, 50, 51, 14, 13, 14], 2) == [50, 51], "one here, two there"
@@ -131,3 +131,12 @@ def test_the_corpus_is_copied_from_where_its_match_is_clearly_longer() -> None:
     assert drafter.bytes_used >= corpus.bytes_used
     drafter.begin(np.array([7], np.int32))
     assert drafted(drafter, [7, 12], 2) == [13, 14], "nothing here, one there"
+
+
+def test_of_several_corpora_the_longest_match_is_copied() -> None:
+    texts = ([7, 8, 9, 1, 2, 3], [5, 7, 8, 9, 4, 5, 6])
+    corpora = [SuffixIndex.of(joined([np.array(text, np.int32)])) for text in texts]
+    for ordered in (corpora, corpora[::-1]):
+        drafter = SuffixDrafter(corpora=ordered)
+        drafter.begin(np.array([5], np.int32))
+        assert drafted(drafter, [5, 7, 8, 9], 3) == [4, 5, 6]

@@ -1,0 +1,43 @@
+"""Pack what a model wrote by itself as the text that comes with edgespec: how models/smollm2/text.npz was made.
+
+    python scripts/lab/train_head.py write MODEL.gguf --tokenizer tokenizer.json --work WORK --minutes 28
+    python scripts/lab/pack_text.py MODEL --work WORK --output models/smollm2/text.npz
+
+Without --data the model makes up most questions, and the others are the script's own: no text of a data set is in it.
+`edgespec corpus write` does the same for a user, with any model, and needs no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+
+from edgespec.config import LoadOptions
+from edgespec.corpus.database import joined
+from edgespec.corpus.index import sorted_places
+from edgespec.corpus.shipped import write_shipped
+from edgespec.corpus.store import vocabulary_key
+from edgespec.loading.opening import open_vocabulary
+from edgespec.tuning.own_text import LEAST_ANSWER, without_loop
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="the model, for its vocabulary")
+    parser.add_argument("--work", type=Path, required=True, help="folder with texts-*/texts.jsonl")
+    parser.add_argument("--output", type=Path, required=True)
+    chosen = parser.parse_args()
+    lines = [line for path in sorted(chosen.work.glob("texts-*/texts.jsonl")) for line in path.open(encoding="utf-8")]
+    written = [np.array(text["ids"][text["start"] :], np.int32) for text in map(json.loads, lines)]
+    answers = [ids for ids in map(without_loop, written) if ids.size >= LEAST_ANSWER]
+    tokens = joined(answers)
+    with open_vocabulary(LoadOptions(model=chosen.model)) as (_, vocabulary):
+        write_shipped(chosen.output, tokens, sorted_places(tokens), vocabulary_key(vocabulary), vocabulary.size)
+    print(f"{len(answers)} answers, {tokens.size} tokens, {chosen.output.stat().st_size / 2**20:.1f} MiB")
+
+
+if __name__ == "__main__":
+    main()
