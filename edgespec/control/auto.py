@@ -260,7 +260,7 @@ class AutoController(Controller):
             gained = -rate * (work_s - reading_s)  # drafted, and a wider pass would not have paid
         if self._has_decided:
             self._worth.observe(gained)
-            if is_plain and decided.paid is None and not decided.is_refresh and self._worth.tokens <= 0:
+            if is_plain and decided.paid is None and not decided.is_refresh and not self._worth.pays:
                 self._rest = self._accounts.rounds_to_earn(work_s, plain_s)
         self._has_decided = True
         self._hedge.update(decided.gains, decided.net_tokens(proposal.drafter, gained, rate))

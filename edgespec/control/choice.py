@@ -124,6 +124,10 @@ class Worth:
     tokens: float = 0.0
     _seen: int = 0
 
+    @property
+    def pays(self) -> bool:
+        return self.tokens > c.LEAST_WORTH
+
     def observe(self, net_tokens: float) -> None:
         self._seen += 1
         self.tokens += max(c.WORTH_RATE, 1.0 / (self._seen + c.WORTH_FIRST)) * (net_tokens - self.tokens)
