@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgespec.control.choice import BEST, NEVER, Hedge, add_ucb_bonus, choice_of
+from edgespec.control.choice import BEST, NEVER, Hedge, Worth, add_ucb_bonus, choice_of
 from edgespec.control.round import UnusedDraft, UnusedDrafts
 from edgespec.types import Draft
 
@@ -139,3 +139,17 @@ def test_only_so_many_are_kept_waiting() -> None:
     for start in range(200):
         shadows.add(shadow([1] * 400, start=start))
     assert len(resolved(shadows, [2] * 500)) == 64
+
+
+def test_a_decision_pays_when_its_mean_gain_is_clear() -> None:
+    worth = Worth()
+    assert not worth.pays, "nothing is known"
+    for _ in range(200):
+        worth.observe(0.01)
+    assert not worth.pays, "that may be chance"
+    for gain in (4.0, 0.0, 0.0, -0.02):
+        worth.observe(gain)
+    assert worth.pays, "copies come in bursts"
+    for _ in range(200):
+        worth.observe(-0.02)
+    assert not worth.pays
