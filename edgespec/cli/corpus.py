@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -19,7 +20,7 @@ from edgespec.cli.status import waiting
 from edgespec.cli.terminal import note, printable
 from edgespec.config import LoadOptions
 from edgespec.config.sources import resolve
-from edgespec.corpus.database import MAX_BUDGET_BYTES, Corpus, CorpusText, check_budget, check_name
+from edgespec.corpus.database import MAX_BUDGET_BYTES, MAX_NAME_LENGTH, Corpus, CorpusText, check_budget, check_name
 from edgespec.corpus.documents import Documents
 from edgespec.corpus.learnt import LearntTexts
 from edgespec.corpus.store import vocabulary_key
@@ -81,24 +82,28 @@ def add(paths: tuple[Path, ...], model: str | None, name: str | None, budget: in
 
 @command.command("write")
 @_MODEL
-@click.option("--minutes", type=click.FloatRange(0, min_open=True), default=20.0, show_default=True, help="How long.")
-@click.option("--name", default="own text", show_default=True, help="Name of the text; more is added to it.")
+@click.option(
+    "--minutes", type=click.FloatRange(0, 100_000, min_open=True), default=20.0, show_default=True, help="How long."
+)
+@click.option("--name", help="Name of the text; more is added to it.  [default: written by MODEL]")
 @click.option(
     "-np", "--parallel", type=click.IntRange(1, 64), default=8, show_default=True, help="Texts written at once."
 )
-def write(model: str | None, minutes: float, name: str, parallel: int) -> int:
+def write(model: str | None, minutes: float, name: str | None, parallel: int) -> int:
     """Let the model write: it makes up questions and answers them, and later answers draft from that.
 
     Nothing is trained. What is written is kept after every batch of answers, and Ctrl-C ends it. Run it again for more.
     """
-    check_name(name)
+    if name is not None:
+        check_name(name)
     settings = resolve({"model": model, "context_length": OWN_CONTEXT, "reproducible": False})
     options = LoadOptions(**settings.part("load") | {"parallel": parallel})
     with load(options) as loaded:
         vocabulary = loaded.target.vocabulary
         corpus, source = Corpus(vocabulary_key(vocabulary), vocabulary.size), f"written by {loaded.pair.name}"
-        known = {text.name: text.num_documents for text in corpus.texts()}
-        batches, added = OwnText(loaded, seed=known.get(name, 0)).batches(), None
+        name = name or source[:MAX_NAME_LENGTH]
+        corpus.check_is_free(name, source)
+        batches, added = OwnText(loaded, seed=secrets.randbits(30)).batches(), None  # other texts than before
         end_s, total_s = monotonic() + 60 * minutes, 60 * minutes
         code = 0
         try:

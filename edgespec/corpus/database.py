@@ -103,6 +103,10 @@ class Corpus:
         self.index()
         return text
 
+    def check_is_free(self, name: str, source: str) -> None:
+        """Raise ConfigError if `name` is taken by another source; StateError if the file cannot be read."""
+        _check_name_is_free(CorpusText(name, source, 0.0, 0, 0), self.texts())
+
     def remove(self, name: str) -> CorpusText:
         """Remove a text. Raises ConfigError if there is no such text, StateError if the file cannot be written."""
         with writing(self.path, _SCHEMA) as database:

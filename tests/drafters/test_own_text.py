@@ -79,14 +79,14 @@ def write(*arguments: str) -> Result:
 
 def num_tokens() -> int:
     row = CliRunner().invoke(cli, ["corpus", "ls"]).stdout.splitlines()[1].split()
-    return int(row[2])  # behind the two words of the name
+    return int(row[3])  # behind the three words of the name
 
 
 def test_more_is_added_each_time_and_drafted_from(home: Path) -> None:
     assert write().exit_code == 0
     first = num_tokens()
     done = write()
-    assert done.exit_code == 0 and "kept: own text" in done.stdout
+    assert done.exit_code == 0 and "kept: written by demo" in done.stdout
     assert num_tokens() > first
     question, accepted = [{"role": "user", "content": "Find me a hotel."}], {}
     options = GenerateOptions(max_tokens=60, drafter="suffix", draft_length=4, ignore_eos=True)
@@ -104,11 +104,21 @@ def test_an_interrupt_keeps_what_was_written(home: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(module, "OwnText", Interrupted)
     done = write("--minutes", "5")
-    assert done.exit_code == 130 and "kept: own text" in done.stdout
+    assert done.exit_code == 130 and "kept: written by demo" in done.stdout
     assert num_tokens() > 0
 
 
-@pytest.mark.parametrize("arguments", [("--minutes", "0"), ("-np", "0"), ("--name", "-x"), ("-m", "no-such-model")])
+def test_a_name_that_is_taken_is_refused_before_anything_is_written(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("Some notes of mine.")
+    assert CliRunner().invoke(cli, ["corpus", "add", str(tmp_path / "notes.txt"), "--name", "mine"]).exit_code == 0
+    done = write("--name", "mine")
+    assert done.exit_code == 2 and "another name with --name" in done.stderr
+
+
+BAD = (("--minutes", "0"), ("--minutes", "inf"), ("-np", "0"), ("--name", "-x"), ("-m", "no-such-model"))
+
+
+@pytest.mark.parametrize("arguments", BAD)
 def test_bad_input_is_one_line(home: Path, arguments: tuple[str, ...]) -> None:
     done = write(*arguments)
     assert done.exit_code == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
