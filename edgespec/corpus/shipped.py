@@ -6,7 +6,6 @@ They serve every model with the same vocabulary, in any format; siblings of one 
 from __future__ import annotations
 
 import logging
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 from edgespec.corpus.index import SuffixIndex
 from edgespec.corpus.store import vocabulary_key
 from edgespec.formats.files import shipped_models
+from edgespec.formats.head_file import UNREADABLE_NPZ
 from edgespec.types import TokenIds
 from edgespec.vocabulary import Vocabulary
 
@@ -30,7 +30,7 @@ def shipped_text(vocabulary: Vocabulary, folder: Path | None = None) -> SuffixIn
                 # The size first: making the key takes longer than all the rest.
                 if int(file["size"]) == vocabulary.size and str(file["key"]) == vocabulary_key(vocabulary):
                     return SuffixIndex(*_checked(file["tokens"], file["order"], vocabulary.size))
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as exc:
+        except UNREADABLE_NPZ as exc:
             logger.warning("the text in %s is not drafted from: %s", path, exc)
     return None
 

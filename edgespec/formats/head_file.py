@@ -37,7 +37,7 @@ EMBEDDING = "embedding"
 # What numpy, zipfile and its decompressors raise on damaged bytes. Less obvious ones: RuntimeError of an archive marked
 # as encrypted, and as NotImplementedError of an unknown compression; TypeError of a bare array, which is no archive;
 # AttributeError of an entry that is no array; MemoryError of a shape that cannot be.
-_UNREADABLE = (
+UNREADABLE_NPZ = (
     *(OSError, ValueError, KeyError, EOFError, RuntimeError, TypeError, AttributeError, MemoryError),
     *(zipfile.BadZipFile, zlib.error, lzma.LZMAError),
 )
@@ -206,7 +206,7 @@ def read_head_file(path: Path) -> HeadFile:
         with path.open("rb") as handle, np.load(handle, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}
         described = json.loads(arrays.pop(MANIFEST).tobytes())
-    except _UNREADABLE as exc:
+    except UNREADABLE_NPZ as exc:
         # for a file of another kind, numpy's message advises to trust it
         raise ModelFileError(f"{path} is not a heads file, or it is damaged: train the heads again") from exc
     manifest = _manifest(path, described)

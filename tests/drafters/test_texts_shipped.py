@@ -57,6 +57,14 @@ def test_a_damaged_file_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert len(caplog.records) == 5 and str(path) in caplog.text
 
 
+def test_any_damaged_byte_is_survived(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 7):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :])
+        shipped_text(VOCABULARY, tmp_path)
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.parent.name)
 def test_what_is_shipped_is_sound_small_and_travels_with_the_package(path: Path) -> None:
     with np.load(path) as file:
