@@ -14,6 +14,8 @@ from edgespec.drafters.counts import MAX_VOCABULARY, SIZES, CountTable, Followin
 from edgespec.errors import CapabilityError
 from edgespec.types import Draft, Evidence, TokenIds
 
+_LEAST_REACH = 0.2  # the probability of all tokens so far, below which a draft that nobody else ends is over
+
 
 class CacheDrafter(Drafter):
     """Drafts from n-grams of the text, of this process's answers (`learn`) and of `earlier` ones [tokens of each]."""
@@ -46,12 +48,17 @@ class CacheDrafter(Drafter):
         latest = self._ids[-SIZES[0] :]
         chosen: list[int] = []
         evidence: list[Evidence] = []
+        reach = 1.0
         while len(chosen) < request.max_tokens and (found := self._following(latest)) is not None:
             size, (token_id, count, total), origin = found
             share = (count + 0.5) / (total + 1.0)
             chosen.append(token_id)
             evidence.append((size / 3.0 - 1.0, math.log(share / (1.0 - share)) / 2.0, origin))
-            if request.should_continue is not None and not request.should_continue(len(chosen), evidence[-1]):
+            reach *= share
+            may_pay = reach >= _LEAST_REACH
+            if request.should_continue is not None:
+                may_pay = request.should_continue(len(chosen), evidence[-1])
+            if not may_pay:
                 break
             latest = [*latest[-SIZES[0] + 1 :], token_id]
         return Draft.chain(chosen, evidence=evidence)

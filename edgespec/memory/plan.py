@@ -13,7 +13,7 @@ from typing import NamedTuple
 from edgespec.config import LoadOptions
 from edgespec.config.sizes import as_size
 from edgespec.control.constants import MAX_AUTO_LENGTH
-from edgespec.drafters.spec import SPECS, automatic
+from edgespec.drafters.spec import SPECS
 from edgespec.engines.footprint import Footprint, Use
 from edgespec.engines.machine import physical_cores
 from edgespec.formats.files import expanded
@@ -250,7 +250,7 @@ def _table_bytes(options: LoadOptions, context_length: int) -> int:
     """Bytes of drafters that keep tables of the text, each of which also has a limit of its own."""
     if options.drafter == "none" or options.draft_length == 0:
         return 0
-    free = [name for name in automatic(options) if SPECS[name].cost == "free"]
+    free = [name for name, spec in SPECS.items() if spec.cost == "free"]  # a request may name those not in `auto`
     names = free if options.drafter == "auto" else [options.drafter]
     return context_length * sum(SPECS[name].bytes_per_token for name in names if name in SPECS)
 

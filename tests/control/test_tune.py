@@ -196,7 +196,7 @@ def test_the_settings_that_are_tried(target_path, draft_path):
     request = TuneRequest(options, frozenset({"threads"}), Sampling(), 4)
     engines = {str(target_path): ["llamacpp"]}
     tried = list(prepare(request, engines, lambda model: [[1, 2]]).scores)
-    for drafter in ("ngram", "model"):
+    for drafter in ("suffix", "model"):
         assert [c.draft_length for c in tried if c.drafter == drafter] == list(LENGTHS)
     assert [c.draft_length for c in tried if c.drafter == "auto"] == ["auto"]
     assert {c.loaded.threads for c in tried} == {1}
@@ -216,7 +216,7 @@ def test_every_drafter_of_a_pair_is_tried(engine):
     tried = list(prepare(request, {"demo": [engine]}, lambda model: [[1, 2]]).scores)
     lengths = {name: [c.draft_length for c in tried if c.drafter == name] for name in {c.drafter for c in tried}}
     by_name = ("hierarchical", "medusa", "eagle")
-    assert {"ngram", "suffix", "cache", "model", "auto", *by_name} <= set(lengths)
+    assert {"suffix", "model", "auto", *by_name} <= set(lengths)
     assert all(lengths[name] == list(FEW_LENGTHS) for name in by_name)
     assert {c.loaded.opens for c in tried} == {"auto", *by_name}
     assert all(c.loaded.opens == c.drafter for c in tried if c.drafter in by_name)
@@ -310,7 +310,7 @@ def test_the_best_setting_is_what_later_runs_use(target_path, draft_path, prompt
     best = [one for one in told["tried"] if one["tokens_per_second"] == told["tokens_per_second"]]
     assert any(one["drafter"] == told["settings"]["drafter"] for one in best)
     assert told["speedup"] > 0
-    every = {"none", "ngram", "suffix", "cache", "model", "auto"}
+    every = {"none", "suffix", "model", "auto"}
     assert (
         every <= {one["drafter"] for one in told["tried"]} <= every | {"tree", "lookahead"}
     )  # these where rows are cheap

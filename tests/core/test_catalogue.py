@@ -52,7 +52,7 @@ def test_every_file_of_the_catalogue_travels_in_the_wheel():
 
 def test_a_damaged_catalogue_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "x.toml"
-    monkeypatch.setattr(catalogue, "_catalogue_files", lambda: [path])
+    monkeypatch.setattr(catalogue, "shipped_models", lambda: tmp_path)
     for text in (
         "format = 2",
         "format = 1\nfamily = 'x'",
