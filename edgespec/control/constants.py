@@ -65,6 +65,7 @@ LIKENESS = 0.35  # octaves of width over which the influence of a pass on other 
 MOST_SURPRISE = 0.3  # largest deviation that a single pass counts for, in logarithms of its time
 FIRST_LATENESS = 0.15  # largest lateness that the very first plain passes count for
 FIRST_PASSES = 3  # passes after which a large deviation is believed
+UNTOLD_PASSES = 5  # late passes over several rows without a plain one between, after which they are believed too
 MOST_STALE = 0.01  # how far, in logarithms, a table of costs may be out of date: making one is not free
 CONTEXT_STEP = 64  # the same in tokens of context
 COST_RATE, MOST_DRAFT_SURPRISE = 0.1, 2.0  # learning rate per draft or round; largest surprise, in logarithms

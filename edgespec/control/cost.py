@@ -1,12 +1,8 @@
-"""What the target's passes cost, by rows and context: measured before or guessed, and corrected by every pass.
+"""What the target's passes cost, by rows and context: measured before, and corrected by every pass.
 
 On a CPU a pass over several tokens costs more than one over a single token, in steps that differ from kernel to
 kernel, so the only assumption about the curve is that it does not fall: a narrow pass can always be padded to a wider
 one. Machines are noisy and heat up, so each observation moves the curve a little, an outlier no more than others.
-
-Nothing is measured before the first token. A first run begins with a straight line (`PriorCurve`): a pass of one row
-costs what the first plain passes take, and each additional row a share of that, which is too high for most kernels. The
-time bank limits what a wrong line can lose.
 """
 
 from __future__ import annotations
@@ -15,7 +11,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +18,7 @@ from numpy.typing import NDArray
 from edgespec.control import constants as c
 
 WIDEST = 65
-_WIDTHS = np.arange(WIDEST + 1)
+ROWS = np.arange(WIDEST + 1)  # of a pass: every width that has a price
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +37,7 @@ def _likenesses() -> NDArray[np.float64]:
 
     0 to and from plain passes (row and column 1): all others are measured against them.
     """
-    octaves = np.log2(np.maximum(_WIDTHS, 1))
+    octaves = np.log2(np.maximum(ROWS, 1))
     found: NDArray[np.float64] = np.exp(-np.abs(octaves[:, None] - octaves[None, :]) / c.LIKENESS)
     np.fill_diagonal(found, 0.0)
     found[:, :2] = found[:2, :] = 0.0
@@ -67,6 +62,7 @@ class CostCurve:
         self._local = np.zeros(WIDEST + 1)  # the same, smoothed over similar widths
         self._first: list[float] = []  # logarithms of the first plain passes over the base
         self._odd: dict[int, list[float]] = {}  # recent large deviations of each width
+        self._doubted: set[int] = set()  # widths that were late again and again; a plain pass tells why
         self._drift = 0.0
         self._stale = 0.0  # how much has been learnt since the table was made, in logarithms
         self._table: list[float] = []
@@ -90,8 +86,11 @@ class CostCurve:
         if not 1 <= width <= WIDEST or seconds <= 0:
             return
         ratio = math.log(seconds / (self._base[width] + self.context.at(width, context_tokens)))
+        is_plain = is_plain or width == 1
+        if is_plain and self._doubted:
+            self._resolve(max(ratio - self._drift - float(self._local[width]), 0.0))
         if width > 1 or len(self._first) == c.FIRST_PASSES:
-            self._follow(width, ratio, c.PLAIN_RATE if is_plain or width == 1 else c.DRIFT_RATE)
+            self._follow(width, ratio, is_plain=is_plain)
         else:
             self._first.append(ratio)
             self._drift = median(self._first)  # an earlier measurement may be from a busier machine
@@ -109,15 +108,22 @@ class CostCurve:
     def is_sure_of_plain(self) -> bool:
         """Whether plain passes were timed in this run, and the last one was not much faster than expected.
 
-        A slower one does no harm: if plain passes are underestimated, drafts look worse than they are.
+        A slower one does no harm: if plain passes are underestimated, drafts look worse than they are. Nor is it sure
+        where a width was late so often that either its cost has changed or the whole machine is slow.
         """
+        if self._doubted:
+            return False
         if len(self._first) < c.FIRST_PASSES:
             return bool(self._first) and self._first[-1] > -c.FIRST_LATENESS
         odd = self._odd.get(1)
         return not (odd and odd[0] < 0)
 
-    def _follow(self, width: int, ratio: float, rate: float) -> None:
-        """Move a little towards one pass; after three large deviations in one direction, all the way."""
+    def _follow(self, width: int, ratio: float, *, is_plain: bool) -> None:
+        """Move a little towards one pass; after three large deviations in one direction, all the way.
+
+        Where wide passes are late, a plain pass tells first how much of that is the machine's: in a moment of slowness
+        short drafts would look dear, would not be drafted any more, and nothing would ever put that right.
+        """
         surprise = ratio - self._drift - float(self._local[width])
         odd = self._odd.setdefault(width, [])
         if abs(surprise) <= c.MOST_SURPRISE or (odd and (odd[0] > 0) != (surprise > 0)):
@@ -125,14 +131,26 @@ class CostCurve:
         if abs(surprise) > c.MOST_SURPRISE:
             odd.append(surprise)
         if len(odd) < c.FIRST_PASSES:
-            self._move(width, max(-c.MOST_SURPRISE, min(c.MOST_SURPRISE, surprise)), rate)
-        else:
+            self._move(width, max(-c.MOST_SURPRISE, min(c.MOST_SURPRISE, surprise)), is_plain=is_plain)
+        elif is_plain or surprise < 0 or len(odd) > c.UNTOLD_PASSES:
             self._jump(width, median(odd))
+            self._doubted.discard(width)
             odd.clear()
+        else:
+            self._doubted.add(width)
 
-    def _move(self, width: int, surprise: float, rate: float) -> None:
-        """All widths are relative to plain passes, so a plain pass changes mostly the machine's pace, by `rate`."""
-        self._drift += rate * surprise
+    def _resolve(self, late: float) -> None:
+        """A plain pass took `late` more, in logarithms, than it used to: what of the doubted widths' lateness is theirs?"""
+        for width in self._doubted:
+            own = median(self._odd[width]) - late
+            if own > c.MOST_SURPRISE:
+                self._jump(width, own)
+            self._odd[width].clear()
+        self._doubted.clear()
+
+    def _move(self, width: int, surprise: float, *, is_plain: bool) -> None:
+        """All widths are relative to plain passes, so that a plain pass changes mostly the machine's pace."""
+        self._drift += (c.PLAIN_RATE if is_plain else c.DRIFT_RATE) * surprise
         self._stale += abs(surprise) * c.PLAIN_RATE
         if width > 1:
             seen = self._local[width] + surprise
@@ -164,7 +182,7 @@ class CostCurve:
 
     def _rebuilt(self, context_tokens: int) -> list[float]:
         context, scale = self.context, math.exp(self._drift)
-        times = np.exp(self._local) * (self._base_s + context_tokens * (context.fixed_s + _WIDTHS * context.row_s))
+        times = np.exp(self._local) * (self._base_s + context_tokens * (context.fixed_s + ROWS * context.row_s))
         times[0] = 0.0
         # A width that was never run costs no less than the narrower ones that were.
         is_seen = self._passes > 0
@@ -206,96 +224,3 @@ def _interpolated(measured: Mapping[int, float]) -> list[float]:
         slope = (measured[high] - measured[low]) / (high - low)
         times[width] = max(measured[low] + slope * (width - low), min(measured.values()))
     return times
-
-
-class PriorCurve(CostCurve):
-    """A cost curve without a measurement.
-
-    `guess_s`: seconds of a plain pass until two were timed; `low`: rows that a single token is padded to.
-    """
-
-    def __init__(self, guess_s: float, low: int = 1) -> None:
-        self._low, self._row, self._row_weight = low, c.FIRST_ROW, c.ROW_WEIGHT
-        super().__init__({width: guess_s * self._line(width) for width in range(1, WIDEST + 1)})
-        self._plain: list[float] = []
-        self._is_scaled = False
-
-    @property
-    def is_scaled(self) -> bool:
-        return self._is_scaled
-
-    def is_sure_of_plain(self) -> bool:
-        return self._is_scaled and super().is_sure_of_plain()
-
-    def observe(self, width: int, context_tokens: int, seconds: float, *, is_plain: bool = False) -> None:
-        if not self._is_scaled:
-            if width <= self._low and seconds > 0:
-                self._plain.append(seconds)
-            if len(self._plain) < c.PLAIN_PASSES:
-                return
-            self._rebase(min(self._plain))
-            self._is_scaled, width, seconds = True, 1, min(self._plain)
-        if self._low < width <= WIDEST and seconds > 0:
-            self._learn_row(width, seconds)  # first, so that only the rest counts as this width's own
-        super().observe(width, context_tokens, seconds, is_plain=is_plain)
-
-    def _line(self, width: int) -> float:
-        return 1.0 + self._row * max(width - self._low, 0)
-
-    def _learn_row(self, width: int, seconds: float) -> None:
-        """Learn the cost of a row from a pass; the line is redrawn when that has changed enough."""
-        plain_s = self._base[1] * math.exp(self._drift)
-        seen = min(max((seconds / plain_s - 1.0) / (width - self._low), 0.0), c.MOST_ROW)
-        self._row_weight = min(self._row_weight + 1.0, c.MOST_ROW_PASSES)
-        row = self._row + (seen - self._row) / self._row_weight
-        if abs(row - self._row) * (width - 1) > c.LEAST_ROW_CHANGE:
-            self._row = row
-            self._rebase(self._base[1])
-
-    def _rebase(self, plain_s: float) -> None:
-        """Redraw the line; widths that were run keep their times."""
-        before = self._base_s
-        self._base_s = plain_s * (1.0 + self._row * np.maximum(_WIDTHS - self._low, 0))
-        self._base_s[0] = 0.0
-        self._base = self._base_s.tolist()
-        self.measured = {width: self._base[width] for width in self.measured}
-        self._own[1:] -= np.where(self._passes[1:] > 0, np.log(self._base_s[1:] / before[1:]), 0.0)
-        self._judge()
-        self._table_step = -1
-
-    def kept(self) -> dict[str, Any]:
-        """For the next run, as JSON; empty while no plain pass was timed."""
-        if not self._is_scaled:
-            return {}
-        widths = np.flatnonzero(self._passes)
-        return {
-            "plain": self._base[1] * math.exp(self._drift),
-            "row": [self._row, self._row_weight],
-            "widths": [[int(width), float(self._passes[width]), float(self._own[width])] for width in widths],
-        }
-
-    @classmethod
-    def of(cls, kept: object, low: int = 1) -> Self | None:
-        """The curve that `kept` returned; None for anything else."""
-        try:
-            assert isinstance(kept, Mapping)
-            plain_s, (row, weight) = float(kept["plain"]), map(float, kept["row"])
-            widths = [(int(width), float(passes), float(own)) for width, passes, own in kept["widths"]]
-        except (AssertionError, KeyError, TypeError, ValueError):
-            return None
-        sound = 0 < plain_s < math.inf and 0 <= row <= c.MOST_ROW and c.ROW_WEIGHT <= weight <= c.MOST_ROW_PASSES
-        if not sound or not all(1 < w <= WIDEST and 0 < n < math.inf and abs(own) < 20 for w, n, own in widths):
-            return None
-        curve = cls(plain_s, low)
-        curve._row, curve._row_weight = row, weight
-        curve._rebase(plain_s)
-        curve._is_scaled = True
-        for width, passes, own in widths:
-            curve._passes[width], curve._own[width] = passes, own
-        curve._judge()
-        return curve
-
-
-def guessed_plain_s(weight_bytes: int) -> float:
-    """Seconds of a plain pass over so many bytes, as a unit of time until one was timed."""
-    return c.GUESSED_PASS_S + weight_bytes / c.GUESSED_BYTES_PER_S

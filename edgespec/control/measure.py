@@ -16,7 +16,8 @@ from time import perf_counter
 import numpy as np
 
 from edgespec.control import constants as c
-from edgespec.control.cost import WIDEST, ContextCost, CostCurve, PriorCurve, guessed_plain_s
+from edgespec.control.cost import WIDEST, ContextCost, CostCurve
+from edgespec.control.prior import PriorCurve, guessed_plain_s
 from edgespec.control.run_cost import DraftCost, guessed_draft_cost
 from edgespec.engines import disk_cache
 from edgespec.engines.base import Engine

@@ -16,7 +16,7 @@ from edgespec.config import DrafterName, DraftLength, GenerateOptions, LoadOptio
 from edgespec.control import constants as c
 from edgespec.control.auto import AutoController
 from edgespec.control.base import Controller, FixedLength
-from edgespec.control.cost import CostCurve, PriorCurve
+from edgespec.control.cost import CostCurve
 from edgespec.control.measure import (
     cost_key,
     draft_cost,
@@ -28,6 +28,7 @@ from edgespec.control.measure import (
     store_file_curve,
     target_curve,
 )
+from edgespec.control.prior import PriorCurve
 from edgespec.control.run_cost import DraftCost, guessed_draft_cost
 from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import Drafter

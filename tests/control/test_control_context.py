@@ -7,7 +7,8 @@ from itertools import repeat
 import pytest
 
 from edgespec.control.auto import AutoController
-from edgespec.control.cost import ContextCost, CostCurve, PriorCurve
+from edgespec.control.cost import ContextCost, CostCurve
+from edgespec.control.prior import PriorCurve
 from edgespec.control.run_cost import DraftCost
 from edgespec.types import RoundRecord
 from simulation import (

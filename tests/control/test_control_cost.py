@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec.control.constants import LEAST_PASSES
+from edgespec.control.constants import LEAST_PASSES, UNTOLD_PASSES
 from edgespec.control.cost import WIDEST, ContextCost, CostCurve
 from edgespec.control.measure import (
     COARSE,
@@ -72,6 +72,37 @@ def test_passes_that_surprise_three_times_in_a_row_are_believed_and_one_is_not()
         curve.observe(1, 0, 3.0)
     assert curve.is_sure_of_plain()
     assert curve.at(1) == pytest.approx(3.0, rel=0.15)
+
+
+def late(width: int, times: int, before: int = 8) -> CostCurve:
+    """A curve that knows plain passes and `width`, and then saw `times` passes of it take twice as long."""
+    curve = CostCurve(STEPS)
+    for _ in range(before):
+        curve.observe(1, 0, 1.0)
+        curve.observe(width, 0, STEPS[width])
+    for _ in range(times):
+        curve.observe(width, 0, 2.0 * STEPS[width])
+    return curve
+
+
+def test_a_plain_pass_tells_whether_wide_passes_are_late_or_the_machine_is() -> None:
+    curve = late(4, 3)
+    assert not curve.is_sure_of_plain(), "a plain pass is asked for"
+    curve.observe(1, 0, 2.0)
+    assert curve.is_sure_of_plain()
+    for _ in range(30):
+        curve.observe(1, 0, 1.0)
+    assert curve.at(4) / curve.at(1) == pytest.approx(STEPS[4], rel=0.1)
+    curve = late(4, 3)
+    curve.observe(1, 0, 1.0)
+    assert curve.is_sure_of_plain()
+    assert curve.at(4) / curve.at(1) > 1.5 * STEPS[4]
+
+
+def test_wide_passes_that_stay_late_are_believed_where_no_plain_pass_follows() -> None:
+    curve = late(4, UNTOLD_PASSES + 1)
+    assert curve.is_sure_of_plain()
+    assert curve.at(4) / curve.at(1) > 1.5 * STEPS[4]
 
 
 def test_a_table_never_falls_whatever_was_measured_or_seen() -> None:

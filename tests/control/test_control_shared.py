@@ -9,8 +9,9 @@ import pytest
 
 from edgespec import GenerateOptions
 from edgespec.control import constants as c
-from edgespec.control.cost import CostCurve, PriorCurve
+from edgespec.control.cost import CostCurve
 from edgespec.control.length import best_length
+from edgespec.control.prior import PriorCurve
 from edgespec.control.run_cost import RunCosts
 from shared_passes import PASS_S, Costly, Ledger, rate, shared_model
 from simulation import CURVES

@@ -1,0 +1,110 @@
+"""What the target's passes cost before anything was measured: a guess that the first answer's passes put right.
+
+Nothing is measured before the first token. A first run begins with a straight line: a pass of one row costs what the
+first plain passes take, and each additional row a share of that, which is too high for most kernels. The time bank
+limits what a wrong line can lose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Self
+
+import numpy as np
+
+from edgespec.control import constants as c
+from edgespec.control.cost import ROWS, WIDEST, CostCurve
+
+
+class PriorCurve(CostCurve):
+    """A cost curve without a measurement.
+
+    `guess_s`: seconds of a plain pass until two were timed; `low`: rows that a single token is padded to.
+    """
+
+    def __init__(self, guess_s: float, low: int = 1) -> None:
+        self._low, self._row, self._row_weight = low, c.FIRST_ROW, c.ROW_WEIGHT
+        super().__init__({width: guess_s * self._line(width) for width in range(1, WIDEST + 1)})
+        self._plain: list[float] = []
+        self._is_scaled = False
+
+    @property
+    def is_scaled(self) -> bool:
+        return self._is_scaled
+
+    def is_sure_of_plain(self) -> bool:
+        return self._is_scaled and super().is_sure_of_plain()
+
+    def observe(self, width: int, context_tokens: int, seconds: float, *, is_plain: bool = False) -> None:
+        if not self._is_scaled:
+            if width <= self._low and seconds > 0:
+                self._plain.append(seconds)
+            if len(self._plain) < c.PLAIN_PASSES:
+                return
+            self._rebase(min(self._plain))
+            self._is_scaled, width, seconds = True, 1, min(self._plain)
+        if self._low < width <= WIDEST and seconds > 0:
+            self._learn_row(width, seconds)  # first, so that only the rest counts as this width's own
+        super().observe(width, context_tokens, seconds, is_plain=is_plain)
+
+    def _line(self, width: int) -> float:
+        return 1.0 + self._row * max(width - self._low, 0)
+
+    def _learn_row(self, width: int, seconds: float) -> None:
+        """Learn the cost of a row from a pass; the line is redrawn when that has changed enough."""
+        plain_s = self._base[1] * math.exp(self._drift)
+        seen = min(max((seconds / plain_s - 1.0) / (width - self._low), 0.0), c.MOST_ROW)
+        self._row_weight = min(self._row_weight + 1.0, c.MOST_ROW_PASSES)
+        row = self._row + (seen - self._row) / self._row_weight
+        if abs(row - self._row) * (width - 1) > c.LEAST_ROW_CHANGE:
+            self._row = row
+            self._rebase(self._base[1])
+
+    def _rebase(self, plain_s: float) -> None:
+        """Redraw the line; widths that were run keep their times."""
+        before = self._base_s
+        self._base_s = plain_s * (1.0 + self._row * np.maximum(ROWS - self._low, 0))
+        self._base_s[0] = 0.0
+        self._base = self._base_s.tolist()
+        self.measured = {width: self._base[width] for width in self.measured}
+        self._own[1:] -= np.where(self._passes[1:] > 0, np.log(self._base_s[1:] / before[1:]), 0.0)
+        self._judge()
+        self._table_step = -1
+
+    def kept(self) -> dict[str, Any]:
+        """For the next run, as JSON; empty while no plain pass was timed."""
+        if not self._is_scaled:
+            return {}
+        widths = np.flatnonzero(self._passes)
+        return {
+            "plain": self._base[1] * math.exp(self._drift),
+            "row": [self._row, self._row_weight],
+            "widths": [[int(width), float(self._passes[width]), float(self._own[width])] for width in widths],
+        }
+
+    @classmethod
+    def of(cls, kept: object, low: int = 1) -> Self | None:
+        """The curve that `kept` returned; None for anything else."""
+        try:
+            assert isinstance(kept, Mapping)
+            plain_s, (row, weight) = float(kept["plain"]), map(float, kept["row"])
+            widths = [(int(width), float(passes), float(own)) for width, passes, own in kept["widths"]]
+        except (AssertionError, KeyError, TypeError, ValueError):
+            return None
+        sound = 0 < plain_s < math.inf and 0 <= row <= c.MOST_ROW and c.ROW_WEIGHT <= weight <= c.MOST_ROW_PASSES
+        if not sound or not all(1 < w <= WIDEST and 0 < n < math.inf and abs(own) < 20 for w, n, own in widths):
+            return None
+        curve = cls(plain_s, low)
+        curve._row, curve._row_weight = row, weight
+        curve._rebase(plain_s)
+        curve._is_scaled = True
+        for width, passes, own in widths:
+            curve._passes[width], curve._own[width] = passes, own
+        curve._judge()
+        return curve
+
+
+def guessed_plain_s(weight_bytes: int) -> float:
+    """Seconds of a plain pass over so many bytes, as a unit of time until one was timed."""
+    return c.GUESSED_PASS_S + weight_bytes / c.GUESSED_BYTES_PER_S
