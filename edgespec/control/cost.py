@@ -140,7 +140,7 @@ class CostCurve:
             self._doubted.add(width)
 
     def _resolve(self, late: float) -> None:
-        """A plain pass took `late` more, in logarithms, than it used to: what of the doubted widths' lateness is theirs?"""
+        """A plain pass took `late` more than usual, in logarithms; what the doubted widths took more is theirs."""
         for width in self._doubted:
             own = median(self._odd[width]) - late
             if own > c.MOST_SURPRISE:
