@@ -1,7 +1,7 @@
 """What `chat` talks with where no model was named: a real one, which is fetched if the user agrees, else the demo.
 
 The demo knows a few subjects and is made for trying things out. A small real model is asked for once, in a terminal
-only; without llama.cpp it is converted to ONNX, so that nothing needs a compiler.
+only. It is converted to ONNX where that is faster, and without llama.cpp, so that nothing needs a compiler.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from edgespec.cli.status import waiting
 from edgespec.cli.terminal import note, verbosity
 from edgespec.config.sources import Settings
 from edgespec.engines import disk_cache
+from edgespec.engines.machine import VNNI, instruction_sets
 from edgespec.errors import EdgespecError
 from edgespec.installation import has_engine, install_command, is_importable
 from edgespec.loading.catalogue import entries
@@ -46,16 +47,24 @@ def first_model(settings: Settings) -> str | None:
 def _usable() -> str | None:
     """The first model's name where it is on this machine in a form that this installation runs."""
     here = registered_folders()
-    if FIRST in here and has_engine("llamacpp"):
-        return FIRST
-    return CONVERTED if CONVERTED in here and has_engine("onnx") else None
+    if CONVERTED in here and has_engine("onnx"):
+        return CONVERTED
+    return FIRST if FIRST in here and has_engine("llamacpp") else None
+
+
+def _is_faster_converted() -> bool:
+    """On processors with VNNI: there plain decoding had 1.55 times the speed of llama.cpp with the file as it comes.
+
+    On one with AVX2 alone both were equal (docs/benchmarks/speed.md).
+    """
+    return has_engine("onnx") and is_importable("gguf") and bool(instruction_sets() & VNNI)
 
 
 def _fetched() -> str | None:
     if not is_interactive() or verbosity() == "quiet" or disk_cache.get("asked", _KEY, _ANSWERED) is not None:
         return None
-    needs_conversion = not has_engine("llamacpp")
-    if needs_conversion and not is_importable("gguf"):
+    is_converted = not has_engine("llamacpp") or _is_faster_converted()
+    if is_converted and not is_importable("gguf"):
         note(f"no model named: using the demo. To get a real model, first run {install_command('convert')}")
         return None
     entry = entries()[FIRST]
@@ -70,8 +79,8 @@ def _fetched() -> str | None:
         note(f"edgespec pull {FIRST} gets it later")
         return None
     try:
-        path = fetched(FIRST, wants_draft=False, is_converted=needs_conversion).target
-        if needs_conversion:
+        path = fetched(FIRST, wants_draft=False, is_converted=is_converted).target
+        if is_converted:
             _convert(str(path))
     except EdgespecError as exc:
         note(f"{exc}\nusing the demo for now")

@@ -33,6 +33,9 @@ def usable_processors() -> int:
     return os.cpu_count() or 1
 
 
+VNNI = frozenset({"avx512_vnni", "avx_vnni"})  # instructions for sums of products of bytes, of which one is enough
+
+
 @cache
 def instruction_sets() -> frozenset[str]:
     """What the CPU offers beyond plain x86-64, as Linux names it; empty on other processors.
@@ -56,7 +59,7 @@ def products_saturate() -> bool:
     Where the CPU is not known it is taken for one on which they do, which costs time at a load only.
     """
     found = instruction_sets()
-    return bool(found) and not found & {"avx512_vnni", "avx_vnni"}
+    return bool(found) and not found & VNNI
 
 
 def has_address_limit() -> bool:

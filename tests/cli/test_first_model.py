@@ -99,8 +99,22 @@ def test_it_is_converted_where_llama_cpp_is_missing(
     assert fetched == [FIRST]
 
 
-def test_llama_cpp_reads_the_file_itself(terminal: None, fetched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_both_engines_it_is_converted_where_that_is_faster(
+    terminal: None, fetched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gguf")
     monkeypatch.setattr(module, "has_engine", lambda engine: True)
+    monkeypatch.setattr(module, "instruction_sets", lambda: frozenset({"avx2", "avx_vnni"}))
+    assert asked("y\n")[0] == CONVERTED
+    assert asked("")[0] == CONVERTED
+    assert fetched == [FIRST]
+
+
+def test_elsewhere_llama_cpp_reads_the_file_itself(
+    terminal: None, fetched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "has_engine", lambda engine: True)
+    monkeypatch.setattr(module, "instruction_sets", lambda: frozenset({"avx2"}))
     assert asked("y\n")[0] == FIRST
     assert asked("")[0] == FIRST
     assert fetched == [FIRST]
