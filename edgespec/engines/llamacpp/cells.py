@@ -38,6 +38,7 @@ class Cells:
         self._last_position = llama.llama_memory_seq_pos_max
         self._branch_ids = range(settings.max_sequences, settings.scratch_id)
         self._scratch_id = settings.scratch_id
+        self._has_streams = settings.streams
         self._mirrors: dict[int, tuple[int, int]] = {}  # branch id -> (sequence, tokens mirrored)
         self._lengths = book.lengths
         self._branches: Branches = {}  # of unsettled trees
@@ -126,7 +127,14 @@ class Cells:
         self._remove(self._memory, sequence, -1, END)
 
     def fork(self, source: int, destination: int) -> None:
-        """Let `destination` share all cells of `source`; nothing is copied until they differ."""
+        """Let `destination` share all cells of `source`, of which nothing is copied until they differ.
+
+        Sequences with streams of their own cannot share: `destination` gets a copy. llama.cpp's own copy waits for the
+        next pass, and a state that is saved or loaded before that would be another text's.
+        """
+        if self._has_streams:
+            self.load(memoryview(self._state(source)), self._lengths[source], destination)
+            return
         self.trim(source)
         self.forget(destination)
         self._copy(self._memory, source, destination, -1, END)
@@ -138,24 +146,18 @@ class Cells:
 
     def save(self, sequence: int) -> bytes:
         """A sequence's state."""
-        self.trim(sequence)
-        size = self.state_size(sequence)
-        buffer = (ctypes.c_uint8 * size)()
-        forget_complaints()
-        written = library().llama_state_seq_get_data(self._context, buffer, size, sequence)
-        if written != size:
-            raise EngineError(f"llama.cpp wrote {written} of {size} bytes of the state: {complaints()}")
-        return bytes(buffer)
+        return self._state(sequence).tobytes()
 
     def running_state(self, sequence: int) -> NDArray[np.uint8]:
         """A sequence's running state, without its keys and values."""
+        return self._state(sequence, RUNNING_STATE_ONLY)
+
+    def _state(self, sequence: int, flags: int = 0) -> NDArray[np.uint8]:
         self.trim(sequence)
-        size = int(library().llama_state_seq_get_size_ext(self._context, sequence, RUNNING_STATE_ONLY))
+        size = int(library().llama_state_seq_get_size_ext(self._context, sequence, flags))
         state = np.empty(size, np.uint8)
         forget_complaints()
-        written = library().llama_state_seq_get_data_ext(
-            self._context, _address(state), size, sequence, RUNNING_STATE_ONLY
-        )
+        written = library().llama_state_seq_get_data_ext(self._context, _address(state), size, sequence, flags)
         if written != size:
             raise EngineError(f"llama.cpp wrote {written} of {size} bytes of the state: {complaints()}")
         return state
