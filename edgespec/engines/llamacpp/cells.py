@@ -133,7 +133,7 @@ class Cells:
         next pass, and a state that is saved or loaded before that would be another text's.
         """
         if self._has_streams:
-            self.load(memoryview(self._state(source)), self._lengths[source], destination)
+            self.load(self._state(source), self._lengths[source], destination)
             return
         self.trim(source)
         self.forget(destination)
@@ -176,7 +176,7 @@ class Cells:
             self.forget(sequence)
             raise EngineError(f"llama.cpp refused the state, the sequence is now empty: {complaints()}")
 
-    def load(self, state: bytes | memoryview, length: int, sequence: int) -> None:
+    def load(self, state: bytes | memoryview | NDArray[np.uint8], length: int, sequence: int) -> None:
         """Give a sequence the `state` of one of `length` tokens. Raises StateError, and the sequence is then empty."""
         self.forget(sequence)
         if not length:
