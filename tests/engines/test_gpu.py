@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -78,9 +79,9 @@ def test_target_and_draft_are_placed_apart_and_bits_are_those_without_a_draft(
     if placement.get("device") == "none":
         placement = {**placement, "draft_device": gpu}
     reproducible = None if placement.get("gpu_layers") == "auto" else True
-    options = {"threads": TEST_THREADS, "context_length": CONTEXT, "reproducible": reproducible, **placement}
+    settings = {"threads": TEST_THREADS, "context_length": CONTEXT, "reproducible": reproducible, **placement}
     try:
-        model = edgespec.load(target_path, draft=draft_path, **options)
+        model = edgespec.load(target_path, draft=draft_path, **settings)
     except CapabilityError as exc:
         assert "reproducible" in str(exc)
         pytest.skip(f"the engine says: {exc}")
@@ -90,8 +91,9 @@ def test_target_and_draft_are_placed_apart_and_bits_are_those_without_a_draft(
         if model.target.facts.pinned_class is None:
             pytest.skip("the fastest mode, which promises no bits")
         sampling = Sampling(temperature=temperature, seed=3)
+        options = GenerateOptions(max_tokens=24, ignore_eos=True)
         texts = [
-            model.generate(QUESTION, sampling, GenerateOptions(max_tokens=40, drafter=drafter, draft_length=length))
+            model.generate(QUESTION, sampling, replace(options, drafter=drafter, draft_length=length))
             for drafter, length in (("none", 0), ("model", 4), ("ngram", 6), ("model", 1))
         ]
         assert len({tuple(text.token_ids) for text in texts}) == 1
