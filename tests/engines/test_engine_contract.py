@@ -21,7 +21,7 @@ from edgespec.engines.remote import RemoteEngine
 from edgespec.engines.table import TableEngine
 from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError, StateError
 from edgespec.types import Batch, Draft, Logits
-from gpu import needs_gpu
+from gpu import is_software, needs_gpu
 from rpc import idle, needs_rpc, started
 
 CONTEXT, SEQUENCES, MAX_BATCH = 400, 3, 64
@@ -90,8 +90,9 @@ def load_webgpu(path: Path, exit_layer: int | None = None) -> Engine:
     return load_onnx(path, reproducible=False, exit_layer=exit_layer, provider="webgpu")
 
 
-def load_gpu(path: Path, *, reproducible: bool) -> Engine:
-    needs_gpu()
+def load_gpu(target_path: Path, tiny_path: Path, *, reproducible: bool) -> Engine:
+    """The demo target; the tiny model on a program that acts as a GPU, which would take hours."""
+    path = tiny_path if is_software(needs_gpu()) else target_path
     try:
         return LlamaCppEngine.load(
             path,
@@ -144,8 +145,8 @@ def loader(
         "llamacpp-reproducible": lambda: load_llamacpp(target_path, reproducible=True),
         "llamacpp-padded": lambda: load_llamacpp(tiny_path, reproducible=True),
         "llamacpp-process": lambda: load_remote(target_path, (), reproducible=True),
-        "llamacpp-gpu": lambda: load_gpu(tiny_path, reproducible=False),
-        "llamacpp-gpu-reproducible": lambda: load_gpu(tiny_path, reproducible=True),
+        "llamacpp-gpu": lambda: load_gpu(target_path, tiny_path, reproducible=False),
+        "llamacpp-gpu-reproducible": lambda: load_gpu(target_path, tiny_path, reproducible=True),
         "onnx": lambda: load_onnx(onnx_path, reproducible=False),
         "onnx-batches": lambda: load_onnx(onnx_path, reproducible=False, shares_cells=False),
         "onnx-reproducible": lambda: load_onnx(onnx_path, reproducible=True),

@@ -13,3 +13,10 @@ def needs_gpu() -> str:
     if not found:
         pytest.skip("llama.cpp sees no GPU here (docs/devices.md: a build for Vulkan on Mesa's software device)")
     return found[0].name
+
+
+def is_software(name: str) -> bool:
+    """Whether the GPU of this name is a program: Mesa's llvmpipe."""
+    from edgespec.engines.llamacpp.devices import gpus
+
+    return any(device.name == name and "llvmpipe" in device.description for device in gpus())
