@@ -53,9 +53,9 @@ def _usable() -> str | None:
 
 
 def _is_faster_converted() -> bool:
-    """On processors with VNNI: there plain decoding had 1.55 times the speed of llama.cpp with the file as it comes.
+    """On processors with VNNI: there plain decoding has 1.4 times the speed of llama.cpp with the file as it comes.
 
-    On one with AVX2 alone both were equal (docs/benchmarks/speed.md).
+    Measured in docs/benchmarks/speed.md; on one with AVX2 alone both were equal.
     """
     return has_engine("onnx") and is_importable("gguf") and bool(instruction_sets() & VNNI)
 

@@ -127,26 +127,29 @@ class CostCurve:
         surprise = ratio - self._drift - float(self._local[width])
         odd = self._odd.setdefault(width, [])
         if abs(surprise) <= c.MOST_SURPRISE or (odd and (odd[0] > 0) != (surprise > 0)):
-            odd.clear()
+            self._believed(width)
         if abs(surprise) > c.MOST_SURPRISE:
             odd.append(surprise)
         if len(odd) < c.FIRST_PASSES:
             self._move(width, max(-c.MOST_SURPRISE, min(c.MOST_SURPRISE, surprise)), is_plain=is_plain)
         elif is_plain or surprise < 0 or len(odd) > c.UNTOLD_PASSES:
             self._jump(width, median(odd))
-            self._doubted.discard(width)
-            odd.clear()
+            self._believed(width)
         else:
             self._doubted.add(width)
 
     def _resolve(self, late: float) -> None:
         """A plain pass took `late` more than usual, in logarithms; what the doubted widths took more is theirs."""
-        for width in self._doubted:
+        for width in list(self._doubted):
             own = median(self._odd[width]) - late
             if own > c.MOST_SURPRISE:
                 self._jump(width, own)
-            self._odd[width].clear()
-        self._doubted.clear()
+            self._believed(width)
+
+    def _believed(self, width: int) -> None:
+        """Nothing is odd about this width any more."""
+        self._odd[width].clear()
+        self._doubted.discard(width)
 
     def _move(self, width: int, surprise: float, *, is_plain: bool) -> None:
         """All widths are relative to plain passes, so that a plain pass changes mostly the machine's pace."""

@@ -99,6 +99,14 @@ def test_a_plain_pass_tells_whether_wide_passes_are_late_or_the_machine_is() -> 
     assert curve.at(4) / curve.at(1) > 1.5 * STEPS[4]
 
 
+def test_a_wide_pass_in_time_ends_the_doubt_about_its_width() -> None:
+    curve = late(4, 3)
+    curve.observe(4, 0, STEPS[4])
+    assert curve.is_sure_of_plain()
+    curve.observe(1, 0, 1.0)
+    assert curve.at(4) / curve.at(1) < 1.5 * STEPS[4]
+
+
 def test_wide_passes_that_stay_late_are_believed_where_no_plain_pass_follows() -> None:
     curve = late(4, UNTOLD_PASSES + 1)
     assert curve.is_sure_of_plain()
