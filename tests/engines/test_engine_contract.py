@@ -82,12 +82,12 @@ def load_onnx(
     )
 
 
-def load_webgpu(path: Path, exit_layer: int | None = None) -> Engine:
+def load_webgpu(path: Path, *, reproducible: bool = False, exit_layer: int | None = None) -> Engine:
     from edgespec.engines.onnx.library import installed_providers
 
     if "webgpu" not in installed_providers():
         pytest.skip("no WebGPU device, or no package onnxruntime-ep-webgpu")
-    return load_onnx(path, reproducible=False, exit_layer=exit_layer, provider="webgpu")
+    return load_onnx(path, reproducible=reproducible, exit_layer=exit_layer, provider="webgpu")
 
 
 def load_gpu(target_path: Path, tiny_path: Path, *, reproducible: bool) -> Engine:
@@ -126,6 +126,7 @@ KINDS = (
     "onnx-exit",
     "onnx-concatenated",
     "onnx-webgpu",
+    "onnx-webgpu-reproducible",
     "onnx-webgpu-exit",
 )
 
@@ -153,6 +154,7 @@ def loader(
         "onnx-concatenated": lambda: load_onnx(concatenated_path, reproducible=False),
         "onnx-exit": lambda: load_onnx(onnx_path, reproducible=True, exit_layer=4),
         "onnx-webgpu": lambda: load_webgpu(tiny_graph_path),
+        "onnx-webgpu-reproducible": lambda: load_webgpu(tiny_graph_path, reproducible=True),
         "onnx-webgpu-exit": lambda: load_webgpu(tiny_graph_path, exit_layer=1),
         "onnx-int8-cache": lambda: load_onnx(onnx_path, reproducible=True, cache_type="int8"),
     }

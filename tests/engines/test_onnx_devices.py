@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+import edgespec
 from demo import TEST_THREADS
+from edgespec import GenerateOptions, Sampling
 from edgespec.engines.onnx import OnnxEngine, devices
 from edgespec.engines.onnx import engine as engine_module
 from edgespec.engines.onnx.devices import DeviceLimits, device_limits
@@ -121,6 +123,22 @@ def test_webgpu_scores_as_the_processor_does(tiny_graph_path):
         for first, last in ((0, 12), (12, 13), (13, 14), (14, 17)):
             wanted, found = (engine.forward(Batch.chain(ids[first:last])).copy() for engine in (cpu, gpu))
             np.testing.assert_allclose(found, wanted, atol=1e-3 * wanted.std())
+
+
+@NEEDS_WEBGPU
+@pytest.mark.parametrize("temperature", [0.0, 0.3])
+def test_texts_of_webgpu_are_those_without_drafts(tiny_graph_path, temperature):
+    sampling, options = Sampling(temperature=temperature, seed=3), GenerateOptions(max_tokens=24, ignore_eos=True)
+    ids = np.random.default_rng(0).integers(0, 299, 12).tolist() * 2
+    with edgespec.load(tiny_graph_path, provider="webgpu", reproducible=True, context_length=200) as model:
+        assert model.target.facts.device == "webgpu" and model.target.facts.pinned_class is not None
+        plain, *drafted = [
+            model.generate(ids, sampling, replace(options, drafter=drafter, draft_length=length))
+            for drafter, length in (("none", 0), ("ngram", 4), ("suffix", 7))
+        ]
+    assert sum(each.stats.drafted_tokens for each in drafted) > 0
+    assert [each.token_ids for each in drafted] == [plain.token_ids] * 2
+    assert [each.logprobs for each in drafted] == [plain.logprobs] * 2
 
 
 def test_classes_belong_to_the_device_that_auto_chose(tiny_graph_path, monkeypatch):
