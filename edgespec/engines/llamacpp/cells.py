@@ -39,6 +39,7 @@ class Cells:
         self._branch_ids = range(settings.max_sequences, settings.scratch_id)
         self._scratch_id = settings.scratch_id
         self._has_streams = settings.streams
+        self._awaits_copies = False
         self._mirrors: dict[int, tuple[int, int]] = {}  # branch id -> (sequence, tokens mirrored)
         self._lengths = book.lengths
         self._branches: Branches = {}  # of unsettled trees
@@ -127,18 +128,37 @@ class Cells:
         self._remove(self._memory, sequence, -1, END)
 
     def fork(self, source: int, destination: int) -> None:
-        """Let `destination` share all cells of `source`, of which nothing is copied until they differ.
+        """Let `destination` share all cells of `source`; nothing is copied until they differ.
 
-        Sequences with streams of their own cannot share: `destination` gets a copy. llama.cpp's own copy waits for the
-        next pass, and a state that is saved or loaded before that would be another text's.
+        Sequences with streams of their own cannot share: `destination` gets a copy, which llama.cpp makes in the next
+        pass.
         """
-        if self._has_streams:
-            self.load(self._state(source), self._lengths[source], destination)
-            return
         self.trim(source)
         self.forget(destination)
+        self._awaits_copies = self._has_streams
         self._copy(self._memory, source, destination, -1, END)
         self._lengths[destination] = self._lengths[source]
+
+    def ran(self) -> None:
+        """A pass was run, whether it ended or not."""
+        self._awaits_copies = False
+
+    def _finish_copies(self) -> None:
+        """Have the copies made that wait for a pass, by one over a row of the first sequence, which is removed again.
+
+        A state that is saved before would be another text's, and one that is loaded would be overwritten or copied.
+        """
+        if not self._awaits_copies:
+            return
+        llama = library()
+        row = llama.llama_batch_get_one((llama.llama_token * 1)(0), 1)
+        row.logits = (ctypes.c_int8 * 1)(0)  # those of the last pass may still be wanted
+        forget_complaints()
+        result = llama.llama_decode(self._context, row)  # copies come first: a lack of room or a cancel does no harm
+        self.trim(0)
+        if result < 0:
+            raise EngineError(f"llama.cpp failed on a copy of a sequence (result {result}): {complaints()}")
+        self.ran()
 
     def state_size(self, sequence: int = 0) -> int:
         """Bytes of a sequence's state."""
@@ -153,6 +173,7 @@ class Cells:
         return self._state(sequence, RUNNING_STATE_ONLY)
 
     def _state(self, sequence: int, flags: int = 0) -> NDArray[np.uint8]:
+        self._finish_copies()
         self.trim(sequence)
         size = int(library().llama_state_seq_get_size_ext(self._context, sequence, flags))
         state = np.empty(size, np.uint8)
@@ -176,8 +197,9 @@ class Cells:
             self.forget(sequence)
             raise EngineError(f"llama.cpp refused the state, the sequence is now empty: {complaints()}")
 
-    def load(self, state: bytes | memoryview | NDArray[np.uint8], length: int, sequence: int) -> None:
+    def load(self, state: bytes | memoryview, length: int, sequence: int) -> None:
         """Give a sequence the `state` of one of `length` tokens. Raises StateError, and the sequence is then empty."""
+        self._finish_copies()
         self.forget(sequence)
         if not length:
             return
