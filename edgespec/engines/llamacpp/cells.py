@@ -151,7 +151,8 @@ class Cells:
         if not self._awaits_copies:
             return
         llama = library()
-        row = llama.llama_batch_get_one((llama.llama_token * 1)(0), 1)
+        token = (llama.llama_token * 1)(0)  # `row` points to it
+        row = llama.llama_batch_get_one(token, 1)
         row.logits = (ctypes.c_int8 * 1)(0)  # those of the last pass may still be wanted
         forget_complaints()
         result = llama.llama_decode(self._context, row)  # copies come first: a lack of room or a cancel does no harm
