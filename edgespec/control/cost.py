@@ -108,8 +108,8 @@ class CostCurve:
     def is_sure_of_plain(self) -> bool:
         """Whether plain passes were timed in this run, and the last one was not much faster than expected.
 
-        A slower one does no harm: if plain passes are underestimated, drafts look worse than they are. Nor is it sure
-        where a width was late so often that either its cost has changed or the whole machine is slow.
+        A slower one does no harm: if plain passes are underestimated, drafts look worse than they are. False,
+        too, where a width was late so often that its cost has changed or the whole machine is slow: a plain pass tells.
         """
         if self._doubted:
             return False
