@@ -20,6 +20,7 @@ from edgespec.export.manifest import write_manifest
 from edgespec.export.onnx.convert import FORMS
 from edgespec.export.onnx.from_gguf import convert_gguf, open_gguf
 from edgespec.export.onnx.gguf_model import GgufModel
+from edgespec.export.onnx.gguf_weights import kept_in_more
 from edgespec.export.plan import BITS, PROBE_TOKENS, PROGRAM_BYTES, SPARE, Needs
 from edgespec.export.request import ExportRequest
 from edgespec.export.resources import check_room, human
@@ -142,9 +143,11 @@ def _check_room(request: ExportRequest, models: Models, workspace: Workspace, re
 
 
 def _output_bytes(model: GgufModel, quant: str) -> int:
-    """Size of a graph's weights: a tied embedding may be stored twice, the second time in 8 bits or as float32."""
+    """Upper limit of a graph's weights: a tied embedding may be stored twice, as 8 bits or as float32."""
     table = model.config.vocab_size * model.config.hidden_size * (4 if quant == "fp32" else 1.1)
-    return round((model.num_parameters * BITS[quant] / 8 + table) * SPARE)
+    in_eight = sum(kept_in_more(model).values()) if quant == "int4" else 0
+    bits = (model.num_parameters - in_eight) * BITS[quant] + in_eight * BITS["int8"]
+    return round((bits / 8 + table) * SPARE)
 
 
 def _largest_matrix(model: GgufModel) -> int:

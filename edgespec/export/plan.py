@@ -26,7 +26,7 @@ BITS = {
     "q4_k_m": 5, "q4_k_s": 4.7, "q4_1": 5.1, "q4_0": 4.7, "iq4_nl": 4.7, "iq4_xs": 4.5,
     "q3_k_l": 4.4, "q3_k_m": 4.1, "q3_k_s": 3.7, "q2_k": 3.4, "q2_k_s": 3.2,
     "iq3_m": 4, "iq3_s": 3.8, "iq3_xs": 3.7, "iq3_xxs": 3.5, "iq2_m": 3.1, "iq2_s": 2.9, "iq2_xs": 2.8, "iq2_xxs": 2.6,
-    "iq1_m": 2.3, "iq1_s": 2.2, "int8": 9, "w8a8": 8.1, "int4": 5,
+    "iq1_m": 2.3, "iq1_s": 2.2, "int8": 9, "w8a8": 8.1, "int4": 5.4,
 }  # fmt: skip
 WIDEST_BITS = 16.0
 STRAIGHT_GGUF = ("f32", "f16", "bf16", "q8_0")  # written directly; others are quantised from a 16-bit file

@@ -1,7 +1,8 @@
-"""The tensors of a GGUF as floats, some rows at a time, by their Hugging Face names."""
+"""The tensors of a GGUF by their Hugging Face names, some rows at a time: as floats, or as the blocks that they are."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,19 +12,25 @@ from numpy.typing import NDArray
 from edgespec.errors import ModelFileError
 from edgespec.export.architectures.rows import PERMUTE_K, PERMUTE_Q, Tensor
 from edgespec.export.onnx.gguf_model import GgufModel
+from edgespec.formats.four_bits import STORED_SIZE, STORED_TYPES, FourBits, take_apart
 from edgespec.formats.gguf.header import TensorInfo
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
 from edgespec.installation import IMPORT_FAILURES, not_importable
 
+MOST_BITS = 5.0  # of a type of 4 bits, Q4_1
 WEIGHTS_AT_ONCE = 1 << 19  # 2 MB as float32: what a CPU's cache holds
 
 
 class GgufWeights:
-    """`RowWeights` of an opened model. Raises ModelFileError for a type that the package gguf cannot decode."""
+    """`RowWeights` and `StoredBlocks` of an opened model.
+
+    Raises ModelFileError for a type that the package gguf cannot decode.
+    """
 
     def __init__(self, model: GgufModel) -> None:
         self._tensors, self._config = model.tensors, model.config
         self._path, self._start, self.is_tied = model.path, model.header.data_start, model.is_tied
+        self._kept = kept_in_more(model)
         for tensor, _ in self._tensors.values():
             self._decode(np.zeros((1, tensor.num_bytes // rows_of(tensor)), np.uint8), tensor)
 
@@ -38,6 +45,22 @@ class GgufWeights:
         return outputs, inputs
 
     def rows(self, name: str) -> Iterator[NDArray[np.float32]]:
+        tensor, _ = self._matrix(name)
+        return (self._checked(self._decode(raw, tensor), tensor) for raw in self._rows_of_bytes(name))
+
+    def blocks(self, name: str, size: int) -> Iterator[FourBits] | None:
+        tensor, _ = self._matrix(name)
+        if tensor.kind not in STORED_TYPES or STORED_SIZE % size:
+            return None
+        return (
+            self._checked_blocks(take_apart(raw, tensor.kind), tensor).split(size) for raw in self._rows_of_bytes(name)
+        )
+
+    def keeps_more(self, name: str) -> bool:
+        return self._matrix(name)[0].name in self._kept
+
+    def _rows_of_bytes(self, name: str) -> Iterator[NDArray[np.uint8]]:
+        """The bytes of all rows in their order, some at a time."""
         tensor, row = self._matrix(name)
         inputs, outputs = tensor.shape
         order = self._order(outputs, row)
@@ -45,8 +68,7 @@ class GgufWeights:
         step = max(WEIGHTS_AT_ONCE // inputs, 1)
         for start in range(0, outputs, step):
             stop = min(start + step, outputs)
-            raw = self._raw(tensor, start, stop) if whole is None else whole[start:stop]
-            yield self._checked(self._decode(raw, tensor), tensor)
+            yield self._raw(tensor, start, stop) if whole is None else whole[start:stop]
 
     def _matrix(self, name: str) -> tuple[TensorInfo, Tensor]:
         return self._tensors[EMBEDDING if name == HEAD and self.is_tied else name]
@@ -81,10 +103,27 @@ class GgufWeights:
             ) from exc
         return found.astype(np.float32, copy=False)
 
+    def _checked_blocks(self, found: FourBits, tensor: TensorInfo) -> FourBits:
+        for values in (found.scales, found.offsets):
+            self._checked(values, tensor)
+        return found
+
     def _checked(self, values: NDArray[np.float32], tensor: TensorInfo) -> NDArray[np.float32]:
         if not np.isfinite(values).all():
             raise ModelFileError(f"{self._path}: the tensor {tensor.name} holds infinity or NaN. Download it again")
         return values
+
+
+def kept_in_more(model: GgufModel) -> dict[str, int]:
+    """The matrices with more than 4 bits of a file most of whose weights have no more: number of weights by name."""
+    matrices = [tensor for tensor, _ in model.tensors.values() if len(tensor.shape) > 1]
+    wide = {tensor.name: math.prod(tensor.shape) for tensor in matrices if _bits(tensor) > MOST_BITS}
+    return wide if 2 * sum(wide.values()) < sum(math.prod(tensor.shape) for tensor in matrices) else {}
+
+
+def _bits(tensor: TensorInfo) -> float:
+    """Bits per weight, with those of scales."""
+    return 8 * tensor.num_bytes / math.prod(tensor.shape)
 
 
 def rows_of(tensor: TensorInfo) -> int:

@@ -17,6 +17,7 @@ from edgespec.export.onnx.smoothing import SmoothedWeights
 from edgespec.formats.onnx import MODEL
 from edgespec.formats.onnx.drafted import ReducedHead
 from edgespec.formats.onnx.forms import Blocks, Form, Mixed, Plain, QuantisedRows, RowWeights, WholeNumbers
+from edgespec.formats.onnx.four_bits import OffsetBlocks, StoredBlocks
 from edgespec.formats.onnx.hidden_scales import written
 from edgespec.formats.onnx.llama import NO_PROPERTIES, write_llama
 from edgespec.formats.onnx.llama_config import LlamaConfig
@@ -41,6 +42,7 @@ def write_graph(
     raises.
     """
     check_form(quant)
+    stored = weights if isinstance(weights, StoredBlocks) else None
     if config.drafted:
         weights = ReducedHead(weights, config.drafted)
     report = _Report(progress, config.num_layers + 2, num_graphs=2 if quant == "w8a8" else 1)
@@ -49,7 +51,7 @@ def write_graph(
         weights = smooth = smoothed(config, weights, folder, report, grouped=grouped)
         if smooth.hidden_scales is not None:
             properties = written(smooth.hidden_scales)
-    write_llama(folder, config, _form(weights, quant, group_size, grouped), report, properties)
+    write_llama(folder, config, _form(weights, stored, quant, group_size, grouped), report, properties)
     return folder / MODEL
 
 
@@ -91,11 +93,15 @@ def check_form(quant: str) -> None:
         raise ConfigError(f"edgespec's own writer does not write the ONNX type {quant!r}; allowed: {', '.join(FORMS)}")
 
 
-def _form(weights: RowWeights, quant: str, group_size: int | None, grouped: Collection[str]) -> Callable[[Nodes], Form]:
+def _form(
+    weights: RowWeights, stored: StoredBlocks | None, quant: str, group_size: int | None, grouped: Collection[str]
+) -> Callable[[Nodes], Form]:
     if quant == "fp32":
         return partial(Plain, weights)
     size = group_size or DEFAULT_GROUP_SIZES[quant]
-    if quant != "w8a8":
-        return partial(Blocks, int(quant.removeprefix("int")), size, weights)
+    if quant == "int4":
+        return partial(OffsetBlocks, size, weights, stored)
+    if quant == "int8":
+        return partial(Blocks, 8, size, weights)
     whole = partial(WholeNumbers, QuantisedRows(weights), is_unsigned=products_saturate())
     return lambda nodes: Mixed(whole(nodes), Blocks(8, size, weights, nodes), grouped)

@@ -38,6 +38,7 @@ from edgespec.export.onnx.gguf_weights import GgufWeights
 from edgespec.export.onnx.writer import smoothed
 from edgespec.formats.files import atomic_folder
 from edgespec.formats.onnx.forms import Blocks, Form, LlamaWeights, Mixed, QuantisedRows, RowWeights, WholeNumbers
+from edgespec.formats.onnx.four_bits import OffsetBlocks
 from edgespec.formats.onnx.llama import write_llama
 from edgespec.formats.onnx.llama_config import LlamaConfig
 from edgespec.formats.onnx.nodes import Nodes
@@ -211,8 +212,10 @@ class Untied:
 def _form(kind: str, made: Expansion | RowCheckpoint) -> Callable[[Nodes], Form]:
     rows = ExpandedRows(made) if isinstance(made, Expansion) else made.rows
     size = DEFAULT_GROUP_SIZES[kind]
-    if kind != "w8a8":
-        return partial(Blocks, int(kind.removeprefix("int")), size, rows)
+    if kind == "int4":
+        return partial(OffsetBlocks, size, rows, None)
+    if kind == "int8":
+        return partial(Blocks, 8, size, rows)
     weights: LlamaWeights = ExpandedWeights(made) if isinstance(made, Expansion) else QuantisedRows(made.rows)
     whole = partial(WholeNumbers, weights, is_unsigned=products_saturate())
     return lambda nodes: Mixed(whole(nodes), Blocks(8, size, rows, nodes), GROUPED)

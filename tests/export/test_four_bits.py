@@ -1,0 +1,186 @@
+"""4-bit weights of a GGUF stay what they are in a graph; floats are fitted by blocks with offsets."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+
+pytest.importorskip(
+    "gguf", reason="reading the weights of a GGUF needs the package gguf: scripts/run.py install export"
+)
+
+import gguf
+
+from demo import DEMO, TEST_THREADS
+from edgespec.engines.onnx import OnnxEngine
+from edgespec.errors import ModelFileError
+from edgespec.export.accuracy import _log_softmax
+from edgespec.export.conversion import _output_bytes
+from edgespec.export.gguf import export_gguf
+from edgespec.export.onnx.convert import export_onnx
+from edgespec.export.onnx.from_gguf import convert_gguf, open_gguf
+from edgespec.export.onnx.gguf_weights import kept_in_more
+from edgespec.formats.four_bits import STORED_TYPES, fit, take_apart
+from edgespec.formats.onnx.forms import quantise_blocks
+from edgespec.installation import has_engine
+from edgespec.types import Batch
+from tiny_checkpoints import TOKEN_IDS, write_checkpoint
+from tiny_gguf import Shape, write_model
+
+Floats = NDArray[np.float32]
+Q = gguf.GGMLQuantizationType
+TOKENS = [token % 299 for token in TOKEN_IDS]
+MATRIX = "model.layers.1.mlp.down_proj.weight"
+
+
+def graph(path: Path, folder: Path, quant: str = "int4", group_size: int | None = None) -> Path:
+    folder.mkdir(parents=True)
+    return convert_gguf(open_gguf(path), folder, quant, group_size)
+
+
+def logits(path: Path, token_ids: list[int] | None = None) -> Floats:
+    with OnnxEngine.load(path, context_length=128, threads=TEST_THREADS, reproducible=False) as engine:
+        return engine.forward(Batch.chain(token_ids or TOKENS)).copy()
+
+
+def mean_kl(found: Floats, wanted: Floats) -> float:
+    p, q = _log_softmax(wanted), _log_softmax(found)
+    return float((np.exp(p) * (p - q)).sum(axis=1).mean())
+
+
+def operators(path: Path) -> Counter[str]:
+    nodes = onnx.load(path, load_external_data=False).graph.node
+    kinds = Counter(node.op_type for node in nodes)
+    for node in nodes:
+        if node.op_type == "MatMulNBits":
+            bits = next(attribute.i for attribute in node.attribute if attribute.name == "bits")
+            kinds[f"{bits} bits{', zero points' if len(node.input) > 3 else ''}"] += 1
+    return kinds
+
+
+def noise(kind: str, rows: int = 7, blocks: int = 16) -> NDArray[np.uint8]:
+    """Rows of random bytes of a type whose numbers in half precision are finite."""
+    weights, size = gguf.GGML_QUANT_SIZES[Q[kind]]
+    found = np.random.default_rng(0).integers(0, 256, (rows * blocks, size), np.uint8)
+    halves = np.random.default_rng(1).standard_normal((rows * blocks, 2)).astype(np.float16)
+    count = 1 if kind == "Q4_0" else 2
+    found[:, : 2 * count] = np.ascontiguousarray(halves[:, :count]).view(np.uint8)
+    assert weights % 32 == 0
+    return found.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("kind", STORED_TYPES)
+def test_blocks_are_what_ggml_decodes(kind: str):
+    raw = noise(kind)
+    wanted = gguf.quants.dequantize(raw, Q[kind])
+    found = take_apart(raw, kind)
+    np.testing.assert_array_equal(found.floats(), wanted)
+    np.testing.assert_array_equal(found.split(16).floats(), wanted)
+    assert found.codes.max() == 15 and found.scales.shape == found.offsets.shape == (7, wanted.shape[1] // 32)
+
+
+def test_fitted_blocks_lose_less_than_blocks_around_zero():
+    rows = np.random.default_rng(0).standard_normal((300, 256), np.float32)
+    codes, scales = quantise_blocks(rows, 4, 32)
+    apart = np.stack((codes & 15, codes >> 4), axis=-1).reshape(300, -1, 32).astype(np.float32) - 8
+    around_zero = (apart * scales[..., None]).reshape(rows.shape)
+
+    def lost(found: Floats) -> float:
+        return float(((found - rows) ** 2).mean())
+
+    assert lost(fit(rows, 32).floats()) < 0.76 * lost(around_zero)
+
+
+def test_fitted_blocks_without_a_spread_are_kept():
+    rows = np.zeros((3, 64), np.float32)
+    rows[1], rows[2, :32], rows[2, 32:] = 3.5, -1e-42, -7
+    np.testing.assert_allclose(fit(rows, 32).floats(), rows, rtol=1e-6, atol=1e-36)
+
+
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path):
+    def refused(kind: str, broken: bytes) -> None:
+        path = write_model(tmp_path / f"{kind} {broken.hex()}.gguf", Shape(weights=Q[kind]))
+        model = open_gguf(path)
+        place = model.header.data_start + model.tensors[MATRIX][0].offset
+        content = bytearray(path.read_bytes())
+        content[place : place + len(broken)] = broken
+        path.write_bytes(content)
+        with pytest.raises(ModelFileError, match=r"blk\.1\.ffn_down\.weight holds infinity or NaN"):
+            graph(path, tmp_path / f"of {path.stem}")
+
+    nan = np.array([np.nan], np.float16).tobytes()
+    refused("Q4_1", nan)
+    refused("Q4_1", b"\0\0" + nan)
+    refused("F32", np.array([np.inf], np.float32).tobytes())
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("Q4_0", 0.003), ("Q4_1", 0.003)])
+def test_a_graph_of_4_bit_weights_computes_what_they_do(kind: str, limit: float, tmp_path: Path):
+    """But for inputs rounded to 8 bits, as in int8; another grid for the same weights loses many times that."""
+    path = write_model(tmp_path / "tiny.gguf", Shape(weights=Q[kind]))
+    exact = logits(graph(path, tmp_path / "float", "fp32"))
+    losses = {size: mean_kl(logits(graph(path, tmp_path / f"{size}", group_size=size)), exact) for size in (32, 16, 64)}
+    assert losses[32] < limit and losses[16] < limit < losses[64], losses
+
+
+def test_blocks_around_zero_need_no_further_operators(tmp_path: Path):
+    found = {}
+    for kind in ("Q4_0", "Q4_1"):
+        path = write_model(tmp_path / f"{kind}.gguf", Shape(weights=Q[kind]))
+        found[kind] = operators(graph(path, tmp_path / kind))
+    assert found["Q4_0"]["4 bits"] == found["Q4_1"]["4 bits, zero points"] == 2 * 5
+    assert not found["Q4_0"]["AveragePool"] and not found["Q4_0"]["4 bits, zero points"]
+    assert found["Q4_1"]["AveragePool"] == found["Q4_1"]["Concat"] == 2 * 4  # queries, keys, values share theirs
+    assert found["Q4_0"]["8 bits"] == found["Q4_1"]["8 bits"] == 1  # the head
+
+
+@pytest.fixture(scope="module")
+def q4_k_m(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo target as llama.cpp's mix of Q4_K and Q6_K."""
+    if not has_engine("llamacpp"):
+        pytest.skip("quantises with llama.cpp, which is not installed")
+    path = tmp_path_factory.mktemp("mix") / "q4_k_m.gguf"
+    export_gguf(DEMO / "hf" / "target", path, "q4_k_m", threads=TEST_THREADS)
+    return path
+
+
+def test_a_mix_of_types_is_kept(q4_k_m: Path, tmp_path: Path):
+    model = open_gguf(q4_k_m)
+    kept = kept_in_more(model)
+    assert {model.header.architecture} == {"llama"} and 0 < len(kept) < 25
+    made = graph(q4_k_m, tmp_path / "made")
+    kinds = operators(made)
+    assert kinds["4 bits, zero points"] > kinds["8 bits"] > 1
+    assert sum(file.stat().st_size for file in made.parent.glob("*.data")) < _output_bytes(model, "int4")
+    size = json.loads((DEMO / "hf" / "target" / "config.json").read_text())["vocab_size"]
+    ids = [size // (token + 2) for token in TOKEN_IDS]
+    exact = logits(graph(q4_k_m, tmp_path / "float", "fp32"), ids)
+    assert mean_kl(logits(made, ids), exact) < 0.003
+
+
+def test_a_file_of_more_bits_becomes_4_bits_throughout(tmp_path: Path):
+    path = write_model(tmp_path / "q8.gguf", Shape(weights=Q.Q8_0))
+    assert not kept_in_more(open_gguf(path))
+    assert operators(graph(path, tmp_path / "made"))["4 bits, zero points"] == 2 * 5
+
+
+def test_rows_of_a_width_that_blocks_do_not_divide_are_padded(tmp_path: Path):
+    source = write_checkpoint(tmp_path / "source", "smollm2", intermediate_size=104)
+    exact, made = (logits(export_onnx(source, tmp_path / quant, quant).path) for quant in ("fp32", "int4"))
+    assert np.corrcoef(exact.ravel(), made.ravel())[0, 1] > 0.93
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
+def test_rows_have_the_bits_that_they_have_in_narrow_passes(kind: str, tmp_path: Path):
+    path = graph(write_model(tmp_path / "tiny.gguf", Shape(weights=Q[kind])), tmp_path / "made")
+    with OnnxEngine.load(path, context_length=64, threads=TEST_THREADS, reproducible=True) as engine:
+        whole = engine.forward(Batch.chain(TOKENS[:8])).copy()
+        engine.rollback(0)
+        parts = [engine.forward(Batch.chain(TOKENS[start : start + 2])).copy() for start in range(0, 8, 2)]
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
