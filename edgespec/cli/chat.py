@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from edgespec.cli.converted_model import offer_conversion, with_converted
 from edgespec.cli.dialogue import Chat
 from edgespec.cli.first_model import CHOSEN_HERE, first_model
 from edgespec.cli.help import GroupedOption, SettingsCommand
@@ -41,9 +42,15 @@ def command(model_name: str | None, config_file: Path | None, session_path: Path
     if (name := first_model(settings)) is not None:
         settings = resolve_settings(given, name, config_file)
         settings = Settings(settings.values, {**settings.sources, "model": CHOSEN_HERE})
+    settings = with_converted(settings)
     saved = None if session_path is None else SavedChat(session_path)
     require_chat_template(settings, is_chat=True)
     session = open_session(settings, remembers=True)
+    try:
+        session = offer_conversion(session)
+    except BaseException:  # Ctrl-C at the question
+        session.model.close()
+        raise
     with session.model:
         show_beginning(session)
         chat = Chat(session)

@@ -7,14 +7,12 @@ only. It is converted to ONNX where that is faster, and without llama.cpp, so th
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import click
 
 from edgespec.cli.lines import is_interactive
 from edgespec.cli.pull import fetched
-from edgespec.cli.status import waiting
+from edgespec.cli.status import Stages
 from edgespec.cli.terminal import note, verbosity
 from edgespec.config.sources import Settings
 from edgespec.engines import disk_cache
@@ -23,7 +21,6 @@ from edgespec.errors import EdgespecError
 from edgespec.installation import has_engine, install_command, is_importable
 from edgespec.loading.catalogue import entries
 from edgespec.loading.registry import models_folder, registered_folders
-from edgespec.types import Progress
 
 FIRST = "smollm2-135m"
 CHOSEN_HERE = "chosen by chat, as no model was named"  # where /show says the model comes from
@@ -101,16 +98,4 @@ def _convert(source: str) -> None:
         check=False,
         made_by=f"edgespec {__version__}",
     )
-    export_pair(request, _Quiet())
-
-
-class _Quiet:
-    """Shows the stage of a conversion that takes long, and nothing else."""
-
-    def note(self, text: str) -> None:
-        """Said by the command `export`; here the conversion is a part of something else."""
-
-    @contextmanager
-    def stage(self, title: str) -> Iterator[Progress]:
-        with waiting(title) as on_progress:
-            yield on_progress
+    export_pair(request, Stages())

@@ -34,20 +34,21 @@ def write_graph(
     progress: Progress = no_progress,
     *,
     grouped: Collection[str] = GROUPED,
+    smooths: bool = True,
 ) -> Path:
     """Write graph and weights into `folder`, which holds the model's tokenizer; the path of model.onnx.
 
     The head has the tokens `config.drafted` where these are given. `grouped`: kinds of matrices that w8a8 keeps in
-    groups, as `Mixed` takes them. Raises ConfigError for a type that is not in `FORMS`, OSError, and what `weights`
-    raises.
+    groups, as `Mixed` takes them; `smooths` False leaves its weights as they are, for which no text is run.
+    Raises ConfigError for a type that is not in `FORMS`, OSError, and what `weights` raises.
     """
     check_form(quant)
     stored = weights if isinstance(weights, StoredBlocks) else None
     if config.drafted:
         weights = ReducedHead(weights, config.drafted)
-    report = _Report(progress, config.num_layers + 2, num_graphs=2 if quant == "w8a8" else 1)
+    report = _Report(progress, config.num_layers + 2, num_graphs=2 if quant == "w8a8" and smooths else 1)
     properties = NO_PROPERTIES
-    if quant == "w8a8":
+    if quant == "w8a8" and smooths:
         weights = smooth = smoothed(config, weights, folder, report, grouped=grouped)
         if smooth.hidden_scales is not None:
             properties = written(smooth.hidden_scales)

@@ -1,0 +1,202 @@
+"""What a GGUF would gain in ONNX Runtime on this machine, measured before it is converted.
+
+A few layers of the file's own weights, from its middle, become a graph with a vocabulary of 256 tokens. Its time is
+divided by its layers; the head takes as much as weights of 8 bits in a layer do. A cache that grows is copied, as in no
+real pass, so a converted model is a little faster than what is said here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any, Self
+
+import numpy as np
+
+from edgespec.control import constants as c
+from edgespec.control.measure import quick_costs
+from edgespec.engines.base import Engine
+from edgespec.engines.onnx.library import open_session
+from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.export.onnx.from_gguf import open_gguf
+from edgespec.export.onnx.gguf_model import GgufModel
+from edgespec.export.onnx.gguf_weights import GgufWeights
+from edgespec.export.onnx.writer import write_graph
+from edgespec.formats.four_bits import STORED_TYPES, FourBits
+from edgespec.formats.onnx import DATA
+from edgespec.formats.onnx.forms import EMBEDDING, HEAD, Floats
+from edgespec.formats.onnx.llama_config import LlamaConfig
+
+WIDTHS = (1, 2, 4, 6)
+TOKENS = 256  # of the vocabulary that is written
+WRITTEN = 128 << 20  # weights, if there are as many: fewer would stay in a processor's cache from pass to pass
+_TURNS, _MOST_S = 15, 1.0  # of each type
+_LAYER = re.compile(r"(?<=model\.layers\.)\d+")
+Costs = Mapping[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """Seconds of a pass by width as the file is (`here`) and as ONNX weights of the type `quant` (`there`).
+
+    `draft_share`: what drafting a token takes of a plain one. `bytes` and `seconds` of the conversion are estimates.
+    """
+
+    quant: str
+    here: Costs
+    there: Costs
+    draft_share: float
+    bytes: int
+    seconds: float
+
+    @property
+    def plain(self) -> float:
+        """How many times as fast a converted model decodes without drafts."""
+        return self.here[1] / self.there[1]
+
+    def drafted(self, acceptance: float) -> float:
+        """The same where each drafted token is accepted with this probability, each at its best draft length."""
+        return self._per_token(self.here, acceptance) / self._per_token(self.there, acceptance)
+
+    def drafted_s(self, acceptance: float) -> float:
+        """Seconds per token of the converted model then."""
+        return self._per_token(self.there, acceptance)
+
+    def _per_token(self, costs: Costs, acceptance: float) -> float:
+        """Of a round of n drafted tokens (1 - a^(n+1)) / (1 - a) stay (Leviathan et al., arXiv:2211.17192, eq. 1)."""
+
+        def of(width: int) -> float:
+            kept = (1 - acceptance**width) / (1 - acceptance)
+            return (costs[width] + (width - 1) * self.draft_share * costs[1]) / kept
+
+        return min(map(of, costs))
+
+
+def measure_gains(engine: Engine, draft: Engine | None, path: Path, threads: int) -> list[Gain]:
+    """The gains of the types that suit the file `path`, which `engine` holds; none if it cannot be converted.
+
+    `draft` is its draft model's engine; a draft is converted, too, and taken to keep its share of the target's time.
+    Both must be empty and are left empty. Takes seconds. Raises OSError where the temporary folder lacks room.
+    """
+    try:
+        model = open_gguf(path)
+    except (ModelFileError, CapabilityError):
+        return []
+    is_four_bit = any(tensor.kind in STORED_TYPES for tensor, _ in model.tensors.values())
+    with TemporaryDirectory(prefix="edgespec-") as folder:
+        quants = ("int8", "w8a8", "int4") if is_four_bit else ("int8", "w8a8")
+        layers = {quant: _Layer.measured(model, quant, Path(folder) / quant, threads) for quant in quants}
+    here, share = costs_of(engine, draft)
+    table, number = _table_weights(model), model.config.num_layers
+    found = []
+    for quant, layer in layers.items():
+        head = table / layer.weights  # in layers of 8 bits
+        there = {width: number * layer.costs[width] + head * layers["int8"].costs[width] for width in here}
+        size = round(number * layer.bytes + head * layers["int8"].bytes)
+        found.append(Gain(quant, here, there, share, size, (number + head) * layer.written_s))
+    return found
+
+
+def costs_of(engine: Engine, draft: Engine | None) -> tuple[Costs, float]:
+    """Seconds of a pass of an empty engine by width, and the share of a plain one that drafting a token takes."""
+    costs = quick_costs(engine, WIDTHS)
+    return costs, 0.0 if draft is None else quick_costs(draft, (1,))[1] / costs[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer's number of `weights`, its `bytes`, seconds by width, and the seconds of writing it."""
+
+    weights: float
+    bytes: float
+    costs: Costs
+    written_s: float
+
+    @classmethod
+    def measured(cls, model: GgufModel, quant: str, folder: Path, threads: int) -> Self:
+        config = model.config
+        tables = _table_weights(model) * (1 if model.is_tied else 2)
+        weights = (model.num_parameters - tables) / config.num_layers
+        number = min(math.ceil(WRITTEN / weights), config.num_layers)
+        first = (config.num_layers - number) // 2
+        few = replace(
+            config,
+            num_layers=number,
+            vocab_size=TOKENS,
+            max_positions=min(config.max_positions, 2 * c.PREFIX + max(WIDTHS)),
+            windowed_layers=_moved(config.windowed_layers, first, number),
+            unrotated_layers=_moved(config.unrotated_layers, first, number),
+        )
+        folder.mkdir()
+        started_s = perf_counter()
+        path = write_graph(folder, few, _SomeLayers(GgufWeights(model), first), quant, smooths=False)
+        written_s = perf_counter() - started_s
+        session, _ = open_session(path.read_bytes(), folder, threads=threads, provider="cpu")
+        costs = {width: seconds / number for width, seconds in _times(session, few).items()}
+        return cls(weights, (folder / DATA).stat().st_size / number, costs, written_s / number)
+
+
+def _times(session: Any, config: LlamaConfig) -> Costs:
+    """Lower quartile of the seconds of a pass by width, the widths taking turns."""
+    past = np.zeros((1, config.num_kv_heads, c.PREFIX, config.head_dim), np.float32)
+    cache = {f"past_key_values.{layer}.{kind}": past for layer in range(config.num_layers) for kind in ("key", "value")}
+    feeds = {
+        width: cache
+        | {
+            "input_ids": np.arange(width, dtype=np.int64)[None],
+            "attention_mask": np.ones((1, c.PREFIX + width), np.int64),
+        }
+        for width in WIDTHS
+    }
+    taken: dict[int, list[float]] = {width: [] for width in WIDTHS}
+    deadline_s = perf_counter() + _MOST_S
+    while len(taken[1]) < 3 or (len(taken[1]) < _TURNS and perf_counter() < deadline_s):
+        for width in WIDTHS:
+            started_s = perf_counter()
+            session.run(["logits"], feeds[width])
+            taken[width].append(perf_counter() - started_s)
+    return {width: sorted(times)[len(times) // 4] for width, times in taken.items()}
+
+
+class _SomeLayers:
+    """`RowWeights` and `StoredBlocks`: the layers from `first` on as if they were the first, and few tokens."""
+
+    def __init__(self, weights: GgufWeights, first: int) -> None:
+        self._weights, self._first, self.is_tied = weights, first, weights.is_tied
+
+    def vector(self, name: str) -> Floats:
+        return self._weights.vector(self._own(name))
+
+    def shape(self, name: str) -> tuple[int, int]:
+        outputs, inputs = self._weights.shape(self._own(name))
+        return (TOKENS if name in (EMBEDDING, HEAD) else outputs), inputs
+
+    def rows(self, name: str) -> Iterator[Floats]:
+        left = self.shape(name)[0]
+        for rows in self._weights.rows(self._own(name)):
+            yield rows[:left]
+            left -= len(rows[:left])
+            if not left:
+                return
+
+    def blocks(self, name: str, size: int) -> Iterator[FourBits] | None:
+        return self._weights.blocks(self._own(name), size)
+
+    def keeps_more(self, name: str) -> bool:
+        return self._weights.keeps_more(self._own(name))
+
+    def _own(self, name: str) -> str:
+        return _LAYER.sub(lambda found: str(int(found[0]) + self._first), name)
+
+
+def _moved(layers: frozenset[int], first: int, number: int) -> frozenset[int]:
+    return frozenset(layer - first for layer in layers if 0 <= layer - first < number)
+
+
+def _table_weights(model: GgufModel) -> int:
+    return model.config.vocab_size * model.config.hidden_size

@@ -1,0 +1,187 @@
+"""What `chat` offers for a GGUF that ONNX Runtime would run faster on this machine: to convert it, once.
+
+What it would gain is measured on a few of its layers before anything is asked, and on the converted model afterwards;
+one that does not keep its promise is removed. Offered on x86 only, where ONNX Runtime's products take several rows at
+little more than the price of one; elsewhere, and with options that are llama.cpp's, the file is run as it is. The
+answer is remembered for this version of the file.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from edgespec import __version__
+from edgespec.cli.lines import is_interactive
+from edgespec.cli.session import Session, open_session
+from edgespec.cli.status import Stages, waiting
+from edgespec.cli.terminal import note, reply, verbosity
+from edgespec.config import LoadOptions
+from edgespec.config.sources import Settings
+from edgespec.engines import disk_cache
+from edgespec.engines.machine import physical_cores
+from edgespec.errors import EdgespecError
+from edgespec.formats.manifest import ModelPair
+from edgespec.installation import has_engine, is_importable
+from edgespec.loading.registry import models_folder, registered_folders
+from edgespec.loading.requirements import resolve_pair
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from edgespec.bench.conversion_gain import Gain
+
+ACCEPTED = 0.5  # of drafted tokens, in what is said and in the choice of a type
+LEAST_GAIN, LEAST_PLAIN = 1.2, 0.95  # times as fast: with half of the drafts accepted, and without drafts
+_WITH_CHECKS = 10  # times the seconds of writing: two references and the graph read the check's texts
+KEEPS_GAIN = 1.05  # what a converted model must have
+# Settings that mean the same to both engines; any other was given for llama.cpp, or to look at something.
+COMMON = {"model", "draft", "context_length", "threads", "reproducible", "memory", "recall", "learn", "corpus"}
+QUANT_NOTES = {"int4": "its 4-bit weights stay what they are", "int8": "8 bits", "w8a8": "8 bits in whole numbers"}
+_SCHEMA = disk_cache.a_record({"name": disk_cache.text})
+logger = logging.getLogger(__name__)
+
+
+def with_converted(settings: Settings) -> Settings:
+    """The settings with the converted model instead of the file, where the user agreed to that before."""
+    pair = _candidate(settings)
+    name = None if pair is None else _answer(pair)
+    if pair is None or not name or name not in registered_folders():
+        return settings
+    note(f"{name}, converted from {pair.target.name} (--engine llamacpp runs the file itself)")
+    return _replaced(settings, name)
+
+
+def offer_conversion(session: Session) -> Session:
+    """The session, or one of the converted model, in which case this one's model is closed."""
+    pair = _candidate(session.settings)
+    engine = session.model.target.facts
+    if pair is None or _answer(pair) is not None or engine.name != "llamacpp" or engine.placement:
+        return session
+    try:
+        gains = _measured(session)
+    except (EdgespecError, OSError, KeyboardInterrupt) as exc:
+        logger.debug("what %s would gain was not measured: %r", pair.target, exc)
+        return session
+    best = best_of(gains, has_draft=pair.draft is not None)
+    if best is None:
+        _remember(pair, "")
+        return session
+    click.echo(click.wrap_text(described(best, pair), shutil.get_terminal_size().columns), err=True)
+    if not click.confirm("Convert it?", default=True, err=True):
+        _remember(pair, "")
+        note(f"edgespec export {pair.target.name} --to onnx --quant {best.quant} converts it later")
+        return session
+    return _converted(session, pair, best)
+
+
+def best_of(gains: Sequence[Gain], *, has_draft: bool) -> Gain | None:
+    """The type that gains most, if any gains enough. Without a draft model many tokens are decoded plainly."""
+    useful = [gain for gain in gains if has_draft or gain.plain >= LEAST_PLAIN]
+    best = max(useful, key=lambda gain: gain.drafted(ACCEPTED), default=None)
+    return best if best is not None and best.drafted(ACCEPTED) >= LEAST_GAIN else None
+
+
+def described(gain: Gain, pair: ModelPair) -> str:
+    """What converting would gain, and what it takes."""
+    here, plain, drafted = (f"{s * 1e3:.1f}" for s in (gain.here[1], gain.there[1], gain.drafted_s(ACCEPTED)))
+    seconds = max(10, round(_WITH_CHECKS * gain.seconds, -1))
+    return (
+        f"{pair.target.name} takes {here} ms a token here. Converted to ONNX as {gain.quant} "
+        f"({QUANT_NOTES[gain.quant]}) it would take about {plain} ms, and {drafted} ms where half of the drafted "
+        f"tokens are accepted: {gain.plain:.1f} to {gain.drafted(ACCEPTED):.1f} times as fast. That takes "
+        f"{gain.bytes / 1e6:.0f} MB in {models_folder()} and about {seconds:.0f} s, and is compared with the file."
+    )
+
+
+def _candidate(settings: Settings) -> ModelPair | None:
+    """The pair of the settings, if it is a GGUF that might be converted and somebody is there to ask."""
+    values = settings.values
+    is_plain = "model" in values and values.get("engine", "auto") == "auto" and not values.get("reproducible")
+    if not is_plain or not is_interactive() or verbosity() == "quiet" or not _is_possible():
+        return None
+    if settings.part("load").keys() - COMMON - {"engine", "reproducible"}:
+        return None
+    try:
+        pair = resolve_pair(LoadOptions(**settings.part("load")))
+    except EdgespecError:  # loading says it
+        return None
+    is_whole = pair.files.keys() <= {"target", "draft"} and not pair.heads
+    return pair if is_whole and all(file.path.suffix == ".gguf" for file in pair.files.values()) else None
+
+
+def _is_possible() -> bool:
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
+    return is_x86 and has_engine("onnx") and has_engine("llamacpp") and is_importable("gguf")
+
+
+def _measured(session: Session) -> list[Gain]:
+    from edgespec.bench.conversion_gain import measure_gains
+
+    threads = session.model.options.threads or physical_cores()
+    with waiting("measuring what ONNX would gain, once for this file") as _, session.model.measuring() as engines:
+        return measure_gains(*engines, session.model.pair.target, threads)
+
+
+def _converted(session: Session, pair: ModelPair, promised: Gain) -> Session:
+    from edgespec.bench.conversion_gain import costs_of
+    from edgespec.cli.export import check_lines
+    from edgespec.export.accuracy import ExportRefused
+    from edgespec.export.pair import export_pair
+    from edgespec.export.request import ExportRequest
+
+    name = f"{pair.target.stem}-{promised.quant}"
+    request = ExportRequest(
+        source=str(pair.target),
+        output=models_folder() / name,
+        draft=None if pair.draft is None else str(pair.draft),
+        quants={"onnx": promised.quant},
+        made_by=f"edgespec {__version__}",
+    )
+    try:
+        done = export_pair(request, Stages())
+    except (EdgespecError, KeyboardInterrupt) as exc:
+        if isinstance(exc, ExportRefused):
+            _remember(pair, "")
+        note(f"{str(exc) or 'stopped'}\nusing the file as it is")
+        return session
+    note(next(check_lines(done.figures)))
+    old = session.settings
+    session.model.close()
+    found = open_session(_replaced(old, name), remembers=True)
+    with found.model.measuring() as engines:
+        there, share = costs_of(*engines)
+    gain = type(promised)(promised.quant, promised.here, there, share, promised.bytes, promised.seconds)
+    if gain.drafted(ACCEPTED) >= KEEPS_GAIN:
+        _remember(pair, name)
+        reply(f"measured: {gain.plain:.2f} to {gain.drafted(ACCEPTED):.2f} times as fast")
+        return found
+    _remember(pair, "")
+    note(f"measured: {gain.drafted(ACCEPTED):.2f} times as fast, which is not worth it: using the file as it is")
+    found.model.close()
+    shutil.rmtree(done.folder, ignore_errors=True)
+    return open_session(old, remembers=True)
+
+
+def _replaced(settings: Settings, name: str) -> Settings:
+    left = settings.without({"draft"})
+    return Settings({**left.values, "model": name}, {**left.sources, "model": "converted by chat"})
+
+
+def _answer(pair: ModelPair) -> str | None:
+    """The name of the converted model, "" after a no, None if it was never asked."""
+    kept = disk_cache.get("converted", _key(pair), _SCHEMA)
+    return None if kept is None else str(kept["name"])
+
+
+def _remember(pair: ModelPair, name: str) -> None:
+    disk_cache.put("converted", _key(pair), {"name": name})
+
+
+def _key(pair: ModelPair) -> str:
+    files: list[Path] = sorted(file.path for file in pair.files.values())
+    return disk_cache.key_of("converted", *(disk_cache.file_key(path) for path in files))

@@ -1,0 +1,172 @@
+"""A chat with a GGUF offers to convert it where that gains: asked once, measured before and after, undone if it fails.
+
+The demo is too small to gain anything for sure, so the limits are what the tests set them to; all else is as it is.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("gguf", reason="a conversion needs the package gguf")
+pytest.importorskip("llama_cpp", reason="a GGUF is run by llama.cpp")
+
+from demo import DEMO, TEST_THREADS
+from edgespec.bench.conversion_gain import WIDTHS, Gain, measure_gains
+from edgespec.cli import converted_model as module
+from edgespec.cli.converted_model import best_of, offer_conversion, with_converted
+from edgespec.cli.session import Session, open_session
+from edgespec.config.sources import Settings
+from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.export.accuracy import ExportRefused
+from edgespec.loading.registry import models_folder
+from tiny_gguf import write_model
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("EDGESPEC_MODELS", str(tmp_path / "models"))
+    monkeypatch.setattr(module, "is_interactive", lambda: True)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    target = shutil.copy(DEMO / "demo-target-q8_0.gguf", tmp_path / "mine.gguf")
+    return settings_of(model=str(target))
+
+
+def settings_of(**values: object) -> Settings:
+    values |= {"threads": TEST_THREADS}
+    return Settings(values, dict.fromkeys(values, "a test"))
+
+
+def limits(monkeypatch: pytest.MonkeyPatch, least: float, kept: float = 0.0) -> None:
+    monkeypatch.setattr(module, "LEAST_GAIN", least)
+    monkeypatch.setattr(module, "LEAST_PLAIN", 0.0)
+    monkeypatch.setattr(module, "KEEPS_GAIN", kept)
+
+
+def asked(settings: Settings, answers: str) -> tuple[Session, str]:
+    """The session after these answers were typed, and all that was shown."""
+    session = open_session(settings)
+    with CliRunner().isolation(answers) as (_, shown, *_rest):
+        found = offer_conversion(session)
+        return found, shown.getvalue().decode()
+
+
+def engine_of(session: Session) -> str:
+    with session.model as model:
+        return model.target.facts.name
+
+
+def gain(here: float, there: float, rows: float = 1.0) -> Gain:
+    costs = {width: there * (1 + (width - 1) * rows) for width in WIDTHS}
+    return Gain("int8", {width: here * width for width in WIDTHS}, costs, 0.0, 1, 1.0)
+
+
+def test_gains_are_those_of_the_passes():
+    assert gain(2.0, 1.0).plain == gain(2.0, 1.0).drafted(0.5) == 2.0
+    cheap = gain(1.0, 1.0, rows=0.0)
+    assert cheap.plain == 1.0 and cheap.drafted(0.5) == pytest.approx(2 * (1 - 0.5**6))
+    dear = Gain("int8", cheap.here, cheap.there, 10.0, 1, 1.0)
+    assert dear.drafted(0.5) == 1.0  # drafts that cost more than they bring are not made
+
+
+def test_what_hardly_gains_is_not_offered():
+    slower, faster = gain(1.0, 1.5, rows=0.0), gain(1.0, 0.9)
+    assert best_of([slower, faster], has_draft=False) is None
+    assert best_of([slower, faster], has_draft=True) is slower  # 1.3 with drafts, .67 without
+    good = gain(1.0, 0.9, rows=0.1)
+    assert best_of([faster, good], has_draft=False) is good
+
+
+def test_costs_are_measured_on_some_layers_of_the_file(tmp_path: Path):
+    with LlamaCppEngine.load(DEMO / "demo-target-q8_0.gguf", threads=TEST_THREADS, reproducible=False) as engine:
+        found = measure_gains(engine, None, DEMO / "demo-target-q8_0.gguf", TEST_THREADS)
+        assert engine.length() == 0
+        assert [each.quant for each in found] == ["int8", "w8a8"]
+        for each in found:
+            assert each.here.keys() == each.there.keys() == set(WIDTHS)
+            assert 0 < each.there[1] < 1 and 6e6 < each.bytes < 12e6 and each.draft_share == 0
+        hybrid = write_model(tmp_path / "scaled.gguf", metadata={"llama.attention.scale": 0.5})
+        assert measure_gains(engine, None, hybrid, TEST_THREADS) == []  # what cannot be converted
+
+
+def test_a_model_is_converted_once_and_used_from_then_on(settings: Settings, monkeypatch: pytest.MonkeyPatch):
+    limits(monkeypatch, 0.0)
+    session, shown = asked(settings, "y\n")
+    assert engine_of(session) == "onnx"
+    assert "ms a token here. Converted to ONNX as" in shown and "top-1 agreement" in shown and "measured: " in shown
+    (made,) = models_folder().iterdir()
+    assert made.name.startswith("mine-")
+    assert with_converted(settings).values["model"] == made.name
+    again = with_converted(settings_of(model=settings.values["model"], engine="llamacpp"))
+    assert again.values["model"] == settings.values["model"]
+    shutil.rmtree(made)
+    assert with_converted(settings) is settings
+
+
+def test_a_draft_is_converted_with_its_target(settings: Settings, monkeypatch: pytest.MonkeyPatch):
+    limits(monkeypatch, 0.0)
+    pair = settings_of(model=settings.values["model"], draft=DEMO / "demo-draft-q8_0.gguf")
+    session, _ = asked(pair, "y\n")
+    assert session.model.pair.draft is not None and session.model.pair.draft.suffix == ".onnx"
+    assert engine_of(session) == "onnx"
+    assert "draft" not in with_converted(pair).values
+
+
+def test_who_declines_is_not_asked_again(settings: Settings, monkeypatch: pytest.MonkeyPatch):
+    limits(monkeypatch, 0.0)
+    session, shown = asked(settings, "n\n")
+    assert engine_of(session) == "llamacpp" and "edgespec export mine.gguf --to onnx" in shown
+    session, shown = asked(settings, "")
+    assert engine_of(session) == "llamacpp" and not shown
+    assert with_converted(settings) is settings
+
+
+def test_a_model_that_does_not_keep_the_promise_is_removed(settings: Settings, monkeypatch: pytest.MonkeyPatch):
+    limits(monkeypatch, 0.0, kept=1e9)
+    session, shown = asked(settings, "y\n")
+    assert engine_of(session) == "llamacpp" and "not worth it: using the file as it is" in shown
+    assert not list(models_folder().iterdir())
+    assert engine_of(asked(settings, "")[0]) == "llamacpp"
+
+
+def test_a_model_that_gains_too_little_is_measured_once(settings: Settings, monkeypatch: pytest.MonkeyPatch):
+    limits(monkeypatch, 1e9)
+    session, shown = asked(settings, "")
+    assert engine_of(session) == "llamacpp" and not shown
+    monkeypatch.setattr(module, "_measured", None)
+    assert engine_of(asked(settings, "")[0]) == "llamacpp"
+
+
+@pytest.mark.parametrize("failure", [ExportRefused("the graph is wrong"), KeyboardInterrupt()])
+def test_a_conversion_that_fails_leaves_the_file_in_use(
+    failure: BaseException, settings: Settings, monkeypatch: pytest.MonkeyPatch
+):
+    def fails(*_: object) -> None:
+        raise failure
+
+    limits(monkeypatch, 0.0)
+    monkeypatch.setattr("edgespec.export.pair.export_pair", fails)
+    session, shown = asked(settings, "y\n")
+    assert engine_of(session) == "llamacpp" and "using the file as it is" in shown
+    assert with_converted(settings) is settings
+
+
+@pytest.mark.parametrize(
+    "given", [{"engine": "llamacpp"}, {"reproducible": True}, {"gpu_layers": 1}, {"cache_type_k": "q8_0"}]
+)
+def test_settings_for_llama_cpp_are_respected(
+    given: dict[str, object], settings: Settings, monkeypatch: pytest.MonkeyPatch
+):
+    limits(monkeypatch, 0.0)
+    found = Settings({**settings.values, **given}, {**settings.sources, **dict.fromkeys(given, "a test")})
+    assert module._candidate(settings) is not None and module._candidate(found) is None
+    monkeypatch.setattr(module, "is_interactive", lambda: False)
+    assert module._candidate(settings) is None
