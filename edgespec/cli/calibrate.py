@@ -6,7 +6,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -26,11 +26,15 @@ from edgespec.control.measure import cost_key, store_curve, store_draft_cost, st
 from edgespec.engines.base import Engine
 from edgespec.engines.machine import machine_name
 from edgespec.errors import ConfigError
+from edgespec.installation import has_engine
 from edgespec.runtime import Model, load
 from edgespec.tuning import calibration as measuring
 from edgespec.tuning.calibration import Calibration, DraftCalibration
 from edgespec.tuning.chart import bar as drawn_bar
 from edgespec.tuning.chart import check_plot, draw
+
+if TYPE_CHECKING:
+    from edgespec.bench.conversion_gain import Gain
 
 DEFAULT_TURNS = 12
 _BAR_CELLS = 20
@@ -39,12 +43,16 @@ _BUSY_SPREAD = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Results of one calibration. `padding`: seconds of a single-token step, unpadded and padded, and their ratio."""
+    """Results of one calibration. `padding`: seconds of a single-token step, unpadded and padded, and their ratio.
+
+    `gains`: what a GGUF would gain as ONNX.
+    """
 
     facts: dict[str, Any]
     target: Calibration
     draft: DraftCalibration | None
     padding: dict[str, float] | None
+    gains: list[Gain]
 
 
 @click.command(cls=SettingsCommand)
@@ -103,6 +111,7 @@ def _calibrate(settings: Settings, wanted: tuple[int, ...] | None, turns: int) -
         draft_key = "" if model.draft_engine is None else cost_key(model.draft_engine, model.pair.paths("draft"))
         with model.measuring() as engines:
             target, draft = _measure(session, engines, wanted, turns)
+            gains = _gains(model, engines)
         target_files = model.pair.paths("target")
         pinned = model.target.facts.pinned_class
         facts = _facts(model)
@@ -114,7 +123,7 @@ def _calibrate(settings: Settings, wanted: tuple[int, ...] | None, turns: int) -
     store_file_curve(target_files, target.curve)
     if draft is not None:
         store_draft_cost(draft_key, draft.cost)
-    return Found(facts, target, draft, padding)
+    return Found(facts, target, draft, padding, gains)
 
 
 def _measure(
@@ -144,6 +153,16 @@ def _padding(model: Model, low: int, context: int, turns: int) -> dict[str, floa
     with load(**chosen) as plain, bar("the cost of padding", steps) as progress:
         samples = measuring.measure(plain.target, (1, low), (context,), turns, progress.advance)
     return dict(measuring.padding_cost(samples, low))
+
+
+def _gains(model: Model, engines: tuple[Engine, Engine | None]) -> list[Gain]:
+    facts = engines[0].facts
+    if facts.name != "llamacpp" or facts.placement or not has_engine("onnx"):
+        return []
+    from edgespec.bench.conversion_gain import measure_gains
+
+    with bar("some layers as ONNX"):
+        return measure_gains(*engines, model.pair.target, facts.threads)
 
 
 def _facts(model: Model) -> dict[str, Any]:
@@ -221,6 +240,7 @@ def _conclusions(found: Found) -> list[str]:
         )
     elif facts["pinned_class"] is not None:
         lines.append("reproducible mode costs single-token steps nothing on this model")
+    lines += [_gain_line(gain) for gain in found.gains]
     lines.append("stored for later runs with these files, this engine and these threads")
     if target.spread > _BUSY_SPREAD:
         lines.append(
@@ -228,6 +248,15 @@ def _conclusions(found: Found) -> list[str]:
             "measure again for better figures"
         )
     return lines
+
+
+def _gain_line(gain: Gain) -> str:
+    drafted, half = gain.drafted(), 1e3 * gain.drafted_s()
+    return (
+        f"as ONNX {gain.quant} (edgespec export --to onnx --quant {gain.quant}), estimated from some of its layers: "
+        f"{1e3 * gain.there[1]:.1f} ms a token, {half:.1f} where half of the drafted tokens are accepted; "
+        f"{gain.plain:.2f}x and {drafted:.2f}x of this file's speed"
+    )
 
 
 def _micro(seconds: float) -> str:
@@ -249,6 +278,10 @@ def _as_object(found: Found) -> dict[str, Any]:
         "ceiling": {"draft_length": free_length, "speedup": free_speedup},
         "padding": found.padding,
         "draft": None,
+        "as_onnx": {
+            gain.quant: {"token_s": gain.there[1], "plain": gain.plain, "half_accepted": gain.drafted()}
+            for gain in found.gains
+        },
     }
     if draft is not None:
         length, speedup = target.ceiling(draft.cost.token_s)

@@ -13,6 +13,7 @@ import platform
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -31,11 +32,9 @@ from edgespec.installation import has_engine, is_importable
 from edgespec.loading.registry import models_folder, registered_folders
 from edgespec.loading.requirements import resolve_pair
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from edgespec.bench.conversion_gain import Gain
 
-ACCEPTED = 0.5  # of drafted tokens, in what is said and in the choice of a type
 LEAST_GAIN, LEAST_PLAIN = 1.2, 0.95  # times as fast: with half of the drafts accepted, and without drafts
 _WITH_CHECKS = 10  # times the seconds of writing: two references and the graph read the check's texts
 KEEPS_GAIN = 1.05  # what a converted model must have
@@ -82,18 +81,18 @@ def offer_conversion(session: Session) -> Session:
 def best_of(gains: Sequence[Gain], *, has_draft: bool) -> Gain | None:
     """The type that gains most, if any gains enough. Without a draft model many tokens are decoded plainly."""
     useful = [gain for gain in gains if has_draft or gain.plain >= LEAST_PLAIN]
-    best = max(useful, key=lambda gain: gain.drafted(ACCEPTED), default=None)
-    return best if best is not None and best.drafted(ACCEPTED) >= LEAST_GAIN else None
+    best = max(useful, key=lambda gain: gain.drafted(), default=None)
+    return best if best is not None and best.drafted() >= LEAST_GAIN else None
 
 
 def described(gain: Gain, pair: ModelPair) -> str:
     """What converting would gain, and what it takes."""
-    here, plain, drafted = (f"{s * 1e3:.1f}" for s in (gain.here[1], gain.there[1], gain.drafted_s(ACCEPTED)))
+    here, plain, drafted = (f"{s * 1e3:.1f}" for s in (gain.here[1], gain.there[1], gain.drafted_s()))
     seconds = max(10, round(_WITH_CHECKS * gain.seconds, -1))
     return (
         f"{pair.target.name} takes {here} ms a token here. Converted to ONNX as {gain.quant} "
         f"({QUANT_NOTES[gain.quant]}) it would take about {plain} ms, and {drafted} ms where half of the drafted "
-        f"tokens are accepted: {gain.plain:.1f} to {gain.drafted(ACCEPTED):.1f} times as fast. That takes "
+        f"tokens are accepted: {gain.plain:.1f} to {gain.drafted():.1f} times as fast. That takes "
         f"{gain.bytes / 1e6:.0f} MB in {models_folder()} and about {seconds:.0f} s, and is compared with the file."
     )
 
@@ -156,12 +155,12 @@ def _converted(session: Session, pair: ModelPair, promised: Gain) -> Session:
     with found.model.measuring() as engines:
         there, share = costs_of(*engines)
     gain = type(promised)(promised.quant, promised.here, there, share, promised.bytes, promised.seconds)
-    if gain.drafted(ACCEPTED) >= KEEPS_GAIN:
+    if gain.drafted() >= KEEPS_GAIN:
         _remember(pair, name)
-        reply(f"measured: {gain.plain:.2f} to {gain.drafted(ACCEPTED):.2f} times as fast")
+        reply(f"measured: {gain.plain:.2f} to {gain.drafted():.2f} times as fast")
         return found
     _remember(pair, "")
-    note(f"measured: {gain.drafted(ACCEPTED):.2f} times as fast, which is not worth it: using the file as it is")
+    note(f"measured: {gain.drafted():.2f} times as fast, which is not worth it: using the file as it is")
     found.model.close()
     shutil.rmtree(done.folder, ignore_errors=True)
     return open_session(old, remembers=True)
