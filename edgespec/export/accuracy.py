@@ -17,8 +17,8 @@ reference's best logit leads by a tenth of the logits' standard deviation, since
 | all below 4 bits             |                          | 0.40            | 1.5           |
 
 Measured on the demo target (KL, agreement): f32 0 and 1.00, f16 6e-7 and 1.00, bf16 8e-5 and 1.00, q8_0 and int8 9e-4
-and 1.00, w8a8 0.002 and 1.00, q6_k 0.007 and 1.00, q4_k_m 0.06 and 0.96, int4 0.1 and 0.91, q3_k_m 0.13 and 0.91. On
-its draft with 0.9 M parameters, agreement falls to 0.90 with q5_k_m, 0.83 with iq4_nl and 0.73 with int4. Random models
+and 1.00, w8a8 0.002 and 1.00, q6_k 0.007 and 1.00, int4 0.05 and 0.97, q4_k_m 0.06 and 0.96, q3_k_m 0.13 and 0.91. On
+its draft with 0.9 M parameters, agreement falls to 0.90 with q5_k_m, 0.84 with int4 and 0.83 with iq4_nl. Random models
 of nine architectures: f32 at most 9e-4 of the spread, q8_0 at most 0.002 and at least 0.985, q4_k_m 0.04 and 0.78. A
 rotary base that is wrong by a factor of two gives KL 0.06, queries in the wrong order 1.0. Faults that 4 bits would
 hide are found in a 16-bit file of the same conversion (see `file_checks`).
