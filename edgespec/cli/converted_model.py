@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from edgespec.bench.conversion_gain import Gain
 
 LEAST_GAIN, LEAST_PLAIN = 1.2, 0.95  # times as fast: with half of the drafts accepted, and without drafts
+LONG_DRAFTS = 0.7  # accepted of those that a type is chosen by: most tokens that drafts save are saved by long ones
 _WITH_CHECKS = 10  # times the seconds of writing: two references and the graph read the check's texts
 KEEPS_GAIN = 1.05  # what a converted model must have
 # Settings that mean the same to both engines; any other was given for llama.cpp, or to look at something.
@@ -79,16 +80,16 @@ def offer_conversion(session: Session) -> Session:
 
 
 def best_of(gains: Sequence[Gain], *, has_draft: bool) -> Gain | None:
-    """The type that gains most, if any gains enough. Without a draft model many tokens are decoded plainly."""
+    """The type that gains most, of those that gain enough. Without a draft model many tokens are decoded plainly."""
     useful = [gain for gain in gains if has_draft or gain.plain >= LEAST_PLAIN]
-    best = max(useful, key=lambda gain: gain.drafted(), default=None)
-    return best if best is not None and best.drafted() >= LEAST_GAIN else None
+    useful = [gain for gain in useful if gain.drafted() >= LEAST_GAIN]
+    return max(useful, key=lambda gain: gain.drafted(LONG_DRAFTS), default=None)
 
 
 def described(gain: Gain, pair: ModelPair) -> str:
     """What converting would gain, and what it takes."""
     here, plain, drafted = (f"{s * 1e3:.1f}" for s in (gain.here[1], gain.there[1], gain.drafted_s()))
-    seconds = max(10, round(_WITH_CHECKS * gain.seconds, -1))
+    seconds = max(20, round(_WITH_CHECKS * gain.seconds, -1))
     return (
         f"{pair.target.name} takes {here} ms a token here. Converted to ONNX as {gain.quant} "
         f"({QUANT_NOTES[gain.quant]}) it would take about {plain} ms, and {drafted} ms where half of the drafted "
