@@ -36,6 +36,8 @@ ACCEPTED = 0.5  # of drafted tokens, in what is said of a gain
 WIDTHS = (1, 2, 4, 6)
 # Weights of layers and of the head, if there are as many: fewer would stay in a processor's cache from pass to pass.
 WRITTEN, HEAD_WRITTEN = 128 << 20, 32 << 20
+LARGEST_LAYER = 300 << 20  # weights; a layer of an 8B model has 218 million
+QUANTS = ("int8", "w8a8", "int4")
 _TABLE_BYTES = 1 + 4 / 64  # a weight of the head or of the embeddings
 _TURNS, _MOST_S = 15, 1.0  # of each type
 _LAYER = re.compile(r"(?<=model\.layers\.)\d+")
@@ -83,17 +85,22 @@ def measure_gains(engine: Engine, draft: Engine | None, path: Path, threads: int
     """The gains of the types that suit the file `path`, which `engine` holds; none if it cannot be converted.
 
     `draft` is its draft model's engine; a draft is converted, too, and taken to keep its share of the target's time.
-    Both must be empty and are left empty. Takes seconds. Raises OSError where the temporary folder lacks room.
+    Both must be empty and are left empty. Takes seconds; a model with larger layers than `LARGEST_LAYER`, or a context
+    too short for a pass, is not measured. Raises OSError where the temporary folder lacks room.
     """
     try:
         model = open_gguf(path)
     except (ModelFileError, CapabilityError):
         return []
-    is_four_bit = any(tensor.kind in STORED_TYPES for tensor, _ in model.tensors.values())
+    if _layer_weights(model) > LARGEST_LAYER or engine.facts.context_length < c.PREFIX + max(WIDTHS):
+        return []
     here, share = costs_of(engine, draft)
-    with TemporaryDirectory(prefix="edgespec-") as folder:
-        quants = ("int8", "w8a8", "int4") if is_four_bit else ("int8", "w8a8")
-        return [_gain(model, quant, Path(folder) / quant, threads, (here, share)) for quant in quants]
+    found = []
+    for quant in QUANTS:
+        if quant != "int4" or any(tensor.kind in STORED_TYPES for tensor, _ in model.tensors.values()):
+            with TemporaryDirectory(prefix="edgespec-") as folder:
+                found.append(_gain(model, quant, Path(folder), threads, here, share))
+    return found
 
 
 def costs_of(engine: Engine, draft: Engine | None) -> tuple[Costs, float]:
@@ -102,14 +109,11 @@ def costs_of(engine: Engine, draft: Engine | None) -> tuple[Costs, float]:
     return costs, 0.0 if draft is None else quick_costs(draft, (1,))[1] / costs[1]
 
 
-def _gain(model: GgufModel, quant: str, folder: Path, threads: int, now: tuple[Costs, float]) -> Gain:
+def _gain(model: GgufModel, quant: str, folder: Path, threads: int, here: Costs, share: float) -> Gain:
     """Of one type: some layers and a part of the head are written to `folder`, and their time is scaled by bytes."""
-    config, (here, share) = model.config, now
+    config = model.config
     tables = 1 if model.is_tied and quant != "w8a8" else 2  # of the vocabulary
-    weights = (model.num_parameters - config.vocab_size * config.hidden_size * (1 if model.is_tied else 2)) / (
-        config.num_layers
-    )
-    number = min(math.ceil(WRITTEN / weights), config.num_layers)
+    number = min(math.ceil(WRITTEN / _layer_weights(model)), config.num_layers)
     first = (config.num_layers - number) // 2
     few = replace(
         config,
@@ -119,7 +123,6 @@ def _gain(model: GgufModel, quant: str, folder: Path, threads: int, now: tuple[C
         windowed_layers=_moved(config.windowed_layers, first, number),
         unrotated_layers=_moved(config.unrotated_layers, first, number),
     )
-    folder.mkdir()
     started_s = perf_counter()
     written = _SomeLayers(GgufWeights(model), first, few.vocab_size)
     path = write_graph(folder, few, written, quant, smooths=False)
@@ -187,3 +190,8 @@ class _SomeLayers:
 
 def _moved(layers: frozenset[int], first: int, number: int) -> frozenset[int]:
     return frozenset(layer - first for layer in layers if 0 <= layer - first < number)
+
+
+def _layer_weights(model: GgufModel) -> float:
+    tables = (1 if model.is_tied else 2) * model.config.vocab_size * model.config.hidden_size
+    return (model.num_parameters - tables) / model.config.num_layers

@@ -25,12 +25,12 @@ from edgespec.cli.terminal import note, reply, verbosity
 from edgespec.config import LoadOptions
 from edgespec.config.sources import Settings
 from edgespec.engines import disk_cache
-from edgespec.engines.machine import physical_cores
 from edgespec.errors import EdgespecError
 from edgespec.formats.manifest import ModelPair
 from edgespec.installation import has_engine, is_importable
 from edgespec.loading.registry import models_folder, registered_folders
 from edgespec.loading.requirements import resolve_pair
+from edgespec.loading.room import fits
 
 if TYPE_CHECKING:
     from edgespec.bench.conversion_gain import Gain
@@ -122,9 +122,9 @@ def _is_possible() -> bool:
 def _measured(session: Session) -> list[Gain]:
     from edgespec.bench.conversion_gain import measure_gains
 
-    threads = session.model.options.threads or physical_cores()
     with waiting("measuring what ONNX would gain, once for this file") as _, session.model.measuring() as engines:
-        return measure_gains(*engines, session.model.pair.target, threads)
+        found = measure_gains(*engines, session.model.pair.target, engines[0].facts.threads)
+    return [gain for gain in found if fits(gain.bytes) is not False]
 
 
 def _converted(session: Session, pair: ModelPair, promised: Gain) -> Session:

@@ -4,7 +4,7 @@ MatMulNBits knows whole zero points only: `scale * (code - zero point)`. What th
 scale where zero lies among the codes, is the same for all weights of a block and so multiplies the mean of the block's
 inputs. These means become further inputs of the product, one for each block, and the remainders further weights of 4
 bits: two small operators per input of a product and 1/32 more weights, and a GGUF's own 4-bit weights are kept but for
-1/16 of what rounding them to another grid would change. Blocks without remainders (Q4_0) need neither.
+1/11 to 1/16 of what rounding them to another grid would change. Blocks without remainders (Q4_0) need neither.
 
 The head, and what a GGUF of mostly 4 bits keeps in more, is stored in 8 bits.
 """
