@@ -59,8 +59,9 @@ def with_converted(settings: Settings) -> Settings:
 def offer_conversion(session: Session) -> Session:
     """The session, or one of the converted model, in which case this one's model is closed."""
     pair = _candidate(session.settings)
-    engine = session.model.target.facts
-    if pair is None or _answer(pair) is not None or engine.name != "llamacpp" or engine.placement:
+    facts = session.model.target.facts
+    runs_here = facts.name == "llamacpp" and not facts.placement
+    if pair is None or verbosity() == "quiet" or not runs_here or _answer(pair) is not None:
         return session
     try:
         gains = _measured(session)
@@ -99,10 +100,10 @@ def described(gain: Gain, pair: ModelPair) -> str:
 
 
 def _candidate(settings: Settings) -> ModelPair | None:
-    """The pair of the settings, if it is a GGUF that might be converted and somebody is there to ask."""
+    """The pair of the settings, if it is a GGUF that may be converted and a person chats; pipes get what they name."""
     values = settings.values
     is_plain = "model" in values and values.get("engine", "auto") == "auto" and not values.get("reproducible")
-    if not is_plain or not is_interactive() or verbosity() == "quiet" or not _is_possible():
+    if not is_plain or not is_interactive() or not _is_possible():
         return None
     if settings.part("load").keys() - COMMON - {"engine", "reproducible"}:
         return None
