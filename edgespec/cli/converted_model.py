@@ -12,6 +12,7 @@ import logging
 import platform
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 LEAST_GAIN, LEAST_PLAIN = 1.2, 0.95  # times as fast: with half of the drafts accepted, and without drafts
 LONG_DRAFTS = 0.7  # accepted of those that a type is chosen by: most tokens that drafts save are saved by long ones
 _WITH_CHECKS = 10  # times the seconds of writing: two references and the graph read the check's texts
+_AS_IT_IS = "using the file as it is"
 KEEPS_GAIN = 1.05  # what a converted model must have
 # Settings that mean the same to both engines; any other was given for llama.cpp, or to look at something.
 COMMON = {"model", "draft", "context_length", "threads", "reproducible", "memory", "recall", "learn", "corpus"}
@@ -129,16 +131,14 @@ def _measured(session: Session) -> list[Gain]:
 
 
 def _converted(session: Session, pair: ModelPair, promised: Gain) -> Session:
-    from edgespec.bench.conversion_gain import costs_of
     from edgespec.cli.export import check_lines
     from edgespec.export.accuracy import ExportRefused
     from edgespec.export.pair import export_pair
     from edgespec.export.request import ExportRequest
 
-    name = f"{pair.target.stem}-{promised.quant}"
     request = ExportRequest(
         source=str(pair.target),
-        output=models_folder() / name,
+        output=_new_folder(pair, promised.quant),
         draft=None if pair.draft is None else str(pair.draft),
         quants={"onnx": promised.quant},
         made_by=f"edgespec {__version__}",
@@ -148,24 +148,43 @@ def _converted(session: Session, pair: ModelPair, promised: Gain) -> Session:
     except (EdgespecError, KeyboardInterrupt) as exc:
         if isinstance(exc, ExportRefused):
             _remember(pair, "")
-        note(f"{str(exc) or 'stopped'}\nusing the file as it is")
+        note(f"{str(exc) or 'stopped'}\n{_AS_IT_IS}")
         return session
     note(next(check_lines(done.figures)))
     old = session.settings
     session.model.close()
-    found = open_session(_replaced(old, name), remembers=True)
-    with found.model.measuring() as engines:
-        there, share = costs_of(*engines)
-    gain = type(promised)(promised.quant, promised.here, there, share, promised.bytes, promised.seconds)
-    if gain.drafted() >= KEEPS_GAIN:
-        _remember(pair, name)
-        reply(f"measured: {gain.plain:.2f} to {gain.drafted():.2f} times as fast")
+    try:
+        found = _tried(_replaced(old, done.folder.name), promised)
+    except EdgespecError as exc:
+        note(str(exc))
+        found = None
+    _remember(pair, done.folder.name if found else "")
+    if found is not None:
         return found
-    _remember(pair, "")
-    note(f"measured: {gain.drafted():.2f} times as fast, which is not worth it: using the file as it is")
-    found.model.close()
+    note(_AS_IT_IS)
     shutil.rmtree(done.folder, ignore_errors=True)
     return open_session(old, remembers=True)
+
+
+def _tried(settings: Settings, promised: Gain) -> Session | None:
+    """A session of the converted model, if it is as fast as it must be."""
+    from edgespec.bench.conversion_gain import costs_of
+
+    found = open_session(settings, remembers=True)
+    with found.model.measuring() as engines:
+        there, share = costs_of(*engines)
+    gain = replace(promised, there=there, draft_share=share)
+    reply(f"measured: {gain.plain:.2f} to {gain.drafted():.2f} times as fast")
+    if gain.drafted() >= KEEPS_GAIN:
+        return found
+    found.model.close()
+    return None
+
+
+def _new_folder(pair: ModelPair, quant: str) -> Path:
+    """Where a conversion goes: two files of one name in two folders are two models."""
+    found = models_folder() / f"{pair.target.stem}-{quant}"
+    return found if not found.exists() else found.with_name(f"{found.name}-{_key(pair)[:8]}")
 
 
 def _replaced(settings: Settings, name: str) -> Settings:

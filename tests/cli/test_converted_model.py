@@ -21,6 +21,7 @@ from edgespec.cli.converted_model import best_of, offer_conversion, with_convert
 from edgespec.cli.session import Session, open_session
 from edgespec.config.sources import Settings
 from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.errors import CapabilityError
 from edgespec.export.accuracy import ExportRefused
 from edgespec.loading.registry import models_folder
 from tiny_gguf import write_model
@@ -132,9 +133,35 @@ def test_who_declines_is_not_asked_again(settings: Settings, monkeypatch: pytest
 def test_a_model_that_does_not_keep_the_promise_is_removed(settings: Settings, monkeypatch: pytest.MonkeyPatch):
     limits(monkeypatch, 0.0, kept=1e9)
     session, shown = asked(settings, "y\n")
-    assert engine_of(session) == "llamacpp" and "not worth it: using the file as it is" in shown
+    assert engine_of(session) == "llamacpp" and "times as fast\nusing the file as it is" in shown
     assert not list(models_folder().iterdir())
     assert engine_of(asked(settings, "")[0]) == "llamacpp"
+
+
+def test_a_converted_model_that_cannot_be_loaded_is_removed(settings: Settings, monkeypatch: pytest.MonkeyPatch):
+    limits(monkeypatch, 0.0)
+    opened = module.open_session
+
+    def open_file(given: Settings, **options: bool) -> Session:
+        if given.values["model"] != settings.values["model"]:
+            raise CapabilityError("does not fit")
+        return opened(given, **options)
+
+    monkeypatch.setattr(module, "open_session", open_file)
+    session, shown = asked(settings, "y\n")
+    assert engine_of(session) == "llamacpp" and "does not fit\nusing the file as it is" in shown
+    assert not list(models_folder().iterdir())
+
+
+def test_files_of_one_name_are_two_models(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    limits(monkeypatch, 0.0)
+    (tmp_path / "other").mkdir()
+    other = settings_of(model=shutil.copy(DEMO / "demo-draft-q8_0.gguf", tmp_path / "other" / "mine.gguf"))
+    for each in (settings, other):
+        session, _ = asked(each, "y\n")
+        assert engine_of(session) == "onnx"
+    names = [with_converted(each).values["model"] for each in (settings, other)]
+    assert len(set(names)) == 2 == len(list(models_folder().iterdir()))
 
 
 def test_a_model_that_gains_too_little_is_measured_once(settings: Settings, monkeypatch: pytest.MonkeyPatch):
