@@ -34,7 +34,7 @@ from edgespec.tuning.chart import bar as drawn_bar
 from edgespec.tuning.chart import check_plot, draw
 
 if TYPE_CHECKING:
-    from edgespec.bench.conversion_gain import Gain
+    from edgespec.export.conversion_gain import Gain
 
 DEFAULT_TURNS = 12
 _BAR_CELLS = 20
@@ -159,7 +159,7 @@ def _gains(model: Model, engines: tuple[Engine, Engine | None]) -> list[Gain]:
     facts = engines[0].facts
     if facts.name != "llamacpp" or facts.placement or not has_engine("onnx"):
         return []
-    from edgespec.bench.conversion_gain import measure_gains
+    from edgespec.export.conversion_gain import measure_gains
 
     with bar("some layers as ONNX"):
         return measure_gains(*engines, model.pair.target, facts.threads)

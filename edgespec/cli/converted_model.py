@@ -34,9 +34,10 @@ from edgespec.loading.requirements import resolve_pair
 from edgespec.loading.room import fits
 
 if TYPE_CHECKING:
-    from edgespec.bench.conversion_gain import Gain
+    from edgespec.export.conversion_gain import Gain
 
 LEAST_GAIN, LEAST_PLAIN = 1.2, 0.95  # times as fast: with half of the drafts accepted, and without drafts
+LEAST_TOKEN_S = 0.002  # a model that is faster already is not worth a question
 LONG_DRAFTS = 0.7  # accepted of those that a type is chosen by: most tokens that drafts save are saved by long ones
 _WITH_CHECKS = 10  # times the seconds of writing: two references and the graph read the check's texts
 _AS_IT_IS = "using the file as it is"
@@ -85,7 +86,7 @@ def offer_conversion(session: Session) -> Session:
 def best_of(gains: Sequence[Gain], *, has_draft: bool) -> Gain | None:
     """The type that gains most, of those that gain enough. Without a draft model many tokens are decoded plainly."""
     useful = [gain for gain in gains if has_draft or gain.plain >= LEAST_PLAIN]
-    useful = [gain for gain in useful if gain.drafted() >= LEAST_GAIN]
+    useful = [gain for gain in useful if gain.drafted() >= LEAST_GAIN and gain.here[1] >= LEAST_TOKEN_S]
     return max(useful, key=lambda gain: gain.drafted(LONG_DRAFTS), default=None)
 
 
@@ -123,7 +124,7 @@ def _is_possible() -> bool:
 
 
 def _measured(session: Session) -> list[Gain]:
-    from edgespec.bench.conversion_gain import measure_gains
+    from edgespec.export.conversion_gain import measure_gains
 
     with waiting("measuring what ONNX would gain, once for this file") as _, session.model.measuring() as engines:
         found = measure_gains(*engines, session.model.pair.target, engines[0].facts.threads)
@@ -168,7 +169,7 @@ def _converted(session: Session, pair: ModelPair, promised: Gain) -> Session:
 
 def _tried(settings: Settings, promised: Gain) -> Session | None:
     """A session of the converted model, if it is as fast as it must be."""
-    from edgespec.bench.conversion_gain import costs_of
+    from edgespec.export.conversion_gain import costs_of
 
     found = open_session(settings, remembers=True)
     with found.model.measuring() as engines:

@@ -15,7 +15,6 @@ pytest.importorskip("gguf", reason="a conversion needs the package gguf")
 pytest.importorskip("llama_cpp", reason="a GGUF is run by llama.cpp")
 
 from demo import DEMO, TEST_THREADS
-from edgespec.bench.conversion_gain import WIDTHS, Gain, measure_gains
 from edgespec.cli import converted_model as module
 from edgespec.cli.converted_model import best_of, offer_conversion, with_converted
 from edgespec.cli.session import Session, open_session
@@ -23,6 +22,7 @@ from edgespec.config.sources import Settings
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.errors import CapabilityError
 from edgespec.export.accuracy import ExportRefused
+from edgespec.export.conversion_gain import WIDTHS, Gain, measure_gains
 from edgespec.loading.registry import models_folder
 from tiny_gguf import write_model
 
@@ -49,6 +49,7 @@ def settings_of(**values: object) -> Settings:
 def limits(monkeypatch: pytest.MonkeyPatch, least: float, kept: float = 0.0) -> None:
     monkeypatch.setattr(module, "LEAST_GAIN", least)
     monkeypatch.setattr(module, "LEAST_PLAIN", 0.0)
+    monkeypatch.setattr(module, "LEAST_TOKEN_S", 0.0)
     monkeypatch.setattr(module, "KEEPS_GAIN", kept)
 
 
@@ -84,6 +85,7 @@ def test_what_hardly_gains_is_not_offered():
     assert best_of([slower, faster], has_draft=True) is slower  # 1.3 with drafts, .67 without
     good = gain(1.0, 0.9, rows=0.1)
     assert best_of([faster, good], has_draft=False) is good
+    assert best_of([gain(1e-3, 0.9e-3, rows=0.1)], has_draft=False) is None  # a thousand tokens a second as it is
 
 
 def test_costs_are_measured_on_some_layers_of_the_file(tmp_path: Path):
