@@ -36,12 +36,12 @@ from edgespec.loading.room import fits
 if TYPE_CHECKING:
     from edgespec.export.conversion_gain import Gain
 
-LEAST_GAIN, LEAST_PLAIN = 1.2, 0.95  # times as fast: with half of the drafts accepted, and without drafts
+LEAST_GAIN, LEAST_PLAIN = 1.2, 1.0  # times as fast: with half of the drafts accepted, and without drafts
 LEAST_TOKEN_S = 0.002  # a model that is faster already is not worth a question
 LONG_DRAFTS = 0.7  # accepted of those that a type is chosen by: most tokens that drafts save are saved by long ones
 _WITH_CHECKS = 10  # times the seconds of writing: two references and the graph read the check's texts
 _AS_IT_IS = "using the file as it is"
-KEEPS_GAIN = 1.05  # what a converted model must have
+KEEPS_GAIN = 1.05  # instead of the first, where the converted model was measured itself
 # Settings that mean the same to both engines; any other was given for llama.cpp, or to look at something.
 COMMON = {"model", "draft", "context_length", "threads", "reproducible", "memory", "recall", "learn", "corpus"}
 QUANT_NOTES = {"int4": "its 4-bit weights stay what they are", "int8": "8 bits", "w8a8": "8 bits in whole numbers"}
@@ -71,7 +71,7 @@ def offer_conversion(session: Session) -> Session:
     except (EdgespecError, OSError, KeyboardInterrupt) as exc:
         logger.debug("what %s would gain was not measured: %r", pair.target, exc)
         return session
-    best = best_of(gains, has_draft=pair.draft is not None)
+    best = best_of(gains)
     if best is None:
         _remember(pair, "")
         return session
@@ -83,11 +83,15 @@ def offer_conversion(session: Session) -> Session:
     return _converted(session, pair, best)
 
 
-def best_of(gains: Sequence[Gain], *, has_draft: bool) -> Gain | None:
-    """The type that gains most, of those that gain enough. Without a draft model many tokens are decoded plainly."""
-    useful = [gain for gain in gains if has_draft or gain.plain >= LEAST_PLAIN]
-    useful = [gain for gain in useful if gain.drafted() >= LEAST_GAIN and gain.here[1] >= LEAST_TOKEN_S]
+def best_of(gains: Sequence[Gain]) -> Gain | None:
+    """The type that gains most, of those that gain enough."""
+    useful = [gain for gain in gains if gain.here[1] >= LEAST_TOKEN_S and gains_enough(gain, LEAST_GAIN)]
     return max(useful, key=lambda gain: gain.drafted(LONG_DRAFTS), default=None)
+
+
+def gains_enough(gain: Gain, least: float) -> bool:
+    """With drafts, and without them no slower than the file: where no draft is accepted, all tokens are plain ones."""
+    return gain.plain >= LEAST_PLAIN and gain.drafted() >= least
 
 
 def described(gain: Gain, pair: ModelPair) -> str:
@@ -176,7 +180,7 @@ def _tried(settings: Settings, promised: Gain) -> Session | None:
         there, share = costs_of(*engines)
     gain = replace(promised, there=there, draft_share=share)
     reply(f"measured: {gain.plain:.2f} to {gain.drafted():.2f} times as fast")
-    if gain.drafted() >= KEEPS_GAIN:
+    if gains_enough(gain, KEEPS_GAIN):
         return found
     found.model.close()
     return None

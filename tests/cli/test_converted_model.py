@@ -81,11 +81,10 @@ def test_gains_are_those_of_the_passes():
 
 def test_what_hardly_gains_is_not_offered():
     slower, faster = gain(1.0, 1.5, rows=0.0), gain(1.0, 0.9)
-    assert best_of([slower, faster], has_draft=False) is None
-    assert best_of([slower, faster], has_draft=True) is slower  # 1.3 with drafts, .67 without
+    assert slower.drafted() > 1.2 and best_of([slower, faster]) is None  # plain decoding may be no slower
     good = gain(1.0, 0.9, rows=0.1)
-    assert best_of([faster, good], has_draft=False) is good
-    assert best_of([gain(1e-3, 0.9e-3, rows=0.1)], has_draft=False) is None  # a thousand tokens a second as it is
+    assert best_of([slower, faster, good]) is good
+    assert best_of([gain(1e-3, 0.9e-3, rows=0.1)]) is None  # a thousand tokens a second as it is
 
 
 def test_costs_are_measured_on_some_layers_of_the_file(tmp_path: Path):
