@@ -18,7 +18,7 @@ _LEAST_DRAFTED, _LEAST_TESTED, _LEAST_PASSES = 8, 5, 4  # with fewer the values 
 def draw(report: Report, target: Path) -> list[Path]:
     """Write the figures to `target`: into one PNG file if it ends with .png, else into that folder as NAME.png each.
 
-    Figures of an earlier run are replaced. Raises StateError when `target` cannot be written.
+    Plots that are there are replaced. Raises StateError when `target` cannot be written.
     """
     if target.suffix.lower() == ".png":
         write_atomically(target, _sheet(report))

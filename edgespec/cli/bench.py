@@ -47,7 +47,7 @@ _PATH = click.Path(path_type=Path)
 @click.option("--plot", type=_PATH, metavar="PNG|FOLDER", help="Draw the figures, in one PNG or one each")
 @click.option("--html", "html_file", type=_PATH, metavar="FILE", help="Write the report as one HTML page")
 @click.option("--resume", type=_PATH, metavar="FILE", help="Journal to continue from and keep")
-@click.option("--restart", is_flag=True, help="Discard what an earlier run left unfinished")
+@click.option("--restart", is_flag=True, help="Begin anew: discard an unfinished run")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table")
 def command(model_name: str | None, config_file: Path | None, **given: Any) -> int:
     """Decode each prompt with and without speculation, in turns and on empty caches, and compare the speed.

@@ -86,7 +86,7 @@ def option(
 )
 @click.option("--init", metavar="layers:N,N", help="Start from these layers of a Llama-like target.")
 @_request_options
-@click.option("--restart", is_flag=True, help="Discard what an earlier run left unfinished.")
+@click.option("--restart", is_flag=True, help="Begin anew: discard an unfinished run.")
 def command(
     target: str, data: tuple[Path, ...], output: Path | None, init: str | None, restart: bool, **given: Any
 ) -> int:

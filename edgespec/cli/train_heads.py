@@ -62,7 +62,7 @@ def _request_options(function: Callable[..., int]) -> Callable[..., int]:
     callback=lambda _, __, text: parse_layers(text),
     help="Also read the inputs of these layers of the target, such as 3,14,24.",
 )
-@click.option("--restart", is_flag=True, help="Discard what an earlier run left unfinished.")
+@click.option("--restart", is_flag=True, help="Begin anew: discard an unfinished run.")
 def command(target: str, data: tuple[Path, ...], output: Path | None, restart: bool, **given: Any) -> int:
     """Train heads for TARGET, a Hugging Face folder or hub id, that draft from its last hidden state.
 

@@ -105,7 +105,7 @@ def _settle(sweep: Sweep, model: str, path: Path | None) -> Found:
     if found.is_kept:
         save_profile(path, found.profile)
     elif forget_profile(path):
-        note(f"removed: {source_of(path)}, found by an earlier run")
+        note(f"removed: {source_of(path)}, which tune had saved")
     return found
 
 
