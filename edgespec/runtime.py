@@ -188,7 +188,13 @@ class Model(Closing):
         tools: Messages | None = None,
     ) -> Generation:
         """Generate the assistant's next turn; like `stream`. The part of the prompt that is still cached is reused."""
-        return self.stream(self.encode_chat(messages, tools), sampling, options)
+        from edgespec.chat.reasoning import before_structure
+
+        prompt_ids = self.encode_chat(messages, tools)
+        if options is not None:
+            with self._executor.vocabulary() as vocabulary:
+                prompt_ids = before_structure(vocabulary, prompt_ids, options)
+        return self.stream(prompt_ids, sampling, options)
 
     def check_structure(self, options: GenerateOptions) -> None:
         """Check the grammar of `options`, if there is one, as a generation does.

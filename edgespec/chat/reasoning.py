@@ -1,34 +1,35 @@
-"""Reasoning that a model writes before its answer, such as `<think>...</think>`: its marks, and text split at them.
-
-Which marks a model has is read from its chat template: templates open the reasoning, or cut it out of earlier answers.
-"""
+"""Reasoning that a model writes before its answer, such as `<think>...</think>`: text split at its marks."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal, Protocol, Self
 
+from edgespec.chat.channels import ANSWER_HEADER, ChannelSplitter
+from edgespec.chat.marks import Marks, begun, control_text, reasoning_marks
+from edgespec.config import GenerateOptions
 from edgespec.vocabulary import IncrementalDecoder, Vocabulary
 
 _LAST_TOKENS = 24  # of a prompt, among which a mark may be spelled; one token each in most vocabularies
 
 
-@dataclass(frozen=True, slots=True)
-class Marks:
-    """The texts, or names of control tokens, around the reasoning."""
+class Splitter(Protocol):
+    """Splits the text of one answer, as it comes, into reasoning and answer."""
 
-    opening: str
-    closing: str
+    @property
+    def is_answering(self) -> bool:
+        """Whether the answer itself has begun."""
 
+    @property
+    def has_reasoned(self) -> bool:
+        """Whether the text is known to begin with reasoning."""
 
-KNOWN_MARKS = (Marks("<think>", "</think>"), Marks("[THINK]", "[/THINK]"), Marks("<seed:think>", "</seed:think>"))
+    def push(self, text: str) -> tuple[str, str]:
+        """(reasoning, answer) that are certain after `text`."""
 
-
-def reasoning_marks(template: str | None) -> Marks | None:
-    """The marks that a chat template writes or looks for; None for a model that does not reason."""
-    source = template or ""
-    return next((marks for marks in KNOWN_MARKS if marks.opening in source or marks.closing in source), None)
+    def finish(self) -> tuple[str, str]:
+        """The rest, at the end of the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +41,19 @@ class Reasoning:
 
     @classmethod
     def of(cls, vocabulary: Vocabulary, prompt_ids: Sequence[int]) -> Self | None:
-        """What the chat template and the end of a prompt say; None for a model that does not reason."""
+        """What the chat template and the end of a prompt say; None for an answer without reasoning."""
         marks = reasoning_marks(vocabulary.chat_template)
         if marks is None:
             return None
-        end = b"".join(_bytes(vocabulary, token_id) for token_id in prompt_ids[-_LAST_TOKENS:])
-        return cls(marks, end.rstrip().endswith(marks.opening.encode()))
+        end = b"".join(_bytes(vocabulary, token_id) for token_id in prompt_ids[-_LAST_TOKENS:]).rstrip()
+        if marks.has_channels and end.endswith(ANSWER_HEADER.encode()):
+            return None
+        return cls(marks, end.endswith(marks.opening.encode()))
 
-    def splitter(self) -> ReasoningSplitter:
+    def splitter(self) -> Splitter:
         """A splitter of one answer."""
+        if self.marks.has_channels:
+            return ChannelSplitter(is_open=self.is_open)
         return ReasoningSplitter(self.marks, is_open=self.is_open)
 
     def split(self, vocabulary: Vocabulary, text: str, token_ids: Sequence[int]) -> tuple[str, str]:
@@ -63,8 +68,8 @@ class Reasoning:
         return "".join(reasoning for reasoning, _ in parts), "".join(answer for _, answer in parts)
 
     def spelled(self, vocabulary: Vocabulary, token_id: int) -> str:
-        """The mark that a control token is; empty for any other token, and for marks that print themselves."""
-        return control_text(vocabulary, token_id, (self.marks.opening, self.marks.closing))
+        """The name of a control token of the marks; empty for any other token, and for marks that print themselves."""
+        return control_text(vocabulary, token_id, self.marks.names)
 
 
 class ReasoningSplitter:
@@ -135,17 +140,17 @@ class ReasoningSplitter:
         return found
 
 
-def begun(text: str, mark: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `mark`."""
-    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)
+def before_structure(vocabulary: Vocabulary, prompt_ids: Sequence[int], options: GenerateOptions) -> list[int]:
+    """A chat's prompt; for an answer of a given structure with the header that a model with channels writes first.
 
-
-def control_text(vocabulary: Vocabulary, token_id: int, names: Collection[str]) -> str:
-    """The name of a control token, which prints nothing itself, where it is among `names`; else empty."""
-    if vocabulary.piece(token_id):
-        return ""
-    name = vocabulary.token_name(token_id)
-    return name if name in names else ""
+    A structure that says itself where it begins, or a grammar that names control tokens, gets none.
+    """
+    begins_itself = options.free_until is not None or any(mark in (options.grammar or "") for mark in ("<[", "<|"))
+    if options.structure is None or begins_itself:
+        return [*prompt_ids]
+    reasoning = Reasoning.of(vocabulary, prompt_ids)
+    has_header = reasoning is not None and reasoning.marks.has_channels and not reasoning.is_open
+    return [*prompt_ids, *(vocabulary.encode(ANSWER_HEADER, parse_special=True) if has_header else ())]
 
 
 def _bytes(vocabulary: Vocabulary, token_id: int) -> bytes:

@@ -20,6 +20,7 @@ from edgespec.vocabulary import Vocabulary
 
 Message = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
+_THINKING = re.compile(r"\.thinking\b|\[.thinking.\]")
 _FIX = "give another with --chat-template-file, or use --no-chat-template"
 
 
@@ -41,7 +42,8 @@ def render_chat(
     if the template is broken or does something forbidden.
     """
     given: dict[str, Any] = {"tools": list(tools) if tools else None, "bos_token": bos_token, "eos_token": eos_token}
-    messages, others = with_tools(source, checked_messages(messages), tools)
+    found = [_with_thinking(source, message) for message in checked_messages(messages)]
+    messages, others = with_tools(source, found, tools)
     given |= {"messages": messages, "add_generation_prompt": add_generation_prompt} | others
     for name in arguments or {}:
         if name in given or name not in source:
@@ -62,6 +64,14 @@ def render_chat(
         if tools or not isinstance(exc.__cause__, TypeError):
             raise
         return _rendered(template, {**values, "tools": []})  # Hermes' templates go through tools that nobody gave
+
+
+def _with_thinking(source: str, message: Message) -> Message:
+    """A message whose reasoning has the name that the template reads; gpt-oss refuses it beside a text before calls."""
+    reasoning = message.get("reasoning_content")
+    if not reasoning or "reasoning_content" in source or _THINKING.search(source) is None:
+        return message
+    return message if message.get("tool_calls") and message["content"] else {**message, "thinking": reasoning}
 
 
 def _rendered(template: jinja2.Template, values: Mapping[str, Any]) -> str:

@@ -6,12 +6,13 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from edgespec.chat.reasoning import begun
-from edgespec.chat.tools import ToolCall, ToolParser, as_call, as_calls, first_json, loaded
+from edgespec.chat.argument_forms import Gemma, Glm, Lfm, MiniCpm, QwenXml
+from edgespec.chat.channels import ANSWER_HEADER, CALL_OPENING, call_header
+from edgespec.chat.marks import CALL, CHANNEL, CHANNELS, MESSAGE, begun
+from edgespec.chat.tools import CLOSE, OPEN, Enclosed, ToolCall, ToolParser, as_call, as_calls, first_json, loaded
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-# What other calls have in or around them: those of Qwen3-Coder, GLM, MiniMax, functionary, Apriel.
-_OTHERS = ("<function=", "<arg_key>", "<invoke", "<tool_calls>")
+# What calls of MiniMax, functionary and others have in or around them, which are not known.
+_OTHERS = ("<invoke", "<function=", "<arg_key>", "<tool_calls>")
 _MISTRAL, _CALL_ID, _ARGS, _LLAMA = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>"
 _PHI_TOOLS, _PHI_OPEN, _PHI_CLOSE = ("<|tool|>", "<|/tool|>"), "<|tool_call|>", "<|/tool_call|>"
 _NAMED = re.compile(r"\s*([A-Za-z0-9_.-]{1,64})\s*(?:\[CALL_ID\]\s*([A-Za-z0-9_-]{1,64})\s*)?\[ARGS\]\s*")
@@ -19,9 +20,12 @@ _NAMED = re.compile(r"\s*([A-Za-z0-9_.-]{1,64})\s*(?:\[CALL_ID\]\s*([A-Za-z0-9_-
 
 def tool_parser(template: str | None) -> type[ToolParser] | None:
     """The parser for a model's chat template; None if it renders no tools, or calls in a form that is not known."""
-    if template is None or "tools" not in template or any(other in template for other in _OTHERS):
+    if template is None or "tools" not in template:
         return None
-    if _OPEN in template:
+    named = next((form for marks, form in _BY_MARKS if all(mark in template for mark in marks)), None)
+    if named is not None or any(other in template for other in _OTHERS):
+        return named
+    if OPEN in template:
         return Hermes
     if _MISTRAL in template:
         named = MistralNamedWithId if _CALL_ID in template else MistralNamed
@@ -31,68 +35,20 @@ def tool_parser(template: str | None) -> type[ToolParser] | None:
     return Llama if "ipython" in template or _LLAMA in template else None
 
 
-class _Enclosed(ToolParser):
-    """Calls between two marks, with blanks between them; other text after a call ends the answer."""
-
-    opening = closing = ""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._has_called = False
-
-    def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        self._held += text
-        shown, calls = "", list[ToolCall]()
-        while True:
-            start = self._held.find(self.opening)
-            if start < 0:
-                end = len(self._held) - begun(self._held, self.opening)
-                shown += self._passed(end)
-                break
-            shown += self._passed(start)
-            end = self._held.find(self.closing)
-            if self.is_over or end < 0:
-                break
-            whole, self._held = self._held[: end + len(self.closing)], self._held[end + len(self.closing) :]
-            found = self._calls(whole[len(self.opening) : end])
-            if not found:
-                shown += whole
-            self._has_called = self._has_called or bool(found)
-            calls += found
-        return shown, calls
-
-    def _calls(self, text: str) -> list[ToolCall]:
-        """The calls between two marks; none if it is anything else."""
-        call = as_call(loaded(text))
-        return [] if call is None else [call]
-
-    def _passed(self, count: int) -> str:
-        """The first `count` held characters; after a call only blanks, which are dropped, do not end the answer."""
-        text, self._held = self._held[:count], self._held[count:]
-        if not self._has_called:
-            return text
-        self.is_over = self.is_over or bool(text.strip())
-        return ""
-
-    def finish(self) -> tuple[str, list[ToolCall]]:
-        held, self._held = self._held, ""
-        return ("" if self.is_over or (self._has_called and not held.strip()) else held), []
-
-
-class Hermes(_Enclosed):
+class Hermes(Enclosed):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, one after another."""
 
-    opening, closing = _OPEN, _CLOSE
-    marks = (_OPEN, _CLOSE)
+    opening, closing = OPEN, CLOSE
+    marks = (OPEN, CLOSE)
     between = "\n"
-    after = f"\n{_CLOSE}"
+    after = f"\n{CLOSE}"
 
     @classmethod
     def before(cls, name: str) -> tuple[str, ...]:
-        return (f"{_OPEN}\n",)
+        return (f"{OPEN}\n",)
 
 
-class Phi(_Enclosed):
+class Phi(Enclosed):
     """`<|tool_call|>[{"name": ..., "arguments": {...}}, ...]<|/tool_call|>`, which Phi-4-mini is trained on."""
 
     opening, closing = _PHI_OPEN, _PHI_CLOSE
@@ -106,7 +62,7 @@ class Phi(_Enclosed):
 
     def finish(self) -> tuple[str, list[ToolCall]]:
         """A list that is complete needs no mark at its end: the model may end its answer instead."""
-        if self._held.startswith(_PHI_OPEN) and (calls := self._calls(self._held.removeprefix(_PHI_OPEN))):
+        if self._held.startswith(self.opening) and (calls := self._calls(self._held.removeprefix(self.opening))):
             self._held, self._has_called = "", True
             return "", calls
         return super().finish()
@@ -122,6 +78,22 @@ class PhiSingle(Phi):
     @classmethod
     def before(cls, name: str) -> tuple[str, ...]:
         return (_PHI_OPEN,)
+
+
+class Nemotron(Phi):
+    """`<TOOLCALL>[{"name": ..., "arguments": {...}}, ...]</TOOLCALL>`: Nemotron Nano v2."""
+
+    opening, closing = "<TOOLCALL>", "</TOOLCALL>"
+    marks = (opening, closing)
+    around_all = (f"{opening}[", f"]{closing}")
+
+
+class Apriel(Phi):
+    """`<tool_calls>[{"name": ..., "arguments": {...}}, ...]</tool_calls>`: Apriel."""
+
+    opening, closing = "<tool_calls>", "</tool_calls>"
+    marks = (opening, closing)
+    around_all = (f"{opening}[", f"]{closing}")
 
 
 class Llama(ToolParser):
@@ -217,3 +189,52 @@ class MistralNamedWithId(MistralNamed):
     @classmethod
     def before(cls, name: str) -> tuple[str, ...]:
         return f"{_MISTRAL}{name}{_CALL_ID}", "/[a-zA-Z0-9]{9}/", _ARGS
+
+
+class Channels(Enclosed):
+    """`<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`, which gpt-oss writes.
+
+    The model ends its answer with a call, and its last mark is the token that ends it.
+    """
+
+    opening, closing = CALL_OPENING, CALL
+    marks = CHANNELS.names
+    takes_several = False
+    before_answer = ANSWER_HEADER
+
+    @classmethod
+    def before(cls, name: str) -> tuple[str, ...]:
+        return (call_header(name),)
+
+    @classmethod
+    def schema(cls, name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(parameters)
+
+    @classmethod
+    def value(cls, name: str, arguments: object) -> Any:
+        return arguments
+
+    def _calls(self, text: str) -> list[ToolCall]:
+        header, _, arguments = text.partition(MESSAGE)
+        name, value = header.split(maxsplit=1)[:1], loaded(arguments)
+        call = as_call({"name": name[0], "arguments": value}) if name and isinstance(value, dict) else None
+        return [] if call is None else [call]
+
+    def finish(self) -> tuple[str, list[ToolCall]]:
+        """A call whose JSON is complete needs no mark at its end: the token that it is ends the answer."""
+        if self._held.startswith(self.opening) and (calls := self._calls(self._held.removeprefix(self.opening))):
+            self._held, self._has_called = "", True
+            return "", calls
+        return super().finish()
+
+
+_BY_MARKS: tuple[tuple[tuple[str, ...], type[ToolParser]], ...] = (
+    ((CHANNEL, MESSAGE, "functions."), Channels),
+    ((OPEN, "<function=", "<parameter="), QwenXml),
+    ((OPEN, "<arg_key>", "<arg_value>"), Glm),
+    (("<|tool_call>", "call:"), Gemma),
+    (("List of tools: ", "<|im_start|>"), Lfm),
+    (('<function name="', '<param name="'), MiniCpm),
+    (("<TOOLCALL>[",), Nemotron),
+    (("<tool_calls>[", '"arguments"'), Apriel),
+)

@@ -1,8 +1,9 @@
 """Tools and calls for chat templates that take them in another place than OpenAI's API, or not at all.
 
 Templates of Hermes, Qwen, Llama and Mistral read `tools` and each message's `tool_calls`. SmolLM3's calls the tools
-`xml_tools`, Phi-4-mini's reads them from the system message, and neither shows the calls of earlier turns: these are
-put into the message's text as the model writes them, so that no part of a conversation is lost.
+`xml_tools`, Phi-4-mini's reads them from the system message, and neither shows the calls of earlier turns, as LFM2's
+does not: these are put into the message's text as the model writes them, so that no part of a conversation is lost.
+Gemma 4's first template reads results from the message with the calls.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from edgespec.chat.tool_forms import tool_parser
 from edgespec.errors import PromptError
 
 _OWN_NAME = re.compile(r"(?<![.'\"\w])tools\b")
+_RESULTS = "tool_responses"
+_TOOL_ROLE = re.compile(r"[=!]=\s*['\"]tool['\"]")
 _OF_MESSAGE = re.compile(r"message(?:\.tools\b|\[.tools.\])")
 
 
@@ -27,6 +30,8 @@ def with_tools(
     Raises PromptError for tools or calls that it would leave out.
     """
     shown = [_with_calls(template, message) for message in messages]
+    if _RESULTS in template and _TOOL_ROLE.search(template) is None:
+        shown = _with_results(shown)
     if not tools or _OWN_NAME.search(template):
         return shown, {}
     if "xml_tools" in template:
@@ -51,3 +56,33 @@ def _with_calls(template: str, message: dict[str, Any]) -> dict[str, Any]:
     written = parser.written((str(each.get("name")), each.get("arguments") or {}) for each in functions)
     text = message.get("content") or ""
     return message | {"content": f"{text}\n{written}" if text else written}
+
+
+def _with_results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages in which calls, their results and the answer behind them are one, as in one turn of the model."""
+    found = list[dict[str, Any]]()
+    for message in messages:
+        turn = found[-1] if found else {}
+        if message["role"] == "tool" and turn.get("tool_calls"):
+            turn[_RESULTS] = [*turn.get(_RESULTS, []), _result(message, turn)]
+        elif turn.get(_RESULTS) and not turn["content"] and _is_answer(message):
+            turn["content"] = message["content"]
+        else:
+            found.append(dict(message))
+    return found
+
+
+def _is_answer(message: Mapping[str, Any]) -> bool:
+    return message["role"] == "assistant" and not message.get("tool_calls")
+
+
+def _result(message: Mapping[str, Any], turn: Mapping[str, Any]) -> dict[str, Any]:
+    """A result with the name of the function: that of its call, or else of the first call without a result."""
+    names = {call.get("id"): str((call.get("function") or {}).get("name")) for call in turn["tool_calls"]}
+    place = min(len(turn.get(_RESULTS, [])), len(names) - 1)
+    name = names.get(message.get("tool_call_id")) or message.get("name") or list(names.values())[place]
+    try:
+        content = json.loads(message["content"])
+    except (ValueError, RecursionError):
+        content = message["content"]
+    return {"name": name, "response": content}

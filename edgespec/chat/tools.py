@@ -10,9 +10,13 @@ from __future__ import annotations
 import json
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
+
+from edgespec.chat.marks import begun
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"  # around calls of several forms
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +31,9 @@ class ToolCall:
 class ToolParser(ABC):
     """Splits an answer into text and calls. `is_over`: the calls are complete and the model goes on with other text.
 
-    The class also says how its model writes calls, for grammars that force one and for templates that do not show those
-    of earlier turns.
+    `tools`: those of the request, in OpenAI's form; their parameters say what an argument is that a form writes without
+    its type. The class also says how its model writes calls, for grammars that force one and for templates that do not
+    show those of earlier turns.
     """
 
     marks: ClassVar[tuple[str, ...]] = ()  # that may be control tokens, which have no text of their own
@@ -37,8 +42,11 @@ class ToolParser(ABC):
     takes_several: ClassVar[bool] = True  # whether one answer may hold several calls, when they are forced
     after: ClassVar[str] = ""
     arguments: ClassVar[str] = "arguments"  # the key of a call's arguments
+    before_answer: ClassVar[str] = ""  # what an answer that is no call begins with, where it is forced
 
-    def __init__(self) -> None:
+    def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        functions = [tool.get("function") or {} for tool in tools]
+        self._parameters = {str(each.get("name")): each.get("parameters") or {} for each in functions}
         self._held = ""
         self.is_over = False
 
@@ -70,11 +78,60 @@ class ToolParser(ABC):
     def written(cls, calls: Iterable[tuple[str, object]]) -> str:
         """Calls, (name, arguments) each, as the model writes them."""
         start, end = cls.around_all
-        each = (
-            "".join(cls.before(name)) + json.dumps(cls.value(name, arguments), ensure_ascii=False) + cls.after
-            for name, arguments in calls
-        )
-        return start + cls.between.join(each) + end
+        return start + cls.between.join(cls.written_call(name, arguments) for name, arguments in calls) + end
+
+    @classmethod
+    def written_call(cls, name: str, arguments: object) -> str:
+        """One call as the model writes it."""
+        return "".join(cls.before(name)) + json.dumps(cls.value(name, arguments), ensure_ascii=False) + cls.after
+
+
+class Enclosed(ToolParser):
+    """Calls between two marks, with blanks between them; other text after a call ends the answer."""
+
+    opening = closing = ""
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().__init__(tools)
+        self._has_called = False
+
+    def push(self, text: str) -> tuple[str, list[ToolCall]]:
+        self._held += text
+        shown, calls = "", list[ToolCall]()
+        while True:
+            start = self._held.find(self.opening)
+            if start < 0:
+                end = len(self._held) - begun(self._held, self.opening)
+                shown += self._passed(end)
+                break
+            shown += self._passed(start)
+            end = self._held.find(self.closing)
+            if self.is_over or end < 0:
+                break
+            whole, self._held = self._held[: end + len(self.closing)], self._held[end + len(self.closing) :]
+            found = self._calls(whole[len(self.opening) : end])
+            if not found:
+                shown += whole
+            self._has_called = self._has_called or bool(found)
+            calls += found
+        return shown, calls
+
+    def _calls(self, text: str) -> list[ToolCall]:
+        """The calls between two marks; none if it is anything else."""
+        call = as_call(loaded(text))
+        return [] if call is None else [call]
+
+    def _passed(self, count: int) -> str:
+        """The first `count` held characters; after a call only blanks, which are dropped, do not end the answer."""
+        text, self._held = self._held[:count], self._held[count:]
+        if not self._has_called:
+            return text
+        self.is_over = self.is_over or bool(text.strip())
+        return ""
+
+    def finish(self) -> tuple[str, list[ToolCall]]:
+        held, self._held = self._held, ""
+        return ("" if self.is_over or (self._has_called and not held.strip()) else held), []
 
 
 def loaded(text: str) -> Any:

@@ -28,8 +28,9 @@ class AnswerPrinter:
     """Prints the text of events to stdout as it comes; `text` is all of it, unchanged.
 
     In a terminal, unless `raw`, words are not broken at the margin, tool calls are shown readably, and with `reasoning`
-    the marks of the reasoning are left out and its text is dimmed. The last event ends the line, so that notes on the
-    answer begin a new one. `parts` has reasoning and answer apart, whatever is printed.
+    the marks of the reasoning are left out and its text is dimmed. Headers of channels are left out elsewhere too: they
+    are no text. The last event ends the line, so that notes on the answer begin a new one. `parts` has reasoning and
+    answer apart, whatever is printed.
     """
 
     def __init__(
@@ -46,8 +47,9 @@ class AnswerPrinter:
         is_laid_out = self._is_terminal and not raw
         self._wrap = WordWrap() if is_laid_out else None
         self._calls = ToolCalls() if is_laid_out and not self._show_draft else None
-        self._dims = self._splitter is not None and is_laid_out and has_escapes()
-        self._is_dim = False
+        self._dims = is_laid_out and has_escapes()
+        self._splits = reasoning is not None and (self._dims or reasoning[0].marks.has_channels)
+        self._is_reasoning = self._is_dim = False
         self._last = ""
         self._has_ended = False
 
@@ -58,7 +60,7 @@ class AnswerPrinter:
         else:
             reasoning, answer = self._splitter.push(self._mark(event) + event.text)
         self._take(reasoning, answer, event.from_draft)
-        if not self._dims and event.text:
+        if not self._splits and event.text:
             self._show(event.text, event.from_draft)
         if event.finish_reason is not None:
             self.end_line()
@@ -68,12 +70,12 @@ class AnswerPrinter:
         return "" if self._reasoning is None else self._reasoning[0].spelled(self._reasoning[1], event.token_id)
 
     def _take(self, reasoning: str, answer: str, is_draft: bool) -> None:
-        """Remember two parts of the text, and print them where reasoning is dimmed."""
+        """Remember two parts of the text, and print them where reasoning is told apart."""
         self.parts = (self.parts[0] + reasoning, self.parts[1] + answer)
-        if not self._dims:
+        if not self._splits:
             return
         if reasoning:
-            self._is_dim = True
+            self._is_reasoning, self._is_dim = True, self._dims
             self._lay_out(reasoning, is_draft)
         if answer:
             self._end_reasoning()
@@ -81,11 +83,12 @@ class AnswerPrinter:
 
     def _end_reasoning(self) -> None:
         """Print what is held of the reasoning, and an empty line."""
-        if not self._is_dim:
+        if not self._is_reasoning:
             return
         self._end_wrap()
         self._print("\n\n", False)
-        self._is_dim, self._wrap = False, WordWrap()
+        self._is_reasoning = self._is_dim = False
+        self._wrap = None if self._wrap is None else WordWrap()
 
     def _show(self, text: str, is_draft: bool) -> None:
         self._lay_out(text if self._calls is None else self._calls.push(text), is_draft)

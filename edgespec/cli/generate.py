@@ -136,6 +136,7 @@ def _print_json(session: Session, prompt_ids: list[int]) -> int:
 def result_object(session: Session, result: Result) -> dict[str, Any]:
     """What `--json` prints; the keys are a contract."""
     model = session.model
+    reasoning, answer = model.split_reasoning(result) if session.splits_reasoning else ("", result.text)
     return {
         "model": model.pair.name,
         "engine": model.target.facts.name,
@@ -147,6 +148,8 @@ def result_object(session: Session, result: Result) -> dict[str, Any]:
         "prompt_token_ids": list(result.prompt_token_ids),
         "token_ids": list(result.token_ids),
         "text": result.text,
+        "reasoning": reasoning,
+        "answer": answer,
         "finish_reason": result.finish_reason,
         "stats": stats_object(result.stats),
     }

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from edgespec.chat.reasoning import Reasoning
+from edgespec.chat.reasoning import Reasoning, before_structure
 from edgespec.chat.template_file import read_template
 from edgespec.cli.answer import AnswerPrinter
 from edgespec.cli.options import sampling_of
@@ -56,14 +56,20 @@ class Session:
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation. Raises as `encode_chat`."""
         chosen = self.shown.thinking
-        return self.model.encode_chat(
+        prompt_ids = self.model.encode_chat(
             messages, template_arguments=None if chosen is None else {"enable_thinking": chosen}
         )
+        return before_structure(self.model.target.vocabulary, prompt_ids, self.options)
+
+    @property
+    def splits_reasoning(self) -> bool:
+        """Whether reasoning is told apart from the answer."""
+        return self.shown.chat_template and self.shown.reasoning_format != "none"
 
     def printer(self, prompt_ids: Sequence[int]) -> AnswerPrinter:
         """What prints the answer to a prompt, in the way that the settings ask for."""
         reasoning = None
-        if self.shown.chat_template and self.shown.reasoning_format != "none":
+        if self.splits_reasoning:
             vocabulary = self.model.target.vocabulary
             found = Reasoning.of(vocabulary, prompt_ids)
             reasoning = None if found is None else (found, vocabulary)

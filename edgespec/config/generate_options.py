@@ -91,11 +91,14 @@ class GenerateOptions:
         if self.draft_length is not None:
             check_draft_length(self.draft_length)
 
+    @property
+    def structure(self) -> str | None:
+        """Which of json_schema, grammar and regex is given; None for an answer without structure."""
+        return next((name for name in STRUCTURES if getattr(self, name) is not None), None)
+
     def _check_structure(self) -> None:
         """Raise ConfigError for more than one structure, an empty one, or an option that contradicts it."""
-        given = {
-            name: text for name in ("json_schema", "grammar", "regex") if (text := getattr(self, name)) is not None
-        }
+        given = {name: text for name in STRUCTURES if (text := getattr(self, name)) is not None}
         for name, text in (given | {"free_until": self.free_until}).items():
             optional_text(name, text)
             if text == "":
@@ -110,6 +113,9 @@ class GenerateOptions:
             raise ConfigError(
                 f"ignore_eos contradicts {next(iter(given))}, which decides where the answer ends: keep one"
             )
+
+
+STRUCTURES = ("json_schema", "grammar", "regex")
 
 
 @dataclass(frozen=True, slots=True)

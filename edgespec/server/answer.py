@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from edgespec.chat.reasoning import Reasoning, control_text
+from edgespec.chat.marks import control_text
+from edgespec.chat.reasoning import Reasoning
 from edgespec.chat.tools import ToolCall, ToolParser
 from edgespec.server.http_errors import HttpError
 from edgespec.server.scheduler import Ticket
@@ -185,7 +186,7 @@ class Answer:
         """The name of a control token that begins calls or reasoning, or ends it; such tokens print nothing."""
         names = [] if self._parser is None else [*self._parser.marks]
         if self._reasoning is not None:
-            names += [self._reasoning.marks.opening, self._reasoning.marks.closing]
+            names += self._reasoning.marks.names
         return control_text(self._vocabulary, event.token_id, names) if names else ""
 
     def _kept(self, piece: Piece) -> Piece:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgespec import __version__
-from edgespec.chat.reasoning import Reasoning, reasoning_marks
+from edgespec.chat.marks import reasoning_marks
+from edgespec.chat.reasoning import Reasoning, before_structure
 from edgespec.chat.tool_forms import tool_parser
 from edgespec.chat.tools import ToolCall, ToolParser
 from edgespec.config import REASONING_FORMATS
@@ -35,6 +36,7 @@ from edgespec.types import TokenEvent
 FINGERPRINT = f"edgespec-{__version__}"
 MOST_TOP_LOGPROBS = 20
 REASONING_EFFORTS = ("minimal", "low", "medium", "high", "xhigh")  # of a model that always reasons: no difference
+_EFFORTS_OF_CHANNELS = {"none": "low", "minimal": "low", "xhigh": "high"}  # gpt-oss knows low, medium and high
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -70,7 +72,7 @@ class ChatExchange(Exchange):
 
     def answer(self, ticket: Ticket) -> Answer:
         parser = self._tools.parser
-        found = parser() if parser else None
+        found = parser(self._tools.shown or ()) if parser else None
         return Answer(ticket, self._vocabulary, found, parallel=self._tools.parallel, reasoning=self._reasoning)
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -200,8 +202,9 @@ def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
     _refuse_unsupported(fields)
     messages = _read_messages(fields)
     fields.finish()
-    prompt_ids = loaded.model.encode_chat(messages, tools.shown, arguments)
-    reasoning = Reasoning.of(loaded.model.target.vocabulary, prompt_ids)
+    vocabulary = loaded.model.target.vocabulary
+    prompt_ids = before_structure(vocabulary, loaded.model.encode_chat(messages, tools.shown, arguments), options)
+    reasoning = Reasoning.of(vocabulary, prompt_ids)
     if reasoning is not None and reasoning.is_open:
         options = structured_behind(loaded, options, reasoning.marks)
     jobs = [Job(prompt_ids, numbered(sampling, index), options) for index in range(count)]
@@ -224,15 +227,16 @@ def _template_arguments(fields: Fields, template: str) -> dict[str, Any]:
     if effort is None:
         return chosen
     knows_effort, has_switch = "reasoning_effort" in template, "enable_thinking" in template
+    marks = reasoning_marks(template)
     if knows_effort and not (has_switch and effort == "none"):
-        return {"reasoning_effort": effort} | chosen
+        known = _EFFORTS_OF_CHANNELS.get(effort, effort) if marks is not None and marks.has_channels else effort
+        return {"reasoning_effort": known} | chosen
     if has_switch and effort in ("none", *REASONING_EFFORTS):
         return {"enable_thinking": effort != "none"} | chosen
-    reasons = reasoning_marks(template) is not None
     fields.refuse(
         "reasoning_effort",
         "the chat template of this model has no switch for reasoning",
-        REASONING_EFFORTS if reasons else ("none",),
+        ("none",) if marks is None else REASONING_EFFORTS,
     )
     return chosen
 

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from edgespec.chat.reasoning import reasoning_marks
+from edgespec.chat.marks import reasoning_marks
 from edgespec.chat.tools import ToolCall
 from edgespec.server.answer import Answer, Piece
 from edgespec.server.chat_completions import ChatExchange, read_chat

@@ -10,9 +10,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from edgespec import __version__
-from edgespec.chat.reasoning import reasoning_marks
+from edgespec.chat.marks import reasoning_marks
 from edgespec.chat.tool_forms import tool_parser
 from edgespec.server.answer import Answer
+from edgespec.server.call_grammar import ANY_OBJECT
 from edgespec.server.chat_completions import read_chat
 from edgespec.server.completions import read_completion
 from edgespec.server.exchange import Exchange, compact
@@ -21,7 +22,6 @@ from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import require_model
 from edgespec.server.scheduler import Ticket
 from edgespec.server.service import Loaded, Service
-from edgespec.server.structure import ANY_OBJECT
 
 _TAG = ":latest"
 _EFFORTS = ("low", "medium", "high")

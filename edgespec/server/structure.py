@@ -7,25 +7,20 @@ place in it.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from edgespec.chat.reasoning import Marks
+from edgespec.chat.marks import Marks
 from edgespec.chat.tools import ToolParser
 from edgespec.config import GenerateOptions
 from edgespec.errors import CapabilityError, ConfigError, shown
-from edgespec.sampling.constraint.grammar import laid_out
+from edgespec.server.call_grammar import ANY_OBJECT, call_grammar, parameters_of
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.service import Loaded
-from edgespec.vocabulary import Vocabulary
 
-ANY_OBJECT: dict[str, Any] = {"type": "object"}
 MOST_CALLS = 4  # of one answer: small models tend to go on calling
-# Keywords of an object schema that nothing but `properties` adds properties to.
-_PLAIN_OBJECT = {"type", "properties", "required", "title", "description", "$defs", "definitions", "$schema"}
 _PLAIN = ("grammar", "regex", "free_until")
 
 
@@ -89,7 +84,7 @@ def structured_behind(loaded: Loaded, options: GenerateOptions, marks: Marks) ->
     Unchanged without a structure, or where the request says itself from where on the answer is structured. Raises
     HttpError 400 where the end of the reasoning is a token without a text, which no structure can begin behind.
     """
-    name = _structure_of(options)
+    name = options.structure
     if name is None or options.free_until is not None:
         return options
     vocabulary = loaded.model.target.vocabulary
@@ -117,22 +112,18 @@ def forced_calls(
     is_free = choice in (None, "auto")
     if is_free and options.json_schema is None:
         return options
-    if not is_free and _structure_of(options) is not None:
+    if not is_free and options.structure is not None:
         raise bad_request(
-            f"tool_choice forces a call, but {_structure_of(options)} asks for another answer: keep one", "tool_choice"
+            f"tool_choice forces a call, but {options.structure} asks for another answer: keep one", "tool_choice"
         )
     chosen = list(tools) if is_free or choice == "required" else [_named(choice, tools)]
     for tool in chosen:
         where = f"tools.{tools.index(tool)}.function.parameters"
-        structured(loaded, replace(options, json_schema=None), {"json_schema": _parameters(tool)}, where)
+        structured(loaded, replace(options, json_schema=None), {"json_schema": parameters_of(tool)}, where)
     most = MOST_CALLS if parallel and parser.takes_several and (is_free or choice == "required") else 1
     answer = None if options.json_schema is None else json.loads(str(options.json_schema))
-    grammar = _grammar(chosen, parser, loaded.model.target.vocabulary, most, answer)
+    grammar = call_grammar(chosen, parser, loaded.model.target.vocabulary, most, answer)
     return structured(loaded, replace(options, json_schema=None), {"grammar": grammar}, "tool_choice")
-
-
-def _structure_of(options: GenerateOptions) -> str | None:
-    return next((name for name in ("json_schema", "grammar", "regex") if getattr(options, name) is not None), None)
 
 
 def _named(choice: object, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -147,58 +138,3 @@ def _named(choice: object, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if tool["function"]["name"] == name:
             return tool
     raise bad_request(f"tool_choice names {shown(name)}, which is not among the tools", "tool_choice")
-
-
-def _parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a tool's arguments. Without a word on further ones there are none: small models go on adding."""
-    found = ANY_OBJECT | (tool["function"].get("parameters") or {})
-    names, required = found.get("properties"), found.get("required", [])
-    if not (isinstance(names, dict) and isinstance(required, list) and found.keys() <= _PLAIN_OBJECT):
-        return found
-    return found | {"additionalProperties": False} if all(str(name) in names for name in required) else found
-
-
-def _call_schema(tool: Mapping[str, Any], parser: type[ToolParser]) -> dict[str, Any]:
-    """The JSON of one call. What its parameters share by reference lies at the top, where references look for it."""
-    parameters = _parameters(tool)
-    shared = {name: parameters.pop(name) for name in ("$defs", "definitions") if name in parameters}
-    return parser.schema(tool["function"]["name"], parameters) | shared
-
-
-def _grammar(
-    tools: Sequence[Mapping[str, Any]],
-    parser: type[ToolParser],
-    vocabulary: Vocabulary,
-    most: int,
-    answer: dict[str, Any] | None,
-) -> str:
-    """Lark for 1 to `most` calls in the form that `parser` reads, or else for JSON of the schema `answer`."""
-
-    def literal(text: str) -> str:
-        """A text in which control tokens may be spelled, or a regular expression between slashes."""
-        if text.startswith("/"):
-            return text
-        marks = "|".join(map(re.escape, parser.marks))
-        parts = re.split(f"({marks})", text)
-        return " ".join(
-            _terminal(part, vocabulary) if part in parser.marks else json.dumps(part) for part in parts if part
-        )
-
-    more = f" ({literal(parser.between)} call){{0,{most - 1}}}" if most > 1 else ""
-    start, end = map(literal, parser.around_all)
-    lines = [f"start: {start} calls {end}{'' if answer is None else ' | answer'}", f"calls: call{more}"]
-    lines.append(f"call: {' | '.join(f'call_{index}' for index in range(len(tools)))}")
-    for index, tool in enumerate(tools):
-        before = " ".join(map(literal, parser.before(tool["function"]["name"])))
-        schema = json.dumps(laid_out(_call_schema(tool, parser)))
-        lines.append(f"call_{index}: {before} %json {schema} {literal(parser.after)}")
-    if answer is not None:
-        lines.append(f"answer: %json {json.dumps(laid_out(answer))}")
-    return "\n".join(lines)
-
-
-def _terminal(mark: str, vocabulary: Vocabulary) -> str:
-    """Lark for a mark: a control token, or text where the vocabulary has no such token."""
-    ids = vocabulary.encode(mark, parse_special=True)
-    is_control = len(ids) == 1 and not vocabulary.piece(ids[0])
-    return f"<[{ids[0]}]>" if is_control else json.dumps(mark)

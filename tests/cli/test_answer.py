@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 import pytest
 
-from edgespec.chat.reasoning import KNOWN_MARKS, Reasoning
+from edgespec.chat.marks import KNOWN_MARKS
+from edgespec.chat.reasoning import Reasoning
 from edgespec.cli.answer import AnswerPrinter, ToolCalls, WordWrap, readable
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.types import TokenEvent

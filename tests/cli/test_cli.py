@@ -20,7 +20,7 @@ from tiny_gguf import Shape, write_model
 
 KEYS = {
     *("model", "engine", "drafter", "verify", "seed", "reproducible", "lossless", "prompt_token_ids", "token_ids"),
-    *("text", "finish_reason", "stats"),
+    *("text", "reasoning", "answer", "finish_reason", "stats"),
 }
 STATS_KEYS = {
     *("prompt_tokens", "new_tokens", "target_passes", "drafted_tokens", "accepted_tokens", "acceptance_rate"),

@@ -8,7 +8,8 @@ import pytest
 
 import edgespec
 from demo import TEST_THREADS
-from edgespec.chat.reasoning import KNOWN_MARKS, Marks, Reasoning, ReasoningSplitter, control_text, reasoning_marks
+from edgespec.chat.marks import KNOWN_MARKS, Marks, control_text, reasoning_marks
+from edgespec.chat.reasoning import Reasoning, ReasoningSplitter
 from tiny_gguf import TEMPLATE, write_model
 
 THINK, BRACKETS = KNOWN_MARKS[0], KNOWN_MARKS[1]

@@ -1,6 +1,6 @@
 """Tools and calls in small templates of the published forms: nothing is lost, and calls are read back as they stand.
 
-The templates are written for these tests in the forms of Qwen, SmolLM3, Phi-4-mini, Mistral Small 3 and Llama 3.
+The templates are written for these tests in the forms of the models that `FORMS` names.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from edgespec.chat.call_ids import wants_short_ids, with_short_ids
+from edgespec.chat.channels import ChannelSplitter
 from edgespec.chat.template import render_chat
 from edgespec.chat.tool_forms import tool_parser
 from edgespec.errors import PromptError
@@ -46,9 +47,47 @@ LLAMA = (
     '{% for c in m.tool_calls %}{"name": "{{ c.function.name }}", '
     '"parameters": {{ c.function.arguments | tojson }}}{% endfor %}<|eot_id|>{% endfor %}'
 )
-FORMS = {"qwen": QWEN, "smollm3": SMOLLM3, "phi": PHI, "phi single": PHI_SINGLE, "mistral": MISTRAL,
+CODER = "{% if tools %}{{ tools | tojson }}{% endif %}" + TURNS.replace("CALLS", (
+    "{% for c in m.tool_calls %}<tool_call>\n<function={{ c.function.name }}>\n"
+    "{% for key, value in c.function.arguments | items %}<parameter={{ key }}>\n"
+    "{{ value if value is string else value | tojson }}\n</parameter>\n{% endfor %}"
+    "</function>\n</tool_call>\n{% endfor %}"
+))  # fmt: skip
+GLM = "{% if tools %}{{ tools | tojson }}{% endif %}" + TURNS.replace("CALLS", (
+    "{% for c in m.tool_calls %}\n<tool_call>{{ c.function.name }}\n"
+    "{% for key, value in c.function.arguments | items %}<arg_key>{{ key }}</arg_key>\n"
+    "<arg_value>{{ value if value is string else value | tojson }}</arg_value>\n{% endfor %}</tool_call>{% endfor %}"
+))  # fmt: skip
+# The first one reads results from the message with the calls, later ones from messages of their own.
+GEMMA_VALUES = (
+    "{% macro shown(v) %}{% if v is string %}<|\"|>{{ v }}<|\"|>{% elif v is mapping %}{{ '{' }}"
+    "{% for k, w in v | items %}{{ '' if loop.first else ',' }}{{ k }}:{{ shown(w) }}{% endfor %}{{ '}' }}"
+    "{% elif v is none %}null{% elif v is sequence %}[{% for w in v %}{{ '' if loop.first else ',' }}{{ shown(w) }}"
+    "{% endfor %}]{% else %}{{ v | tojson }}{% endif %}{% endmacro %}"
+)
+GEMMA_CALLS = (
+    "{% for c in m.tool_calls %}<|tool_call>call:{{ c.function.name }}{{ shown(c.function.arguments) }}<tool_call|>"
+    "{% endfor %}"
+)
+GEMMA = (
+    f"{GEMMA_VALUES}{{% if tools %}}{{{{ tools | tojson }}}}{{% endif %}}{{% for m in messages %}}"
+    "<|im_start|>{{ m.role }}\n" + GEMMA_CALLS + "{% for r in m.tool_responses %}<|tool_response>response:{{ r.name }}"
+    "{{ shown(r.response) }}<tool_response|>{% endfor %}{{ m.content }}<|im_end|>\n{% endfor %}"
+)
+GEMMA_LATER = GEMMA.replace("{{ m.content }}", "{% if m.role == 'tool' %}!{% endif %}{{ m.content }}")
+LFM = "{% if tools %}List of tools: {{ tools | tojson }}{% endif %}" + TURNS.replace("CALLS", "")
+CHANNELS = (
+    "{% if tools %}namespace functions { {{ tools | tojson }} }{% endif %}{% for m in messages %}<|start|>{{ m.role }}"
+    "{% for c in m.tool_calls %} to=functions.{{ c.function.name }}<|channel|>commentary json<|message|>"
+    "{{ c.function.arguments | tojson }}<|call|>{% endfor %}"
+    "{% if m.content %}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+)
+FORMS = {"coder": CODER, "glm": GLM, "gemma": GEMMA, "gemma later": GEMMA_LATER, "lfm": LFM, "channels": CHANNELS,
+         "qwen": QWEN, "smollm3": SMOLLM3, "phi": PHI, "phi single": PHI_SINGLE, "mistral": MISTRAL,
          "ministral": MINISTRAL, "llama": LLAMA}  # fmt: skip
 ENDS = ("<|im_end|>", "<|end|>", "</s>", "<|eot_id|>")
+TYPED = [{"type": "function", "function": {
+    "name": "find", "parameters": {"properties": {"city": {"type": "string"}, "n": {"type": "array"}}}}}]  # fmt: skip
 TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
 
 
@@ -68,16 +107,18 @@ def rendered(source: str, messages: list[dict[str, Any]], tools: Any = TOOLS) ->
 @pytest.mark.parametrize("step", [1, 7, 10_000])
 def test_a_rendered_call_is_parsed_back(form: str, step: int) -> None:
     calls = [("find", {"city": "Paris, « 75 »", "n": [1, {"a": None}]})]
-    calls += [] if form == "llama" else [("book", {})]  # Llama 3 calls one at a time
+    calls += [] if form in ("llama", "channels") else [("book", {})]  # which call one at a time
     source = FORMS[form]
     text = rendered(source, conversation(*calls))
     answer = text[text.index("QUESTION") + len("QUESTION") :]
     answer = answer.split("assistant|>")[-1].split("assistant\n")[-1]
     for end in ENDS:
         answer = answer.removeprefix(end).replace(end, "")
+    if form == "channels":
+        answer = ChannelSplitter().push(answer.partition("assistant")[2])[1]
     kind = tool_parser(source)
     assert kind is not None
-    parser, shown, found = kind(), "", []
+    parser, shown, found = kind(TYPED), "", []
     for begin in range(0, len(answer), step):
         piece, more = parser.push(answer[begin : begin + step])
         shown, found = shown + piece, found + more
@@ -96,6 +137,33 @@ def test_tools_results_and_earlier_texts_are_in_the_prompt(form: str) -> None:
     with_system = rendered(FORMS[form], [{"role": "system", "content": "SYSTEM"}, *messages])
     assert with_system.count("SYSTEM") == 1 and "find" in with_system
     assert "find" not in rendered(FORMS[form], messages[:1], tools=None)
+
+
+def test_results_are_part_of_the_turn_with_the_calls() -> None:
+    """Of Gemma 4's first template: the results in the order of the calls, and the answer behind them."""
+    messages = conversation(("find", {}), ("book", {}))
+    messages += [
+        {"role": "tool", "tool_call_id": "call_1", "content": '{"seats": [2]}'},
+        {"role": "tool", "content": "none left"},
+        {"role": "assistant", "content": "ANSWER"},
+        {"role": "user", "content": "MORE"},
+    ]
+    turns = rendered(GEMMA, messages).split("<|im_start|>")
+    assert turns[2].startswith("assistant") and turns[2].endswith(
+        '<|tool_response>response:book{seats:[2]}<tool_response|><|tool_response>response:book<|"|>none left<|"|>'
+        "<tool_response|>ANSWER<|im_end|>\n"
+    )
+    assert [turn.split("\n")[0] for turn in turns[1:]] == ["user", "assistant", "user"]
+
+
+@pytest.mark.parametrize("name", ["thinking", "reasoning_content"])
+def test_reasoning_has_the_name_that_the_template_reads(name: str) -> None:
+    source = TURNS.replace("CALLS", f"{{{{ m.{name} }}}}")
+    answered = {"role": "assistant", "content": "YES", "reasoning_content": "HM"}
+    assert "YESHM" in render_chat(source, [answered])
+    call = conversation(("f", {}))[1]["tool_calls"]
+    beside = render_chat(source + "{{ tool_calls }}", [answered | {"tool_calls": call}])
+    assert ("HM" in beside) == (name == "reasoning_content"), "gpt-oss refuses thinking and a text beside calls"
 
 
 def test_what_a_template_would_leave_out_is_refused() -> None:

@@ -19,8 +19,8 @@ from starlette.testclient import TestClient
 import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
-from edgespec.chat import reasoning as marks_module
-from edgespec.chat.reasoning import Marks
+from edgespec.chat import marks as marks_module
+from edgespec.chat.marks import Marks
 from edgespec.cli.main import cli
 from edgespec.server.app import create_app
 from edgespec.server.service import Limits, Service

@@ -8,7 +8,19 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from edgespec.chat.tool_forms import Hermes, Llama, Mistral, MistralNamed, MistralNamedWithId, Phi, PhiSingle
+from edgespec.chat.argument_forms import Gemma, Glm, Lfm, MiniCpm, QwenXml
+from edgespec.chat.tool_forms import (
+    Apriel,
+    Channels,
+    Hermes,
+    Llama,
+    Mistral,
+    MistralNamed,
+    MistralNamedWithId,
+    Nemotron,
+    Phi,
+    PhiSingle,
+)
 from edgespec.chat.tools import ToolParser
 from edgespec.server import structure
 
@@ -32,6 +44,20 @@ def tool(name: str, parameters: dict[str, Any] = SCHEMA) -> dict[str, Any]:
 
 
 TOOLS = [tool("BookTable"), tool("FindTable")]
+JSON_FORMS = [Hermes, Llama, Mistral, MistralNamed, MistralNamedWithId, Phi, PhiSingle, Nemotron, Apriel, Channels]
+ARGUMENT_FORMS = [QwenXml, Glm, Gemma, Lfm, MiniCpm]
+MANY = {  # every kind of argument, most of them optional
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "minLength": 2, "maxLength": 8},
+        "size": {"type": "string", "enum": ["big", "very <b>small</b>"]},
+        "seats": {"type": "integer", "minimum": 1, "maximum": 9},
+        "outside": {"type": "boolean"},
+        "dates": {"type": "array", "items": {"enum": ["mon", "tue"]}, "maxItems": 2},
+        "guest": {"type": "object", "properties": {"age": {"enum": [1, 2]}}, "additionalProperties": False},
+        "note": {"const": "x"},
+    },
+}
 SHARING = {  # what it refers to must be found inside of a call too
     "$defs": {"x": {"type": "string", "maxLength": 9}},
     "properties": {"a": {"$ref": "#/$defs/x"}},
@@ -148,8 +174,12 @@ def test_tools_and_a_schema_answer_with_one_of_both(client: TestClient):
         jsonschema.validate(value, SCHEMA)
 
 
-@pytest.mark.parametrize("parser", [Hermes, Llama, Mistral, MistralNamed, MistralNamedWithId, Phi, PhiSingle])
-@pytest.mark.parametrize("schema", [SCHEMA, SHARING])
+@pytest.mark.parametrize("parser", [*JSON_FORMS, *ARGUMENT_FORMS])
+@pytest.mark.parametrize(
+    "schema",
+    [SCHEMA, SHARING, MANY, MANY | {"required": ["guest", "seats", "size"]}, {"type": "object", "properties": {}}],
+    ids=["plain", "sharing", "optional", "required", "none"],
+)
 def test_what_the_grammar_of_calls_allows_is_what_the_parser_reads(
     client: TestClient, service: Any, parser: type[ToolParser], schema: dict[str, Any]
 ):
@@ -157,16 +187,19 @@ def test_what_the_grammar_of_calls_allows_is_what_the_parser_reads(
     from edgespec import GenerateOptions, Sampling
 
     model = service.require().model
+    tools = [tool("f", schema), tool("g", schema)]
     options = structure.forced_calls(
-        service.require(), GenerateOptions(max_tokens=400), [tool("f", schema), tool("g", schema)], "required", parser,
-        parallel=True,
-    )  # fmt: skip
+        service.require(), GenerateOptions(max_tokens=600), tools, "required", parser, parallel=True
+    )
     found = model.generate("x", Sampling(temperature=1.0, seed=2), options)
     assert found.finish_reason == "stop", found.text
-    reader = parser()
+    reader = parser(tools)
     shown, calls = reader.push(found.text)
     rest, more = reader.finish()
     assert not (shown + rest).strip() and {call.name for call in calls + more} <= {"f", "g"} and calls + more
+    bounds = schema | {"additionalProperties": False}
+    for call in calls + more:
+        jsonschema.validate(json.loads(call.arguments), bounds)
 
 
 @pytest.mark.parametrize(

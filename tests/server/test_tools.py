@@ -13,6 +13,25 @@ HERMES = "{% if tools %}<tool_call>{% endif %}"
 MISTRAL = "{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]"
 NAMED = "{% if tools %}{% endif %}[TOOL_CALLS]{{ name }}[ARGS]"
 PHI = "<|tool|>{{ message['tools'] }}<|/tool|>"
+XML = "{{ tools }}<tool_call>\n<function=f>\n<parameter=a>\n"
+GLM = "{{ tools }}<tool_call>f<arg_key>a</arg_key><arg_value>"
+GEMMA = "{{ tools }}<|tool_call>call:f{}<tool_call|>"
+LFM = "List of tools: {{ tools }}<|im_start|>"
+MINICPM = '{{ tools }}<function name="f"><param name="a">'
+CHANNELS = "{{ tools }}<|channel|>commentary<|message|> to=functions.f"
+NEMOTRON = '{{ tools }}<TOOLCALL>[{"name": '
+TYPES = {
+    "a": {"type": "string"},
+    "n": {"type": ["integer", "null"]},
+    "b": {"type": "boolean"},
+    "l": {"type": "array"},
+    "o": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "e": {"enum": ["1", "2"]},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": TYPES}}},
+    {"type": "function", "function": {"name": "g"}},
+]
 LLAMA = "{% if tools %}Environment: ipython{% endif %}"
 Found = tuple[str, list[tuple[str, dict]]]
 
@@ -21,7 +40,7 @@ def parse(template: str, text: str, step: int) -> Found:
     """Text and calls of an answer that comes `step` characters at a time."""
     kind = tool_parser(template)
     assert kind is not None
-    parser: ToolParser = kind()
+    parser: ToolParser = kind(TOOLS)
     shown, calls = "", []
     for begin in range(0, len(text), step):
         if parser.is_over:
@@ -60,6 +79,48 @@ def parse(template: str, text: str, step: int) -> Found:
         (PHI, 'So <|tool_call|>{"name": "f", "arguments": {}}<|/tool_call|>', ("So ", [("f", {})])),
         (PHI, '<|tool_call|>[{"name": "f", "arguments": {}}]', ("", [("f", {})])),
         (PHI, '<|tool_call|>[{"name": "f"}, 3]<|/tool_call|>', ('<|tool_call|>[{"name": "f"}, 3]<|/tool_call|>', [])),
+        (XML, "Hm.\n<tool_call>\n<function=f>\n<parameter=a>\n5\n</parameter>\n<parameter=n>\n5\n</parameter>\n"
+              "<parameter=b>\nTrue\n</parameter>\n</function>\n</tool_call>\n",
+         ("Hm.\n", [("f", {"a": "5", "n": 5, "b": True})])),
+        (XML, "<tool_call><function=f><parameter=a> x\n\ny </parameter><parameter=l>['q', {'r': None}]</parameter>"
+              "<parameter=o>null</parameter><parameter=e>1</parameter></function></tool_call>\n"
+              "<tool_call>\n<function=g>\n</function>\n</tool_call>",
+         ("", [("f", {"a": " x\n\ny ", "l": ["q", {"r": None}], "o": None, "e": "1"}), ("g", {})])),
+        (XML, "<tool_call><function=f><parameter=a>\nan </parameter> inside\n</parameter>\n"
+              "<parameter=n>\nmany\n</parameter>\n<parameter=z>\n[1]\n</parameter></function></tool_call>",
+         ("", [("f", {"a": "an </parameter> inside", "n": "many", "z": [1]})])),
+        (XML, "<tool_call>no function</tool_call>", ("<tool_call>no function</tool_call>", [])),
+        (XML, "<tool_call><function=f>words</function></tool_call>",
+         ("<tool_call><function=f>words</function></tool_call>", [])),
+        (XML, "<tool_call><function=f o></function></tool_call>",
+         ("<tool_call><function=f o></function></tool_call>", [])),
+        (GLM, "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1\n2</arg_value>\n<arg_key>n</arg_key>\n"
+              "<arg_value>3</arg_value>\n</tool_call><tool_call>g</tool_call>",
+         ("", [("f", {"a": "1\n2", "n": 3}), ("g", {})])),
+        (GLM, "<tool_call>f <b></tool_call>", ("<tool_call>f <b></tool_call>", [])),
+        (GEMMA, '<|tool_call>call:f{a:<|"|>x, {y}: "z"<|"|>,n:-1.5,l:[1,<|"|>b<|"|>,{<|"|>k<|"|>:true,m:null}],'
+                '"q": "w"}<tool_call|>',
+         ("", [("f", {"a": 'x, {y}: "z"', "n": -1.5, "l": [1, "b", {"k": True, "m": None}], "q": "w"})])),
+        (GEMMA, "<|tool_call>call:g{}<tool_call|><|tool_call>call:g{ }<tool_call|>", ("", [("g", {}), ("g", {})])),
+        *((GEMMA, f"<|tool_call>{bad}<tool_call|>", (f"<|tool_call>{bad}<tool_call|>", [])) for bad in (
+            "f{}", "call:f", "call:f[]", "call:f{a:}", "call:f{a:1", "call:f{a:1}}", "call:f{a:1,,}", "call:f{a 1}",
+            'call:f{a:<|"|>x}', "call:f{1}", "call:f{a:" + "[" * 99 + "]" * 99 + "}")),
+        (LFM, "<|tool_call_start|>[f(a='it\\'s', n=-2, l=[True, {\"k\": null}]), m.g()]<|tool_call_end|>So",
+         ("", [("f", {"a": "it's", "n": -2, "l": [True, {"k": None}]}), ("m.g", {})])),
+        (LFM, '<|tool_call_start|>[{"name": "f", "arguments": {"a": "x"}}]<|tool_call_end|>',
+         ("", [("f", {"a": "x"})])),
+        *((LFM, f"<|tool_call_start|>{bad}<|tool_call_end|>", (f"<|tool_call_start|>{bad}<|tool_call_end|>", []))
+          for bad in ("[f(1)]", "[f(**x)]", "[f(a=x)]", "[f(a=1j)]", "[f(a=g())]", "[f(a={1: 2})]", "f(a=", "[f, g]",
+                      "[(f)(a=1)(b=2)]", "[f(a=" + "[" * 99 + "]" * 99 + ")]", "[3]")),
+        (MINICPM, '<function name="f"><param name="a"><![CDATA[x < y\n]]></param><param name="n">2</param></function>',
+         ("", [("f", {"a": "x < y\n", "n": 2})])),
+        (MINICPM, "a <function call", ("a <function call", [])),
+        (CHANNELS, '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": "x"}<|call|>',
+         ("", [("f", {"a": "x"})])),
+        (CHANNELS, 'So.<|channel|>commentary to=functions.f<|message|>{"a": "x"}', ("So.", [("f", {"a": "x"})])),
+        (CHANNELS, "<|channel|>commentary to=functions.f<|message|>[1]<|call|>",
+         ("<|channel|>commentary to=functions.f<|message|>[1]<|call|>", [])),
+        (NEMOTRON, '<TOOLCALL>[{"name": "f", "arguments": {}}]</TOOLCALL>', ("", [("f", {})])),
         (LLAMA, '{"name": "f", "parameters": {"a": 1}}', ("", [("f", {"a": 1})])),
         (LLAMA, '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}',
          ("", [("f", {}), ("g", {})])),
@@ -79,6 +140,16 @@ def test_calls_and_text_are_told_apart(template: str, text: str, expected: Found
                                       "{{ tools }}<|tool_call|>[", "{{ tools }}"])  # fmt: skip
 def test_a_format_that_is_not_known_has_no_parser(template: str | None):
     assert tool_parser(template) is None
+
+
+@pytest.mark.parametrize("template", [XML, GLM, MINICPM, GEMMA, LFM, CHANNELS, HERMES, NEMOTRON])
+def test_a_written_call_is_read_back(template: str):
+    """As templates that show no calls of earlier turns get them."""
+    kind = tool_parser(template)
+    assert kind is not None
+    calls = [("f", {"a": "« x »\n<y> & 5", "n": None, "b": False, "l": [1, {"k": "v"}]}), ("g", {})]
+    calls = calls[:1] if not kind.takes_several else calls
+    assert parse(template, kind.written(calls), 5) == ("", calls)
 
 
 def test_deep_json_is_no_call():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ class Shape:
     seed: int = 0
     weights: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32
     has_template: bool = True
+    specials: tuple[str, ...] = SPECIALS  # the first one begins and ends texts
 
 
 def byte_letters() -> list[str]:
@@ -39,16 +40,16 @@ def byte_letters() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
 
 
-def vocabulary(merges: int) -> tuple[list[str], list[str]]:
+def vocabulary(merges: int, specials: Sequence[str] = SPECIALS) -> tuple[list[str], list[str]]:
     """All bytes, then some merged pairs of small letters, then the specials: (tokens, merge rules)."""
     letters = [chr(ord("a") + i) for i in range(26)]
     pairs = [(a, b) for a in letters for b in "aeiou"][:merges]
-    return [*byte_letters(), *(a + b for a, b in pairs), *SPECIALS], [f"{a} {b}" for a, b in pairs]
+    return [*byte_letters(), *(a + b for a, b in pairs), *specials], [f"{a} {b}" for a, b in pairs]
 
 
 def write_vocabulary(writer: gguf.GGUFWriter, shape: Shape) -> int:
-    tokens, merges = vocabulary(shape.merges)
-    first_special = len(tokens) - len(SPECIALS)
+    tokens, merges = vocabulary(shape.merges, shape.specials)
+    first_special = len(tokens) - len(shape.specials)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)

@@ -53,7 +53,7 @@ class Grammar:
         grammars = [_body(self.kind, self.text)]
         if self.free_until is not None:
             # A lazy rule is over as soon as the text is complete; models put empty lines behind it.
-            lark = f"start: preamble gap @body\npreamble[lazy]: /(?s:.*){_escaped(self.free_until)}/\ngap: /\\n{{0,2}}/"
+            lark = f"start: preamble gap @body\npreamble[lazy]: /(?s:.*){escaped(self.free_until)}/\ngap: /\\n{{0,2}}/"
             grammars = [{"lark_grammar": lark}, {"name": "body"} | grammars[0]]
         return json.dumps({"grammars": grammars})
 
@@ -95,7 +95,7 @@ def _slashed(regex: str) -> str:
     return regex.replace("\\/", "/").replace("/", "\\/").replace("\n", "\\n")
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """A regular expression for `text` itself, between slashes."""
     return _slashed(
         "".join(letter if letter.isalnum() or letter in " _" else f"\\x{{{ord(letter):x}}}" for letter in text)

@@ -1,0 +1,102 @@
+"""Answers in channels, as gpt-oss writes them (OpenAI's harmony format): each part has a header that says what it is.
+
+<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
+<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from edgespec.chat.marks import CALL, CHANNEL, END, MESSAGE, START, begun
+
+ANSWER_HEADER = f"{CHANNEL}final{MESSAGE}"
+CALL_OPENING = f"{CHANNEL}commentary to=functions."
+_ENDS = (END, "<|return|>", CALL)
+_LIMITS = (*_ENDS, START, CHANNEL)  # the last two begin another header
+_HEADERS = (START, CHANNEL, "to=")
+_RECIPIENT = re.compile(r"\bto=functions\.([A-Za-z0-9_.-]{1,64})")
+_PART = "\n\n"  # between two parts of the same kind
+
+
+def call_header(name: str) -> str:
+    """What a call of the function `name` begins with, up to its JSON."""
+    return f"{CALL_OPENING}{name} <|constrain|>json{MESSAGE}"
+
+
+class ChannelSplitter:
+    """Splits the text of one answer, as it comes, into reasoning and answer, without the headers.
+
+    The reasoning is the channel `analysis`, the answer everything else. A call keeps its marks, in one form however the
+    model orders them, so that a parser of calls finds it. Text without a header is answer.
+    """
+
+    def __init__(self, *, is_open: bool = False) -> None:
+        self._held = ""
+        self._place: Literal["header", "reasoning", "answer", "call"] = "reasoning" if is_open else "header"
+        self._is_new = not is_open  # whether nothing of the part was passed on yet
+        self.has_reasoned = is_open
+        self.is_answering = False
+
+    def push(self, text: str) -> tuple[str, str]:
+        """(reasoning, answer) that are certain after `text`."""
+        self._held += text
+        reasoning = answer = ""
+        while True:
+            is_complete, more_reasoning, more_answer = self._header() if self._place == "header" else self._part()
+            reasoning, answer = reasoning + more_reasoning, answer + more_answer
+            if not is_complete:
+                return reasoning, answer
+
+    def finish(self) -> tuple[str, str]:
+        """The rest, at the end of the text: part of a mark that was none; a header that nothing follows is dropped."""
+        held, self._held = self._held, ""
+        if self._place != "header":
+            return self._passed(held)
+        return "", "" if any(mark in held for mark in (START, CHANNEL)) else held
+
+    def _header(self) -> tuple[bool, str, str]:
+        """(whether it is complete, or there is none, reasoning, answer)."""
+        begin = self._held.lstrip()
+        if not any(begin.startswith(mark) or mark.startswith(begin) for mark in _HEADERS):
+            self._place, self._is_new = "answer", True
+            return True, "", ""
+        at = self._held.find(MESSAGE)
+        if at < 0:
+            return False, "", ""
+        header, self._held = self._held[:at], self._held[at + len(MESSAGE) :]
+        self._is_new = True
+        recipient = _RECIPIENT.search(header)
+        if recipient is None:
+            self._place = "reasoning" if "analysis" in header else "answer"
+            return True, "", ""
+        self._place, self.is_answering = "call", True
+        return True, "", call_header(recipient[1])
+
+    def _part(self) -> tuple[bool, str, str]:
+        """(whether it has ended, so that a header follows, reasoning, answer)."""
+        ends = [(at, mark) for mark in _LIMITS if (at := self._held.find(mark)) >= 0]
+        if not ends:
+            end = len(self._held) - begun(self._held, *_LIMITS)
+            text, self._held = self._held[:end], self._held[end:]
+            return False, *self._passed(text)
+        end, mark = min(ends)
+        text, self._held = self._held[:end], self._held[end + len(mark) if mark in _ENDS else end :]
+        reasoning, answer = self._passed(text)
+        answer += CALL if self._place == "call" else ""
+        self._place = "header"
+        return True, reasoning, answer
+
+    def _passed(self, text: str) -> tuple[str, str]:
+        if self._place == "call" or not text:
+            return "", text
+        is_reasoning = self._place == "reasoning"
+        has_before = self.has_reasoned if is_reasoning else self.is_answering
+        whole = _PART + text if self._is_new and has_before else text
+        self._is_new = False
+        if is_reasoning:
+            self.has_reasoned = True
+            return whole, ""
+        self.is_answering = True
+        return "", whole

@@ -1,0 +1,186 @@
+"""Answers in channels, as gpt-oss writes them: headers are no text, reasoning and calls are told apart.
+
+A tiny model with gpt-oss's control tokens writes what a grammar forces.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from starlette.testclient import TestClient
+
+import edgespec
+from demo import TEST_THREADS
+from edgespec import GenerateOptions, Model, Sampling
+from edgespec.chat.channels import ChannelSplitter, call_header
+from edgespec.cli.main import cli
+from edgespec.server.app import create_app
+from edgespec.server.call_grammar import terminal
+from edgespec.server.service import Limits, Service
+from serving import BASE_URL
+from tiny_gguf import Shape, write_model
+
+pytest.importorskip("llguidance")
+MARKS = ("<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>")
+ANALYSIS, FINAL, NEXT = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "<|end|><|start|>assistant"
+CALL = call_header("f") + '{"a": 1}<|call|>'
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }} in functions.{% endif %}{{ reasoning_effort }}"
+    "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}{{ m.thinking }}"
+    "{% for c in m.tool_calls %}<|channel|>commentary to=functions.{{ c.function.name }}<|message|>"
+    "{{ c.function.arguments | tojson }}<|call|>{% endfor %}<|end|>{% endfor %}<|start|>assistant"
+)
+HELLO = [{"role": "user", "content": "hello"}]
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+CHAT = "/v1/chat/completions"
+
+
+def split(text: str, step: int, *, is_open: bool = False) -> tuple[str, str]:
+    splitter = ChannelSplitter(is_open=is_open)
+    parts = [splitter.push(text[begin : begin + step]) for begin in range(0, len(text), step)]
+    parts.append(splitter.finish())
+    return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
+
+
+@pytest.mark.parametrize("step", [1, 2, 5, 1000])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"{ANALYSIS}Hm. a < b{NEXT}{FINAL}Yes.\n<|return|>", ("Hm. a < b", "Yes.\n")),
+        (f"{FINAL}Yes. <b> <|x", ("", "Yes. <b> <|x")),
+        ("Yes, to=no", ("", "Yes, to=no")),
+        ("to be", ("", "to be")),
+        ("to=", ("", "to=")),
+        (f"{ANALYSIS}One{NEXT}{ANALYSIS}Two{NEXT}<|channel|>commentary<|message|>First,{NEXT}{FINAL}then",
+         ("One\n\nTwo", "First,\n\nthen")),
+        (f"{ANALYSIS}Hm.{NEXT}{CALL}", ("Hm.", CALL)),
+        (f"{ANALYSIS}Hm.{NEXT} to=functions.f<|channel|>commentary json<|message|>{{\"a\": 1}}<|call|>", ("Hm.", CALL)),
+        (f"{ANALYSIS}Hm.<|channel|>final<|message|>Yes", ("Hm.", "Yes")),
+        (f"{ANALYSIS}Hm", ("Hm", "")),
+        (f"{ANALYSIS}Hm.{NEXT}<|channel|>fin", ("Hm.", "")),
+        (f"{ANALYSIS}{NEXT}{FINAL}Yes", ("", "Yes")),
+        ("<|channel|>", ("", "")),
+        ("", ("", "")),
+    ],
+)  # fmt: skip
+def test_reasoning_and_answer_are_told_apart(text: str, expected: tuple[str, str], step: int) -> None:
+    assert split(text, step) == expected
+
+
+def test_reasoning_that_the_prompt_opens() -> None:
+    assert split(f"Hm.{NEXT}{FINAL}Yes", 3, is_open=True) == ("Hm.", "Yes")
+    assert split("Hm.", 3, is_open=True) == ("Hm.", "")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = Shape(specials=MARKS)
+    folder = tmp_path_factory.mktemp("channels")
+    return write_model(folder / "channels.gguf", shape, metadata={"tokenizer.chat_template": TEMPLATE})
+
+
+@pytest.fixture(scope="module")
+def model(path: Path) -> Iterator[Model]:
+    with edgespec.load(str(path), threads=TEST_THREADS, reproducible=True) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def client(model: Model) -> Iterator[TestClient]:
+    service = Service("channels", Limits(max_queued=4, timeout_s=60.0))
+    service.use(model)
+    yield TestClient(create_app(service), base_url=BASE_URL)
+    assert service.loaded is not None
+    service.loaded.scheduler.close()
+
+
+def grammar(model: Model, text: str) -> str:
+    """Lark for exactly this text; marks that print nothing are tokens."""
+    parts = re.split(f"({'|'.join(map(re.escape, MARKS))})", text)
+    return "start: " + " ".join(terminal(part, model.target.vocabulary) for part in parts if part)
+
+
+def test_the_end_of_a_part_is_not_the_end_of_the_answer(model: Model) -> None:
+    vocabulary = model.target.vocabulary
+    ids = {name: vocabulary.encode(name, parse_special=True)[0] for name in MARKS}
+    assert ids["<|end|>"] not in vocabulary.end_ids
+    assert {ids["<|return|>"], ids["<|call|>"]} <= vocabulary.end_ids
+
+
+def test_python_tells_the_parts_of_a_result(model: Model) -> None:
+    forced = grammar(model, f"{ANALYSIS}Hm. ja{NEXT}{FINAL}Yes.")
+    result = model.chat(HELLO, Sampling(temperature=0.0), GenerateOptions(grammar=forced, max_tokens=60)).result()
+    assert model.split_reasoning(result) == ("Hm. ja", "Yes.")
+    assert result.text == f"{ANALYSIS}Hm. ja{NEXT}{FINAL}Yes."
+
+
+def test_the_command_line_prints_no_headers(path: Path, model: Model, tmp_path: Path) -> None:
+    file = tmp_path / "forced.lark"
+    file.write_text(grammar(model, f"{ANALYSIS}Hm.{NEXT}{FINAL}Yes."), encoding="utf-8")
+    asked = ["generate", str(path), "-p", "hello", "--grammar", str(file), "--temp", "0", "-n", "60", "-q"]
+    assert CliRunner().invoke(cli, asked).stdout == "Hm.\n\nYes.\n"
+    raw = CliRunner().invoke(cli, [*asked, "--reasoning-format", "none"]).stdout
+    assert raw == f"{ANALYSIS}Hm.{NEXT}{FINAL}Yes.\n"
+    told = json.loads(CliRunner().invoke(cli, [*asked, "--json"]).stdout)
+    assert (told["reasoning"], told["answer"]) == ("Hm.", "Yes.")
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_the_server_tells_reasoning_from_the_answer(client: TestClient, model: Model, is_stream: bool) -> None:
+    forced = grammar(model, f"{ANALYSIS}Hm.{NEXT}{FINAL}Yes.")
+    asked = {"messages": HELLO, "grammar": forced, "max_tokens": 60, "temperature": 0, "logprobs": True}
+    answered = client.post(CHAT, json=asked | {"stream": is_stream})
+    assert answered.status_code == 200, answered.text
+    if is_stream:
+        lines = [line.removeprefix("data: ") for line in answered.text.splitlines() if line.startswith("data: {")]
+        choices = [json.loads(line)["choices"][0] for line in lines]
+        parts = {name: "".join(choice["delta"].get(name) or "" for choice in choices) for name in
+                 ("reasoning_content", "content")}  # fmt: skip
+    else:
+        (choice,) = answered.json()["choices"]
+        parts = choice["message"]
+        assert "".join(token["token"] for token in choice["logprobs"]["content"]) == "Yes."
+    assert (parts["reasoning_content"], parts["content"]) == ("Hm.", "Yes.")
+
+
+def test_a_forced_call_ends_the_answer(client: TestClient) -> None:
+    asked = {"messages": HELLO, "tools": [TOOL], "tool_choice": "required", "max_tokens": 120, "temperature": 0}
+    (choice,) = client.post(CHAT, json=asked).json()["choices"]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "f" and json.loads(call["function"]["arguments"])["a"] in (1, 2)
+
+
+def test_a_schema_is_the_answer_behind_its_header(client: TestClient, model: Model) -> None:
+    closed = SCHEMA | {"additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"schema": closed}}
+    asked: dict[str, Any] = {"messages": HELLO, "response_format": form, "max_tokens": 60, "temperature": 0}
+    told = client.post(CHAT, json=asked).json()
+    assert json.loads(told["choices"][0]["message"]["content"])["a"] in (1, 2)
+    header = len(model.target.vocabulary.encode(FINAL, parse_special=True))
+    assert told["usage"]["prompt_tokens"] == len(model.encode_chat(HELLO)) + header
+    options = GenerateOptions(json_schema=closed, max_tokens=60)
+    result = model.chat(HELLO, Sampling(temperature=0.0), options).result()
+    assert len(result.prompt_token_ids) == told["usage"]["prompt_tokens"] and json.loads(result.text)["a"] in (1, 2)
+    both = client.post(CHAT, json=asked | {"tools": [TOOL]}).json()["choices"][0]["message"]
+    assert both.get("tool_calls") or json.loads(both["content"])["a"] in (1, 2)
+
+
+@pytest.mark.parametrize(("effort", "told"), [("none", "low"), ("medium", "medium"), ("xhigh", "high")])
+def test_an_effort_that_the_model_does_not_know_is_the_nearest(
+    client: TestClient, model: Model, effort: str, told: str
+) -> None:
+    usage = client.post(CHAT, json={"messages": HELLO, "max_tokens": 1, "reasoning_effort": effort}).json()["usage"]
+    assert usage["prompt_tokens"] == len(model.encode_chat(HELLO, template_arguments={"reasoning_effort": told}))
+
+
+def test_reasoning_of_earlier_turns_reaches_the_template(model: Model) -> None:
+    answered = [*HELLO, {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}, *HELLO]
+    assert b"Yes.Hm." in b"".join(map(model.target.vocabulary.piece, model.encode_chat(answered)))
