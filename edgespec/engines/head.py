@@ -2,8 +2,8 @@
 
 A feature head reads pairs: pair P is the state of the text up to token P, and token P + 1. `encode` turns features from
 the target's passes into states; beyond those, the head's own last state is used as the next one. A block head caches
-the target's features of each token and drafts many tokens in one pass. For an EAGLE head, whose attention the drafter
-computes, an engine computes only the matrix products.
+the target's features of each token and drafts many tokens in one pass. A step head attends to the target's cache. For
+an EAGLE head, whose attention the drafter computes, an engine computes only the matrix products.
 """
 
 from __future__ import annotations
@@ -90,6 +90,19 @@ class FeatureHead(CachedHead):
 
         Both are of the last pair, and views that the next call overwrites. Tokens it cannot propose have logits -inf.
         Raises BatchError, ContextFull, Cancelled and EngineError; the cache is then as before the call.
+        """
+
+
+class StepHead(CachedHead):
+    """A head that attends to the target's own cache and has none, so that one serves all sequences."""
+
+    @abstractmethod
+    def step(self, token_id: int, state: States, position: int, sequence: int = 0) -> tuple[Logits, States]:
+        """Score what follows `token_id`: (logits [vocabulary], the next state [width]), given a `state` [width].
+
+        `position`: of the last token of the target's `sequence`, which the target has not read yet; every step of a
+        draft has it. Both results are views that the next call overwrites. Raises BatchError, ContextFull, Cancelled
+        and EngineError.
         """
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from edgespec.engines import disk_cache
 from edgespec.errors import ModelFileError
+from edgespec.formats.gguf.gemma4_drafter import TARGET as GEMMA4
 from edgespec.formats.gguf.header import GgufHeader, read_header
 from edgespec.formats.gguf.kind import has_mtp, may_have_mtp
 from edgespec.formats.manifest import ModelPair
@@ -60,6 +61,11 @@ def draft_hint(pair: ModelPair) -> str | None:
         return (
             f"{pair.name} has no draft model; GGUF files of such models that were converted with their multi-token "
             "prediction layer (mostly named MTP) draft for themselves, and the layer alone (mtp-*.gguf) drafts with -md"
+        )
+    if header.architecture == GEMMA4:
+        return (
+            f"{pair.name} has no draft; the drafter that Google trained for it (mtp-*.gguf, converted from "
+            "google/gemma-4-*-it-assistant) drafts with -md"
         )
     family = _family(header, num_bytes)
     if family is None:

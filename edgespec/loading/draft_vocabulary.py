@@ -97,13 +97,16 @@ def _compare(ours: Vocabulary, theirs: Vocabulary) -> Comparison:
 
 def _compare_head(target: ModelFile, head: ModelFile, kind: HeadKind) -> Comparison:
     """Raises CapabilityError for a head of another target."""
-    from edgespec.engines.llamacpp.heads import KINDS
+    from edgespec.engines.llamacpp.heads import head_class
 
     if target.engine != "llamacpp":
         raise CapabilityError(f"{head.path.name} is {HEAD_NAMES[kind]}, which needs a GGUF target")
     header = read_header(target.path)
     width = header.metadata.get(f"{header.architecture}.embedding_length")
-    sizes = KINDS[kind].read(head.path)
+    opens = head_class(head.path)
+    assert opens is not None  # it has a kind
+    opens.check_target(head.path, target.path)
+    sizes = opens.read(head.path)
     sizes.check_fits(head.path.name, width if isinstance(width, int) else 0, main_layers(header), len(header.tokens))
     return Comparison(f"{HEAD_NAMES[kind]} that fits", is_same=True)
 

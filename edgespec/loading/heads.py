@@ -16,6 +16,7 @@ from edgespec.drafters.dflash import DFlashDrafter
 from edgespec.drafters.eagle import EagleDrafter
 from edgespec.drafters.eagle3 import Eagle3Drafter, MtpDrafter
 from edgespec.drafters.eagle_layers import LayersEagleDrafter
+from edgespec.drafters.gemma4 import Gemma4ChainDrafter
 from edgespec.drafters.medusa import MedusaDrafter
 from edgespec.drafters.states import columns_of
 from edgespec.engines.base import Engine
@@ -103,6 +104,8 @@ def open_own_layers(options: LoadOptions, target: Engine) -> MtpDrafter:
 def open_head_file(options: LoadOptions, file: ModelFile, target: Engine) -> Drafter:
     """A drafter with a head in GGUF. Raises CapabilityError for a target that it cannot read."""
     from edgespec.engines.llamacpp import DFlashHead, Eagle3Head, LlamaCppEngine, MtpFileHead
+    from edgespec.engines.llamacpp.gemma4_drafter import Gemma4Drafter
+    from edgespec.engines.llamacpp.heads import head_class
 
     kind = head_kind_of(file.path)
     assert kind is not None  # the pair's requirements have asked
@@ -122,6 +125,8 @@ def open_head_file(options: LoadOptions, file: ModelFile, target: Engine) -> Dra
         return Eagle3Drafter(opened(Eagle3Head), LAYERS_WINDOW)
     if kind == "dflash":
         return DFlashDrafter(opened(DFlashHead), LAYERS_WINDOW)
+    if head_class(file.path) is Gemma4Drafter:
+        return Gemma4ChainDrafter(opened(Gemma4Drafter), WINDOW)
     return MtpDrafter(opened(MtpFileHead), WINDOW)
 
 

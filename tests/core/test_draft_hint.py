@@ -12,6 +12,7 @@ from edgespec.cli.main import cli
 from edgespec.loading import draft_hint as hints
 from edgespec.loading.catalogue import Entry, entries
 from edgespec.loading.registry import resolve
+from tiny_gemma4 import GemmaShape, write_drafter, write_target
 from tiny_gguf import Shape, write_model
 
 
@@ -67,6 +68,15 @@ def test_families_are_told_by_architecture_name_and_tokenizer(described, family)
     found = [name for pattern, name in hints._FAMILIES if hints.re.search(pattern, described)]
     assert set(found) <= entries().keys()
     assert found[:1] == ([family] if family else [])
+
+
+def test_gemma_4_has_a_drafter_of_its_own(tmp_path, monkeypatch):
+    path = write_target(tmp_path / "gemma.gguf", GemmaShape(layers=16))
+    monkeypatch.setattr(hints, "_LEAST_TARGET_BYTES", path.stat().st_size)
+    assert "the drafter that Google trained for it (mtp-*.gguf" in hint(path)
+    drafter = write_drafter(tmp_path / "mtp-gemma.gguf", GemmaShape(drafter_layers=2))
+    assert drafter.stat().st_size * 4 <= path.stat().st_size
+    assert hint(path).endswith(f"mtp-gemma.gguf in the same folder fits: -md {drafter}")
 
 
 def test_nothing_is_said_of_a_small_model_or_one_with_a_draft(big, tiny_path):

@@ -60,6 +60,7 @@ class LlamaCppEngine(Engine):
     def __init__(self, path: Path, found: OpenModel) -> None:
         llama = library()
         model, context, settings, self._cancel = found
+        self._path = path
         self._model, self._context = model, context
         self._decode, self._get_logits = llama.llama_decode, llama.llama_get_logits
         self._rows = RowBuffer(settings.batch_capacity, settings.sequence_ids)
@@ -261,6 +262,7 @@ class LlamaCppEngine(Engine):
     ) -> AnyHead:
         """The head `path` of this `kind` for this model; close it first. Raises as `HeadOfFile.load`."""
         self._require_open()
+        kind.check_target(path, self._path)
         models, threads = (self._model, self._context), self.facts.threads
         return kind.load(
             path, models, self.vocabulary, threads=threads, context_length=context_length, gpu_layers=gpu_layers

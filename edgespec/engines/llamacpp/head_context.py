@@ -120,20 +120,32 @@ def widest_step(vocabulary_size: int) -> int:
 
 
 def create_context(
-    model: Any, name: str, length: int, threads: int, rows: int, other: Any, kind: int, cancel: CancelFlag
+    model: Any,
+    name: str,
+    length: int,
+    threads: int,
+    rows: int,
+    other: Any,
+    kind: int,
+    cancel: CancelFlag,
+    *,
+    sequences: int = 1,
+    is_unified: bool = True,
 ) -> Any:
     """A llama_context of `length` entries and of `kind` for the head called `name`. `other`: one that it shares with.
 
-    `rows`: of the widest pass. Raises CapabilityError with the library's reason when it refuses.
+    `rows`: of the widest pass; `sequences` and `is_unified`: as in a cache that it shares. Raises CapabilityError with
+    the library's reason when it refuses.
     """
     params = library().llama_context_default_params()
     params.n_ctx = length
     params.n_batch = params.n_ubatch = params.n_outputs_max = rows
-    params.n_seq_max = 1
+    params.n_seq_max = sequences
     params.n_threads = params.n_threads_batch = threads
     params.type_k = params.type_v = CACHE_TYPES["f16"]
     params.flash_attn_type = ON
-    params.kv_unified = True
+    params.kv_unified = is_unified
+    params.swa_full = True  # as in the target's, where it shares that one's cache
     params.no_perf = True
     params.ctx_type = kind
     params.ctx_other = other

@@ -58,6 +58,10 @@ class HeadOfFile(HeadContext, Generic[Sizes]):
         """Raises ModelNotFound, ModelFileError, and CapabilityError for a variant that is not supported."""
 
     @classmethod
+    def check_target(cls, path: Path, target: Path) -> None:
+        """Raise CapabilityError where the head `path` cannot read the model `target`, beyond its sizes."""
+
+    @classmethod
     @abstractmethod
     def cache_bytes(cls, sizes: Sizes, context_length: int) -> int:
         """Of a cache for `context_length` tokens of text."""

@@ -150,9 +150,11 @@ class PairRows:
         *,
         outputs: bool,
         last_only: bool = False,
+        sequence: int = 0,
     ) -> None:
         """`outputs`: whether all rows give logits, or with `last_only` the last one."""
         width = len(floats)
+        self._sequence[0] = sequence
         self._place(position, width)
         self._floats = floats
         self._outputs[:width] = outputs and not last_only

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from edgespec.errors import ModelFileError
 from edgespec.formats.gguf.header import GgufHeader, once, read_header
-from edgespec.formats.gguf.kind import main_layers, require_language_model
+from edgespec.formats.gguf.kind import is_gemma4_drafter, main_layers, require_language_model
 from edgespec.formats.gguf.split import with_shards
 from edgespec.formats.gguf.values import GgufNumbers, GgufStrings, Scalar
 
@@ -72,7 +72,7 @@ def _bad_shape(header: GgufHeader) -> Iterator[str]:
         for value in values:
             if not isinstance(value, int) or not low <= value <= high:
                 yield f"{name} is {value!r}, allowed is {low}..{high}"
-    if _counts(header, "block_count") and main_layers(header) < 1:
+    if _counts(header, "block_count") and main_layers(header) < 1 and not is_gemma4_drafter(header):
         yield "it has no layers but those that predict further tokens"
     yield from _bad_experts(header)
     yield from _bad_heads(header)

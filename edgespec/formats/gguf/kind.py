@@ -18,7 +18,8 @@ HEAD_NAMES: Mapping[HeadKind, str] = {
     "dflash": "a DFlash head",
     "mtp": "a multi-token prediction layer",
 }
-_HEAD_ARCHITECTURES: Mapping[str, HeadKind] = {"eagle3": "eagle3", "dflash": "dflash"}
+GEMMA4_DRAFTER = "gemma4-assistant"
+_HEAD_ARCHITECTURES: Mapping[str, HeadKind] = {"eagle3": "eagle3", "dflash": "dflash", GEMMA4_DRAFTER: "mtp"}
 # https://github.com/ggml-org/ggml/blob/master/docs/gguf.md: general.type
 _PROJECTOR = (
     "it is a multimodal projector (mmproj), which encodes images or sound: give the model's own .gguf file; only text "
@@ -54,6 +55,11 @@ def head_kind(header: GgufHeader) -> HeadKind | None:
     if header.architecture in _HEAD_ARCHITECTURES:
         return _HEAD_ARCHITECTURES[header.architecture]
     return "mtp" if _has_only_mtp(header) else None
+
+
+def is_gemma4_drafter(header: GgufHeader) -> bool:
+    """Whether it is a head of kind mtp that attends to the cache of a Gemma 4."""
+    return header.architecture == GEMMA4_DRAFTER
 
 
 def _has_only_mtp(header: GgufHeader) -> bool:

@@ -1,0 +1,98 @@
+"""Gemma 4's drafter: a few layers that attend to the keys and values of the target's own last layers.
+
+It keeps no cache. Each pass takes the last token and a state of the target's width, and gives scores and the next
+state; all passes of a draft are at the position of the text's last token, as the drafter was trained (Gemma 4 model
+card; `gemma4_assistant` in transformers).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgespec.engines.head import HeadFacts, States, StepHead
+from edgespec.engines.llamacpp.extensions import extension
+from edgespec.engines.llamacpp.head_context import MakeContext, create_context
+from edgespec.engines.llamacpp.head_file import HeadOfFile
+from edgespec.engines.llamacpp.library import CancelFlag, library
+from edgespec.engines.llamacpp.rows import PairRows
+from edgespec.errors import BatchError, EngineError
+from edgespec.formats.gguf.gemma4_drafter import DrafterSizes, check_cache, read_gemma4_drafter
+from edgespec.formats.gguf.header import read_header
+from edgespec.types import Logits
+
+_CONTEXT_TYPE = 1  # LLAMA_CONTEXT_TYPE_MTP
+
+
+class Gemma4Drafter(HeadOfFile[DrafterSizes], StepHead):
+    """The drafter beside its target, for all sequences of it."""
+
+    what = "Gemma 4 drafter"
+    is_mtp = True
+
+    def __init__(
+        self, make_context: MakeContext, facts: HeadFacts, vocabulary_size: int, owned_model: Any = None
+    ) -> None:
+        super().__init__(make_context, facts, vocabulary_size, owned_model)
+        self._rows = PairRows(1)
+        extension("set_states")(self._context, True, True)
+
+    @classmethod
+    def read(cls, path: Path) -> DrafterSizes:
+        return read_gemma4_drafter(path)
+
+    @classmethod
+    def check_target(cls, path: Path, target: Path) -> None:
+        check_cache(path.name, read_header(path), read_header(target))
+
+    @classmethod
+    def _create_context(
+        cls, model: Any, name: str, sizes: DrafterSizes, length: int, threads: int, other: Any, cancel: CancelFlag
+    ) -> Any:
+        """Raises EngineError where the target's cache holds a text: sharing it would drop all of it."""
+        llama = library()
+        sequences, memory = int(llama.llama_n_seq_max(other)), llama.llama_get_memory(other)
+        if any(llama.llama_memory_seq_pos_max(memory, sequence) >= 0 for sequence in range(sequences)):
+            raise EngineError(f"{name} must be loaded before its target has read a text")
+        cells = int(llama.llama_n_ctx(other))
+        is_unified = sequences == 1 or int(llama.llama_n_ctx_seq(other)) == cells
+        # One row is needed, but llama.cpp reserves one for each sequence and ends the process if there are fewer.
+        return create_context(
+            model,
+            name,
+            cells,
+            threads,
+            sequences,
+            other,
+            _CONTEXT_TYPE,
+            cancel,
+            sequences=sequences,
+            is_unified=is_unified,
+        )
+
+    @classmethod
+    def cache_bytes(cls, sizes: DrafterSizes, context_length: int) -> int:
+        return 0
+
+    @classmethod
+    def pass_bytes(cls, sizes: DrafterSizes) -> int:
+        """Two copies of the logits of a row."""
+        return 2 * 4 * sizes.vocabulary_size
+
+    def step(self, token_id: int, state: States, position: int, sequence: int = 0) -> tuple[Logits, States]:
+        self._require_open()
+        if state.shape != (self.facts.width,):
+            raise BatchError(f"a state of width {self.facts.width} is needed, got {state.shape}")
+        if not 0 <= token_id < self._vocabulary_size:
+            raise BatchError(f"token id {token_id} is outside the drafter's vocabulary 0..{self._vocabulary_size - 1}")
+        row, ids = np.ascontiguousarray(state[np.newaxis], np.float32), np.array([token_id], np.int32)
+        self._rows.fill(position, ids, row, outputs=True, last_only=True, sequence=sequence)
+        self._run(library().llama_decode, self._rows.struct, 1)
+        logits = np.ctypeslib.as_array(library().llama_get_logits(self._context), (self._vocabulary_size,))
+        return logits, np.ctypeslib.as_array(extension("get_states")(self._context), (self.facts.width,))
+
+    def _is_sound(self) -> bool:
+        """Not tried: without a text in the target's cache there is nothing to attend to. Trials read all weights."""
+        return True

@@ -1,0 +1,188 @@
+"""Gemma 4's drafter: its passes against numpy, and drafts that change no text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import edgespec
+from demo import TEST_THREADS
+from edgespec import GenerateOptions, Sampling
+from edgespec.engines.footprint import Use
+from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp.footprint import head_footprint
+from edgespec.engines.llamacpp.gemma4_drafter import Gemma4Drafter
+from edgespec.errors import BatchError, CapabilityError, EdgespecError, EngineError, ModelFileError
+from edgespec.formats.gguf.head_reader import head_kind_of
+from edgespec.types import Batch
+from tiny_gemma4 import DRAFTER, GemmaShape, Twin, write_drafter, write_target
+from tiny_gguf import write_model
+
+Floats = NDArray[np.float32]
+SHAPE = GemmaShape()
+TEXT = [5, 77, 130, 201, 33, 34, 35, 201, 33, 90]
+PROMPT = "the cat sat on the mat, the cat"
+
+
+@pytest.fixture(scope="module")
+def target_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_target(tmp_path_factory.mktemp("gemma") / "target.gguf")
+
+
+@pytest.fixture(scope="module")
+def drafter_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_drafter(tmp_path_factory.mktemp("gemma") / "drafter.gguf")
+
+
+@pytest.fixture
+def engine(target_path: Path) -> Iterator[LlamaCppEngine]:
+    with LlamaCppEngine.load(target_path, context_length=64, threads=1, reproducible=False) as opened:
+        opened.give_hidden_states(True)
+        yield opened
+
+
+def close(ours: Floats, theirs: Floats) -> bool:
+    """But for keys and values that are cached in half precision."""
+    return bool(np.abs(ours - theirs).max() < 0.02 * theirs.std())
+
+
+def test_its_passes_are_its_definition(engine: LlamaCppEngine, drafter_path: Path) -> None:
+    twin = Twin(SHAPE, engine.vocabulary.size)
+    with engine.load_head(Gemma4Drafter, drafter_path) as head:
+        scores, hidden = twin.read(TEXT)
+        ours = engine.forward(Batch.chain(np.array(TEXT, np.int32)))
+        assert close(ours, scores) and close(engine.hidden_states(), hidden), "the numpy twin is no Gemma 4"
+        state = theirs = hidden[-1]
+        for token_id in (44, 45, 46):  # all steps of a draft are at the place of the last token
+            logits, state = head.step(token_id, state, len(TEXT))
+            expected, theirs = twin.draft(token_id, theirs, len(TEXT))
+            assert close(logits, expected) and close(state, theirs)
+            state = state.copy()
+        assert engine.length() == len(TEXT), "it adds nothing to the target's cache"
+        engine.rollback(4)
+        logits, _ = head.step(44, hidden[3], 4)
+        twin.read(TEXT[:4])
+        assert close(logits, twin.draft(44, hidden[3], 4)[0]), "what was rolled back is not attended to"
+
+
+@pytest.mark.parametrize("branches", [0, 4], ids=["cells of their own", "shared cells"])
+def test_each_sequence_has_its_own(target_path: Path, drafter_path: Path, branches: int) -> None:
+    load: dict[str, Any] = {"max_sequences": 2, "max_branches": branches, "reproducible": False}
+    with LlamaCppEngine.load(target_path, context_length=64, threads=1, **load) as engine:
+        twin, texts = Twin(SHAPE, engine.vocabulary.size), (TEXT, TEXT[::-1])
+        with engine.load_head(Gemma4Drafter, drafter_path) as head:
+            for sequence, text in enumerate(texts):
+                engine.forward(Batch.chain(np.array(text, np.int32), sequence=sequence))
+            for sequence, text in enumerate(texts):
+                state = twin.read(text)[1][-1]
+                logits, _ = head.step(44, state, len(text), sequence)
+                assert close(logits, twin.draft(44, state, len(text))[0])
+
+
+def test_it_is_refused_once_the_target_holds_a_text(engine: LlamaCppEngine, drafter_path: Path) -> None:
+    """llama.cpp would empty the cache that both share."""
+    engine.forward(Batch.chain(np.array(TEXT, np.int32)))
+    with pytest.raises(EngineError, match="before its target has read a text"):
+        engine.load_head(Gemma4Drafter, drafter_path)
+    assert engine.length() == len(TEXT)
+
+
+def test_bad_arguments_are_refused(engine: LlamaCppEngine, drafter_path: Path) -> None:
+    with engine.load_head(Gemma4Drafter, drafter_path) as head:
+        with pytest.raises(BatchError, match="width 64"):
+            head.step(3, np.zeros(7, np.float32), 0)
+        with pytest.raises(BatchError, match="outside the drafter's vocabulary"):
+            head.step(1 << 20, np.zeros(64, np.float32), 0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_drafts_change_no_text(target_path: Path, drafter_path: Path, temperature: float, reproducible: bool) -> None:
+    options: dict[str, Any] = {"context_length": 128, "threads": TEST_THREADS, "reproducible": reproducible}
+    sampling, plain = Sampling(temperature=temperature, seed=3), GenerateOptions(max_tokens=50, drafter="none")
+    with edgespec.load(str(target_path), draft=str(drafter_path), **options) as model:
+        expected = model.generate(PROMPT, sampling, plain)
+        for length in (1, 3, 6):
+            drafted = GenerateOptions(max_tokens=50, drafter="mtp", draft_length=length)
+            found = model.generate(PROMPT, sampling, drafted)
+            assert found.drafter == "mtp" and found.stats.drafted_tokens > 0
+            if reproducible:
+                assert found.token_ids == expected.token_ids and found.logprobs == expected.logprobs
+        automatic = model.generate(PROMPT, sampling, GenerateOptions(max_tokens=50))
+        assert not reproducible or automatic.token_ids == expected.token_ids
+
+
+def test_several_chats_draft_at_once(target_path: Path, drafter_path: Path) -> None:
+    options: dict[str, Any] = {"context_length": 128, "threads": TEST_THREADS, "parallel": 3, "reproducible": True}
+    prompts = [PROMPT, "a dog", "one two three one two"]
+    with edgespec.load(str(target_path), draft=str(drafter_path), **options) as model:
+        drafted = GenerateOptions(max_tokens=30, drafter="mtp", draft_length=3)
+        found = model.generate_all(prompts, Sampling(temperature=0.0), drafted)
+        for prompt, result in zip(prompts, found, strict=True):
+            alone = model.generate(prompt, Sampling(temperature=0.0), GenerateOptions(max_tokens=30, drafter="none"))
+            assert result.token_ids == alone.token_ids and result.stats.drafted_tokens > 0
+
+
+def test_a_file_says_what_it_is(target_path: Path, drafter_path: Path) -> None:
+    assert head_kind_of(drafter_path) == "mtp" and head_kind_of(target_path) is None
+    with pytest.raises(CapabilityError, match="only drafts for another model"):
+        LlamaCppEngine.load(drafter_path)
+    Gemma4Drafter.try_alone(drafter_path)
+    need = head_footprint(drafter_path, Use(context_length=64))
+    assert need.cache == 0 and need.mapped == drafter_path.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        (GemmaShape(width=96), "target of width 96"),
+        (GemmaShape(merges=30), "tokens"),
+        (GemmaShape(size=64), "keys and values of the shape"),
+        (GemmaShape(size_sliding=32), "keys and values of the shape"),
+        (GemmaShape(kv_heads=4), "keys and values of the shape"),
+    ],
+)
+def test_a_drafter_of_another_target_is_refused(
+    target_path: Path, tmp_path: Path, shape: GemmaShape, words: str
+) -> None:
+    path = write_drafter(tmp_path / "other.gguf", shape)
+    with (
+        LlamaCppEngine.load(target_path, context_length=64, threads=1) as engine,
+        pytest.raises(EdgespecError, match=words),
+    ):
+        engine.load_head(Gemma4Drafter, path)
+
+
+def test_a_target_that_is_no_gemma_4_is_refused(tmp_path: Path, drafter_path: Path) -> None:
+    path = write_model(tmp_path / "llama.gguf")
+    with pytest.raises(CapabilityError, match="drafts for a Gemma 4"):
+        edgespec.load(str(path), draft=str(drafter_path), threads=1)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({f"{DRAFTER}.nextn_predict_layers": 2}, "differ from its 4 layers"),
+        ({f"{DRAFTER}.attention.sliding_window_pattern": [True]}, "has 1 entries for 4 layers"),
+        ({f"{DRAFTER}.attention.head_count": 3}, "3 heads cannot share 2"),
+        ({f"{DRAFTER}.attention.head_count_kv": 0}, "cannot share 0 key heads"),
+        ({f"{DRAFTER}.embedding_length_out": None}, "embedding_length_out is None"),
+        ({f"{DRAFTER}.rope.dimension_count": 64}, "rotates 64 of 32"),
+        ({f"{DRAFTER}.attention.key_length_swa": None}, "key_length_swa is None"),
+    ],
+)
+def test_a_faulty_file_is_named(tmp_path: Path, metadata: dict[str, Any], words: str) -> None:
+    path = write_drafter(tmp_path / "faulty.gguf", metadata=metadata)
+    with pytest.raises(ModelFileError, match=words):
+        Gemma4Drafter.try_alone(path)
+
+
+def test_missing_weights_are_named(tmp_path: Path) -> None:
+    path = write_drafter(tmp_path / "faulty.gguf", tensors={"nextn.pre_projection.weight": None})
+    with pytest.raises(ModelFileError, match="pre_projection"):
+        Gemma4Drafter.try_alone(path)
