@@ -132,6 +132,7 @@ def listing(*names: str, size: int = 1000) -> dict[str, HubFile]:
         (["m-Q4_0.gguf", "m-draft-Q4_0.gguf", "m-draft-Q8_0.gguf"], "", ["m-Q4_0.gguf"], "m-draft-Q4_0.gguf"),
         (["m-Q8_0.gguf", "m-eagle3-F16.gguf"], "", ["m-Q8_0.gguf"], "m-eagle3-F16.gguf"),
         (["m-Q8_0.gguf", "dspark-m-BF16.gguf"], "", ["m-Q8_0.gguf"], "dspark-m-BF16.gguf"),
+        (["g-Q4_K_M.gguf", "mmproj-F16.gguf", "mtp-g.gguf"], "", ["g-Q4_K_M.gguf"], "mtp-g.gguf"),
         (["m-Q8_0.gguf", "m-mtp-Q8_0.gguf"], "", ["m-Q8_0.gguf"], "m-mtp-Q8_0.gguf"),
         (["m-big-Q8_0.gguf", "m-small-Q8_0.gguf"], "", ["m-big-Q8_0.gguf"], "m-small-Q8_0.gguf"),
         (["X-DRAFT-0.5B-Q8_0.gguf"], "", ["X-DRAFT-0.5B-Q8_0.gguf"], ""),
