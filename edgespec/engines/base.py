@@ -95,6 +95,7 @@ class Engine(Closing, ABC):
     vocabulary: Vocabulary
     class_key: str = ""  # under which its width classes are cached
     state_layers: tuple[int, ...] = ()  # ascending; their inputs come with the hidden states
+    states_need_logits: bool = False  # hidden states are those of rows with logits
     thread_change_bytes: int = 0  # extra memory that `set_threads` needs for some seconds
     thread_change_s: float = 0.0  # how long `set_threads` keeps a core busy
 
@@ -161,8 +162,8 @@ class Engine(Closing, ABC):
         """Hidden states [rows, width] of the last pass, of one sequence only; a view as `forward`'s, or a copy.
 
         The last ones are the input of the head, after the final norm; the inputs of `state_layers` precede them, in
-        their order, as wide each. Raises CapabilityError unless `give_hidden_states` was
-        called before that pass.
+        their order, as wide each. With `states_need_logits` those of rows without logits are 0. Raises CapabilityError
+        unless `give_hidden_states` was called before that pass.
         """
         raise CapabilityError(f"the {self.facts.name} engine gives no hidden states of this model")
 

@@ -86,10 +86,12 @@ class KeptFeatures:
     def _of_pass(self) -> Features:
         return self._read() if self.given is None else self.given
 
-    def append(self, length: int) -> None:
-        """The last pass read the tokens from position `length` on."""
+    def append(self, length: int, last: int | None = None) -> None:
+        """The last pass read the tokens from position `length` on; only the `last` of them have rows."""
         if self._kept is not None:
-            self._kept.append(length, self._of_pass())
+            rows = self._of_pass()
+            skipped = 0 if last is None else len(rows) - last
+            self._kept.append(length + skipped, rows[skipped:])
 
     def score(self) -> None:
         """The last pass scored draft rows; `keep` will say which of them became tokens."""

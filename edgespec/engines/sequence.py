@@ -190,10 +190,11 @@ class CachedSequence:
                 part = token_ids[start : end if self.engine.facts.pinned_class else min(end, start + self.most_rows)]
                 start += part.size
                 batch = Batch.chain(part, sequence=self.sequence, last_only=True)
-                wanted = self.keeps_features and start + PROMPT_FEATURES > token_ids.size
+                known = self._prompt_features
+                wanted = self.keeps_features and start + known > token_ids.size
                 logits = yield PassRequest(self, batch, wanted if self.keeps_features else None)
                 if wanted:
-                    self._states.append(self._length)
+                    self._states.append(self._length, known if self.engine.states_need_logits else None)
                 self._inputs.append(self._length)
                 self._append(part)
             if end == token_ids.size - PROMPT_END:
@@ -209,11 +210,17 @@ class CachedSequence:
         if self.engine.facts.pinned_class and EVERY_WIDTH_TO < last < step:
             ends.insert(-1, ends[-2] + EVERY_WIDTH_TO)  # the widths between were not all tested
         late = num_tokens - PROMPT_FEATURES
-        if self.keeps_features and step > PROMPT_FEATURES and late > 0:
+        needs_narrow = self.keeps_features and not self.engine.states_need_logits
+        if needs_narrow and step > PROMPT_FEATURES and late > 0:
             ends = [*(end for end in ends if end < late), late, num_tokens]
         if self.engine.facts.has_checkpoints and num_tokens > PROMPT_END:
             ends = sorted({*ends, num_tokens - PROMPT_END})
         return ends
+
+    @property
+    def _prompt_features(self) -> int:
+        """Last tokens of a prompt whose hidden states are computed; the last one has logits anyway."""
+        return 1 if self.engine.states_need_logits else PROMPT_FEATURES
 
     def passes_for(self, num_tokens: int) -> int:
         """How many passes `feed` takes for `num_tokens` tokens."""

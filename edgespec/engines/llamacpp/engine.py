@@ -24,7 +24,7 @@ from edgespec.engines.llamacpp.cells import Cells
 from edgespec.engines.llamacpp.facts import measured_facts, read_facts
 from edgespec.engines.llamacpp.head_file import DEFAULT_CONTEXT as HEAD_CONTEXT
 from edgespec.engines.llamacpp.head_file import HeadOfFile
-from edgespec.engines.llamacpp.hidden_states import HiddenStates
+from edgespec.engines.llamacpp.hidden_states import HiddenStates, OutputStates
 from edgespec.engines.llamacpp.layers import LayerInputs
 from edgespec.engines.llamacpp.library import ABORTED, NO_ROOM, complaints, forget_complaints, library, version
 from edgespec.engines.llamacpp.mtp import MtpHead, mtp_of
@@ -264,9 +264,13 @@ class LlamaCppEngine(Engine):
         self._require_open()
         kind.check_target(path, self._path)
         models, threads = (self._model, self._context), self.facts.threads
-        return kind.load(
+        found = kind.load(
             path, models, self.vocabulary, threads=threads, context_length=context_length, gpu_layers=gpu_layers
         )
+        if kind.needs_last_state:
+            self._hidden_states = OutputStates.instead_of(self._hidden_states, *models)
+            self.states_need_logits = True
+        return found
 
     def load_mtp(self, *, context_length: int | None = None) -> MtpHead:
         """The model's multi-token prediction layers as a head; close it first. Raises as `mtp_of`."""

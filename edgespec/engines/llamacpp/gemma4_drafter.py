@@ -31,6 +31,7 @@ class Gemma4Drafter(HeadOfFile[DrafterSizes], StepHead):
 
     what = "Gemma 4 drafter"
     is_mtp = True
+    needs_last_state = True
 
     def __init__(
         self, make_context: MakeContext, facts: HeadFacts, vocabulary_size: int, owned_model: Any = None

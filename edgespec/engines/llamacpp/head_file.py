@@ -52,6 +52,8 @@ class HeadOfFile(HeadContext, Generic[Sizes]):
     what: ClassVar[str]
     is_mtp: ClassVar[bool] = False
 
+    needs_last_state: ClassVar[bool] = False  # of a prompt it needs the last token's hidden state alone
+
     @classmethod
     @abstractmethod
     def read(cls, path: Path) -> Sizes:

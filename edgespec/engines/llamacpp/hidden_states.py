@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.engines.llamacpp.extensions import extension
 from edgespec.engines.llamacpp.library import library
 from edgespec.engines.llamacpp.rows import RowBuffer
 from edgespec.errors import CapabilityError
@@ -34,11 +35,41 @@ class HiddenStates:
         self._num_rows = 0
 
     def read(self) -> NDArray[np.float32]:
-        """A view [rows, hidden size]. Raises CapabilityError when the last pass gave none."""
+        """[rows, hidden size], a view or a copy. Raises CapabilityError when the last pass gave none."""
         if not self._num_rows:
             raise CapabilityError(
                 f"the last pass gave no hidden states: call give_hidden_states(True) before a pass of at most "
                 f"{self._most_rows} rows"
             )
+        return self._read()
+
+    def _read(self) -> NDArray[np.float32]:
         states = library().llama_get_embeddings(self._context)
         return np.ctypeslib.as_array(states, (self._num_rows, self._width))
+
+
+class OutputStates(HiddenStates):
+    """The same of rows with logits only, the others 0, so that a prompt needs no further logits for them.
+
+    For architectures whose drafters llama.cpp knows (Gemma 4).
+    """
+
+    @classmethod
+    def instead_of(cls, before: HiddenStates, model: Any, context: Any) -> Self:
+        """What takes the place of `before`."""
+        library().llama_set_embeddings(context, False)
+        found = cls(model, context, before._most_rows)
+        found.are_wanted = before.are_wanted
+        return found
+
+    def prepare(self, rows: RowBuffer, width: int) -> None:
+        self._num_rows, self._rows = (width if self.are_wanted else 0), rows
+        extension("set_states")(self._context, self.are_wanted, True)
+
+    def _read(self) -> NDArray[np.float32]:
+        with_logits = np.flatnonzero(self._rows.outputs[: self._rows.struct.n_tokens])
+        found = np.ctypeslib.as_array(extension("get_states")(self._context), (with_logits.size, self._width))
+        own = with_logits < self._num_rows
+        states = np.zeros((self._num_rows, self._width), np.float32)
+        states[with_logits[own]] = found[own]
+        return states
