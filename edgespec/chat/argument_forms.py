@@ -26,15 +26,14 @@ class ArgumentForm(Enclosed):
     """Calls with one argument after another: `opened(key)`, the value, `closed`.
 
     `texts_are_bare`: texts stand without quotation marks, up to `closed`. `quote`: the mark around texts, where it is
-    none of JSON's. Other values are JSON.
+    none of JSON's; `is_json`: texts are written as in JSON, too. Other values are JSON.
     """
 
     closed: ClassVar[str] = ""
     between_arguments: ClassVar[str] = ""
     texts_are_bare: ClassVar[bool] = False
     quote: ClassVar[str] = ""
-
-    is_json: ClassVar[bool] = False  # whether texts are written as in JSON
+    is_json: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,6 +89,11 @@ class EarlyExit(ABC):
         """
 
 
+# Which rows of a pass have hidden states: all, and the logits of all are computed with them; those with logits only; or
+# all, without further logits.
+StatesOf = Literal["scored rows", "rows with logits", "all rows"]
+
+
 class Engine(Closing, ABC):
     """One loaded model with KV caches for `facts.max_sequences` sequences. Not thread safe, `cancel` excepted."""
 
@@ -95,7 +101,7 @@ class Engine(Closing, ABC):
     vocabulary: Vocabulary
     class_key: str = ""  # under which its width classes are cached
     state_layers: tuple[int, ...] = ()  # ascending; their inputs come with the hidden states
-    states_need_logits: bool = False  # hidden states are those of rows with logits
+    states_of: StatesOf = "scored rows"
     thread_change_bytes: int = 0  # extra memory that `set_threads` needs for some seconds
     thread_change_s: float = 0.0  # how long `set_threads` keeps a core busy
 
@@ -162,8 +168,8 @@ class Engine(Closing, ABC):
         """Hidden states [rows, width] of the last pass, of one sequence only; a view as `forward`'s, or a copy.
 
         The last ones are the input of the head, after the final norm; the inputs of `state_layers` precede them, in
-        their order, as wide each. With `states_need_logits` those of rows without logits are 0. Raises CapabilityError
-        unless `give_hidden_states` was called before that pass.
+        their order, as wide each. Rows that have none (`states_of`) are 0. Raises CapabilityError unless
+        `give_hidden_states` was called before that pass.
         """
         raise CapabilityError(f"the {self.facts.name} engine gives no hidden states of this model")
 

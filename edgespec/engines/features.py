@@ -87,10 +87,10 @@ class KeptFeatures:
         return self._read() if self.given is None else self.given
 
     def append(self, length: int, last: int | None = None) -> None:
-        """The last pass read the tokens from position `length` on; only the `last` of them have rows."""
+        """The last pass read the tokens from position `length` on; the rows of the `last` of them are kept."""
         if self._kept is not None:
             rows = self._of_pass()
-            skipped = 0 if last is None else len(rows) - last
+            skipped = 0 if last is None else max(len(rows) - last, 0)
             self._kept.append(length + skipped, rows[skipped:])
 
     def score(self) -> None:

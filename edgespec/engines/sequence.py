@@ -194,7 +194,7 @@ class CachedSequence:
                 wanted = self.keeps_features and start + known > token_ids.size
                 logits = yield PassRequest(self, batch, wanted if self.keeps_features else None)
                 if wanted:
-                    self._states.append(self._length, known if self.engine.states_need_logits else None)
+                    self._states.append(self._length, known)
                 self._inputs.append(self._length)
                 self._append(part)
             if end == token_ids.size - PROMPT_END:
@@ -210,7 +210,7 @@ class CachedSequence:
         if self.engine.facts.pinned_class and EVERY_WIDTH_TO < last < step:
             ends.insert(-1, ends[-2] + EVERY_WIDTH_TO)  # the widths between were not all tested
         late = num_tokens - PROMPT_FEATURES
-        needs_narrow = self.keeps_features and not self.engine.states_need_logits
+        needs_narrow = self.keeps_features and self.engine.states_of == "scored rows"
         if needs_narrow and step > PROMPT_FEATURES and late > 0:
             ends = [*(end for end in ends if end < late), late, num_tokens]
         if self.engine.facts.has_checkpoints and num_tokens > PROMPT_END:
@@ -219,8 +219,8 @@ class CachedSequence:
 
     @property
     def _prompt_features(self) -> int:
-        """Last tokens of a prompt whose hidden states are computed; the last one has logits anyway."""
-        return 1 if self.engine.states_need_logits else PROMPT_FEATURES
+        """Last tokens of a prompt whose hidden states are kept; the very last one has logits anyway."""
+        return 1 if self.engine.states_of == "rows with logits" else PROMPT_FEATURES
 
     def passes_for(self, num_tokens: int) -> int:
         """How many passes `feed` takes for `num_tokens` tokens."""

@@ -24,7 +24,7 @@ from edgespec.engines.llamacpp.cells import Cells
 from edgespec.engines.llamacpp.facts import measured_facts, read_facts
 from edgespec.engines.llamacpp.head_file import DEFAULT_CONTEXT as HEAD_CONTEXT
 from edgespec.engines.llamacpp.head_file import HeadOfFile
-from edgespec.engines.llamacpp.hidden_states import HiddenStates, OutputStates
+from edgespec.engines.llamacpp.hidden_states import AllStates, HiddenStates
 from edgespec.engines.llamacpp.layers import LayerInputs
 from edgespec.engines.llamacpp.library import ABORTED, NO_ROOM, complaints, forget_complaints, library, version
 from edgespec.engines.llamacpp.mtp import MtpHead, mtp_of
@@ -267,16 +267,22 @@ class LlamaCppEngine(Engine):
         found = kind.load(
             path, models, self.vocabulary, threads=threads, context_length=context_length, gpu_layers=gpu_layers
         )
-        if kind.needs_last_state:
-            self._hidden_states = OutputStates.instead_of(self._hidden_states, *models)
-            self.states_need_logits = True
+        self._give_states_by(kind.states)
         return found
 
     def load_mtp(self, *, context_length: int | None = None) -> MtpHead:
         """The model's multi-token prediction layers as a head; close it first. Raises as `mtp_of`."""
         self._require_open()
         length = min(context_length or HEAD_CONTEXT, self.facts.context_length)
-        return mtp_of(self._model, self.vocabulary, threads=self.facts.threads, context_length=length)
+        found = mtp_of(self._model, self.vocabulary, threads=self.facts.threads, context_length=length)
+        self._give_states_by(AllStates)
+        return found
+
+    def _give_states_by(self, way: type[HiddenStates] | None) -> None:
+        """Give hidden states in another way from now on."""
+        if way is not None:
+            self._hidden_states = way.instead_of(self._hidden_states, self._model, self._context)
+            self.states_of = way.rows
 
     def length(self, sequence: int = 0) -> int:
         self._require_open()

@@ -16,6 +16,7 @@ from edgespec.engines.head import HeadFacts, States, StepHead
 from edgespec.engines.llamacpp.extensions import extension
 from edgespec.engines.llamacpp.head_context import MakeContext, create_context
 from edgespec.engines.llamacpp.head_file import HeadOfFile
+from edgespec.engines.llamacpp.hidden_states import OutputStates
 from edgespec.engines.llamacpp.library import CancelFlag, library
 from edgespec.engines.llamacpp.rows import PairRows
 from edgespec.errors import BatchError, EngineError
@@ -31,7 +32,7 @@ class Gemma4Drafter(HeadOfFile[DrafterSizes], StepHead):
 
     what = "Gemma 4 drafter"
     is_mtp = True
-    needs_last_state = True
+    states = OutputStates
 
     def __init__(
         self, make_context: MakeContext, facts: HeadFacts, vocabulary_size: int, owned_model: Any = None

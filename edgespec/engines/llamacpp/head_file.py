@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 from edgespec.closing import closed_on_failure
 from edgespec.engines.head import HeadFacts
 from edgespec.engines.llamacpp.head_context import HeadContext, MakeContext
+from edgespec.engines.llamacpp.hidden_states import HiddenStates
 from edgespec.engines.llamacpp.library import CancelFlag, library, open_model
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.errors import ModelFileError
@@ -52,7 +53,9 @@ class HeadOfFile(HeadContext, Generic[Sizes]):
     what: ClassVar[str]
     is_mtp: ClassVar[bool] = False
 
-    needs_last_state: ClassVar[bool] = False  # of a prompt it needs the last token's hidden state alone
+    states: ClassVar[type[HiddenStates] | None] = (
+        None  # how the target gives hidden states for it, if in a way of its own
+    )
 
     @classmethod
     @abstractmethod

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.engines.base import StatesOf
 from edgespec.engines.llamacpp.extensions import extension
 from edgespec.engines.llamacpp.library import library
 from edgespec.engines.llamacpp.rows import RowBuffer
@@ -14,13 +15,26 @@ from edgespec.errors import CapabilityError
 
 
 class HiddenStates:
-    """The hidden states of one context. `most_rows`: limit for a pass that gives them, as it computes all logits."""
+    """The hidden states of one context. `most_rows`: limit for a pass that gives them, as it computes all logits.
+
+    `rows`: as an engine's `states_of`.
+    """
+
+    rows: ClassVar[StatesOf] = "scored rows"
 
     def __init__(self, model: Any, context: Any, most_rows: int) -> None:
         self._context, self._most_rows = context, most_rows
         self._width = int(library().llama_model_n_embd(model))
         self.are_wanted = False
         self._num_rows = 0  # of the last pass
+
+    @classmethod
+    def instead_of(cls, before: HiddenStates, model: Any, context: Any) -> Self:
+        """What takes the place of `before`."""
+        library().llama_set_embeddings(context, False)
+        found = cls(model, context, before._most_rows)
+        found.are_wanted = before.are_wanted
+        return found
 
     def prepare(self, rows: RowBuffer, width: int) -> None:
         """The next pass has these `rows`, the first `width` of them the caller's."""
@@ -48,26 +62,28 @@ class HiddenStates:
         return np.ctypeslib.as_array(states, (self._num_rows, self._width))
 
 
-class OutputStates(HiddenStates):
-    """The same of rows with logits only, the others 0, so that a prompt needs no further logits for them.
+class AllStates(HiddenStates):
+    """The same without any logits, for architectures whose prediction layers llama.cpp knows."""
 
-    For architectures whose drafters llama.cpp knows (Gemma 4).
-    """
-
-    @classmethod
-    def instead_of(cls, before: HiddenStates, model: Any, context: Any) -> Self:
-        """What takes the place of `before`."""
-        library().llama_set_embeddings(context, False)
-        found = cls(model, context, before._most_rows)
-        found.are_wanted = before.are_wanted
-        return found
+    rows: ClassVar[StatesOf] = "all rows"
+    _only_outputs: ClassVar[bool] = False
 
     def prepare(self, rows: RowBuffer, width: int) -> None:
-        self._num_rows, self._rows = (width if self.are_wanted else 0), rows
-        extension("set_states")(self._context, self.are_wanted, True)
+        self._num_rows, self._placed = (width if self.are_wanted else 0), rows
+        extension("set_states")(self._context, self.are_wanted, self._only_outputs)
 
     def _read(self) -> NDArray[np.float32]:
-        with_logits = np.flatnonzero(self._rows.outputs[: self._rows.struct.n_tokens])
+        return np.ctypeslib.as_array(extension("get_states")(self._context), (self._num_rows, self._width))
+
+
+class OutputStates(AllStates):
+    """The same of rows with logits only, the others 0: enough for a drafter that starts from the last token's."""
+
+    rows = "rows with logits"
+    _only_outputs = True
+
+    def _read(self) -> NDArray[np.float32]:
+        with_logits = np.flatnonzero(self._placed.outputs[: self._placed.struct.n_tokens])
         found = np.ctypeslib.as_array(extension("get_states")(self._context), (with_logits.size, self._width))
         own = with_logits < self._num_rows
         states = np.zeros((self._num_rows, self._width), np.float32)

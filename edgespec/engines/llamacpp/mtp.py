@@ -14,6 +14,7 @@ from typing import Any
 from edgespec.engines.head import HeadFacts, States
 from edgespec.engines.llamacpp.head_context import create_context, widest_step
 from edgespec.engines.llamacpp.head_file import DEFAULT_CONTEXT, HeadOfFile
+from edgespec.engines.llamacpp.hidden_states import AllStates
 from edgespec.engines.llamacpp.library import CancelFlag, library
 from edgespec.engines.llamacpp.pair_head import PairHead
 from edgespec.errors import BatchError
@@ -42,6 +43,7 @@ class MtpFileHead(HeadOfFile[MtpSizes], MtpHead):
 
     what = "multi-token prediction layer"
     is_mtp = True
+    states = AllStates
 
     @classmethod
     def read(cls, path: Path) -> MtpSizes:
