@@ -19,6 +19,10 @@ HEAD_NAMES: Mapping[HeadKind, str] = {
     "mtp": "a multi-token prediction layer",
 }
 GEMMA4_DRAFTER = "gemma4-assistant"
+_OF_FORKS = {
+    "gemma4_assistant": "a fork of llama.cpp wrote it, in a way that llama.cpp does not know: give a drafter that "
+    "llama.cpp's own converter wrote (mtp-*.gguf)"
+}
 _HEAD_ARCHITECTURES: Mapping[str, HeadKind] = {"eagle3": "eagle3", "dflash": "dflash", GEMMA4_DRAFTER: "mtp"}
 # https://github.com/ggml-org/ggml/blob/master/docs/gguf.md: general.type
 _PROJECTOR = (
@@ -38,7 +42,7 @@ _ENCODERS = ("t5", "t5encoder")  # that do not say so under attention.causal
 def require_language_model(path: Path, header: GgufHeader) -> None:
     """Raises ModelFileError, naming what the file is and what to give instead, for one that writes and drafts none."""
     kind, is_head = str(header.metadata.get("general.type", "")), head_kind(header) is not None
-    reason = _PROJECTOR if header.architecture == "clip" else _OF_TYPE.get(kind)
+    reason = _PROJECTOR if header.architecture == "clip" else _OF_TYPE.get(kind, _OF_FORKS.get(header.architecture))
     # A DFlash head says so too: it reads a block of a text at once, and drafts.
     is_encoder = header.metadata.get(f"{header.architecture}.attention.causal") is False and not is_head
     if reason is None and (is_encoder or header.architecture in _ENCODERS):
