@@ -6,20 +6,19 @@ the parameters of the tool say which arguments are texts.
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from edgespec.chat.gemma_values import ParsedValue, parsed_arguments, written_value
-from edgespec.chat.tools import CLOSE, OPEN, Enclosed, ToolCall, as_call, as_calls, loaded
+from edgespec.chat.argument_types import as_typed
+from edgespec.chat.literals import ValueReader, behind_blanks, dumped, parsed, written_value
+from edgespec.chat.tools import CLOSE, OPEN, Enclosed, ToolCall, as_calls, loaded
 
 _NAME = r"[A-Za-z0-9_.-]{1,64}"
-_WORDS: dict[str, Any] = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
-_CDATA = re.compile(r"\A\s*<!\[CDATA\[(.*)\]\]>\s*\Z", re.DOTALL)
-_MOST_DEPTH = 64
+_KEY = r"[^<>=\"\n]{1,200}"
+_CDATA_OPEN, _CDATA_CLOSE = "<![CDATA[", "]]>"
 
 
 class ArgumentForm(Enclosed):
@@ -51,15 +50,63 @@ class ArgumentForm(Enclosed):
         each = (f"{cls.opened(str(key))}{cls.written_value(value)}{cls.closed}" for key, value in given.items())
         return "".join(cls.before(name)) + cls.between_arguments.join(each) + cls.after
 
-    def _typed(self, name: str, arguments: Mapping[str, str]) -> ToolCall:
-        """A call with bare arguments, each of the type that the tool gives it."""
-        properties = self._parameters.get(name, {}).get("properties")
-        known = properties if isinstance(properties, dict) else {}
-        values = {key: _as_typed(text, known.get(key)) for key, text in arguments.items()}
-        return ToolCall(name, json.dumps(values, ensure_ascii=False))
+    def _calls(self, text: str) -> list[ToolCall]:
+        try:
+            return [ToolCall(name, dumped(arguments)) for name, arguments in self._read(text)]
+        except (ValueError, RecursionError):
+            return []
+
+    @abstractmethod
+    def _read(self, text: str) -> list[tuple[str, dict[str, Any]]]:
+        """(name, arguments) of each call between two marks. Raises ValueError for anything else."""
 
 
-class QwenXml(ArgumentForm):
+class BareForm(ArgumentForm):
+    """Calls whose arguments stand between `_argument`, a pattern with the key, and `_end`."""
+
+    texts_are_bare = True
+    _begin: ClassVar[re.Pattern[str]]  # of a call, with its name
+    _argument: ClassVar[re.Pattern[str]]
+    _end: ClassVar[str]
+    _next: ClassVar[str]  # what another argument begins with
+    _finally: ClassVar[str] = ""  # what may stand behind the last one
+
+    def _read(self, text: str) -> list[tuple[str, dict[str, Any]]]:
+        begin = self._begin.match(text)
+        if begin is None:
+            raise ValueError("no call")
+        parameters = self._parameters.get(begin[1], {})
+        rest = text[begin.end() :].rstrip().removesuffix(self._finally) if self._finally else text[begin.end() :]
+        found = {key: as_typed(self._value(raw), key, parameters) for key, raw in self._arguments(rest).items()}
+        return [(begin[1], found)]
+
+    def _arguments(self, text: str) -> dict[str, str]:
+        """Each argument as it stands. A value may hold the mark that ends one: the real one is before another, or last.
+
+        Raises ValueError for anything between them.
+        """
+        found, at = dict[str, str](), 0
+        while (opened := self._argument.match(text, at)) is not None:
+            end = text.index(self._end, opened.end())
+            while not self._is_last(text, at := end + len(self._end)):
+                end = text.index(self._end, at)
+            found[opened[1].strip()] = text[opened.end() : end]
+        if text[at:].strip():
+            raise ValueError("something else than arguments")
+        return found
+
+    def _is_last(self, text: str, at: int) -> bool:
+        at = behind_blanks(text, at)
+        return at == len(text) or text.startswith(self._next, at)
+
+    def _value(self, raw: str) -> str:
+        return raw
+
+    def _goes_on(self, text: str) -> bool:
+        return text.rfind(self._next) > text.rfind(self._end)
+
+
+class QwenXml(BareForm):
     """`<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`, each on its own line."""
 
     opening, closing = OPEN, CLOSE
@@ -67,10 +114,9 @@ class QwenXml(ArgumentForm):
     between = "\n"
     after = f"</function>\n{CLOSE}"
     closed = "\n</parameter>\n"
-    texts_are_bare = True
-    _whole = re.compile(rf"\s*<function=({_NAME})>(.*?)(?:</function>)?\s*", re.DOTALL)
-    # A value may hold the closing mark itself: what follows the real one is another parameter or the end.
-    _each = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL)
+    _begin = re.compile(rf"\s*<function=({_NAME})>")
+    _argument = re.compile(rf"\s*<parameter=({_KEY})>")
+    _end, _next, _finally = "</parameter>", "<parameter=", "</function>"
 
     @classmethod
     def before(cls, name: str) -> tuple[str, ...]:
@@ -80,22 +126,20 @@ class QwenXml(ArgumentForm):
     def opened(cls, key: str) -> str:
         return f"<parameter={key}>\n"
 
-    def _calls(self, text: str) -> list[ToolCall]:
-        whole = self._whole.fullmatch(text)
-        arguments = None if whole is None else _all_of(self._each, whole[2])
-        return [] if whole is None or arguments is None else [self._typed(whole[1], arguments)]
+    def _value(self, raw: str) -> str:
+        return raw.removeprefix("\n").removesuffix("\n")
 
 
-class MiniCpm(ArgumentForm):
+class MiniCpm(BareForm):
     """`<function name="NAME"><param name="KEY">value</param></function>`: MiniCPM5. A value may be in CDATA marks."""
 
     opening, closing = "<function name=", "</function>"
     marks = (closing,)
     after = closing
     closed = "</param>"
-    texts_are_bare = True
-    _whole = re.compile(rf'"({_NAME})"\s*>(.*)', re.DOTALL)
-    _each = re.compile(r'\s*<param name="([^"\n]+)"\s*>(.*?)</param>(?=\s*(?:<param name=|\Z))', re.DOTALL)
+    _begin = re.compile(rf'"({_NAME})"\s*>')
+    _argument = re.compile(rf'\s*<param name="({_KEY})"\s*>')
+    _end, _next = "</param>", "<param name="
 
     @classmethod
     def before(cls, name: str) -> tuple[str, ...]:
@@ -108,17 +152,15 @@ class MiniCpm(ArgumentForm):
     @classmethod
     def written_value(cls, value: object) -> str:
         has_marks = isinstance(value, str) and any(mark in value for mark in "<&\n")
-        return f"<![CDATA[{value}]]>" if has_marks else super().written_value(value)
+        return f"{_CDATA_OPEN}{value}{_CDATA_CLOSE}" if has_marks else super().written_value(value)
 
-    def _calls(self, text: str) -> list[ToolCall]:
-        whole = self._whole.fullmatch(text)
-        arguments = None if whole is None else _all_of(self._each, whole[2])
-        if whole is None or arguments is None:
-            return []
-        return [self._typed(whole[1], {key: _CDATA.sub(r"\1", value) for key, value in arguments.items()})]
+    def _value(self, raw: str) -> str:
+        inner = raw.strip()
+        is_marked = inner.startswith(_CDATA_OPEN) and inner.endswith(_CDATA_CLOSE)
+        return inner[len(_CDATA_OPEN) : -len(_CDATA_CLOSE)] if is_marked else raw
 
 
-class Glm(ArgumentForm):
+class Glm(BareForm):
     """`<tool_call>NAME`, then `<arg_key>KEY</arg_key>` and `<arg_value>value</arg_value>` by turns, `</tool_call>`."""
 
     opening, closing = OPEN, CLOSE
@@ -126,9 +168,9 @@ class Glm(ArgumentForm):
     between = "\n"
     after = CLOSE
     closed = "</arg_value>\n"
-    texts_are_bare = True
-    _whole = re.compile(rf"\s*({_NAME})\s*((?:<arg_key>.*)?)", re.DOTALL)
-    _each = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|\Z))", re.DOTALL)
+    _begin = re.compile(rf"\s*({_NAME})\s*(?=<arg_key>|\Z)")
+    _argument = re.compile(rf"\s*<arg_key>({_KEY})</arg_key>\s*<arg_value>")
+    _end, _next = "</arg_value>", "<arg_key>"
 
     @classmethod
     def before(cls, name: str) -> tuple[str, ...]:
@@ -137,11 +179,6 @@ class Glm(ArgumentForm):
     @classmethod
     def opened(cls, key: str) -> str:
         return f"<arg_key>{key}</arg_key>\n<arg_value>"
-
-    def _calls(self, text: str) -> list[ToolCall]:
-        whole = self._whole.fullmatch(text)
-        arguments = None if whole is None else _all_of(self._each, whole[2])
-        return [] if whole is None or arguments is None else [self._typed(whole[1], arguments)]
 
 
 class Gemma(ArgumentForm):
@@ -152,7 +189,7 @@ class Gemma(ArgumentForm):
     marks = (opening, closing, quote)
     after = f"}}{closing}"
     between_arguments = ","
-    _whole = re.compile(rf"\s*call:({_NAME})(\{{.*\}})\s*", re.DOTALL)
+    _begin = re.compile(rf"\s*call:({_NAME})(?=\{{)")
 
     @classmethod
     def before(cls, name: str) -> tuple[str, ...]:
@@ -166,11 +203,14 @@ class Gemma(ArgumentForm):
     def written_value(cls, value: object) -> str:
         return written_value(value, cls.quote)
 
-    def _calls(self, text: str) -> list[ToolCall]:
-        whole = self._whole.fullmatch(text)
-        found: ParsedValue = None if whole is None else parsed_arguments(whole[2], self.quote)
-        call = as_call({"name": whole[1], "arguments": found}) if whole is not None and found is not None else None
-        return [] if call is None else [call]
+    def _read(self, text: str) -> list[tuple[str, dict[str, Any]]]:
+        begin = self._begin.match(text)
+        if begin is None:
+            raise ValueError("no call")
+        return [(begin[1], parsed(text[begin.end() :], self.quote))]
+
+    def _goes_on(self, text: str) -> bool:
+        return text.count(self.quote) % 2 == 1
 
 
 class Lfm(ArgumentForm):
@@ -183,6 +223,8 @@ class Lfm(ArgumentForm):
     after = ")"
     between_arguments = ", "
     is_json = True
+    _begin = re.compile(rf"\s*({_NAME})\s*\(")
+    _key = re.compile(rf"\s*({_NAME})\s*=")
 
     @classmethod
     def before(cls, name: str) -> tuple[str, ...]:
@@ -194,100 +236,32 @@ class Lfm(ArgumentForm):
 
     def _calls(self, text: str) -> list[ToolCall]:
         value = loaded(text)
-        if value is not None:
-            return as_calls([value] if isinstance(value, dict) else value)
-        calls = _python_calls(text.strip())
-        return [ToolCall(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls]
+        return super()._calls(text) if value is None else as_calls([value] if isinstance(value, dict) else value)
 
+    def _read(self, text: str) -> list[tuple[str, dict[str, Any]]]:
+        reader, found = ValueReader(text), list[tuple[str, dict[str, Any]]]()
+        at = behind_blanks(text, 0)
+        is_list = text.startswith("[", at)
+        at += is_list
+        while not (is_list and reader.is_over("]", at)):
+            name, arguments, at = self._read_call(text, reader, at)
+            found.append((name, arguments))
+            if not is_list:
+                break
+            at = reader.behind_comma("]", at)
+        if text[behind_blanks(text, at) + is_list :].strip():
+            raise ValueError("more than calls")
+        return found
 
-def _all_of(each: re.Pattern[str], text: str) -> dict[str, str] | None:
-    """The arguments that `text` is made of, one after another; None if it holds anything else."""
-    found, end = dict[str, str](), 0
-    for match in each.finditer(text):
-        if match.start() != end:
-            return None
-        found[match[1].strip()] = match[2]
-        end = match.end()
-    return found if not text[end:].strip() else None
-
-
-def _as_typed(text: str, schema: Any) -> Any:
-    """A bare value: text where the schema allows that, else JSON or Python, else text all the same."""
-    kinds = _kinds(schema)
-    if "string" in kinds:
-        return None if text == "null" and "null" in kinds else text
-    value = loaded(text)
-    if value is not None:
-        return value
-    try:
-        return _python_value(_parsed(text.strip()))
-    except ValueError:
-        return text
-
-
-def _kinds(schema: Any) -> set[str]:
-    """The types that a schema names."""
-    if not isinstance(schema, dict):
-        return set()
-    kind = schema.get("type")
-    found = {kind} if isinstance(kind, str) else {str(each) for each in kind} if isinstance(kind, list) else set()
-    for name in ("anyOf", "oneOf"):
-        for each in schema[name] if isinstance(schema.get(name), list) else ():
-            found |= _kinds(each)
-    if not found and isinstance(schema.get("enum"), list) and any(isinstance(each, str) for each in schema["enum"]):
-        found.add("string")
-    return found
-
-
-def _python_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """(name, arguments) of each call in a Python list of calls; none if any of it is something else."""
-    try:
-        tree = _parsed(text)
-        return [_python_call(each) for each in (tree.elts if isinstance(tree, ast.List) else [tree])]
-    except ValueError:
-        return []
-
-
-def _parsed(text: str) -> ast.expr:
-    """The expression that `text` is in Python. Raises ValueError if it is none, or nested too deeply."""
-    if _depth(text) > _MOST_DEPTH:
-        raise ValueError("nested too deeply")
-    try:
-        return ast.parse(text, mode="eval").body
-    except (SyntaxError, RecursionError, MemoryError) as exc:
-        raise ValueError("no expression") from exc
-
-
-def _python_call(node: ast.expr) -> tuple[str, dict[str, Any]]:
-    if not isinstance(node, ast.Call) or node.args or any(each.arg is None for each in node.keywords):
-        raise ValueError("no call with named arguments")
-    name = ast.unparse(node.func)
-    if re.fullmatch(_NAME, name) is None:
-        raise ValueError("no name of a function")
-    return name, {str(each.arg): _python_value(each.value) for each in node.keywords}
-
-
-def _python_value(node: ast.expr) -> Any:
-    """A value of Python or JSON. Raises ValueError for anything that would have to be computed."""
-    if isinstance(node, ast.List | ast.Tuple):
-        return [_python_value(each) for each in node.elts]
-    if isinstance(node, ast.Dict):
-        if any(not isinstance(key, ast.Constant) or not isinstance(key.value, str) for key in node.keys):
-            raise ValueError("a key that is no text")
-        keys = [key.value for key in node.keys if isinstance(key, ast.Constant)]
-        return dict(zip(keys, map(_python_value, node.values), strict=True))
-    if isinstance(node, ast.Name) and node.id in _WORDS:
-        return _WORDS[node.id]
-    value = ast.literal_eval(node)
-    if not isinstance(value, str | int | float | bool | None):
-        raise ValueError("no value of JSON")
-    return value
-
-
-def _depth(text: str) -> int:
-    """How deeply brackets are nested, those in texts counted too."""
-    depth = most = 0
-    for letter in text:
-        depth += (letter in "([{") - (letter in ")]}")
-        most = max(most, depth)
-    return most
+    def _read_call(self, text: str, reader: ValueReader, at: int) -> tuple[str, dict[str, Any], int]:
+        begin = self._begin.match(text, at)
+        if begin is None:
+            raise ValueError("no call")
+        arguments, at = dict[str, Any](), begin.end()
+        while not reader.is_over(")", at):
+            key = self._key.match(text, at)
+            if key is None:
+                raise ValueError("no argument with a name")
+            arguments[key[1]], at = reader.value(key.end())
+            at = reader.behind_comma(")", at)
+        return begin[1], arguments, behind_blanks(text, at) + 1

@@ -13,9 +13,9 @@ from edgespec.chat.marks import CALL, CHANNEL, END, MESSAGE, START, begun
 
 ANSWER_HEADER = f"{CHANNEL}final{MESSAGE}"
 CALL_OPENING = f"{CHANNEL}commentary to=functions."
-_ENDS = (END, "<|return|>", CALL)
-_LIMITS = (*_ENDS, START, CHANNEL)  # the last two begin another header
+_LAST = (CALL, "<|return|>")  # end the answer, and so are marks only where nothing follows
 _HEADERS = (START, CHANNEL, "to=")
+_LONGEST_HEADER = 200
 _RECIPIENT = re.compile(r"\bto=functions\.([A-Za-z0-9_.-]{1,64})")
 _PART = "\n\n"  # between two parts of the same kind
 
@@ -29,7 +29,8 @@ class ChannelSplitter:
     """Splits the text of one answer, as it comes, into reasoning and answer, without the headers.
 
     The reasoning is the channel `analysis`, the answer everything else. A call keeps its marks, in one form however the
-    model orders them, so that a parser of calls finds it. Text without a header is answer.
+    model orders them, so that a parser of calls finds it. Marks in another place than the format has them are text, and
+    so is what has no header.
     """
 
     def __init__(self, *, is_open: bool = False) -> None:
@@ -50,19 +51,23 @@ class ChannelSplitter:
                 return reasoning, answer
 
     def finish(self) -> tuple[str, str]:
-        """The rest, at the end of the text: part of a mark that was none; a header that nothing follows is dropped."""
+        """The rest, at the end of the text; a header that nothing follows is dropped, longer text is none."""
         held, self._held = self._held, ""
-        if self._place != "header":
-            return self._passed(held)
-        return "", "" if any(mark in held for mark in (START, CHANNEL)) else held
+        if self._place == "header":
+            is_header = any(mark in held for mark in (START, CHANNEL)) and len(held.split()) <= 4
+            self._place = "answer"
+            return ("", "") if is_header else self._passed(held)
+        last = next((mark for mark in (*_LAST, END) if held.endswith(mark)), "")
+        reasoning, answer = self._passed(held.removesuffix(last))
+        return reasoning, answer + (CALL if last and self._place == "call" else "")
 
     def _header(self) -> tuple[bool, str, str]:
         """(whether it is complete, or there is none, reasoning, answer)."""
-        begin = self._held.lstrip()
-        if not any(begin.startswith(mark) or mark.startswith(begin) for mark in _HEADERS):
+        begin, at = self._held.lstrip(), self._held.find(MESSAGE)
+        may_be = any(begin.startswith(mark) or mark.startswith(begin) for mark in _HEADERS)
+        if not may_be or (at < 0 and len(self._held) > _LONGEST_HEADER):
             self._place, self._is_new = "answer", True
             return True, "", ""
-        at = self._held.find(MESSAGE)
         if at < 0:
             return False, "", ""
         header, self._held = self._held[:at], self._held[at + len(MESSAGE) :]
@@ -76,13 +81,13 @@ class ChannelSplitter:
 
     def _part(self) -> tuple[bool, str, str]:
         """(whether it has ended, so that a header follows, reasoning, answer)."""
-        ends = [(at, mark) for mark in _LIMITS if (at := self._held.find(mark)) >= 0]
-        if not ends:
-            end = len(self._held) - begun(self._held, *_LIMITS)
+        end = self._held.find(END + START)
+        if end < 0:
+            # Also the last marks: only the end of the text tells whether they are some.
+            end = len(self._held) - begun(self._held, END + START, *(mark + "." for mark in _LAST))
             text, self._held = self._held[:end], self._held[end:]
             return False, *self._passed(text)
-        end, mark = min(ends)
-        text, self._held = self._held[:end], self._held[end + len(mark) if mark in _ENDS else end :]
+        text, self._held = self._held[:end], self._held[end + len(END) :]
         reasoning, answer = self._passed(text)
         answer += CALL if self._place == "call" else ""
         self._place = "header"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from edgespec.chat.argument_forms import Gemma, Glm, Lfm, MiniCpm, QwenXml
 from edgespec.chat.channels import ANSWER_HEADER, CALL_OPENING, call_header
@@ -15,6 +14,7 @@ from edgespec.chat.tools import CLOSE, OPEN, Enclosed, ToolCall, ToolParser, as_
 _OTHERS = ("<invoke", "<function=", "<arg_key>", "<tool_calls>")
 _MISTRAL, _CALL_ID, _ARGS, _LLAMA = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>"
 _PHI_TOOLS, _PHI_OPEN, _PHI_CLOSE = ("<|tool|>", "<|/tool|>"), "<|tool_call|>", "<|/tool_call|>"
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NAMED = re.compile(r"\s*([A-Za-z0-9_.-]{1,64})\s*(?:\[CALL_ID\]\s*([A-Za-z0-9_-]{1,64})\s*)?\[ARGS\]\s*")
 
 
@@ -152,20 +152,13 @@ class MistralNamed(Mistral):
     """`[TOOL_CALLS]name[ARGS]{...}`, one after another: Mistral Small 3, Ministral 3, Devstral."""
 
     marks = (_MISTRAL, _ARGS, _CALL_ID)
+    arguments = ""
     around_all = ("", "")
     between = ""
 
     @classmethod
     def before(cls, name: str) -> tuple[str, ...]:
         return (f"{_MISTRAL}{name}{_ARGS}",)
-
-    @classmethod
-    def schema(cls, name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(parameters)
-
-    @classmethod
-    def value(cls, name: str, arguments: object) -> Any:
-        return arguments
 
     def _calls(self, text: str) -> list[ToolCall]:
         calls = []
@@ -199,6 +192,7 @@ class Channels(Enclosed):
 
     opening, closing = CALL_OPENING, CALL
     marks = CHANNELS.names
+    arguments = ""
     takes_several = False
     before_answer = ANSWER_HEADER
 
@@ -206,17 +200,9 @@ class Channels(Enclosed):
     def before(cls, name: str) -> tuple[str, ...]:
         return (call_header(name),)
 
-    @classmethod
-    def schema(cls, name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(parameters)
-
-    @classmethod
-    def value(cls, name: str, arguments: object) -> Any:
-        return arguments
-
     def _calls(self, text: str) -> list[ToolCall]:
         header, _, arguments = text.partition(MESSAGE)
-        name, value = header.split(maxsplit=1)[:1], loaded(arguments)
+        name, value = _NAME.match(header), loaded(arguments)
         call = as_call({"name": name[0], "arguments": value}) if name and isinstance(value, dict) else None
         return [] if call is None else [call]
 

@@ -3,7 +3,7 @@
 Templates of Hermes, Qwen, Llama and Mistral read `tools` and each message's `tool_calls`. SmolLM3's calls the tools
 `xml_tools`, Phi-4-mini's reads them from the system message, and neither shows the calls of earlier turns, as LFM2's
 does not: these are put into the message's text as the model writes them, so that no part of a conversation is lost.
-Gemma 4's first template reads results from the message with the calls.
+Gemma 4's first template reads results from the message with the calls; gpt-oss's shows one call of a message.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from edgespec.chat.marks import CHANNEL
 from edgespec.chat.tool_forms import tool_parser
 from edgespec.errors import PromptError
 
@@ -30,6 +31,8 @@ def with_tools(
     Raises PromptError for tools or calls that it would leave out.
     """
     shown = [_with_calls(template, message) for message in messages]
+    if CHANNEL in template:
+        shown = _one_call_each(shown)
     if _RESULTS in template and _TOOL_ROLE.search(template) is None:
         shown = _with_results(shown)
     if not tools or _OWN_NAME.search(template):
@@ -58,8 +61,37 @@ def _with_calls(template: str, message: dict[str, Any]) -> dict[str, Any]:
     return message | {"content": f"{text}\n{written}" if text else written}
 
 
+def _one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with one call at most, each with its result behind it."""
+    found, rest = list[dict[str, Any]](), list(messages)
+    while rest:
+        message = rest.pop(0)
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            found.append(message)
+            continue
+        results = list[dict[str, Any]]()
+        while rest and rest[0]["role"] == "tool":
+            results.append(rest.pop(0))
+        for place, call in enumerate(calls):
+            own = next((each for each in results if _is_of(each, call)), results[0] if results else None)
+            text = {} if not place else {"content": ""}
+            found += [message | {"tool_calls": [call]} | text, *([own] if own is not None else ())]
+            results = [each for each in results if each is not own]
+        found += results
+    return found
+
+
+def _is_of(result: Mapping[str, Any], call: Mapping[str, Any]) -> bool:
+    """Whether a result names the call that it is of."""
+    return isinstance(call.get("id"), str) and call["id"] == result.get("tool_call_id")
+
+
 def _with_results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages in which calls, their results and the answer behind them are one, as in one turn of the model."""
+    """Messages in which calls, their results and the answer behind them are one, as in one turn of the model.
+
+    A text before the calls is a message of its own: the template would put it behind the results.
+    """
     found = list[dict[str, Any]]()
     for message in messages:
         turn = found[-1] if found else {}
@@ -67,6 +99,8 @@ def _with_results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             turn[_RESULTS] = [*turn.get(_RESULTS, []), _result(message, turn)]
         elif turn.get(_RESULTS) and not turn["content"] and _is_answer(message):
             turn["content"] = message["content"]
+        elif message.get("tool_calls") and message["content"]:
+            found += [{"role": message["role"], "content": message["content"]}, message | {"content": ""}]
         else:
             found.append(dict(message))
     return found
@@ -77,12 +111,12 @@ def _is_answer(message: Mapping[str, Any]) -> bool:
 
 
 def _result(message: Mapping[str, Any], turn: Mapping[str, Any]) -> dict[str, Any]:
-    """A result with the name of the function: that of its call, or else of the first call without a result."""
-    names = {call.get("id"): str((call.get("function") or {}).get("name")) for call in turn["tool_calls"]}
-    place = min(len(turn.get(_RESULTS, [])), len(names) - 1)
-    name = names.get(message.get("tool_call_id")) or message.get("name") or list(names.values())[place]
+    """A result with the name of the function: that of its call, or else of the call at its place."""
+    calls = turn["tool_calls"]
+    place = min(len(turn.get(_RESULTS, [])), len(calls) - 1)
+    call = next((each for each in calls if _is_of(message, each)), calls[place])
     try:
         content = json.loads(message["content"])
     except (ValueError, RecursionError):
         content = message["content"]
-    return {"name": name, "response": content}
+    return {"name": str((call.get("function") or {}).get("name")), "response": content}

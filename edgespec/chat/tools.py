@@ -1,8 +1,7 @@
-"""Tool calls: which form a model's chat template teaches, and the calls parsed out of the text as it comes.
+"""Tool calls: what a model's form of them says, and the calls parsed out of the text as it comes.
 
-Forms: Hermes, Qwen and SmolLM3 (`<tool_call>{...}</tool_call>`), Phi-4-mini (`<|tool_call|>[{...}]<|/tool_call|>`),
-Llama 3 (`{"name": ..., "parameters": ...}` as the whole answer), Mistral (`[TOOL_CALLS][{...}, ...]`, and
-`[TOOL_CALLS]name[ARGS]{...}` since Small 3). A call that does not parse stays text, so that nothing is lost.
+`tool_forms` has the forms of JSON and chooses one by the chat template, `argument_forms` those that write argument by
+argument. A call that does not parse stays text, so that nothing is lost.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from edgespec.chat.literals import dumped, no_constant
 from edgespec.chat.marks import begun
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"  # around calls of several forms
@@ -41,7 +41,7 @@ class ToolParser(ABC):
     between: ClassVar[str] = ""
     takes_several: ClassVar[bool] = True  # whether one answer may hold several calls, when they are forced
     after: ClassVar[str] = ""
-    arguments: ClassVar[str] = "arguments"  # the key of a call's arguments
+    arguments: ClassVar[str] = "arguments"  # the key of a call's arguments; empty: its JSON is the arguments alone
     before_answer: ClassVar[str] = ""  # what an answer that is no call begins with, where it is forced
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -60,19 +60,21 @@ class ToolParser(ABC):
 
     @classmethod
     def before(cls, name: str) -> tuple[str, ...]:
-        """What a call of `name` begins with, up to its JSON: texts, and between slashes regular expressions."""
+        """What a call of `name` begins with, up to its arguments: texts, and between slashes regular expressions."""
         return ("",)
 
     @classmethod
     def schema(cls, name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
         """The schema of a call's JSON."""
+        if not cls.arguments:
+            return dict(parameters)
         fields = {"name": {"const": name}, cls.arguments: parameters}
         return {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
 
     @classmethod
     def value(cls, name: str, arguments: object) -> Any:
         """A call's JSON."""
-        return {"name": name, cls.arguments: arguments}
+        return {"name": name, cls.arguments: arguments} if cls.arguments else arguments
 
     @classmethod
     def written(cls, calls: Iterable[tuple[str, object]]) -> str:
@@ -105,21 +107,35 @@ class Enclosed(ToolParser):
                 shown += self._passed(end)
                 break
             shown += self._passed(start)
-            end = self._held.find(self.closing)
+            end, found = self._end_and_calls()
             if self.is_over or end < 0:
                 break
-            whole, self._held = self._held[: end + len(self.closing)], self._held[end + len(self.closing) :]
-            found = self._calls(whole[len(self.opening) : end])
+            whole, self._held = self._held[:end], self._held[end:]
             if not found:
                 shown += whole
             self._has_called = self._has_called or bool(found)
             calls += found
         return shown, calls
 
+    def _end_and_calls(self) -> tuple[int, list[ToolCall]]:
+        """Where the held text between two marks ends, and its calls; -1 where the closing mark is still to come."""
+        begin, end = len(self.opening), self._held.find(self.closing)
+        while end >= 0:
+            inside = self._held[begin:end]
+            found = self._calls(inside)
+            if found or not self._goes_on(inside):
+                return end + len(self.closing), found
+            end = self._held.find(self.closing, end + 1)
+        return -1, []
+
     def _calls(self, text: str) -> list[ToolCall]:
         """The calls between two marks; none if it is anything else."""
         call = as_call(loaded(text))
         return [] if call is None else [call]
+
+    def _goes_on(self, text: str) -> bool:
+        """Whether `text`, which is no call, may end at a later closing mark: this one stands inside a value."""
+        return False
 
     def _passed(self, count: int) -> str:
         """The first `count` held characters; after a call only blanks, which are dropped, do not end the answer."""
@@ -137,7 +153,7 @@ class Enclosed(ToolParser):
 def loaded(text: str) -> Any:
     """The JSON value that `text` is; None if it is none."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=no_constant)
     except (ValueError, RecursionError):
         return None
 
@@ -145,7 +161,7 @@ def loaded(text: str) -> Any:
 def first_json(text: str) -> tuple[Any, int]:
     """The JSON value at the beginning of `text`, and where it ends."""
     try:
-        return json.JSONDecoder().raw_decode(text)
+        return json.JSONDecoder(parse_constant=no_constant).raw_decode(text)
     except (ValueError, RecursionError):
         return None, len(text)
 
@@ -159,7 +175,10 @@ def as_call(value: Any) -> ToolCall | None:
         arguments = loaded(arguments)
     if not isinstance(arguments, dict):
         return None
-    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+    try:
+        return ToolCall(value["name"], dumped(arguments))
+    except ValueError:
+        return None
 
 
 def as_calls(value: Any) -> list[ToolCall]:

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.chain import CHAIN_PRIOR, DrawnChain
-from edgespec.engines.head import BYTES_PER_FEATURE, StepHead
+from edgespec.drafters.head_window import WithHead
+from edgespec.engines.head import StepHead
 from edgespec.types import EMPTY_DRAFT, Draft, TokenIds
 
 
-class Gemma4ChainDrafter(Drafter):
-    """Drafts with `head` for one `sequence` of the target; `max_features` of the target's states are kept for it.
-
-    It owns and closes the head, unless `owns_head` is False.
-    """
+class Gemma4ChainDrafter(WithHead[StepHead]):
+    """Drafts token by token for one `sequence` of the target; all sequences share the head."""
 
     name = "mtp"
     prior = CHAIN_PRIOR
     wants_features = True
 
     def __init__(self, head: StepHead, max_features: int, *, sequence: int = 0, owns_head: bool = True) -> None:
-        self._head, self._max_features, self._sequence, self._owns_head = head, max_features, sequence, owns_head
+        super().__init__(head, max_features, owns_head=owns_head)
+        self._sequence = sequence
 
     def begin(self, prompt_ids: TokenIds) -> None:
         pass
@@ -40,22 +39,5 @@ class Gemma4ChainDrafter(Drafter):
             token_id = chain.token_ids[-1]
         return chain.as_draft()
 
-    @property
-    def bytes_used(self) -> int:
-        return self._head.facts.num_bytes + self._max_features * self._head.facts.feature_width * BYTES_PER_FEATURE
-
     def another(self, sequence: int) -> Drafter:
         return type(self)(self._head, self._max_features, sequence=sequence, owns_head=False)
-
-    def set_threads(self, threads: int) -> None:
-        self._head.set_threads(threads)
-
-    def cancel(self) -> None:
-        self._head.cancel()
-
-    def clear_cancel(self) -> None:
-        self._head.clear_cancel()
-
-    def close(self) -> None:
-        if self._owns_head:
-            self._head.close()

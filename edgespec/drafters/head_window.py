@@ -15,7 +15,36 @@ from edgespec.types import EMPTY_DRAFT, Draft, TokenIds
 Head = TypeVar("Head", bound=CachedHead)
 
 
-class HeadDrafter(Drafter, Generic[Head]):
+class WithHead(Drafter, Generic[Head]):
+    """Drafts with `head`, which it closes unless another drafter owns it; the target's features are kept for it.
+
+    A request has features of at most `max_features` tokens.
+    """
+
+    def __init__(self, head: Head, max_features: int, *, owns_head: bool = True) -> None:
+        self._head, self._max_features, self._owns_head = head, max_features, owns_head
+
+    @property
+    def bytes_used(self) -> int:
+        facts = self._head.facts
+        own = facts.num_bytes if self._owns_head else 0
+        return own + self._max_features * facts.feature_width * BYTES_PER_FEATURE
+
+    def set_threads(self, threads: int) -> None:
+        self._head.set_threads(threads)
+
+    def cancel(self) -> None:
+        self._head.cancel()
+
+    def clear_cancel(self) -> None:
+        self._head.clear_cancel()
+
+    def close(self) -> None:
+        if self._owns_head:
+            self._head.close()
+
+
+class HeadDrafter(WithHead[Head]):
     """Drafts with `head`, which it owns and closes. A request has features of at most `max_features` tokens.
 
     When the head's window is full, the older half of the entries is dropped. The head skips text whose features are no
@@ -25,8 +54,7 @@ class HeadDrafter(Drafter, Generic[Head]):
     prior = CHAIN_PRIOR
 
     def __init__(self, head: Head, max_features: int) -> None:
-        self._head = head
-        self._max_features = max_features
+        super().__init__(head, max_features)
         self._known = np.empty(0, np.int32)  # the text whose entries are cached
         self.wants_layers = head.facts.layers
 
@@ -84,22 +112,6 @@ class HeadDrafter(Drafter, Generic[Head]):
         differs = np.flatnonzero(self._known[:limit] != token_ids[:limit])
         return int(differs[0] if differs.size else limit)
 
-    @property
-    def bytes_used(self) -> int:
-        return self._head.facts.num_bytes + self._max_features * self._head.facts.feature_width * BYTES_PER_FEATURE
-
     def another(self, sequence: int) -> Drafter | None:
         head = self._head.another()
         return None if head is None else type(self)(head, self._max_features)
-
-    def set_threads(self, threads: int) -> None:
-        self._head.set_threads(threads)
-
-    def cancel(self) -> None:
-        self._head.cancel()
-
-    def clear_cancel(self) -> None:
-        self._head.clear_cancel()
-
-    def close(self) -> None:
-        self._head.close()

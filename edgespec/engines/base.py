@@ -157,7 +157,7 @@ class Engine(Closing, ABC):
         """Restore what `save_state` gave. Raises StateError when it is not from this model and settings."""
 
     def give_hidden_states(self, wanted: bool) -> None:
-        """From the next pass on, compute hidden states of all rows, or stop doing so; logits keep their bits.
+        """From the next pass on, give hidden states (`states_of` says of which rows), or stop; logits keep their bits.
 
         Raises CapabilityError where the engine or the export does not give them.
         """

@@ -75,7 +75,7 @@ class Member:
 class Room:
     """What a pass can still hold: `rows`, of these with `outputs`, side `branches` of trees, and rows of prompts.
 
-    `gives_states`: it gives hidden states, for which llama.cpp computes logits of all its rows.
+    `gives_states`: it gives hidden states, for which llama.cpp mostly computes logits of all its rows.
     """
 
     rows: int

@@ -20,7 +20,8 @@ from edgespec.formats.files import shipped_models
 CATALOGUE_FORMAT = 1
 RUNS = "eagle3"  # the kind of published heads that `export` converts; llama.cpp converts dspark
 # Bits per weight of whole files as llama.cpp writes them, embeddings and scales included: a guess of a size, no more.
-_BITS = {"Q4_0": 4.6, "Q4_1": 5.1, "Q4_K_M": 4.9, "Q5_K_M": 5.7, "Q6_K": 6.6, "Q8_0": 8.5, "MXFP4": 4.6, "F16": 16.0}
+_BITS = {"Q4_0": 4.6, "Q4_1": 5.1, "Q4_K_M": 4.9, "Q5_K_M": 5.7, "Q6_K": 6.6, "Q8_0": 8.5, "F16": 16.0, "BF16": 16.0}
+_BITS["MXFP4"] = 4.6
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,6 +126,8 @@ def open_head_file(options: LoadOptions, file: ModelFile, target: Engine) -> Dra
     if kind == "dflash":
         return DFlashDrafter(opened(DFlashHead), LAYERS_WINDOW)
     if head_class(file.path) is Gemma4Drafter:
+        # It must be where the keys and values of the target's last layers are, which are offloaded first.
+        where = options.draft_context_length, (0 if target.facts.device == "cpu" else -1)
         return Gemma4ChainDrafter(opened(Gemma4Drafter), WINDOW)
     return MtpDrafter(opened(MtpFileHead), WINDOW)
 

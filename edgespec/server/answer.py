@@ -79,7 +79,7 @@ class Answer:
     @property
     def num_reasoning_tokens(self) -> int:
         """Tokens of the reasoning, its marks and the blanks at them included."""
-        if self._splitter is None or not (self._splitter.has_reasoned or self._begins_at):
+        if self._splitter is None or not self._has_reasoning:
             return 0
         end = 0
         for count, token_id in enumerate(self._token_ids):
@@ -87,6 +87,13 @@ class Answer:
             if self._begins_at is not None and end > self._begins_at:
                 return count
         return len(self._token_ids)
+
+    @property
+    def _has_reasoning(self) -> bool:
+        """Whether what precedes the answer is reasoning: the header of a channel alone is none."""
+        assert self._splitter is not None and self._reasoning is not None
+        has_more = bool(self._begins_at) and not self._reasoning.marks.has_channels
+        return self._splitter.has_reasoned or has_more
 
     @property
     def finish_reason(self) -> str:
@@ -175,7 +182,10 @@ class Answer:
         """Put the shown tokens to the reasoning or the text, once it is known which they are."""
         if self._begins_at is not None:
             for event, end in self._unsorted:
-                (piece.reasoning_tokens if self._begins_at and end <= self._begins_at else piece.tokens).append(event)
+                if not self._begins_at or end > self._begins_at:
+                    piece.tokens.append(event)
+                elif self._has_reasoning:
+                    piece.reasoning_tokens.append(event)
         elif is_end or (self._splitter is not None and self._splitter.has_reasoned):
             piece.reasoning_tokens += [event for event, _ in self._unsorted]
         else:

@@ -9,6 +9,7 @@ from itertools import count
 from typing import Any
 
 from edgespec.chat.argument_forms import ArgumentForm
+from edgespec.chat.argument_types import bare, kinds_of, listed_of, resolved
 from edgespec.chat.tools import ToolParser
 from edgespec.sampling.constraint.grammar import escaped, laid_out
 from edgespec.vocabulary import Vocabulary
@@ -30,6 +31,17 @@ def parameters_of(tool: Mapping[str, Any]) -> dict[str, Any]:
     return found | {"additionalProperties": False} if all(str(name) in names for name in required) else found
 
 
+def lists_arguments(tool: Mapping[str, Any]) -> bool:
+    """Whether a tool's parameters name every argument, as a form that writes them one by one has to know them."""
+    found = ANY_OBJECT | (tool["function"].get("parameters") or {})
+    properties, required = found.get("properties", {}), found.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list) or found.get("type") != "object":
+        return False
+    has_others = not properties and bool(found.get("additionalProperties"))
+    are_named = all(isinstance(name, str) and name in properties for name in required)
+    return are_named and not has_others and found.keys() <= _PLAIN_OBJECT | {"additionalProperties"}
+
+
 def call_grammar(
     tools: Sequence[Mapping[str, Any]],
     parser: type[ToolParser],
@@ -40,21 +52,23 @@ def call_grammar(
     """Lark for 1 to `most` calls in the form that `parser` reads, or else for JSON of the schema `answer`."""
 
     def literal(text: str) -> str:
-        """A text in which control tokens may be spelled, or a regular expression between slashes."""
-        if text.startswith("/"):
-            return text
+        """A text in which control tokens may be spelled."""
         marks = "|".join(map(re.escape, parser.marks))
         parts = re.split(f"({marks})", text)
         return " ".join(
             terminal(part, vocabulary) if part in parser.marks else json.dumps(part) for part in parts if part
         )
 
+    def beginning(name: str) -> str:
+        """What a call begins with, in which regular expressions stand between slashes."""
+        return " ".join(part if part.startswith("/") else literal(part) for part in parser.before(name))
+
     more = f" ({literal(parser.between)} call){{0,{most - 1}}}" if most > 1 else ""
     start, end = map(literal, parser.around_all)
     lines = [f"start: {start} calls {end}{'' if answer is None else ' | answer'}", f"calls: call{more}"]
     lines.append(f"call: {' | '.join(f'call_{index}' for index in range(len(tools)))}")
     for index, tool in enumerate(tools):
-        before = " ".join(map(literal, parser.before(tool["function"]["name"])))
+        before = beginning(tool["function"]["name"])
         if issubclass(parser, ArgumentForm):
             arguments = f"arguments_{index}"
             lines += _arguments(arguments, parser, parameters_of(tool), literal)
@@ -75,8 +89,9 @@ def _call_schema(tool: Mapping[str, Any], parser: type[ToolParser]) -> dict[str,
 
 def _arguments(rule: str, form: type[ArgumentForm], parameters: Mapping[str, Any], literal: Literal) -> list[str]:
     """Rules for the arguments of one call, the required ones first, each at most once; `rule` is the first one."""
-    properties: dict[str, Any] = parameters.get("properties") or {}
-    required = [name for name in parameters.get("required", []) if name in properties]
+    given, listed = parameters.get("properties"), parameters.get("required")
+    properties: dict[str, Any] = given if isinstance(given, dict) else {}
+    required = [name for name in properties if isinstance(listed, list) and name in listed]
     optional = [name for name in properties if name not in required]
     names = {key: f"{rule}_{number}" for number, key in zip(count(), properties, strict=False)}
     between = literal(form.between_arguments)
@@ -92,25 +107,22 @@ def _arguments(rule: str, form: type[ArgumentForm], parameters: Mapping[str, Any
         lines = [f"{rule}: ({' | '.join(starts)})?"]
     shared = {name: parameters[name] for name in _SHARED if name in parameters}
     for key, name in names.items():
-        lines += _argument(name, form, key, properties[key], shared, literal)
+        lines += _argument(name, form, key, resolved(properties[key], parameters) | shared, literal)
     return lines
 
 
-def _argument(
-    rule: str, form: type[ArgumentForm], key: str, schema: Any, shared: Mapping[str, Any], literal: Literal
-) -> list[str]:
-    """Rules for one argument. A text is free up to the mark behind it, or one of those that its schema lists."""
-    opened, closed = literal(form.opened(key)), literal(form.closed)
-    known = schema if isinstance(schema, dict) else {}
-    is_text = known.get("type") == "string" and not form.is_json
-    if not is_text:
-        return [f"{rule}: {opened} {_json({**known, **shared})} {closed}"]
-    quote = literal(form.quote)
-    listed = known.get("enum", [known["const"]] if "const" in known else None)
-    if isinstance(listed, list):
-        texts = " | ".join(literal(str(text)) for text in listed)
+def _argument(rule: str, form: type[ArgumentForm], key: str, schema: Mapping[str, Any], literal: Literal) -> list[str]:
+    """Rules for one argument, with what its schema refers to. A text is free up to the mark behind it, or listed."""
+    opened, closed, quote = literal(form.opened(key)), literal(form.closed), literal(form.quote)
+    # A bare form has no quotation marks that would tell a text from anything else.
+    kinds = kinds_of(schema, schema)
+    if form.is_json or "string" not in kinds or (kinds != {"string"} and not form.texts_are_bare):
+        return [f"{rule}: {opened} {_json(schema)} {closed}"]
+    listed = listed_of(schema, schema)
+    if listed is not None:
+        texts = " | ".join(literal(bare(value)) for value in listed)
         return [f"{rule}: {opened} {quote} ({texts}) {quote} {closed}"]
-    least, most = (known.get(f"{end}Length") for end in ("min", "max"))
+    least, most = (schema.get(f"{end}Length") for end in ("min", "max"))
     letters = f"(?s:.{{{least if _is_count(least) else 0},{most if _is_count(most) else ''}}})"
     if quote.startswith("<["):  # a control token is no text, so the text ends before it
         return [f"{rule}: {opened} {quote} {rule}_text {quote} {closed}", f"{rule}_text: /{letters}/"]

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from edgespec.chat.argument_forms import ArgumentForm
 from edgespec.chat.marks import Marks
 from edgespec.chat.tools import ToolParser
 from edgespec.config import GenerateOptions
 from edgespec.errors import CapabilityError, ConfigError, shown
-from edgespec.server.call_grammar import ANY_OBJECT, call_grammar, parameters_of
+from edgespec.server.call_grammar import ANY_OBJECT, call_grammar, lists_arguments, parameters_of
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.service import Loaded
@@ -120,6 +121,12 @@ def forced_calls(
     for tool in chosen:
         where = f"tools.{tools.index(tool)}.function.parameters"
         structured(loaded, replace(options, json_schema=None), {"json_schema": parameters_of(tool)}, where)
+        if issubclass(parser, ArgumentForm) and not lists_arguments(tool):
+            raise bad_request(
+                f"{where} must name every argument under properties: this model writes calls argument by argument, and "
+                'a forced one can have no others (use tool_choice "auto")',
+                where,
+            )
     most = MOST_CALLS if parallel and parser.takes_several and (is_free or choice == "required") else 1
     answer = None if options.json_schema is None else json.loads(str(options.json_schema))
     grammar = call_grammar(chosen, parser, loaded.model.target.vocabulary, most, answer)

@@ -156,6 +156,33 @@ def test_results_are_part_of_the_turn_with_the_calls() -> None:
     assert [turn.split("\n")[0] for turn in turns[1:]] == ["user", "assistant", "user"]
 
 
+def test_a_text_before_calls_stays_before_them() -> None:
+    message = conversation(("find", {}))[1] | {"content": "LOOK"}
+    text = rendered(GEMMA, [message, {"role": "tool", "content": "RESULT"}, {"role": "assistant", "content": "SO"}])
+    assert text.index("LOOK") < text.index("call:find") < text.index("RESULT") < text.index("SO")
+
+
+def test_calls_without_ids_get_their_results_in_order() -> None:
+    messages = conversation(("find", {}), ("book", {}))
+    for call in messages[1]["tool_calls"]:
+        call["id"] = None
+    messages += [{"role": "tool", "content": "ONE", "tool_call_id": ["x"]}, {"role": "tool", "content": "TWO"}]
+    text = rendered(GEMMA, messages)
+    assert text.index("response:find") < text.index("ONE") < text.index("response:book") < text.index("TWO")
+
+
+def test_a_template_that_shows_one_call_of_a_message_gets_one_each() -> None:
+    messages = conversation(("find", {}), ("book", {}))
+    messages += [
+        {"role": "tool", "tool_call_id": "call_1", "content": "TWO"},
+        {"role": "tool", "tool_call_id": "call_0", "content": "ONE"},
+    ]
+    first_only = CHANNELS.replace("{% for c in m.tool_calls %}", "{% for c in (m.tool_calls or [])[:1] %}")
+    text = rendered(first_only, messages)
+    places = [text.index(part) for part in ("to=functions.find", "ONE", "to=functions.book", "TWO")]
+    assert places == sorted(places)
+
+
 @pytest.mark.parametrize("name", ["thinking", "reasoning_content"])
 def test_reasoning_has_the_name_that_the_template_reads(name: str) -> None:
     source = TURNS.replace("CALLS", f"{{{{ m.{name} }}}}")

@@ -85,6 +85,21 @@ def test_each_sequence_has_its_own(target_path: Path, drafter_path: Path, branch
                 assert close(logits, twin.draft(44, state, len(text))[0])
 
 
+def test_rows_of_padding_are_no_text(target_path: Path, drafter_path: Path) -> None:
+    """They stay behind a sequence with cells of its own, at the very place of the drafter's next step."""
+    load: dict[str, Any] = {"max_sequences": 2, "max_branches": 0, "cache_type_k": "f16", "cache_type_v": "f16"}
+    with LlamaCppEngine.load(target_path, context_length=512, threads=1, reproducible=True, **load) as engine:
+        pinned = engine.facts.pinned_class
+        assert pinned is not None and pinned[0] > 1
+        twin = Twin(SHAPE, engine.vocabulary.size)
+        with engine.load_head(Gemma4Drafter, drafter_path) as head:
+            engine.forward(Batch.chain(np.array(TEXT[:-1], np.int32)))
+            engine.forward(Batch.chain(np.array(TEXT[-1:], np.int32)))
+            state = twin.read(TEXT)[1][-1]
+            logits, _ = head.step(44, state, len(TEXT))
+            assert close(logits, twin.draft(44, state, len(TEXT))[0])
+
+
 def test_it_is_refused_once_the_target_holds_a_text(engine: LlamaCppEngine, drafter_path: Path) -> None:
     """llama.cpp would empty the cache that both share."""
     engine.forward(Batch.chain(np.array(TEXT, np.int32)))
@@ -119,7 +134,7 @@ def test_drafts_change_no_text(target_path: Path, drafter_path: Path, temperatur
 
 
 def test_several_chats_draft_at_once(target_path: Path, drafter_path: Path) -> None:
-    options: dict[str, Any] = {"context_length": 128, "threads": TEST_THREADS, "parallel": 3, "reproducible": True}
+    options: dict[str, Any] = {"context_length": 512, "threads": TEST_THREADS, "parallel": 3, "reproducible": True}
     prompts = [PROMPT, "a dog", "one two three one two"]
     with edgespec.load(str(target_path), draft=str(drafter_path), **options) as model:
         drafted = GenerateOptions(max_tokens=30, drafter="mtp", draft_length=3)
@@ -127,6 +142,7 @@ def test_several_chats_draft_at_once(target_path: Path, drafter_path: Path) -> N
         for prompt, result in zip(prompts, found, strict=True):
             alone = model.generate(prompt, Sampling(temperature=0.0), GenerateOptions(max_tokens=30, drafter="none"))
             assert result.token_ids == alone.token_ids and result.stats.drafted_tokens > 0
+            assert not [line for line in result.stats.notes if "fail" in line]
 
 
 def test_a_file_says_what_it_is(target_path: Path, drafter_path: Path) -> None:

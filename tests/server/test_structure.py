@@ -50,12 +50,14 @@ MANY = {  # every kind of argument, most of them optional
     "type": "object",
     "properties": {
         "city": {"type": "string", "minLength": 2, "maxLength": 8},
-        "size": {"type": "string", "enum": ["big", "very <b>small</b>"]},
+        "size": {"type": "string", "enum": ["big", "very <b>small</b>", "/tmp", "/a/"]},
+        "kind": {"anyOf": [{"type": "string", "enum": ["x", "y"]}, {"type": "null"}]},
         "seats": {"type": "integer", "minimum": 1, "maximum": 9},
         "outside": {"type": "boolean"},
         "dates": {"type": "array", "items": {"enum": ["mon", "tue"]}, "maxItems": 2},
         "guest": {"type": "object", "properties": {"age": {"enum": [1, 2]}}, "additionalProperties": False},
         "note": {"const": "x"},
+        "nick": {"type": ["string", "null"], "maxLength": 5},
     },
 }
 SHARING = {  # what it refers to must be found inside of a call too
@@ -200,6 +202,20 @@ def test_what_the_grammar_of_calls_allows_is_what_the_parser_reads(
     bounds = schema | {"additionalProperties": False}
     for call in calls + more:
         jsonschema.validate(json.loads(call.arguments), bounds)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{"type": "object", "additionalProperties": {"type": "string"}}, {"properties": {}, "required": ["a"]}],
+)
+def test_a_forced_call_argument_by_argument_has_to_know_them(client: TestClient, service: Any, parameters: Any):
+    from edgespec import GenerateOptions
+    from edgespec.server.http_errors import HttpError
+
+    with pytest.raises(HttpError, match="must name every argument"):
+        structure.forced_calls(
+            service.require(), GenerateOptions(), [tool("f", parameters)], "required", QwenXml, parallel=True
+        )
 
 
 @pytest.mark.parametrize(

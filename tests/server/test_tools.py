@@ -27,9 +27,12 @@ TYPES = {
     "l": {"type": "array"},
     "o": {"anyOf": [{"type": "string"}, {"type": "null"}]},
     "e": {"enum": ["1", "2"]},
+    "r": {"$ref": "#/$defs/text"},
+    "x": {"enum": ["None", None]},
 }
+PARAMETERS = {"type": "object", "properties": TYPES, "$defs": {"text": {"type": "string"}}}
 TOOLS = [
-    {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": TYPES}}},
+    {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}},
     {"type": "function", "function": {"name": "g"}},
 ]
 LLAMA = "{% if tools %}Environment: ipython{% endif %}"
@@ -109,8 +112,27 @@ def parse(template: str, text: str, step: int) -> Found:
          ("", [("f", {"a": "it's", "n": -2, "l": [True, {"k": None}]}), ("m.g", {})])),
         (LFM, '<|tool_call_start|>[{"name": "f", "arguments": {"a": "x"}}]<|tool_call_end|>',
          ("", [("f", {"a": "x"})])),
+        (LFM, "<|tool_call_start|>[convert-it(from='It's', to='a, 'b'', s=\"a\\/b\", w='x\ny', n=+1.5e3)]"
+              "<|tool_call_end|>",
+         ("", [("convert-it", {"from": "It's", "to": "a, 'b'", "s": "a/b", "w": "x\ny", "n": 1500.0})])),
+        (LFM, "<|tool_call_start|>f()<|tool_call_end|>", ("", [("f", {})])),
+        (XML, "<tool_call><function=f><parameter=a>see </tool_call> there</parameter></function></tool_call>",
+         ("", [("f", {"a": "see </tool_call> there"})])),
+        (XML, '<tool_call><function=f><parameter=l>{{"a": 1}}</parameter><parameter=n>NaN</parameter>'
+              "<parameter=u>x</parameter></function></tool_call>",
+         ("", [("f", {"l": '{{"a": 1}}', "n": "NaN", "u": "x"})])),
+        (XML, "<tool_call><function=f><parameter=r>42</parameter><parameter=x>None</parameter></function></tool_call>",
+         ("", [("f", {"r": "42", "x": "None"})])),
+        (GEMMA, '<|tool_call>call:f{a:<|"|>in <tool_call|> marks<|"|>}<tool_call|>',
+         ("", [("f", {"a": "in <tool_call|> marks"})])),
+        (MINICPM, '<function name="f"><param name="a"><![CDATA[x</function>y]]></param></function>',
+         ("", [("f", {"a": "x</function>y"})])),
+        (CHANNELS, '<|channel|>commentary to=functions.f<|constrain|>json<|message|>{"a": "x"}<|call|>',
+         ("", [("f", {"a": "x"})])),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"n": NaN}}</tool_call>',
+         ('<tool_call>{"name": "f", "arguments": {"n": NaN}}</tool_call>', [])),
         *((LFM, f"<|tool_call_start|>{bad}<|tool_call_end|>", (f"<|tool_call_start|>{bad}<|tool_call_end|>", []))
-          for bad in ("[f(1)]", "[f(**x)]", "[f(a=x)]", "[f(a=1j)]", "[f(a=g())]", "[f(a={1: 2})]", "f(a=", "[f, g]",
+          for bad in ("[f(1)]", "[f(**x)]", "[f(a=x)]", "[f(a=1j)]", "[f(a=g())]", "f(a=", "[f, g]",
                       "[(f)(a=1)(b=2)]", "[f(a=" + "[" * 99 + "]" * 99 + ")]", "[3]")),
         (MINICPM, '<function name="f"><param name="a"><![CDATA[x < y\n]]></param><param name="n">2</param></function>',
          ("", [("f", {"a": "x < y\n", "n": 2})])),
@@ -150,6 +172,27 @@ def test_a_written_call_is_read_back(template: str):
     calls = [("f", {"a": "« x »\n<y> & 5", "n": None, "b": False, "l": [1, {"k": "v"}]}), ("g", {})]
     calls = calls[:1] if not kind.takes_several else calls
     assert parse(template, kind.written(calls), 5) == ("", calls)
+
+
+@pytest.mark.parametrize("template", [XML, GLM, MINICPM, GEMMA, LFM])
+def test_whatever_a_model_writes_is_a_call_or_stays_text(template: str):
+    kind = tool_parser(template)
+    assert kind is not None
+    junk = [
+        "{[1]}", "{{1: 2}}", "a." * 600 + "f(x=1)", "f(a=0x" + "1" * 5000 + ")", "1" * 5000, "\n" * 5000, "'" * 3000,
+        "</parameter>" * 800, "<arg_key>a</arg_key>\n<arg_value>1</arg_value> and\n" * 400, '"\\ud83d"', "\\" * 3000,
+        '<param name="a">' * 800, "{" * 3000, "[" * 3000, "f(a=[" * 500, "1e999",
+    ]  # fmt: skip
+    begin = {XML: "<function=f><parameter=l>", GLM: "f<arg_key>l</arg_key><arg_value>", MINICPM: '"f"><param name="l">',
+             GEMMA: "call:f{l:", LFM: "[f(l="}[template]  # fmt: skip
+    end = {XML: "</parameter></function>", GLM: "</arg_value>", MINICPM: "</param>", GEMMA: "}", LFM: ")]"}[template]
+    for text in (f"{kind.opening}{begin}{each}{end}{kind.closing}" for each in junk):
+        parser = kind(TOOLS)
+        shown, calls = parser.push(text)
+        rest, more = parser.finish()
+        for call in calls + more:
+            json.loads(call.arguments.encode())
+        assert calls + more or shown + rest == text
 
 
 def test_deep_json_is_no_call():

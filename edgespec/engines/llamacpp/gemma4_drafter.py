@@ -8,7 +8,7 @@ card; `gemma4_assistant` in transformers).
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -17,12 +17,14 @@ from edgespec.engines.llamacpp.extensions import extension
 from edgespec.engines.llamacpp.head_context import MakeContext, create_context
 from edgespec.engines.llamacpp.head_file import HeadOfFile
 from edgespec.engines.llamacpp.hidden_states import OutputStates
-from edgespec.engines.llamacpp.library import CancelFlag, library
+from edgespec.engines.llamacpp.library import END, CancelFlag, library
 from edgespec.engines.llamacpp.rows import PairRows
+from edgespec.engines.llamacpp.settings import MAX_BRANCHES
 from edgespec.errors import BatchError, EngineError
 from edgespec.formats.gguf.gemma4_drafter import DrafterSizes, check_cache, read_gemma4_drafter
 from edgespec.formats.gguf.header import read_header
 from edgespec.types import Logits
+from edgespec.vocabulary import Vocabulary
 
 _CONTEXT_TYPE = 1  # LLAMA_CONTEXT_TYPE_MTP
 
@@ -39,7 +41,14 @@ class Gemma4Drafter(HeadOfFile[DrafterSizes], StepHead):
     ) -> None:
         super().__init__(make_context, facts, vocabulary_size, owned_model)
         self._rows = PairRows(1)
+        self._target_memory: Any = None
         extension("set_states")(self._context, True, True)
+
+    @classmethod
+    def load(cls, path: Path, target: tuple[Any, Any], vocabulary: Vocabulary, **others: Any) -> Self:
+        found = super().load(path, target, vocabulary, **others)
+        found._target_memory = library().llama_get_memory(target[1])
+        return found
 
     @classmethod
     def read(cls, path: Path) -> DrafterSizes:
@@ -80,8 +89,8 @@ class Gemma4Drafter(HeadOfFile[DrafterSizes], StepHead):
 
     @classmethod
     def pass_bytes(cls, sizes: DrafterSizes) -> int:
-        """Two copies of the logits of a row."""
-        return 2 * 4 * sizes.vocabulary_size
+        """Logits of a row for each sequence id of the target, as llama.cpp reserves them, and a copy of one."""
+        return (MAX_BRANCHES + 3) * 4 * sizes.vocabulary_size
 
     def step(self, token_id: int, state: States, position: int, sequence: int = 0) -> tuple[Logits, States]:
         self._require_open()
@@ -89,11 +98,18 @@ class Gemma4Drafter(HeadOfFile[DrafterSizes], StepHead):
             raise BatchError(f"a state of width {self.facts.width} is needed, got {state.shape}")
         if not 0 <= token_id < self._vocabulary_size:
             raise BatchError(f"token id {token_id} is outside the drafter's vocabulary 0..{self._vocabulary_size - 1}")
+        self._drop_padding(position, sequence)
         row, ids = np.ascontiguousarray(state[np.newaxis], np.float32), np.array([token_id], np.int32)
         self._rows.fill(position, ids, row, outputs=True, last_only=True, sequence=sequence)
         self._run(library().llama_decode, self._rows.struct, 1)
         logits = np.ctypeslib.as_array(library().llama_get_logits(self._context), (self._vocabulary_size,))
         return logits, np.ctypeslib.as_array(extension("get_states")(self._context), (self.facts.width,))
+
+    def _drop_padding(self, position: int, sequence: int) -> None:
+        """Remove what a padded pass left behind the target's text: llama.cpp refuses positions before the last one."""
+        llama = library()
+        if llama.llama_memory_seq_pos_max(self._target_memory, sequence) >= position:
+            llama.llama_memory_seq_rm(self._target_memory, sequence, position, END)
 
     def _is_sound(self) -> bool:
         """Not tried: without a text in the target's cache there is nothing to attend to. Trials read all weights."""

@@ -63,7 +63,7 @@ class HiddenStates:
 
 
 class AllStates(HiddenStates):
-    """The same without any logits, for architectures whose prediction layers llama.cpp knows."""
+    """The same without further logits, in passes of any width, for architectures whose layers llama.cpp knows."""
 
     rows: ClassVar[StatesOf] = "all rows"
     _only_outputs: ClassVar[bool] = False
