@@ -37,6 +37,8 @@ CHANNELS = Marks(
     (MESSAGE, END, START, CHANNEL, CALL, "<|return|>", "<|constrain|>"),
     has_channels=True,
 )
+# Tokens that begin or end a turn and print themselves in llama.cpp, which so reads them in any text.
+PRINTED_MARKS = (*CHANNELS.control, "<|turn>", "<turn|>")
 KNOWN_MARKS = (
     Marks("<think>", "</think>"),
     Marks("[THINK]", "[/THINK]"),

@@ -13,6 +13,7 @@ from typing import Any
 import jinja2
 
 from edgespec.chat.call_ids import wants_short_ids, with_short_ids
+from edgespec.chat.marks import PRINTED_MARKS
 from edgespec.chat.sandbox import MAX_PROMPT_CHARACTERS, compiled
 from edgespec.chat.tool_messages import with_tools
 from edgespec.errors import CapabilityError, PromptError, shown
@@ -139,7 +140,8 @@ def encode_rendered(
     given |= {"arguments": dict(arguments)} if arguments else {}
     try:
         everything = "\0".join(_texts(given))
-        marks = [name for name in vocabulary.control_names if name in everything]
+        names = dict.fromkeys((*vocabulary.control_names, *PRINTED_MARKS))
+        marks = [name for name in names if name in everything]
         stand_ins = _unused_characters(len(marks), everything)
         originals = dict(zip(stand_ins, sorted(marks, key=len, reverse=True), strict=True))
         escaped = _replaced(given, {mark: stand_in for stand_in, mark in originals.items()}) if marks else given
@@ -150,7 +152,18 @@ def encode_rendered(
         return vocabulary.encode(text, parse_special=True)
     ids: list[int] = []
     for piece in re.split(f"([{''.join(stand_ins)}])", text):
-        ids += vocabulary.encode(originals.get(piece, piece), parse_special=piece not in originals) if piece else []
+        if piece in originals:
+            ids += _as_text(vocabulary, originals[piece])
+        elif piece:
+            ids += vocabulary.encode(piece, parse_special=True)
+    return ids
+
+
+def _as_text(vocabulary: Vocabulary, mark: str) -> list[int]:
+    """Token ids that spell a mark and are not its token."""
+    ids = vocabulary.encode(mark)
+    if len(ids) == 1 and vocabulary.token_name(ids[0]) == mark:
+        return vocabulary.encode(mark[:1]) + vocabulary.encode(mark[1:])
     return ids
 
 
