@@ -133,6 +133,17 @@ def test_drafts_change_no_text(target_path: Path, drafter_path: Path, temperatur
         assert not reproducible or automatic.token_ids == expected.token_ids
 
 
+def test_a_target_whose_last_layers_share_keys(tmp_path: Path, drafter_path: Path) -> None:
+    """As E2B and E4B: the drafter reads those of the layers that they share with."""
+    path = write_target(tmp_path / "sharing.gguf", GemmaShape(sharing=2))
+    with edgespec.load(str(path), draft=str(drafter_path), context_length=128, threads=1, reproducible=True) as model:
+        plain, drafted = (
+            model.generate(PROMPT, Sampling(temperature=0.0), GenerateOptions(max_tokens=40, **chosen))
+            for chosen in ({"drafter": "none"}, {"drafter": "mtp", "draft_length": 3})
+        )
+    assert drafted.token_ids == plain.token_ids and drafted.stats.drafted_tokens > 0 and not drafted.stats.notes
+
+
 def test_several_chats_draft_at_once(target_path: Path, drafter_path: Path) -> None:
     options: dict[str, Any] = {"context_length": 512, "threads": TEST_THREADS, "parallel": 3, "reproducible": True}
     prompts = [PROMPT, "a dog", "one two three one two"]

@@ -23,11 +23,15 @@ EPS, BASE, BASE_SLIDING, NOT_ROTATED = 1e-6, 1_000_000.0, 10_000.0, 1e30
 
 @dataclass(frozen=True)
 class GemmaShape:
-    """Sizes of both; every second layer attends to a window only. `half`: numbers of a head that are rotated pairs."""
+    """Sizes of both; every second layer attends to a window only.
+
+    `sharing`: last layers of the target without keys and values of their own, which the numpy twin does not know.
+    """
 
     width: int = 64
     drafter_width: int = 32
     layers: int = 4
+    sharing: int = 0
     drafter_layers: int = 4
     heads: int = 4
     kv_heads: int = 2
@@ -105,6 +109,7 @@ def drafter_tensors(shape: GemmaShape, tokens: int) -> dict[str, Floats]:
 def write_target(path: Path, shape: GemmaShape = GemmaShape(), *, metadata: Mapping[str, Any] | None = None) -> Path:
     writer, tokens = _begin(path, TARGET, shape, shape.layers, shape.width)
     writer.add_uint32(f"{TARGET}.embedding_length_per_layer_input", 0)
+    writer.add_uint32(f"{TARGET}.attention.shared_kv_layers", shape.sharing)
     writer.add_float32(f"{TARGET}.final_logit_softcapping", 30.0)
     return _finish(writer, path, target_tensors(shape, tokens), metadata)
 
