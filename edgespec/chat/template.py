@@ -162,7 +162,7 @@ def encode_rendered(
 def _as_text(vocabulary: Vocabulary, mark: str) -> list[int]:
     """Token ids that spell a mark and are not its token."""
     ids = vocabulary.encode(mark)
-    if len(ids) == 1 and vocabulary.token_name(ids[0]) == mark:
+    if mark in PRINTED_MARKS and len(ids) == 1 and vocabulary.token_name(ids[0]) == mark:
         return vocabulary.encode(mark[:1]) + vocabulary.encode(mark[1:])
     return ids
 
