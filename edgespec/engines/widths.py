@@ -161,7 +161,7 @@ def _kept(widest: int) -> Schema:
 def _why_none(found: Proved, advice: str) -> str:
     if found.refuted:
         return (
-            "this model cannot be reproducible on this machine: in an earlier run passes of different widths gave "
+            "this model cannot be reproducible on this machine: when it ran before, passes of different widths gave "
             f"different bits. {advice}"
         )
     return (

@@ -61,7 +61,7 @@ def _size(num_bytes: int) -> str:
 
 
 def fetch(repo: str, url: str, path: Path, file: HubFile, on_bytes: OnBytes) -> ModelFile:
-    """Make `path` hold `file`, complete and checked, whatever an earlier run left.
+    """Make `path` hold `file`, complete and checked, whatever an interrupted download left.
 
     Raises DownloadError (network, rate limit, contents that are not those announced), ModelNotFound (the hub does not
     have it, or not for this user), StateError (it cannot be written).

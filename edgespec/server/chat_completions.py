@@ -212,14 +212,14 @@ def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
         loaded,
         jobs,
         tools,
-        reasoning if splits or needs_split(reasoning, tools) else None,
+        reasoning if splits or _needs_split(reasoning, tools) else None,
         is_stream=is_stream,
         includes_usage=includes_usage,
         per_token=per_token,
     )
 
 
-def needs_split(reasoning: Reasoning | None, tools: Tools) -> bool:
+def _needs_split(reasoning: Reasoning | None, tools: Tools) -> bool:
     """Whether calls can only be read once the reasoning is told apart: channels order the parts of a call freely."""
     return reasoning is not None and reasoning.marks.has_channels and tools.parser is not None
 

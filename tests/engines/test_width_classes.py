@@ -244,7 +244,7 @@ def test_a_class_that_lies_is_dropped_remembered_and_told(
         run_on(pinned, watching, drafts)
     assert watching.has_failed and pinned.facts.pinned_class is None
     assert len([line for line in caplog.messages if "reproducible mode is off" in line]) == 1
-    with pytest.raises(CapabilityError, match="in an earlier run"):
+    with pytest.raises(CapabilityError, match="when it ran before"):
         widths.pinned_facts(table(is_honest=True), "watched", widest=63, reproducible=True, advice="")
 
 

@@ -106,7 +106,7 @@ class Gemma4Drafter(HeadOfFile[DrafterSizes], StepHead):
         return logits, np.ctypeslib.as_array(extension("get_states")(self._context), (self.facts.width,))
 
     def _drop_padding(self, position: int, sequence: int) -> None:
-        """Remove what a padded pass left behind the target's text: llama.cpp refuses positions before the last one."""
+        """Remove what a padded pass left behind the target's text: llama.cpp takes the next position alone."""
         llama = library()
         if llama.llama_memory_seq_pos_max(self._target_memory, sequence) >= position:
             llama.llama_memory_seq_rm(self._target_memory, sequence, position, END)

@@ -53,9 +53,8 @@ class HeadOfFile(HeadContext, Generic[Sizes]):
     what: ClassVar[str]
     is_mtp: ClassVar[bool] = False
 
-    states: ClassVar[type[HiddenStates] | None] = (
-        None  # how the target gives hidden states for it, if in a way of its own
-    )
+    # How the target gives hidden states for it; None: in the way that every architecture allows.
+    states: ClassVar[type[HiddenStates] | None] = None
 
     @classmethod
     @abstractmethod

@@ -65,7 +65,7 @@ def best_round(rounds: Sequence[RoundResult]) -> RoundResult:
 
 
 class Journal:
-    """The files of one unfinished run. `is_resumed`: an earlier run of the same request left a state."""
+    """The files of one unfinished run. `is_resumed`: the same request was interrupted and left a state."""
 
     def __init__(self, output: Path, identity: Mapping[str, Any], *, restart: bool = False) -> None:
         """Raises ConfigError if `output` exists, or OUTPUT.partial belongs to another request."""
