@@ -52,15 +52,15 @@ class Caches(ABC):
 
 
 class SeparateCaches(Caches):
-    """One cache per sequence, chains only. Narrower passes are padded to `least_rows` rows.
+    """One cache per sequence, chains only. Narrower passes are padded to `least_rows` rows, none goes across `edge`.
 
     `has_batches`: whether single rows of several sequences share a pass.
     """
 
     can_tree = False
 
-    def __init__(self, passes: Passes, max_sequences: int) -> None:
-        self._passes = passes
+    def __init__(self, passes: Passes, max_sequences: int, edge: int = 0) -> None:
+        self._passes, self._edge = passes, edge
         self._batches = passes if isinstance(passes, SharedPasses) and passes.has_batches else None
         self._ends = [0] * max_sequences  # of what a sequence's cache holds
         self.least_rows = 1
@@ -138,13 +138,28 @@ class SeparateCaches(Caches):
         return logits
 
     def _run(self, sequence: int, part: SequenceRows, wanted: NDArray[np.bool_]) -> Logits:
+        """The logits of a chain's wanted rows, in one pass, or in two if one would go across the edge."""
+        count = end_of_pass(part.base, part.base + len(part.rows), self._edge) - part.base
+        if count == len(part.rows):
+            return self._run_pass(sequence, part, wanted)
+        logits, states = [], []
+        for piece, marked in ((part.first(count), wanted[:count]), (part.behind(count), wanted[count:])):
+            rows = marked if marked.any() else np.arange(marked.size) == marked.size - 1
+            logits.append(self._run_pass(sequence, piece, rows)[: np.count_nonzero(marked)].copy())
+            if self._passes.hidden_size:
+                states.append(self.hidden(len(piece.rows)).copy())
+        self._states = np.concatenate(states) if states else None
+        return np.concatenate(logits)
+
+    def _run_pass(self, sequence: int, part: SequenceRows, wanted: NDArray[np.bool_]) -> Logits:
         """One pass over a chain, with at least `least_rows` rows, with and without logits.
 
-        Tokens before the chain are scored again, with the same bits, so that no cell after it is needed; at the start
-        of a text, where there are too few, scratch rows follow instead.
+        Tokens before the chain are scored again, with the same bits, so that no cell after it is needed. Where there
+        are too few, at the start of a text and behind the edge, scratch rows follow instead.
         """
+        self._states = None
         missing = max(self.least_rows - len(part.rows), 0)
-        shift = self._shift = missing if missing <= part.base else 0
+        shift = self._shift = rows_before(part.base, missing, self._edge)
         ids = part.token_ids
         if missing:
             before = self._ids[sequence, part.base - shift : part.base]
@@ -187,3 +202,13 @@ class SeparateCaches(Caches):
         if self._states is not None:
             return self._states
         return self._passes.hidden()[self._shift : self._shift + width]
+
+
+def end_of_pass(base: int, end: int, edge: int) -> int:
+    """Where a pass over the cells from `base` to `end` has to end: at the edge if that lies between them."""
+    return edge if base < edge < end else end
+
+
+def rows_before(base: int, missing: int, edge: int) -> int:
+    """How many of `missing` rows can be the ones before cell `base`: all or none."""
+    return missing if missing <= base and not base - missing < edge <= base else 0

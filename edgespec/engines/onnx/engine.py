@@ -60,7 +60,7 @@ class OnnxEngine(Engine):
         is_packed = self._can_pack and settings.packs(graph)
         if isinstance(passes, SharedPasses) and settings.packs(graph) and not is_packed:
             passes.resize(settings.context_length)  # its caches were to hold all sequences
-        self._separate = SeparateCaches(passes, settings.max_sequences)
+        self._separate = SeparateCaches(passes, settings.max_sequences, settings.edge)
         self._caches: Caches = self._separate
         if is_packed and isinstance(passes, SharedPasses):
             self._caches = PackedCaches(passes, settings.max_sequences)

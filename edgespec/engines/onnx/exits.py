@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import EarlyExit
-from edgespec.engines.onnx.caches import SeparateCaches
+from edgespec.engines.onnx.caches import SeparateCaches, end_of_pass, rows_before
 from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.onnx.library import Device
 from edgespec.engines.onnx.partition import HIDDEN_IN, HIDDEN_OUT, partition
@@ -75,13 +75,11 @@ class ExitPasses(Passes):
         cut = partition(graph, path, layers)
         self.capacity = settings.cells(graph)
         self.layers, self.num_layers = layers, len(graph.cache) // 2
-        self.least_rows = 1
+        self.least_rows, self.edge = 1, settings.edge
         self._parts: list[Part] = []
         self.device: Device
         for part in (cut.first, cut.rest, cut.head):
-            sessions, self.device = open_sessions(
-                part, path.parent, threads=settings.threads, provider=settings.provider
-            )
+            sessions, self.device = open_sessions(part, path.parent, settings)
             self._parts.append(Part(sessions, part, self.device, run_options, settings))
         self.sessions = [sessions for part in self._parts for sessions in part.sessions]
         self.bytes_per_token = sum(part.bytes_per_token for part in self._parts)
@@ -191,9 +189,9 @@ class OnnxExit(EarlyExit):
         self._ids[self._end : self._end + token_ids.size] = token_ids
         last, step = self._end + token_ids.size, self._widest
         while self._end < last:
-            stop = min(self._end + step, last)
+            stop = end_of_pass(self._end, min(self._end + step, last), self._passes.edge)
             missing = max(self._passes.least_rows - (stop - self._end), 0)
-            start = self._end - (missing if missing <= self._end else 0)
+            start = self._end - rows_before(self._end, missing, self._passes.edge)
             logits = self._passes.draft(0, start, self._ids[start:stop])
             self._end = stop
         row: Logits = logits[0]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
 from io import StringIO
@@ -29,6 +30,8 @@ PROVIDERS = {
 }
 ERRORS_ONLY = 3
 _TRIED_SIZE = 64
+FLASH_OFF = "ORT_GQA_DISABLE_FLASH_ATTENTION"
+_plain_lock, _num_plain = threading.Lock(), 0
 
 
 @cache
@@ -91,10 +94,13 @@ class Device:
     memory: str
 
 
-def open_session(graph: bytes, folder: Path, *, threads: int, provider: str, spins: bool = True) -> tuple[Any, Device]:
+def open_session(
+    graph: bytes, folder: Path, *, threads: int, provider: str, spins: bool = True, plain_attention: bool = False
+) -> tuple[Any, Device]:
     """A session of a serialised graph whose weights are in `folder`.
 
-    `provider` "auto" takes the best one that is installed and works; `spins`: see `waiting`.
+    `provider` "auto" takes the best one that is installed and works; `spins`: see `waiting`; `plain_attention`: without
+    flash attention on the CPU, see `OnnxSettings.edge`.
 
     Raises ConfigError for an unknown name, CapabilityError for one that is not installed or lacks an operator of this
     model, ModelFileError for a bad model.
@@ -114,11 +120,32 @@ def open_session(graph: bytes, folder: Path, *, threads: int, provider: str, spi
         )
     for name in (provider,) if provider != "auto" else filter(_is_hardware, installed):
         try:
-            return _open(graph, folder, threads, name, spins=spins), Device(name, PROVIDERS[name][1])
+            with _plain_attention() if plain_attention else nullcontext():
+                return _open(graph, folder, threads, name, spins=spins), Device(name, PROVIDERS[name][1])
         except CapabilityError:
             if provider != "auto":
                 raise
     raise AssertionError("the CPU raises ModelFileError, never CapabilityError")
+
+
+@contextmanager
+def _plain_attention() -> Iterator[None]:
+    """GroupQueryAttention without flash attention in the sessions that are made; others made meanwhile have none too.
+
+    ONNX Runtime has no option for that but a variable of the environment. It is set for good, and only its value
+    changes later: another thread may read the environment, which must not move then.
+    """
+    global _num_plain
+    with _plain_lock:
+        _num_plain += 1
+        os.environ[FLASH_OFF] = "1"
+    try:
+        yield
+    finally:
+        with _plain_lock:
+            _num_plain -= 1
+            if not _num_plain:
+                os.environ[FLASH_OFF] = "0"
 
 
 def _is_hardware(name: str) -> bool:

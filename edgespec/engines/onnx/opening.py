@@ -72,7 +72,7 @@ def open_passes(path: Path, graph: Graph, settings: OnnxSettings, run_options: A
     if settings.exit_layer is not None:
         parts = ExitPasses(path, graph, settings, run_options, settings.exit_layer)
         return parts, parts.device
-    sessions, device = open_sessions(graph, path.parent, threads=settings.threads, provider=settings.provider)
+    sessions, device = open_sessions(graph, path.parent, settings)
     kind = SharedPasses if graph.is_shared else ConcatenatedPasses
     return kind(sessions, graph, device, run_options, settings), device
 

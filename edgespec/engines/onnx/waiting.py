@@ -18,6 +18,7 @@ from typing import Any
 from edgespec.engines.limits import spare_memory
 from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.onnx.library import Device, open_session
+from edgespec.engines.onnx.settings import OnnxSettings
 from edgespec.errors import EdgespecError
 
 KEPT_S = 5.0  # the session that was replaced, in which a trial of the other may be given up again
@@ -84,11 +85,18 @@ class Sessions:
             return  # passes go on in the present one
 
 
-def open_sessions(graph: Graph, folder: Path, *, threads: int, provider: str) -> tuple[Sessions, Device]:
+def open_sessions(graph: Graph, folder: Path, settings: OnnxSettings) -> tuple[Sessions, Device]:
     """Sessions of `graph`, whose weights are in `folder`. Raises as `open_session`."""
 
     def make(spins: bool) -> tuple[Any, Device]:
-        return open_session(graph.serialised, folder, threads=threads, provider=provider, spins=spins)
+        return open_session(
+            graph.serialised,
+            folder,
+            threads=settings.threads,
+            provider=settings.provider,
+            spins=spins,
+            plain_attention=settings.edge > 0,
+        )
 
     started_s = perf_counter()
     session, device = make(True)
