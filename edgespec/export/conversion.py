@@ -13,7 +13,7 @@ from typing import Any
 
 from edgespec.errors import CapabilityError, ConfigError, EdgespecError, EngineError, ModelFileError
 from edgespec.export.accuracy import ExportRefused
-from edgespec.export.conversion_check import FLOAT, Checked, Made, check_conversion
+from edgespec.export.conversion_check import FLOAT, Checked, Made, check_conversion, logits_bytes
 from edgespec.export.given_heads import check_fit, check_given_heads, heads_stages
 from edgespec.export.maker import exit_stage, groups_note
 from edgespec.export.manifest import write_manifest
@@ -21,7 +21,7 @@ from edgespec.export.onnx.convert import FORMS
 from edgespec.export.onnx.from_gguf import convert_gguf, open_gguf
 from edgespec.export.onnx.gguf_model import GgufModel
 from edgespec.export.onnx.gguf_weights import kept_in_more
-from edgespec.export.plan import BITS, PROBE_TOKENS, PROGRAM_BYTES, SPARE, Needs
+from edgespec.export.plan import BITS, PROGRAM_BYTES, SPARE, Needs
 from edgespec.export.request import ExportRequest
 from edgespec.export.resources import check_room, human
 from edgespec.export.stages import Artefact, Reporter, Stage, run_stages
@@ -129,7 +129,7 @@ def _check_room(request: ExportRequest, models: Models, workspace: Workspace, re
     memory += [PROGRAM_BYTES + sizes[role] for role in models if request.quant_of(role, "onnx") == "w8a8"]
     if request.check:
         memory += [
-            PROGRAM_BYTES + max(sizes[role], model.header.data_bytes) + PROBE_TOKENS * model.config.vocab_size * 12
+            PROGRAM_BYTES + max(sizes[role], model.header.data_bytes) + logits_bytes(model.config.vocab_size)
             for role, model in models.items()
         ]
     needs = Needs(sum(sizes.values()), 0, 0, max(memory))

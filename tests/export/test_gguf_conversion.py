@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,8 @@ from demo import DEMO, TEST_THREADS
 from edgespec.cli.main import cli
 from edgespec.export import conversion, conversion_check
 from edgespec.export.accuracy import Limits, open_engine
+from edgespec.export.gguf import convert
+from edgespec.export.onnx.gguf_model import KINDS
 from edgespec.export.onnx.gguf_weights import GgufWeights
 from edgespec.export.pair import export_pair
 from edgespec.export.request import ExportRequest
@@ -26,6 +29,7 @@ from edgespec.export.resources import human
 from edgespec.formats.manifest import ModelPair, read_pair
 from edgespec.installation import has_engine
 from edgespec.types import Batch, Progress, no_progress
+from tiny_checkpoints import write_checkpoint
 from tiny_gguf import write_model
 
 TARGET, DRAFT = DEMO / "demo-target-q8_0.gguf", DEMO / "demo-draft-q8_0.gguf"
@@ -126,6 +130,34 @@ def test_a_wrong_conversion_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     line = result.stderr.splitlines()[-1]
     assert line.startswith("error: the conversion is wrong and was removed: compared with llama.cpp on the weights")
     assert list(tmp_path.iterdir()) == []
+
+
+@NEEDS_LLAMA
+def test_the_table_from_which_llama_cpp_reads_gelu_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With the weights of Gemma 3 270M its 16 bits move logits by a tenth of their spread; a fault moves more."""
+    source = write_checkpoint(tmp_path / "source", "gemma3")
+    convert(source, tmp_path / "gemma.gguf", "f32")
+    usual, strict = conversion_check.limits_of, {"fp32": Limits(2e-5, 1.0, 1e-12), "int8": Limits(None, 1.0, 0.0)}
+    monkeypatch.setattr(conversion_check, "limits_of", lambda quant: strict.get(quant) or usual(quant))
+    result = export(tmp_path / "gemma.gguf", tmp_path / "pair", "--quant", "int8")
+    assert result.exit_code == 0, result.output
+    assert read_pair(tmp_path / "pair").figures["check"]["target"]["onnx_fp32"]["max_difference"] > 2e-5
+    monkeypatch.setitem(KINDS, "gemma3", replace(KINDS["gemma3"], unrotated_every=2))
+    result = export(tmp_path / "gemma.gguf", tmp_path / "wrong", "--quant", "int8")
+    assert result.exit_code == 1 and "the conversion is wrong and was removed" in result.stderr
+
+
+def test_of_a_large_vocabulary_fewer_rows_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert [conversion_check.rows_per_compared(size) for size in (49152, 151936, 262144, 1 << 20)] == [1, 1, 2, 8]
+    assert conversion_check.logits_bytes(262144) == conversion_check.logits_bytes(131072)
+    counts = {}
+    for limit in (1 << 27, 800 * 1024):
+        monkeypatch.setattr(conversion_check, "MOST_LOGITS", limit)
+        assert export(TARGET, tmp_path / str(limit)).exit_code == 0
+        figures = read_pair(tmp_path / str(limit)).figures["check"]["target"]["onnx"]
+        counts[limit] = figures["num_tokens"]
+        assert figures["top1_agreement"] > 0.97
+    assert counts[800 * 1024] == pytest.approx(counts[1 << 27] / 4, abs=10)
 
 
 @NEEDS_LLAMA
