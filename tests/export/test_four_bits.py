@@ -23,6 +23,7 @@ from edgespec.errors import ModelFileError
 from edgespec.export.accuracy import _log_softmax
 from edgespec.export.conversion import _output_bytes
 from edgespec.export.gguf import export_gguf
+from edgespec.export.gguf.quantise import quantise
 from edgespec.export.onnx.convert import export_onnx
 from edgespec.export.onnx.from_gguf import convert_gguf, open_gguf
 from edgespec.export.onnx.gguf_weights import kept_in_more
@@ -162,6 +163,19 @@ def test_a_mix_of_types_is_kept(q4_k_m: Path, tmp_path: Path):
     ids = [size // (token + 2) for token in TOKEN_IDS]
     exact = logits(graph(q4_k_m, tmp_path / "float", "fp32"), ids)
     assert mean_kl(logits(made, ids), exact) < 0.003
+
+
+def test_rows_that_llama_cpp_cannot_store_in_4_bits_keep_their_5(tmp_path: Path):
+    """Q4_K wants rows of 256 weights; most of this file is Q5_0 for that, and a larger table is Q8_0, as in Gemma 3."""
+    if not has_engine("llamacpp"):
+        pytest.skip("quantises with llama.cpp, which is not installed")
+    source = write_model(tmp_path / "source.gguf", Shape(layers=3, width=64, hidden=256))
+    path = tmp_path / "q4_k_m.gguf"
+    quantise(source, path, "q4_k_m", threads=TEST_THREADS)
+    kinds = Counter(tensor.kind for tensor, _ in open_gguf(path).tensors.values())
+    assert kinds["Q5_0"] > 4 * kinds["Q4_K"] > 0
+    exact = logits(graph(path, tmp_path / "float", "fp32"))
+    assert mean_kl(logits(graph(path, tmp_path / "made")), exact) < 0.003
 
 
 def test_a_file_of_more_bits_becomes_4_bits_throughout(tmp_path: Path):
