@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -189,14 +188,16 @@ def _chosen_exit(folder: Path, threads: int | None) -> str:
 
 
 def _print(request: ExportRequest, done: Exported) -> None:
+    from edgespec.cli.run_command import run_command
     from edgespec.export.resources import human
+    from edgespec.formats.manifest import read_pair
 
     click.echo(f"{done.folder}")
     for name, size in done.files.items():
         click.echo(f"  {name}  {human(size)}")
     for line in check_lines(done.figures):
         say(line)
-    say(f"run it: edgespec generate {shlex.quote(_as_path(done.folder))} -p 'Hello'")
+    say(f"run it: {run_command(_as_path(done.folder), read_pair(done.folder).files['target'])}")
 
 
 def _as_path(folder: Path) -> str:

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from edgespec.cli import say
 from edgespec.cli.completion import names_here, names_known
+from edgespec.cli.run_command import run_command
 from edgespec.cli.terminal import note, printable
 from edgespec.loading.catalogue import Entry, entries
 from edgespec.loading.listing import Listed, entry_bytes, list_here, list_known, pair_bytes
@@ -90,7 +91,7 @@ def show(name: str) -> int:
 def add(path: Path, name: str, draft: Path | None) -> int:
     """Give a GGUF or ONNX model a name. The file stays where it is; it is tried and its checksum is kept."""
     chosen = add_model(path, name, draft)
-    say(f"added: edgespec chat {chosen}")
+    say(f"added: {run_command(chosen, resolve(chosen).files['target'])}")
     return 0
 
 
@@ -115,7 +116,10 @@ def _show_here(name: str) -> None:
         if text:
             say(f"{label}: {printable(text)}")
     _show_fit(pair_bytes(pair), has_draft=pair.draft is not None)
-    say(f"run it: edgespec chat {name}" + ("" if pair.draft else f"; drafts for it: edgespec pair {name}"))
+    say(
+        f"run it: {run_command(name, pair.files['target'])}"
+        + ("" if pair.draft else f"; drafts for it: edgespec pair {name}")
+    )
 
 
 def _show_entry(entry: Entry) -> None:

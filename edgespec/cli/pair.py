@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from edgespec.cli.completion import models
+from edgespec.cli.run_command import run_command
 from edgespec.cli.terminal import note
 from edgespec.loading.room import fits
 from edgespec.tuning.matching import Aim, Candidate, find_aim, has_run, rank
@@ -56,16 +57,15 @@ def _is_useful(draft: Candidate) -> bool:
 
 def _commands(aim: Aim, target: str, best: Candidate | None) -> list[str]:
     get = [] if aim.file is not None else [f"edgespec pull {target}"]
-    if best is None:
-        return [*get, f"edgespec chat {shlex.quote(target)}"]
-    if best.is_here and best.path == aim.own_draft:
-        return [f"edgespec chat {shlex.quote(target)}"]
+    run = run_command(target, aim.file) if aim.file else f"edgespec chat {shlex.quote(target)}"
+    if best is None or (best.is_here and best.path == aim.own_draft):
+        return [*get, run]
     if not get and not best.is_here:
         get = [f"edgespec pull {best.name}"]
     if aim.file is None and aim.entry is not None:
         is_own = best.name == aim.entry.draft
-        return [f"edgespec pull {target}" + ("" if is_own else f" --draft {best.name}"), f"edgespec chat {target}"]
-    return [*get, f"edgespec chat {shlex.quote(target)} -md {shlex.quote(best.name)}"]
+        return [f"edgespec pull {target}" + ("" if is_own else f" --draft {best.name}"), run]
+    return [*get, f"{run} -md {shlex.quote(best.name)}"]
 
 
 def _show(found: list[Candidate]) -> None:

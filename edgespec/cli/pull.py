@@ -18,6 +18,7 @@ from rich.progress import (
 )
 
 from edgespec.cli.completion import names_known
+from edgespec.cli.run_command import run_command
 from edgespec.cli.terminal import note, verbosity
 from edgespec.formats.manifest import ModelPair
 from edgespec.loading.download import OnBytes
@@ -49,7 +50,7 @@ def command(model: str, draft: str, no_draft: bool, name: str, revision: str) ->
         note(f"note: {size / 1e9:.1f} GB do not fit into the memory that is available now: it will be slow")
     if pair.draft is None:
         note(f"{chosen} has no draft model; edgespec pair {chosen} ranks those that fit")
-    click.echo(f"run it: edgespec chat {chosen}")
+    click.echo(f"run it: {run_command(chosen, pair.files['target'])}")
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ from edgespec.chat.reasoning import Reasoning, before_structure
 from edgespec.chat.template_file import read_template
 from edgespec.cli.answer import AnswerPrinter
 from edgespec.cli.options import sampling_of
+from edgespec.cli.run_command import continue_command
 from edgespec.cli.status import waiting
 from edgespec.cli.terminal import (
     configuration_line,
@@ -153,7 +153,7 @@ def require_chat_template(settings: Settings, *, is_chat: bool = False) -> None:
         return
     pair = resolve_pair(options)
     if not has_chat_template(pair.files["target"]):
-        command = f"edgespec generate {shlex.quote(options.model)} --no-chat-template -p 'Once upon a time'"
+        command = continue_command(options.model)
         raise PromptError(
             f"model {pair.name!r} has no chat template, as usual for base models. To continue text: {command}; to "
             "chat, give a template with --chat-template-file"

@@ -50,6 +50,13 @@ def lengths_of(drafters: Sequence[DrafterName]) -> Iterator[tuple[DrafterName, D
         yield from ((name, "auto") for name in drafters if name == "auto" or (fixed and name == fixed[n % len(fixed)]))
 
 
+def encoded(model: Model, prompt: str) -> list[int]:
+    """A question to a model that chats; a base model continues the text."""
+    if model.target.vocabulary.chat_template is None:
+        return model.encode(prompt)
+    return model.encode_chat([{"role": "user", "content": prompt}])
+
+
 @dataclass
 class Check:
     """What was compared so far, in tokens by drafter; `plain` texts by prompt and temperature."""
@@ -64,7 +71,7 @@ class Check:
         rotation, histories = lengths_of(drafters), itertools.cycle(HISTORIES)
         for index, (prompt, temperature) in enumerate(itertools.product(self.prompts, TEMPERATURES)):
             sampling = Sampling(temperature=temperature, seed=index % NUM_SEEDS)
-            ids = model.encode_chat([{"role": "user", "content": prompt}])
+            ids = encoded(model, prompt)
             place = prompt, f"{sampling}"  # a prompt may stand there twice, with two seeds
             if place not in self.plain:
                 model.forget()
@@ -96,10 +103,10 @@ class Check:
         if history == "nothing":
             model.forget()
         elif history == "an edited prompt":
-            ids = model.encode_chat([{"role": "user", "content": f"{prompt[: len(prompt) * 2 // 3]} and now?"}])
+            ids = encoded(model, f"{prompt[: len(prompt) * 2 // 3]} and now?")
             model.generate(ids, GREEDY, GenerateOptions(max_tokens=5, drafter=drafter))
         elif history == "a cancelled answer":
-            ids = model.encode_chat([{"role": "user", "content": prompt}])
+            ids = encoded(model, prompt)
             with model.stream(ids, Sampling(seed=99), GenerateOptions(max_tokens=40, drafter=drafter)) as events:
                 for _ in zip(range(7), events, strict=False):
                     pass

@@ -101,6 +101,19 @@ def test_add_and_rm_leave_the_file_where_it_is(tmp_path: Path, home: Path):
     assert mine.exists() and small.exists() and not (home / "mine").exists()
 
 
+def test_a_base_model_is_not_offered_for_chats(tmp_path: Path):
+    """Without a chat template the command that is named has to be one that runs."""
+    base = write_model(tmp_path / "base.gguf", Shape(has_template=False))
+    command = "edgespec generate base --no-chat-template -p 'Once upon a time'"
+    assert run("add", str(base)).stdout == f"added: {command}\n"
+    assert f"run it: {command}; drafts for it" in run("show", "base").stdout
+    assert run("pair", "base").stdout.splitlines()[-1] == command
+    assert run("export", str(base), "--to", "onnx", "-o", str(tmp_path / "pair")).stdout.splitlines()[-1] == (
+        f"run it: {command.replace('base', str(tmp_path / 'pair'))}"
+    )
+    assert run("generate", str(tmp_path / "pair"), "--no-chat-template", "-p", "Once upon", "-n", "3").exit_code == 0
+
+
 def test_a_folder_with_a_manifest_can_be_added(tmp_path: Path):
     assert run("add", str(DEMO), "--name", "mine").exit_code == 0
     assert resolve("mine").target == TARGET and resolve("mine", engine="onnx").engines == ("llamacpp", "onnx")

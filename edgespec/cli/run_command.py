@@ -1,0 +1,24 @@
+"""The command that runs a model, as other commands name it: a base model continues text, all others chat."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+from edgespec.formats.manifest import ModelFile
+from edgespec.loading.opening import has_chat_template
+
+
+def run_command(name: str, target: ModelFile) -> str:
+    """`name`: how the user names the model of the file `target`."""
+    return f"edgespec chat {_quoted(name)}" if has_chat_template(target) else continue_command(name)
+
+
+def continue_command(name: str) -> str:
+    """The command that continues a text without a chat template."""
+    return f"edgespec generate {_quoted(name)} --no-chat-template -p 'Once upon a time'"
+
+
+def _quoted(name: str) -> str:
+    """As a shell takes it; letters of any language need no quotation marks, which `shlex` puts around them."""
+    return name if re.fullmatch(r"[\w./:-]+", name) else shlex.quote(name)
