@@ -32,7 +32,9 @@ class EngineFacts:
     reproducible mode, whether each of them then has the bits that it has alone. `splits_passes`: whether it runs as
     several passes where they have different numbers of rows. `notes`: what the user should know about this load.
     `placement`: the devices' own names and how much of the model is on each, empty if all of it is on the CPU;
-    measurements are kept separately for each placement.
+    measurements are kept separately for each placement. `state_window`: what `save_state` gives of a longer text holds
+    only so many of the last tokens in some layers, so that once loaded it can be continued or emptied, but not
+    shortened; 0 where it holds all.
     """
 
     name: str
@@ -55,7 +57,12 @@ class EngineFacts:
     placement: str = ""
     rollback_rows: int = 0
     has_checkpoints: bool = False
+    state_window: int = 0
     why_no_speculation: str = "this model cannot roll back its state"
+
+    def loaded_reach(self, length: int) -> int:
+        """The shortest length but 0 to which a text can be shortened whose state of `length` tokens was loaded."""
+        return length if 0 < self.state_window < length else 0
 
     @property
     def can_speculate(self) -> bool:

@@ -50,12 +50,13 @@ class ParkedStates:
 
         Each only where it saves more time than the copy takes. Where it fails, tokens are read again instead.
         """
-        can_rollback = live.engine.facts.can_rollback
+        facts = live.engine.facts
+        can_rollback = facts.can_rollback
         held = live.reusable_length(wanted_ids)
         found, most = None, held
         for parked in self._states:
-            shared = shared_prefix(parked.token_ids, wanted_ids)
-            if shared > most and (can_rollback or shared == parked.token_ids.size):
+            shared, size = shared_prefix(parked.token_ids, wanted_ids), parked.token_ids.size
+            if shared > most and (shared == size or (can_rollback and shared >= facts.loaded_reach(size))):
                 found, most = parked, shared
         if _pays(live.length - held, live.length):
             self.park(live)

@@ -180,6 +180,12 @@ class RemoteEngine(Engine):
             self._call("rollback", to_length, sequence, sequences=(sequence,))
         self._hold(sequence, self._ids[sequence][:to_length])
 
+    def reachable(self, to_length: int, sequence: int = 0) -> int:
+        if not self.facts.state_window or self._process is None or sequence in self._unread:
+            return super().reachable(to_length, sequence)
+        found: int = self._call("reachable", to_length, sequence)
+        return found
+
     def keep_path(self, rows: tuple[int, ...], sequence: int = 0) -> None:
         self._require_open()
         part, path = self._book.chosen(rows, sequence)

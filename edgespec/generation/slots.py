@@ -72,8 +72,8 @@ class Slots:
 
         found = max(self._free(request.options), key=lambda slot: (kept(slot), -slot.latest_use))
         own = kept(found)
-        source = max(self._all, key=lambda slot: slot.sequence.shared_length(prompt_ids))
-        shared = source.sequence.shared_length(prompt_ids)
+        source = max(self._all, key=kept)
+        shared = kept(source)
         if shared >= own + LEAST_TOKENS and found.sequence.engine.facts.can_rollback:
             found.sequence.adopt_prefix(source.sequence, shared)
         self._clear_idle(found)

@@ -2,7 +2,9 @@
 
 A cache of keys and values is shortened by dropping cells. A running state (`running_state`) is not: it can drop the
 last rows of a pass where the library has snapshots of it, and return to copies of it at lengths that a caller chose. A
-draft model returns to the text that is certain with one, and a conversation to the end of its last question.
+draft model returns to the text that is certain with one, and a conversation to the end of its last question. Layers
+with a sliding window keep all their cells, but llama.cpp saves only those in the window: a text that was loaded can be
+continued, not shortened.
 """
 
 from __future__ import annotations
@@ -54,15 +56,23 @@ class CachedTexts:
     def __init__(self, cells: Cells, book: SequenceBook) -> None:
         self._cells, self._book = cells, book
         self._checkpoints = Checkpoints()
+        self._least: dict[int, int] = {}  # by sequence, the length below which a loaded text lacks cells
 
     def rollback(self, to_length: int, sequence: int, facts: EngineFacts) -> None:
         """Shorten a sequence. Raises BatchError for a length that it has not, CapabilityError as `Engine.rollback`."""
         length = self._book.lengths[sequence]
         self._book.check_rollback(to_length, sequence)
+        if 0 < to_length < (least := self._least.get(sequence, 0)):
+            raise CapabilityError(
+                f"a saved state of a {facts.architecture} model holds the last {facts.state_window} tokens of layers "
+                f"with a sliding window; this one, loaded with {least} tokens, cannot be rolled back to {to_length}: "
+                "roll back to 0"
+            )
         droppable = self._droppable(sequence, facts)
         was_tree = self._book.forget_last(sequence)
         self._checkpoints.shorten(to_length, sequence)
         if to_length == 0:
+            self._least.pop(sequence, None)
             if length or was_tree or not facts.can_rollback:
                 self._cells.forget(sequence)
         elif to_length == length and not was_tree:
@@ -92,6 +102,8 @@ class CachedTexts:
 
     def reachable(self, to_length: int, sequence: int, facts: EngineFacts) -> int:
         """The longest length up to `to_length` that `rollback` can shorten a sequence to."""
+        if to_length < self._least.get(sequence, 0):
+            return 0
         dropped = self._book.lengths[sequence] - to_length
         if facts.can_rollback or 0 <= dropped <= self._droppable(sequence, facts):
             return to_length
@@ -105,14 +117,17 @@ class CachedTexts:
             self._book.forget_last(destination)
             self._cells.fork(source, destination)
             self._checkpoints.fork(source, destination)
+            self._least[destination] = self._least.get(source, 0)
 
     def save(self, sequence: int) -> tuple[bytes, int]:
         """A sequence's state and length. Raises BatchError while it holds an unsettled tree."""
         self._book.check_settled(sequence)
         return self._cells.save(sequence), self._book.lengths[sequence]
 
-    def load(self, state: bytes | memoryview, length: int, sequence: int) -> None:
+    def load(self, state: bytes | memoryview, length: int, sequence: int, facts: EngineFacts) -> None:
         """Give a sequence the `state` of one of `length` tokens. Raises StateError as `Cells.load`."""
         self._book.forget_last(sequence)
         self._checkpoints.shorten(0, sequence)
+        self._least.pop(sequence, None)
         self._cells.load(state, length, sequence)
+        self._least[sequence] = facts.loaded_reach(length)

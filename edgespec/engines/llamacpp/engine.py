@@ -341,7 +341,7 @@ class LlamaCppEngine(Engine):
         self._require_open()
         self._book.check(sequence)
         payload, length = self._stamp.unwrap(state, self.facts.context_length)
-        self._texts.load(payload, length, sequence)
+        self._texts.load(payload, length, sequence, self.facts)
 
     @property
     def most_branches(self) -> int:

@@ -38,6 +38,7 @@ def read_facts(model: Any, context: Any, settings: ContextSettings) -> EngineFac
         can_rollback=can_rollback,
         rollback_rows=0 if can_rollback else int(llama.llama_n_rs_seq(context)),
         has_checkpoints=settings.keeps_state,
+        state_window=int(llama.llama_model_n_swa(model)),
         can_tree=can_rollback and settings.max_branches > 0,
         weight_bytes=int(llama.llama_model_size(model)),
         kv_bytes_per_token=0,

@@ -50,7 +50,7 @@ class ModelOpener:
             has_mtp=self.has_mtp,
         )
         settings = settings.with_state() if keeps_running_state(model) else replace(settings, snapshots=0)
-        if self._has_streams(settings):
+        if self._has_streams(settings, has_window=library().llama_model_n_swa(model) > 0):
             settings = replace(settings, max_branches=0, streams=True)
         cancel = CancelFlag()
         try:
@@ -61,10 +61,11 @@ class ModelOpener:
             library().llama_model_free(model)
             raise
 
-    def _has_streams(self, settings: ContextSettings) -> bool:
+    def _has_streams(self, settings: ContextSettings, *, has_window: bool) -> bool:
+        """In cells that sequences share llama.cpp may overwrite those behind a window, to which a rollback returns."""
         if settings.max_sequences == 1 or settings.keeps_state:
             return False
-        return not settings.max_branches or will_be_reproducible(self.path, settings)
+        return has_window or not settings.max_branches or will_be_reproducible(self.path, settings)
 
 
 def checked_target(path: Path) -> GgufHeader:

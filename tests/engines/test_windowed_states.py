@@ -1,0 +1,117 @@
+"""Layers with a sliding window: llama.cpp saves only the cells in it, so a loaded text cannot be shortened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("gguf", reason="makes the model with the package gguf: scripts/run.py install export")
+pytest.importorskip("llama_cpp", reason="llama.cpp is not installed")
+
+import edgespec
+from edgespec import GenerateOptions, Sampling
+from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.sequence import CachedSequence
+from edgespec.errors import CapabilityError
+from edgespec.export.gguf import convert
+from edgespec.types import Batch, TokenIds
+from tiny_checkpoints import write_checkpoint
+
+WINDOW, SIZE = 16, 300
+GREEDY = Sampling(temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("windowed")
+    source = write_checkpoint(folder / "source", "gemma3", sliding_window=WINDOW, max_position_embeddings=512)
+    convert(source, folder / "windowed.gguf", "f32")
+    return folder / "windowed.gguf"
+
+
+@pytest.fixture
+def engine(windowed: Path) -> Iterator[LlamaCppEngine]:
+    with LlamaCppEngine.load(windowed, context_length=256, threads=1, max_sequences=2, reproducible=False) as found:
+        yield found
+
+
+def text(seed: int, length: int) -> TokenIds:
+    return np.random.default_rng(seed).integers(10, SIZE, length).astype(np.int32)
+
+
+def test_a_loaded_text_is_continued_and_not_shortened(engine: LlamaCppEngine):
+    ids = text(0, 60)
+    assert engine.facts.state_window == WINDOW
+    engine.forward(Batch.chain(ids[:48]))
+    state = engine.save_state()
+    wanted = engine.forward(Batch.chain(ids[48:])).copy()
+    assert engine.reachable(20) == 20
+    engine.load_state(state)
+    assert np.array_equal(engine.forward(Batch.chain(ids[48:])), wanted)
+    assert [engine.reachable(length) for length in (60, 50, 48, 47, 20, 0)] == [60, 50, 48, 0, 0, 0]
+    engine.rollback(50)
+    assert np.array_equal(engine.forward(Batch.chain(ids[50:])), wanted[2:])
+    with pytest.raises(CapabilityError, match=r"last 16 tokens .* loaded with 48 tokens, cannot be rolled back to 20"):
+        engine.rollback(20)
+    assert engine.length() == 60
+    engine.rollback(0)
+    engine.forward(Batch.chain(ids))
+    assert engine.reachable(20) == 20
+
+
+def test_a_text_within_the_window_is_whole(engine: LlamaCppEngine):
+    ids = text(1, 40)
+    engine.forward(Batch.chain(ids[:WINDOW]))
+    state = engine.save_state()
+    engine.load_state(state, 1)
+    assert engine.reachable(3, 1) == 3
+    wanted = engine.forward(Batch.chain(ids[WINDOW:])).copy()
+    engine.rollback(3, 1)
+    assert np.array_equal(engine.forward(Batch.chain(ids[3:], sequence=1))[WINDOW - 3 :], wanted)
+
+
+def test_a_copy_of_a_loaded_text_is_as_incomplete(engine: LlamaCppEngine):
+    engine.forward(Batch.chain(text(2, 48)))
+    engine.load_state(engine.save_state(), 1)
+    engine.fork(1, 0)
+    assert engine.reachable(20, 0) == 0
+    other = CachedSequence(engine, 0)
+    assert other.length == 0 and engine.reachable(0, 0) == 0
+
+
+def test_sequences_have_cells_of_their_own_although_trees_are_wanted(windowed: Path):
+    """In shared cells llama.cpp overwrites those behind a window; a rollback may return to them."""
+    with LlamaCppEngine.load(
+        windowed, context_length=128, threads=1, max_sequences=2, max_branches=2, reproducible=False
+    ) as engine:
+        assert engine.most_branches == 0
+        ids = text(3, 100)
+        for sequence in (0, 1):
+            engine.forward(Batch.chain(ids[:60], sequence=sequence))
+        wanted = engine.forward(Batch.chain(ids[60:80], sequence=1)).copy()
+        engine.rollback(0, 0)
+        for start in range(80, 100, 2):
+            engine.forward(Batch.chain(ids[start : start + 2], sequence=1))
+        engine.rollback(60, 1)
+        assert np.array_equal(engine.forward(Batch.chain(ids[60:80], sequence=1)), wanted)
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_a_conversation_that_was_left_and_edited_is_answered_as_a_new_one(windowed: Path, parallel: int):
+    """A text that was parked for another one comes back without what lies behind its windows."""
+    with edgespec.load(str(windowed), parallel=parallel, context_length=256, reproducible=True) as model:
+        first, other = list(map(int, text(4, 120))), list(map(int, text(5, 120)))
+        edited = first[:80] + list(map(int, text(6, 30)))
+        options = GenerateOptions(max_tokens=8, ignore_eos=True)
+        wanted = {}
+        for name, ids in (("first", first), ("edited", edited)):
+            model.forget()
+            wanted[name] = model.generate(ids, GREEDY, options)
+        model.forget()
+        for name, ids in (("first", first), ("", other), ("edited", edited), ("", other), ("first", first)):
+            found = model.generate(ids, GREEDY, options)
+            if name:
+                assert (found.token_ids, found.logprobs) == (wanted[name].token_ids, wanted[name].logprobs), name
