@@ -11,8 +11,7 @@ pytest.importorskip("gguf", reason="makes the models with the package gguf: scri
 
 from edgespec.engines import proof
 from edgespec.engines.onnx import OnnxEngine, library
-from edgespec.engines.onnx.caches import end_of_pass, rows_before
-from edgespec.engines.onnx.library import FLASH_OFF
+from edgespec.engines.onnx.edge import FLASH_OFF, end_of_pass, rows_before
 from edgespec.export.gguf import convert
 from edgespec.export.onnx.from_gguf import convert_gguf, open_gguf
 from edgespec.types import Batch, Logits, packed

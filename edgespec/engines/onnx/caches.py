@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.engines.onnx.edge import end_of_pass, rows_before
 from edgespec.engines.onnx.passes import Passes, PassRows, SharedPasses
 from edgespec.engines.rows import SequenceRows
 from edgespec.types import Batch, Logits, TokenIds
@@ -202,13 +203,3 @@ class SeparateCaches(Caches):
         if self._states is not None:
             return self._states
         return self._passes.hidden()[self._shift : self._shift + width]
-
-
-def end_of_pass(base: int, end: int, edge: int) -> int:
-    """Where a pass over the cells from `base` to `end` has to end: at the edge if that lies between them."""
-    return edge if base < edge < end else end
-
-
-def rows_before(base: int, missing: int, edge: int) -> int:
-    """How many of `missing` rows can be the ones before cell `base`: all or none."""
-    return missing if missing <= base and not base - missing < edge <= base else 0

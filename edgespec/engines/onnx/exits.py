@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import EarlyExit
-from edgespec.engines.onnx.caches import SeparateCaches, end_of_pass, rows_before
+from edgespec.engines.onnx.caches import SeparateCaches
+from edgespec.engines.onnx.edge import end_of_pass, rows_before
 from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.onnx.library import Device
 from edgespec.engines.onnx.partition import HIDDEN_IN, HIDDEN_OUT, partition

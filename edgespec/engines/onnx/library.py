@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.engines.machine import products_saturate
+from edgespec.engines.onnx.edge import without_flash
 from edgespec.engines.onnx.plugins import failures, is_software, plugin_devices
 from edgespec.engines.onnx.unsigned import Weights, make_unsigned
 from edgespec.errors import Cancelled, CapabilityError, ConfigError, EngineError, ModelFileError
@@ -30,8 +30,6 @@ PROVIDERS = {
 }
 ERRORS_ONLY = 3
 _TRIED_SIZE = 64
-FLASH_OFF = "ORT_GQA_DISABLE_FLASH_ATTENTION"
-_plain_lock, _num_plain = threading.Lock(), 0
 
 
 @cache
@@ -95,12 +93,12 @@ class Device:
 
 
 def open_session(
-    graph: bytes, folder: Path, *, threads: int, provider: str, spins: bool = True, plain_attention: bool = False
+    graph: bytes, folder: Path, *, threads: int, provider: str, spins: bool = True, flash: bool = True
 ) -> tuple[Any, Device]:
     """A session of a serialised graph whose weights are in `folder`.
 
-    `provider` "auto" takes the best one that is installed and works; `spins`: see `waiting`; `plain_attention`: without
-    flash attention on the CPU, see `OnnxSettings.edge`.
+    `provider` "auto" takes the best one that is installed and works; `spins`: see `waiting`; `flash` False: without
+    flash attention on the CPU, see `edge`.
 
     Raises ConfigError for an unknown name, CapabilityError for one that is not installed or lacks an operator of this
     model, ModelFileError for a bad model.
@@ -120,32 +118,12 @@ def open_session(
         )
     for name in (provider,) if provider != "auto" else filter(_is_hardware, installed):
         try:
-            with _plain_attention() if plain_attention else nullcontext():
+            with nullcontext() if flash else without_flash():
                 return _open(graph, folder, threads, name, spins=spins), Device(name, PROVIDERS[name][1])
         except CapabilityError:
             if provider != "auto":
                 raise
     raise AssertionError("the CPU raises ModelFileError, never CapabilityError")
-
-
-@contextmanager
-def _plain_attention() -> Iterator[None]:
-    """GroupQueryAttention without flash attention in the sessions that are made; others made meanwhile have none too.
-
-    ONNX Runtime has no option for that but a variable of the environment. It is set for good, and only its value
-    changes later: another thread may read the environment, which must not move then.
-    """
-    global _num_plain
-    with _plain_lock:
-        _num_plain += 1
-        os.environ[FLASH_OFF] = "1"
-    try:
-        yield
-    finally:
-        with _plain_lock:
-            _num_plain -= 1
-            if not _num_plain:
-                os.environ[FLASH_OFF] = "0"
 
 
 def _is_hardware(name: str) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from edgespec.engines.machine import physical_cores
+from edgespec.engines.onnx.edge import edge_of
 from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.widths import MAX_PADDED_WIDTH
 from edgespec.errors import ConfigError, ModelFileError
@@ -15,7 +16,6 @@ from edgespec.formats.hub_folder import read_json
 DEFAULT_CONTEXT = 4096
 LOGITS_BYTES = 32 << 20
 CACHE_TYPES = ("f32", "int8")
-EDGE, VALUES_AT_ONCE = 64, 128  # of ONNX Runtime's products, see `OnnxSettings.edge`
 FIRST = 1  # the first cell that is used of a cache that sequences share
 # What an engine is loaded with unless its caller says otherwise.
 MAX_BATCH, WIDEST = 512, 63
@@ -156,11 +156,5 @@ class OnnxSettings:
 
     @property
     def edge(self) -> int:
-        """The cell that no pass may go across in reproducible mode, or 0.
-
-        Queries and keys are multiplied 128 values of a head at a time, but all of them at once where a text has no more
-        than 64 cells, which rounds otherwise. So if heads are wider, the first 64 rows would have other bits in a pass
-        that ends behind them. Flash attention counts these cells anew in each of its blocks, whose size depends on the
-        processor's caches: sessions are made without it then.
-        """
-        return EDGE if self.reproducible and self.head_size > VALUES_AT_ONCE else 0
+        """The cell that no pass may go across (see the module `edge`), 0 outside reproducible mode."""
+        return edge_of(self.head_size) if self.reproducible else 0

@@ -95,7 +95,7 @@ def open_sessions(graph: Graph, folder: Path, settings: OnnxSettings) -> tuple[S
             threads=settings.threads,
             provider=settings.provider,
             spins=spins,
-            plain_attention=settings.edge > 0,
+            flash=not settings.edge,
         )
 
     started_s = perf_counter()
