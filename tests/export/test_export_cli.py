@@ -65,7 +65,7 @@ def test_a_pair_is_made_and_runs(tmp_path):
     result = export(source, output, "--draft", DRAFT, "--quant", "q4_0", "--draft-quant", "q8_0", "--no-check")
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[0] == str(output)
-    assert f"edgespec generate {output}" in result.stdout
+    assert f"edgespec chat {output}" in result.stdout
     assert "not compared with its source" in result.stdout
     pair = read_pair(output)
     assert (pair.name, pair.licence, pair.context_length) == ("Demo-8M", "cc-by-sa-4.0", 2048)
