@@ -57,7 +57,7 @@ def _is_useful(draft: Candidate) -> bool:
 
 def _commands(aim: Aim, target: str, best: Candidate | None) -> list[str]:
     get = [] if aim.file is not None else [f"edgespec pull {target}"]
-    run = run_command(target, aim.file) if aim.file else f"edgespec chat {shlex.quote(target)}"
+    run = run_command(target, aim.file)
     if best is None or (best.is_here and best.path == aim.own_draft):
         return [*get, run]
     if not get and not best.is_here:

@@ -9,9 +9,10 @@ from edgespec.formats.manifest import ModelFile
 from edgespec.loading.opening import has_chat_template
 
 
-def run_command(name: str, target: ModelFile) -> str:
-    """`name`: how the user names the model of the file `target`."""
-    return f"edgespec chat {_quoted(name)}" if has_chat_template(target) else continue_command(name)
+def run_command(name: str, target: ModelFile | None) -> str:
+    """`name`: how the user names the model of the file `target`; without a file it is taken for one that chats."""
+    chats = target is None or has_chat_template(target)
+    return f"edgespec chat {_quoted(name)}" if chats else continue_command(name)
 
 
 def continue_command(name: str) -> str:

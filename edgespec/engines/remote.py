@@ -15,7 +15,8 @@ from typing import Any, NoReturn, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.base import Engine, EngineFacts, check_batch, check_threads
+from edgespec.engines.base import Engine, EngineFacts, check_threads
+from edgespec.engines.checks import check_batch
 from edgespec.engines.envelope import StateStamp
 from edgespec.engines.llamacpp.devices import require_rpc
 from edgespec.engines.llamacpp.rpc_probe import ask_all

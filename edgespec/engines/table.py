@@ -15,7 +15,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.base import Engine, EngineFacts, check_batch
+from edgespec.engines.base import Engine, EngineFacts
+from edgespec.engines.checks import check_batch
 from edgespec.errors import BatchError, Cancelled, CapabilityError, EngineError, PromptError, StateError
 from edgespec.types import NO_PARENT, Batch, Logits
 from edgespec.vocabulary import Vocabulary

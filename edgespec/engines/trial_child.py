@@ -25,7 +25,7 @@ from time import monotonic
 from typing import IO, NoReturn
 
 from edgespec.closing import Closing
-from edgespec.engines.base import fault_of
+from edgespec.engines.checks import fault_of
 from edgespec.engines.machine import has_address_limit
 from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.gguf.head_reader import head_kind_of

@@ -34,9 +34,9 @@ VOCABULARY, TOKEN_IDS, PROBE_IDS, PROBE_STATES = "vocabulary", "token_ids", "pro
 FREQUENT = "frequent"
 PROJECT = "project"
 EMBEDDING = "embedding"
-# What numpy, zipfile and its decompressors raise on damaged bytes. Less obvious ones: RuntimeError of an archive marked
-# as encrypted, and as NotImplementedError of an unknown compression; TypeError of a bare array, which is no archive;
-# AttributeError of an entry that is no array; MemoryError of a shape that cannot be.
+# What numpy, zipfile and its decompressors raise on damaged bytes. Less obvious ones: RuntimeError, by zipfile, of an
+# archive marked as encrypted or, in a subclass, of a compression that it does not know; TypeError of a bare array,
+# which is no archive; AttributeError of an entry that is no array; MemoryError of a shape that cannot be.
 UNREADABLE_NPZ = (
     *(OSError, ValueError, KeyError, EOFError, RuntimeError, TypeError, AttributeError, MemoryError),
     *(zipfile.BadZipFile, zlib.error, lzma.LZMAError),

@@ -191,7 +191,7 @@ def test_missing_matplotlib_names_the_extra(pair, monkeypatch, tmp_path):
     assert not (tmp_path / "plots").exists()
 
 
-@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+@pytest.mark.skipif(os.name == "nt", reason="Windows cannot send such a signal to one child")
 def test_an_interrupted_run_prints_what_is_done_and_goes_on(pair, prompts, tmp_path):
     journal = tmp_path / "run.jsonl"
     arguments = [
@@ -225,7 +225,7 @@ def test_an_interrupted_run_prints_what_is_done_and_goes_on(pair, prompts, tmp_p
     assert journal.read_text().splitlines()[: len(lines)] == lines
 
 
-@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+@pytest.mark.skipif(os.name == "nt", reason="Windows cannot send such a signal to one child")
 def test_a_killed_run_goes_on(pair, prompts, tmp_path):
     journal = tmp_path / "run.jsonl"
     arguments = [*pair, "-n", "24", "--temp", "0", "--prompts", str(prompts), "--resume", str(journal)]

@@ -36,7 +36,7 @@ DEMO = ROOT / "models" / "demo"
 SCRIPT = ROOT / "scripts" / "lab" / "bench_peers.py"
 PLAIN = {"variant": "plain", "threads": 1}
 REQUEST = Request((5, 6, 7), 4, settings=PLAIN)
-posix_only = pytest.mark.skipif(os.name != "posix", reason="signals and groups of processes")
+posix_only = pytest.mark.skipif(os.name != "posix", reason="only POSIX has process groups to signal")
 
 
 class EchoPeer(Peer):

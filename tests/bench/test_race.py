@@ -43,7 +43,7 @@ from edgespec.types import RoundRecord, Stats, TokenEvent
 
 GREEDY = Sampling(temperature=0.0)
 FEW = GenerateOptions(max_tokens=24)
-POSIX = pytest.mark.skipif(os.name == "nt", reason="signals and terminals of POSIX")
+POSIX = pytest.mark.skipif(os.name == "nt", reason="Windows has neither signals for one child nor pseudo terminals")
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

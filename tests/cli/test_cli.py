@@ -27,7 +27,7 @@ STATS_KEYS = {
     *("mean_accepted_length", "tokens_per_second", "prefill_s", "draft_s", "verify_s", "overhead_s", "wall_s"),
     *("peak_rss_bytes", "planned_bytes"),
 }
-POSIX = pytest.mark.skipif(os.name == "nt", reason="signals and terminals of POSIX")
+POSIX = pytest.mark.skipif(os.name == "nt", reason="Windows has neither signals for one child nor pseudo terminals")
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -296,7 +296,7 @@ def test_a_closed_pipe_is_not_an_error(pair):
     assert "Exception" not in said
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full to stand for a full disk")
 def test_a_full_disk_is_one_line(pair):
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(

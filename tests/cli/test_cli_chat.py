@@ -23,7 +23,7 @@ from edgespec.cli.slash import COMMANDS
 from edgespec.errors import PromptError
 from tiny_gguf import Shape, write_model
 
-POSIX = pytest.mark.skipif(os.name == "nt", reason="signals and terminals of POSIX")
+POSIX = pytest.mark.skipif(os.name == "nt", reason="Windows has neither signals for one child nor pseudo terminals")
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo terminals")
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo terminals in Python")
 COLUMNS = 80
 
 

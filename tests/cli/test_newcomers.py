@@ -113,7 +113,7 @@ def test_a_file_without_its_suffix_is_found(folder: Path, monkeypatch: pytest.Mo
     assert "did you mean 'tiny.gguf'?" in refused("generate", "demo", "-md", "tiny", "-p", "hi")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="links need a right there")
+@pytest.mark.skipif(sys.platform == "win32", reason="making links needs a privilege on Windows")
 @pytest.mark.parametrize("is_folder", [True, False])
 def test_a_model_of_the_hubs_cache_can_be_added(folder: Path, is_folder: bool) -> None:
     """There a file has its name as a link, and its contents are called by their hash."""
@@ -290,7 +290,7 @@ def test_a_budget_that_is_too_small_is_to_be_larger() -> None:
     assert refused("generate", "demo", "-p", "x", "--memory", "8").endswith("or a larger --memory")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="it has no such pipes")
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGPIPE, which ends a process with 141")
 def test_a_table_that_nobody_reads_to_its_end_leaves_as_other_output_does() -> None:
     ls = subprocess.Popen([sys.executable, "-m", "edgespec", "ls"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert ls.stdout is not None

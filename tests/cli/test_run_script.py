@@ -325,7 +325,7 @@ def test_help_needs_no_setup():
     assert "scripts/run.py chat" in done.stdout
 
 
-@pytest.mark.skipif(os.name == "nt", reason="execs on POSIX only")
+@pytest.mark.skipif(os.name == "nt", reason="on Windows the script waits for a child instead of exec")
 def test_commands_reach_the_package_and_tests_reach_pytest(script, monkeypatch):
     calls: list[list[str]] = []
     monkeypatch.setattr(script, "is_ready", lambda extras: True)

@@ -201,7 +201,7 @@ def test_a_missing_matplotlib_names_the_extra(target_path, tmp_path, monkeypatch
     assert install_command("bench") in result.stderr
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot send such a signal to one child")
 def test_an_interrupt_keeps_earlier_measurements(target_path, private_home):
     run("calibrate", str(target_path), "--passes", "2", "--contexts", "16")
     kept = cost_files(private_home)

@@ -442,7 +442,7 @@ def test_bad_input_is_one_line(target_path, arguments, said):
     assert not profile_path(str(target_path)).is_file()
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot send such a signal to one child")
 def test_an_interrupt_writes_no_profile(target_path):
     arguments = [sys.executable, "-m", "edgespec", "tune", str(target_path), "-n", "1000", "--max-prompts", "8"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -31,7 +31,7 @@ def test_contents_replace_a_file_and_leave_nothing_else(tmp_path: Path) -> None:
     assert names(tmp_path) == ["a"]
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="modes are a POSIX matter")
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no permission bits")
 def test_a_file_is_private_only_when_asked(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
@@ -179,7 +179,7 @@ def test_xdg_folders_are_honoured(kind: str) -> None:
     assert user_folder(kind, {f"XDG_{kind.upper()}_HOME": "/x"}) == Path("/x/edgespec")  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems have other folders")
+@pytest.mark.skipif(sys.platform != "linux", reason="checks the folders of Linux")
 def test_the_folders_of_linux_stay_where_they_have_always_been(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("CONFIG", "DATA", "STATE", "CACHE"):
         monkeypatch.delenv(f"XDG_{kind}_HOME", raising=False)

@@ -15,7 +15,7 @@ from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.engines import disk_cache
 from edgespec.engines import disk_cache as measurements
-from edgespec.engines.base import fault_of
+from edgespec.engines.checks import fault_of
 from edgespec.engines.disk_cache import (
     a_list,
     a_record,

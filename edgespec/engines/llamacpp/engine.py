@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.closing import closed_on_failure
-from edgespec.engines.base import Engine, EngineFacts, check_batch, check_threads
+from edgespec.engines.base import Engine, EngineFacts, check_threads
+from edgespec.engines.checks import check_batch
 from edgespec.engines.envelope import StateStamp
 from edgespec.engines.held import HeldFiles
 from edgespec.engines.llamacpp.cached_texts import CachedTexts

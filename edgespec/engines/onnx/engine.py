@@ -14,7 +14,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.base import EarlyExit, Engine, EngineFacts, check_batch, check_threads
+from edgespec.engines.base import EarlyExit, Engine, EngineFacts, check_threads
+from edgespec.engines.checks import check_batch
 from edgespec.engines.envelope import StateStamp
 from edgespec.engines.held import HeldFiles
 from edgespec.engines.onnx.caches import Caches, SeparateCaches

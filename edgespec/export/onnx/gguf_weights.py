@@ -97,7 +97,7 @@ class GgufWeights:
         try:
             kind = gguf.GGMLQuantizationType[tensor.kind]
             found: NDArray[np.float32] = gguf.quants.dequantize(raw, kind)
-        except (NotImplementedError, KeyError) as exc:  # gguf can only name the type; no such type
+        except (NotImplementedError, KeyError) as exc:  # raised by gguf: it has no decoder, or not even the name
             raise ModelFileError(
                 f"{self._path} holds {tensor.name} as {tensor.kind}, which the package gguf cannot decode: take a file "
                 "of another type, such as Q8_0 or Q4_K_M"

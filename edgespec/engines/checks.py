@@ -1,0 +1,51 @@
+"""What every engine checks: a batch before its pass, and the logits of the first one for damaged weights."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from edgespec.engines.base import EngineFacts
+from edgespec.errors import BatchError, ContextFull
+from edgespec.types import NO_PARENT, Batch, Logits
+
+
+def check_batch(batch: Batch, facts: EngineFacts, vocabulary_size: int, lengths: list[int]) -> None:
+    """Raises BatchError or ContextFull for what no engine accepts; `lengths` of the sequences now."""
+    width = batch.width
+    if width == 0:
+        raise BatchError("a batch needs at least one row")
+    if width > facts.max_batch:
+        raise BatchError(f"a batch of {width} rows was given, this engine takes at most {facts.max_batch}")
+    if not (batch.parents.size == batch.sequences.size == batch.outputs.size == width):
+        raise BatchError("a batch needs one parent, sequence and output flag per row")
+    low, high = int(batch.token_ids.min()), int(batch.token_ids.max())
+    if low < 0 or high >= vocabulary_size:
+        raise BatchError(f"token id {low if low < 0 else high} is outside the vocabulary 0..{vocabulary_size - 1}")
+    if not batch.outputs.any():
+        raise BatchError("a batch needs at least one row with logits")
+    for row, (parent, sequence) in enumerate(zip(batch.parents.tolist(), batch.sequences.tolist(), strict=True)):
+        if not 0 <= sequence < facts.max_sequences:
+            raise BatchError(f"row {row} names sequence {sequence}, this engine has 0..{facts.max_sequences - 1}")
+        if parent >= row or parent < NO_PARENT:
+            raise BatchError(f"row {row} follows row {parent}, which does not come before it")
+        if parent >= 0 and int(batch.sequences[parent]) != sequence:
+            raise BatchError(f"row {row} of sequence {sequence} follows a row of another sequence")
+    for sequence in set(batch.sequences.tolist()):
+        rows = int((batch.sequences == sequence).sum())
+        if lengths[sequence] + rows > facts.context_length:
+            raise ContextFull(
+                f"sequence {sequence} holds {lengths[sequence]} tokens; {rows} more do not fit the context of "
+                f"{facts.context_length}. Give a larger --ctx-size or a shorter prompt"
+            )
+
+
+def fault_of(logits: Logits) -> str:
+    """What is wrong with the logits [rows, vocabulary] of a few different tokens; empty when nothing is.
+
+    Weights that are all zero load without an error and give every token the same score.
+    """
+    if not np.isfinite(logits).all():
+        return "its logits are not numbers"
+    if logits.shape[1] > 1 and (logits.max(axis=1) == logits.min(axis=1)).any():
+        return "it gives every token the same score, as weights that are all zero do"
+    return ""
