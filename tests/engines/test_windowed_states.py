@@ -13,7 +13,9 @@ pytest.importorskip("llama_cpp", reason="llama.cpp is not installed")
 
 import edgespec
 from edgespec import GenerateOptions, Sampling
+from edgespec.engines.footprint import Use
 from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp.footprint import footprint
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError
 from edgespec.export.gguf import convert
@@ -115,3 +117,9 @@ def test_a_conversation_that_was_left_and_edited_is_answered_as_a_new_one(window
             found = model.generate(ids, GREEDY, options)
             if name:
                 assert (found.token_ids, found.logprobs) == (wanted[name].token_ids, wanted[name].logprobs), name
+
+
+def test_the_plan_gives_every_text_cells_of_its_own(windowed: Path):
+    with_trees, without = (footprint(windowed, Use(100, sequences=2, has_branches=trees)) for trees in (True, False))
+    one = footprint(windowed, Use(100))
+    assert with_trees.cache == without.cache == 2 * one.cache

@@ -81,8 +81,8 @@ def footprint(path: Path, use: Use) -> Footprint:
     )
     if (state := RunningState.of(header)) is not None:
         settings = replace(settings, snapshots=state.snapshots_for(use.speculates)).with_state()
-    elif use.sequences > 1 and not use.gpu_layers and not use.has_branches:
-        settings = replace(settings, streams=True)
+    elif use.sequences > 1 and (_has_window(header) or (not use.gpu_layers and not use.has_branches)):
+        settings = replace(settings, max_branches=0, streams=True)
     cells = -(-settings.cells // CELLS_MULTIPLE) * CELLS_MULTIPLE
     _check_cache(path, header, kinds)
     cache = int(sum(count * CACHE_BYTES[kind] for count, kind in zip(shape.kv, kinds, strict=True)) * cells)
@@ -112,6 +112,11 @@ def footprint(path: Path, use: Use) -> Footprint:
         context_length=context,
         sequences=use.sequences,
     )
+
+
+def _has_window(header: GgufHeader) -> bool:
+    """Some architectures ignore it and share cells all the same, which takes a little less."""
+    return _largest(header, "attention.sliding_window") > 0
 
 
 def _mtp_bytes(shape: Shape, context: int) -> int:
