@@ -5,6 +5,9 @@ get the same token ids, so tokenizer errors and weight errors are detected separ
 
 Limits by quantisation, on the probe texts (`tokens.PROBE_TEXTS`). Top-1 agreement counts only positions where the
 reference's best logit leads by a tenth of the logits' standard deviation, since any rounding may change a near-tie.
+Agreement and KL leave out each text's first token: where a model has no begin-of-text token, it becomes the attention
+sink, whatever it is, and what a model makes of it alone is used by nobody. llama.cpp is off by 3 to 9 nats there on
+Qwen2.5-Coder 1.5B Q4_K_M, and by .02 elsewhere.
 
 | types                        | largest difference / std | top-1 agreement | mean KL, nats |
 |------------------------------|--------------------------|-----------------|---------------|
@@ -156,8 +159,13 @@ def blocks_of_logits(engine: Engine, token_ids: NDArray[np.int32]) -> Iterator[N
 
 def _compare_blocks(reference: Reference, found: Iterator[NDArray[np.float32]]) -> Comparison:
     spread = _spread(reference.logits)
-    wanted = (rows[start : start + BLOCK] for rows in reference.logits for start in range(0, len(rows), BLOCK))
-    return _summed([_compare_rows(rows, others, spread) for rows, others in zip(wanted, found, strict=True)])
+    wanted = (
+        (rows[start : start + BLOCK], int(start == 0 and len(rows) > 1))
+        for rows in reference.logits
+        for start in range(0, len(rows), BLOCK)
+    )
+    both = zip(wanted, found, strict=True)
+    return _summed([_compare_rows(rows, others, spread, begins) for (rows, begins), others in both])
 
 
 def compare_head(reference: FeatureHead, target: Engine, path: Path) -> Comparison:
@@ -192,15 +200,17 @@ def _summed(blocks: Sequence[Rows]) -> Comparison:
         num_tokens=differences.size,
         max_difference=float(differences.max()),
         top1_agreement=float(agreed.mean()) if agreed.size else 1.0,
-        mean_kl=float(divergences.mean()),
+        mean_kl=float(divergences.mean()) if divergences.size else 0.0,
     )
 
 
-def _compare_rows(wanted: NDArray[np.float32], found: NDArray[np.float32], spread: float) -> Rows:
-    """Per row: largest difference [n], KL divergence [n]; per row with a clear lead: is the best token equal."""
+def _compare_rows(wanted: NDArray[np.float32], found: NDArray[np.float32], spread: float, left_out: int = 0) -> Rows:
+    """Largest difference per row [n]; without the first `left_out` rows KL divergence, and whether the best token is
+    equal, where it has a clear lead."""
     width = min(found.shape[1], wanted.shape[1])  # either may be padded
     found, wanted = found[:, :width], wanted[:, :width]
     difference = np.abs(found - wanted).max(axis=1) / spread
+    found, wanted = found[left_out:], wanted[left_out:]
     p, q = _log_softmax(wanted), _log_softmax(found)
     second, best = np.partition(wanted, -2, axis=1)[:, -2:].T
     agrees = found.argmax(axis=1) == wanted.argmax(axis=1)

@@ -490,7 +490,7 @@ def test_another_begin_of_text_is_refused(tmp_path, reference):
 
 
 def test_a_comparison_adds_up(tmp_path):
-    """Against logits that differ by known amounts: spread 1, one decided row of four flips, KL of two-token rows."""
+    """Against logits that differ by known amounts: two of four rows flip, the first of which is no part of the KL."""
     path = tmp_path / "x.gguf"
     export_gguf(DRAFT, path, "f32")
     ids = np.array([5, 6, 7, 8], np.int32)
@@ -499,13 +499,16 @@ def test_a_comparison_adds_up(tmp_path):
         moved = real.copy()
         top, lowest = int(real[2].argmax()), int(real[2].argmin())
         moved[2, [top, lowest]] = real[2, [lowest, top]]
+        first = [int(real[0].argmax()), int(real[0].argmin())]
+        moved[0, first] = real[0, first[::-1]]
         found = compare(Reference((ids,), (moved,), None, ""), engine)
     softmax = np.exp(real[2].astype(np.float64) - real[2].max())
     softmax /= softmax.sum()
-    wanted_kl = (softmax[top] - softmax[lowest]) * float(real[2, top] - real[2, lowest]) / 4
-    decided = np.diff(np.sort(moved, axis=1)[:, -2:], axis=1)[:, 0] >= 0.1 * moved.std()
+    wanted_kl = (softmax[top] - softmax[lowest]) * float(real[2, top] - real[2, lowest]) / 3
+    decided = np.diff(np.sort(moved[1:], axis=1)[:, -2:], axis=1)[:, 0] >= 0.1 * moved.std()
     assert found.mean_kl == pytest.approx(wanted_kl, rel=1e-5)
-    assert found.max_difference == pytest.approx((real[2, top] - real[2, lowest]) / moved.std(), rel=1e-5)
+    largest = np.ptp(real[[0, 2]], axis=1).max()
+    assert found.max_difference == pytest.approx(largest / moved.std(), rel=1e-5)
     assert found.top1_agreement == pytest.approx(1 - 1 / decided.sum())
 
 
