@@ -34,6 +34,22 @@ class SourceFile:
 
 
 @dataclass(frozen=True, slots=True)
+class Pieces:
+    """The entry's file in `count` Python packages, for a network without the hub. `package` and `path` in it are filled
+    with the number of the piece, from 1; `bytes`: the size of every piece but the last."""
+
+    package: str
+    revision: str
+    path: str
+    count: int
+    bytes: int
+
+    @property
+    def summary(self) -> str:
+        return f"{self.package.format(1)} to {self.count}, version {self.revision}"
+
+
+@dataclass(frozen=True, slots=True)
 class HeadSource:
     """Heads of `kind` for a model: their hub repository, with that of the `target` they were trained on.
 
@@ -67,8 +83,8 @@ class Entry:
 
     `weights`: hub id of the original weights, as vLLM and the like read them; empty: that of `convert`.
     `family`: models of one family have the same vocabulary; `draft`: the entry that drafts for it; `draft_only`: it is
-    no use alone; `quant`: which of the repository's files; `verified`: what was tried here, empty for nothing;
-    `sampling`: what its makers recommend, by names of `Sampling`.
+    no use alone; `quant`: which of the repository's files, in `pieces` elsewhere, too; `verified`: what was tried here,
+    empty for nothing; `sampling`: what its makers recommend, by names of `Sampling`.
     """
 
     name: str
@@ -83,6 +99,7 @@ class Entry:
     revision: str = ""
     quant: str = ""
     files: tuple[SourceFile, ...] = ()
+    pieces: Pieces | None = None
     draft: str = ""
     draft_only: bool = False
     heads: tuple[HeadSource, ...] = ()
@@ -133,4 +150,4 @@ def _with_tables(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of an entry with its lists of tables as dataclasses."""
     kinds: dict[str, Any] = {"files": SourceFile, "heads": HeadSource, "measured": Measured}
     made = {key: tuple(kind(**table) for table in values.get(key, ())) for key, kind in kinds.items()}
-    return {**values, **made}
+    return {**values, **made, "pieces": Pieces(**values["pieces"]) if "pieces" in values else None}

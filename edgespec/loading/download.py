@@ -29,7 +29,7 @@ SPARE_BYTES = 64 << 20  # disk space that a download leaves free
 MOST_FAILURES = 5  # consecutive ones without a byte in between
 MOST_WAIT_S = 120.0  # longest wait that a hub may ask for; a longer one is reported to the user
 _SILENT_FAILURES = 2  # the user is told at this one, as a single one is gone within a second
-_DISK_FIX = "free some space, or set EDGESPEC_MODELS to a folder on another disk"
+DISK_FIX = "free some space, or set EDGESPEC_MODELS to a folder on another disk"
 
 
 def part_of(path: Path, file: HubFile) -> Path:
@@ -52,7 +52,7 @@ def check_disk(folder: Path, num_bytes: int, name: str) -> None:
     if num_bytes and num_bytes + SPARE_BYTES > free:
         raise StateError(
             f"{name} needs {_size(num_bytes)} more on the disk of {folder}, plus {_size(SPARE_BYTES)} kept free; it "
-            f"has {_size(free)}: {_DISK_FIX}"
+            f"has {_size(free)}: {DISK_FIX}"
         )
 
 
@@ -72,15 +72,23 @@ def fetch(repo: str, url: str, path: Path, file: HubFile, on_bytes: OnBytes) -> 
     had_some = is_file(part) and part.stat().st_size > 0
     for _ in range(2 if had_some else 1):  # the leftover may be damaged
         _fill(repo, url, part, path.name, file, on_bytes)
-        if _is_whole(part, file):
-            with write_errors(path, fix=_DISK_FIX):
-                part.replace(path)
-            return described(path, file)
-        part.unlink()
+        if (made := finish(path, file)) is not None:
+            return made
     raise DownloadError(
         f"{file.path} of {repo} does not match the checksum that the hub lists: run the same command again; if that "
         "does not help, a proxy or mirror (HF_ENDPOINT) is changing files"
     )
+
+
+def finish(path: Path, file: HubFile) -> ModelFile | None:
+    """Have `path` hold what was fetched, if that is `file`; else None, and it is removed."""
+    part = part_of(path, file)
+    with write_errors(path, fix=DISK_FIX):
+        if not _is_whole(part, file):
+            part.unlink()
+            return None
+        part.replace(path)
+    return described(path, file)
 
 
 def take(found: Path, path: Path, file: HubFile) -> ModelFile | None:
@@ -88,7 +96,7 @@ def take(found: Path, path: Path, file: HubFile) -> ModelFile | None:
     if not is_file(found) or found.stat().st_size != file.bytes or not _is_whole(found, file):
         return None
     part = part_of(path, file)
-    with write_errors(path, fix=_DISK_FIX):
+    with write_errors(path, fix=DISK_FIX):
         part.unlink(missing_ok=True)
         try:
             os.link(os.path.realpath(found), part)
@@ -155,7 +163,7 @@ def _fill(repo: str, url: str, part: Path, name: str, file: HubFile, on_bytes: O
     """Append to `part` until it has the size of `file`, over as many connections as that takes."""
     patience = Patience(f"{file.path} of {repo}")
     while True:
-        with write_errors(part.parent, fix=_DISK_FIX):
+        with write_errors(part.parent, fix=DISK_FIX):
             have = part.stat().st_size if part.exists() else 0
             if have > file.bytes:
                 part.unlink()
@@ -172,7 +180,7 @@ def _fill(repo: str, url: str, part: Path, name: str, file: HubFile, on_bytes: O
 def _append(repo: str, url: str, part: Path, have: int, name: str, file: HubFile, on_bytes: OnBytes) -> None:
     with hub_errors(repo), open_stream(url, have) as response:
         goes_on = response.status_code == 206 and _begins_at(response.headers.get("Content-Range", ""), have)
-        with write_errors(part, fix=_DISK_FIX):
+        with write_errors(part, fix=DISK_FIX):
             handle = part.open("ab" if goes_on else "wb")
         have = have if goes_on else 0
         with handle:
@@ -185,11 +193,11 @@ def _append(repo: str, url: str, part: Path, have: int, name: str, file: HubFile
                         f"{file.path} of {repo} is longer than the {file.bytes} bytes that the hub lists: run the same "
                         "command again; if that does not help, a proxy or mirror (HF_ENDPOINT) is changing files"
                     )
-                with write_errors(part, fix=_DISK_FIX):
+                with write_errors(part, fix=DISK_FIX):
                     handle.write(chunk)
                     handle.flush()
                 on_bytes(name, have, file.bytes)
-            with write_errors(part, fix=_DISK_FIX):
+            with write_errors(part, fix=DISK_FIX):
                 os.fsync(handle.fileno())
     if have < file.bytes:
         raise ConnectionError(f"the connection ended after {have} of {file.bytes} bytes")

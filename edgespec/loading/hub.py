@@ -75,6 +75,11 @@ def endpoint() -> str:
     return found
 
 
+def is_offline() -> bool:
+    """Whether the user forbids downloads (HF_HUB_OFFLINE)."""
+    return bool(library().constants.HF_HUB_OFFLINE)
+
+
 def describe(repo: str, revision: str) -> HubRepo:
     """What `repo` holds at `revision`. Raises ModelNotFound, DownloadError, Overloaded."""
     hub = library()

