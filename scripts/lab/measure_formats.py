@@ -16,6 +16,7 @@ import random
 import sys
 from collections import defaultdict
 from contextlib import ExitStack
+from itertools import cycle
 from pathlib import Path
 from statistics import mean, stdev
 from time import monotonic
@@ -25,11 +26,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import edgespec
 from edgespec import GenerateOptions, Model, Sampling
+from edgespec.tuning.datasets import library_functions
 from edgespec.types import Stats
 from measure_default import fresh_home, prompts_of
 
 PLAIN, DEFAULT = "plain", "default"
 WARM_TOKENS, MOST_PROMPTS = 8, 1000
+EDIT_CHARACTERS = range(400, 1600)
+EDITS = (
+    "Add type hints to this function. Return the whole function.",
+    "Add a docstring and comments to this function. Return the complete code.",
+    "Rename the local variables of this function to be more descriptive. Return the whole function.",
+    "Fix any bugs in this function and return all of it.",
+)
 Setting = tuple[str, str]  # the file's name, and PLAIN or DEFAULT
 
 
@@ -38,6 +47,14 @@ def load(path: str, *, draft: str, is_plain: bool, context: int) -> Model:
     if draft and not is_plain:
         chosen["draft"] = draft
     return edgespec.load(path, context_length=context, **chosen)
+
+
+def edits() -> list[tuple[str, str]]:
+    """(kind, request) pairs, as many as there are functions of these lengths."""
+    code = [code for _, functions in library_functions() for *_, code in functions if len(code) in EDIT_CHARACTERS]
+    random.Random(0).shuffle(code)
+    asked = zip(cycle(EDITS), code[:MOST_PROMPTS], strict=False)
+    return [("edit", f"{request}\n\n```python\n{each}\n```") for request, each in asked]
 
 
 def measure(chosen: argparse.Namespace) -> None:
@@ -57,7 +74,8 @@ def measure(chosen: argparse.Namespace) -> None:
             options = GenerateOptions(max_tokens=tokens, ignore_eos=not to_the_end)
             return models[setting].generate(ids, sampling, options).stats
 
-        for number, (kind, text) in enumerate(prompts_of(chosen.data, MOST_PROMPTS)):
+        asked = edits() if chosen.edits else prompts_of(chosen.data, MOST_PROMPTS)
+        for number, (kind, text) in enumerate(asked):
             ids = models[base].encode_chat([{"role": "user", "content": text}])[: chosen.prompt_tokens]
             if not number:
                 for setting in models:  # pages and buffers are touched before anything counts
@@ -97,6 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=file_and_draft, metavar="FILE[=DRAFT]")
     parser.add_argument("--data", type=Path, required=True, help="folder with spec_bench_dev.jsonl.xz")
+    parser.add_argument("--edits", action="store_true", help="requests to edit code")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer at most (default %(default)s)")
     parser.add_argument("--prompt-tokens", type=int, default=120, help="longer prompts are cut (default %(default)s)")
     parser.add_argument("--temp", type=float, default=0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -19,6 +20,8 @@ from shutil import which
 import pytest
 
 from edgespec.errors import CapabilityError, ConfigError, EngineError
+from edgespec.formats.manifest import ModelFile, sha256_of
+from edgespec.loading.own_models import write_manifest
 from peers import child, llama_server
 from peers.base import Answer, Arrivals, Library, Peer, Request, Slots
 from peers.competition import Competition
@@ -378,6 +381,18 @@ def test_the_field_of_the_demo_pair(tmp_path):
         "and edgespec on the engine that it is compared with"
     )
     assert [c for c in only.contestants if c.process == "transformers"] == list(field.contestants[-3:])
+
+
+def test_a_target_without_a_draft_is_run_without_what_needs_one(tmp_path):
+    for folder in ("q8_0", "checkpoints/target"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "checkpoints/target/config.json").write_text("{}")
+    shutil.copy(DEMO / "demo-draft-q8_0.gguf", tmp_path / "q8_0")
+    path = tmp_path / "q8_0/demo-draft-q8_0.gguf"
+    write_manifest(tmp_path / "q8_0", {}, {"target": ModelFile(path, path.stat().st_size, sha256_of(path))})
+    field = make_field(find_files(tmp_path, "q8_0", "int8", DEMO), (1,), 512, tmp_path, None)
+    assert {c.variant for c in field.contestants if c.process != "edgespec llamacpp"} == {"plain", "lookup"}
+    assert all("draft" not in library.files for library in field.libraries.values())
 
 
 def test_a_folder_without_a_pair(tmp_path):

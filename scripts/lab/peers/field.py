@@ -80,13 +80,13 @@ def make_field(
             libraries[f"edgespec {engine}"] = Library("edgespec", {"folder": str(folder), "engine": engine, **context})
             contestants += _own(f"edgespec {engine}", engine, threads)
     if pair.gguf is not None:
-        gguf = {role: str(pair.model("llamacpp", role)) for role in ("target", "draft")} | context
+        gguf = {role: str(path) for role, path in pair.models("llamacpp").items()} | context
         server = {**gguf, "log": str(work / "llama-server"), **({"program": llama_server} if llama_server else {})}
         libraries["llama-cpp-python"] = Library("llama-cpp-python", gguf)
         libraries["llama-server"] = Library("llama-server", server)
         contestants += [*_llama_cpp_python(threads), *_llama_server(threads)]
     if pair.onnx is not None:
-        onnx = {role: str(pair.model("onnx", role)) for role in ("target", "draft")}
+        onnx = {role: str(path) for role, path in pair.models("onnx").items()}
         libraries["onnxruntime-genai"] = Library("onnxruntime-genai", onnx)
         contestants += _genai(threads)
     checkpoints = {role: str(path) for role, path in pair.checkpoints.items()}
@@ -95,7 +95,8 @@ def make_field(
     libraries["transformers"] = Library("transformers", checkpoints, why)
     engine = "llamacpp" if pair.onnx is None else "onnx"
     contestants += [*_openvino(threads, engine), *_transformers(threads, engine)]
-    return Field(libraries, tuple(contestants))
+    can_draft = {process for process, library in libraries.items() if "draft" in library.files or library.missing}
+    return Field(libraries, tuple(c for c in contestants if c.variant != "draft" or c.process in can_draft))
 
 
 def _own(process: str, engine: str, threads: Sequence[int]) -> list[Contestant]:

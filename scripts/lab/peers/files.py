@@ -21,12 +21,12 @@ class PairFiles:
     def folder(self, engine: str) -> Path | None:
         return self.gguf if engine == "llamacpp" else self.onnx
 
-    def model(self, engine: str, role: str) -> Path:
-        """The GGUF file, or the folder with model.onnx. Raises ModelFileError when it is not the one described."""
+    def models(self, engine: str) -> dict[str, Path]:
+        """By role the GGUF file, or the folder with model.onnx. Raises ModelFileError for one that is not described."""
         folder = self.folder(engine)
         assert folder is not None
-        path = read_pair(folder, engine, check_hashes=False).files[role].path
-        return path if engine == "llamacpp" else path.parent
+        files = {role: file.path for role, file in read_pair(folder, engine, check_hashes=False).files.items()}
+        return {role: path if engine == "llamacpp" else path.parent for role, path in files.items() if role in ROLES}
 
 
 def find_files(folder: Path, gguf: str, onnx: str, demo: Path, drafts: Path | None = None) -> PairFiles:
@@ -49,14 +49,17 @@ def find_files(folder: Path, gguf: str, onnx: str, demo: Path, drafts: Path | No
             f"{folder} holds neither a pair ({MANIFEST}) nor the formats {gguf} or {onnx}: give a folder that "
             "scripts/lab/make_bench_pair.py wrote, or other --gguf and --onnx formats"
         )
-    roots += [demo / "hf"]
+    read = [read_pair(path, engine, check_hashes=False) for engine, path in found.items() if path is not None]
+    if any("draft" in pair.files for pair in read):
+        roots += [demo / "hf"]
     checkpoints = {}
     if (roots[0] / "target" / "config.json").is_file():
         places = {"target": [roots[0] / "target"], "draft": [root / "draft" for root in roots]}
         places["draft"][:0] = [] if drafts is None else [drafts]
         for role, folders in places.items():
-            checkpoints[role] = next(path for path in folders if (path / "config.json").is_file())
+            if found_there := [path for path in folders if (path / "config.json").is_file()]:
+                checkpoints[role] = found_there[0]
     return PairFiles(folder.resolve().name, found["llamacpp"], found["onnx"], checkpoints)
 
 
-ENGINES = ("llamacpp", "onnx")
+ENGINES, ROLES = ("llamacpp", "onnx"), ("target", "draft")

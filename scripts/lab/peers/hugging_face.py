@@ -11,6 +11,7 @@ from typing import Any
 
 from edgespec.errors import CapabilityError
 from peers.base import Answer, Arrivals, Files, Library, Peer, Request, Slots
+from peers.files import ROLES
 
 INSTALL = "pip install 'transformers>=5' torch"
 LIBRARY = Library("transformers", "transformers", INSTALL)
@@ -62,15 +63,15 @@ class TransformersPeer(Peer):
         return options
 
     def _load(self, request: Request) -> dict[str, Any]:
-        """Both models in one dtype. Raises CapabilityError when the draft's vocabulary has another size."""
+        """The models in one dtype. Raises CapabilityError when the draft's vocabulary has another size."""
         dtype = request.settings["dtype"]
 
         def load() -> dict[str, Any]:
             make = self._library.AutoModelForCausalLM.from_pretrained
-            return {role: make(self._files[role], dtype=dtype).eval() for role in ("target", "draft")}
+            return {role: make(self._files[role], dtype=dtype).eval() for role in ROLES if role in self._files}
 
         models = self._models.get(request.variant, dtype, load)
-        sizes = [models[role].config.vocab_size for role in ("target", "draft")]
+        sizes = [models[role].config.vocab_size for role in ROLES if role in models]
         if request.variant == "draft" and sizes[0] != sizes[1]:
             raise CapabilityError(
                 f"transformers wants one vocabulary size, got {sizes[0]} in the target and {sizes[1]} in the draft, or "

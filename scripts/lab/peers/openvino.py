@@ -18,6 +18,7 @@ from typing import Any
 from edgespec.errors import CapabilityError
 from edgespec.formats.files import atomic_folder
 from peers.base import Answer, Arrivals, Files, Library, Peer, Request, Slots
+from peers.files import ROLES
 
 INSTALL = "in an environment of its own (--python openvino-genai=PATH): pip install openvino-genai optimum-intel nncf"
 LIBRARY = Library("openvino_genai", "openvino-genai", INSTALL)
@@ -33,7 +34,8 @@ class OpenvinoPeer(Peer):
         self._library = LIBRARY.load()
         self._openvino = Library("openvino", "openvino", INSTALL).load()
         self._numpy = Library("numpy", "numpy", INSTALL).load()
-        self._models = {role: _export(Path(files[role]), Path(files["exports"]) / role) for role in ("target", "draft")}
+        exports = Path(files["exports"])
+        self._models = {role: _export(Path(files[role]), exports / role) for role in ROLES if role in files}
         return f"{LIBRARY.title} (int8)"
 
     def generate(self, request: Request) -> Answer:
