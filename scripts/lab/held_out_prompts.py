@@ -2,13 +2,15 @@
 
     python scripts/lab/held_out_prompts.py --data DATA --out prompts.jsonl [--domains dialogue,code,copying] [--count N]
     python scripts/lab/held_out_prompts.py --data DATA --out prompts.jsonl --domains spec-bench [--count N] [--chars N]
+        [--system TEXT]
 
 DATA is the folder of the data files that `train_demo.py` reads. The prompts are those of `edgespec bench --data`:
 dialogues up to a question, documented functions of this Python's own library, short functions to repeat with a word
 replaced. They are drawn with a seed; fewer are the first ones of more. The file holds one JSON object per line,
 {"domain": ..., "text": ...}, the domains by turns.
 
-`spec-bench` has questions to SmolLM2, N in all, the kinds by turns; --chars cuts longer ones.
+`spec-bench` has questions to SmolLM2, N in all, the kinds by turns; --chars cuts longer ones. `edits` has requests to
+edit code. Both are written as for other models of this chat format, too, with their --system message.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import argparse
 import json
 from pathlib import Path
 
+from code_edits import edits
 from demo_training.corpus import BOS, TURN_START, turn
 from edgespec.errors import EdgespecError
 from edgespec.formats.files import write_atomically
@@ -25,11 +28,9 @@ from edgespec.tuning.workload import BenchPrompt, choose
 from measure_default import prompts_of
 
 ROLES = ("user", "assistant")
-SPEC_BENCH = "spec-bench"
-SMOLLM2 = (
-    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-    "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-)
+SPEC_BENCH, EDITS = "spec-bench", "edits"
+SMOLLM2 = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+CHAT = "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def rendered(prompt: BenchPrompt) -> str:
@@ -46,8 +47,9 @@ def texts(chosen: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def questions(chosen: argparse.Namespace) -> list[tuple[str, str]]:
-    """Kind and text of questions to SmolLM2."""
-    return [(kind, SMOLLM2.format(text[: chosen.chars])) for kind, text in prompts_of(chosen.data, chosen.count)]
+    """Kind and text of questions or edits."""
+    asked = edits(chosen.count) if chosen.domains == EDITS else prompts_of(chosen.data, chosen.count)
+    return [(kind, CHAT.format(chosen.system, text[: chosen.chars])) for kind, text in asked]
 
 
 def main() -> None:
@@ -56,11 +58,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="file to write")
     parser.add_argument("--domains", default="dialogue,code", help="by commas (default %(default)s)")
     parser.add_argument("--count", type=int, default=24, help="prompts of each domain (default %(default)s)")
-    parser.add_argument("--chars", type=int, default=600, help="of a Spec-Bench question (default %(default)s)")
+    parser.add_argument("--chars", type=int, default=600, help="of a question or edit (default %(default)s)")
+    parser.add_argument("--system", default=SMOLLM2, help="system message of questions and edits (default: SmolLM2's)")
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
     try:
-        found = questions(chosen) if chosen.domains == SPEC_BENCH else texts(chosen)
+        found = questions(chosen) if chosen.domains in (SPEC_BENCH, EDITS) else texts(chosen)
     except EdgespecError as exc:
         parser.error(str(exc))
     lines = [json.dumps({"domain": domain, "text": text}) for domain, text in found]

@@ -16,7 +16,6 @@ import random
 import sys
 from collections import defaultdict
 from contextlib import ExitStack
-from itertools import cycle
 from pathlib import Path
 from statistics import mean, stdev
 from time import monotonic
@@ -25,20 +24,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import edgespec
+from code_edits import edits
 from edgespec import GenerateOptions, Model, Sampling
-from edgespec.tuning.datasets import library_functions
 from edgespec.types import Stats
 from measure_default import fresh_home, prompts_of
 
 PLAIN, DEFAULT = "plain", "default"
 WARM_TOKENS, MOST_PROMPTS = 8, 1000
-EDIT_CHARACTERS = range(400, 1600)
-EDITS = (
-    "Add type hints to this function. Return the whole function.",
-    "Add a docstring and comments to this function. Return the complete code.",
-    "Rename the local variables of this function to be more descriptive. Return the whole function.",
-    "Fix any bugs in this function and return all of it.",
-)
 Setting = tuple[str, str]  # the file's name, and PLAIN or DEFAULT
 
 
@@ -47,14 +39,6 @@ def load(path: str, *, draft: str, is_plain: bool, context: int) -> Model:
     if draft and not is_plain:
         chosen["draft"] = draft
     return edgespec.load(path, context_length=context, **chosen)
-
-
-def edits() -> list[tuple[str, str]]:
-    """(kind, request) pairs, as many as there are functions of these lengths."""
-    code = [code for _, functions in library_functions() for *_, code in functions if len(code) in EDIT_CHARACTERS]
-    random.Random(0).shuffle(code)
-    asked = zip(cycle(EDITS), code[:MOST_PROMPTS], strict=False)
-    return [("edit", f"{request}\n\n```python\n{each}\n```") for request, each in asked]
 
 
 def measure(chosen: argparse.Namespace) -> None:
@@ -74,7 +58,7 @@ def measure(chosen: argparse.Namespace) -> None:
             options = GenerateOptions(max_tokens=tokens, ignore_eos=not to_the_end)
             return models[setting].generate(ids, sampling, options).stats
 
-        asked = edits() if chosen.edits else prompts_of(chosen.data, MOST_PROMPTS)
+        asked = edits(MOST_PROMPTS) if chosen.edits else prompts_of(chosen.data, MOST_PROMPTS)
         for number, (kind, text) in enumerate(asked):
             ids = models[base].encode_chat([{"role": "user", "content": text}])[: chosen.prompt_tokens]
             if not number:
