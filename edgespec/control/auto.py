@@ -196,17 +196,23 @@ class AutoController(Controller):
         return state.score - prices.rate * num_uncached * cost.read_s / min(c.READING_ROUNDS, most)
 
     def _chosen(self, decided: Round, most: int) -> str | None:
-        """The round's drafter: what Hedge takes, or a probe that is due."""
-        chosen = self._hedge.pick(decided.gains)
-        if chosen is not None:
-            return chosen
-        pass_s = decided.prices.pass_s
+        """The round's drafter: one that was hardly tried, what Hedge takes, or a probe that is due.
+
+        First trials come first: lookups that claim a little in each round would otherwise keep a draft model from ever
+        showing what it gains.
+        """
+        first = self._probe(decided, most, first=True)
+        return first or self._hedge.pick(decided.gains) or self._probe(decided, most, first=False)
+
+    def _probe(self, decided: Round, most: int, *, first: bool) -> str | None:
+        """A paid drafter that is due for one of its `first` trials, or a later one, if that could pay and is affordable."""
+        pass_s, share = decided.prices.pass_s, c.FIRST_READING if first else c.PROBE_READING
         for name, state in self._states.items():
-            if name in decided.uncached and state.probe_in <= 0:
+            if name in decided.uncached and state.probe_in <= 0 and first == (state.times_asked < c.FIRST_TRIALS):
                 cost = self.costs.draft(name)
                 if ceiling(pass_s, cost.next_s, most, cost.once_s)[1] >= c.PROBE_CEILING:
                     reading_s = decided.uncached[name] * cost.read_s
-                    return name if reading_s <= c.PROBE_READING * self.bank.balance_s else None
+                    return name if reading_s <= share * self.bank.balance_s else None
         return None
 
     def _affordable(self, decided: Round, name: str, spent_s: float = 0.0) -> Proposal:

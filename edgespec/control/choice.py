@@ -32,7 +32,7 @@ class DrafterState:
     times_asked: int = 0
     acceptance_bias: float = 0.0  # accepted less expected tokens, decaying each round
     times_tried: float = 0.0  # number of drafts in `acceptance_bias`, decaying in the same way
-    probe_in: int = c.PROBE_EVERY
+    probe_in: int = c.FIRST_PROBE
     probe_interval: int = c.PROBE_EVERY
 
     @classmethod

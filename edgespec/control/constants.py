@@ -33,7 +33,8 @@ MOST_PENDING = 64  # unused drafts that wait for the text that decides about the
 
 # -- trying drafters (choice, auto, pool)
 PROBE_EVERY, PROBE_AT_MOST = 8, 32  # rounds between two probes of a paid drafter, doubling while it disappoints
-PROBE_READING = 0.25  # share of the balance that a probe may spend on reading first
+FIRST_PROBE, FIRST_TRIALS = 2, 4  # rounds until a paid drafter is tried that nothing is known of; how often
+PROBE_READING, FIRST_READING = 0.25, 0.5  # share of the balance that a probe may spend on reading first; the first one
 PROBE_CEILING = 1.02  # a probe cannot pay if the speedup with everything accepted is below this
 GAIN_RATE = 0.05  # learning rate, per draft, of the expected gain of asking for one
 BIAS_DECAY, BIAS_PRIOR = 0.98, 4.0  # decay per round; number of drafts whose outcome may be chance
@@ -78,7 +79,8 @@ MOST_ROW_PASSES = 24.0  # passes that the cost of a row is averaged over
 LEAST_ROW_CHANGE = 0.02  # smaller changes of a pass, in plain passes, leave the line as it is
 PLAIN_PASSES = 2  # the faster of so many counts: the first pass of a run often waits for its weights
 GUESSED_BYTES_PER_S, GUESSED_PASS_S = 1e10, 2e-4  # the unit of time until the first plain passes were timed
-DRAFT_SHARE, READ_SHARE = 1.5, 0.3  # a draft's share in time over its share in bytes; reading a token over drafting one
+DRAFT_SHARE = 1.5  # a draft's share in time over its share in bytes
+READ_SHARE = 0.15  # reading a token over drafting one; measured were 0.1 (ONNX Runtime) to 0.35 (llama.cpp Q4_1)
 
 # -- measuring
 QUICK_S, LEAST_PASSES, MOST_TURNS, LEAST_TURNS = 1.0, 20, 24, 3  # seconds and passes for all widths; turns of each

@@ -26,6 +26,7 @@ class DraftCost:
     is_relative: bool = False
     is_once: bool = False
     _seen: int = field(default=0, init=False)
+    _read: int = field(default=0, init=False)
     _among: dict[int, DraftCost] = field(default_factory=dict, init=False)
 
     @property
@@ -72,7 +73,9 @@ class DraftCost:
             return
         drafting_s = self._times(num_tokens) * self.token_s
         if num_uncached > 4 * num_tokens and self.token_s:
-            self.read_s = _moved(self.read_s, max(seconds - drafting_s, 0.0) / num_uncached, c.COST_RATE)
+            self._read += 1  # the initial value is a guess here, too
+            rate = max(1.0 / (self._read + 1), c.COST_RATE)
+            self.read_s = _moved(self.read_s, max(seconds - drafting_s, 0.0) / num_uncached, rate)
         elif num_uncached <= 2 * num_tokens + 2:
             # The first drafts count for more: the initial value is from bare passes, without choosing a token.
             self._seen += 1
