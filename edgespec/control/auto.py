@@ -205,7 +205,7 @@ class AutoController(Controller):
         return first or self._hedge.pick(decided.gains) or self._probe(decided, most, first=False)
 
     def _probe(self, decided: Round, most: int, *, first: bool) -> str | None:
-        """A paid drafter that is due for one of its `first` trials, or a later one, if that could pay and is affordable."""
+        """A paid drafter that is due for a trial, one of its `first` or a later one, which the bank can pay."""
         pass_s, share = decided.prices.pass_s, c.FIRST_READING if first else c.PROBE_READING
         for name, state in self._states.items():
             if name in decided.uncached and state.probe_in <= 0 and first == (state.times_asked < c.FIRST_TRIALS):

@@ -34,7 +34,7 @@ MOST_PENDING = 64  # unused drafts that wait for the text that decides about the
 # -- trying drafters (choice, auto, pool)
 PROBE_EVERY, PROBE_AT_MOST = 8, 32  # rounds between two probes of a paid drafter, doubling while it disappoints
 FIRST_PROBE, FIRST_TRIALS = 2, 4  # rounds until a paid drafter is tried that nothing is known of; how often
-PROBE_READING, FIRST_READING = 0.25, 0.5  # share of the balance that a probe may spend on reading first; the first one
+PROBE_READING, FIRST_READING = 0.25, 0.75  # share of the balance that a probe may spend on reading first; the first one
 PROBE_CEILING = 1.02  # a probe cannot pay if the speedup with everything accepted is below this
 GAIN_RATE = 0.05  # learning rate, per draft, of the expected gain of asking for one
 BIAS_DECAY, BIAS_PRIOR = 0.98, 4.0  # decay per round; number of drafts whose outcome may be chance
@@ -80,7 +80,7 @@ LEAST_ROW_CHANGE = 0.02  # smaller changes of a pass, in plain passes, leave the
 PLAIN_PASSES = 2  # the faster of so many counts: the first pass of a run often waits for its weights
 GUESSED_BYTES_PER_S, GUESSED_PASS_S = 1e10, 2e-4  # the unit of time until the first plain passes were timed
 DRAFT_SHARE = 1.5  # a draft's share in time over its share in bytes
-READ_SHARE = 0.15  # reading a token over drafting one; measured were 0.1 (ONNX Runtime) to 0.35 (llama.cpp Q4_1)
+READ_SHARE = {"onnx": 0.1, "": 0.2}  # reading a token over drafting one; llama.cpp had 0.1 (Q4_K_M) to 0.35 (Q4_1)
 
 # -- measuring
 QUICK_S, LEAST_PASSES, MOST_TURNS, LEAST_TURNS = 1.0, 20, 24, 3  # seconds and passes for all widths; turns of each

@@ -54,7 +54,8 @@ def known_curve(engine: Engine, files: Sequence[Path]) -> CostCurve:
 def known_draft_cost(engine: Engine, files: Iterable[Path], target: Engine) -> DraftCost:
     """What a draft model's tokens cost, from an earlier measurement or run, or a guess by its size."""
     known = _kept_draft_cost(cost_key(engine, files))
-    guess = guessed_draft_cost(engine.facts.weight_bytes / max(target.facts.weight_bytes, 1))
+    share = engine.facts.weight_bytes / max(target.facts.weight_bytes, 1)
+    guess = guessed_draft_cost(share, engine.facts.name)
     if target.facts.device.startswith("rpc"):  # a pass of it waits for the network, which a draft does not
         guess.scale(guessed_plain_s(target.facts.weight_bytes))
     return known or guess

@@ -142,10 +142,13 @@ def _moved(old: float, seen: float, rate: float) -> float:
     return old * math.exp(rate * max(-c.MOST_DRAFT_SURPRISE, min(c.MOST_DRAFT_SURPRISE, surprise)))
 
 
-def guessed_draft_cost(share: float) -> DraftCost:
-    """The prior for a draft model with `share` of its target's weights, relative until `DraftCost.scale`."""
+def guessed_draft_cost(share: float, engine: str = "") -> DraftCost:
+    """The prior for a draft model with `share` of its target's weights, relative until `DraftCost.scale`.
+
+    `engine`: the name of the one that runs it.
+    """
     token = min(0.02 + c.DRAFT_SHARE * share, 1.0)
-    return DraftCost(token, c.READ_SHARE * token, is_relative=True)
+    return DraftCost(token, c.READ_SHARE.get(engine, c.READ_SHARE[""]) * token, is_relative=True)
 
 
 class RunCosts:

@@ -13,7 +13,7 @@ from edgespec.control.auto import AutoController
 from edgespec.control.base import NOTHING
 from edgespec.control.choice import DrafterState, kind_of
 from edgespec.control.cost import CostCurve
-from edgespec.control.run_cost import DraftCost
+from edgespec.control.run_cost import DraftCost, guessed_draft_cost
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.sampling import Sampler, Sampling
@@ -265,6 +265,30 @@ def test_looking_goes_on_while_it_pays_for_itself() -> None:
 def test_looking_in_vain_is_given_up() -> None:
     speedup, looks = looking_speedup(0.0)
     assert looks < 0.2 and speedup >= 0.98
+
+
+class Claiming(CopyingDrafter):
+    """Drafts a token each time that it says is even money, on grounds that are new each time, and is mostly wrong."""
+
+    def draft(self, request: DraftRequest) -> Draft:
+        assert self._text is not None
+        position = request.token_ids.size
+        right = position % 4 == 0
+        token_id = int(self._text.token_ids[position]) if right and position < self._text.token_ids.size else VOCABULARY
+        return Draft.chain([token_id], evidence=[(float(position),)])
+
+
+def test_lookups_that_claim_a_little_do_not_keep_a_draft_model_from_a_prompt() -> None:
+    """Its cost is guessed, too high, and it has 80 tokens to read first; it is right nine times in ten."""
+    world, guess = World(Machine(ORT_INT8), draft_share=0.1), guessed_draft_cost(0.15, "onnx")
+    guess.scale(PLAIN_S)
+    drafters = {"copy": Claiming(world.clock), "model": world.model()}
+    auto = AutoController(drafters, world.machine.curve(), {"model": guess}, clock=world.clock)
+    text = made_up(60, repeat(0.9), honest, prompt_tokens=80)
+    records = simulate(auto, text, world.machine, world.clock)
+    assert sum(record.drafter == "model" for record in records) > len(records) / 2
+    taken_s = sum(record.draft_s + record.verify_s + record.judge_s for record in records)
+    assert text.num_tokens * PLAIN_S / taken_s > 1.4
 
 
 class Sampled(TracedDrafter):
