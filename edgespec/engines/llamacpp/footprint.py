@@ -115,7 +115,7 @@ def footprint(path: Path, use: Use) -> Footprint:
 
 
 def _has_window(header: GgufHeader) -> bool:
-    """Some architectures ignore it and share cells all the same, which takes a little less."""
+    """Whether the file names a sliding window; architectures that ignore it share cells, which takes a little less."""
     return _largest(header, "attention.sliding_window") > 0
 
 
