@@ -24,7 +24,7 @@ from edgespec.engines.onnx.rewriting import (
 )
 from edgespec.engines.onnx.weights import check_weight_files, weight_bytes
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound
-from edgespec.installation import IMPORT_FAILURES, not_importable
+from edgespec.installation import IMPORT_FAILURES, has_memory_limit, not_importable
 
 MASK = "attention_mask"
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
@@ -127,6 +127,10 @@ def _load(path: Path) -> Any:
     try:
         model = onnx.load(str(path), load_external_data=False)
     except (DecodeError, OSError, ValueError) as exc:
+        if has_memory_limit() and "alloc" in str(exc):  # protobuf tells it in words only
+            raise CapabilityError(
+                f"{path} needs more memory than this process may have ({exc}). Raise its limits (ulimit -v, ulimit -d)"
+            ) from exc
         raise ModelFileError(f"{path} is not an ONNX file that can be read: {exc}. Export it again") from exc
     if not model.graph.node:
         raise ModelFileError(f"{path} is not an ONNX model: it holds no operators. Export it again")
