@@ -22,7 +22,7 @@ from edgespec.control.base import NOTHING, Clock, Controller, Proposal
 from edgespec.control.choice import Kinds, add_ucb_bonus, kind_of
 from edgespec.control.cost import CostCurve
 from edgespec.control.length import Prices, best_length, ceiling, forecast, while_it_may_pay
-from edgespec.control.round import PaidRound, Round, UnusedDraft, UnusedDrafts
+from edgespec.control.round import PaidRound, Round, UnusedDraft, UnusedDrafts, to_read
 from edgespec.control.run_cost import DraftCost, RoundCost, RunCosts
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.engines.pass_request import Passes
@@ -174,7 +174,9 @@ class AutoController(Controller):
                 confidences = state.confidences(draft) if draft.num_tokens else ()
                 found.lengths[name], found.gains[name] = best_length(confidences, prices, draft.num_tokens)
             else:
-                found.uncached[name] = num_uncached = drafter.num_uncached(request.token_ids)
+                cost, state = self.costs.draft(name), self._states[name]
+                num_uncached = to_read(drafter, request.token_ids, cost, state, prices, self.bank.balance_s)
+                found.uncached[name] = num_uncached
                 found.gains[name] = self._forecast(name, num_uncached, prices, request.max_tokens)
         if len(found.uncached) > 1:
             add_ucb_bonus(found.gains, {name: self._states[name].ucb_bonus for name in found.uncached})

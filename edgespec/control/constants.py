@@ -35,6 +35,8 @@ MOST_PENDING = 64  # unused drafts that wait for the text that decides about the
 PROBE_EVERY, PROBE_AT_MOST = 8, 32  # rounds between two probes of a paid drafter, doubling while it disappoints
 FIRST_PROBE, FIRST_TRIALS = 2, 4  # rounds until a paid drafter is tried that nothing is known of; how often
 PROBE_READING, FIRST_READING = 0.25, 0.75  # share of the balance that a probe may spend on reading first; the first one
+# The share for a part of a long text; plain passes that reading all of it takes at least: waiting for less pays.
+PART_READING, LONG_READING = 0.5, 8.0
 PROBE_CEILING = 1.02  # a probe cannot pay if the speedup with everything accepted is below this
 GAIN_RATE = 0.05  # learning rate, per draft, of the expected gain of asking for one
 BIAS_DECAY, BIAS_PRIOR = 0.98, 4.0  # decay per round; number of drafts whose outcome may be chance

@@ -1,4 +1,4 @@
-"""The state of one round: what was decided, what a paid drafter drafted, and which drafts were not used."""
+"""The state of one round: what was decided, what a paid drafter reads and drafts, and which drafts were not used."""
 
 from __future__ import annotations
 
@@ -15,6 +15,26 @@ from edgespec.control.run_cost import DraftCost
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.engines.pass_request import Passes
 from edgespec.types import Draft, Evidence, TokenIds
+
+
+def to_read(
+    drafter: Drafter, token_ids: TokenIds, cost: DraftCost, state: DrafterState, prices: Prices, balance_s: float
+) -> int:
+    """Tokens that a paid drafter has to read first: all that it lacks, or as many as the bank can pay.
+
+    What it drafts from a part of a long text is judged as any draft is, so trying it costs little. The rest is read
+    once it is cheap beside the balance, and beside what the drafter gains in the rounds over which it is spread.
+    """
+    if not cost.read_s:
+        return drafter.num_uncached(token_ids)
+    balance_s = max(balance_s, 0.0)
+    is_probe = state.times_asked >= c.FIRST_TRIALS and state.score <= 0
+    whole_s = (c.PROBE_READING if is_probe else c.FIRST_READING) * balance_s
+    if drafter.reads_part and not is_probe:
+        whole_s = min(whole_s, max(state.score, 0.0) * c.READING_ROUNDS / prices.rate)
+    is_long = token_ids.size * cost.read_s > c.LONG_READING * prices.pass_s[1]
+    part_s = c.PART_READING * balance_s if is_long else 0.0
+    return drafter.reading(token_ids, int(whole_s / cost.read_s), int(part_s / cost.read_s))
 
 
 @dataclass(slots=True)

@@ -88,6 +88,19 @@ class Drafter(ABC):
         """Tokens of the committed `token_ids` [n] that it must read before it can draft behind them."""
         return 0
 
+    def reading(self, token_ids: TokenIds, whole: int, part: int) -> int:
+        """`num_uncached` of the next draft, which may be from a part of the text where reading all of it takes long.
+
+        A drafter that can do with less reads the whole text if it lacks at most `whole` tokens of it, and else about
+        the latest `part` of them.
+        """
+        return self.num_uncached(token_ids)
+
+    @property
+    def reads_part(self) -> bool:
+        """Whether it has read only a part of the text, by `reading`."""
+        return False
+
     def another(self, sequence: int) -> Drafter | None:
         """A drafter of this kind for another sequence, which runs the same models and owns none of them.
 

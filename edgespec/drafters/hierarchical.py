@@ -102,6 +102,10 @@ class HierarchicalDrafter(ModelDrafter):
         )
         return (yield from self._small.looking_ahead(behind))
 
+    def reading(self, token_ids: TokenIds, whole: int, part: int) -> int:
+        self._small.reading(token_ids, whole, part)
+        return super().reading(token_ids, whole, part)
+
     def reset_engine(self) -> Engine | None:
         self._small.reset_engine()
         return super().reset_engine()

@@ -1,7 +1,9 @@
 """The draft model: a small model on any engine drafts a chain token by token.
 
-When the text outgrows the model's context, its window keeps the first token (an attention sink) and slides by half a
-window at a time, so that the cost of a slide is spread over many tokens and acceptance stays smooth.
+Its window is the text's first token (an attention sink, arXiv 2309.17453) and a latest part of the text, if not all of
+it. When the text outgrows the model's context, the window slides by half a context at a time, so that the cost of a
+slide is spread over many tokens and acceptance stays smooth. Behind a long prompt of which the controller cannot yet
+afford the reading, it begins at a later token (`reading`).
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ from edgespec.engines.pass_request import Passes, at_once
 from edgespec.engines.sequence import CachedSequence, restored_on_failure
 from edgespec.sampling import MAX_TEMPERATURE, Sampler
 from edgespec.types import EMPTY_DRAFT, Draft, Logits, TokenIds
+
+_LEAST_READ = 128  # tokens; a window of fewer says little about what the draft is worth
+_FREE = 32  # places of the context that a window leaves for drafts
 
 
 class DraftTemperature:
@@ -63,6 +68,7 @@ class ModelDrafter(Drafter):
         self._engine = engine
         self._cache = CachedSequence(engine) if cache is None else cache
         self._window_start = 1  # first text position in the window behind the text's first token
+        self._former_start = 1  # the same in the generation before
         self._others: dict[int, ModelDrafter] = {}  # by sequence
 
     @property
@@ -72,7 +78,7 @@ class ModelDrafter(Drafter):
 
     def begin(self, prompt_ids: TokenIds) -> None:
         # The prompt is fed with the first draft, off the path to the first token.
-        self._window_start = 1
+        self._former_start, self._window_start = self._window_start, 1
 
     def draft(self, request: DraftRequest) -> Draft:
         """A chain sampled with the target's settings and, unless the rule needs distributions, the target's noise."""
@@ -110,7 +116,7 @@ class ModelDrafter(Drafter):
         behind_first = self._cache.latest_fitting(token_ids, capacity - self._cache.most_per_token)
         if token_ids.size - self._window_start > behind_first:
             self._window_start = token_ids.size - self._cache.latest_fitting(token_ids, capacity // 2)
-        return np.concatenate((token_ids[:1], token_ids[self._window_start :]))
+        return _from(token_ids, self._window_start)
 
     def _chain(self, request: DraftRequest, logits: Logits, most: int) -> Passes[Draft]:
         chain = DrawnChain(request, most, self._end_ids)
@@ -133,10 +139,44 @@ class ModelDrafter(Drafter):
         self._cache.mark()
 
     def num_uncached(self, token_ids: TokenIds) -> int:
+        missing = self._missing_from(token_ids, self._window_start)
+        return (
+            1 if missing is None else missing
+        )  # a slide is rare, and its cost is part of the measured time of a draft
+
+    def reading(self, token_ids: TokenIds, whole: int, part: int) -> int:
+        """Chooses the window: the whole text, the one in use, the last generation's, or the latest `part` tokens.
+
+        A window that has to slide since the context is full counts as the reading of half a context.
+        """
+        half = self._engine.facts.context_length // 2
+        fits = False
+        for start, most in ((1, whole), (self._window_start, part), (self._former_start, part)):
+            missing = self._missing_from(token_ids, start)
+            if missing is not None and missing <= most:
+                self._window_start = start
+                return missing
+            fits = fits or missing is not None
+        if not fits and whole >= half:
+            part = half
+        if part < min(_LEAST_READ, half):
+            return self.num_uncached(token_ids) if fits else half
+        self._window_start = token_ids.size - self._cache.latest_fitting(token_ids, min(part, half))
+        return self.num_uncached(token_ids)
+
+    @property
+    def reads_part(self) -> bool:
+        return self._window_start > 1 and self._cache.length > 1
+
+    def _missing_from(self, token_ids: TokenIds, start: int) -> int | None:
+        """Tokens that the cache lacks of the window from `start` on; None where that does not fit or is not there."""
+        if start >= token_ids.size:
+            return None
+        window = _from(token_ids, start)
         room = self._engine.facts.context_length
-        if self._window_start > 1 or self._cache.latest_fitting(token_ids, room) < token_ids.size:
-            return 1  # a slide is rare, and its cost is part of the measured time of a draft
-        return token_ids.size - self._cache.reusable_length(token_ids)
+        if self._cache.latest_fitting(window, room - min(_FREE, room // 4)) < window.size:
+            return None
+        return window.size - self._cache.reusable_length(window)
 
     @property
     def engine(self) -> Engine | None:
@@ -176,3 +216,8 @@ class ModelDrafter(Drafter):
     def close(self) -> None:
         if self._owns_engine:
             self._engine.close()
+
+
+def _from(token_ids: TokenIds, start: int) -> TokenIds:
+    """The first of `token_ids` [n] and those from `start` on."""
+    return token_ids if start == 1 else np.concatenate((token_ids[:1], token_ids[start:]))

@@ -71,6 +71,13 @@ class TreeDrafter(Drafter):
     def num_uncached(self, token_ids: TokenIds) -> int:
         return self._model.num_uncached(token_ids)
 
+    def reading(self, token_ids: TokenIds, whole: int, part: int) -> int:
+        return self._model.reading(token_ids, whole, part)
+
+    @property
+    def reads_part(self) -> bool:
+        return self._model.reads_part
+
     def reset_engine(self) -> Engine | None:
         return self._model.reset_engine()
 

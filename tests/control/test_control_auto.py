@@ -17,13 +17,14 @@ from edgespec.control.run_cost import DraftCost, guessed_draft_cost
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.sampling import Sampler, Sampling
-from edgespec.types import Draft, Evidence, RoundRecord, Verdict, one_hot
+from edgespec.types import Draft, Evidence, RoundRecord, TokenIds, Verdict, one_hot
 from simulation import (
     CURVES,
     LLAMA_Q4_K_M,
     LLAMA_Q8_0,
     ORT_INT8,
     PLAIN_S,
+    PREFILL_SHARE,
     VOCABULARY,
     CopyingDrafter,
     Machine,
@@ -217,6 +218,39 @@ def test_a_long_prompt_does_not_keep_a_good_draft_away() -> None:
     texts = [made_up(128, beta_chances(0.85, seed), honest, seed, prompt_tokens=2000) for seed in range(4)]
     speedup = World(Machine(ORT_INT8)).plain_s(texts) / auto_s(ORT_INT8, texts, 0.0)
     assert speedup > 1.4
+
+
+class PartReader(TracedDrafter):
+    """A draft model that may read the latest part of a text; its drafts are as right as before."""
+
+    part_read = 0
+
+    def begin(self, prompt_ids: TokenIds) -> None:
+        super().begin(prompt_ids)
+        self.part_read = 0
+
+    def reading(self, token_ids: TokenIds, whole: int, part: int) -> int:
+        if self.num_uncached(token_ids) > whole and part >= 128 and not self.part_read:
+            self.part_read, self._known = part, token_ids.size - part
+        return self.num_uncached(token_ids)
+
+    @property
+    def reads_part(self) -> bool:
+        return self.part_read > 0
+
+
+@pytest.mark.parametrize(("chance", "least"), [(0.85, 1.5), (0.0, 0.98)])
+def test_behind_a_prompt_that_costs_too_much_to_read_a_part_of_it_may_do(chance: float, least: float) -> None:
+    """Reading 2000 tokens costs the draft 30 passes, more than it may lose; what is read in vain stays in the bound."""
+    texts = [made_up(128, repeat(chance), honest if chance else always(0.9), seed, 2000) for seed in range(4)]
+    world = World(Machine(ORT_INT8))
+    reader = PartReader(world.clock, world.draft_share * PLAIN_S, 0.015 * PLAIN_S)
+    cost = DraftCost(world.draft_share * PLAIN_S, 0.015 * PLAIN_S)
+    controller = AutoController({"model": reader}, world.machine.curve(), {"model": cost}, clock=world.clock)
+    taken_s = world.run(controller, texts)
+    prompts_s = 0.0 if chance else 4 * 2000 * PREFILL_SHARE * PLAIN_S
+    assert reader.part_read
+    assert (world.plain_s(texts) + prompts_s) / (taken_s + prompts_s) >= least
 
 
 def test_a_drafter_that_cannot_be_afforded_leaves_the_round_to_another() -> None:
