@@ -126,7 +126,7 @@ def draft_cost(engine: Engine, files: Iterable[Path]) -> DraftCost:
 
 def exit_cost(engine: Engine) -> DraftCost:
     """Seconds per token of an early exit that shares an empty target's cache, so that it reads nothing itself."""
-    ids = _some_ids(engine, c.PREFIX + 1 + c.EXIT_PASSES)
+    ids = some_ids(engine, c.PREFIX + 1 + c.EXIT_PASSES)
     taken = []
     try:
         read(engine, ids[: c.PREFIX])
@@ -163,7 +163,7 @@ def timed_costs(
     `context_tokens`: tokens cached before. The engine must be empty, and is left empty. All rows give logits, as in
     verification.
     """
-    ids = _some_ids(engine, context_tokens + max(widths))
+    ids = some_ids(engine, context_tokens + max(widths))
     taken: dict[int, list[float]] = defaultdict(list)
     try:
         read(engine, ids[:context_tokens])
@@ -182,8 +182,13 @@ def timed_costs(
     return {width: sorted(times)[len(times) // 4] for width, times in taken.items()}
 
 
-def _some_ids(engine: Engine, count: int) -> TokenIds:
-    return np.random.default_rng(0).integers(0, engine.vocabulary.size, count).astype(np.int32)
+def some_ids(engine: Engine, count: int) -> TokenIds:
+    """Any tokens [count], always the same: multiplicative hashes (Knuth, section 6.4) of their places.
+
+    Without numpy.random, whose import takes a while, and swallows a Ctrl-C that comes meanwhile.
+    """
+    hashes = np.arange(1, count + 1, dtype=np.uint64) * 2_654_435_761 % 2**32
+    return (hashes * engine.vocabulary.size >> np.uint64(32)).astype(np.int32)
 
 
 def read(engine: Engine, ids: TokenIds) -> None:

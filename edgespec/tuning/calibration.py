@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from edgespec.control.cost import ContextCost, CostCurve
 from edgespec.control.length import ceiling
-from edgespec.control.measure import read, shorten
+from edgespec.control.measure import read, shorten, some_ids
 from edgespec.control.run_cost import DraftCost
 from edgespec.engines.base import Engine
 from edgespec.errors import CapabilityError, ConfigError
@@ -137,7 +137,7 @@ def measure(
     if not engine.facts.can_speculate:
         raise CapabilityError("this model cannot roll back its state: speculation, and so calibration, is not possible")
     most = max(contexts) + max(widths)
-    ids = np.random.default_rng(0).integers(0, engine.vocabulary.size, most).astype(np.int32)
+    ids = some_ids(engine, most)
     measured: dict[tuple[int, int], list[float]] = defaultdict(list)
     ascending = sorted(contexts)
     try:
