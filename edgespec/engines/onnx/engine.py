@@ -174,7 +174,7 @@ class OnnxEngine(Engine):
 
         Sequences then share passes where a test finds that each has the bits that it has alone.
         """
-        advice, shares = "Use an int8 or int4 export, or --no-reproducible", self.facts.can_pack
+        advice, shares = "Use --no-reproducible, or another export (w8a8, int8, int4)", self.facts.can_pack
         self.facts = replace(self.facts, can_pack=False)
         self.facts = pinned_facts(self, key, widest=widest, reproducible=reproducible, advice=advice)
         if self.facts.pinned_class is None:
