@@ -68,7 +68,7 @@ class ModelDrafter(Drafter):
         self._engine = engine
         self._cache = CachedSequence(engine) if cache is None else cache
         self._window_start = 1  # first text position in the window behind the text's first token
-        self._former_start = 1  # the same in the generation before
+        self._former_start = 1  # the same in an earlier generation
         self._others: dict[int, ModelDrafter] = {}  # by sequence
 
     @property
@@ -78,7 +78,8 @@ class ModelDrafter(Drafter):
 
     def begin(self, prompt_ids: TokenIds) -> None:
         # The prompt is fed with the first draft, off the path to the first token.
-        self._former_start, self._window_start = self._window_start, 1
+        if self._window_start > 1:  # drafters that share this one begin it as well
+            self._former_start, self._window_start = self._window_start, 1
 
     def draft(self, request: DraftRequest) -> Draft:
         """A chain sampled with the target's settings and, unless the rule needs distributions, the target's noise."""
