@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from edgespec.chat.argument_forms import Gemma, Glm, Lfm, MiniCpm, QwenXml
 from edgespec.chat.channels import ANSWER_HEADER, CALL_OPENING, call_header
@@ -14,6 +15,10 @@ from edgespec.chat.tools import CLOSE, OPEN, Enclosed, ToolCall, ToolParser, as_
 _OTHERS = ("<invoke", "<function=", "<arg_key>", "<tool_calls>")
 _MISTRAL, _CALL_ID, _ARGS, _LLAMA = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>"
 _PHI_TOOLS, _PHI_OPEN, _PHI_CLOSE = ("<|tool|>", "<|/tool|>"), "<|tool_call|>", "<|/tool_call|>"
+_FENCE = "```"
+_FENCES = (f"{_FENCE}json", _FENCE, "")
+_KEYS = ({"name", "arguments"}, {"name", "parameters"})
+_BARE = re.compile(r"\s*(```(?:json)?)?\s*(?=\{)")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NAMED = re.compile(r"\s*([A-Za-z0-9_.-]{1,64})\s*(?:\[CALL_ID\]\s*([A-Za-z0-9_-]{1,64})\s*)?\[ARGS\]\s*")
 
@@ -36,16 +41,67 @@ def tool_parser(template: str | None) -> type[ToolParser] | None:
 
 
 class Hermes(Enclosed):
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, one after another."""
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, one after another.
+
+    Small models forget the marks (Qwen2.5-Coder 1.5B writes a block of JSON): an answer that begins with the object of
+    a tool that was given is a call too, as in llama.cpp.
+    """
 
     opening, closing = OPEN, CLOSE
     marks = (OPEN, CLOSE)
     between = "\n"
     after = f"\n{CLOSE}"
 
+    def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().__init__(tools)
+        self._may_be_bare = bool(self._parameters)
+
     @classmethod
     def before(cls, name: str) -> tuple[str, ...]:
         return (f"{OPEN}\n",)
+
+    def push(self, text: str) -> tuple[str, list[ToolCall]]:
+        if not self._may_be_bare:
+            return super().push(text)
+        self._held += text
+        calls = self._bare_calls()
+        if self._is_bare_so_far():
+            return "", calls
+        self._may_be_bare = False
+        shown, more = super().push("")
+        return shown, calls + more
+
+    def finish(self) -> tuple[str, list[ToolCall]]:
+        if not self._may_be_bare:
+            return super().finish()
+        self._held += _FENCE  # which the end of an answer may stand for
+        calls = self._bare_calls()
+        self._held = self._held.removesuffix(_FENCE)
+        self._may_be_bare = False
+        shown, more = super().push("")
+        rest, last = super().finish()
+        return shown + rest, [*calls, *more, *last]
+
+    def _is_bare_so_far(self) -> bool:
+        """Whether what is held may become the object of a known tool."""
+        held = "".join(self._held.split())
+        starts = (f'{fence}{{"name":"{name}"' for fence in _FENCES for name in self._parameters)
+        return any(held.startswith(start) or start.startswith(held) for start in starts)
+
+    def _bare_calls(self) -> list[ToolCall]:
+        """Takes the complete objects of calls from the beginning of what is held."""
+        calls = []
+        while self._is_bare_so_far() and (found := _BARE.match(self._held)):
+            value, end = first_json(self._held[found.end() :])
+            rest = self._held[found.end() + end :].lstrip()
+            is_call = isinstance(value, dict) and value.get("name") in self._parameters and set(value) in _KEYS
+            call = as_call(value) if is_call else None
+            if call is None or (found[1] and not rest.startswith(_FENCE)):
+                break
+            calls.append(call)
+            self._held = rest.removeprefix(_FENCE) if found[1] else rest
+            self._has_called = True
+        return calls
 
 
 class Phi(Enclosed):
