@@ -23,7 +23,7 @@ def to_read(
     """Tokens that a paid drafter has to read first: all that it lacks, or as many as the bank can pay.
 
     What it drafts from a part of a long text is judged as any draft is, so trying it costs little. The rest is read
-    once it is cheap beside the balance, and beside what the drafter gains in the rounds over which it is spread.
+    once the bank can pay for it, and what the drafter gains in the rounds over which it is spread.
     """
     if not cost.read_s:
         return drafter.num_uncached(token_ids)

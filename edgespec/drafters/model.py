@@ -141,9 +141,9 @@ class ModelDrafter(Drafter):
 
     def num_uncached(self, token_ids: TokenIds) -> int:
         missing = self._missing_from(token_ids, self._window_start)
-        return (
-            1 if missing is None else missing
-        )  # a slide is rare, and its cost is part of the measured time of a draft
+        if missing is None:
+            return 1  # a slide is rare, and its cost is part of the measured time of a draft
+        return missing
 
     def reading(self, token_ids: TokenIds, whole: int, part: int) -> int:
         """Chooses the window: the whole text, the one in use, the last generation's, or the latest `part` tokens.
