@@ -28,12 +28,16 @@ def to_read(
     if not cost.read_s:
         return drafter.num_uncached(token_ids)
     balance_s = max(balance_s, 0.0)
-    is_probe = state.times_asked >= c.FIRST_TRIALS and state.score <= 0
-    whole_s = (c.PROBE_READING if is_probe else c.FIRST_READING) * balance_s
-    if drafter.reads_part and not is_probe:
-        whole_s = min(whole_s, max(state.score, 0.0) * c.READING_ROUNDS / prices.rate)
+    whole_s = balance_s
+    if state.times_asked < c.FIRST_TRIALS:
+        whole_s *= c.FIRST_READING
+    elif state.score <= 0:
+        whole_s *= c.PROBE_READING
+    elif drafter.reads_part:
+        whole_s = min(whole_s * c.FIRST_READING, state.score * c.READING_ROUNDS / prices.rate)
     is_long = token_ids.size * cost.read_s > c.LONG_READING * prices.pass_s[1]
-    part_s = c.PART_READING * balance_s if is_long else 0.0
+    has_waited = state.probe_in <= -c.READING_ROUNDS
+    part_s = c.PART_READING * balance_s if is_long or has_waited else 0.0
     return drafter.reading(token_ids, int(whole_s / cost.read_s), int(part_s / cost.read_s))
 
 

@@ -67,6 +67,13 @@ class SharedStateDrafter(EarlyExitDrafter):
     def num_uncached(self, token_ids: TokenIds) -> int:
         return 1
 
+    def reading(self, token_ids: TokenIds, whole: int, part: int) -> int:
+        return 1
+
+    @property
+    def reads_part(self) -> bool:
+        return False
+
     @property
     def engine(self) -> Engine | None:
         return None
