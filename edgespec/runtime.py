@@ -12,8 +12,8 @@ from edgespec.chat.template_file import read_template
 from edgespec.closing import Closing, closed_on_failure
 from edgespec.config import LOSSY, DrafterName, GenerateOptions, LoadKeywords, LoadOptions, RuleName
 from edgespec.control.cost import CostCurve
+from edgespec.control.draft_cost import DraftCost
 from edgespec.control.pool import DrafterPool
-from edgespec.control.run_cost import DraftCost
 from edgespec.drafters.base import Drafter
 from edgespec.engines.base import Engine
 from edgespec.engines.limits import keep_one_arena

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from edgespec.closing import Closing
 from edgespec.config import GenerateOptions, keywords_of
 from edgespec.control.cost import CostCurve
-from edgespec.control.run_cost import DraftCost
+from edgespec.control.draft_cost import DraftCost
 from edgespec.errors import Cancelled
 from edgespec.loading.sample_prompts import PROMPTS
 from edgespec.runtime import Model, load

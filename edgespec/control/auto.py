@@ -21,9 +21,10 @@ from edgespec.control.bank import TimeBank
 from edgespec.control.base import NOTHING, Clock, Controller, Proposal
 from edgespec.control.choice import Kinds, add_ucb_bonus, kind_of
 from edgespec.control.cost import CostCurve
+from edgespec.control.draft_cost import DraftCost, RoundCost
 from edgespec.control.length import Prices, best_length, ceiling, forecast, while_it_may_pay
 from edgespec.control.round import PaidRound, Round, UnusedDraft, UnusedDrafts, to_read
-from edgespec.control.run_cost import DraftCost, RoundCost, RunCosts
+from edgespec.control.run_cost import RunCosts
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.engines.pass_request import Passes
 from edgespec.types import RoundRecord, TokenIds, Verdict

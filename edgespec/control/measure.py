@@ -17,8 +17,8 @@ import numpy as np
 
 from edgespec.control import constants as c
 from edgespec.control.cost import WIDEST, ContextCost, CostCurve
+from edgespec.control.draft_cost import DraftCost, guessed_draft_cost
 from edgespec.control.prior import PriorCurve, guessed_plain_s
-from edgespec.control.run_cost import DraftCost, guessed_draft_cost
 from edgespec.engines import disk_cache
 from edgespec.engines.base import Engine
 from edgespec.engines.disk_cache import a_list, a_record, a_row, a_table, file_key, key_of, number, seconds

@@ -17,6 +17,7 @@ from edgespec.control import constants as c
 from edgespec.control.auto import AutoController
 from edgespec.control.base import Controller, FixedLength
 from edgespec.control.cost import CostCurve
+from edgespec.control.draft_cost import DraftCost, guessed_draft_cost
 from edgespec.control.measure import (
     cost_key,
     draft_cost,
@@ -29,7 +30,6 @@ from edgespec.control.measure import (
     target_curve,
 )
 from edgespec.control.prior import PriorCurve
-from edgespec.control.run_cost import DraftCost, guessed_draft_cost
 from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.cache import CacheDrafter

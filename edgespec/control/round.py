@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from edgespec.control import constants as c
 from edgespec.control.bank import TimeBank
 from edgespec.control.choice import DrafterState
+from edgespec.control.draft_cost import DraftCost
 from edgespec.control.length import Prices, best_nodes, forecast
-from edgespec.control.run_cost import DraftCost
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.engines.pass_request import Passes
 from edgespec.types import Draft, Evidence, TokenIds

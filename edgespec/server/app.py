@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from edgespec.server import facts, messages, ollama, page, responses
-from edgespec.server.chat_completions import read_chat
+from edgespec.server.chat_request import read_chat
 from edgespec.server.completions import read_completion
 from edgespec.server.exchange import Read
 from edgespec.server.fields import Fields, parse_object

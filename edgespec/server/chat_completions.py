@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -10,34 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgespec import __version__
-from edgespec.chat.marks import reasoning_marks
-from edgespec.chat.reasoning import Reasoning, before_structure
-from edgespec.chat.tool_forms import tool_parser
+from edgespec.chat.reasoning import Reasoning
 from edgespec.chat.tools import ToolCall, ToolParser
-from edgespec.config import REASONING_FORMATS
 from edgespec.server.answer import Answer, Piece, timings, token_logprob, usage
 from edgespec.server.exchange import DONE, Exchange, sse
-from edgespec.server.fields import Fields
-from edgespec.server.http_errors import bad_request
-from edgespec.server.options import (
-    WITHOUT_EFFECT,
-    numbered,
-    read_choices,
-    read_max_tokens,
-    read_options,
-    read_sampling,
-    require_model,
-)
 from edgespec.server.scheduler import Job, Ticket
 from edgespec.server.service import Loaded
-from edgespec.server.structure import forced_calls, read_structure, structured_behind
 from edgespec.types import TokenEvent
 
 FINGERPRINT = f"edgespec-{__version__}"
-MOST_TOP_LOGPROBS = 20
-REASONING_EFFORTS = ("minimal", "low", "medium", "high", "xhigh")  # of a model that always reasons: no difference
-_EFFORTS_OF_CHANNELS = {"none": "low", "minimal": "low", "xhigh": "high"}  # gpt-oss knows low, medium and high
-_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,158 +156,3 @@ def _deltas(piece: Piece, num_calls: int) -> list[dict[str, Any]]:
 
 def _call_object(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
-def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
-    """Check a request and render its prompt. Blocks while it encodes. Raises HttpError and EdgespecError."""
-    require_model(loaded, fields)
-    template = loaded.model.target.vocabulary.chat_template
-    if template is None:
-        raise bad_request("this model has no chat template, as usual for base models: use /v1/completions", "messages")
-    is_stream = fields.flag("stream")
-    stream_options = fields.fields("stream_options")
-    includes_usage = read_stream_options(stream_options, is_stream=is_stream)
-    per_token = fields.flag("timings_per_token")
-    sampling = read_sampling(fields, loaded)
-    options = read_options(
-        fields, loaded, read_max_tokens(fields, "max_completion_tokens", "max_tokens"), _read_logprobs(fields)
-    )
-    options = read_structure(fields, loaded, options)
-    count = read_choices(fields, loaded.limits)
-    tools, choice = _read_tools(fields, loaded)
-    if tools.shown and tools.parser:
-        options = forced_calls(loaded, options, tools.shown, choice, tools.parser, parallel=tools.parallel)
-    arguments = _template_arguments(fields, template)
-    splits = (fields.choice("reasoning_format", REASONING_FORMATS) or loaded.reasoning_format) != "none"
-    _refuse_unsupported(fields)
-    messages = _read_messages(fields)
-    fields.finish()
-    vocabulary = loaded.model.target.vocabulary
-    prompt_ids = before_structure(vocabulary, loaded.model.encode_chat(messages, tools.shown, arguments), options)
-    reasoning = Reasoning.of(vocabulary, prompt_ids)
-    if reasoning is not None and reasoning.is_open:
-        options = structured_behind(loaded, options, reasoning.marks)
-    jobs = [Job(prompt_ids, numbered(sampling, index), options) for index in range(count)]
-    return ChatExchange(
-        loaded,
-        jobs,
-        tools,
-        reasoning if splits or _needs_split(reasoning, tools) else None,
-        is_stream=is_stream,
-        includes_usage=includes_usage,
-        per_token=per_token,
-    )
-
-
-def _needs_split(reasoning: Reasoning | None, tools: Tools) -> bool:
-    """Whether calls can only be read once the reasoning is told apart: channels order the parts of a call freely."""
-    return reasoning is not None and reasoning.marks.has_channels and tools.parser is not None
-
-
-def _template_arguments(fields: Fields, template: str) -> dict[str, Any]:
-    """What the chat template is told besides: `chat_template_kwargs`, as in llama.cpp, and whether to reason."""
-    given = fields.fields("chat_template_kwargs")
-    chosen: dict[str, Any] = {} if given is None else fields.given("chat_template_kwargs")
-    effort = fields.text("reasoning_effort")
-    if effort is None:
-        return chosen
-    knows_effort, has_switch = "reasoning_effort" in template, "enable_thinking" in template
-    marks = reasoning_marks(template)
-    if knows_effort and not (has_switch and effort == "none"):
-        known = _EFFORTS_OF_CHANNELS.get(effort, effort) if marks is not None and marks.has_channels else effort
-        return {"reasoning_effort": known} | chosen
-    if has_switch and effort in ("none", *REASONING_EFFORTS):
-        return {"enable_thinking": effort != "none"} | chosen
-    fields.refuse(
-        "reasoning_effort",
-        "the chat template of this model has no switch for reasoning",
-        ("none",) if marks is None else REASONING_EFFORTS,
-    )
-    return chosen
-
-
-def read_stream_options(options: Fields | None, *, is_stream: bool) -> bool:
-    """Whether the stream ends with the usage."""
-    if options is None:
-        return False
-    if not is_stream:
-        raise bad_request("stream_options needs stream: true", "stream_options")
-    includes_usage = options.flag("include_usage")
-    options.ignore("include_obfuscation")
-    options.finish()
-    return includes_usage
-
-
-def _read_logprobs(fields: Fields) -> int | None:
-    """The number of most likely tokens to report; None: no log probabilities at all."""
-    is_wanted = fields.flag("logprobs")
-    top = fields.whole("top_logprobs", 0, MOST_TOP_LOGPROBS)
-    if top and not is_wanted:
-        raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
-    return (top or 0) if is_wanted else None
-
-
-def _read_messages(fields: Fields) -> list[Any]:
-    messages = fields.given("messages")
-    if messages is None:
-        raise bad_request("messages is missing: give a list of messages", "messages")
-    if not isinstance(messages, list):
-        raise fields.wrong("messages", "must be a list", messages)
-    return [_as_system(message) for message in messages]
-
-
-def _as_system(message: Any) -> Any:
-    """Templates know the role `developer` as `system`."""
-    is_developer = isinstance(message, dict) and message.get("role") == "developer"
-    return {**message, "role": "system"} if is_developer else message
-
-
-def _refuse_unsupported(fields: Fields) -> None:
-    fields.ignore(*WITHOUT_EFFECT)
-    fields.refuse("modalities", "this server answers with text only", (["text"],))
-    for name in ("audio", "prediction", "web_search_options", "moderation", "verbosity"):
-        fields.refuse(name, "this server has no such feature")
-    for name in ("functions", "function_call"):
-        fields.refuse(name, "use tools and tool_choice")
-
-
-def _read_tools(fields: Fields, loaded: Loaded) -> tuple[Tools, object]:
-    """The tools, and `tool_choice`."""
-    tools = fields.listed("tools", loaded.limits.max_tools)
-    parallel = fields.flag("parallel_tool_calls", True)
-    choice = fields.given("tool_choice")
-    if isinstance(choice, str) and choice not in ("none", "auto", "required"):
-        raise fields.wrong("tool_choice", "must be none, auto, required or an object that names a function", choice)
-    if not tools:
-        if choice not in (None, "none", "auto"):
-            raise bad_request("tool_choice forces a call, but no tools are given", "tool_choice")
-        return Tools(), choice
-    for index, tool in enumerate(tools):
-        _check_tool(tool, f"tools.{index}")
-    if choice == "none":
-        return Tools(), choice
-    parser = tool_parser(loaded.model.target.vocabulary.chat_template)
-    if parser is None:
-        raise bad_request(
-            "the chat template of this model does not support tools, or its calls have a format that is not supported "
-            "here",
-            "tools",
-            "unsupported_parameter",
-        )
-    return Tools(tools, parser, parallel), choice
-
-
-def _check_tool(tool: Any, where: str) -> None:
-    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-    if not isinstance(function, dict):
-        raise bad_request(f'{where} must be {{"type": "function", "function": {{...}}}}', where)
-    name = function.get("name")
-    if not isinstance(name, str) or _TOOL_NAME.fullmatch(name) is None:
-        raise bad_request(f"{where}.function.name must be 1 to 64 letters, digits, _, - or .", f"{where}.function.name")
-    kinds: tuple[tuple[str, type[Any], str], ...] = (
-        ("description", str, "a string"),
-        ("parameters", dict, "an object"),
-    )
-    for field, kind, shown_kind in kinds:
-        if not isinstance(function.get(field) or kind(), kind):
-            raise bad_request(f"{where}.function.{field} must be {shown_kind}", f"{where}.function.{field}")

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from edgespec.server.answer import Answer, timings, token_logprob, usage
-from edgespec.server.chat_completions import FINGERPRINT, read_stream_options
+from edgespec.server.chat_completions import FINGERPRINT
 from edgespec.server.exchange import DONE, Exchange, sse
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import bad_request
@@ -22,6 +22,7 @@ from edgespec.server.options import (
     read_max_tokens,
     read_options,
     read_sampling,
+    read_stream_options,
     require_model,
 )
 from edgespec.server.scheduler import Job, Ticket

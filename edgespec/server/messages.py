@@ -1,4 +1,4 @@
-"""`/v1/messages`: Anthropic's protocol. Requests are translated to those of `chat_completions`, which checks them."""
+"""`/v1/messages`: Anthropic's protocol. Requests are translated to those of `chat_request`, which checks them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 from edgespec.chat.marks import reasoning_marks
 from edgespec.chat.tools import ToolCall
 from edgespec.server.answer import Answer, Piece
-from edgespec.server.chat_completions import ChatExchange, read_chat
+from edgespec.server.chat_completions import ChatExchange
+from edgespec.server.chat_request import read_chat
 from edgespec.server.exchange import Exchange, sse
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError, bad_request

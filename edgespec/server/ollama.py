@@ -1,5 +1,5 @@
 """A part of Ollama's API: `/api/chat`, `/api/generate` and what programs ask before them. Requests are translated to
-those of `chat_completions` and `completions`, which check them; answers are lines of JSON.
+those of `chat_request` and `completions`, which check them; answers are lines of JSON.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from edgespec.chat.marks import reasoning_marks
 from edgespec.chat.tool_forms import tool_parser
 from edgespec.server.answer import Answer
 from edgespec.server.call_grammar import ANY_OBJECT
-from edgespec.server.chat_completions import read_chat
+from edgespec.server.chat_request import read_chat
 from edgespec.server.completions import read_completion
 from edgespec.server.exchange import Exchange, compact
 from edgespec.server.fields import Fields

@@ -118,3 +118,15 @@ def numbered(sampling: Sampling, index: int) -> Sampling:
     if sampling.seed is None or index == 0:
         return sampling
     return replace(sampling, seed=(sampling.seed + index) & (2**63 - 1))
+
+
+def read_stream_options(options: Fields | None, *, is_stream: bool) -> bool:
+    """Whether the stream ends with the usage."""
+    if options is None:
+        return False
+    if not is_stream:
+        raise bad_request("stream_options needs stream: true", "stream_options")
+    includes_usage = options.flag("include_usage")
+    options.ignore("include_obfuscation")
+    options.finish()
+    return includes_usage

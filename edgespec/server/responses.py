@@ -1,5 +1,5 @@
 """`/v1/responses`: OpenAI's newer protocol, without stored state. `responses_input` translates requests to those of
-`chat_completions`, which checks them; answers are written here.
+`chat_request`, which checks them; answers are written here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 
 from edgespec.chat.tools import ToolCall
 from edgespec.server.answer import Answer, timings, usage
-from edgespec.server.chat_completions import ChatExchange, read_chat
+from edgespec.server.chat_completions import ChatExchange
+from edgespec.server.chat_request import read_chat
 from edgespec.server.exchange import Exchange, sse
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from edgespec import __version__
 from edgespec.server.answer import timings, usage
-from edgespec.server.chat_completions import read_chat
+from edgespec.server.chat_request import read_chat
 from edgespec.server.completions import read_completion
 from edgespec.server.exchange import Read, compact
 from edgespec.server.fields import Fields, parse_object

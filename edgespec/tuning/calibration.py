@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.control.cost import ContextCost, CostCurve
+from edgespec.control.draft_cost import DraftCost
 from edgespec.control.length import ceiling
 from edgespec.control.measure import read, shorten, some_ids
-from edgespec.control.run_cost import DraftCost
 from edgespec.engines.base import Engine
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.types import Batch, TokenIds

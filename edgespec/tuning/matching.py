@@ -13,10 +13,10 @@ from itertools import product
 from pathlib import Path
 
 from edgespec.control.cost import WIDEST, CostCurve
+from edgespec.control.draft_cost import guessed_draft_cost
 from edgespec.control.length import expected_speedup
 from edgespec.control.measure import file_curve
 from edgespec.control.prior import PriorCurve, guessed_plain_s
-from edgespec.control.run_cost import guessed_draft_cost
 from edgespec.errors import ConfigError, EdgespecError
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.kind import require_language_model

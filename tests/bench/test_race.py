@@ -33,8 +33,8 @@ from edgespec.cli import race_pair, race_view
 from edgespec.cli.main import cli
 from edgespec.cli.race_view import Side, coloured, frame, legend, recorder, svg
 from edgespec.control.cost import CostCurve
+from edgespec.control.draft_cost import DraftCost
 from edgespec.control.length import expected_speedup
-from edgespec.control.run_cost import DraftCost
 from edgespec.engines.disk_cache import cache_folder
 from edgespec.errors import Cancelled, CapabilityError, ModelNotFound, PromptError
 from edgespec.tuning.profiles import new_profile, profile_path, save_profile

@@ -13,7 +13,7 @@ from edgespec.control.auto import AutoController
 from edgespec.control.base import NOTHING
 from edgespec.control.choice import DrafterState, kind_of
 from edgespec.control.cost import CostCurve
-from edgespec.control.run_cost import DraftCost, guessed_draft_cost
+from edgespec.control.draft_cost import DraftCost, guessed_draft_cost
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.sampling import Sampler, Sampling

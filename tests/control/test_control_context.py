@@ -8,8 +8,8 @@ import pytest
 
 from edgespec.control.auto import AutoController
 from edgespec.control.cost import ContextCost, CostCurve
+from edgespec.control.draft_cost import DraftCost
 from edgespec.control.prior import PriorCurve
-from edgespec.control.run_cost import DraftCost
 from edgespec.types import RoundRecord
 from simulation import (
     DRAFT_SHARE,

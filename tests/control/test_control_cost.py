@@ -12,6 +12,7 @@ import pytest
 
 from edgespec.control.constants import LEAST_PASSES, UNTOLD_PASSES
 from edgespec.control.cost import WIDEST, ContextCost, CostCurve
+from edgespec.control.draft_cost import DraftCost, RoundCost
 from edgespec.control.measure import (
     COARSE,
     WIDTHS,
@@ -22,7 +23,6 @@ from edgespec.control.measure import (
     store_curve,
     target_curve,
 )
-from edgespec.control.run_cost import DraftCost, RoundCost
 from edgespec.engines.disk_cache import cache_folder
 from edgespec.engines.table import TableEngine
 from edgespec.types import Batch, Logits

@@ -15,9 +15,9 @@ from edgespec.control.auto import AutoController
 from edgespec.control.base import NOTHING
 from edgespec.control.constants import FIRST_ROW, START_PASSES
 from edgespec.control.cost import CostCurve
+from edgespec.control.draft_cost import guessed_draft_cost
 from edgespec.control.measure import cost_key, known_curve, known_draft_cost, store_curve
 from edgespec.control.prior import PriorCurve, guessed_plain_s
-from edgespec.control.run_cost import guessed_draft_cost
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engines.table import TableEngine
 from edgespec.types import Batch, Logits, RoundRecord, Verdict

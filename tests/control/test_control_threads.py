@@ -10,7 +10,7 @@ import pytest
 
 from edgespec.control.auto import AutoController
 from edgespec.control.base import Proposal
-from edgespec.control.run_cost import DraftCost
+from edgespec.control.draft_cost import DraftCost
 from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import DraftRequest
 from edgespec.engines.base import usual_steps

@@ -11,7 +11,7 @@ import pytest
 from edgespec.control.auto import AutoController
 from edgespec.control.base import FixedLength
 from edgespec.control.cost import CostCurve
-from edgespec.control.run_cost import DraftCost
+from edgespec.control.draft_cost import DraftCost
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.dflash import DFlashDrafter
 from edgespec.engines.head import States

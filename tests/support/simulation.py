@@ -17,7 +17,7 @@ import numpy as np
 from edgespec.control.auto import AutoController
 from edgespec.control.base import NOTHING, Controller, FixedLength, Proposal
 from edgespec.control.cost import WIDEST, ContextCost, CostCurve
-from edgespec.control.run_cost import DraftCost
+from edgespec.control.draft_cost import DraftCost
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.chain import CHAIN_PRIOR
 from edgespec.drafters.ngram import NgramDrafter
