@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import dropwhile, takewhile
 from typing import Any
 
 import jinja2
@@ -16,7 +17,7 @@ from edgespec.chat.call_ids import wants_short_ids, with_short_ids
 from edgespec.chat.marks import PRINTED_MARKS
 from edgespec.chat.sandbox import MAX_PROMPT_CHARACTERS, compiled
 from edgespec.chat.tool_messages import with_tools
-from edgespec.errors import CapabilityError, PromptError, shown
+from edgespec.errors import CapabilityError, EdgespecError, PromptError, shown
 from edgespec.vocabulary import Vocabulary
 
 Message = dict[str, Any]
@@ -121,6 +122,22 @@ def encode_messages(
     if vocabulary.adds_bos and vocabulary.bos_id is not None and ids[:1] != [vocabulary.bos_id]:
         ids.insert(0, vocabulary.bos_id)
     return ids
+
+
+def answer_opening(vocabulary: Vocabulary) -> tuple[int, ...]:
+    """The token ids with which the vocabulary's template opens each answer, from the first control token of them on.
+
+    Empty where there is none.
+    """
+    try:
+        one, other = (
+            encode_messages(vocabulary, [{"role": "user", "content": text}], None, "") for text in ("Why?", "A list")
+        )
+    except EdgespecError:  # no template, or one that fails, which a conversation will say
+        return ()
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(one), reversed(other), strict=False))
+    opening = [*takewhile(lambda token_id: token_id not in vocabulary.end_ids, (token_id for token_id, _ in same))]
+    return tuple(dropwhile(vocabulary.piece, reversed(opening)))
 
 
 def encode_rendered(

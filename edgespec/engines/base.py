@@ -25,13 +25,14 @@ class EngineFacts:
 
     `width_classes`: the measured intervals (low, high) of pass widths within which a token's logits are bitwise equal
     whatever the width; `pinned_class` is the one that reproducible mode uses, None when it is off or when the model has
-    none. `padding_cost`: with a pinned class, the time of a single-token pass padded into it over that of one that is
-    not padded. `can_rollback`: to any length, at any time; else `rollback_rows` of the last pass at most can be
-    dropped, once, and not all of its rows, and with `has_checkpoints` what came after one. `can_tree`: whether a batch
-    may hold trees; chains are always allowed. `can_pack`: whether rows of several sequences may share a pass; in
-    reproducible mode, whether each of them then has the bits that it has alone. `splits_passes`: whether it runs as
-    several passes where they have different numbers of rows. `notes`: what the user should know about this load.
-    `placement`: the devices' own names and how much of the model is on each, empty if all of it is on the CPU;
+    none. `prompt_block`: with a narrow class, most rows of a pass that reads a prompt (`prompt_passes`); 0: these keep
+    to the class, or need not. `padding_cost`: with a pinned class, the time of a single-token pass padded into it over
+    that of one that is not padded. `can_rollback`: to any length, at any time; else `rollback_rows` of the last pass at
+    most can be dropped, once, and not all of its rows, and with `has_checkpoints` what came after one. `can_tree`:
+    whether a batch may hold trees; chains are always allowed. `can_pack`: whether rows of several sequences may share a
+    pass; in reproducible mode, whether each of them then has the bits that it has alone. `splits_passes`: whether it
+    runs as several passes where they have different numbers of rows. `notes`: what the user should know about this
+    load. `placement`: the devices' own names and how much of the model is on each, empty if all of it is on the CPU;
     measurements are kept separately for each placement. `state_window`: what `save_state` gives of a longer text holds
     only so many of the last tokens in some layers, so that once loaded it can be continued or emptied, but not
     shortened; 0 where it holds all.
@@ -51,6 +52,7 @@ class EngineFacts:
     device: str
     threads: int
     padding_cost: float = 1.0
+    prompt_block: int = 0
     can_pack: bool = False
     splits_passes: bool = False
     notes: tuple[str, ...] = ()
@@ -201,7 +203,7 @@ class Engine(Closing, ABC):
 
     def drop_class(self) -> None:
         """Leave reproducible mode, because passes of the pinned class gave different bits; padding ends."""
-        self.facts = replace(self.facts, pinned_class=None, padding_cost=1.0)
+        self.facts = replace(self.facts, pinned_class=None, prompt_block=0, padding_cost=1.0)
 
     def set_threads(self, threads: int) -> bool:
         """Use `threads` threads from the next pass on; whether the engine can. Not to be called during a pass.

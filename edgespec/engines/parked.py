@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-import numpy as np
-
-from edgespec.engines.sequence import CachedSequence, shared_prefix
+from edgespec.engines.prompt_passes import CachedText
+from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import EdgespecError
 from edgespec.types import TokenIds
 
@@ -23,9 +22,9 @@ _COST = 8  # tokens whose states can be copied in the time of reading one
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """Token ids [n] and the engine's state after them."""
+    """Tokens [n] and the engine's state after them."""
 
-    token_ids: TokenIds
+    text: CachedText
     state: bytes
 
 
@@ -55,15 +54,15 @@ class ParkedStates:
         held = live.reusable_length(wanted_ids)
         found, most = None, held
         for parked in self._states:
-            shared, size = shared_prefix(parked.token_ids, wanted_ids), parked.token_ids.size
+            shared, size = parked.text.shared_length(wanted_ids, live.blocks), parked.text.token_ids.size
             if shared > most and (shared == size or (can_rollback and shared >= facts.loaded_reach(size))):
                 found, most = parked, shared
         if _pays(live.length - held, live.length):
             self.park(live)
-        if found is not None and _pays(most - held, found.token_ids.size):
+        if found is not None and _pays(most - held, found.text.token_ids.size):
             self._states = [parked for parked in self._states if parked is not found]
             try:
-                live.adopt(found.state, found.token_ids)
+                live.adopt(found.state, found.text)
             except (EdgespecError, MemoryError) as exc:
                 logger.debug("a parked state cannot be used: %s", exc)
 
@@ -73,21 +72,17 @@ class ParkedStates:
             return
         if live.length * live.engine.facts.kv_bytes_per_token > self._most_bytes:
             return
-        token_ids = live.token_ids.copy()
+        text = live.text
         try:
             state = live.engine.save_state(live.sequence)
         except (EdgespecError, MemoryError) as exc:
             logger.debug("a state cannot be parked: %s", exc)
             return
-        kept = [parked for parked in self._states if not _begins_with(token_ids, parked.token_ids)]
-        self._states = [*kept, Parked(token_ids, state)][-self._most_states :]
+        kept = [parked for parked in self._states if not text.begins_with(parked.text)]
+        self._states = [*kept, Parked(text, state)][-self._most_states :]
         while self.num_bytes > self._most_bytes:
             del self._states[0]
 
 
 def _pays(num_saved: int, num_copied: int) -> bool:
     return num_saved >= LEAST_TOKENS and num_saved * _COST >= num_copied
-
-
-def _begins_with(token_ids: TokenIds, start_ids: TokenIds) -> bool:
-    return start_ids.size <= token_ids.size and np.array_equal(token_ids[: start_ids.size], start_ids)

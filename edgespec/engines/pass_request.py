@@ -17,12 +17,14 @@ class PassRequest(NamedTuple):
     """Rows of one sequence, of a target or of a draft model, that wait for a pass of its engine.
 
     The reply is their logits, a view until the next pass. `hidden`: with hidden states or without them; None: as the
-    engine does now. Other sequences of the same pass may want them and these rows not.
+    engine does now. Other sequences of the same pass may want them and these rows not. `is_alone`: rows of others would
+    change the bits of these.
     """
 
     cache: CachedSequence
     batch: Batch
     hidden: bool | None = None
+    is_alone: bool = False
 
     def run(self) -> Logits:
         """The logits of a pass of its own. Raises as `Engine.forward`."""

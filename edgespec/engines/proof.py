@@ -5,7 +5,7 @@ disappears when logits are rounded, so the new keys and values of every layer ar
 prove nothing: most of a padded vocabulary is untrained, and its rows agree whichever kernel computes them.
 
 `survey` compares every width; `confirm` compares single-token passes over more rows before they join a class;
-`packs_alike` compares rows that share a pass with rows of other sequences.
+`packs_alike` compares rows that share a pass with rows of other sequences; `reads_alike` compares a prompt with itself.
 """
 
 from __future__ import annotations
@@ -159,6 +159,36 @@ def packs_alike(engine: Engine) -> bool:
         for sequence in range(count):
             engine.rollback(0, sequence)
     return found[0] == found[1]
+
+
+def reads_alike(engine: Engine, width: int) -> bool:
+    """Whether text read in passes of `width` rows, the last one narrower, has the same bits each time.
+
+    In an empty cache, after another text was in it, on as few threads as there may be, and with more cells behind the
+    text. Sequence 0 is empty before and after.
+    """
+    ids = sample_text(engine, width + width // 3)
+    steps, work = engine.thread_steps(), Work(3 * -(-ids.size // width), WHAT)
+
+    def bits() -> bytes:
+        """Of the cache after `ids`."""
+        engine.rollback(0)
+        for start in range(0, ids.size, width):
+            engine.forward(Batch.chain(ids[start : start + width], last_only=True))
+            work.step()
+        return _cache_digest(engine)
+
+    try:
+        first = bits()
+        engine.rollback(0)
+        _read(engine, sample_text(engine, PREFIX + EVERY_WIDTH_TO)[::-1].copy())
+        if bits() != first:
+            return False
+        engine.set_threads(steps[-1])
+        return bits() == first
+    finally:
+        engine.set_threads(steps[0])
+        engine.rollback(0)
 
 
 def _packed_bits(engine: Engine, ids: TokenIds, starts: list[int], work: Work, *, is_packed: bool) -> list[bytes]:

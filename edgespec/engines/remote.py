@@ -50,7 +50,7 @@ class RemoteEngine(Engine):
         self._ids: list[TokenIds] = []  # tokens by sequence
         self._unread: set[int] = set()  # sequences of which the child may have other tokens
         loaded = self._start()
-        self.facts: EngineFacts = loaded.facts
+        self.facts: EngineFacts = _facts(loaded)
         self.class_key, self._most_branches = loaded.class_key, loaded.most_branches
         self._book = SequenceBook(self.facts.max_sequences)
         self._ids = [np.zeros(0, np.int32)] * self.facts.max_sequences
@@ -131,7 +131,7 @@ class RemoteEngine(Engine):
         self._require_open()
         if self._process is None:
             loaded = self._start()
-            self.facts = replace(loaded.facts, notes=self.facts.notes)
+            self.facts = replace(_facts(loaded), notes=self.facts.notes)
             self.class_key = loaded.class_key
         assert self._process is not None
         return self._process
@@ -142,7 +142,7 @@ class RemoteEngine(Engine):
         ids = self._ids[sequence]
         if sequence in self._unread:
             self._call("rollback", 0, sequence)
-            step = min(self.facts.max_batch, EVERY_WIDTH_TO)  # in reproducible mode the class has all these widths
+            step = min(self.widest_pass, EVERY_WIDTH_TO)  # in reproducible mode the class has all these widths
             for start in range(0, ids.size, step):
                 self._call("forward", Batch.chain(ids[start : start + step], sequence=sequence, last_only=True))
         self._unread.discard(sequence)
@@ -292,3 +292,8 @@ class RemoteEngine(Engine):
     def _require_open(self) -> None:
         if self._is_closed:
             raise EngineError("this engine is closed; load the model again")
+
+
+def _facts(loaded: Loaded) -> EngineFacts:
+    """What the child says, but for blocks of prompts: a new child is told the tokens again, not how they were cut."""
+    return replace(loaded.facts, prompt_block=0)

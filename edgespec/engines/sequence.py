@@ -13,28 +13,29 @@ from numpy.typing import NDArray
 from edgespec.engines.base import Engine
 from edgespec.engines.features import LAYERS_WINDOW, PROMPT_FEATURES, Features, KeptFeatures
 from edgespec.engines.pass_request import Passes, PassRequest, at_once
-from edgespec.engines.proof import EVERY_WIDTH_TO
+from edgespec.engines.prompt_passes import PROMPT_END, CachedText, PromptBlocks, borders, runs, whole_passes
 from edgespec.errors import EdgespecError
 from edgespec.types import Batch, Draft, Logits, TokenIds
-
-# Tokens at the end of a prompt, among them what opens an answer: the next prompt of a conversation may lack those.
-PROMPT_END = 16
 
 
 class CachedSequence:
     """The KV cache of one sequence as a list of tokens that grows, is rolled back and is reused.
 
-    `most_rows`: limit for a pass that reads a prompt while other sequences wait.
+    `most_rows`: limit for a pass that reads a prompt while other sequences wait. `num_fed`: how many passes the latest
+    `feed` took. `answer_opening`: the tokens with which the chat template opens an answer (`PromptBlocks`).
     """
 
     most_per_token = 1  # most cells that one token takes in the cache
     most_rows = sys.maxsize
 
-    def __init__(self, engine: Engine, sequence: int = 0) -> None:
+    def __init__(self, engine: Engine, sequence: int = 0, answer_opening: tuple[int, ...] = ()) -> None:
         self.engine = engine
         self.sequence = sequence
+        self._opening = answer_opening
         # one more than the cache holds: the pending token comes after the cached ones
         self._ids = np.zeros(engine.facts.context_length + 1, np.int32)
+        self._pass_ends = np.zeros(engine.facts.context_length + 1, np.int32)  # of their passes, as in `PromptBlocks`
+        self.num_fed = 0
         self._length = engine.length(sequence)
         self._first_row = 0  # its first row in the last pass, which others may precede
         self._states = KeptFeatures(lambda: engine.hidden_states().copy())
@@ -45,7 +46,7 @@ class CachedSequence:
 
     def another(self, sequence: int) -> CachedSequence:
         """The same kind of cache for another sequence of the engine, which is emptied."""
-        return CachedSequence(self.engine, sequence)
+        return CachedSequence(self.engine, sequence, self._opening)
 
     @property
     def length(self) -> int:
@@ -55,6 +56,17 @@ class CachedSequence:
     def token_ids(self) -> TokenIds:
         """The cached tokens [length], a view."""
         return self._ids[: self._length]
+
+    @property
+    def text(self) -> CachedText:
+        """A copy of what is known of the cached tokens."""
+        return CachedText(self.token_ids.copy(), self._pass_ends[: self._length].copy())
+
+    @property
+    def blocks(self) -> PromptBlocks | None:
+        """How prompts are cut; None: anyhow, since the bits do not depend on it or need not be the same."""
+        size = self.engine.facts.prompt_block
+        return PromptBlocks(size, self._opening, self.end_ids) if size else None
 
     def with_pending(self, token_id: int) -> TokenIds:
         """The cached tokens and `token_id` after them [length + 1], a view that the next call may change."""
@@ -131,7 +143,12 @@ class CachedSequence:
 
     def reusable_length(self, wanted_ids: TokenIds) -> int:
         """How many tokens `reuse` would keep."""
-        return self.engine.reachable(self.shared_length(wanted_ids), self.sequence)
+        shared = self.shared_length(wanted_ids)
+        kept = self.engine.reachable(shared, self.sequence)
+        while kept < shared and self.blocks:  # perhaps within a block
+            shared = whole_passes(self._pass_ends, kept)
+            kept = self.engine.reachable(shared, self.sequence)
+        return kept
 
     def mark(self) -> None:
         """Make the present length one that can be rolled back to, where the engine needs to be told."""
@@ -139,10 +156,11 @@ class CachedSequence:
 
     def shared_length(self, wanted_ids: TokenIds) -> int:
         """Length of the common prefix of the cache and `wanted_ids` [n], at most n - 1."""
-        return shared_prefix(self.token_ids, wanted_ids)
+        held = CachedText(self.token_ids, self._pass_ends[: self._length])
+        return held.shared_length(wanted_ids, self.blocks)
 
-    def adopt(self, state: bytes | memoryview, token_ids: TokenIds) -> None:
-        """Load `state`, which the engine saved after `token_ids` [n]; the sequence is empty when that fails.
+    def adopt(self, state: bytes | memoryview, text: CachedText) -> None:
+        """Load `state`, which the engine saved after `text`; the sequence is empty when that fails.
 
         Raises StateError, EngineError.
         """
@@ -150,8 +168,7 @@ class CachedSequence:
         self._forget_rows(0)
         try:
             self.engine.load_state(state, self.sequence)
-            self._ids[: token_ids.size] = token_ids
-            self._length = int(token_ids.size)
+            self._append(*text)
         except BaseException:
             self._length = 0
             self.engine.rollback(0, self.sequence)
@@ -163,8 +180,7 @@ class CachedSequence:
         self._forget_rows(0)
         try:
             self.engine.fork(other.sequence, self.sequence)
-            self._ids[: other.length] = other.token_ids
-            self._length = other.length
+            self._append(other.token_ids, other._pass_ends[: other.length])
             self.rollback(length)
         except BaseException:
             self._length = 0
@@ -182,49 +198,51 @@ class CachedSequence:
     def feeding(self, token_ids: TokenIds) -> Passes[Logits]:
         """The passes of `feed`.
 
-        In reproducible mode all of them have widths of the pinned class, so that the cache has the same bits whether
-        the tokens came as one prompt, in parts, or were decoded.
+        In reproducible mode the tokens alone decide how they are cut, so that the cache has the same bits whether they
+        came as one prompt, in parts, or were decoded.
         """
-        for start, end in itertools.pairwise(self._borders(token_ids.size)):
+        self.num_fed = 0
+        for start, end, ends in self._cuts(token_ids):
             while start < end:
                 part = token_ids[start : end if self.engine.facts.pinned_class else min(end, start + self.most_rows)]
                 start += part.size
                 batch = Batch.chain(part, sequence=self.sequence, last_only=True)
                 known = self._prompt_features
-                wanted = self.keeps_features and start + known > token_ids.size
-                logits = yield PassRequest(self, batch, wanted if self.keeps_features else None)
+                is_late = start + known > token_ids.size
+                wanted = self.keeps_features and is_late and part.size <= self._most_with_states
+                hidden = wanted if self.keeps_features else None
+                logits = yield PassRequest(self, batch, hidden, is_alone=part.size > self.engine.widest_pass)
                 if wanted:
                     self._states.append(self._length, known)
                 self._inputs.append(self._length)
-                self._append(part)
+                self._append(part, ends)
+                self.num_fed += 1
             if end == token_ids.size - PROMPT_END:
                 self.mark()
         last: Logits = logits[-1]
         return last
 
-    def _borders(self, num_tokens: int) -> list[int]:
-        """Where the passes of `feed` begin and end; one with hidden states must be narrow."""
-        step = self.engine.widest_pass
-        ends = [*range(0, num_tokens, step), num_tokens]
-        last = ends[-1] - ends[-2] if num_tokens else 0
-        if self.engine.facts.pinned_class and EVERY_WIDTH_TO < last < step:
-            ends.insert(-1, ends[-2] + EVERY_WIDTH_TO)  # the widths between were not all tested
-        late = num_tokens - PROMPT_FEATURES
-        needs_narrow = self.keeps_features and self.engine.states_of == "scored rows"
-        if needs_narrow and step > PROMPT_FEATURES and late > 0:
-            ends = [*(end for end in ends if end < late), late, num_tokens]
-        if self.engine.facts.has_checkpoints and num_tokens > PROMPT_END:
-            ends = sorted({*ends, num_tokens - PROMPT_END})
-        return ends
+    def _cuts(self, token_ids: TokenIds) -> Iterator[tuple[int, int, TokenIds | None]]:
+        """Where the passes of `feed` begin and end, and `CachedText.ends` of each; None: of the width class."""
+        blocks = self.blocks
+        if blocks is None or token_ids.size == 1:
+            most = self._most_with_states if self.keeps_features else sys.maxsize
+            for start, end in itertools.pairwise(borders(self.engine, token_ids.size, most)):
+                yield start, end, None
+            return
+        ends = blocks.ends(np.concatenate((self.token_ids, token_ids)))[self._length :]
+        for start, end in runs(ends - self._length, self.engine.widest_pass):
+            yield start, end, ends[start:end]
+
+    @property
+    def _most_with_states(self) -> int:
+        """Most rows of a prompt's pass that gives hidden states: it may need logits of all of them."""
+        return PROMPT_FEATURES if self.engine.states_of == "scored rows" else sys.maxsize
 
     @property
     def _prompt_features(self) -> int:
         """Last tokens of a prompt whose hidden states are kept; the very last one has logits anyway."""
         return 1 if self.engine.states_of == "rows with logits" else PROMPT_FEATURES
-
-    def passes_for(self, num_tokens: int) -> int:
-        """How many passes `feed` takes for `num_tokens` tokens."""
-        return len(self._borders(num_tokens)) - 1 if num_tokens else 0
 
     def score(self, pending_token_id: int, draft: Draft) -> Logits:
         """Logits [1 + draft tokens, vocabulary] of the pending token and every draft node; `keep` must follow."""
@@ -255,6 +273,13 @@ class CachedSequence:
         self.engine.rollback(self._length, self.sequence)
         return logits
 
+    def latest_in_class(self, most: int) -> int:
+        """How many of the last tokens, at most `most`, were read in passes of the width class."""
+        places = np.arange(max(self._length - most, 0), self._length)
+        behind = np.where(places, self._pass_ends[places - 1], 0)  # where the pass of the token before ended
+        others = np.flatnonzero((behind != places) | (self._pass_ends[places] != places + 1))
+        return places.size - (int(others[-1]) + 1 if others.size else 0)
+
     def score_again(self, num_tokens: int) -> Logits:
         """Logits [num_tokens, vocabulary] of the last cached tokens, from another pass over them; they stay cached.
 
@@ -275,8 +300,7 @@ class CachedSequence:
         self._states.keep(self._length, rows)
         self._inputs.keep(self._length, rows)
         if not draft.num_tokens:
-            self._ids[self._length] = pending_token_id
-            self._length += 1
+            self._append(np.array([pending_token_id], np.int32))
             return
         if draft.is_chain:
             if len(accepted_nodes) < draft.num_tokens:
@@ -306,16 +330,11 @@ class CachedSequence:
         except EdgespecError:
             self.rollback(0)
 
-    def _append(self, token_ids: TokenIds) -> None:
-        self._ids[self._length : self._length + token_ids.size] = token_ids
-        self._length += token_ids.size
-
-
-def shared_prefix(held_ids: TokenIds, wanted_ids: TokenIds) -> int:
-    """Length of the common prefix of `held_ids` [m] and `wanted_ids` [n], at most n - 1."""
-    limit = min(held_ids.size, wanted_ids.size - 1)
-    differs = np.flatnonzero(held_ids[:limit] != wanted_ids[:limit])
-    return int(differs[0]) if differs.size else limit
+    def _append(self, token_ids: TokenIds, ends: TokenIds | None = None) -> None:
+        """Add tokens [n] and where their passes ended [n]; None: they are of the width class."""
+        start, self._length = self._length, self._length + int(token_ids.size)
+        self._ids[start : self._length] = token_ids
+        self._pass_ends[start : self._length] = np.arange(start + 1, self._length + 1) if ends is None else ends
 
 
 @contextmanager

@@ -60,10 +60,13 @@ class ClassWatch:
         self._credit_s -= self._cost_s
 
     def _other_width(self, sequence: CachedSequence, used: int) -> int | None:
-        """A width of the class other than the one in use; all of them are used in turn."""
+        """A width of the class other than the one in use; all of them are used in turn.
+
+        It reaches only over tokens that were read in such passes.
+        """
         pinned = sequence.engine.facts.pinned_class
         assert pinned is not None
-        low, high = pinned[0], min(pinned[1], EVERY_WIDTH_TO, sequence.length)
+        low, high = pinned[0], sequence.latest_in_class(min(pinned[1], EVERY_WIDTH_TO))
         found = [width for width in range(low, high + 1) if width != max(used, low)]
         self._turn += 1
         # Steps of 7 alternate between narrow and wide ones and reach all unless their number is a multiple of 7.

@@ -7,8 +7,9 @@ include single-token passes, each of them is padded, which costs time: reproduci
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from edgespec.engines import disk_cache, proof
 from edgespec.engines.base import Engine, EngineFacts
@@ -23,6 +24,7 @@ MAX_PADDED_WIDTH = 4
 TYPICAL_ACCEPTANCE = 0.7
 TYPICAL_COST_OF_A_ROW = 0.25
 WIDE_ENOUGH_FOR_PROMPTS = 32
+BLOCK = 128  # rows of a pass that reads a prompt beside a narrow class; on CPUs as fast as one of 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,11 @@ class Proved:
     @property
     def pinned(self) -> WidthClass | None:
         return None if self.refuted else choose_class(self.classes)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the class costs nothing: lone rows are not padded, and drafts may be as long as they pay off."""
+        return self.pinned is not None and self.pinned[0] == 1 and self.pinned[1] >= WIDE_ENOUGH_FOR_PROMPTS
 
     @property
     def padding_cost(self) -> float:
@@ -52,9 +59,9 @@ def pinned_facts(engine: Engine, key: str, *, widest: int, reproducible: bool | 
     """The facts of an empty engine with the class to use, or without one; the engine is left empty.
 
     `key` names everything that the bits depend on; results are cached under it. `reproducible` True finds a class or
-    raises CapabilityError, with `advice`. None takes reproducible mode where single-token passes are known to be in
-    the class, so that it costs nothing, and the fastest mode otherwise. On a CPU, or over a network, that is known only
-    after an earlier load with True: testing takes longer than a user should wait for a first token.
+    raises CapabilityError, with `advice`. None takes reproducible mode where it is known to cost nothing, since the
+    class has single-token passes and wide drafts in it, and the fastest mode otherwise. On a CPU, or over a network,
+    that is known only after an earlier load with True: testing takes longer than a user should wait for a first token.
     """
     engine.class_key = key
     is_slow = engine.facts.device == "cpu" or engine.facts.device.startswith("rpc")
@@ -62,7 +69,7 @@ def pinned_facts(engine: Engine, key: str, *, widest: int, reproducible: bool | 
         return fastest_facts(engine, key)
     found = _proved(engine, key, widest) if engine.facts.can_rollback else Proved((), {})
     pinned = found.pinned
-    if reproducible is None and (pinned is None or pinned[0] > 1):
+    if reproducible is None and not found.is_free:
         return fastest_facts(engine, key)
     if reproducible and pinned is None:
         raise CapabilityError(_why_none(found, advice))
@@ -70,12 +77,15 @@ def pinned_facts(engine: Engine, key: str, *, widest: int, reproducible: bool | 
     if pinned and pinned[1] >= WIDE_ENOUGH_FOR_PROMPTS:
         # Prompts are read at these widths too, so that a cache's bits depend on its tokens alone.
         max_batch = min(max_batch, pinned[1])
+    is_narrow = pinned is not None and pinned[1] < min(WIDE_ENOUGH_FOR_PROMPTS, max_batch)
+    block = min(BLOCK, max_batch) if is_narrow and _reads_alike(engine, key) else 0
     return replace(
         engine.facts,
         width_classes=found.classes,
         pinned_class=pinned,
         max_batch=max_batch,
         padding_cost=found.padding_cost,
+        prompt_block=block,
     )
 
 
@@ -93,18 +103,27 @@ def fastest_facts(engine: Engine, key: str) -> EngineFacts:
 
 
 def is_known_free(key: str, widest: int) -> bool:
-    """Whether an earlier test under `key` found a class with single-token passes in it, so that it costs nothing."""
+    """Whether an earlier test under `key` found a class that costs nothing."""
     found = _cached(key, widest)
-    return found is not None and found.pinned is not None and found.pinned[0] == 1
+    return found is not None and found.is_free
 
 
 def packs_alike(engine: Engine, key: str) -> bool:
     """Whether rows in a pass with rows of other sequences have the bits that they have alone: cached, or tested now."""
-    key = key_of(METHOD, key, engine.facts.max_sequences)
-    kept = disk_cache.get("packing", key, a_record({"alike": flag}))
+    return _tested("packing", key_of(METHOD, key, engine.facts.max_sequences), partial(proof.packs_alike, engine))
+
+
+def _reads_alike(engine: Engine, key: str) -> bool:
+    """Whether a prompt that is read again in the same wide passes gets the same bits: cached, or tested now."""
+    width = min(BLOCK, engine.facts.max_batch)
+    return _tested("blocks", key_of(METHOD, key, width), partial(proof.reads_alike, engine, width))
+
+
+def _tested(kind: str, key: str, test: Callable[[], bool]) -> bool:
+    kept = disk_cache.get(kind, key, a_record({"alike": flag}))
     if kept is None:
-        kept = {"alike": proof.packs_alike(engine)}
-        disk_cache.put("packing", key, kept)
+        kept = {"alike": test()}
+        disk_cache.put(kind, key, kept)
     return bool(kept["alike"])
 
 

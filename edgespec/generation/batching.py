@@ -133,7 +133,7 @@ class ContinuousBatch:
     def _beside(self, first: Member, waiting: Sequence[Member]) -> list[Member]:
         """`first`, which runs even if it would never fit beside others, and those that fit into the same pass."""
         engine = first.asked.cache.engine
-        if not engine.facts.can_pack:
+        if not engine.facts.can_pack or first.asked.is_alone:
             return [first]
         is_target = not first.is_drafting
         room = Room.of(engine, gives_states=any(member.asked.hidden for member in waiting))
@@ -142,7 +142,9 @@ class ContinuousBatch:
         found = [first]
         room.takes(first, at_least=True)
         for member in waiting:
-            if member is not first and member.asked.cache.engine is engine and room.takes(member):
+            if member is first or member.asked.is_alone or member.asked.cache.engine is not engine:
+                continue
+            if room.takes(member):
                 found.append(member)
         return found
 

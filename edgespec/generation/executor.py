@@ -65,7 +65,7 @@ class Executor:
         """`memory`: what was planned, and the watch over it; None: nothing was planned, so nothing is watched."""
         self.turn = Turn()
         self.target = target
-        self.sequence = CachedSequence(target)
+        self.sequence = CachedSequence(target, 0, _answer_opening(target))
         self.pool = DrafterPool(options, pair, self.sequence, drafters)
         self._places = [(self.sequence, self.pool)]
         self.advisor = Advisor(options, pair, target, self.pool)
@@ -129,7 +129,7 @@ class Executor:
     def places(self) -> list[tuple[CachedSequence, DrafterPool]]:
         """A sequence and its drafters for each generation that can run at once; the first are those of `begin`."""
         while len(self._places) < self.target.facts.max_sequences:
-            sequence = CachedSequence(self.target, len(self._places))
+            sequence = self.sequence.another(len(self._places))
             self._places.append((sequence, self.pool.another(sequence)))
         return self._places
 
@@ -266,6 +266,15 @@ class Executor:
             drafter.close()
         self.target.close()
         _open.discard(self)
+
+
+def _answer_opening(target: Engine) -> tuple[int, ...]:
+    """The tokens that open an answer, if the bits of a conversation depend on where its answers are."""
+    if not target.facts.prompt_block:
+        return ()
+    from edgespec.chat.template import answer_opening  # jinja2 is needed only here
+
+    return answer_opening(target.vocabulary)
 
 
 @atexit.register

@@ -78,7 +78,7 @@ class Run:
         self.stats.reused_tokens = self.target.reuse(self.prompt_ids)
         logits = yield from self.target.feeding(self.prompt_ids[self.target.length :])
         self.stats.prefill_s, self.reading_s = perf_counter() - self._started_s, self.clock() - started_s
-        self.stats.target_passes = self.target.passes_for(self.prompt_ids.size - self.stats.reused_tokens)
+        self.stats.target_passes = self.target.num_fed
         if self.threads is not None:
             self.threads.begin()
         return logits

@@ -1,8 +1,9 @@
 """A sequence on disk: its token ids and the engine's state after them, so that a later run need not read them again.
 
-The file holds MAGIC, the length of a JSON header, the header, the token ids (int32, little-endian) and the engine's
-state, which carries a stamp of the weights, library and cache types and a digest of its own. A restored sequence is
-used like any other: the next prompt is compared with its tokens, and only what differs is read.
+The file holds MAGIC, the length of a JSON header, the header, the token ids, where the pass of each ended (both int32,
+little-endian) and the engine's state, which carries a stamp of the weights, library and cache types and a digest of its
+own. A restored sequence is used like any other: the next prompt is compared with its tokens, and only what differs is
+read.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from edgespec.engines.prompt_passes import CachedText
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import StateError
 from edgespec.formats.files import write_atomically
 from edgespec.types import TokenIds
 
-MAGIC = b"EDGESPEC SEQUENCE 1\n"
+MAGIC = b"EDGESPEC SEQUENCE 2\n"
 _LENGTH = struct.Struct("<I")
 _MAX_HEADER_BYTES = 1 << 12
 _AGAIN = "the prompt is read again instead"
@@ -31,12 +33,12 @@ def save_sequence(path: Path, sequence: CachedSequence) -> int:
 
     Raises StateError when the file cannot be written, EngineError.
     """
-    token_ids = sequence.token_ids.astype("<i4").tobytes()
+    tokens = b"".join(part.astype("<i4").tobytes() for part in sequence.text)
     count = sequence.length
-    header = {"tokens": count, "sha256": hashlib.sha256(token_ids).hexdigest(), "widths": _widths(sequence)}
+    header = {"tokens": count, "sha256": hashlib.sha256(tokens).hexdigest(), "widths": _widths(sequence)}
     text = json.dumps(header).encode()
     state = sequence.engine.save_state(sequence.sequence)
-    parts = (MAGIC, _LENGTH.pack(len(text)), text, token_ids, state)
+    parts = (MAGIC, _LENGTH.pack(len(text)), text, tokens, state)
     write_atomically(path, b"".join(parts), private=True, durable=False)
     return count
 
@@ -53,12 +55,13 @@ def load_sequence(path: Path, sequence: CachedSequence) -> int:
         raise StateError(f"the saved state {path} cannot be read: {exc.strerror}; {_AGAIN}") from exc
     header, rest = _header(path, content)
     count = header["tokens"]
-    token_ids = np.frombuffer(rest[: 4 * count], "<i4").astype(np.int32)
-    if token_ids.size != count or hashlib.sha256(rest[: 4 * count]).hexdigest() != header.get("sha256"):
+    tokens = rest[: 8 * count]
+    if len(tokens) != 8 * count or hashlib.sha256(tokens).hexdigest() != header.get("sha256"):
         raise StateError(f"the saved state {path} is damaged; {_AGAIN}")
-    _check_fits(path, header, token_ids, sequence)
-    sequence.adopt(rest[4 * count :], token_ids)
-    return int(token_ids.size)
+    text = CachedText(*np.frombuffer(tokens, "<i4").astype(np.int32).reshape(2, count))
+    _check_fits(path, header, text.token_ids, sequence)
+    sequence.adopt(rest[8 * count :], text)
+    return int(text.token_ids.size)
 
 
 def _header(path: Path, content: bytes) -> tuple[dict[str, Any], memoryview]:

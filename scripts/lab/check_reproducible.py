@@ -6,10 +6,10 @@
 FILE holds one prompt per line. Every prompt is decoded plainly at each temperature, with one of 20 seeds and an empty
 cache, then again with drafters and lengths (none, 1..12, auto) that rotate, so that all combinations meet all
 temperatures. What the cache holds before rotates too: nothing, the same prompt, one that was edited, an answer that was
-cancelled half-way. What needs models
-of its own is loaded by itself and compared with the same plain texts. A GGUF target is cut for its early exit in a
-temporary folder. Prints the tokens compared for each drafter, and how many ids and log probabilities differ; exit code
-1 when any does.
+cancelled half-way. Every other prompt of a model that chats is asked as the second turn of a conversation, whose first
+may be in the cache. What needs models of its own is loaded by itself and compared with the same plain texts. A GGUF
+target is cut for its early exit in a temporary folder. Prints the tokens compared for each drafter, and how many ids
+and log probabilities differ; exit code 1 when any does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,15 @@ from edgespec.loading.registry import resolve
 Answer = tuple[tuple[int, float], ...]  # of each token its id and its log probability
 TEMPERATURES = (0.0, 0.8, 1.2)
 GREEDY = Sampling(temperature=0.0)
-HISTORIES = ("the same prompt", "nothing", "an edited prompt", "a cancelled answer", "what came before")
+HISTORIES = (
+    "the same prompt",
+    "nothing",
+    "an edited prompt",
+    "a cancelled answer",
+    "its first turn",
+    "what came before",
+)
+FIRST_TURN = "Tell me what you know about this, in three sentences."
 NUM_SEEDS = 20
 # Those that need more than a draft model are opened only when asked for.
 BY_NAME = tuple(name for name, spec in SPECS.items() if spec.needs and spec.needs[-1] is not DRAFT)
@@ -50,11 +58,12 @@ def lengths_of(drafters: Sequence[DrafterName]) -> Iterator[tuple[DrafterName, D
         yield from ((name, "auto") for name in drafters if name == "auto" or (fixed and name == fixed[n % len(fixed)]))
 
 
-def encoded(model: Model, prompt: str) -> list[int]:
-    """A question to a model that chats; a base model continues the text."""
+def encoded(model: Model, *turns: str) -> list[int]:
+    """Questions to a model that chats, with the answers between; a base model continues the text."""
     if model.target.vocabulary.chat_template is None:
-        return model.encode(prompt)
-    return model.encode_chat([{"role": "user", "content": prompt}])
+        return model.encode(turns[-1])
+    roles = itertools.cycle(("user", "assistant"))
+    return model.encode_chat([{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)])
 
 
 @dataclass
@@ -71,14 +80,15 @@ class Check:
         rotation, histories = lengths_of(drafters), itertools.cycle(HISTORIES)
         for index, (prompt, temperature) in enumerate(itertools.product(self.prompts, TEMPERATURES)):
             sampling = Sampling(temperature=temperature, seed=index % NUM_SEEDS)
-            ids = encoded(model, prompt)
+            turns = self._conversation(model, prompt) if index % 2 else (prompt,)
+            ids = encoded(model, *turns)
             place = prompt, f"{sampling}"  # a prompt may stand there twice, with two seeds
             if place not in self.plain:
                 model.forget()
                 self.plain[place] = self._answer(model, ids, sampling, "none", 0)
             for drafter, length in itertools.islice(rotation, runs_per_cell):
                 history = next(histories)
-                self._make_history(model, prompt, history, drafter)
+                self._make_history(model, turns, history, drafter)
                 found = self._answer(model, ids, sampling, drafter, length)
                 wrong = self._count(drafter, self.plain[place], found)
                 if wrong:
@@ -98,15 +108,25 @@ class Check:
         self.different[drafter] += wrong
         return wrong
 
-    def _make_history(self, model: Model, prompt: str, history: str, drafter: DrafterName) -> None:
+    def _conversation(self, model: Model, prompt: str) -> tuple[str, ...]:
+        """A first question about a prompt, the model's answer to it, and the prompt."""
+        first = f"{FIRST_TURN} {prompt[: len(prompt) // 2]}"
+        options = GenerateOptions(max_tokens=self.tokens, drafter="none")
+        return first, model.generate(encoded(model, first), GREEDY, options).text, prompt
+
+    def _make_history(self, model: Model, turns: tuple[str, ...], history: str, drafter: DrafterName) -> None:
         """What the cache holds before an answer is decoded."""
         if history == "nothing":
             model.forget()
+        elif history == "its first turn":
+            ids = encoded(model, turns[0])
+            model.generate(ids, GREEDY, GenerateOptions(max_tokens=self.tokens, drafter=drafter))
         elif history == "an edited prompt":
-            ids = encoded(model, f"{prompt[: len(prompt) * 2 // 3]} and now?")
+            *earlier, prompt = turns
+            ids = encoded(model, *earlier, f"{prompt[: len(prompt) * 2 // 3]} and now?")
             model.generate(ids, GREEDY, GenerateOptions(max_tokens=5, drafter=drafter))
         elif history == "a cancelled answer":
-            ids = encoded(model, prompt)
+            ids = encoded(model, *turns)
             with model.stream(ids, Sampling(seed=99), GenerateOptions(max_tokens=40, drafter=drafter)) as events:
                 for _ in zip(range(7), events, strict=False):
                     pass

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from demo import DEMO
 from edgespec.chat.conversation import Conversation, fit_context
-from edgespec.chat.template import MAX_PROMPT_CHARACTERS, render_chat
+from edgespec.chat.template import MAX_PROMPT_CHARACTERS, answer_opening, render_chat
+from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.errors import CapabilityError, PromptError, StateError
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -260,3 +262,13 @@ def test_saved_json_is_plain(tmp_path):
     exchanges(1).save(tmp_path / "saved.json")
     saved = json.loads((tmp_path / "saved.json").read_text(encoding="utf-8"))
     assert saved["messages"][0] == {"role": "user", "content": "question 0"}
+
+
+def test_what_opens_an_answer_is_read_from_the_template():
+    vocabulary = TokenizerFile(DEMO / "onnx" / "target", 4096)
+    marks = [vocabulary.token_name(token_id) for token_id in answer_opening(vocabulary)]
+    assert marks == ["<|im_start|>", "assistant", vocabulary.token_name(vocabulary.encode("\n")[0])]
+    plain = "{% for m in messages %}Q: {{ m.content }}\nA:{% endfor %}"
+    for source in (None, "{% if %}", "{{ raise_exception('no') }}", plain):
+        vocabulary.chat_template = source
+        assert answer_opening(vocabulary) == ()

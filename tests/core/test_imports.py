@@ -42,6 +42,7 @@ BASES = {
     "engines.base",
     "engines.sequence",
     "engines.pass_request",
+    "engines.prompt_passes",
     "engines.watch",
     "engines.head",
     "engines.parked",

@@ -100,17 +100,19 @@ def test_of_a_long_prompt_only_the_end_is_computed() -> None:
     cached.feed(IDS)
     assert cached.features is not None
     assert PROMPT_FEATURES <= len(cached.features) < PROMPT_FEATURES + 50
-    assert cached.passes_for(IDS.size) == 6
+    assert cached.num_fed == 6
     np.testing.assert_array_equal(cached.features[-1], engine.row(IDS.tolist()))
 
 
 def test_a_wide_pass_is_split_so_that_its_states_fit() -> None:
     engine = TableEngine.random(250, order=2, context_length=400, max_batch=IDS.size)
     cached = CachedSequence(engine)
-    assert cached.passes_for(IDS.size) == 1
-    cached.keep_features(True)
-    assert cached.passes_for(IDS.size) == 2
     cached.feed(IDS)
+    assert cached.num_fed == 1
+    cached.rollback(0)
+    cached.keep_features(True)
+    cached.feed(IDS)
+    assert cached.num_fed == 2
     assert cached.features is not None and len(cached.features) == PROMPT_FEATURES
 
 

@@ -281,7 +281,7 @@ def test_prompts_are_read_in_passes_of_proved_widths() -> None:
     engine.forward = lambda batch: seen.append(batch.width) or inner(batch)  # type: ignore[method-assign]
     sequence.feed(np.zeros(63 + 50, np.int32))
     assert seen == [63, 33, 17]
-    assert sequence.passes_for(63 + 50) == 3
+    assert sequence.num_fed == 3
 
 
 # -- real kernels

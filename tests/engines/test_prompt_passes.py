@@ -1,0 +1,240 @@
+"""Prompts beside a narrow width class: cut by their tokens alone, so that any history of the cache gives equal bits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import edgespec
+from demo import DEMO, TEST_THREADS
+from edgespec import GenerateOptions, Model, Sampling
+from edgespec.engines import proof, widths
+from edgespec.engines.prompt_passes import CachedText, PromptBlocks, runs
+from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.table import TableEngine
+from edgespec.engines.watch import ClassWatch
+from edgespec.export.gguf import export_gguf
+from edgespec.installation import has_engine
+from edgespec.types import Batch, Draft, TokenIds
+
+OPENS, ENDS = (90, 91), frozenset({99})
+BLOCKS = PromptBlocks(4, OPENS, ENDS)
+GREEDY, SAMPLED = Sampling(temperature=0.0), Sampling(temperature=0.8, seed=4)
+Answered = tuple[tuple[int, ...], tuple[float, ...]]
+
+
+def ids_of(*token_ids: int) -> TokenIds:
+    return np.array(token_ids, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "passes"),
+    [
+        ([1], [1]),
+        ([1, 2], [2]),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [4, 8, 10, 11]),
+        ([1, 2, 3, 4, 5], [4, 5]),
+        ([1, 2, 3, *OPENS], [4, 5]),
+        # an answer of four tokens is read in passes of the class, from the token before it to its end
+        ([1, 2, 3, *OPENS, 5, 6, 7, 8, 99, 1, 2, 3, 4, *OPENS], [4, 7, 9, 13, 15, 16]),
+        # an answer that never ends
+        ([1, 2, 3, *OPENS, 5, 6], [4, 7]),
+        # the opening within an answer opens nothing
+        ([1, 2, 3, *OPENS, 5, *OPENS, 7, 99, 1, 2, 3], [4, 7, 9, 12, 13]),
+    ],
+)
+def test_where_a_prompt_is_cut(prompt: list[int], passes: list[int]) -> None:
+    found = list(runs(BLOCKS.ends(ids_of(*prompt)), 3))
+    assert [end for _, end in found] == passes
+    assert [start for start, _ in found] == [0, *passes[:-1]]
+
+
+def test_without_an_opening_all_is_read_in_blocks() -> None:
+    prompt = ids_of(1, 2, 3, *OPENS, 5, 6, 7, 99, 8)
+    assert [end for _, end in runs(PromptBlocks(4, (), ENDS).ends(prompt), 3)] == [4, 8, 10]
+
+
+def test_a_block_that_is_held_in_part_is_read_again() -> None:
+    prompt = ids_of(*range(1, 11))
+    held = CachedText(prompt, BLOCKS.ends(prompt))
+    assert held.shared_length(ids_of(*range(1, 12)), BLOCKS) == 8
+    assert held.shared_length(prompt, BLOCKS) == 9
+    assert held.shared_length(ids_of(1, 2, 3, 4, 5, 6, 50, 8, 9, 10), BLOCKS) == 4
+    assert held.shared_length(ids_of(1, 2, 3), BLOCKS) == 0
+    decoded = CachedText(prompt, np.arange(1, 11, dtype=np.int32))
+    assert decoded.shared_length(ids_of(*range(1, 12)), BLOCKS) == 0
+    assert decoded.shared_length(ids_of(*range(1, 12)), None) == 10
+
+
+def narrow_table() -> TableEngine:
+    engine = TableEngine.random(100, order=1, context_length=200, max_batch=64, end_id=99)
+    engine.facts = dataclasses.replace(engine.facts, pinned_class=(1, 3), prompt_block=4)
+    return engine
+
+
+def test_a_conversation_goes_on_where_its_answer_ended() -> None:
+    sequence = CachedSequence(narrow_table(), 0, OPENS)
+    first = ids_of(1, 2, 3, 4, 5, *OPENS)
+    sequence.feed(first)
+    for token_id in (20, 21, 22):
+        sequence.feed(ids_of(token_id))
+    sequence.score(23, Draft.chain([24, 25]))
+    sequence.keep(23, Draft.chain([24, 25]), (0,))
+    second = ids_of(*first, 20, 21, 22, 23, 24, 99, 6, 7, *OPENS)
+    assert sequence.reuse(second) == len(first) + 5
+    sequence.feed(second[sequence.length :])
+    np.testing.assert_array_equal(sequence.text.ends, sequence.blocks.ends(second))  # type: ignore[union-attr]
+    assert sequence.reuse(second) == second.size - 1
+
+
+def test_a_watch_looks_at_no_token_of_a_block() -> None:
+    sequence = CachedSequence(narrow_table(), 0, OPENS)
+    sequence.feed(ids_of(*range(1, 14)))
+    assert sequence.latest_in_class(3) == 1
+    sequence.feed(ids_of(50))
+    assert sequence.latest_in_class(3) == 2
+    seen: list[int] = []
+    inner = sequence.engine.forward
+    sequence.engine.forward = lambda batch: seen.append(batch.width) or inner(batch)  # type: ignore[method-assign]
+    logits = sequence.feed(ids_of(51))[None].copy()
+    for _ in range(20):
+        ClassWatch().look(sequence, logits)
+    assert set(seen) <= {1, 2, 3}
+
+
+class Forgetful(TableEngine):
+    """A table whose state depends on how many passes there were."""
+
+    passes = 0
+
+    def forward(self, batch: Batch) -> Any:
+        self.passes += 1
+        return super().forward(batch)
+
+    def save_state(self, sequence: int = 0) -> bytes:
+        return super().save_state(sequence) + bytes([self.passes % 256])
+
+
+@pytest.mark.parametrize("kind", [TableEngine, Forgetful])
+def test_blocks_are_used_where_they_give_the_same_bits_each_time(
+    kind: type[TableEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = kind.random(512, order=1, context_length=512)
+    engine.facts = dataclasses.replace(engine.facts, pinned_class=None)
+    monkeypatch.setattr(widths, "_surveyed", lambda *_: proof.Survey())
+    monkeypatch.setattr(widths.Proved, "pinned", (1, 3))
+    monkeypatch.setattr(proof, "confirm", lambda *_: True)
+    facts = widths.pinned_facts(engine, f"blocks {kind.__name__}", widest=63, reproducible=True, advice="")
+    assert facts.prompt_block == (0 if kind is Forgetful else min(widths.BLOCK, facts.max_batch))
+    assert engine.length() == 0
+    found = widths.pinned_facts(engine, f"blocks {kind.__name__}", widest=63, reproducible=None, advice="")
+    assert found.pinned_class is None and not found.prompt_block  # drafts of two tokens at most are no free choice
+
+
+# -- real kernels
+
+
+@pytest.fixture(scope="module")
+def narrow_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo target in Q4_K, whose kernels round otherwise from four rows on."""
+    if not has_engine("llamacpp"):
+        pytest.skip("quantises with llama.cpp, which is not installed")
+    path = tmp_path_factory.mktemp("narrow") / "q4_k_m.gguf"
+    export_gguf(DEMO / "hf" / "target", path, "q4_k_m", threads=TEST_THREADS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def narrow(narrow_path: Path) -> Iterator[Model]:
+    with edgespec.load(
+        str(narrow_path), reproducible=True, threads=TEST_THREADS, context_length=1024, parallel=3, max_slowdown=1.0
+    ) as model:
+        if not model.target.facts.prompt_block:
+            pytest.skip(f"the class of this processor is wide: {model.target.facts.pinned_class}")
+        yield model
+
+
+QUESTION = {"role": "user", "content": proof.TEXT[:900] + " Which of these places is the cheapest?"}
+LATER = {"role": "user", "content": "I would like to book a table there for four people. " + proof.TEXT[900:1300]}
+
+
+def answered(model: Model, ids: list[int], sampling: Sampling, drafter: Any = "none") -> Answered:
+    options = GenerateOptions(max_tokens=20, drafter=drafter, draft_length=2, ignore_eos=True)
+    result = model.generate(ids, sampling, options)
+    assert result.reproducible
+    return tuple(result.token_ids), tuple(result.logprobs)
+
+
+@pytest.fixture(scope="module")
+def second_turn(narrow: Model) -> list[int]:
+    """A conversation of two questions, with the model's answer to the first between."""
+    narrow.forget()
+    result = narrow.chat([QUESTION], GREEDY, GenerateOptions(max_tokens=20, drafter="none")).result()
+    return narrow.encode_chat([QUESTION, {"role": "assistant", "content": result.text}, LATER])
+
+
+def test_prompts_are_read_in_wide_passes(narrow: Model, second_turn: list[int]) -> None:
+    assert narrow.target.facts.pinned_class[1] < 32  # type: ignore[index]
+    narrow.forget()
+    assert answered(narrow, second_turn, GREEDY)
+    reading = narrow.stats.target_passes - 19
+    assert reading < 0.2 * len(second_turn)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "suffix"])
+@pytest.mark.parametrize(
+    "history", ["the same", "its first turn", "an edited one", "a cancelled answer", "parked", "saved", "raw tokens"]
+)
+def test_any_history_of_the_cache_gives_the_same_bits(
+    narrow: Model, second_turn: list[int], sampling: Sampling, drafter: Any, history: str, tmp_path: Path
+) -> None:
+    narrow.forget()
+    expected = answered(narrow, second_turn, sampling)
+    if history != "the same":
+        narrow.forget()
+    least = 128
+    match history:
+        case "its first turn":
+            first = narrow.chat([QUESTION], GREEDY, GenerateOptions(max_tokens=20, drafter=drafter)).result()
+            least = first.stats.prompt_tokens + first.stats.new_tokens - 3
+        case "an edited one":
+            edited = [*second_turn[:200], *second_turn[230:]]
+            answered(narrow, edited, sampling, drafter)
+        case "a cancelled answer":
+            options = GenerateOptions(max_tokens=40, drafter=drafter, ignore_eos=True)
+            with narrow.stream(second_turn, Sampling(seed=9), options) as events:
+                for _ in zip(range(6), events, strict=False):
+                    pass
+                events.cancel()
+        case "parked":
+            answered(narrow, second_turn, sampling, drafter)
+            answered(narrow, narrow.encode("Something else altogether. " * 20), GREEDY)
+        case "saved":
+            answered(narrow, second_turn, sampling, drafter)
+            narrow.save_state(tmp_path / "x.state")
+            narrow.forget()
+            narrow.load_state(tmp_path / "x.state")
+        case "raw tokens":  # read as a part of the prompt, and not as an answer
+            told = answered(narrow, second_turn[:150], SAMPLED, drafter)[0]
+            narrow.generate([*second_turn[:150], *told, 5, 6], GREEDY, GenerateOptions(max_tokens=3))
+    assert answered(narrow, second_turn, sampling, drafter) == expected
+    assert narrow.stats.reused_tokens >= least
+
+
+def test_answers_side_by_side_have_the_bits_that_they_have_alone(narrow: Model, second_turn: list[int]) -> None:
+    prompts = [second_turn, second_turn[:170], narrow.encode("A table for two, please."), second_turn, second_turn[40:]]
+    expected = []
+    for prompt in prompts:
+        narrow.forget()
+        expected.append(answered(narrow, prompt, SAMPLED))
+    narrow.forget()
+    for drafter in ("none", "ngram", "auto"):
+        options = GenerateOptions(max_tokens=20, drafter=drafter, ignore_eos=True)
+        found = narrow.generate_all(prompts, SAMPLED, options)
+        assert [(tuple(each.token_ids), tuple(each.logprobs)) for each in found] == expected
