@@ -66,6 +66,8 @@ def offer_conversion(session: Session) -> Session:
     runs_here = facts.name == "llamacpp" and not facts.placement
     if pair is None or verbosity() == "quiet" or not runs_here or _answer(pair) is not None:
         return session
+    if "memory" in session.settings.values:  # measuring, and converting even more, takes memory beyond the budget
+        return session
     try:
         gains = _measured(session)
     except (EdgespecError, OSError, KeyboardInterrupt) as exc:

@@ -1,14 +1,17 @@
 """What a GGUF would gain in ONNX Runtime on this machine, measured before it is converted.
 
 Some layers of the file's own weights, from its middle, and a part of its head become a graph, whose time grows to that
-of the whole by the bytes of the weights. Compared with whole conversions of a model of 135M and one of 1B on two x86
+of the whole by the bytes of the weights. A child process does it (`python -m edgespec.export.conversion_gain ORDER`),
+so that the memory it takes is given back. Compared with whole conversions of a model of 135M and one of 1B on two x86
 cores: int8 within 6%, w8a8 7 to 12% too fast, int4 10 to 18%.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +26,7 @@ from edgespec.control.measure import quick_costs
 from edgespec.engines.base import Engine
 from edgespec.engines.onnx.library import open_session
 from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.export.onnx.child import follow_parent, run_child
 from edgespec.export.onnx.from_gguf import open_gguf
 from edgespec.export.onnx.gguf_model import GgufModel
 from edgespec.export.onnx.gguf_weights import GgufWeights
@@ -31,6 +35,7 @@ from edgespec.formats.four_bits import STORED_TYPES, FourBits
 from edgespec.formats.onnx import DATA
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD, Floats
 from edgespec.formats.onnx.llama_config import LlamaConfig
+from edgespec.loading.room import fits
 
 ACCEPTED = 0.5  # of drafted tokens, in what is said of a gain
 WIDTHS = (1, 2, 4, 6)
@@ -38,6 +43,7 @@ WIDTHS = (1, 2, 4, 6)
 WRITTEN, HEAD_WRITTEN = 128 << 20, 32 << 20
 LARGEST_LAYER = 300 << 20  # weights; a layer of an 8B model has 218 million
 QUANTS = ("int8", "w8a8", "int4")
+_BYTES_OF_A_WEIGHT = 3  # of memory while they are written and timed
 _TABLE_BYTES = 1 + 4 / 64  # a weight of the head or of the embeddings
 _TURNS, _MOST_S = 15, 1.0  # of each type
 _LAYER = re.compile(r"(?<=model\.layers\.)\d+")
@@ -86,7 +92,7 @@ def measure_gains(engine: Engine, draft: Engine | None, path: Path, threads: int
 
     `draft` is its draft model's engine; a draft is converted, too, and taken to keep its share of the target's time.
     Both must be empty and are left empty. Takes seconds; a model with larger layers than `LARGEST_LAYER`, or a context
-    too short for a pass, is not measured. Raises OSError where the temporary folder lacks room.
+    too short for a pass, is not measured. Raises CapabilityError where memory is short, and as `run_child`.
     """
     try:
         model = open_gguf(path)
@@ -94,13 +100,18 @@ def measure_gains(engine: Engine, draft: Engine | None, path: Path, threads: int
         return []
     if _layer_weights(model) > LARGEST_LAYER or engine.facts.context_length < c.PREFIX + max(WIDTHS):
         return []
+    num_weights = max(WRITTEN, _layer_weights(model)) + HEAD_WRITTEN
+    if fits(round(_BYTES_OF_A_WEIGHT * num_weights)) is False:
+        raise CapabilityError("too little memory is free to measure what a conversion would gain")
     here, share = costs_of(engine, draft)
-    found = []
-    for quant in QUANTS:
-        if quant != "int4" or any(tensor.kind in STORED_TYPES for tensor, _ in model.tensors.values()):
-            with TemporaryDirectory(prefix="edgespec-") as folder:
-                found.append(_gain(model, quant, Path(folder), threads, here, share))
-    return found
+    lines: list[str] = []
+    order = {"source": str(path), "architecture": "some layers", "threads": threads}
+    run_child("edgespec.export.conversion_gain", order, lines.append)
+    found = [json.loads(line) for line in lines if line.startswith("{")]
+    return [
+        Gain(each["quant"], here, dict(zip(WIDTHS, each["there"], strict=True)), share, each["bytes"], each["seconds"])
+        for each in found
+    ]
 
 
 def costs_of(engine: Engine, draft: Engine | None) -> tuple[Costs, float]:
@@ -109,7 +120,16 @@ def costs_of(engine: Engine, draft: Engine | None) -> tuple[Costs, float]:
     return costs, 0.0 if draft is None else quick_costs(draft, (1,))[1] / costs[1]
 
 
-def _gain(model: GgufModel, quant: str, folder: Path, threads: int, here: Costs, share: float) -> Gain:
+def _print_estimates(path: Path, threads: int) -> None:
+    """What `measure_gains` reads: a line of JSON for each type."""
+    model = open_gguf(path)
+    for quant in QUANTS:
+        if quant != "int4" or any(tensor.kind in STORED_TYPES for tensor, _ in model.tensors.values()):
+            with TemporaryDirectory(prefix="edgespec-") as folder:
+                print(json.dumps(_estimate(model, quant, Path(folder), threads)))
+
+
+def _estimate(model: GgufModel, quant: str, folder: Path, threads: int) -> dict[str, Any]:
     """Of one type: some layers and a part of the head are written to `folder`, and their time is scaled by bytes."""
     config = model.config
     tables = 1 if model.is_tied and quant != "w8a8" else 2  # of the vocabulary
@@ -131,12 +151,13 @@ def _gain(model: GgufModel, quant: str, folder: Path, threads: int, here: Costs,
     part, whole = (_TABLE_BYTES * each.vocab_size * each.hidden_size for each in (few, config))
     layers = ((folder / DATA).stat().st_size - tables * part) * config.num_layers / number
     scale = (layers + whole) / (layers * number / config.num_layers + part)
-    there = {width: scale * seconds for width, seconds in _times(session, few).items() if width in here}
-    return Gain(quant, here, there, share, round(layers + tables * whole), scale * written_s)
+    there = [scale * seconds for seconds in _times(session, few)]
+    size = round(layers + tables * whole)
+    return {"quant": quant, "there": there, "bytes": size, "seconds": scale * written_s}
 
 
-def _times(session: Any, config: LlamaConfig) -> Costs:
-    """Lower quartile of the seconds of a pass by width, the widths taking turns."""
+def _times(session: Any, config: LlamaConfig) -> list[float]:
+    """Lower quartile of the seconds of a pass of each of WIDTHS, which take turns."""
     past = np.zeros((1, config.num_kv_heads, c.PREFIX, config.head_dim), np.float32)
     cache = {f"past_key_values.{layer}.{kind}": past for layer in range(config.num_layers) for kind in ("key", "value")}
     feeds = {
@@ -154,7 +175,7 @@ def _times(session: Any, config: LlamaConfig) -> Costs:
             started_s = perf_counter()
             session.run(["logits"], feeds[width])
             taken[width].append(perf_counter() - started_s)
-    return {width: sorted(times)[len(times) // 4] for width, times in taken.items()}
+    return [sorted(times)[len(times) // 4] for times in taken.values()]
 
 
 class _SomeLayers:
@@ -195,3 +216,9 @@ def _moved(layers: frozenset[int], first: int, number: int) -> frozenset[int]:
 def _layer_weights(model: GgufModel) -> float:
     tables = (1 if model.is_tied else 2) * model.config.vocab_size * model.config.hidden_size
     return (model.num_parameters - tables) / model.config.num_layers
+
+
+if __name__ == "__main__":
+    follow_parent()
+    given = json.loads(sys.argv[1])
+    _print_estimates(Path(given["source"]), int(given["threads"]))

@@ -173,6 +173,17 @@ def test_a_model_that_gains_too_little_is_measured_once(settings: Settings, monk
     assert engine_of(asked(settings, "")[0]) == "llamacpp"
 
 
+def test_nothing_is_measured_beyond_a_budget_or_without_memory(settings: Settings, monkeypatch: pytest.MonkeyPatch):
+    limits(monkeypatch, 0.0)
+    budget = Settings({**settings.values, "memory": 2 << 30}, settings.sources | {"memory": "a test"})
+    with monkeypatch.context() as patched:
+        patched.setattr("edgespec.export.conversion_gain.fits", lambda num_bytes: num_bytes < 0)
+        for given in (budget, settings):
+            session, shown = asked(given, "y\n")
+            assert engine_of(session) == "llamacpp" and not shown
+    assert engine_of(asked(settings, "y\n")[0]) == "onnx"  # asked as soon as there is room
+
+
 @pytest.mark.parametrize("failure", [ExportRefused("the graph is wrong"), KeyboardInterrupt()])
 def test_a_conversion_that_fails_leaves_the_file_in_use(
     failure: BaseException, settings: Settings, monkeypatch: pytest.MonkeyPatch
