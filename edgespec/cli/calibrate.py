@@ -25,7 +25,7 @@ from edgespec.config.sources import Settings
 from edgespec.control.measure import cost_key, store_curve, store_draft_cost, store_file_curve
 from edgespec.engines.base import Engine
 from edgespec.engines.machine import machine_name
-from edgespec.errors import ConfigError
+from edgespec.errors import CapabilityError, ConfigError
 from edgespec.installation import has_engine
 from edgespec.runtime import Model, load
 from edgespec.tuning import calibration as measuring
@@ -161,8 +161,12 @@ def _gains(model: Model, engines: tuple[Engine, Engine | None]) -> list[Gain]:
         return []
     from edgespec.export.conversion_gain import measure_gains
 
-    with bar("some layers as ONNX"):
-        return measure_gains(*engines, model.pair.target, facts.threads)
+    try:
+        with bar("some layers as ONNX"):
+            return measure_gains(*engines, model.pair.target, facts.threads)
+    except CapabilityError as exc:  # the costs of the file itself are known
+        note(str(exc))
+        return []
 
 
 def _facts(model: Model) -> dict[str, Any]:
