@@ -89,6 +89,10 @@ class Survey:
     def classes(self) -> tuple[WidthClass, ...]:
         return classes(self.found)
 
+    def begins_class(self, width: int) -> bool:
+        """Whether a class begins with `width`, as far as narrower widths were measured."""
+        return any(low == width for low, _ in classes({each: self.found[each] for each in self.found if each <= width}))
+
     @property
     def seconds(self) -> dict[int, float]:
         """Seconds of a pass, by width."""
@@ -113,11 +117,11 @@ def _is_digest(value: object) -> bool:
     return isinstance(value, str) and len(value) % 2 == 0 and not value.strip("0123456789abcdef")
 
 
-def survey(engine: Engine, widest: int, so_far: Survey) -> None:
+def survey(engine: Engine, widest: int, so_far: Survey, most_low: int) -> None:
     """Add the results of widths 1..`widest` to `so_far`, on sequence 0, which is empty before and after.
 
-    Every width up to EVERY_WIDTH_TO is tested, of the wider ones only a few. After an interrupt `so_far` holds the
-    widths that were finished.
+    Every width up to EVERY_WIDTH_TO is tested, of the wider ones only a few, and none after the first class that begins
+    above `most_low`, which nobody would use. After an interrupt `so_far` holds the widths that were finished.
     """
     widths = (widest, *range(1, min(EVERY_WIDTH_TO, widest - 1) + 1), *_between(widest))
     work = Work(EMITTED + sum(_num_passes(width) for width in widths), WHAT)
@@ -127,12 +131,16 @@ def survey(engine: Engine, widest: int, so_far: Survey) -> None:
         if so_far.text != digest:
             so_far.text, so_far.found = digest, {}
         work.step(EMITTED)
-        for width in widths:
+        for place, width in enumerate(widths):
             if width in so_far.found:
                 work.step(_num_passes(width))
             else:
                 start = max(ids.size - max(width, SURVEY_ROWS), 0)
                 so_far.found[width] = passes_of(engine, ids, start, width, work)
+            if most_low < width < widest and so_far.begins_class(width):
+                so_far.found.pop(widest)  # it would seem to agree with all that were left out
+                work.step(sum(map(_num_passes, widths[place + 1 :])))
+                break
     finally:
         engine.rollback(0)
 
@@ -164,19 +172,20 @@ def packs_alike(engine: Engine) -> bool:
 def reads_alike(engine: Engine, width: int) -> bool:
     """Whether text read in passes of `width` rows, the last one narrower, has the same bits each time.
 
-    In an empty cache, after another text was in it, on as few threads as there may be, and with more cells behind the
-    text. Sequence 0 is empty before and after.
+    In an empty cache, after another text was in it, and on as few threads as there may be. Sequence 0 is empty before
+    and after.
     """
     ids = sample_text(engine, width + width // 3)
     steps, work = engine.thread_steps(), Work(3 * -(-ids.size // width), WHAT)
 
     def bits() -> bytes:
-        """Of the cache after `ids`."""
+        """Of the cache after `ids`, and of the logits of each pass."""
         engine.rollback(0)
+        logits = b""
         for start in range(0, ids.size, width):
-            engine.forward(Batch.chain(ids[start : start + width], last_only=True))
+            logits += engine.forward(Batch.chain(ids[start : start + width], last_only=True)).tobytes()
             work.step()
-        return _cache_digest(engine)
+        return logits + _cache_digest(engine)
 
     try:
         first = bits()

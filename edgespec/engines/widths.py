@@ -42,7 +42,10 @@ class Proved:
     @property
     def is_free(self) -> bool:
         """Whether the class costs nothing: lone rows are not padded, and drafts may be as long as they pay off."""
-        return self.pinned is not None and self.pinned[0] == 1 and self.pinned[1] >= WIDE_ENOUGH_FOR_PROMPTS
+        widest = max((high for _, high in self.classes), default=1)
+        return (
+            self.pinned is not None and self.pinned[0] == 1 and self.pinned[1] >= min(WIDE_ENOUGH_FOR_PROMPTS, widest)
+        )
 
     @property
     def padding_cost(self) -> float:
@@ -162,7 +165,7 @@ def _surveyed(engine: Engine, key: str, widest: int) -> Survey:
     kept = disk_cache.get("surveys", key, Survey.schema(widest))
     found = Survey() if kept is None else Survey.from_json(kept)
     try:
-        proof.survey(engine, widest, found)
+        proof.survey(engine, widest, found, MAX_PADDED_WIDTH)
     except BaseException:
         disk_cache.put("surveys", key, found.as_json())
         raise

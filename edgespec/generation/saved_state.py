@@ -97,5 +97,5 @@ def _check_fits(path: Path, header: dict[str, Any], token_ids: TokenIds, sequenc
 
 
 def _widths(sequence: CachedSequence) -> list[int] | None:
-    pinned = sequence.engine.facts.pinned_class
-    return None if pinned is None else [int(width) for width in pinned]
+    facts = sequence.engine.facts
+    return None if facts.pinned_class is None else [*map(int, facts.pinned_class), facts.prompt_block]

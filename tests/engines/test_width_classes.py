@@ -70,7 +70,7 @@ def table(**settings: object) -> LyingTable:
 
 def surveyed(engine: LyingTable) -> proof.Survey:
     found = proof.Survey()
-    proof.survey(engine, 63, found)
+    proof.survey(engine, 63, found, 63)
     return found
 
 
@@ -130,7 +130,7 @@ def test_an_interrupted_proof_on_another_text_starts_again() -> None:
     found = surveyed(table())
     assert proof.Survey.from_json(found.as_json()) == found
     stale = proof.Survey("00", {63: proof.Bits({0: b"x"})})
-    proof.survey(table(), 63, stale)
+    proof.survey(table(), 63, stale, 63)
     assert stale.classes == found.classes and stale.text == found.text
 
 
@@ -173,6 +173,20 @@ def test_a_class_that_only_more_rows_refute_is_split(monkeypatch: pytest.MonkeyP
     facts = widths.pinned_facts(engine, "split", widest=63, reproducible=True, advice="")
     assert facts.pinned_class == (2, 63)
     assert facts.width_classes == ((1, 1), (2, 63))
+
+
+@pytest.mark.parametrize(("lies", "pinned", "most"), [((5, 7), (1, 4), 5), ((3,), (4, 63), 63), ((4, 6), (1, 3), 5)])
+def test_a_survey_ends_where_no_further_class_would_be_used(
+    lies: tuple[int, ...], pinned: tuple[int, int], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    measured = proof.passes_of
+    monkeypatch.setattr(proof, "passes_of", lambda *given: seen.append(given[3]) or measured(*given))
+    monkeypatch.setattr(proof, "confirm", lambda *_: True)
+    facts = widths.pinned_facts(table(lies=lies), f"ends {lies}", widest=63, reproducible=True, advice="")
+    assert facts.pinned_class == pinned
+    assert max(width for width in seen if width != 63) == (most if most < 63 else 56)
+    assert facts.width_classes[-1][1] == most  # no more is said than was measured
 
 
 def test_confirming_finds_a_rare_difference() -> None:
