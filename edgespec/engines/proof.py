@@ -190,7 +190,7 @@ def reads_alike(engine: Engine, width: int) -> bool:
     try:
         first = bits()
         engine.rollback(0)
-        _read(engine, sample_text(engine, PREFIX + EVERY_WIDTH_TO)[::-1].copy())
+        _read(engine, ids[::-1].copy())
         if bits() != first:
             return False
         engine.set_threads(steps[-1])
