@@ -228,7 +228,7 @@ def test_the_class_that_yields_most_tokens_per_cost_is_chosen(found, chosen):
 def finding(*classes):
     """A survey that finds these classes of widths."""
 
-    def survey(_engine, _widest, so_far):
+    def survey(_engine, _widest, so_far, _most_low):
         for number, (low, high) in enumerate(classes):
             so_far.found |= {width: proof.Bits(cache=bytes([number]), seconds=1.0) for width in range(low, high + 1)}
 
