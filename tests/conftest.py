@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from demo import DEMO
+from demo import DEMO, TEST_THREADS
 from demo_training import corpus
+from edgespec.installation import has_engine
 from edgespec.tuning import datasets
 from tiny_gguf import Shape, write_model
 from tiny_onnx import write_concatenated_model
@@ -62,6 +63,18 @@ def target_path(tiny_path: Path) -> Path:
 def draft_path(tiny_path: Path) -> Path:
     """The demo draft, or the tiny random model."""
     return next(iter(sorted(DEMO.glob("*draft*.gguf"))), tiny_path)
+
+
+@pytest.fixture(scope="session")
+def q4_k_m_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo target as llama.cpp's mix of Q4_K and Q6_K."""
+    if not has_engine("llamacpp"):
+        pytest.skip("quantises with llama.cpp, which is not installed")
+    from edgespec.export.gguf import export_gguf
+
+    path = tmp_path_factory.mktemp("mix") / "q4_k_m.gguf"
+    export_gguf(DEMO / "hf" / "target", path, "q4_k_m", threads=TEST_THREADS)
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -11,15 +11,13 @@ import numpy as np
 import pytest
 
 import edgespec
-from demo import DEMO, TEST_THREADS
+from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.engines import proof, widths
 from edgespec.engines.prompt_passes import CachedText, PromptBlocks, runs
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.table import TableEngine
 from edgespec.engines.watch import ClassWatch
-from edgespec.export.gguf import export_gguf
-from edgespec.installation import has_engine
 from edgespec.types import Batch, Draft, TokenIds
 
 OPENS, ENDS = (90, 91), frozenset({99})
@@ -144,19 +142,10 @@ def test_blocks_are_used_where_they_give_the_same_bits_each_time(kind: type[Tabl
 
 
 @pytest.fixture(scope="module")
-def narrow_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def narrow(q4_k_m_path: Path) -> Iterator[Model]:
     """The demo target in Q4_K, whose kernels round otherwise from four rows on."""
-    if not has_engine("llamacpp"):
-        pytest.skip("quantises with llama.cpp, which is not installed")
-    path = tmp_path_factory.mktemp("narrow") / "q4_k_m.gguf"
-    export_gguf(DEMO / "hf" / "target", path, "q4_k_m", threads=TEST_THREADS)
-    return path
-
-
-@pytest.fixture(scope="module")
-def narrow(narrow_path: Path) -> Iterator[Model]:
     with edgespec.load(
-        str(narrow_path), reproducible=True, threads=TEST_THREADS, context_length=1024, parallel=3, max_slowdown=1.0
+        str(q4_k_m_path), reproducible=True, threads=TEST_THREADS, context_length=1024, parallel=3, max_slowdown=1.0
     ) as model:
         if not model.target.facts.prompt_block:
             pytest.skip(f"the class of this processor is wide: {model.target.facts.pinned_class}")

@@ -22,7 +22,6 @@ from edgespec.engines.onnx import OnnxEngine
 from edgespec.errors import ModelFileError
 from edgespec.export.accuracy import _log_softmax
 from edgespec.export.conversion import _output_bytes
-from edgespec.export.gguf import export_gguf
 from edgespec.export.gguf.quantise import quantise
 from edgespec.export.onnx.convert import export_onnx
 from edgespec.export.onnx.from_gguf import convert_gguf, open_gguf
@@ -141,27 +140,17 @@ def test_blocks_around_zero_need_no_further_operators(tmp_path: Path):
     assert found["Q4_0"]["8 bits"] == found["Q4_1"]["8 bits"] == 1  # the head
 
 
-@pytest.fixture(scope="module")
-def q4_k_m(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo target as llama.cpp's mix of Q4_K and Q6_K."""
-    if not has_engine("llamacpp"):
-        pytest.skip("quantises with llama.cpp, which is not installed")
-    path = tmp_path_factory.mktemp("mix") / "q4_k_m.gguf"
-    export_gguf(DEMO / "hf" / "target", path, "q4_k_m", threads=TEST_THREADS)
-    return path
-
-
-def test_a_mix_of_types_is_kept(q4_k_m: Path, tmp_path: Path):
-    model = open_gguf(q4_k_m)
+def test_a_mix_of_types_is_kept(q4_k_m_path: Path, tmp_path: Path):
+    model = open_gguf(q4_k_m_path)
     kept = kept_in_more(model)
     assert {model.header.architecture} == {"llama"} and 0 < len(kept) < 25
-    made = graph(q4_k_m, tmp_path / "made")
+    made = graph(q4_k_m_path, tmp_path / "made")
     kinds = operators(made)
     assert kinds["4 bits, zero points"] > kinds["8 bits"] > 1
     assert sum(file.stat().st_size for file in made.parent.glob("*.data")) < _output_bytes(model, "int4")
     size = json.loads((DEMO / "hf" / "target" / "config.json").read_text())["vocab_size"]
     ids = [size // (token + 2) for token in TOKEN_IDS]
-    exact = logits(graph(q4_k_m, tmp_path / "float", "fp32"), ids)
+    exact = logits(graph(q4_k_m_path, tmp_path / "float", "fp32"), ids)
     assert mean_kl(logits(made, ids), exact) < 0.003
 
 
