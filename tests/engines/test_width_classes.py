@@ -15,7 +15,7 @@ import edgespec
 from edgespec import GenerateOptions, Sampling
 from edgespec.control.base import FixedLength
 from edgespec.drafters.ngram import NgramDrafter
-from edgespec.engines import progress, proof, watch, widths
+from edgespec.engines import progress, proof, sample_text, watch, widths
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.sequence import CachedSequence
@@ -155,7 +155,7 @@ def test_every_pass_of_a_width_is_exactly_that_wide(monkeypatch: pytest.MonkeyPa
     engine, seen = table(is_honest=True), []
     inner = TableEngine.forward
     monkeypatch.setattr(TableEngine, "forward", lambda self, batch: seen.append(batch.width) or inner(self, batch))
-    ids = proof.sample_text(engine, 64)
+    ids = sample_text.sample_text(engine, 64)
     for start in (0, 31):
         engine.rollback(min(start, engine.length()))
         for width in (1, 5, 33):
@@ -328,7 +328,7 @@ def test_a_real_model_writes_the_same_with_and_without_drafts(monkeypatch: pytes
     """Tokens and log probabilities, past 512 cells too, with the watch looking often."""
     monkeypatch.setattr(watch, "SHARE", 0.1)
     with edgespec.load(os.environ["EDGESPEC_TEST_MODEL"], reproducible=True, threads=2) as model:
-        ids = model.encode_chat([{"role": "user", "content": "Repeat and continue: " + proof.TEXT[:1200]}])
+        ids = model.encode_chat([{"role": "user", "content": "Repeat and continue: " + sample_text.TEXT[:1200]}])
         for sampling in (GREEDY, Sampling(seed=5)):
             texts = [
                 model.generate(ids, sampling, GenerateOptions(max_tokens=64, drafter=drafter, draft_length=length))
