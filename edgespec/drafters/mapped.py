@@ -167,12 +167,12 @@ class MappedSequence(CachedSequence):
 
     def feeding(self, token_ids: TokenIds) -> Passes[Logits]:
         read, ends = self._map.read(token_ids), self._map.sizes(token_ids).cumsum()
-        if not self._length and self._map.begins_with:
+        if not self.length and self._map.begins_with:
             read = np.concatenate((np.array(self._map.begins_with, np.int32), read))
         self._ends[0] = 0
         logits = yield from self._inner.feeding(read)
-        self._ends[self._length + 1 : self._length + 1 + token_ids.size] = self._inner.length - int(ends[-1]) + ends
-        self._append(token_ids)
+        self._ends[self.length + 1 : self.length + 1 + token_ids.size] = self._inner.length - int(ends[-1]) + ends
+        self._held.append(token_ids)
         return self._map.gathered(logits)
 
     def looking(self, token_ids: TokenIds, parents: TokenIds, outputs: NDArray[np.bool_]) -> Passes[Logits]:
@@ -186,9 +186,9 @@ class MappedSequence(CachedSequence):
         return found if ends[found] == reached else 0
 
     def rollback(self, to_length: int) -> None:
-        self._length = to_length
+        self._held.length = to_length
         self._inner.rollback(int(self._ends[to_length]))
 
     def restore(self) -> None:
         self._inner.restore()
-        self._inner.rollback(int(self._ends[self._length]))
+        self._inner.rollback(int(self._ends[self.length]))

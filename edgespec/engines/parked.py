@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from edgespec.engines.prompt_passes import CachedText
+from edgespec.engines.cached_text import CachedText
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import EdgespecError
 from edgespec.types import TokenIds

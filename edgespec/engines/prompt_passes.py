@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -88,33 +87,6 @@ class PromptBlocks:
         return [int(place) + size for place in np.flatnonzero(found)]
 
 
-class CachedText(NamedTuple):
-    """Cached tokens [n], and for each of them where its pass ended [n], as `PromptBlocks.ends` gives it."""
-
-    token_ids: TokenIds
-    ends: TokenIds
-
-    def shared_length(self, wanted_ids: TokenIds, blocks: PromptBlocks | None) -> int:
-        """How many tokens, at most n - 1, of a prompt [n] are cached, and were read in the passes that it wants."""
-        limit = min(self.token_ids.size, wanted_ids.size - 1)
-        shared = _equal(self.token_ids[:limit], wanted_ids[:limit])
-        if blocks is None:
-            return shared
-        return whole_passes(self.ends, _equal(self.ends[:shared], blocks.ends(wanted_ids)[:shared]))
-
-    def begins_with(self, other: CachedText) -> bool:
-        """Whether it holds all that `other` holds."""
-        size = other.token_ids.size
-        return all(np.array_equal(own[:size], its) for own, its in zip(self, other, strict=True))
-
-
-def whole_passes(ends: TokenIds, length: int) -> int:
-    """The longest length up to `length` that does not end within a block."""
-    if length and ends[length - 1] > length:
-        return int(ends[:length].searchsorted(ends[length - 1]))
-    return length
-
-
 def runs(ends: TokenIds, widest: int) -> Iterator[tuple[int, int]]:
     """Where passes over tokens [n] begin and end that have these `ends`, with at most `widest` rows of the class."""
     start = 0
@@ -125,9 +97,3 @@ def runs(ends: TokenIds, widest: int) -> Iterator[tuple[int, int]]:
                 end += 1
         yield start, end
         start = end
-
-
-def _equal(held: TokenIds, wanted: TokenIds) -> int:
-    """How many places at the beginning of both [n] are equal."""
-    differs = np.flatnonzero(held != wanted)
-    return int(differs[0]) if differs.size else held.size

@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import Engine
+from edgespec.engines.cached_text import CachedText, GrowingText, whole_passes
 from edgespec.engines.features import LAYERS_WINDOW, PROMPT_FEATURES, Features, KeptFeatures
 from edgespec.engines.pass_request import Passes, PassRequest, at_once
-from edgespec.engines.prompt_passes import PROMPT_END, CachedText, PromptBlocks, borders, runs, whole_passes
+from edgespec.engines.prompt_passes import PROMPT_END, PromptBlocks, borders, runs
 from edgespec.errors import EdgespecError
 from edgespec.types import Batch, Draft, Logits, TokenIds
 
@@ -32,16 +33,13 @@ class CachedSequence:
         self.engine = engine
         self.sequence = sequence
         self._opening = answer_opening
-        # one more than the cache holds: the pending token comes after the cached ones
-        self._ids = np.zeros(engine.facts.context_length + 1, np.int32)
-        self._pass_ends = np.zeros(engine.facts.context_length + 1, np.int32)  # of their passes, as in `PromptBlocks`
+        self._held = GrowingText(engine.facts.context_length)
         self.num_fed = 0
-        self._length = engine.length(sequence)
         self._first_row = 0  # its first row in the last pass, which others may precede
         self._states = KeptFeatures(lambda: engine.hidden_states().copy())
         self._inputs = KeptFeatures(engine.layer_inputs, LAYERS_WINDOW)
         self.layers: tuple[int, ...] = ()  # whose inputs are kept; another sequence may stop the engine giving them
-        if self._length:
+        if engine.length(sequence):
             self.rollback(0)
 
     def another(self, sequence: int) -> CachedSequence:
@@ -50,17 +48,17 @@ class CachedSequence:
 
     @property
     def length(self) -> int:
-        return self._length
+        return self._held.length
 
     @property
     def token_ids(self) -> TokenIds:
         """The cached tokens [length], a view."""
-        return self._ids[: self._length]
+        return self._held.text.token_ids
 
     @property
     def text(self) -> CachedText:
         """A copy of what is known of the cached tokens."""
-        return CachedText(self.token_ids.copy(), self._pass_ends[: self._length].copy())
+        return CachedText(*(part.copy() for part in self._held.text))
 
     @property
     def blocks(self) -> PromptBlocks | None:
@@ -70,8 +68,7 @@ class CachedSequence:
 
     def with_pending(self, token_id: int) -> TokenIds:
         """The cached tokens and `token_id` after them [length + 1], a view that the next call may change."""
-        self._ids[self._length] = token_id
-        return self._ids[: self._length + 1]
+        return self._held.with_pending(token_id)
 
     def keep_features(self, wanted: bool) -> None:
         """Keep the hidden states of the latest tokens from the next pass on, or stop doing so.
@@ -93,7 +90,7 @@ class CachedSequence:
 
         n is from 1 after a pass to WINDOW.
         """
-        return self._states.latest(self._length)
+        return self._states.latest(self.length)
 
     def keep_layer_inputs(self, layers: tuple[int, ...]) -> None:
         """Keep the inputs of `layers` for the latest tokens from the next pass on; no layers: stop doing so.
@@ -111,12 +108,12 @@ class CachedSequence:
 
         n is from 1 after a pass to LAYERS_WINDOW.
         """
-        return self._inputs.latest(self._length)
+        return self._inputs.latest(self.length)
 
     @property
     def room(self) -> int:
         """How many more tokens fit."""
-        return self.engine.facts.context_length - self._length
+        return self.engine.facts.context_length - self.length
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -137,16 +134,16 @@ class CachedSequence:
 
         A model that cannot roll back so far keeps what is before a checkpoint, or nothing.
         """
-        if (kept := self.reusable_length(wanted_ids)) < self._length:
+        if (kept := self.reusable_length(wanted_ids)) < self.length:
             self.rollback(kept)
-        return self._length
+        return self.length
 
     def reusable_length(self, wanted_ids: TokenIds) -> int:
         """How many tokens `reuse` would keep."""
         shared = self.shared_length(wanted_ids)
         kept = self.engine.reachable(shared, self.sequence)
         while kept < shared and self.blocks:  # perhaps within a block
-            shared = whole_passes(self._pass_ends, kept)
+            shared = whole_passes(self._held.text.ends, kept)
             kept = self.engine.reachable(shared, self.sequence)
         return kept
 
@@ -156,34 +153,33 @@ class CachedSequence:
 
     def shared_length(self, wanted_ids: TokenIds) -> int:
         """Length of the common prefix of the cache and `wanted_ids` [n], at most n - 1."""
-        held = CachedText(self.token_ids, self._pass_ends[: self._length])
-        return held.shared_length(wanted_ids, self.blocks)
+        return self._held.text.shared_length(wanted_ids, self.blocks)
 
     def adopt(self, state: bytes | memoryview, text: CachedText) -> None:
         """Load `state`, which the engine saved after `text`; the sequence is empty when that fails.
 
         Raises StateError, EngineError.
         """
-        self._length = 0
+        self._held.length = 0
         self._forget_rows(0)
         try:
             self.engine.load_state(state, self.sequence)
-            self._append(*text)
+            self._held.append(*text)
         except BaseException:
-            self._length = 0
+            self._held.length = 0
             self.engine.rollback(0, self.sequence)
             raise
 
     def adopt_prefix(self, other: CachedSequence, length: int) -> None:
         """Hold the first `length` tokens of another sequence of the engine. Raises as `Engine.fork`."""
-        self._length = 0
+        self._held.length = 0
         self._forget_rows(0)
         try:
             self.engine.fork(other.sequence, self.sequence)
-            self._append(other.token_ids, other._pass_ends[: other.length])
+            self._held.append(*other._held.text)
             self.rollback(length)
         except BaseException:
-            self._length = 0
+            self._held.length = 0
             self.engine.rollback(0, self.sequence)
             raise
 
@@ -213,9 +209,9 @@ class CachedSequence:
                 hidden = wanted if self.keeps_features else None
                 logits = yield PassRequest(self, batch, hidden, is_alone=part.size > self.engine.widest_pass)
                 if wanted:
-                    self._states.append(self._length, known)
-                self._inputs.append(self._length)
-                self._append(part, ends)
+                    self._states.append(self.length, known)
+                self._inputs.append(self.length)
+                self._held.append(part, ends)
                 self.num_fed += 1
             if end == token_ids.size - PROMPT_END:
                 self.mark()
@@ -230,8 +226,8 @@ class CachedSequence:
             for start, end in itertools.pairwise(borders(self.engine, token_ids.size, most)):
                 yield start, end, None
             return
-        ends = blocks.ends(np.concatenate((self.token_ids, token_ids)))[self._length :]
-        for start, end in runs(ends - self._length, self.engine.widest_pass):
+        ends = blocks.ends(np.concatenate((self.token_ids, token_ids)))[self.length :]
+        for start, end in runs(ends - self.length, self.engine.widest_pass):
             yield start, end, ends[start:end]
 
     @property
@@ -270,23 +266,20 @@ class CachedSequence:
         """The pass of `look`."""
         sequences = np.full(token_ids.size, self.sequence, np.int32)
         logits = yield PassRequest(self, Batch(token_ids, parents, sequences, outputs))
-        self.engine.rollback(self._length, self.sequence)
+        self.engine.rollback(self.length, self.sequence)
         return logits
 
     def latest_in_class(self, most: int) -> int:
         """How many of the last tokens, at most `most`, were read in passes of the width class."""
-        places = np.arange(max(self._length - most, 0), self._length)
-        behind = np.where(places, self._pass_ends[places - 1], 0)  # where the pass of the token before ended
-        others = np.flatnonzero((behind != places) | (self._pass_ends[places] != places + 1))
-        return places.size - (int(others[-1]) + 1 if others.size else 0)
+        return self._held.latest_in_class(most)
 
     def score_again(self, num_tokens: int) -> Logits:
         """Logits [num_tokens, vocabulary] of the last cached tokens, from another pass over them; they stay cached.
 
         Raises as `Engine.forward`; the sequence then ends before these tokens.
         """
-        start = self._length - num_tokens
-        part = self._ids[start : self._length]
+        start = self.length - num_tokens
+        part = self.token_ids[start:]
         self.engine.rollback(start, self.sequence)
         try:
             return self.engine.forward(Batch.chain(part, sequence=self.sequence))
@@ -297,21 +290,21 @@ class CachedSequence:
     def keep(self, pending_token_id: int, draft: Draft, accepted_nodes: tuple[int, ...]) -> None:
         """Commit the pending token and the accepted path of the draft just scored, drop the rest."""
         rows = [0, *(node + 1 for node in accepted_nodes)]
-        self._states.keep(self._length, rows)
-        self._inputs.keep(self._length, rows)
+        self._states.keep(self.length, rows)
+        self._inputs.keep(self.length, rows)
         if not draft.num_tokens:
-            self._append(np.array([pending_token_id], np.int32))
+            self._held.append(np.array([pending_token_id], np.int32))
             return
         if draft.is_chain:
             if len(accepted_nodes) < draft.num_tokens:
-                self.engine.rollback(self._length + len(rows), self.sequence)
+                self.engine.rollback(self.length + len(rows), self.sequence)
         else:
             self.engine.keep_path(tuple(self._first_row + row for row in rows), self.sequence)
-        self._append(np.array([pending_token_id, *draft.token_ids[list(accepted_nodes)]], np.int32))
+        self._held.append(np.array([pending_token_id, *draft.token_ids[list(accepted_nodes)]], np.int32))
 
     def rollback(self, to_length: int) -> None:
         # The length first: after an interrupt the engine then holds too many tokens, which `restore` removes.
-        self._length = to_length
+        self._held.length = to_length
         self._forget_rows(to_length)
         self.engine.rollback(to_length, self.sequence)
 
@@ -326,15 +319,9 @@ class CachedSequence:
         """
         try:
             # even if the length is right: a tree that was scored but not settled does not count in it
-            self.engine.rollback(self._length, self.sequence)
+            self.engine.rollback(self.length, self.sequence)
         except EdgespecError:
             self.rollback(0)
-
-    def _append(self, token_ids: TokenIds, ends: TokenIds | None = None) -> None:
-        """Add tokens [n] and where their passes ended [n]; None: they are of the width class."""
-        start, self._length = self._length, self._length + int(token_ids.size)
-        self._ids[start : self._length] = token_ids
-        self._pass_ends[start : self._length] = np.arange(start + 1, self._length + 1) if ends is None else ends
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from edgespec.engines import disk_cache, proof
 from edgespec.engines.base import Engine, EngineFacts
 from edgespec.engines.disk_cache import Schema, a_list, a_record, a_row, flag, key_of, text, whole
 from edgespec.engines.disk_cache import seconds as of_time
-from edgespec.engines.proof import Survey, WidthClass
+from edgespec.engines.width_bits import Survey, WidthClass, without
 from edgespec.errors import CapabilityError
 
 logger = logging.getLogger("edgespec")
@@ -154,7 +154,7 @@ def _proved(engine: Engine, key: str, widest: int) -> Proved:
     surveyed = _surveyed(engine, key, widest)
     found = Proved(surveyed.classes, surveyed.seconds)
     while (pinned := found.pinned) is not None and not proof.confirm(engine, pinned[0], pinned):
-        found = replace(found, classes=proof.without(found.classes, pinned[0]))
+        found = replace(found, classes=without(found.classes, pinned[0]))
     disk_cache.put("widths", key, found.kept())
     disk_cache.delete("surveys", key)
     return found

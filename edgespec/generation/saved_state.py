@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.engines.prompt_passes import CachedText
+from edgespec.engines.cached_text import CachedText
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import StateError
 from edgespec.formats.files import write_atomically

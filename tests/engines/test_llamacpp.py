@@ -23,6 +23,8 @@ from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile, settings
 from edgespec.engines.llamacpp.devices import devices, gpus
 from edgespec.engines.llamacpp.library import listening
 from edgespec.engines.llamacpp.tokenizer import bounded_parts
+from edgespec.engines.width_bits import Bits
+from edgespec.engines.width_bits import classes as classes_of
 from edgespec.errors import (
     BatchError,
     Cancelled,
@@ -203,8 +205,9 @@ def test_loading_is_quiet_and_lazy(tiny_path, capfd):
 def test_classes_are_runs_of_widths_whose_rows_agree():
     a, b, c = b"a", b"b", b"c"
     digests = {1: {6: c}, 2: {5: a, 6: b}, 3: {4: c, 5: a, 6: b}, 4: {5: c, 6: a}, 9: {4: c, 5: c, 6: a}}
-    assert proof.classes({width: proof.Bits(rows) for width, rows in digests.items()}) == ((1, 1), (2, 3), (4, 9))
-    assert proof.classes({2: proof.Bits({5: a}, b"x"), 3: proof.Bits({5: a}, b"y")}) == ((2, 2), (3, 3))
+    found = classes_of({width: Bits(rows) for width, rows in digests.items()})
+    assert found == ((1, 1), (2, 3), (4, 9))
+    assert classes_of({2: Bits({5: a}, b"x"), 3: Bits({5: a}, b"y")}) == ((2, 2), (3, 3))
 
 
 @pytest.mark.parametrize(
@@ -230,7 +233,7 @@ def finding(*classes):
 
     def survey(_engine, _widest, so_far, _most_low):
         for number, (low, high) in enumerate(classes):
-            so_far.found |= {width: proof.Bits(cache=bytes([number]), seconds=1.0) for width in range(low, high + 1)}
+            so_far.found |= {width: Bits(cache=bytes([number]), seconds=1.0) for width in range(low, high + 1)}
 
     return survey
 

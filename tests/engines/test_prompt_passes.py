@@ -14,7 +14,8 @@ import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.engines import sample_text, widths
-from edgespec.engines.prompt_passes import CachedText, PromptBlocks, runs
+from edgespec.engines.cached_text import CachedText
+from edgespec.engines.prompt_passes import PromptBlocks, runs
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.table import TableEngine
 from edgespec.engines.watch import ClassWatch

@@ -15,7 +15,7 @@ import edgespec
 from edgespec import GenerateOptions, Sampling
 from edgespec.control.base import FixedLength
 from edgespec.drafters.ngram import NgramDrafter
-from edgespec.engines import progress, proof, sample_text, watch, widths
+from edgespec.engines import progress, proof, sample_text, watch, width_bits, widths
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.sequence import CachedSequence
@@ -68,8 +68,8 @@ def table(**settings: object) -> LyingTable:
     return engine
 
 
-def surveyed(engine: LyingTable) -> proof.Survey:
-    found = proof.Survey()
+def surveyed(engine: LyingTable) -> width_bits.Survey:
+    found = width_bits.Survey()
     proof.survey(engine, 63, found, 63)
     return found
 
@@ -102,7 +102,7 @@ def test_a_proof_reports_its_progress_and_an_interrupted_one_goes_on(monkeypatch
     assert all(0 <= done <= total and "same bits" in what for done, total, what in heard)
     ends = [done for done, total, _ in heard if done == total]
     assert ends
-    assert widths.disk_cache.get("surveys", "interrupted", proof.Survey.schema(63)) is None
+    assert widths.disk_cache.get("surveys", "interrupted", width_bits.Survey.schema(63)) is None
 
 
 def test_a_load_reports_the_progress_of_its_proof(
@@ -128,8 +128,8 @@ def test_a_load_reports_the_progress_of_its_proof(
 
 def test_an_interrupted_proof_on_another_text_starts_again() -> None:
     found = surveyed(table())
-    assert proof.Survey.from_json(found.as_json()) == found
-    stale = proof.Survey("00", {63: proof.Bits({0: b"x"})})
+    assert width_bits.Survey.from_json(found.as_json()) == found
+    stale = width_bits.Survey("00", {63: width_bits.Bits({0: b"x"})})
     proof.survey(table(), 63, stale, 63)
     assert stale.classes == found.classes and stale.text == found.text
 
@@ -312,7 +312,7 @@ def test_the_demos_lone_rows_are_padded_or_proved(kind: str, target_path: Path, 
         assert engine.facts.pinned_class[0] <= 2 and engine.facts.pinned_class[1] == 63
 
 
-def test_a_q8_0_cache_spares_lone_rows_the_padding(target_path: Path) -> None:
+def test_keys_in_q8_0_spare_lone_rows_the_padding(target_path: Path) -> None:
     """Over f16, two threads share the cells of a lone row, and add in another order than one thread does."""
     with LlamaCppEngine.load(target_path, reproducible=True, threads=2) as engine:
         assert engine.facts.pinned_class == (1, 63)
