@@ -180,7 +180,7 @@ def _rows(whole: Fitted) -> list[tuple[str, Choices]]:
         ("context", contexts[comfortable:]),
         ("draft", drafts),
         ("draft context", draft_contexts),
-        ("cache", (None, *_cache_step(whole))),
+        ("cache", (None, *_cache_steps(whole))),
         ("context", contexts[: comfortable + 1]),
     ]
     return [(what, found) for what, found in rows if len(found) > 1]
@@ -206,20 +206,32 @@ def _draft_context(size: int) -> GivenUp:
     return GivenUp("draft context", f"draft context {size}", f"-cd {size}", {"draft_context_length": size})
 
 
-def _cache_step(whole: Fitted) -> Choices:
-    """A smaller type of the target's keys and values, where the engine has one for this model that saves memory."""
+def _cache_steps(whole: Fitted) -> Choices:
+    """Smaller types of the target's keys and values that the engine has for this model and that save memory.
+
+    llama.cpp first has the keys alone in q8_0, which costs no time. Values in q8_0 do, more with every cached token.
+    """
     options = whole.options
     if options.reproducible or options.cache_type_k is not None or options.cache_type_v is not None:
         return ()
-    kind = "int8" if whole.pair.files["target"].engine == "onnx" else "q8_0"
-    changes: dict[str, Any] = {"cache_type_k": kind, "cache_type_v": kind}
-    try:
-        smaller = planned(replace(options, **changes), whole.pair)
-    except EdgespecError:  # the model has no cache of that type
-        return ()
-    if smaller.models[0].footprint.own >= whole.plan.models[0].footprint.own:
-        return ()
-    return (GivenUp("cache", f"KV cache {kind}", f"-ctk {kind} -ctv {kind}", changes),)
+    if whole.pair.files["target"].engine == "onnx":
+        steps = [_cache("KV cache int8", "int8", "int8")]
+    else:
+        steps = [_cache("keys in the cache q8_0", "q8_0", None), _cache("KV cache q8_0", "q8_0", "q8_0")]
+    found: list[GivenUp] = []
+    least = whole.plan.models[0].footprint.own
+    for step in steps:
+        with contextlib.suppress(EdgespecError):  # the model has no cache of that type
+            size = planned(replace(options, **step.changes), whole.pair).models[0].footprint.own
+            if size < least:
+                least = size
+                found.append(step)
+    return tuple(found)
+
+
+def _cache(text: str, keys: str, values: str | None) -> GivenUp:
+    changes = {"cache_type_k": keys, **({"cache_type_v": values} if values else {})}
+    return GivenUp("cache", text, f"-ctk {keys}{f' -ctv {values}' if values else ''}", changes)
 
 
 def _refusal(whole: Fitted, rows: Sequence[tuple[str, Choices]], room: Room) -> str:

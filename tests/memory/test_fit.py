@@ -70,6 +70,7 @@ def test_the_order_and_that_no_more_is_given_up_than_needed() -> None:
     found = [fitted(plenty - saved * MIB, engine="llamacpp", drafter="none") for saved in (0, 1, 5, 8)]
     assert [whats(each) for each in found] == [[], ["cache"], ["context"], ["context", "cache"]]
     assert found[1].options.cache_type_k == "q8_0" and found[1].options.context_length is None
+    assert found[1].options.cache_type_v is None and found[3].options.cache_type_v == "q8_0"  # keys alone first
 
 
 def test_options_that_were_given_stay() -> None:
