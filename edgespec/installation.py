@@ -19,6 +19,8 @@ from pathlib import Path
 from edgespec.errors import CapabilityError
 
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
+# ONNX Runtime reports its use to Microsoft from 1.29 on (docs/Privacy.md there), unless this is 1 when it is loaded.
+NO_TELEMETRY = "ORT_DISABLE_TELEMETRY"
 ENGINE_MODULES = {"llamacpp": "llama_cpp", "onnx": "onnxruntime"}
 # What CMake has to be told for each backend of llama.cpp.
 BACKENDS = {
@@ -62,7 +64,11 @@ def require_engine(engine: str, what: str, otherwise: str = "") -> None:
 
 
 def child_environment(**settings: str) -> dict[str, str]:
-    """Of a child process that runs a module of this very package, wherever it lies; `settings` are added."""
+    """Of a child process that runs a module of this very package, wherever it lies; `settings` are added.
+
+    What it imports reports no use, as in this process.
+    """
+    settings = {NO_TELEMETRY: os.environ.get(NO_TELEMETRY, "1"), **settings}
     search_path = filter(None, (str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH")))
     return {**os.environ, **settings, "PYTHONPATH": os.pathsep.join(search_path)}
 

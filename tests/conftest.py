@@ -25,6 +25,7 @@ def private_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         home = tmp_path_factory.mktemp("home")
         patch.setenv("EDGESPEC_HOME", str(home))
+        patch.setenv("ORT_DISABLE_TELEMETRY", "1")
         patch.setattr("edgespec.generation.advisor.LEAST_S", math.inf)  # a busy machine must not decide about notes
         yield home
 

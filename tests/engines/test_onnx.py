@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 
@@ -295,3 +298,21 @@ def test_a_config_of_the_other_builder_serves_too(copied):
     (folder / "config.json").unlink(missing_ok=True)
     with open_engine(copied) as engine:
         assert engine.facts.architecture == "llama"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="where ONNX Runtime keeps its reports elsewhere is not known")
+def test_nothing_is_reported_to_the_maker_of_the_library(onnx_path, tmp_path):
+    """ONNX Runtime files its reports in the home folder before it sends them; in CI and under pytest it makes none."""
+    code = "import sys\nfrom pathlib import Path\nfrom edgespec.engines.onnx import OnnxEngine\n"
+    code += "OnnxEngine.load(Path(sys.argv[1])).close()\n"
+    kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+
+    def files(**settings: str) -> list[str]:
+        home = tmp_path / "-".join(("home", *settings))
+        home.mkdir()
+        environment = {**kept, "HOME": str(home), "EDGESPEC_HOME": str(tmp_path / "own"), **settings}
+        subprocess.run([sys.executable, "-c", code, str(onnx_path)], env=environment, check=True)
+        return [str(path.relative_to(home)) for path in home.rglob("*") if "onnxruntime" in path.name]
+
+    assert files() == []
+    assert files(ORT_DISABLE_TELEMETRY="0")  # whoever asks for it

@@ -19,7 +19,7 @@ from edgespec.engines.onnx.plugins import failures, is_software, plugin_devices
 from edgespec.engines.onnx.unsigned import Weights, make_unsigned
 from edgespec.errors import Cancelled, CapabilityError, ConfigError, EngineError, ModelFileError
 from edgespec.formats.onnx import WHOLE_PRODUCT
-from edgespec.installation import IMPORT_FAILURES, install_command, not_importable
+from edgespec.installation import IMPORT_FAILURES, NO_TELEMETRY, install_command, not_importable
 
 # Best first; the second name is onnxruntime's for the memory of the device.
 PROVIDERS = {
@@ -34,11 +34,18 @@ _TRIED_SIZE = 64
 
 @cache
 def library() -> Any:
-    """The module `onnxruntime`, with its log turned off. Raises CapabilityError when it is not installed."""
+    """The module `onnxruntime`, with its log and its telemetry turned off.
+
+    Telemetry is left on where the environment says ORT_DISABLE_TELEMETRY=0. Raises CapabilityError when the module is
+    not installed.
+    """
+    os.environ.setdefault(NO_TELEMETRY, "1")
     try:
         import onnxruntime
     except IMPORT_FAILURES as exc:
         raise not_importable("an ONNX model", exc, "onnxruntime") from exc
+    if os.environ[NO_TELEMETRY] == "1":
+        onnxruntime.disable_telemetry_events()  # for Windows builds that trace, and where it was imported before
     onnxruntime.set_default_logger_severity(ERRORS_ONLY + 1)
     return onnxruntime
 

@@ -21,12 +21,14 @@ from typing import IO, Any
 
 import edgespec
 from edgespec.errors import CapabilityError, EngineError
+from edgespec.installation import NO_TELEMETRY
 from peers.base import Answer, Request
 
 OPEN_S = 1800.0  # an export may be part of it
 STOP_S = 10.0
 TAIL = 300
 SETTLE_S = 0.05
+SETTINGS = {"GGML_NO_BACKTRACE": "1", NO_TELEMETRY: "1"}  # of a child's environment
 
 
 class PeerProcess:
@@ -97,7 +99,7 @@ class PeerProcess:
                     stderr=log,
                     text=True,
                     encoding="utf-8",
-                    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "GGML_NO_BACKTRACE": "1"},
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **SETTINGS},
                     process_group=0 if os.name == "posix" else None,
                 )
             except OSError as exc:
