@@ -235,7 +235,6 @@ class DrafterPool:
         """Measure what was not measured before. Empties the caches; what was learnt of drafts is kept."""
         if self._is_measured:
             return
-        self._is_measured = True
         self.keep()
         if isinstance(self.cost_curve, PriorCurve):
             self._target.rollback(0)
@@ -251,6 +250,7 @@ class DrafterPool:
             if name not in self.draft_costs:
                 self._target.rollback(0)
                 self.draft_costs[name] = exit_cost(self._target.engine)
+        self._is_measured = True
 
     def _parts_of_target(self) -> list[DrafterName]:
         """The opened drafters that run layers of the target."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 
 from edgespec.control import constants as c
 from edgespec.control.cost import WIDEST, CostCurve
@@ -37,20 +38,26 @@ class RunCosts:
         self._next_threads = threads
 
     def follow_threads(self) -> None:
-        """A round begins: switch to the costs of its number of threads; unknown ones start as a copy of the current."""
+        """A round begins: switch to the costs of its number of threads; unknown ones start as a copy of the current.
+
+        A guess is copied too: shared, the first number of threads that is timed would set the costs of all.
+        """
         threads = self._next_threads
         if threads == self._threads:
             return
         self._known[self._threads] = self.curve, self.drafts
-        if not self.curve.is_scaled:
-            self._known[threads] = self.curve, self.drafts  # a guess serves any number of threads
-        elif threads not in self._known:
-            copies = {
-                name: DraftCost(cost.token_s, cost.read_s, is_once=cost.is_once) for name, cost in self.drafts.items()
-            }
-            self._known[threads] = CostCurve(self.curve.refined(), self.curve.context), copies
+        if threads not in self._known:
+            self._known[threads] = self._copies()
         self._threads, (self.curve, self.drafts) = threads, self._known[threads]
         self._table = []
+
+    def _copies(self) -> tuple[CostCurve, dict[str, DraftCost]]:
+        if not self.curve.is_scaled:
+            return deepcopy((self.curve, self.drafts))
+        drafts = {
+            name: DraftCost(cost.token_s, cost.read_s, is_once=cost.is_once) for name, cost in self.drafts.items()
+        }
+        return CostCurve(self.curve.refined(), self.curve.context), drafts
 
     def share_passes(self, num_sequences: int, other_rows: int, prompt_rows: int = 0) -> None:
         """The next passes hold `other_rows` rows of others as well, `prompt_rows` of them of prompts.

@@ -57,14 +57,18 @@ class ParkedStates:
             shared, size = parked.text.shared_length(wanted_ids, live.blocks), parked.text.token_ids.size
             if shared > most and (shared == size or (can_rollback and shared >= facts.loaded_reach(size))):
                 found, most = parked, shared
-        if _pays(live.length - held, live.length):
-            self.park(live)
+        self.park_before(live, held)
         if found is not None and _pays(most - held, found.text.token_ids.size):
             self._states = [parked for parked in self._states if parked is not found]
             try:
                 live.adopt(found.state, found.text)
             except (EdgespecError, MemoryError) as exc:
                 logger.debug("a parked state cannot be used: %s", exc)
+
+    def park_before(self, live: CachedSequence, held: int) -> None:
+        """Before all but the first `held` tokens of `live` are dropped: save its state if that saves time."""
+        if _pays(live.length - held, live.length):
+            self.park(live)
 
     def park(self, live: CachedSequence) -> None:
         """Save the state of `live`, unless it is too large or cannot be saved."""

@@ -63,7 +63,7 @@ class EngineProcess:
         self._number += 1
         self._running = self._number
         try:
-            self._pipe.send(Call(self._number, method, arguments))
+            self._send(Call(self._number, method, arguments))
             answer = self._answer()
         except OSError as exc:
             raise self._ended() from exc
@@ -72,6 +72,15 @@ class EngineProcess:
         if answer.error:
             raise _error(answer)
         return answer.value
+
+    def _send(self, call: Call) -> None:
+        try:
+            self._pipe.send(call)
+        except OSError:
+            raise
+        except BaseException:  # the child would take the next call for the rest of this one
+            self._process.kill()
+            raise
 
     def _answer(self) -> Answer:
         while True:

@@ -199,8 +199,9 @@ class CachedSequence:
         """
         self.num_fed = 0
         for start, end, ends in self._cuts(token_ids):
+            is_whole = ends is not None or self.engine.facts.pinned_class is not None
             while start < end:
-                part = token_ids[start : end if self.engine.facts.pinned_class else min(end, start + self.most_rows)]
+                part = token_ids[start : end if is_whole else min(end, start + self.most_rows)]
                 start += part.size
                 batch = Batch.chain(part, sequence=self.sequence, last_only=True)
                 known = self._prompt_features

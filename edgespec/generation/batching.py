@@ -95,6 +95,8 @@ class ContinuousBatch:
             while waiting and self.has_room(waiting[0]):
                 self.begin(waiting.popleft())
             self.step()
+            if (failure := next((each.failure for each in generations if each.failure), None)) is not None:
+                raise failure
         return [generation.result() for generation in generations]
 
     def _controllers(self) -> list[Controller]:

@@ -101,7 +101,7 @@ class Run:
     def emit(self, token_id: int, position: int, logits: Logits, drafter: str | None = None) -> Iterator[TokenEvent]:
         """Yield one event. The consumer's time is not counted."""
         shown, reason = self.text.push(token_id)
-        if reason is None and position + 1 > self.target.engine.facts.context_length:
+        if reason is None and position + 1 >= self.target.engine.facts.context_length:
             shown, reason = shown + self.text.finish(), "length"
         logprob = self.sampler.log_prob(logits, token_id) if self.logprobs else None
         likeliest = self.sampler.top_log_probs(logits, self.top_logprobs) if self.top_logprobs else ()

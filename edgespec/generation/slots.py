@@ -75,6 +75,7 @@ class Slots:
         source = max(self._all, key=kept)
         shared = kept(source)
         if shared >= own + LEAST_TOKENS and found.sequence.engine.facts.can_rollback:
+            self._parked.park_before(found.sequence, own)
             found.sequence.adopt_prefix(source.sequence, shared)
         self._clear_idle(found)
         found.is_taken = True  # last: where a copy fails, the place is as free as before

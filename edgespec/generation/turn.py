@@ -60,13 +60,15 @@ class Claim:
     """One request's place in the queue.
 
     `caller`: the latest caller; `inside`: the thread that uses the model with this claim, or is blocked waiting to;
-    `num_steps`: number of uses so far; `is_withdrawn`: cancelled, so waiting for the turn ends.
+    `num_steps`: number of uses so far; `is_withdrawn`: cancelled, so waiting for the turn ends; `is_ended`: it never
+    joins again, so that a second reader, who waited for its last step, does not bring it back into the queue.
     """
 
     caller: Caller | None = None
     inside: threading.Thread | None = None
     num_steps: int = 0
     is_withdrawn: bool = False
+    is_ended: bool = False
     step: threading.RLock = field(default_factory=threading.RLock)  # held while waiting for the turn or using it
     wake: Callable[[], None] = field(default=lambda: None)
 
@@ -96,9 +98,9 @@ class Turn:
     def inside(self, claim: Claim, caller: Caller | None = None, max_wait_s: float | None = None) -> _Inside:
         """Wait for the claim's turn and use the model exclusively within the block. The turn is kept afterwards.
 
-        A withdrawn claim enters without the turn and must not use the model. Raises Busy if the turn does not come
-        within `max_wait_s`, or never can because this caller holds it with another claim; StateError if the model was
-        closed.
+        A withdrawn or ended claim enters without the turn and must not use the model. Raises Busy if the turn does not
+        come within `max_wait_s`, or never can because this caller holds it with another claim; StateError if the model
+        was closed.
         """
         return _Inside(self, claim, caller or Caller.now(), max_wait_s)
 
@@ -120,7 +122,7 @@ class Turn:
             raise
 
     async def wait(self, claim: Claim, caller: Caller, max_wait_s: float | None = None) -> None:
-        """Wait as `inside` does without blocking the event loop, until the claim has the turn or is withdrawn."""
+        """Wait as `inside` does without blocking the event loop, until the claim has the turn or needs it no longer."""
         import asyncio
 
         limit = _WaitLimit(self, claim, caller, max_wait_s, blocks_thread=False)
@@ -130,7 +132,7 @@ class Turn:
             self._join(claim, caller)
             while not limit.is_over():
                 woken.clear()
-                if self.is_of(claim) or claim.is_withdrawn:
+                if self.is_of(claim) or claim.is_withdrawn or claim.is_ended:
                     continue
                 with suppress(TimeoutError):
                     await asyncio.wait_for(woken.wait(), limit.next_look_s)
@@ -148,6 +150,11 @@ class Turn:
             self._queue[0].wake()
         except IndexError:
             return
+
+    def end(self, claim: Claim) -> None:
+        """`give_back` for good: the claim needs no turn any more."""
+        claim.is_ended = True  # first: who then finds it gone from the queue must not add it
+        self.give_back(claim)
 
     def shut(self, *, at_exit: bool = False) -> None:
         """Withdraw all claims; every later call and every waiter raises StateError.
@@ -195,7 +202,7 @@ class Turn:
     def _join(self, claim: Claim, caller: Caller) -> None:
         claim.caller = caller
         with self._joining:
-            if claim not in self._queue and not claim.is_withdrawn:
+            if claim not in self._queue and not claim.is_withdrawn and not claim.is_ended:
                 self._queue.append(claim)
 
     def _leave_unless_first(self, claim: Claim) -> None:
@@ -234,7 +241,7 @@ class _Inside:
 
 
 class _WaitLimit:
-    """Decides when one claim stops waiting: it has the turn, is withdrawn, has waited too long, or would deadlock."""
+    """Decides when one claim stops waiting: it has the turn, needs none, has waited too long, or would deadlock."""
 
     def __init__(
         self, turn: Turn, claim: Claim, caller: Caller, max_wait_s: float | None, *, blocks_thread: bool
@@ -252,9 +259,9 @@ class _WaitLimit:
         return max(min(GRACE_S, self._began_s + self._max_wait_s - monotonic()), 0.001)
 
     def is_over(self) -> bool:
-        """Whether the claim has the turn or is withdrawn. Raises Busy and StateError."""
+        """Whether the claim has the turn, or needs it no longer. Raises Busy and StateError."""
         self._turn.require_open(self._claim)
-        if self._claim.is_withdrawn or self._turn.is_of(self._claim):
+        if self._claim.is_withdrawn or self._claim.is_ended or self._turn.is_of(self._claim):
             return True
         self._check_deadlock()
         if self._max_wait_s is not None and monotonic() >= self._began_s + self._max_wait_s:

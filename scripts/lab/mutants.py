@@ -134,8 +134,8 @@ MUTANTS = (
     Mutant(
         "leave one rejected token in the cache",
         "engines/sequence.py",
-        "self.engine.rollback(self._length + len(rows), self.sequence)",
-        "self.engine.rollback(min(self._length + len(rows) + 1, self.engine.length(self.sequence)), self.sequence)",
+        "self.engine.rollback(self.length + len(rows), self.sequence)",
+        "self.engine.rollback(min(self.length + len(rows) + 1, self.engine.length(self.sequence)), self.sequence)",
         ("tests/core/test_lossless.py",),
     ),
 )

@@ -11,12 +11,14 @@ import pytest
 from edgespec.control.auto import AutoController
 from edgespec.control.base import Proposal
 from edgespec.control.draft_cost import DraftCost
+from edgespec.control.prior import PriorCurve
 from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import DraftRequest
 from edgespec.engines.base import usual_steps
 from edgespec.sampling import Sampler, Sampling
 from edgespec.types import RoundRecord, Verdict
 from simulation import (
+    FLAT,
     LLAMA_Q8_0,
     PLAIN_S,
     Clock,
@@ -313,6 +315,22 @@ def test_each_number_of_threads_has_costs_of_its_own() -> None:
     controller.use_threads(1)
     controller.propose(request)
     assert controller.costs.curve is steep
+
+
+def test_a_guess_is_timed_for_each_number_of_threads() -> None:
+    """One thread, on a machine that was busy from the start, must not tell what passes of two cost."""
+    clock = Clock()
+    drafter = TracedDrafter(clock, 0.002, 0.0002)
+    curve = PriorCurve(0.05)
+    controller = AutoController({"model": drafter}, curve, {}, 0.02, clock, threads=2)
+    controller.use_threads(1)
+    simulate(controller, TEXTS[0], Machine(FLAT, plain_s=2 * PLAIN_S), clock)
+    assert controller.costs.curve.at(1) == pytest.approx(2 * PLAIN_S, rel=0.1)
+    assert not curve.kept()  # what is stored under two threads
+    controller.use_threads(2)
+    simulate(controller, TEXTS[1], Machine(FLAT, plain_s=PLAIN_S), clock)
+    assert controller.costs.curve is curve
+    assert curve.at(1) == pytest.approx(PLAIN_S, rel=0.1)
 
 
 CHANGE_S = 2.0  # as with 1.2 billion weights in ONNX Runtime

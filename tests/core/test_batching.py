@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from bench_table import table_model
-from edgespec import GenerateOptions, Model, Result, Sampling
+from edgespec import GenerateOptions, Generation, Model, Result, Sampling
 from edgespec.errors import CapabilityError, EngineError
 from edgespec.types import Batch, Logits, TokenEvent
 
@@ -124,6 +124,39 @@ def test_a_shared_prefix_is_read_once(model: Model) -> None:
     assert second.stats.reused_tokens == len(system)
     found = second.result()
     assert same(found, alone(model, [*system, 2], Sampling()))
+
+
+def test_a_text_that_gives_way_to_a_copy_is_parked(tmp_path: Path) -> None:
+    """The only free place holds another conversation, and the new one shares its beginning with one that runs."""
+    system, other = [1, 2, 3, 4, 5, 6, 7, 8] * 8, [8, 7, 6, 5] * 24
+    with table_model(tmp_path, parallel=2) as model, model.batch() as batch:
+
+        def run(prompt: list[int], options: GenerateOptions) -> Generation:
+            generation = model.stream(prompt, Sampling(), options)
+            batch.begin(generation)
+            return generation
+
+        run(other, replace(OPTIONS, max_tokens=2))
+        while batch.num_running:
+            batch.step()
+        running = run([*system, 1], OPTIONS)
+        while not running.stats.new_tokens:
+            batch.step()
+        run([*system, 2], replace(OPTIONS, max_tokens=2))
+        while batch.num_running:
+            batch.step()
+        again = run([*other, 3], replace(OPTIONS, max_tokens=2))
+        while batch.num_running:
+            batch.step()
+    assert again.stats.reused_tokens == len(other)
+
+
+def test_a_failure_ends_all_answers_of_a_list(model: Model) -> None:
+    passes = Counting(model.target)
+    passes.broken_sequence = 1
+    with pytest.raises(EngineError, match="broken"):
+        model.generate_all([[1, 2], [3, 4], [5, 6]], Sampling(), replace(OPTIONS, drafter="none"))
+    assert len(passes.widths) < 10 < len(model.generate([1, 2], Sampling(), OPTIONS).token_ids)
 
 
 def test_a_failing_pass_ends_its_own_generation_only(model: Model) -> None:

@@ -9,6 +9,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import pytest
 import edgespec
 from bench_table import table_model
 from demo import heed_interrupts
-from edgespec import Busy, EdgespecError, GenerateOptions, Generation, Model, Sampling
+from edgespec import Busy, EdgespecError, GenerateOptions, Generation, Model, Result, Sampling
 from edgespec.errors import EngineError, StateError
 from edgespec.generation import turn
 from edgespec.types import Batch, RoundRecord
@@ -110,6 +112,37 @@ def test_a_pool_of_threads_gets_every_text_and_its_own_figures(model: Model, exp
         assert result.stats.new_tokens == len(result.token_ids) == 8 + seed
         assert result.stats.prompt_tokens == len(result.prompt_token_ids)
         assert (result.seed, result.finish_reason) == (seed, "length")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_readers_of_one_generation_share_its_events_and_leave_the_queue(model: Model, fails: bool) -> None:
+    def on_round(record: RoundRecord) -> None:
+        if fails and record.position > 12:
+            raise RuntimeError("from the callback")
+
+    for _ in range(20):
+        generation = model.stream("abc", Sampling(seed=1), SHORT, on_round=on_round)
+
+        def read(source: Generation = generation) -> int:
+            with suppress(RuntimeError):
+                return sum(1 for _ in source)
+            return 0
+
+        with ThreadPoolExecutor(3) as pool:
+            counts = list(pool.map(lambda _, read=read: read(), range(3)))
+        assert fails or sum(counts) == SHORT.max_tokens
+        assert model._executor.turn.num_queued == 0
+    assert model.generate("abc", options=replace(SHORT, max_wait_s=1.0)).finish_reason == "length"
+
+
+def test_tasks_that_wait_for_one_result_all_get_it(model: Model) -> None:
+    async def ask() -> list[Result]:
+        generation = model.stream("abc", Sampling(seed=1), SHORT)
+        return await asyncio.gather(*(generation.aresult() for _ in range(3)))
+
+    for _ in range(10):
+        assert len({result.text for result in asyncio.run(ask())}) == 1
+        assert model._executor.turn.num_queued == 0
 
 
 def test_turns_are_first_come_first_served(model: Model) -> None:

@@ -42,7 +42,7 @@ BASES = {
     "engines.base",
     "engines.sequence",
     "engines.pass_request",
-    "engines.prompt_passes",
+    "engines.cached_text",
     "engines.watch",
     "engines.head",
     "engines.parked",

@@ -91,6 +91,21 @@ def test_a_conversation_goes_on_where_its_answer_ended() -> None:
     assert sequence.reuse(second) == second.size - 1
 
 
+def test_a_class_that_is_refuted_while_blocks_are_read_leaves_them_whole() -> None:
+    engine = narrow_table()
+    sequence = CachedSequence(engine, 0, OPENS)
+    sequence.most_rows = 3  # others wait
+    passes = sequence.feeding(ids_of(*range(1, 14)))
+    request = next(passes)
+    engine.facts = dataclasses.replace(engine.facts, pinned_class=None, prompt_block=0)
+    widths = []
+    with pytest.raises(StopIteration):
+        while True:
+            widths.append(request.batch.width)
+            request = passes.send(engine.forward(request.batch))
+    assert sum(widths) == sequence.length == 13
+
+
 def test_a_watch_looks_at_no_token_of_a_block() -> None:
     sequence = CachedSequence(narrow_table(), 0, OPENS)
     sequence.feed(ids_of(*range(1, 14)))

@@ -21,6 +21,7 @@ from demo import TEST_THREADS
 from edgespec.engines.base import Engine
 from edgespec.engines.llamacpp.rpc_probe import ask, ask_all
 from edgespec.engines.remote import RemoteEngine
+from edgespec.engines.remote_pipe import Pipe
 from edgespec.errors import BatchError, CapabilityError, ConfigError, ModelFileError, Unreachable
 from edgespec.types import Batch
 from rpc import Server, free_port, needs_rpc, started
@@ -68,6 +69,27 @@ def test_a_lost_process_is_an_error_and_the_next_pass_goes_on(tiny_path):
         engine.load_state(state, 0)
         assert engine.length() == 2
     until(lambda: not children() - before)
+
+
+def test_an_interrupt_while_a_call_is_sent_costs_the_child_and_no_more(tiny_path, monkeypatch):
+    with load(tiny_path, reproducible=True) as engine:
+        expected = engine.forward(Batch.chain(IDS)).copy()
+        engine.rollback(0)
+        write, calls = Pipe._write, []
+
+        def interrupted(pipe, data):
+            calls.append(data)
+            if len(calls) == 2:  # between the head and the body of a message
+                raise KeyboardInterrupt
+            write(pipe, data)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Pipe, "_write", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.forward(Batch.chain(IDS))
+        with pytest.raises(Unreachable):
+            engine.forward(Batch.chain(IDS))
+        np.testing.assert_array_equal(engine.forward(Batch.chain(IDS)), expected)
 
 
 def test_errors_keep_their_types(tiny_path, tmp_path):

@@ -28,6 +28,7 @@ from edgespec.engines.onnx.opening import NO_INT8_CACHE, weight_files
 from edgespec.engines.onnx.passes import element_of
 from edgespec.engines.onnx.rewriting import ATTENTION, FLOAT16
 from edgespec.engines.onnx.settings import DEFAULTS, ModelConfig, OnnxSettings
+from edgespec.engines.onnx.tokenizer import tokenizer_file
 from edgespec.engines.onnx.weights import tensor_bytes
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import once
@@ -99,7 +100,7 @@ def footprint(path: Path, use: Use) -> Footprint:
     files = sum(file.stat().st_size for file in weight_files(path))
     touched = min(products.looked_up, _TOUCHED_BYTES * settings.context_length)
     mapped = max(files - products.packed - products.only_looked_up, 0) + touched
-    vocabulary, reading = _tokenizer_bytes(path.parent / "tokenizer.json", graph.vocabulary_size)
+    vocabulary, reading = _tokenizer_bytes(tokenizer_file(path.parent), graph.vocabulary_size)
     found = Footprint(
         mapped=mapped,
         packed=products.packed + _SCALES_COPIES * products.scales + _SESSION_BYTES,
@@ -140,7 +141,7 @@ def _loading_bytes(products: Products) -> int:
 
 def _tokenizer_bytes(tokenizer: Path, tokens: int) -> tuple[int, int]:
     """(once it is read, only while it is read); `tokens` counts padding too, which the file does not name."""
-    size = tokenizer.stat().st_size if tokenizer.is_file() else 0
+    size = tokenizer.stat().st_size
     kept = min(_TOKEN_BYTES * tokens, _MOST_TIMES * size) + _PIECE_BYTES * tokens
     return kept, min(_PARSED_BYTES * tokens, _MOST_TIMES * size)
 

@@ -43,7 +43,7 @@ class TokenizerFile(Vocabulary):
 
     def __init__(self, folder: Path, size: int) -> None:
         self.size = size
-        path = folder / "tokenizer.json"
+        path = tokenizer_file(folder)
         self._tokenizer, self._lock = _open(path), threading.Lock()
         return_freed_memory()  # reading the file takes up to twice as much again as what is kept of it
         added = self._tokenizer.get_added_tokens_decoder().items()
@@ -126,13 +126,19 @@ def _byte_letters() -> dict[str, int]:
 BYTE_OF = _byte_letters()
 
 
+def tokenizer_file(folder: Path) -> Path:
+    """The tokenizer beside an ONNX model. Raises ModelFileError if it is missing."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ModelFileError(f"{path} is missing: an ONNX model needs its tokenizer beside it. Copy it there")
+    return path
+
+
 def _open(path: Path) -> Any:
     try:
         from tokenizers import Tokenizer
     except IMPORT_FAILURES as exc:
         raise not_importable("an ONNX model", exc, "tokenizers") from exc
-    if not path.is_file():
-        raise ModelFileError(f"{path} is missing: an ONNX model needs its tokenizer beside it. Copy it there")
     try:
         return Tokenizer.from_file(str(path))
     except Exception as exc:  # the library raises plain Exception
@@ -141,4 +147,5 @@ def _open(path: Path) -> Any:
 
 def read_chat_template(folder: Path) -> str | None:
     """The chat template beside an ONNX model, None without one. Raises ModelFileError for damaged files."""
+    tokenizer_file(folder)  # without it, to go on without a template is no way out
     return chat_template(folder, read_optional_json(folder / "tokenizer_config.json", fix=_FIX), fix=_FIX)
