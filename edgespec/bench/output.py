@@ -19,14 +19,15 @@ def check_outputs(plot: Path | None, html_file: Path | None) -> None:
         if not has_matplotlib():
             raise CapabilityError(f"--plot needs matplotlib, which is not installed: {install_command('bench')}")
         if plot.suffix.lower() == ".png":
-            _check_file("--plot", plot)
+            check_file("--plot", plot)
         elif plot.exists() and not plot.is_dir():
             raise ConfigError(f"--plot {plot} is a file: give a name that ends with .png, or a folder")
     if html_file is not None:
-        _check_file("--html", html_file)
+        check_file("--html", html_file)
 
 
-def _check_file(option: str, path: Path) -> None:
+def check_file(option: str, path: Path) -> None:
+    """Raises ConfigError where no file can be written at `path`."""
     if path.is_dir():
         raise ConfigError(f"{option} {path} is a folder: give a file name")
     if not path.absolute().parent.is_dir():

@@ -68,8 +68,8 @@ def _run(chat: Chat, read_line: ReadLine, saved: SavedChat | None = None) -> int
     code = 0
     while True:
         try:
-            message = read_message(read_line)
-            if message.startswith("/"):
+            message, is_command = read_message(read_line)
+            if is_command:
                 if not run_slash(chat, message):
                     return code
             elif message.strip():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from edgespec.formats.files import user_folder
 
 ReadLine = Callable[[str], str]
 FENCE = '"""'
+_COMMAND = re.compile(r"/[^/\s]*(\s|$)")  # and not the path of a file
 _HINT = "Type a message. /help lists commands, Ctrl-D leaves"  # in the first empty prompt
 
 
@@ -53,14 +55,15 @@ def line_reader(commands: Sequence[str]) -> ReadLine:
     return _plain_reader()
 
 
-def read_message(read_line: ReadLine) -> str:
-    '''One message: a line, or all lines from one that begins with """ to one that ends with it.
+def read_message(read_line: ReadLine) -> tuple[str, bool]:
+    '''One message, and whether it is a command: a line that begins with a slash and a word.
 
-    Raises EOFError at the end of input, PromptError when that comes inside a message.
+    Lines from one that begins with """ to one that ends with it are one message, whatever they say. Raises EOFError at
+    the end of input, PromptError when that comes inside a message.
     '''
     line = read_line("> ")
     if not line.startswith(FENCE):
-        return line
+        return line, _COMMAND.match(line) is not None
     lines = [line[len(FENCE) :]]
     while not lines[-1].rstrip().endswith(FENCE):
         try:
@@ -68,7 +71,7 @@ def read_message(read_line: ReadLine) -> str:
         except EOFError:
             raise PromptError(f"the message that begins with {FENCE} never ends: close it with {FENCE}") from None
     lines[-1] = lines[-1].rstrip()[: -len(FENCE)]
-    return "\n".join(lines).strip("\n")
+    return "\n".join(lines).strip("\n"), False
 
 
 def _terminal_reader(commands: Sequence[str]) -> ReadLine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -118,7 +119,7 @@ def _show_here(name: str) -> None:
     _show_fit(pair_bytes(pair), has_draft=pair.draft is not None)
     say(
         f"run it: {run_command(name, pair.files['target'])}"
-        + ("" if pair.draft else f"; drafts for it: edgespec pair {name}")
+        + ("" if pair.draft else f"; drafts for it: edgespec pair {shlex.quote(name)}")
     )
 
 
@@ -129,8 +130,7 @@ def _show_entry(entry: Entry) -> None:
     if entry.draft:
         say(f"draft: {entry.draft}, {entries()[entry.draft].description}")
     for head in entry.heads:
-        what = f"convert it with: {head.command}" if head.command else "which edgespec does not run"
-        say(f"{head.kind} head: {head.repo} (licence: {head.licence or 'not known'}), {what}")
+        say(f"{head.kind} head: {head.repo} (licence: {head.licence or 'not known'}), convert it with: {head.command}")
     for each in entry.measured:
         figure = f"speedup {each.speedup}" if each.speedup is not None else f"acceptance {each.acceptance_rate}"
         say(f"measured: {figure} with {each.drafter}; {each.where}")

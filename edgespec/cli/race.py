@@ -17,6 +17,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from edgespec.bench.output import check_file
 from edgespec.bench.race import Race
 from edgespec.bench.race_reasons import proof, reasons, speed
 from edgespec.cli.generate import encode_prompt, read_prompt
@@ -71,6 +72,8 @@ def command(
     """
     settings = resolve_settings(given, model_name, config_file, speculates=True)
     _check(settings.part("load"), settings.part("session"))
+    if picture is not None:
+        check_file("--svg", picture)
     text = PROMPTS[0].text if prompt is None else read_prompt(prompt)
     is_own_choice = names_model(settings)
     settings = choose_pair(settings, expands)

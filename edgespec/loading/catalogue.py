@@ -18,7 +18,7 @@ from edgespec.errors import ModelFileError
 from edgespec.formats.files import shipped_models
 
 CATALOGUE_FORMAT = 1
-RUNS = "eagle3"  # the kind of published heads that `export` converts; llama.cpp converts dspark
+CONVERTED = "eagle3"  # the kind of published heads that `export` converts; llama.cpp converts dspark
 # Bits per weight of whole files as llama.cpp writes them, embeddings and scales included: a guess of a size, no more.
 _BITS = {"Q4_0": 4.6, "Q4_1": 5.1, "Q4_K_M": 4.9, "Q5_K_M": 5.7, "Q6_K": 6.6, "Q8_0": 8.5, "F16": 16.0, "BF16": 16.0}
 _BITS["MXFP4"] = 4.6
@@ -63,8 +63,10 @@ class HeadSource:
 
     @property
     def command(self) -> str:
-        """What converts them; empty for a kind that edgespec does not run."""
-        return f"edgespec export {self.target} --draft {self.repo} --to gguf" if self.kind == RUNS else ""
+        """What converts them."""
+        if self.kind == CONVERTED:
+            return f"edgespec export {self.target} --draft {self.repo} --to gguf"
+        return "llama.cpp's convert_hf_to_gguf.py (then -md HEAD.gguf)"
 
 
 @dataclass(frozen=True, slots=True)

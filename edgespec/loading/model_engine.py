@@ -125,6 +125,11 @@ def open_engine(
     from edgespec.engines.llamacpp import LlamaCppEngine
     from edgespec.engines.remote import RemoteEngine
 
+    if draft_default is None and options.provider not in ("auto", "cpu"):
+        raise ConfigError(
+            f"--provider {options.provider} is for ONNX models (--engine onnx, where a pair has both); layers of a "
+            "GGUF go to a GPU with -ngl"
+        )
     is_elsewhere = bool(placement["gpu_layers"]) or "endpoints" in placement
     if options.parallel > 1 and not is_elsewhere and not shares_cells:
         default["max_branches"] = 0

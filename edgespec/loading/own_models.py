@@ -102,9 +102,9 @@ def add(path: Path, name: str = "", draft: Path | None = None) -> str:
         raise ModelNotFound(f"no file or folder {shown(str(path))}: give a .gguf or .onnx file, or a folder with one")
     found = model_in(where)
     chosen = check_name(name or _name_for(where))
-    if chosen in registered_folders():
-        raise ConfigError(f"the name {chosen} is taken by {registered_folders()[chosen]}: give another with --name")
     with one_writer(chosen) as folder:
+        if chosen in registered_folders():
+            raise ConfigError(f"the name {chosen} is taken by {registered_folders()[chosen]}: give another with --name")
         if is_folder(found):
             if draft is not None:
                 raise ConfigError(f"{path} has a manifest, which names its draft: add it without --draft")
@@ -133,6 +133,8 @@ def remove(name: str) -> int:
         known = ", ".join(sorted(own_folders())) or "none"
         raise ModelNotFound(f"{models_folder()} has no model {shown(name)}: it has {known}")
     with one_writer(name) as folder:
+        if not is_folder(folder):
+            raise ModelNotFound(f"{models_folder()} has no model {shown(name)} any more: another process removed it")
         if not _is_ours(folder):
             raise ConfigError(f"{folder} was neither pulled nor added: delete the folder by hand if it is not needed")
         freed = 0 if _is_elsewhere(folder) else folder_bytes(folder)

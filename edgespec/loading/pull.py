@@ -166,10 +166,7 @@ def _comes_in_pieces(entry: Entry, reference: Reference) -> bool:
 
 
 def _why_not_fetched(head: HeadSource) -> str:
-    if head.command:
-        return f"{head.repo} is an {head.kind} head, which must be converted for its target: {head.command}"
-    name = next(each.name for each in entries().values() if head in each.heads)
-    return f"{head.repo} is a {head.kind} head, which edgespec does not run: see edgespec show {name}"
+    return f"{head.repo} holds a head ({head.kind}), which must be converted for its target: {head.command}"
 
 
 def _described(repo: str, revision: str) -> HubRepo:

@@ -116,7 +116,7 @@ def _readable(service: Service) -> list[Route]:
 
     handlers = {
         "/v1/models": models,
-        "/v1/models/{name}": model,
+        "/v1/models/{name:path}": model,  # hub ids have slashes
         "/health": health,
         "/metrics": metrics,
         "/props": properties,

@@ -74,7 +74,7 @@ class Guard:
         if self._hosts and host not in self._hosts:
             raise HttpError(403, "the Host header names a different machine", code="wrong_host")
         origin = headers.get("origin")
-        is_foreign = origin is not None and urlsplit(origin).netloc != headers.get("host")
+        is_foreign = origin is not None and _place(origin) != headers.get("host")
         if is_foreign and not {origin, "*"} & self._origins:
             raise HttpError(403, "requests from web pages are refused; --cors-origin allows one", code="wrong_origin")
         if path not in self._open_paths:
@@ -90,6 +90,13 @@ class Guard:
             raise HttpError(
                 401, "the API key is missing or wrong: send Authorization: Bearer KEY", code="invalid_api_key"
             )
+
+
+def _place(origin: str) -> str:
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:  # as below
+        return ""
 
 
 def _host_name(header: str) -> str:

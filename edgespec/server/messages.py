@@ -145,10 +145,27 @@ def read_messages(loaded: Loaded, fields: Fields) -> MessagesExchange:
     given = {name: fields.given(name) for name in (*_SAME, "max_tokens")}
     given |= {"stop": fields.listed("stop_sequences", loaded.limits.max_stops)}
     fields.ignore("metadata", "service_tier")
-    given |= {"reasoning_effort": _effort(loaded, fields)}
+    given |= {"reasoning_effort": _effort(loaded, fields), "response_format": _format(fields)}
     body = given | _read_conversation(loaded, fields)
     fields.finish()
     return MessagesExchange(loaded, read_chat(loaded, Fields(body)))
+
+
+def _format(fields: Fields) -> dict[str, Any] | None:
+    """`output_config.format` as a `response_format`; None for free text."""
+    config = fields.fields("output_config")
+    if config is None:
+        return None
+    form = config.fields("format")
+    config.ignore("effort")
+    config.finish()
+    if form is None:
+        return None
+    if form.choice("type", ("json_schema",)) is None or form.fields("schema") is None:
+        raise bad_request('output_config.format must be {"type": "json_schema", "schema": {...}}', "output_config")
+    schema = form.given("schema")
+    form.finish()
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
 
 
 def _effort(loaded: Loaded, fields: Fields) -> str | None:
@@ -165,7 +182,7 @@ def _effort(loaded: Loaded, fields: Fields) -> str | None:
 def count_tokens(loaded: Loaded, fields: Fields) -> dict[str, Any]:
     """`/v1/messages/count_tokens`: the tokens of a prompt, nothing is generated."""
     body = {"model": fields.given("model")} | _read_conversation(loaded, fields)
-    fields.ignore("thinking")
+    fields.ignore("thinking", "output_config")
     fields.finish()
     (job,) = read_chat(loaded, Fields(body)).jobs
     return {"input_tokens": len(job.prompt_ids)}

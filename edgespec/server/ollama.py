@@ -141,6 +141,8 @@ def _read_common(loaded: Loaded, fields: Fields) -> tuple[bool, dict[str, Any]]:
     if options is not None:
         body |= {name: options.given(name) for name in _SAMPLING}
         limit = options.whole("num_predict", -2, 2**31 - 1)
+        if limit == 0:
+            raise options.wrong("num_predict", "must be at least 1, or -1 for no limit", limit)
         body["max_tokens"] = None if limit is None or limit < 0 else limit
         context = options.whole("num_ctx", 1, 2**31 - 1)
         if context is not None and context > loaded.model.context_length:
@@ -180,7 +182,8 @@ def _format(fields: Fields) -> dict[str, Any] | None:
 
 def _require(loaded: Loaded, fields: Fields) -> None:
     name = fields.text("model")
-    require_model(loaded, Fields({"model": None if name is None else name.removesuffix(_TAG)}))
+    is_served = name is not None and name.removesuffix(_TAG) == loaded.name.removesuffix(_TAG)
+    require_model(loaded, Fields({"model": loaded.name if is_served else name}))
 
 
 # -- what programs ask first

@@ -408,9 +408,9 @@ def test_bad_input_is_one_line(arguments: list[str], said: str):
 
 def test_a_picture_that_cannot_be_written_is_one_line(tmp_path: Path):
     result = run("demo", "-n", "4", "--svg", str(tmp_path / "missing" / "race.svg"))
-    assert result.exit_code == 1
-    assert "race.svg cannot be written" in result.stderr
-    assert not (tmp_path / "missing").exists()
+    assert result.exit_code == 2
+    assert "race.svg: its folder does not exist" in result.stderr
+    assert not result.stdout and not (tmp_path / "missing").exists()  # before the race
 
 
 def test_the_finish_is_drawn(tmp_path: Path):

@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from edgespec.cli.history import open_history
-from edgespec.cli.lines import read_message
+from edgespec.cli.lines import FENCE, read_message
 from edgespec.cli.main import cli
 from edgespec.cli.slash import COMMANDS
 from edgespec.errors import PromptError
@@ -208,6 +208,13 @@ def test_a_message_may_have_several_lines(model, tmp_path):
     path = tmp_path / "saved.json"
     chat(model, '"""one', "/two", 'three"""', '"""', "alone", '"""', '"""same line"""', f"/save {path}")
     assert [m["content"] for m in saved(path) if m["role"] == "user"] == ["one\n/two\nthree", "alone", "same line"]
+
+
+def test_what_begins_with_a_slash_and_is_no_command_is_said(model, tmp_path):
+    path = tmp_path / "saved.json"
+    chat(model, FENCE, "/exit now?", FENCE, "/usr/bin/env is missing", f"/save {path}")
+    said = [m["content"] for m in saved(path) if m["role"] == "user"]
+    assert said == ["/exit now?", "/usr/bin/env is missing"]
 
 
 def test_an_unclosed_message_is_an_error():

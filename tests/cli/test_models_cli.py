@@ -79,12 +79,12 @@ def test_a_head_names_the_command_that_converts_it():
     assert "edgespec export Qwen/Qwen3-8B --draft AngelSlim/Qwen3-8B_eagle3 --to gguf" in failed.stderr
 
 
-def test_a_head_that_cannot_be_run_is_listed_and_not_fetched():
+def test_a_head_that_llama_cpp_converts_is_listed_and_not_fetched():
     said = run("show", "qwen3-8b").stdout
-    assert "dspark head: deepseek-ai/dspark_qwen3_8b_block7 (licence: not known), which edgespec does not run" in said
+    assert "dspark head: deepseek-ai/dspark_qwen3_8b_block7 (licence: not known), convert it with: llama.cpp's" in said
     failed = run("pull", "deepseek-ai/dspark_qwen3_8b_block7")
     assert failed.exit_code == 2
-    assert "is a dspark head, which edgespec does not run: see edgespec show qwen3-8b" in failed.stderr
+    assert "holds a head (dspark), which must be converted for its target: llama.cpp's" in failed.stderr
 
 
 def test_add_and_rm_leave_the_file_where_it_is(tmp_path: Path, home: Path):

@@ -40,7 +40,8 @@ def test_heads_belong_to_the_weights_of_their_entry(entry: Entry):
     assert len({head.repo for head in entry.heads}) == len(entry.heads)
     for head in entry.heads:
         converts = f"edgespec export {entry.original} --draft {head.repo} --to gguf"
-        assert head.command == {"eagle3": converts, "dspark": ""}[head.kind]
+        by_llama_cpp = "llama.cpp's convert_hf_to_gguf.py (then -md HEAD.gguf)"
+        assert head.command == {"eagle3": converts, "dspark": by_llama_cpp}[head.kind]
 
 
 def test_every_file_of_the_catalogue_travels_in_the_wheel():

@@ -69,6 +69,7 @@ def test_the_users_own_file_is_found_and_can_be_switched_off(tmp_path):
     ("text", "said"),
     [
         ("tmep = 1", "'tmep'; did you mean 'temp'"),
+        ("draft-lenght = 6", "'draft-lenght'; did you mean 'draft-length'"),
         ("temp = 'hot'", "temp: 'hot' has the wrong type; expected a value of kind 'number'"),
         ("top-k = 1.5", "kind 'integer'"),
         ("top-k = true", "kind 'integer'"),

@@ -248,6 +248,8 @@ def test_only_one_structure_and_nothing_that_contradicts_it() -> None:
         ("grammar", "start: x", "unknown name"),
         ("grammar", 'root ::= "yes" | (', "Expected"),
         ("grammar", "nothing", "grammar cannot be used"),
+        ("grammar", "root ::= missing", "Rule 'missing' not found"),
+        ("grammar", 'other ::= "a"', "No 'root' rule found"),
         ("regex", "[a-", "unclosed character class"),
     ],
 )
@@ -255,6 +257,15 @@ def test_a_mistake_is_one_error_that_names_its_place(kind: Any, source: str, wor
     with pytest.raises(ConfigError, match=words) as raised:
         Constraints().of(Grammar(kind, source), table().vocabulary, 0)
     assert str(raised.value).startswith(f"{kind} cannot be used: ")
+
+
+def test_a_grammar_that_is_too_much_for_the_library_in_mid_answer_is_the_callers_mistake() -> None:
+    target = table()
+    found = constraint(Grammar("grammar", 'root ::= "a"{9999999}'), target)
+    sampler = Sampler(Sampling(), SIZE, constraint=found)
+    with pytest.raises(ConfigError, match=r"cannot be followed any further.*use a simpler"):
+        for end in range(8):
+            sampler.forced(np.array([0, 1, *[0] * end], np.int32))
 
 
 def test_a_number_of_properties_is_kept_where_no_repeated_name_can_meet_it() -> None:

@@ -106,6 +106,7 @@ def test_earlier_generations_do_not_change_an_answer(model: edgespec.Model) -> N
         ({"reproducible": True, "verify": "rejection"}, ConfigError, "does not work with"),
         ({"context_length": 10**6}, ConfigError, "2048"),
         ({"threads": 0}, ConfigError, "threads"),
+        ({"engine": "llamacpp", "provider": "cuda"}, ConfigError, "--provider cuda is for ONNX models"),
         ({"cache_type_k": "q3"}, ConfigError, "q8_0"),
     ],
 )

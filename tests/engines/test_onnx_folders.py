@@ -20,6 +20,8 @@ from edgespec.engines.onnx import OnnxEngine
 from edgespec.errors import EdgespecError, ModelFileError, PromptError
 from edgespec.formats import manifest
 from edgespec.loading.opening import open_models
+from edgespec.loading.requirements import resolve_pair
+from edgespec.memory.plan import planned
 from edgespec.types import Batch, Logits
 from trials import probe
 
@@ -194,3 +196,11 @@ def test_a_template_of_many_brackets_is_a_prompt_error() -> None:
     for source in ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{{ " + "[" * 5000 + "]" * 5000 + " }}"):
         with pytest.raises(PromptError, match="nested too deeply"):
             render_chat(source, [{"role": "user", "content": "hi"}])
+
+
+def test_a_missing_tokenizer_is_noticed_before_anything_is_loaded(folder: Path, onnx_path: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    for given in ({"model": str(folder / "model.onnx")}, {"model": str(onnx_path), "draft": folder / "model.onnx"}):
+        options = LoadOptions(engine="onnx", **given)  # type: ignore[arg-type]
+        with pytest.raises(ModelFileError, match=r"tokenizer\.json is missing"):
+            planned(options, resolve_pair(options))

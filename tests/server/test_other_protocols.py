@@ -100,6 +100,8 @@ def test_a_tool_is_used_and_its_result_answered(client: TestClient):
         ({"tool_choice": {"type": "any"}}, "no tools are given"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "not supported"),
         ({"max_token": 3}, "did you mean 'max_tokens'"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format must be"),
+        ({"output_config": {"form": {}}}, "output_config.form"),
     ],
 )
 def test_errors_have_anthropics_shape(client: TestClient, fields: dict[str, Any], words: str):
@@ -107,6 +109,13 @@ def test_errors_have_anthropics_shape(client: TestClient, fields: dict[str, Any]
     body = answered.json()
     assert answered.status_code == 400 and body["type"] == "error"
     assert body["error"]["type"] == "invalid_request_error" and words in body["error"]["message"]
+
+
+def test_an_answer_in_a_schema(client: TestClient):
+    schema = {"type": "object", "properties": {"n": {"enum": [2, 4]}}, "required": ["n"], "additionalProperties": False}
+    config = {"format": {"type": "json_schema", "schema": schema}, "effort": "low"}
+    found = post(client, "/v1/messages", messages=QUESTION, max_tokens=30, output_config=config)
+    assert json.loads(found["content"][0]["text"])["n"] in (2, 4)
 
 
 # -- Ollama
@@ -161,6 +170,7 @@ def test_the_model_is_listed_and_shown(client: TestClient, model: Model):
         ({"format": "xml"}, 400, "json or a JSON schema"),
         ({"think": True}, 400, "not supported"),
         ({"options": {"num_ctx": 10**6}}, 400, "--ctx-size"),
+        ({"options": {"num_predict": 0}}, 400, "num_predict must be at least 1"),
         ({"options": {"temprature": 1}}, 400, "did you mean 'temperature'"),
         ({"messages": [{"role": "user", "content": "x", "images": ["a"]}]}, 400, "reads text only"),
     ],

@@ -189,6 +189,7 @@ def test_pages_of_other_sites_are_refused(service: Service):
     client = guarded(service)
     assert client.get("/v1/models", headers=evil).json()["error"]["code"] == "wrong_origin"
     assert client.get("/v1/models", headers={"Origin": BASE_URL}).status_code == 200
+    assert client.get("/v1/models", headers={"Origin": "http://[x"}).json()["error"]["code"] == "wrong_origin"
     assert "access-control-allow-origin" not in client.get("/v1/models").headers
     client = guarded(service, origins=("https://good.example",))
     assert client.get("/v1/models", headers=evil).status_code == 403

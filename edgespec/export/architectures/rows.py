@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from edgespec.errors import ModelFileError
 from edgespec.export.checkpoint import Checkpoint, Weights
 
 # Transformations of a tensor's values, done by `apply`.
@@ -57,13 +58,18 @@ class Sizes:
 def read_sizes(checkpoint: Checkpoint) -> Sizes:
     count, config = checkpoint.count, checkpoint.config
     heads = count("num_attention_heads")
+    head_dim = count("head_dim") if config.get("head_dim") else count("hidden_size") // heads
+    if head_dim % 2:
+        raise ModelFileError(
+            f"{checkpoint.folder / 'config.json'} has heads of {head_dim} numbers; allowed: an even one"
+        )
     return Sizes(
         layers=count("num_hidden_layers"),
         width=count("hidden_size"),
         inner=count("intermediate_size"),
         heads=heads,
         kv_heads=count("num_key_value_heads") if config.get("num_key_value_heads") else heads,
-        head_dim=count("head_dim") if config.get("head_dim") else count("hidden_size") // heads,
+        head_dim=head_dim,
         vocabulary=count("vocab_size"),
         context=count("max_position_embeddings"),
     )

@@ -82,11 +82,11 @@ def laid_out(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_lark(text: str) -> str:
-    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+    from llguidance.gbnf_to_lark import any_to_lark
 
     try:
         return str(any_to_lark(text))
-    except (GbnfToLarkError, RecursionError) as exc:
+    except Exception as exc:  # a rule that is missing has no type of its own there
         raise ConfigError(f"grammar cannot be used: {str(exc) or 'it is nested too deeply'}") from exc
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.errors import EngineError
+from edgespec.errors import ConfigError
 from edgespec.sampling.constraint.grammar import Grammar, compiled
 from edgespec.sampling.constraint.library import Library
 from edgespec.types import NO_PARENT, Draft, Logits, TokenIds
@@ -72,7 +72,7 @@ class Mask:
 class Constraint:
     """Follows one answer, which begins at position `begin` of the text. `end_ids` may come only where it is complete.
 
-    Its methods take the whole text before a row [n], prompt included. Raises EngineError where the grammar turns out to
+    Its methods take the whole text before a row [n], prompt included. Raises ConfigError where the grammar turns out to
     be too complex to follow.
     """
 
@@ -180,7 +180,7 @@ class Constraint:
     def _check(self) -> None:
         if self._matcher.is_error():
             problem = self._matcher.get_error().strip().split("\n")[0][:_MOST_SAID]
-            raise EngineError(f"the grammar cannot be followed any further: {problem}; use a simpler schema or grammar")
+            raise ConfigError(f"the grammar cannot be followed any further: {problem}; use a simpler schema or grammar")
 
 
 def _restricted(draft: Draft, kept: list[int]) -> Draft:
