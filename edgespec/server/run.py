@@ -23,6 +23,8 @@ from edgespec.server.guard import LOOPBACK
 from edgespec.server.lifecycle import Loader, handling
 from edgespec.server.service import Service
 
+TELLING_S = 0.5  # of the seconds that running answers have to end are for telling clients that they do not
+
 
 @dataclass(frozen=True, slots=True)
 class Binding:
@@ -82,7 +84,7 @@ def serve(service: Service, binding: Binding, load: Callable[[], None], announce
         proxy_headers=False,
         timeout_graceful_shutdown=binding.drain_s,
     )
-    server = _Server(config, service)
+    server = _Server(config, service, binding.drain_s)
 
     def load_and_announce() -> None:
         load()
@@ -112,9 +114,9 @@ def _await_end_of_input(server: uvicorn.Server) -> None:
 class _Server(uvicorn.Server):
     """uvicorn's server, which ends with exit code 0 on a signal and refuses waiting requests then."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, drain_s: int) -> None:
         super().__init__(config)
-        self._service = service
+        self._service, self._drain_s = service, drain_s
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -123,4 +125,9 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.stop()
-        await super().shutdown(sockets)
+        # uvicorn cuts off what still runs after `drain_s`; just before, clients are told.
+        ending = asyncio.get_running_loop().call_later(max(self._drain_s - TELLING_S, 0), self._service.end_running)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()

@@ -112,7 +112,8 @@ class Ticket:
     def end(self, failure: Exception | None = None) -> None:
         """There are no more events."""
         with self._lock:
-            self._failure, self._is_over = failure, True
+            if not self._is_over:  # the first reason is the one to tell
+                self._failure, self._is_over = failure, True
         with suppress(RuntimeError):  # the loop is closed: nobody reads
             self.loop.call_soon_threadsafe(self._ready.set)
 
@@ -200,6 +201,13 @@ class Scheduler:
             self._changed.notify()
         for ticket in waiting:
             ticket.end(_stopping())
+
+    def end_running(self) -> None:
+        """`stop`, and tell the readers of running jobs that the server stops before these are done."""
+        self.stop()
+        for ticket in list(self._running):
+            ticket.end(_stopping())
+            ticket.cancel()
 
     def close(self) -> None:
         """`stop`, cancel the running jobs and wait for the thread to end. The model stays open."""

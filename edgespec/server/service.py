@@ -84,6 +84,11 @@ class Service:
         if self.loaded is not None:
             self.loaded.scheduler.stop()
 
+    def end_running(self) -> None:
+        """End what runs, and tell its clients why."""
+        if self.loaded is not None:
+            self.loaded.scheduler.end_running()
+
     def close(self) -> None:
         """End what runs and free the model. Blocks until that is done."""
         if self.loaded is not None:
