@@ -70,6 +70,11 @@ class Vocabulary(ABC):
         names = (self.token_name(token_id) for token_id, piece in enumerate(self.pieces) if not piece)
         return tuple(name for name in names if name)
 
+    @cached_property
+    def printed_names(self) -> tuple[str, ...]:
+        """Names of the tokens that print their names, and are read as one token wherever a text has these."""
+        return ()
+
     def decode(self, token_ids: list[int]) -> str:
         """Text of token ids; bytes that are not UTF-8 become replacement characters."""
         return b"".join(map(self.piece, token_ids)).decode("utf-8", errors="replace")

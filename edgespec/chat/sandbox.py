@@ -6,25 +6,43 @@ The names, filters and blocks are those that transformers gives to templates.
 from __future__ import annotations
 
 import json
+import re
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.filters
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_PROMPT_CHARACTERS = 16_000_000
+MOST_WIDTH = 999
+_WIDE_FIELD = re.compile(r"\d{4}|\{[^}]*\{")  # in `str.format`; or a width that is a field itself
+_WIDE_FORM = re.compile(r"%[^a-zA-Z%]*(\d{4}|\*)")
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox, which limits `range`, plus limits for 'x' * 10**9 and 9**9**9."""
+    """jinja2's sandbox, which limits `range`, plus limits for 'x' * 10**9, 9**9**9 and texts filled to any width."""
 
-    intercepted_binops = frozenset(["*", "**"])
+    intercepted_binops = frozenset(["*", "**", "%"])
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        is_filling = isinstance(obj, str) and attr in ("center", "expandtabs", "ljust", "rjust", "zfill")
+        return not is_filling and super().is_safe_attribute(obj, attr, value)
+
+    def wrap_str_format(self, value: Any) -> Any:
+        found = super().wrap_str_format(value)
+        if found is not None and _WIDE_FIELD.search(value.__self__):
+            raise jinja2.TemplateRuntimeError("a format is too wide")
+        return found
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "%":
+            _check_form(left)
+            return super().call_binop(context, operator, left, right)
         repeated = [len(value) for value in (left, right) if isinstance(value, (str, list, tuple))]
         bits = [value.bit_length() for value in (left, right) if isinstance(value, int)]
         if repeated and bits and repeated[0] * max(left, right, key=_as_count) > MAX_PROMPT_CHARACTERS:
@@ -32,6 +50,22 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if sum(bits) > 4096 or (operator == "**" and any(count > 10 for count in bits)):
             raise jinja2.TemplateRuntimeError("a number has thousands of digits")
         return super().call_binop(context, operator, left, right)
+
+
+def _check_form(form: Any) -> None:
+    if isinstance(form, str) and _WIDE_FORM.search(form):
+        raise jinja2.TemplateRuntimeError("a format is too wide")
+
+
+def _format(form: str, *values: Any, **names: Any) -> str:
+    _check_form(form)
+    return jinja2.filters.do_format(form, *values, **names)
+
+
+def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    if (width if isinstance(width, int) else len(width)) > MOST_WIDTH:
+        raise jinja2.TemplateRuntimeError("an indentation is too wide")
+    return jinja2.filters.do_indent(text, width, first, blank)
 
 
 def _as_count(value: Any) -> int:
@@ -68,7 +102,7 @@ def _to_json(
 def compiled(source: str) -> jinja2.Template:
     """A template that can be rendered. Raises jinja2.TemplateSyntaxError and RecursionError."""
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
-    environment.filters["tojson"] = _to_json
+    environment.filters.update(tojson=_to_json, format=_format, indent=_indent)
     del environment.filters["center"]  # allocates any width it is given
     environment.globals.update(raise_exception=_refuse, strftime_now=lambda form: datetime.now().strftime(form))
     return environment.from_string(source)

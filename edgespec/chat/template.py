@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
 from itertools import dropwhile, takewhile
 from typing import Any
 
@@ -15,14 +17,16 @@ import jinja2
 
 from edgespec.chat.call_ids import wants_short_ids, with_short_ids
 from edgespec.chat.marks import PRINTED_MARKS
+from edgespec.chat.message_forms import Message, in_parts, other_forms, takes_parts_only
 from edgespec.chat.sandbox import MAX_PROMPT_CHARACTERS, compiled
 from edgespec.chat.tool_messages import with_tools
 from edgespec.errors import CapabilityError, EdgespecError, PromptError, shown
 from edgespec.vocabulary import Vocabulary
 
-Message = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
 _THINKING = re.compile(r"\.thinking\b|\[.thinking.\]")
+_BAR = "|\N{FULLWIDTH VERTICAL LINE}"
+_MARK = re.compile(f"<[{_BAR}].+[{_BAR}]>")
 _FIX = "give another with --chat-template-file, or use --no-chat-template"
 
 
@@ -60,12 +64,26 @@ def render_chat(
     except jinja2.TemplateSyntaxError as exc:
         raise CapabilityError(f"the model's chat template is broken: {exc}; {_FIX}") from exc
     values = {**given, **(arguments or {})}
+    if _takes_parts_only(source):
+        values["messages"] = [in_parts(message) for message in messages]
     try:
         return _rendered(template, values)
     except CapabilityError as exc:
-        if tools or not isinstance(exc.__cause__, TypeError):
+        if not isinstance(exc.__cause__, TypeError):
             raise
-        return _rendered(template, {**values, "tools": []})  # Hermes' templates go through tools that nobody gave
+        for other in other_forms(values):
+            with suppress(CapabilityError):
+                return _rendered(template, other)
+        raise
+
+
+@lru_cache(maxsize=8)
+def _takes_parts_only(source: str) -> bool:
+    def said(message: Message) -> str:
+        values = {"messages": [message], "tools": None, "add_generation_prompt": True, "bos_token": "", "eos_token": ""}
+        return _rendered(compiled(source), values)
+
+    return takes_parts_only(source, said)
 
 
 def _with_thinking(source: str, message: Message) -> Message:
@@ -157,7 +175,7 @@ def encode_rendered(
     given |= {"arguments": dict(arguments)} if arguments else {}
     try:
         everything = "\0".join(_texts(given))
-        names = dict.fromkeys((*vocabulary.control_names, *PRINTED_MARKS))
+        names = dict.fromkeys((*vocabulary.control_names, *PRINTED_MARKS, *_printed_marks(vocabulary)))
         marks = [name for name in names if name in everything]
         stand_ins = _unused_characters(len(marks), everything)
         originals = dict(zip(stand_ins, sorted(marks, key=len, reverse=True), strict=True))
@@ -176,10 +194,15 @@ def encode_rendered(
     return ids
 
 
+def _printed_marks(vocabulary: Vocabulary) -> list[str]:
+    """Tokens that have the form of a mark of turns and print themselves, as DeepSeek R1's do."""
+    return [name for name in vocabulary.printed_names if _MARK.fullmatch(name)]
+
+
 def _as_text(vocabulary: Vocabulary, mark: str) -> list[int]:
     """Token ids that spell a mark and are not its token."""
     ids = vocabulary.encode(mark)
-    if mark in PRINTED_MARKS and len(ids) == 1 and vocabulary.token_name(ids[0]) == mark:
+    if len(ids) == 1 and vocabulary.token_name(ids[0]) == mark:
         return vocabulary.encode(mark[:1]) + vocabulary.encode(mark[1:])
     return ids
 

@@ -158,13 +158,16 @@ class Llama(ToolParser):
     marks = (_LLAMA,)
     arguments = "parameters"
     takes_several = False
+    _is_text = False  # once anything was shown
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
+        if self._is_text:
+            return text, []
         self._held += text
         begin = self._held.lstrip()
         if not begin or begin.startswith("{") or _LLAMA.startswith(begin[: len(_LLAMA)]):
             return "", []
-        shown, self._held = self._held, ""
+        shown, self._held, self._is_text = self._held, "", True
         return shown, []
 
     def finish(self) -> tuple[str, list[ToolCall]]:

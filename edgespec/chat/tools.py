@@ -7,6 +7,7 @@ argument. A call that does not parse stays text, so that nothing is lost.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -88,6 +89,9 @@ class ToolParser(ABC):
         return "".join(cls.before(name)) + json.dumps(cls.value(name, arguments), ensure_ascii=False) + cls.after
 
 
+_QUOTE = re.compile(r'(?<!\\)(?:\\\\)*"')  # one that begins or ends a text in JSON
+
+
 class Enclosed(ToolParser):
     """Calls between two marks, with blanks between them; other text after a call ends the answer."""
 
@@ -135,7 +139,7 @@ class Enclosed(ToolParser):
 
     def _goes_on(self, text: str) -> bool:
         """Whether `text`, which is no call, may end at a later closing mark: this one stands inside a value."""
-        return False
+        return text.lstrip()[:1] in ("{", "[") and len(_QUOTE.findall(text)) % 2 == 1
 
     def _passed(self, count: int) -> str:
         """The first `count` held characters; after a call only blanks, which are dropped, do not end the answer."""

@@ -63,7 +63,7 @@ class DrafterSpec:
     target's pass, which pay only where a row costs next to nothing ("rows"). `engines`: of the target. `make`: from
     nothing, or from drafter `model`; None: opened when the pair is loaded. `auto` takes what was opened or can be made,
     of cost "rows" only where rows are cheap, unless `in_auto` says less. `bytes_per_token`: most that its tables take
-    per token.
+    per token, of at most `most_tokens`.
     """
 
     needs: tuple[Need, ...] = ()
@@ -72,6 +72,7 @@ class DrafterSpec:
     engines: tuple[EngineName, ...] = ("llamacpp", "onnx")
     make: Make | None = None
     bytes_per_token: int = 0
+    most_tokens: int = 1 << 17
     in_auto: Literal["always", "with kept answers", "never"] = "always"
 
     @property
@@ -94,8 +95,10 @@ class DrafterSpec:
 SPECS: dict[DrafterName, DrafterSpec] = {
     # In one text `suffix` finds what the other two find, and asking all three takes more than twice the time.
     "ngram": DrafterSpec(cost="free", make=make_ngram, bytes_per_token=400, in_auto="never"),
-    "suffix": DrafterSpec(cost="free", make=make_suffix, bytes_per_token=600),
-    "cache": DrafterSpec(cost="free", make=make_cache, bytes_per_token=750, in_auto="with kept answers"),
+    "suffix": DrafterSpec(cost="free", make=make_suffix, bytes_per_token=600, most_tokens=1 << 16),
+    "cache": DrafterSpec(
+        cost="free", make=make_cache, bytes_per_token=750, most_tokens=1 << 15, in_auto="with kept answers"
+    ),
     "model": DrafterSpec((DRAFT,), "engine"),
     "eagle3": DrafterSpec((EAGLE3_HEAD,), "engine", engines=("llamacpp",)),
     "dflash": DrafterSpec((DFLASH_HEAD,), "engine", engines=("llamacpp",)),
@@ -105,7 +108,7 @@ SPECS: dict[DrafterName, DrafterSpec] = {
     "medusa": DrafterSpec((HEADS,)),
     "eagle": DrafterSpec((HEADS,)),
     "tree": DrafterSpec((DRAFT,), cost="rows", make=make_tree),
-    "lookahead": DrafterSpec(cost="rows", make=make_lookahead, bytes_per_token=150),
+    "lookahead": DrafterSpec(cost="rows", make=make_lookahead, bytes_per_token=800, most_tokens=1 << 15),
 }
 FALLBACK: DrafterName = "ngram"  # with a fixed draft length and no draft; it needs nothing and works on any text
 

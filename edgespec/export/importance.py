@@ -79,7 +79,7 @@ def _linear_names(checkpoint: Checkpoint) -> dict[str, str]:
     from edgespec.export.architectures.table import architecture_of
 
     found = architecture_of(checkpoint)
-    is_tied = bool(checkpoint.config.get("tie_word_embeddings", found.head_is_tied or False))
+    is_tied = found.is_tied(checkpoint)
     names = {"lm_head": "token_embd.weight" if is_tied else "output.weight"}
     for layer in range(found.sizes(checkpoint).layers):
         for rest, tensor in found.layer.items():

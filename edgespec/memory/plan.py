@@ -252,7 +252,8 @@ def _table_bytes(options: LoadOptions, context_length: int) -> int:
         return 0
     free = [name for name, spec in SPECS.items() if spec.cost == "free"]  # a request may name those not in `auto`
     names = free if options.drafter == "auto" else [options.drafter]
-    return context_length * sum(SPECS[name].bytes_per_token for name in names if name in SPECS)
+    specs = [SPECS[name] for name in names if name in SPECS]
+    return sum(min(context_length, spec.most_tokens) * spec.bytes_per_token for spec in specs)
 
 
 def _threads(options: LoadOptions, engines: set[str], models: int) -> int:

@@ -81,6 +81,7 @@ class Sampler:
 
         Raises EngineError if the row contains NaN or infinity, or only -inf.
         """
+        logits = logits[: self.vocabulary_size]  # a draft may have more ids, which the target cannot read
         row = self._adjusted(logits, history) if self._adjusts else logits
         best = int(row.argmax())
         if not math.isfinite(row[best]):
@@ -133,6 +134,7 @@ class Sampler:
 
         Ignores top-k, top-p and min-p. Raises EngineError as `distribution` does.
         """
+        logits = logits[: self.vocabulary_size]
         row = self._adjusted(logits, history) if self._adjusts else logits
         if self.constraint is not None:
             row = self.constraint.mask(history).applied(row)

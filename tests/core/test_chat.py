@@ -92,6 +92,44 @@ def test_a_template_cannot_flood_memory():
         render_chat(flood, HELLO)
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ '%200000000d' % 1 }}",
+        "{{ '%*d' % (200000000, 1) }}",
+        "{{ '%200000000d' | format(1) }}",
+        "{{ '{:200000000}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 200000000) }}",
+        "{{ 'x'.ljust(200000000) }}",
+        "{{ 'x'.zfill(200000000) }}",
+        "{{ 'x' | indent(200000000, true) }}",
+    ],
+)
+def test_a_template_cannot_fill_memory_with_blanks(source):
+    with pytest.raises((PromptError, CapabilityError), match=r"too wide|forbidden"):
+        render_chat(source, HELLO)
+
+
+def test_a_template_may_format_numbers():
+    source = "{{ '%05.1f|%s' % (2.5, 'x') }} {{ '{:>4}'.format(7) }} {{ '%d' | format(3) }} {{ 'a' | indent(2, true) }}"
+    assert render_chat(source, HELLO) == "002.5|x    7 3   a"
+
+
+def test_a_template_that_reads_typed_parts_only_gets_them():
+    source = "{% for m in messages %}{% for c in m['content'] %}{% if c['type'] == 'text' %}{{ c['text'] }}"
+    source += "{% endif %}{% endfor %}|{% endfor %}"
+    assert render_chat(source, [*HELLO, {"role": "assistant", "content": ""}]) == f"{HELLO[0]['content']}||"
+    both = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{{ m.content[0]['type'] }}"
+    assert render_chat(both + "{% endif %}{% endfor %}", HELLO) == HELLO[0]["content"]
+
+
+def test_a_template_that_joins_tool_arguments_gets_them_as_text():
+    call = {"type": "function", "function": {"name": "find", "arguments": '{"city": "Zürich"}'}}
+    messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    source = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}"
+    assert render_chat(source + "{% endfor %}{% endfor %}", messages) == 'find{"city": "Zürich"}'
+
+
 def test_tool_arguments_arrive_as_an_object():
     call = {"function": {"name": "find", "arguments": '{"city": "San Jose"}'}}
     messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]

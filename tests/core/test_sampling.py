@@ -66,6 +66,14 @@ def test_a_draft_row_that_lacks_the_padding_of_the_targets_vocabulary(settings: 
     assert np.array_equal(found.probs, expected.probs)
 
 
+@pytest.mark.parametrize("settings", [Sampling(top_k=0, top_p=1, min_p=0), Sampling(temperature=0.0), Sampling()])
+def test_ids_of_a_draft_beyond_the_targets_vocabulary_are_left_out(settings: Sampling) -> None:
+    row = np.arange(640, dtype=np.float32)  # its likeliest ids are those
+    sampler = Sampler(settings, 500)
+    assert sampler.distribution(row, NO_HISTORY).token_ids.max() < 500
+    assert sampler.likeliest(row, NO_HISTORY, 5).token_ids.tolist() == [499, 498, 497, 496, 495]
+
+
 def test_temperature_zero_is_argmax_and_ties_go_to_the_lowest_id() -> None:
     row = np.array([0, 7, 3, 7], np.float32)
     found = Sampler(Sampling(temperature=0), 4).distribution(row, NO_HISTORY)

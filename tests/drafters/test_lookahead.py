@@ -167,6 +167,12 @@ def test_the_pool_keeps_the_latest_and_no_more() -> None:
         pool.add(*entry)
         added = [*(each for each in added if each != entry), entry][-50:]
         assert pool.size == len(added)
+    for token_id in range(100, 1100):
+        pool.add(token_id, (0, 0, 0))
+    assert pool.size == len(pool._tails) == 50  # tokens without a continuation are forgotten
+    pool = NgramPool(most_kept=50)
+    for entry in added:
+        pool.add(*entry)
     for token_id in range(9):
         assert pool.tails(token_id) == [tail for first, tail in reversed(added) if first == token_id]
 
@@ -176,7 +182,7 @@ def test_memory_is_bounded_over_a_long_prompt() -> None:
     text = np.random.default_rng(0).integers(0, 10**5, 10**5).astype(np.int32)
     drafter.begin(text)
     drafter.draft(request(text))
-    assert 0 < drafter.bytes_used <= 1000 * 150
+    assert 0 < drafter.bytes_used <= 1000 * 800
 
 
 @pytest.fixture(scope="module", params=["llamacpp", "onnx"])

@@ -484,6 +484,14 @@ def test_parts_are_bounded_and_cut_before_punctuation():
     assert next(bounded_parts("e\u0301" * 400)).endswith("\u0301")
 
 
+def test_no_part_ends_within_the_name_of_a_token():
+    names = ("<|im_end|>", "<|x|>")
+    for length in range(485, 505):
+        parts = list(bounded_parts("\u4e2d" * length + "<|im_end|>" * 99, names))
+        assert "".join(parts) == "\u4e2d" * length + "<|im_end|>" * 99 and max(map(len, parts)) <= 510
+        assert sum(part.count("<|im_end|>") for part in parts) == 99
+
+
 def test_whole_vocabularies_read_fast_are_what_single_calls_give(target_path, tmp_path):
     for path in (target_path, write_sentencepiece_model(tmp_path / "spm.gguf")):
         with load(path) as engine:

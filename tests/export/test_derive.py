@@ -60,6 +60,17 @@ def test_transformers_runs_the_pruned_model_as_llama_cpp_does(tmp_path: Path, ca
     assert np.abs(logits_of(tmp_path / "out.gguf") - wanted).max() < (1e-3 if "ge" in case or "gpt" in case else 1e-4)
 
 
+@pytest.mark.parametrize("case", ["gemma3", "smollm3"])
+def test_embeddings_are_tied_where_the_config_leaves_it_to_transformers(case: str, tmp_path: Path):
+    folder = write_checkpoint(tmp_path / case, case)
+    convert(folder, tmp_path / "said.gguf", "f32")
+    config = json.loads((folder / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    (folder / "config.json").write_text(json.dumps(config))
+    convert(folder, tmp_path / "left.gguf", "f32")
+    assert np.array_equal(logits_of(tmp_path / "said.gguf"), logits_of(tmp_path / "left.gguf"))
+
+
 def test_settings_per_layer_follow_their_layers(tmp_path: Path):
     gemma2 = write_checkpoint(tmp_path / "gemma2", "gemma2", num_hidden_layers=4)
     prune(gemma2, tmp_path / "a", (1, 2))

@@ -319,6 +319,20 @@ def test_the_configuration_tells_what_the_graph_is(tiny: Callable[[str], Path], 
     assert (gemma["sliding_window"], gemma["rope_scaling"]["divisors"][0]) == (6, 4.0)
 
 
+@pytest.mark.parametrize(
+    ("given", "factor"),
+    [
+        ({"type": "linear", "factor": 4.0}, 4.0),
+        ({"factor": 4.0}, 4.0),
+        ({"type": "none", "factor": 4.0}, 1.0),
+        ({"type": "linear"}, 1.0),
+    ],
+)
+def test_positions_are_scaled_as_in_llama_cpp(given: dict[str, Any], factor: float, tmp_path: Path):
+    path = write_model(tmp_path / "tiny.gguf", metadata={f"llama.rope.scaling.{key}": v for key, v in given.items()})
+    assert open_gguf(path).config.rope_divisors[:1] == (() if factor == 1.0 else (factor,))
+
+
 def test_a_window_caps_the_context_where_llama_cpp_has_none(tmp_path: Path):
     path = write_model(tmp_path / "tiny.gguf", metadata={"llama.attention.sliding_window": 128})
     assert open_gguf(path).config.max_positions == 128

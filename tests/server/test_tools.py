@@ -169,6 +169,11 @@ def parse(template: str, text: str, step: int) -> Found:
          ("", [("f", {}), ("g", {})])),
         (LLAMA, '{"city": "Paris"}', ('{"city": "Paris"}', [])),
         (LLAMA, "  An answer {}", ("  An answer {}", [])),
+        (LLAMA, 'As in: {"name": "f", "parameters": {}}', ('As in: {"name": "f", "parameters": {}}', [])),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "a \\" and </tool_call> in it"}}</tool_call>',
+         ("", [("f", {"a": 'a " and </tool_call> in it'})])),
+        (PHI, '<|tool_call|>[{"name": "f", "arguments": {"a": "x<|/tool_call|>"}}]<|/tool_call|>',
+         ("", [("f", {"a": "x<|/tool_call|>"})])),
     ],
 )  # fmt: skip
 def test_calls_and_text_are_told_apart(template: str, text: str, expected: Found, step: int):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from edgespec.formats.gguf.check import check_gguf
 from edgespec.vocabulary import Vocabulary
 
 MAX_TEXT_BYTES = 1 << 28
-NORMAL = 4  # llama.cpp's attribute of an ordinary token
+NORMAL, CONTROL, USER_DEFINED = 4, 8, 16  # llama.cpp's attributes of tokens
 _PIECE_BYTES = 256
 # Many vocabularies (of GPT-4o, Llama 4, Mistral and DeepSeek among others) make llama.cpp split text into words with
 # std::regex, which recurses for every character of a match: 343 bytes of stack each as measured. 24,400 equal letters
@@ -49,7 +49,7 @@ class LlamaCppVocabulary(Vocabulary):
         self._require_open()
         # The library's add_special may also append an end token, so the begin-of-text token is added here.
         ids = [self.bos_id] if add_bos and self.bos_id is not None else []
-        for part in bounded_parts(text) if self._splits_by_regex else (text,):
+        for part in bounded_parts(text, self._names_in_texts) if self._splits_by_regex else (text,):
             ids += self._encode_part(part, parse_special)
         return ids
 
@@ -96,6 +96,19 @@ class LlamaCppVocabulary(Vocabulary):
         return found
 
     @cached_property
+    def _names_in_texts(self) -> tuple[str, ...]:
+        """Names of the tokens that the library looks for in a text before it splits that into words."""
+        vocab, kind_of = self._require_open(), library().llama_vocab_get_attr
+        found = [token_id for token_id in range(self.size) if kind_of(vocab, token_id) & (CONTROL | USER_DEFINED)]
+        return tuple(name for name in map(self.token_name, found) if len(name) > 1)
+
+    @cached_property
+    def printed_names(self) -> tuple[str, ...]:
+        vocab, kind_of = self._require_open(), library().llama_vocab_get_attr
+        found = [token_id for token_id in range(self.size) if kind_of(vocab, token_id) & USER_DEFINED]
+        return tuple(filter(None, map(self.token_name, found)))
+
+    @cached_property
     def control_names(self) -> tuple[str, ...]:
         """As in the base class. Ordinary tokens all print something, so only the others are checked."""
         vocab, kind_of = self._require_open(), library().llama_vocab_get_attr
@@ -129,19 +142,29 @@ class VocabularyFile(LlamaCppVocabulary, Closing):
         super().close()
 
 
-def bounded_parts(text: str) -> Iterator[str]:
+def bounded_parts(text: str, names: Sequence[str] = ()) -> Iterator[str]:
     """Parts of `text`, in order, without a stretch of over _LIMIT blanks or of over _LIMIT other characters.
 
-    Cuts are made before punctuation where there is some, since word patterns do not join it to the word before.
+    Cuts are made before punctuation where there is some, since word patterns do not join it to the word before, and
+    never within one of `names`.
     """
     begin = 0
     for stretch in _LONG_STRETCH.finditer(text):
         at = stretch.start()
         while stretch.end() - at > _LIMIT:
-            at = _last_boundary(text, at, at + _LIMIT)
+            at = _outside(text, names, at, _last_boundary(text, at, at + _LIMIT))
             yield text[begin:at]
             begin = at
     yield text[begin:]
+
+
+def _outside(text: str, names: Sequence[str], start: int, at: int) -> int:
+    """`at`, or where the name begins that it would cut, or ends if it begins at `start`."""
+    for name in names:
+        begin = text.find(name, max(at - len(name) + 1, start), at + len(name) - 1)
+        if begin >= 0:
+            return begin if begin > start else begin + len(name)
+    return at
 
 
 def _last_boundary(text: str, start: int, end: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,10 @@ class TokenizerFile(Vocabulary):
             self._tokenizer.encode_special_tokens = not parse_special
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return [self.bos_id, *ids] if add_bos and self.bos_id is not None else ids
+
+    @cached_property
+    def printed_names(self) -> tuple[str, ...]:
+        return tuple(filter(None, self._verbatim.values()))
 
     def token_bytes(self, token_id: int) -> bytes:
         if token_id in self._control:

@@ -90,7 +90,7 @@ class Architecture:
 
     `name`: llama.cpp's name; `outer`: tensors outside the layers by Hugging Face name; `layer`: those of a layer by the
     rest of the name after `layer_prefix` and number; `must`: allowed values of settings that llama.cpp hard-codes;
-    `head_is_tied` None: as config.json says.
+    `head_is_tied` None: as config.json says, and `ties_by_default` where that says nothing.
     """
 
     name: str
@@ -102,10 +102,15 @@ class Architecture:
     sizes: Callable[[Checkpoint], Sizes] = read_sizes
     must: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     head_is_tied: bool | None = None
+    ties_by_default: bool = False
     rope_kinds: tuple[str, ...] = ("default", "linear")
     has_window: bool = False
     window_pattern: int = 0  # without layer_types: every n-th layer has full attention
     fixed_attention_scale_layers: int = 0  # at this number of layers llama.cpp scales attention by width / heads
+
+    def is_tied(self, checkpoint: Checkpoint) -> bool:
+        """Whether the output projection is the embedding matrix; some configs leave out what transformers implies."""
+        return bool(checkpoint.config.get("tie_word_embeddings", self.head_is_tied or self.ties_by_default))
 
 
 def interleave_rotary(weights: Weights, heads: int) -> Weights:

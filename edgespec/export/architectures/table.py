@@ -143,7 +143,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         {**TWO_NORMS, **ATTENTION, **HEAD_NORMS, **MLP},
         must={**SILU, "attention_bias": (False, None)},
     ),
-    "SmolLM3ForCausalLM": Architecture("smollm3", LLAMA_OUTER, SMOLLM3_LAYER, must=SILU),
+    "SmolLM3ForCausalLM": Architecture("smollm3", LLAMA_OUTER, SMOLLM3_LAYER, must=SILU, ties_by_default=True),
     "GemmaForCausalLM": Architecture("gemma", GEMMA_OUTER, GEMMA_LAYER, must=TANH_GELU, head_is_tied=True),
     "Gemma2ForCausalLM": Architecture(
         "gemma2",
@@ -161,6 +161,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         GEMMA_OUTER,
         GEMMA3_LAYER,
         must={**TANH_GELU, "attn_logit_softcapping": (None,)},
+        ties_by_default=True,
         has_window=True,
         window_pattern=6,
         fixed_attention_scale_layers=62,

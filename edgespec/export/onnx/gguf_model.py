@@ -193,8 +193,9 @@ class _Reader:
         kind = self._value("rope.scaling.type")
         if kind not in (None, "none", "linear"):
             raise self._wrong(f"its rotary positions are scaled by {kind!r}; allowed: none, linear, and Llama 3's")
-        factor = self._number("rope.scaling.factor", 1.0) if kind == "linear" else 1.0
-        factor = factor if kind == "linear" else self._number("rope.scale_linear", 1.0)
+        # As llama.cpp reads them: linear where nothing is said, and the older name where the newer one is missing.
+        factor = self._number("rope.scaling.factor", 0.0) or self._number("rope.scale_linear", 1.0)
+        factor = 1.0 if kind == "none" else factor
         if not math.isfinite(factor) or factor <= 0:
             raise self._wrong(f"its rotary positions are scaled by {factor}")
         stored = self._stored_factors(head_dim)

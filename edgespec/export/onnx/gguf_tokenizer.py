@@ -31,6 +31,7 @@ SPLITTERS = {name: stages for stages, name in PRE_TOKENIZERS.items()}
 SPLITTERS |= dict.fromkeys(("smaug-bpe", "dbrx"), SPLITTERS["llama-bpe"])
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's kinds of tokens
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+BEGIN_WITH_BOS = ("llama-bpe", "tekken")  # where the file does not say, as in llama.cpp
 FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
@@ -160,7 +161,7 @@ def _settings(header: GgufHeader) -> tuple[Json, Json]:
     settings: Json = {"bos_token": named("bos_token_id"), "eos_token": named("eos_token_id")}
     is_spm = header.metadata.get("tokenizer.ggml.model") == "llama"
     name = str(header.metadata.get("tokenizer.ggml.pre", ""))
-    adds = header.metadata.get("tokenizer.ggml.add_bos_token", is_spm or ALIASES.get(name, name) == "llama-bpe")
+    adds = header.metadata.get("tokenizer.ggml.add_bos_token", is_spm or ALIASES.get(name, name) in BEGIN_WITH_BOS)
     settings["add_bos_token"] = bool(adds) and settings["bos_token"] is not None
     template = header.metadata.get("tokenizer.chat_template")
     if isinstance(template, str):

@@ -43,6 +43,8 @@ TENSOR_TYPES = {
     34: ("TQ1_0", 256, 54),
     35: ("TQ2_0", 256, 66),
     39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36),
+    41: ("Q1_0", 128, 18),
 }
 NUMBER_OF_TYPE = {name: number for number, (name, *_) in TENSOR_TYPES.items()}
 
