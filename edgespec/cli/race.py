@@ -66,9 +66,10 @@ def command(
 ) -> int:
     """Decode one prompt plainly and with speculation, side by side, and say why one of them is faster.
 
-    MODEL is a registry name or the path of a model. Without it the demo pair runs, expanded once to the cost of a 1B
-    model if you agree; the small one is too cheap for speculation to gain. It runs in reproducible mode, in which both
-    sides write the same text, unless --no-reproducible is given. Exit code 1 when the texts differ in that mode.
+    MODEL is a registry name or the path of a model. Without it the demo pair runs, expanded once to the cost of
+    a 1B model if you agree; the small one is too cheap for speculation to gain. That race runs in reproducible
+    mode, in which both sides write the same text, unless --no-reproducible is given. Exit code 1 when the texts
+    differ in that mode.
     """
     settings = resolve_settings(given, model_name, config_file, speculates=True)
     _check(settings.part("load"), settings.part("session"))

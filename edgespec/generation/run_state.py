@@ -132,13 +132,13 @@ class Run:
         """Whether a grammar forces what follows the pending token."""
         return self.sampler.constraint is not None and bool(self.sampler.forced(self.target.with_pending(pending_id)))
 
-    def count(self, record: RoundRecord) -> None:
-        """Add a round to `stats` and report it to `on_round`."""
+    def count(self, record: RoundRecord, num_shown: int = 0) -> None:
+        """Add a round, of whose draft `num_shown` tokens became part of the answer, to `stats`; tell `on_round`."""
         stats = self.stats
         stats.rounds += 1
         stats.target_passes += 1
         stats.drafted_tokens += record.drafted_tokens
-        stats.accepted_tokens += record.accepted_tokens
+        stats.accepted_tokens += num_shown
         stats.draft_s += record.draft_s
         stats.verify_s += record.verify_s
         if self.on_round is not None:

@@ -24,7 +24,7 @@ ONNX_COMPANIONS = (
     *("chat_template.jinja", "special_tokens_map.json"),
 )
 _QUANT = re.compile(
-    r"(?:^|[-_./])((?:UD-)?(?:I?Q\d(?:_[0-9A-Z]+)*|T?Q\d_\d|MXFP4(?:_MOE)?|BF16|F16|F32))(?=[-_.]|$)", re.I
+    r"(?:^|[-_./])((?:UD-)?(?:I?Q\d(?:_[0-9A-Z]+)*|T?Q\d_\d|MXFP4(?:_MOE)?|NVFP4|BF16|F16|F32))(?=[-_.]|$)", re.I
 )
 _DRAFT = re.compile(r"(?:^|[-_./])(draft\w*|eagle\d?\w*|mtp|dflash|dspark|speculator)(?:[-_.]|$)", re.IGNORECASE)
 NO_MODEL = re.compile(r"mmproj|imatrix|lora|adapter|(?:^|[-_.])vocab", re.IGNORECASE)

@@ -108,7 +108,7 @@ class Sweep:
             alive = sum(candidate.loaded.model == model for candidate in self.scores)
             for share, visits in zip(SHARES, VISITS, strict=True):
                 total += alive * self.num_prompts(share) * visits
-                alive = min(_num_kept(alive) + 3, alive)
+                alive = min(_num_kept(alive) + 4, alive)
         return total
 
     def finalists(self) -> list[Score]:
@@ -164,7 +164,7 @@ class Sweep:
         default = self.default(score.candidate.loaded.model)
         if default is score:
             return 1.0, 0.0
-        if default is None:
+        if default is None or default.rounds < score.rounds:
             return 1.0, math.inf
         prompts = score.seconds.keys() & default.seconds.keys()
         factor = score.rate(prompts) / default.rate(prompts) if default.rate(prompts) else 1.0
@@ -181,7 +181,7 @@ class Sweep:
         return median(differences) / _MEDIAN_OF_DIFFERENCE if differences else math.inf
 
     def _survivors(self, alive: Sequence[Candidate], prompts: Iterable[int]) -> list[Candidate]:
-        """Per model: the best third, the best plain decoding in each mode, and the best automatic setting."""
+        """Per model: the best third, the best plain decoding in each mode, the best automatic one, and the default."""
         kept: set[Candidate] = set()
         for model in self.models:
             own = [candidate for candidate in alive if candidate.loaded.model == model]
@@ -190,6 +190,8 @@ class Sweep:
             for mode in {candidate.loaded.reproducible for candidate in ranked}:
                 kept.add(next(c for c in ranked if c.is_plain and c.loaded.reproducible is mode))
             kept.update([candidate for candidate in ranked if candidate.is_adaptive][:1])
+            if (default := self.default(model)) is not None:  # what a gain is told over is measured as well as the rest
+                kept.add(default.candidate)
         return [candidate for candidate in alive if candidate in kept]
 
     def _decode(self, alive: Sequence[Candidate], count: int, visits: int) -> None:

@@ -83,6 +83,16 @@ def test_the_best_survive_and_the_baselines_stay():
     assert found._survivors(list(rates), range(4)) == [PLAIN, UNPADDED, AUTO, *TRIED[-4:]]
 
 
+def test_the_default_setting_stays_even_if_it_was_disturbed_and_else_no_gain_is_told():
+    usual = replace(AUTO, loaded=replace(HERE, threads=2))
+    found = sweep_of({PLAIN: 1.0, UNPADDED: 2.0, AUTO: 3.0, usual: 0.01} | dict.fromkeys(TRIED, 10.0))
+    found.usual_engines = {"demo": "llamacpp"}
+    assert found.default("demo").candidate == usual
+    assert usual in found._survivors(list(found.scores), range(4))
+    found.scores[TRIED[0]].rounds = 2
+    assert math.isinf(found.gain(found.scores[TRIED[0]])[1])
+
+
 def test_speedup_is_over_the_best_plain_decoding_of_the_same_prompts():
     found = sweep_of({PLAIN: 10.0, UNPADDED: 20.0, TRIED[0]: 30.0})
     assert found.speedup(found.scores[TRIED[0]]) == pytest.approx(1.5)

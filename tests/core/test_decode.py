@@ -30,7 +30,7 @@ PROMPT = np.array([0, 1, 2], np.int32)
 
 
 def make_run(target: CachedSequence, prompt: TokenIds = PROMPT, seed: int = 0, **stop: object) -> Run:
-    rules = StopRules(frozenset(), **{"max_tokens": 20, **stop})
+    rules = StopRules(**{"end_ids": frozenset(), "max_tokens": 20, **stop})  # type: ignore[arg-type]
     return Run(target, prompt, Sampler(Sampling(temperature=1.0, seed=seed), target.engine.vocabulary.size), rules)
 
 
@@ -74,6 +74,17 @@ def test_counters_add_up(target: CachedSequence, drafter: ModelDrafter) -> None:
     assert stats.finish_reason == "length"
     assert all(event.finish_reason is None for event in events[:-1])
     assert stats.wall_s >= stats.prefill_s + stats.draft_s + stats.verify_s > 0
+
+
+def test_what_was_drafted_behind_the_end_of_an_answer_is_no_part_of_it(target: CachedSequence) -> None:
+    behind = 0
+    for seed in range(20):
+        recorder = Recorder(ModelDrafter(target.engine.related(sigma=0.1)), 6)
+        run = make_run(target, seed=seed, max_tokens=None, end_ids=frozenset({3, 4}))
+        events = list(speculative(run, recorder, coupled))
+        assert run.stats.accepted_tokens == sum(event.drafter is not None for event in events)
+        behind += sum(record.accepted_tokens for record in recorder.records) - run.stats.accepted_tokens
+    assert behind > 0
 
 
 def test_never_drafts_more_than_may_be_emitted_or_scored(target: CachedSequence, drafter: ModelDrafter) -> None:

@@ -159,6 +159,90 @@ def test_what_a_model_writes_is_text(browser: Browser):
     assert browser.value("document.title") == "demo"
 
 
+LISTED = """1. Install:
+   ```python
+   if __name__ == '__main__':
+       print(**x)
+   ```
+2. Use `foo__bar__baz` or foo__bar__baz and __this__.
+"""
+
+
+def store(browser: Browser, *contents: str, updated: int = 1) -> None:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[place % 2], "content": content, "runs": []} for place, content in enumerate(contents)]
+    stored = {"id": "x", "system": "", "updated": updated, "messages": messages}
+    browser.value(f"localStorage['edgespec.conversation.x'] = {json.dumps(json.dumps(stored))}")
+
+
+def test_code_in_a_list_and_names_with_underscores(browser: Browser):
+    store(browser, "Hi", LISTED)
+    browser.reload()
+    browser.until(READY)
+    browser.click("#conversations li button")
+    assert browser.text("pre > code") == "if __name__ == '__main__':\n    print(**x)"
+    assert browser.value("[...document.querySelectorAll('.assistant strong')].map(e => e.textContent)") == ["this"]
+    assert "foo__bar__baz or foo__bar__baz" in browser.value(TEXT)
+    assert browser.value("document.querySelectorAll('.assistant ol')[1].start") == 2
+
+
+def test_common_values_are_taken(browser: Browser):
+    choose(browser, temperature=0.72, top_p=0.955, min_p=0.005, repeat_penalty=1.1, max_tokens=4)
+    ask(browser, "Hi")
+    browser.until(DONE)
+    assert not browser.value("!!document.querySelector('.problem')")
+
+
+def test_what_cannot_be_stored_lasts_until_the_page_is_closed(browser: Browser):
+    choose(browser, temperature=0, max_tokens=4)
+    ask(browser, "One")
+    browser.until(DONE)
+    browser.value("for (let n = 1 << 22; n; n >>= 1) try { localStorage['fill' + n] = 'x'.repeat(n) } catch {}")
+    for number, text in enumerate(("Two " * 50, "Three " * 50), start=2):
+        ask(browser, text)
+        browser.until(f"document.querySelectorAll('.assistant').length === {number} && {DONE}")
+    browser.click("[data-do=new]")
+    browser.click("#conversations li button")
+    assert browser.value("document.querySelectorAll('#messages article').length") == 6
+
+
+def test_another_page_that_changes_a_conversation_is_followed(browser: Browser):
+    store(browser, "Hi", "Hello")
+    browser.reload()
+    browser.until(READY)
+    browser.click("#conversations li button")
+    store(browser, "Hi", "Hello", "More?", "Yes", updated=2)
+    browser.value("dispatchEvent(new StorageEvent('storage', {key: 'edgespec.conversation.x'}))")  # as from another tab
+    browser.until("document.querySelectorAll('#messages article').length === 4")
+    browser.value("localStorage.removeItem('edgespec.conversation.x')")
+    browser.value("dispatchEvent(new StorageEvent('storage', {key: 'edgespec.conversation.x'}))")
+    browser.until("!document.querySelector('#messages article') && !document.querySelector('#conversations li')")
+
+
+def test_an_unusable_schema_can_be_left_out(browser: Browser):
+    browser.click("#schema-box summary")
+    choose(browser, max_tokens=4, schema='{"type": "nonsense"}')
+    ask(browser, "Hello")
+    browser.until("[...document.querySelectorAll('.problem button')].length === 2")
+    browser.click(".problem button:nth-of-type(2)")
+    browser.until(DONE)
+    browser.until("!document.querySelector('.problem')")
+    browser.failures = [each for each in browser.failures if "400" not in each]
+
+
+def test_a_copy_needs_no_secure_page(browser: Browser):
+    store(browser, "Copy this", "Hello")
+    browser.reload()
+    browser.until(READY)
+    browser.click("#conversations li button")
+    browser.value("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
+    browser.value(
+        "addEventListener('copy', () => document.title = getSelection().toString() || document.activeElement.value)"
+    )
+    browser.click(".user [aria-label=Copy]")
+    browser.until("document.title === 'Copy this' && document.querySelector('#status').textContent === 'Copied'")
+
+
 def test_what_is_wrong_is_said_at_the_answer(browser: Browser):
     browser.click("#schema-box summary")
     choose(browser, schema='{"type":')
@@ -207,6 +291,12 @@ def test_keys_themes_and_small_screens(browser: Browser, url: str):
 def test_a_key_is_asked_for(running: Browser, private_home: Path):
     with served(private_home, "--port", "0", "--exit-with-stdin", EDGESPEC_API_KEY="secret") as process:
         running.open(read_line(process)["url"])
+        running.until("document.querySelector('#key-dialog').open")
+        running.press("Escape")  # and the next message asks again
+        running.until("!document.querySelector('#key-dialog').open")
+        running.value("document.querySelector('#prompt').focus()")
+        running.write("Hi")
+        running.press("Enter")
         for key in ("wrong", "secret"):
             running.until("document.querySelector('#key-dialog').open")
             running.until("document.activeElement.id === 'key'")

@@ -1,11 +1,11 @@
 // Starts the page and binds its buttons, keys and fields.
 
 import { get, getKey, setKey } from "./api.js";
-import { answerAgain, editLast, isRunning, removeAll, send, setSystem, show, stop } from "./conversation.js";
+import { answerAgain, editLast, isRunning, refresh, removeAll, send, setSystem, show, stop } from "./conversation.js";
 import { $, download, h } from "./dom.js";
 import { showMemory, showQueue } from "./panel.js";
 import { connectSettings, resetSettings, showDefaults } from "./settings.js";
-import { askKey, closeDrawers, isPanelShown, toBottom, toggleDrawer, toggleMarks, togglePanel, toggleTheme } from "./shell.js";
+import { askKey, closeDrawers, toBottom, toggleDrawer, toggleMarks, togglePanel, toggleTheme } from "./shell.js";
 import { conversations } from "./store.js";
 
 const IDEAS = [
@@ -16,7 +16,7 @@ const IDEAS = [
 const POLL_MS = 3000;
 const RETRY_MS = 700;
 const MOST_HEIGHT = 240; // of the message field
-let isReady = false;
+let isReady = false, needsKey = false;
 
 // -- the message field
 
@@ -43,6 +43,7 @@ prompt.addEventListener("keydown", (event) => {
 $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = prompt.value;
+  if (needsKey) start(); // asks for it again
   if (!text.trim() || isRunning() || !isReady) return;
   write("");
   send(text);
@@ -94,7 +95,8 @@ function setState(name, text) {
 
 function showAbsence(error) {
   isReady = false;
-  if (error.status === 401) {
+  needsKey = error.status === 401;
+  if (needsKey) {
     setState("off", "needs an API key");
     askKey(getKey() ? "The key is wrong." : "");
     return;
@@ -114,7 +116,13 @@ async function start() {
     return;
   }
   isReady = true;
+  needsKey = false;
   setState("ready", "ready");
+  display(about);
+}
+
+/** What the server says of itself, which another model may be when it was restarted. */
+function display(about) {
   const { model_alias: name, engine, device, drafter } = about;
   $("model").textContent = document.title = name;
   $("welcome-text").textContent = `${name} runs on this machine: ${engine} on ${device}, drafter ${drafter}.`;
@@ -123,10 +131,10 @@ async function start() {
 }
 
 async function poll() {
-  if (!isReady || document.hidden || !isPanelShown()) return;
+  if (!isReady || document.hidden) return;
   try {
     showQueue(await get("/health"));
-    if (!isRunning()) showMemory((await get("/props")).memory);
+    if (!isRunning()) display(await get("/props"));
   } catch (error) {
     if (!isRunning()) showAbsence(error);
   }
@@ -137,4 +145,5 @@ connectSettings();
 show();
 start();
 setInterval(poll, POLL_MS);
+addEventListener("storage", refresh);
 prompt.focus();

@@ -1,7 +1,7 @@
 // The current conversation: sends messages, shows the answer as it comes, keeps everything in the browser.
 
 import { ApiError, chat } from "./api.js";
-import { $, announce, download, h, iconButton } from "./dom.js";
+import { $, announce, copyText, download, h, iconButton } from "./dom.js";
 import { MessageView, addTokens } from "./message.js";
 import { Live } from "./panel.js";
 import { dropSchema, requestFields, settingsProblem } from "./settings.js";
@@ -29,6 +29,14 @@ export function show(conversation = newConversation()) {
   if (last) live.show(last.timings, last.runs);
   listConversations();
   toBottom();
+}
+
+/** Another page of this browser has changed what is stored. */
+export function refresh() {
+  listConversations();
+  if (running || !current.messages.length || $("messages").querySelector("textarea")) return;
+  const stored = conversations().find((each) => each.id === current.id);
+  if (stored?.updated !== current.updated) show(stored);
 }
 
 export function send(text) {
@@ -60,7 +68,7 @@ export async function removeAll() {
 }
 
 const actions = {
-  copy: (text) => navigator.clipboard?.writeText(text).then(() => announce("Copied")),
+  copy: copyText,
   again(index) {
     if (running) return;
     current.messages.length = current.messages[index].role === "user" ? index + 1 : index;

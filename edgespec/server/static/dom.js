@@ -35,6 +35,20 @@ export function announce(text) {
   $("status").textContent = text;
 }
 
+/** Copy to the clipboard. Over http, browsers give pages of this machine only the function for it. */
+export async function copyText(text) {
+  if (navigator.clipboard) await navigator.clipboard.writeText(text);
+  else {
+    const field = h("textarea", { class: "hidden" });
+    (document.querySelector("dialog[open]") ?? document.body).append(field);
+    field.value = text;
+    field.select();
+    document.execCommand("copy");
+    field.remove();
+  }
+  announce("Copied");
+}
+
 /** Save `value` as a JSON file. */
 export function download(name, value) {
   const url = URL.createObjectURL(new Blob([JSON.stringify(value, null, 2)], { type: "application/json" }));

@@ -3,12 +3,12 @@
 // Every text node is a slice of the source, so that `paint(parent, start, end)` can mark who proposed which part of it.
 // Blocks that did not change since the last call keep their elements: a long answer is not built again for each token.
 
-import { h, iconButton } from "./dom.js";
+import { copyText, h, iconButton } from "./dom.js";
 
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)/;
+const FENCE = /^\s*(`{3,}|~{3,})\s*([\w+#.-]*)/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+/;
 const HEADING = /^(#{1,6})\s+/;
-const INLINE = /(`+)([^`]+?)\1(?!`)|(\*\*|__)(?=\S)([^\n]*?\S)\3|(?<![\w*])([*_])(?=[^\s*_])([^*_\n]*?[^\s*_])\5(?![\w*])|\[([^\]\n]+)\]\((https?:\/\/[^\s)]+)\)/g;
+const INLINE = /(`+)([^`]+?)\1(?!`)|(\*\*|(?<!\w)__)(?=\S)([^\n]*?\S)\3(?!(?<=__)\w)|(?<![\w*])([*_])(?=[^\s*_])([^*_\n]*?[^\s*_])\5(?![\w*])|\[([^\]\n]+)\]\((https?:\/\/[^\s)]+)\)/g;
 
 /** Draw `source` into `parent`, which only this function fills. */
 export function render(parent, source, paint) {
@@ -70,7 +70,7 @@ function blocks(source) {
 
 function goesOn(kind, line, next) {
   const other = kindOf(line, next);
-  if (kind === "list") return other === "list" || /^\s{2,}\S/.test(line.text) || (!line.text.trim() && next && ITEM.test(next.text));
+  if (kind === "list") return other !== "code" && (other === "list" || /^\s{2,}\S/.test(line.text) || (!line.text.trim() && next && ITEM.test(next.text)));
   if (!line.text.trim()) return false;
   return kind === "table" ? line.text.includes("|") : other === kind || (kind === "quote" && other === "text");
 }
@@ -93,8 +93,12 @@ const BUILD = {
   code(block, source, paint) {
     const [first, ...rest] = block.lines, body = block.open ? rest : rest.slice(0, -1);
     const code = h("code");
-    if (body.length) paint(code, body[0].start, body.at(-1).end);
-    const copy = iconButton("copy", "Copy code", () => navigator.clipboard?.writeText(code.textContent));
+    const indent = /^\s*/.exec(first.text)[0].length; // of a fence in a list, whose lines have it too
+    body.forEach((line, index) => {
+      const own = Math.min(/^\s*/.exec(line.text)[0].length, indent);
+      paint(code, line.start + own, line.end + (index < body.length - 1));
+    });
+    const copy = iconButton("copy", "Copy code", () => copyText(code.textContent));
     const head = h("div", { class: "code-head" }, h("span", {}, FENCE.exec(first.text)[2] || "text"), copy);
     return h("div", { class: "code" }, head, h("pre", { tabindex: "0" }, code));
   },

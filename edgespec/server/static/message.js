@@ -81,7 +81,7 @@ export class MessageView {
     const { message, actions, index } = this;
     if (message.error) {
       const again = h("button", { type: "button", onclick: () => actions.again(index) }, "Try again");
-      const without = message.error.param === "response_format"
+      const without = message.error.param?.startsWith("response_format")
         && h("button", { type: "button", onclick: () => actions.dropSchema(index) }, "Answer without the schema");
       return [h("div", { class: "problem", role: "alert" }, h("p", {}, message.error.message), h("div", {}, again, without || ""))];
     }

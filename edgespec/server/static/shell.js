@@ -63,7 +63,6 @@ export function togglePanel() {
   draw();
 }
 
-export const isPanelShown = () => drawer === "panel" || (preferences.panel && wide.matches);
 
 wide.addEventListener("change", closeDrawers);
 

@@ -2,23 +2,24 @@
 
 const PREFERENCES = "edgespec.preferences";
 const PREFIX = "edgespec.conversation.";
-const memory = new Map(); // where storage is off
+const memory = new Map(); // what could not be stored: storage is off or full
 
 function read(key) {
   try {
-    return JSON.parse(localStorage.getItem(key)) ?? memory.get(key) ?? null;
+    return memory.get(key) ?? JSON.parse(localStorage.getItem(key)) ?? null;
   } catch {
-    return memory.get(key) ?? null;
+    return null;
   }
 }
 
 /** Whether it could be stored; what could not lives until the page is closed. */
 function write(key, value) {
-  memory.set(key, value);
   try {
     localStorage.setItem(key, JSON.stringify(value));
+    memory.delete(key);
     return true;
   } catch {
+    memory.set(key, value);
     return false;
   }
 }
