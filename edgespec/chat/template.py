@@ -202,7 +202,8 @@ def _printed_marks(vocabulary: Vocabulary) -> list[str]:
 def _as_text(vocabulary: Vocabulary, mark: str) -> list[int]:
     """Token ids that spell a mark and are not its token."""
     ids = vocabulary.encode(mark)
-    if len(ids) == 1 and vocabulary.token_name(ids[0]) == mark:
+    prints = mark in PRINTED_MARKS or mark in vocabulary.printed_names
+    if prints and len(ids) == 1 and vocabulary.token_name(ids[0]) == mark:
         return vocabulary.encode(mark[:1]) + vocabulary.encode(mark[1:])
     return ids
 

@@ -212,7 +212,7 @@ def test_a_slash_command_of_another_chat(folder: Path, typed: str, meant: str) -
     [
         ("EDGESPEC_FOO", "EDGESPEC_FOO; unset it"),
         ("EDGESPEC_NUM_CTX", "did you mean 'EDGESPEC_CTX_SIZE'?"),
-        ("EDGESPEC_TEMPRATURE", "did you mean 'EDGESPEC_TEMP'?"),
+        ("EDGESPEC_TEMPRATURE", "did you mean 'EDGESPEC_TEMPERATURE'?"),
     ],
 )
 def test_an_unknown_variable_names_one_that_is_alike(monkeypatch: pytest.MonkeyPatch, variable: str, said: str) -> None:
