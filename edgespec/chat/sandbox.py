@@ -19,7 +19,7 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_PROMPT_CHARACTERS = 16_000_000
-MOST_WIDTH = 999
+_MOST_WIDTH = 999
 _WIDE_FIELD = re.compile(r"\d{4}|\{[^}]*\{")  # in `str.format`; or a width that is a field itself
 _WIDE_FORM = re.compile(r"%[^a-zA-Z%]*(\d{4}|\*)")
 
@@ -63,7 +63,7 @@ def _format(form: str, *values: Any, **names: Any) -> str:
 
 
 def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    if (width if isinstance(width, int) else len(width)) > MOST_WIDTH:
+    if (width if isinstance(width, int) else len(width)) > _MOST_WIDTH:
         raise jinja2.TemplateRuntimeError("an indentation is too wide")
     return jinja2.filters.do_indent(text, width, first, blank)
 

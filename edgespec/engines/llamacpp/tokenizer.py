@@ -49,7 +49,8 @@ class LlamaCppVocabulary(Vocabulary):
         self._require_open()
         # The library's add_special may also append an end token, so the begin-of-text token is added here.
         ids = [self.bos_id] if add_bos and self.bos_id is not None else []
-        for part in bounded_parts(text, self._names_in_texts) if self._splits_by_regex else (text,):
+        is_long = self._splits_by_regex and _LONG_STRETCH.search(text) is not None
+        for part in bounded_parts(text, self._names_in_texts) if is_long else (text,):
             ids += self._encode_part(part, parse_special)
         return ids
 
@@ -96,24 +97,27 @@ class LlamaCppVocabulary(Vocabulary):
         return found
 
     @cached_property
+    def _special(self) -> list[tuple[int, int]]:
+        """(id, attributes) of the tokens that are not ordinary, which are few."""
+        vocab, kind_of = self._require_open(), library().llama_vocab_get_attr
+        kinds = ((token_id, kind_of(vocab, token_id)) for token_id in range(self.size))
+        return [(token_id, kind) for token_id, kind in kinds if kind != NORMAL]
+
+    @cached_property
     def _names_in_texts(self) -> tuple[str, ...]:
         """Names of the tokens that the library looks for in a text before it splits that into words."""
-        vocab, kind_of = self._require_open(), library().llama_vocab_get_attr
-        found = [token_id for token_id in range(self.size) if kind_of(vocab, token_id) & (CONTROL | USER_DEFINED)]
-        return tuple(name for name in map(self.token_name, found) if len(name) > 1)
+        names = (self.token_name(token_id) for token_id, kind in self._special if kind & (CONTROL | USER_DEFINED))
+        return tuple(name for name in names if len(name) > 1)
 
     @cached_property
     def printed_names(self) -> tuple[str, ...]:
-        vocab, kind_of = self._require_open(), library().llama_vocab_get_attr
-        found = [token_id for token_id in range(self.size) if kind_of(vocab, token_id) & USER_DEFINED]
-        return tuple(filter(None, map(self.token_name, found)))
+        names = (self.token_name(token_id) for token_id, kind in self._special if kind & USER_DEFINED)
+        return tuple(filter(None, names))
 
     @cached_property
     def control_names(self) -> tuple[str, ...]:
         """As in the base class. Ordinary tokens all print something, so only the others are checked."""
-        vocab, kind_of = self._require_open(), library().llama_vocab_get_attr
-        others = [token_id for token_id in range(self.size) if kind_of(vocab, token_id) != NORMAL]
-        return tuple(self.token_name(token_id) for token_id in others if not self.token_bytes(token_id))
+        return tuple(self.token_name(token_id) for token_id, _ in self._special if not self.token_bytes(token_id))
 
     def token_names(self) -> list[str]:
         name_of = partial(library().llama_vocab_get_text, self._require_open())
