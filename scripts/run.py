@@ -42,6 +42,7 @@ from typing import IO
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 MARKER = VENV / "edgespec-ready.json"
+MADE = VENV / "made-by-run.py"
 LOG = VENV / "setup.log"
 WHEELS = VENV / "wheels"
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
@@ -271,7 +272,11 @@ def environment_key() -> str:
 @contextmanager
 def setup_lock() -> Iterator[None]:
     """One installation at a time; a second call waits for the first."""
-    with (ROOT / ".venv.lock").open("a+b") as file:
+    try:
+        lock = (ROOT / ".venv.lock").open("a+b")
+    except OSError as exc:
+        sys.exit(f"{ROOT} cannot be written ({exc.strerror}): edgespec is set up in its checkout; copy that elsewhere")
+    with lock as file:
         waiting = False
         while not try_lock(file):
             if not waiting:
@@ -303,10 +308,14 @@ def set_up(extras: list[str], why: str = "") -> None:
     `why`: what needs llama.cpp.
     """
     extras = sorted({*extras, *installed_extras()} & requirements().keys())
-    if not has_pip():
+    if not has_pip() and not gets_pip():
         MARKER.unlink(missing_ok=True)
         if VENV.exists():
+            if not (MADE.exists() or MARKER.exists()) or Path(sys.prefix).resolve() == VENV.resolve():
+                sys.exit(f"{VENV} has no pip and was not made by this script: move it away, or install pip into it")
             shutil.rmtree(VENV)
+        VENV.mkdir()
+        MADE.touch()
         say(f"making the environment {VENV}")
         step("making the environment", [sys.executable, "-m", "venv", str(VENV)], log=ROOT / ".venv.log")
         (ROOT / ".venv.log").replace(LOG)
@@ -318,8 +327,12 @@ def set_up(extras: list[str], why: str = "") -> None:
 
 
 def install(extras: list[str]) -> None:
-    """Install edgespec with these extras, and mark the environment complete as the very last step."""
-    MARKER.unlink(missing_ok=True)
+    """Install edgespec with these extras, and mark the environment complete as the very last step.
+
+    What was complete before stays marked so: pip changes an environment only when it has all that it needs.
+    """
+    if not is_ready([]):
+        MARKER.unlink(missing_ok=True)
     say("installing edgespec" + (f" with {', '.join(extras)}" if extras else ""))
     target = str(ROOT) + (f"[{','.join(extras)}]" if extras else "")
     WHEELS.mkdir(exist_ok=True)
@@ -380,6 +393,14 @@ def has_pip() -> bool:
     if not PYTHON.exists():
         return False
     return subprocess.run([str(PYTHON), "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0
+
+
+def gets_pip() -> bool:
+    """Whether pip could be put into an environment that was made without it, as uv makes them."""
+    if not PYTHON.exists():
+        return False
+    subprocess.run([str(PYTHON), "-m", "ensurepip"], capture_output=True, check=False)
+    return has_pip()
 
 
 def step(name: str, command: list[str], log: Path) -> None:

@@ -276,7 +276,10 @@ def _joined_parts(parts: list[Any], index: int) -> str:
     kinds = {str(part.get("type")) if isinstance(part, Mapping) else type(part).__name__ for part in parts}
     if kinds - {"text"}:
         raise PromptError(f"message {index} has parts of type {sorted(kinds)}; only text is supported")
-    return "".join(str(part.get("text", "")) for part in parts)
+    texts = [part.get("text") for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise PromptError(f"message {index} has a part of type text whose text is {shown(texts)}; allowed: text")
+    return "".join(texts)
 
 
 def _parsed_call(call: Any, index: int) -> Any:
@@ -284,10 +287,12 @@ def _parsed_call(call: Any, index: int) -> Any:
     if not isinstance(call, Mapping):
         raise PromptError(f"message {index} has a tool call that is not an object")
     function = call.get("function")
+    if "function" in call and not isinstance(function, Mapping):
+        raise PromptError(f"message {index} has a tool call whose function is {shown(function)}; allowed: an object")
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except (json.JSONDecodeError, RecursionError) as exc:
+    except (ValueError, RecursionError) as exc:  # ValueError: JSON, a number of thousands of digits
         raise PromptError(f"message {index} has tool arguments that are not JSON: {exc}") from exc
     return {**call, "function": {**function, "arguments": arguments}}

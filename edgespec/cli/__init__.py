@@ -12,10 +12,18 @@ from typing import TextIO
 
 import click
 
+# A model's text must not move the cursor, change the window title or answer for the user.
+_CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
 
 def has_escapes() -> bool:
     """Whether escape codes may be written to a terminal; click drops them elsewhere."""
     return os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
+
+
+def printable(text: str) -> str:
+    """A model's text without control characters that would move the cursor or change the terminal."""
+    return text.translate(_CONTROLS)
 
 
 def wrapped(text: str, stream: TextIO | None = None) -> str:

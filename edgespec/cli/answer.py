@@ -14,8 +14,8 @@ import click
 from rich.cells import cell_len
 
 from edgespec.chat.reasoning import Reasoning
-from edgespec.cli import has_escapes
-from edgespec.cli.terminal import note, printable
+from edgespec.cli import has_escapes, printable
+from edgespec.cli.terminal import note
 from edgespec.types import TokenEvent
 from edgespec.vocabulary import Vocabulary
 

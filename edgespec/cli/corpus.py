@@ -14,10 +14,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from edgespec.cli import say
+from edgespec.cli import printable, say
 from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.status import waiting
-from edgespec.cli.terminal import note, printable
+from edgespec.cli.terminal import note
 from edgespec.config import LoadOptions
 from edgespec.config.sources import resolve
 from edgespec.corpus.database import MAX_BUDGET_BYTES, MAX_NAME_LENGTH, Corpus, CorpusText, check_budget, check_name

@@ -36,7 +36,8 @@ class Chat:
         if not self.conversation.regen():
             reply("there is nothing to answer yet")
             return
-        sampling = dataclasses.replace(self.session.sampling, seed=self.session.seed + 1)
+        seed = self.session.seed + 1
+        sampling = dataclasses.replace(self.session.sampling, seed=seed if seed < 1 << 64 else 0)
         self.session.sampling = sampling
         reply("temperature 0: the answer will be the same" if sampling.temperature == 0 else f"seed {sampling.seed}")
         self._answer(before)

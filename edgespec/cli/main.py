@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import click
 
 from edgespec import __version__
-from edgespec.cli import has_escapes, wrapped
+from edgespec.cli import has_escapes, printable, wrapped
 from edgespec.errors import CapabilityError, EdgespecError, UsageError, VocabularyMismatch
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
@@ -236,7 +236,7 @@ def _is_for_want_of_memory(exc: BaseException) -> bool:
 
 def _report(message: str, code: int) -> int:
     with contextlib.suppress(OSError):  # stderr is gone; the exit code remains
-        click.echo(wrapped(f"error: {' '.join(message.split())}"), err=True)
+        click.echo(wrapped(printable(f"error: {' '.join(message.split())}")), err=True)
     return code
 
 

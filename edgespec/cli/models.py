@@ -13,10 +13,10 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from edgespec.cli import say
+from edgespec.cli import printable, say
 from edgespec.cli.completion import names_here, names_known
 from edgespec.cli.run_command import run_command
-from edgespec.cli.terminal import note, printable
+from edgespec.cli.terminal import note
 from edgespec.loading.catalogue import Entry, entries
 from edgespec.loading.listing import Listed, entry_bytes, list_here, list_known, pair_bytes
 from edgespec.loading.own_models import add as add_model

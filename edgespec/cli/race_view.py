@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from edgespec.bench.race import Lap, Mark
-from edgespec.cli.terminal import printable
+from edgespec.cli import printable
 from edgespec.formats.files import write_atomically
 
 COLOURS = {"model": "cyan", "ngram": "yellow", "suffix": "magenta", "cache": "blue"}

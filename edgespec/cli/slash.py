@@ -12,12 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 from edgespec.chat.conversation import Conversation
+from edgespec.cli import printable
 from edgespec.cli.answer import readable
 from edgespec.cli.dialogue import Chat
 from edgespec.cli.help import default_of, show
 from edgespec.cli.options import sampling_of
 from edgespec.cli.session import in_effect
-from edgespec.cli.terminal import counted, printable, reply, stats_lines
+from edgespec.cli.terminal import counted, reply, stats_lines
 from edgespec.config import MAX_DRAFT_LENGTH, DrafterName, DraftLength
 from edgespec.config.settings import BY_KEY, PRINTING, SETTINGS, Setting, did_you_mean
 from edgespec.config.sources import find

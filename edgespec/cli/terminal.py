@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from edgespec.cli import has_escapes, wrapped
+from edgespec.cli import has_escapes, printable, wrapped
 from edgespec.config import LOSSY, GenerateOptions, RuleName
 
 if TYPE_CHECKING:
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 Verbosity = Literal["quiet", "normal", "verbose"]
 _VERBOSITY = "edgespec.verbosity"
-# A model's text must not move the cursor, change the window title or answer for the user.
-_CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 def set_verbosity(context: click.Context, chosen: Verbosity) -> None:
@@ -36,7 +34,7 @@ def verbosity() -> Verbosity:
 
 def reply(text: str) -> None:
     """Dimmed lines on stderr that answer what the user typed; in a terminal they are wrapped at words."""
-    text = wrapped(text)
+    text = wrapped(printable(text))
     click.echo(click.style(text, dim=True) if has_escapes() else text, err=True)
 
 
@@ -54,17 +52,12 @@ def detail(text: str) -> None:
 
 def complain(text: str) -> None:
     """One error line on stderr; in a terminal it is wrapped at words."""
-    click.echo(wrapped(f"error: {' '.join(text.split())}"), err=True)
+    click.echo(wrapped(printable(f"error: {' '.join(text.split())}")), err=True)
 
 
 def counted(count: int, noun: str) -> str:
     """'1 exchange', '2 exchanges'."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def printable(text: str) -> str:
-    """A model's text without control characters that would move the cursor or change the terminal."""
-    return text.translate(_CONTROLS)
 
 
 def short_configuration(model: Model, sampling: Sampling, options: GenerateOptions, *, is_tuned: bool) -> str:

@@ -89,6 +89,8 @@ class AutoController(Controller):
                 drafter.begin(prompt_ids)
         self._unused.clear()
         self._left_out &= self._dropped
+        if self._rested:  # the end of the last answer cut a rest short
+            self._accounts.rested(self._rested, self._context_ids.size)
         self._round, self._rest, self._rested, self._has_decided = None, 0, 0, False
         self._accounts.begin(prompt_ids.size, prefill_s)
 

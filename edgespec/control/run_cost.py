@@ -54,10 +54,9 @@ class RunCosts:
     def _copies(self) -> tuple[CostCurve, dict[str, DraftCost]]:
         if not self.curve.is_scaled:
             return deepcopy((self.curve, self.drafts))
-        drafts = {
-            name: DraftCost(cost.token_s, cost.read_s, is_once=cost.is_once) for name, cost in self.drafts.items()
-        }
-        return CostCurve(self.curve.refined(), self.curve.context), drafts
+        timed = {name: self._timed(cost) for name, cost in self.drafts.items()}
+        copies = {name: DraftCost(cost.token_s, cost.read_s, is_once=cost.is_once) for name, cost in timed.items()}
+        return CostCurve(self.curve.refined(), self.curve.context), copies
 
     def share_passes(self, num_sequences: int, other_rows: int, prompt_rows: int = 0) -> None:
         """The next passes hold `other_rows` rows of others as well, `prompt_rows` of them of prompts.
@@ -76,7 +75,12 @@ class RunCosts:
 
     def draft(self, name: str) -> DraftCost:
         """What a drafter's tokens cost, given the sequences that share the next passes."""
-        return self.drafts[name].among(self._num_sequences)
+        return self._timed(self.drafts[name]).among(self._num_sequences)
+
+    def _timed(self, cost: DraftCost) -> DraftCost:
+        if cost.is_relative and self.curve.is_scaled:  # another controller's answers timed the curve, which both share
+            cost.scale(self.curve.at(1))
+        return cost
 
     @property
     def is_shared(self) -> bool:

@@ -173,7 +173,10 @@ def write_atomically(
     `parents`: make missing folders. `private`: only its owner may read it. `durable`: wait until the disk has it, so
     that it outlives a loss of power. Raises StateError when the file cannot be written.
     """
-    data = contents.encode() if isinstance(contents, str) else contents
+    try:
+        data = contents.encode() if isinstance(contents, str) else contents
+    except UnicodeEncodeError as exc:
+        raise StateError(f"{path} cannot be written: the text is not valid Unicode ({exc.reason})") from exc
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
     with write_errors(path, fix=fix):
         if parents:

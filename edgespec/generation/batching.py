@@ -118,6 +118,7 @@ class ContinuousBatch:
         """End all of them."""
         for member in list(self._members):
             self._leave(member)
+        self._slots.alone_again()
 
     # -- choosing
 
@@ -231,9 +232,11 @@ class ContinuousBatch:
         widths = [member.asked.batch.width for member in decoding]
         prompt_rows = num_rows - sum(widths)
         context = sum(member.run.target.length for member in decoding) // len(decoding)
+        taught: set[int] = set()  # curves, which controllers of several drafters share
         for costs in self._shared_costs(decoding):
-            if not prompt_rows and not is_disturbed:
+            if not prompt_rows and not is_disturbed and id(costs.curve) not in taught:
                 costs.observe_shared(widths, context, seconds)
+                taught.add(id(costs.curve))
             parts = costs.parts_of(widths, prompt_rows, context)
             scale = 1.0 if prompt_rows else seconds / sum(parts)  # the cost of a prompt cannot be separated
             for member, part in zip(decoding, parts, strict=True):

@@ -114,10 +114,12 @@ def _speculative_rounds(run: Run, controller: Controller, rule: Rule, pending_id
     controller.begin(run.prompt_ids, run.reading_s, run.clock)
     while run.stats.finish_reason is None:
         rest, begun = controller.rest(), run.stats.rounds
-        pending_id = yield from _plain_rounds(run, pending_id, rest, wakes=controller.wakes)
+        try:
+            pending_id = yield from _plain_rounds(run, pending_id, rest, wakes=controller.wakes)
+        finally:
+            controller.wake(rest - (run.stats.rounds - begun))
         if run.stats.finish_reason is not None:
             return
-        controller.wake(rest - (run.stats.rounds - begun))
         run.keep_within_memory()
         context_ids = run.target.with_pending(pending_id)
         position = context_ids.size

@@ -6,6 +6,7 @@ a prefix from a place in use.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from edgespec.config import GenerateOptions
@@ -39,6 +40,16 @@ class Slots:
     def have_features(self) -> bool:
         """Whether any sequence reads hidden states."""
         return any(slot.sequence.keeps_features for slot in self._all)
+
+    def alone_again(self) -> None:
+        """A batch has ended: single generations read prompts in wide passes and ask for hidden states themselves."""
+        for slot in self._all:
+            slot.sequence.most_rows = sys.maxsize
+        engine = self._all[0].sequence.engine
+        if self.have_features:
+            engine.give_hidden_states(False)
+        if any(slot.sequence.layers for slot in self._all):
+            engine.give_layer_inputs(())
 
     def has_one_for(self, options: GenerateOptions) -> bool:
         """Whether a free place has what `options` ask for."""

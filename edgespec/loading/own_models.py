@@ -32,7 +32,7 @@ from edgespec.loading.hub import library
 from edgespec.loading.reference import check_name
 from edgespec.loading.registry import model_in, models_folder, name_in, registered_folders
 
-_LOCKS = ".locks"
+_LOCKS, UNFINISHED = ".locks", ".unfinished"
 
 
 @contextlib.contextmanager
@@ -78,14 +78,23 @@ def _entry(root: Path, file: ModelFile) -> dict[str, Any]:
     return made
 
 
+def begin_folder(folder: Path) -> None:
+    """Make the folder of a model whose files are still to come, if it is not there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not is_file(folder / MANIFEST):
+        (folder / UNFINISHED).touch()
+
+
 def replace_manifest(folder: Path, about: Mapping[str, Any], roles: Mapping[str, ModelFile]) -> None:
     """`write_manifest`; removes the files that only the manifest before it names, and unfinished ones."""
     before: set[Path] = set()
     if is_file(folder / MANIFEST):
         with contextlib.suppress(ModelFileError, CapabilityError):
             old = read_pair(folder, check_hashes=False)
-            before = {part.path for file in old.files.values() for part in file.all_files}
+            parts = (part.path for file in old.files.values() for part in file.all_files)
+            before = {path for path in parts if folder in path.parents}  # others are the user's own
     write_manifest(folder, about, roles)
+    (folder / UNFINISHED).unlink(missing_ok=True)
     kept = {part.path for file in roles.values() for part in file.all_files}
     for path in (before - kept) | set(folder.rglob(f".*{PART}")):
         with contextlib.suppress(OSError):  # in use on Windows
@@ -137,6 +146,9 @@ def remove(name: str) -> int:
             raise ModelNotFound(f"{models_folder()} has no model {shown(name)} any more: another process removed it")
         if not _is_ours(folder):
             raise ConfigError(f"{folder} was neither pulled nor added: delete the folder by hand if it is not needed")
+        if folder.is_symlink():  # what it links to is the user's own
+            folder.unlink()
+            return 0
         freed = 0 if _is_elsewhere(folder) else folder_bytes(folder)
         with write_errors(folder, fix="close the program that uses it, or delete the folder by hand"):
             (folder / MANIFEST).unlink(missing_ok=True)  # first: what is half removed must not load
@@ -159,7 +171,7 @@ def folder_bytes(folder: Path) -> int:
 def _is_ours(folder: Path) -> bool:
     """Whether `edgespec pull` or `edgespec add` made this folder."""
     if not is_file(folder / MANIFEST):
-        return any(folder.rglob(f".*{PART}"))
+        return is_file(folder / UNFINISHED) or any(folder.rglob(f".*{PART}"))
     try:
         table = read_table(folder / MANIFEST)
     except ModelFileError:  # damaged: a model that cannot be used is no loss

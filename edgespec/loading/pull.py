@@ -7,6 +7,7 @@ pull left is used by the next one. A draft that cannot be used is left out with 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,13 +22,14 @@ from edgespec.loading.catalogue import Entry, HeadSource, entries
 from edgespec.loading.download import OnBytes, Patience
 from edgespec.loading.hub import HubFile, HubRepo, Overloaded, address, cached, describe, is_offline
 from edgespec.loading.hub_choice import choose
-from edgespec.loading.own_models import one_writer, own_folders, replace_manifest
+from edgespec.loading.own_models import begin_folder, one_writer, own_folders, replace_manifest
 from edgespec.loading.package_file import joined_file, package_file
 from edgespec.loading.reference import Reference, parse
 from edgespec.loading.registry import registered_folders
 from edgespec.loading.room import fits
 
 OnNote = Callable[[str], None]
+_COMMIT = re.compile(r"[0-9a-f]{7,40}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +86,9 @@ def pull(
     reference = replace(reference, revision=revision) if revision else reference
     chosen = name or reference.name
     with one_writer(chosen, lambda: on_note(f"another edgespec process is getting {chosen}: waiting for it")) as folder:
-        if is_file(folder / MANIFEST) and not draft:
+        if is_file(folder / MANIFEST):
             _check_same(folder, reference)
+        if is_file(folder / MANIFEST) and not draft:
             on_note(f"{chosen} is already on this machine; edgespec rm {chosen} removes it")
             return read_pair(folder)
         plan = make_plan(reference, chosen, draft=draft, wants_draft=wants_draft)
@@ -101,8 +104,8 @@ def _parsed(text: str) -> Reference:
     except ModelNotFound as exc:
         if exists(expanded(text)):
             raise ConfigError(
-                f"{text} is a file or folder on this machine: edgespec chat {text} runs it in place, edgespec add "
-                f"{text} gives it a name"
+                f"{text} is a file or folder on this machine: edgespec chat {shlex.quote(text)} runs it in place, "
+                f"edgespec add {shlex.quote(text)} gives it a name"
             ) from exc
         if text not in registered_folders():
             raise
@@ -180,9 +183,16 @@ def _described(repo: str, revision: str) -> HubRepo:
 
 def _check_same(folder: Path, reference: Reference) -> None:
     """Raise ConfigError where a folder holds another model than the one that is wanted."""
-    source = str(read_table(folder / MANIFEST).get("source", ""))
+    table = read_table(folder / MANIFEST)
+    source = str(table.get("source", ""))
     wanted = reference.entry.source if reference.entry else reference.repo
-    if re.split("[@#]", source)[0] != wanted:
+    is_same = re.split("[@#]", source)[0] == wanted and "location" not in table
+    if is_same and reference.wanted:  # a quantisation or a file; only names of GGUF files always tell
+        target = read_pair(folder, check_hashes=False).files["target"].path.name.lower()
+        is_same = reference.wanted.rpartition("/")[2].lower() in target or not target.endswith(".gguf")
+    if is_same and _COMMIT.fullmatch(reference.revision):  # what a branch or a tag was is not kept
+        is_same = f"@{reference.revision}" in source
+    if not is_same:
         raise ConfigError(
             f"the name {folder.name} is taken by a model from {source or 'elsewhere'}: give another with --name, or "
             f"remove it with edgespec rm {folder.name}"
@@ -190,7 +200,7 @@ def _check_same(folder: Path, reference: Reference) -> None:
 
 
 def _fetch_all(plan: PullPlan, folder: Path, on_bytes: OnBytes, on_note: OnNote) -> ModelPair:
-    folder.mkdir(parents=True, exist_ok=True)
+    begin_folder(folder)
     places = {part.role: _places(part, folder) for part in plan.parts}
     _check_names(places)
     pairs = [(path, file) for part in plan.parts for path, file in zip(places[part.role], part.files, strict=True)]
@@ -209,6 +219,8 @@ def _fetch_all(plan: PullPlan, folder: Path, on_bytes: OnBytes, on_note: OnNote)
             if part.role == "target":
                 raise
             on_note(f"{plan.name} is kept without its draft: {exc}")
+            for path in places[part.role]:
+                path.unlink(missing_ok=True)
             continue
         roles[part.role] = model
     source = next(part.source for part in plan.parts if part.role == "target")

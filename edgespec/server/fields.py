@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -47,6 +48,8 @@ def _check_tree(value: Any) -> None:
                 below += each
             elif isinstance(each, str) and not each.isascii():
                 _check_text(each)
+            elif isinstance(each, float) and not math.isfinite(each):
+                raise bad_request("the body has a number beyond the range of a double")
         if not below:
             return
         level = below

@@ -65,7 +65,7 @@ class HttpError(EdgespecError):
         if path.startswith("/api/"):
             return {"error": self.message}
         if path.startswith("/v1/messages"):
-            kind = {503: "overloaded_error", 500: "api_error"}.get(self.status, self.kind)
+            kind = {503: "overloaded_error", 500: "api_error", 413: "request_too_large"}.get(self.status, self.kind)
             return {"type": "error", "error": {"type": kind, "message": self.message}}
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 

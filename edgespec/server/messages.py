@@ -51,6 +51,9 @@ class MessagesExchange(Exchange):
             if not has_begun:
                 yield self._begin(answer)
                 has_begun = True
+            if piece.reasoning and text_is_open:
+                yield _event("content_block_stop", index=index)
+                index, text_is_open = index + 1, False
             if piece.reasoning and not is_thinking:
                 yield _event("content_block_start", index=index, content_block=_thinking_block(""))
                 is_thinking = True
@@ -182,7 +185,7 @@ def _effort(loaded: Loaded, fields: Fields) -> str | None:
 def count_tokens(loaded: Loaded, fields: Fields) -> dict[str, Any]:
     """`/v1/messages/count_tokens`: the tokens of a prompt, nothing is generated."""
     body = {"model": fields.given("model")} | _read_conversation(loaded, fields)
-    fields.ignore("thinking", "output_config")
+    body |= {"reasoning_effort": _effort(loaded, fields), "response_format": _format(fields)}
     fields.finish()
     (job,) = read_chat(loaded, Fields(body)).jobs
     return {"input_tokens": len(job.prompt_ids)}

@@ -50,6 +50,8 @@ class ResponsesExchange(Exchange):
                 for part in self._beginning():
                     yield part
             if piece.reasoning:
+                for part in text.close("completed"):
+                    yield part
                 for part in reasoning.push(piece.reasoning):
                     yield part
             if piece.text or piece.calls:

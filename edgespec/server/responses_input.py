@@ -165,7 +165,8 @@ def _read_format(fields: Fields) -> dict[str, Any] | None:
 
 
 def _flat_format(form: dict[str, Any]) -> dict[str, Any]:
-    return {"type": form.get("type"), **form.get("json_schema", {})}
+    described = form.get("json_schema")
+    return {"type": form.get("type"), **(described if isinstance(described, dict) else {})}
 
 
 def _unsupported(where: str, why: str) -> HttpError:

@@ -42,6 +42,7 @@ def script(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setattr(module, "VENV", tmp_path / ".venv")
     monkeypatch.setattr(module, "MARKER", tmp_path / ".venv" / "edgespec-ready.json")
+    monkeypatch.setattr(module, "MADE", tmp_path / ".venv" / "made-by-run.py")
     monkeypatch.setattr(module, "WHEELS", tmp_path / ".venv" / "wheels")
     monkeypatch.setattr(module, "PYTHON", Path(sys.executable))
     for name in ("ENGINE", "MODEL", "MODELS", "HOME"):
@@ -233,6 +234,32 @@ def test_an_unknown_backend_is_refused_with_the_known_ones(script, installed, ca
 
 def test_the_package_and_the_script_know_the_same_backends(script):
     assert script.BACKENDS == BACKENDS
+
+
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_an_environment_without_pip_is_replaced_only_if_it_is_ours(script, installed, monkeypatch, is_ours):
+    own = script.VENV / "own.txt"
+    own.touch()
+    monkeypatch.setattr(script, "has_pip", lambda: False)
+    monkeypatch.setattr(script, "gets_pip", lambda: False)
+    monkeypatch.setattr(script, "environment_key", lambda: "key")
+    (script.ROOT / ".venv.log").touch()
+    if is_ours:
+        script.MADE.touch()
+        script.set_up([])
+        assert not own.exists() and script.MADE.exists()
+        return
+    with pytest.raises(SystemExit, match="was not made by this script"):
+        script.set_up([])
+    assert own.exists() and installed == []
+
+
+def test_an_extra_that_cannot_be_installed_leaves_what_was_ready(script, installed, monkeypatch):
+    script.set_up(["convert"])
+    monkeypatch.setattr(script, "step", lambda *given, **names: sys.exit(1))
+    with pytest.raises(SystemExit):
+        script.set_up(["server"])
+    assert script.is_ready(["convert"]) and not script.is_ready(["server"])
 
 
 def test_an_interrupted_setup_is_not_ready(script, monkeypatch):

@@ -14,6 +14,8 @@ from edgespec.control.base import NOTHING
 from edgespec.control.choice import DrafterState, kind_of
 from edgespec.control.cost import CostCurve
 from edgespec.control.draft_cost import DraftCost, guessed_draft_cost
+from edgespec.control.prior import PriorCurve
+from edgespec.control.run_cost import RunCosts
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.sampling import Sampler, Sampling
@@ -162,6 +164,36 @@ def test_rounds_that_cannot_be_paid_are_not_decided_one_by_one() -> None:
     expected = min(int(missing_s / (controller.bank.share * world.machine.plain_s)), 64)
     assert controller.rest() == expected > 8
     assert controller.rest() == 0
+
+
+def test_rounds_of_a_rest_that_an_answers_end_cuts_short_fill_the_bank() -> None:
+    world = World(Machine(LLAMA_Q4_K_M))
+    controller = world.auto()
+    for _ in range(3):
+        controller.costs.curve.observe(1, 0, world.machine.plain_s)
+    controller.bank.balance_s = -0.1 * world.machine.plain_s
+    text = made_up(40, repeat(0.9), honest, 0)
+    controller.begin(text.token_ids[: text.prompt_tokens])
+    request = DraftRequest(text.token_ids[: text.prompt_tokens + 1], 8, Sampler(Sampling(temperature=0.0), VOCABULARY))
+    assert controller.propose(request).draft.num_tokens == 0
+    before_s = controller.bank.balance_s
+    controller.wake(controller.rest() - 5)  # five rounds, then the answer was over
+    controller.begin(text.token_ids[: text.prompt_tokens])
+    earned_s = 5 * controller.bank.share * world.machine.plain_s
+    assert controller.bank.balance_s - before_s == pytest.approx(earned_s, rel=0.05)
+
+
+def test_a_draft_is_priced_in_seconds_whoever_timed_the_target() -> None:
+    curve = PriorCurve(1.0)
+    drafting, other = RunCosts(curve, {"model": guessed_draft_cost(0.1)}, 2), RunCosts(curve, {}, 2)
+    before = drafting.draft("model")
+    share = before.token_s
+    assert before.is_relative
+    for position in range(4):
+        other.observe_pass(RoundRecord(position, None, 0, 0, (), 0.0, 0.02, is_disturbed=False))
+    assert curve.is_scaled
+    cost = drafting.draft("model")
+    assert not cost.is_relative and cost.token_s == pytest.approx(share * 0.02)
 
 
 @pytest.mark.parametrize("curve", CURVES)

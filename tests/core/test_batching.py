@@ -151,6 +151,26 @@ def test_a_text_that_gives_way_to_a_copy_is_parked(tmp_path: Path) -> None:
     assert again.stats.reused_tokens == len(other)
 
 
+def test_a_batch_leaves_no_narrow_prompts_and_teaches_a_curve_once(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    curve, seen = model._pool.cost_curve, []
+    observe = type(curve).observe
+    monkeypatch.setattr(
+        type(curve), "observe", lambda own, *given, **named: seen.append(own) or observe(own, *given, **named)
+    )
+    with model.batch() as batch:
+        for drafter in ("auto", "suffix"):
+            batch.begin(model.stream([1, 2, 3], Sampling(), replace(OPTIONS, drafter=drafter)))
+        batch.step()
+        before = len(seen)
+        batch.step()
+        assert len(seen) - before <= 1
+        while batch.num_running:
+            batch.step()
+    assert all(sequence.most_rows > 1 << 20 for sequence, _ in model._executor.places())
+
+
 def test_a_failure_ends_all_answers_of_a_list(model: Model) -> None:
     passes = Counting(model.target)
     passes.broken_sequence = 1

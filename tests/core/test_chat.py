@@ -130,6 +130,22 @@ def test_a_template_that_joins_tool_arguments_gets_them_as_text():
     assert render_chat(source + "{% endfor %}{% endfor %}", messages) == 'find{"city": "Zürich"}'
 
 
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"role": "user", "content": [{"type": "text", "text": None}]}, "allowed: text"),
+        ({"role": "assistant", "content": "", "tool_calls": [{"function": 5}]}, "allowed: an object"),
+        (
+            {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "1" * 5000}}]},
+            "not JSON",
+        ),
+    ],
+)
+def test_a_part_or_a_call_that_cannot_be_used_is_named(message, said):
+    with pytest.raises(PromptError, match=said):
+        render_chat("{{ messages }}", [*HELLO, message])
+
+
 def test_tool_arguments_arrive_as_an_object():
     call = {"function": {"name": "find", "arguments": '{"city": "San Jose"}'}}
     messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]

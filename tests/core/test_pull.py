@@ -21,6 +21,7 @@ from demo import DEMO, ROOT
 from edgespec.errors import ConfigError, DownloadError, ModelFileError, ModelNotFound, StateError
 from edgespec.formats.manifest import ModelPair
 from edgespec.loading import download
+from edgespec.loading.own_models import add, remove
 from edgespec.loading.pull import pull
 from edgespec.loading.registry import resolve
 from hub_server import COMMIT, HubServer, serve
@@ -141,6 +142,32 @@ def test_a_quantisation_a_file_and_an_address_can_be_named(get, hub, home):
         get("other/model", name="small")
 
 
+def test_a_model_that_was_added_is_not_replaced_and_keeps_its_file(get, tmp_path):
+    own = tmp_path / "mine" / "own.gguf"
+    own.parent.mkdir()
+    shutil.copy(TARGET, own)
+    add(own, "mine")
+    for options in ({}, {"draft": f"{ID}:Q8_0"}):
+        with pytest.raises(ConfigError, match="taken by a model from elsewhere"):
+            get(name="mine", **options)
+    assert own.is_file() and resolve("mine").target == own
+
+
+def test_another_quantisation_under_the_same_name_is_not_taken_for_it(get):
+    get(f"{ID}:Q8_0", name="q", wants_draft=False)
+    with pytest.raises(ConfigError, match="the name q is taken by a model from"):
+        get(f"{ID}:Q6_K", name="q")
+
+
+def test_a_pull_that_stopped_between_two_files_can_be_removed(get, repo, home):
+    (repo / "demo-Q6_K.gguf").write_bytes(TARGET.read_bytes()[:-4096])
+    with pytest.raises(ModelFileError):
+        get()
+    assert not list((home / "demo").rglob(".*.part"))
+    remove("demo")
+    assert not (home / "demo").exists()
+
+
 def test_files_of_this_machine_are_not_fetched_again(get, hub, home):
     first = get()
     second = get(name="again")
@@ -178,11 +205,12 @@ def test_an_onnx_folder_comes_with_its_tokenizer(get, repo):
         assert model.generate("Hi", GREEDY, SHORT).token_ids
 
 
-def test_a_draft_that_cannot_be_used_is_left_out_with_its_reason(get, repo, notes):
+def test_a_draft_that_cannot_be_used_is_left_out_with_its_reason(get, repo, home, notes):
     (repo / "demo-draft-Q8_0.gguf").write_bytes(b"GGUF" + bytes(100))
     assert get().draft is None
     (said,) = [note for note in notes if "kept without its draft" in note]
     assert "demo-draft-Q8_0.gguf is not a usable model" in said
+    assert not list(home.rglob("demo-draft*"))
 
 
 def test_a_target_that_cannot_be_used_is_an_error(get, repo, home):

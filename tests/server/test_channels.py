@@ -5,10 +5,12 @@ A tiny model with gpt-oss's control tokens writes what a grammar forces.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +22,13 @@ from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.chat.channels import ChannelSplitter, call_header
 from edgespec.cli.main import cli
+from edgespec.server.answer import Piece
 from edgespec.server.app import create_app
 from edgespec.server.call_grammar import terminal
+from edgespec.server.messages import MessagesExchange
+from edgespec.server.responses import ResponsesExchange
 from edgespec.server.service import Limits, Service
+from edgespec.types import Stats
 from serving import BASE_URL
 from tiny_gguf import Shape, write_model
 
@@ -135,6 +141,38 @@ def test_the_command_line_prints_no_headers(path: Path, model: Model, tmp_path: 
     assert raw == f"{ANALYSIS}Hm.{NEXT}{FINAL}Yes.\n"
     told = json.loads(CliRunner().invoke(cli, [*asked, "--json"]).stdout)
     assert (told["reasoning"], told["answer"]) == ("Hm.", "Yes.")
+
+
+@pytest.mark.parametrize("kind", ["messages", "responses"])
+def test_reasoning_behind_a_text_begins_a_part_of_its_own(kind: str) -> None:
+    """gpt-oss may say what it is about to do before it reasons."""
+
+    class Pieces:
+        stats, finish_reason, calls, text, reasoning = Stats(), "stop", (), "Let me look. Done.", "Hm."
+        num_reasoning_tokens, splits_reasoning, ticket = 1, True, SimpleNamespace(seed=1)
+
+        def matched_stop(self, stops: Any) -> None:
+            return None
+
+        async def pieces(self) -> AsyncIterator[Piece]:
+            for piece in (Piece(text="Let me look."), Piece(reasoning="Hm."), Piece(text="Done.")):
+                yield piece
+
+    job = SimpleNamespace(options=GenerateOptions(), sampling=Sampling())
+    loaded, chat = SimpleNamespace(name="x"), SimpleNamespace(jobs=[job], is_stream=True)
+    made: Any = MessagesExchange(loaded, chat) if kind == "messages" else ResponsesExchange(loaded, chat, {})  # type: ignore[arg-type]
+
+    async def events() -> list[dict[str, Any]]:
+        parts = [part.decode() async for part in made.stream([Pieces()])]
+        lines = [line for part in parts for line in part.splitlines() if line.startswith("data: {")]
+        return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+    found, name = asyncio.run(events()), "index" if kind == "messages" else "output_index"
+    begun = [each[name] for each in found if each["type"] in ("content_block_start", "response.output_item.added")]
+    ended = [each[name] for each in found if each["type"] in ("content_block_stop", "response.output_item.done")]
+    assert begun == ended == [0, 1, 2]
+    deltas = [each[name] for each in found if "delta" in each["type"] and name in each]
+    assert deltas == sorted(deltas) and set(deltas) == {0, 1, 2}
 
 
 def test_a_message_cannot_forge_a_turn(model: Model) -> None:

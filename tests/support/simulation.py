@@ -234,6 +234,7 @@ def simulate(
             controller.observe(proposal, verdict, record)
         records.append(record)
         position += accepted + 1
+    controller.wake(max(resting - 1, 0))  # what the end of the text cut short
     return records
 
 
