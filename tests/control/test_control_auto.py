@@ -148,17 +148,24 @@ def test_never_slower_where_a_rounds_own_work_outweighs_its_pass(curve: str, cha
     assert controller.costs.round.round_s == 0 or controller.costs.round.round_s > 2 * PLAIN_S
 
 
-def test_rounds_that_cannot_be_paid_are_not_decided_one_by_one() -> None:
-    """Once the bank is empty the controller says how long it takes to fill it, and is not asked before."""
-    world = World(Machine(LLAMA_Q4_K_M))
+def out_of_time(world: World, prompt_ids: TokenIds) -> AutoController:
+    """A controller that cannot pay for a draft, and has been asked for one."""
     controller = world.auto()
     for _ in range(3):
         controller.costs.curve.observe(1, 0, world.machine.plain_s)
     controller.bank.balance_s = -0.1 * world.machine.plain_s
-    text = made_up(40, repeat(0.9), honest, 0)
-    controller.begin(text.token_ids[: text.prompt_tokens])
-    request = DraftRequest(text.token_ids[: text.prompt_tokens + 1], 8, Sampler(Sampling(temperature=0.0), VOCABULARY))
-    assert controller.propose(request).draft.num_tokens == 0
+    controller.begin(prompt_ids)
+    assert (
+        controller.propose(DraftRequest(prompt_ids, 8, Sampler(Sampling(temperature=0.0), VOCABULARY))).draft.num_tokens
+        == 0
+    )
+    return controller
+
+
+def test_rounds_that_cannot_be_paid_are_not_decided_one_by_one() -> None:
+    """Once the bank is empty the controller says how long it takes to fill it, and is not asked before."""
+    world = World(Machine(LLAMA_Q4_K_M))
+    controller = out_of_time(world, made_up(40, repeat(0.9), honest, 0).token_ids[:20])
     missing_s = world.machine.curve().at(2) - (1 + controller.bank.share) * world.machine.plain_s
     missing_s += 0.1 * world.machine.plain_s
     expected = min(int(missing_s / (controller.bank.share * world.machine.plain_s)), 64)
@@ -168,17 +175,11 @@ def test_rounds_that_cannot_be_paid_are_not_decided_one_by_one() -> None:
 
 def test_rounds_of_a_rest_that_an_answers_end_cuts_short_fill_the_bank() -> None:
     world = World(Machine(LLAMA_Q4_K_M))
-    controller = world.auto()
-    for _ in range(3):
-        controller.costs.curve.observe(1, 0, world.machine.plain_s)
-    controller.bank.balance_s = -0.1 * world.machine.plain_s
-    text = made_up(40, repeat(0.9), honest, 0)
-    controller.begin(text.token_ids[: text.prompt_tokens])
-    request = DraftRequest(text.token_ids[: text.prompt_tokens + 1], 8, Sampler(Sampling(temperature=0.0), VOCABULARY))
-    assert controller.propose(request).draft.num_tokens == 0
+    prompt_ids = made_up(40, repeat(0.9), honest, 0).token_ids[:20]
+    controller = out_of_time(world, prompt_ids)
     before_s = controller.bank.balance_s
     controller.wake(controller.rest() - 5)  # five rounds, then the answer was over
-    controller.begin(text.token_ids[: text.prompt_tokens])
+    controller.begin(prompt_ids)
     earned_s = 5 * controller.bank.share * world.machine.plain_s
     assert controller.bank.balance_s - before_s == pytest.approx(earned_s, rel=0.05)
 
