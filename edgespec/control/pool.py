@@ -299,4 +299,7 @@ class DrafterPool:
             disk_cache.put("learnt", self._learnt_key(name), controller.state())
 
     def _learnt_key(self, name: DrafterName) -> str:
-        return key_of(name, [cost_key(self._target.engine, self._pair.paths(role)) for role in self._pair.files])
+        files = [cost_key(self._target.engine, self._pair.paths(role)) for role in self._pair.files]
+        own = [file.path for kind, file in self._pair.heads.items() if kind == name]
+        heads = [disk_cache.file_key(path) for path in ([self._options.heads] if self._options.heads else own)]
+        return key_of(name, files, heads, self._options.exit_layer, self._options.draft_temperature)

@@ -68,6 +68,24 @@ class OllamaExchange(Exchange):
         return head | {"message": message}
 
 
+class Preload(Exchange):
+    """A request without a text, with which clients load a model before they need it; `ollama run` begins so."""
+
+    def __init__(self, loaded: Loaded, *, is_chat: bool) -> None:
+        super().__init__((), is_stream=False)
+        text: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
+        self._body = {"model": loaded.name, "created_at": _now()} | text | {"done": True, "done_reason": "load"}
+
+    def answer(self, ticket: Ticket) -> Answer:
+        raise AssertionError("a request without jobs has no answers")
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        return self._body
+
+    def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
+        raise AssertionError("it is one line")
+
+
 def _calls(calls: Sequence[Any]) -> list[dict[str, Any]]:
     return [{"function": {"name": call.name, "arguments": json.loads(call.arguments)}} for call in calls]
 
@@ -95,7 +113,7 @@ def _now() -> str:
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
-def read_chat_request(loaded: Loaded, fields: Fields) -> OllamaExchange:
+def read_chat_request(loaded: Loaded, fields: Fields) -> Exchange:
     """`/api/chat`. Blocks while it encodes. Raises HttpError and EdgespecError."""
     is_stream, body = _read_common(loaded, fields)
     messages = fields.listed("messages", 4096)
@@ -103,6 +121,8 @@ def read_chat_request(loaded: Loaded, fields: Fields) -> OllamaExchange:
     if any(isinstance(message, dict) and message.get("images") for message in messages or ()):
         raise bad_request("images are not supported: this server reads text only", "messages")
     fields.finish()
+    if messages == []:
+        return Preload(loaded, is_chat=True)
     body["messages"] = None if messages is None else [_with_reasoning(message) for message in messages]
     return OllamaExchange(loaded, read_chat(loaded, Fields(body)), is_chat=True, is_stream=is_stream)
 
@@ -113,7 +133,7 @@ def _with_reasoning(message: Any) -> Any:
     return {**message, "reasoning_content": thinking} if isinstance(thinking, str) and thinking else message
 
 
-def read_generate_request(loaded: Loaded, fields: Fields) -> OllamaExchange:
+def read_generate_request(loaded: Loaded, fields: Fields) -> Exchange:
     """`/api/generate`: the prompt as a chat of one message, or with `raw` as it is."""
     is_stream, body = _read_common(loaded, fields)
     prompt, system = fields.text("prompt"), fields.text("system")
@@ -122,7 +142,7 @@ def read_generate_request(loaded: Loaded, fields: Fields) -> OllamaExchange:
         fields.refuse(name, "this server has no such feature", ("", []))
     fields.finish()
     if not prompt:
-        raise bad_request("prompt is missing: give a text", "prompt")
+        return Preload(loaded, is_chat=False)
     if is_raw:
         inner: Exchange = read_completion(loaded, Fields(body | {"prompt": prompt}))
     else:

@@ -163,6 +163,13 @@ def test_the_model_is_listed_and_shown(client: TestClient, model: Model):
     assert shown["capabilities"] == ["completion", "tools"]
 
 
+@pytest.mark.parametrize(("path", "fields"), [("/api/generate", {}), ("/api/chat", {"messages": []})])
+def test_a_request_without_a_text_loads_the_model(client: TestClient, path: str, fields: dict[str, Any]):
+    found = post(client, path, model="demo", **fields)
+    assert (found["done"], found["done_reason"]) == (True, "load")
+    assert found.get("response", found.get("message", {}).get("content")) == ""
+
+
 @pytest.mark.parametrize(
     ("fields", "status", "words"),
     [
