@@ -255,11 +255,11 @@ def test_an_environment_without_pip_is_replaced_only_if_it_is_ours(script, insta
 
 
 def test_an_extra_that_cannot_be_installed_leaves_what_was_ready(script, installed, monkeypatch):
-    script.set_up(["convert"])
+    script.set_up(["server"])
     monkeypatch.setattr(script, "step", lambda *given, **names: sys.exit(1))
     with pytest.raises(SystemExit):
-        script.set_up(["server"])
-    assert script.is_ready(["convert"]) and not script.is_ready(["server"])
+        script.set_up(["test"])
+    assert script.is_ready(["server"]) and not script.is_ready(["test"])
 
 
 def test_an_interrupted_setup_is_not_ready(script, monkeypatch):
