@@ -118,7 +118,8 @@ class ContinuousBatch:
         """End all of them."""
         for member in list(self._members):
             self._leave(member)
-        self._slots.alone_again()
+        if not self._executor.turn.is_shut:  # else nothing follows, and the engine may be gone
+            self._slots.alone_again()
 
     # -- choosing
 
