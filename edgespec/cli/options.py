@@ -61,6 +61,7 @@ _TYPES: dict[Kind, Any] = {
     "switch": bool,
     "texts": str,
     "length": _Length(),
+    "size": str,
     "contents": _Contents(),
 }
 Function = TypeVar("Function", bound=Callable[..., Any])

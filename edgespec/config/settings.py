@@ -20,7 +20,7 @@ from edgespec.formats.files import expanded, read_text
 
 Part = Literal["load", "sampling", "generate", "session"]
 Group = Literal["Model", "Speculation", "Sampling", "Answer", "Output", "Hardware"]
-Kind = Literal["text", "path", "integer", "number", "switch", "texts", "length", "contents"]
+Kind = Literal["text", "path", "integer", "number", "switch", "texts", "length", "size", "contents"]
 ENVIRONMENT_PREFIX = "EDGESPEC_"
 # Variables that are no settings: where things lie, a real model for the tests that want one, the key of `serve`.
 PLACES = ("CONFIG", "HOME", "MODELS", "TEST_MODEL", "API_KEY")
@@ -32,6 +32,7 @@ _TOML_TYPES: dict[Kind, tuple[type, ...]] = {
     "path": (str,),
     "texts": (str, list),
     "length": (int, str),
+    "size": (int, str),
     "contents": (str,),
 }
 _SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
@@ -194,7 +195,7 @@ SETTINGS: tuple[Setting, ...] = (
         ("cache_type_v", "text", "-ctv --cache-type-v", "Type of cached values"),
         ("draft_cache_type_k", "text", "-ctkd --cache-type-k-draft", "Type of the draft model's cached keys"),
         ("draft_cache_type_v", "text", "-ctvd --cache-type-v-draft", "Type of the draft model's cached values"),
-        ("memory", "text", "--memory", "Memory budget: a size, a share of the free memory, or auto"),
+        ("memory", "size", "--memory", "Memory budget: a size, a share of the free memory, or auto"),
     ),
     *_of(
         "Speculation",

@@ -9,6 +9,7 @@ from edgespec.control import constants as c
 from edgespec.control.cost import WIDEST, CostCurve
 from edgespec.control.draft_cost import DraftCost, RoundCost
 from edgespec.control.length import Prices, least_ahead
+from edgespec.control.sharing import Sharing, parts_of, seconds_of, whole_s
 from edgespec.types import RoundRecord
 
 
@@ -29,8 +30,7 @@ class RunCosts:
         self._pass_s: list[float] = []
         self._ahead_s: list[float] = []
         self._round_s = 0.0
-        self._num_sequences, self._other_rows = 1, 0
-        self._drafted_rows = 0  # how many of the others' rows are drafts
+        self._sharing = Sharing()
         self._shared: tuple[object, list[float], list[float]] = (None, [], [])  # cached prices of shared passes
 
     def use_threads(self, threads: int) -> None:
@@ -61,21 +61,17 @@ class RunCosts:
     def share_passes(self, num_sequences: int, other_rows: int, prompt_rows: int = 0) -> None:
         """The next passes hold `other_rows` rows of others as well, `prompt_rows` of them of prompts.
 
-        `num_sequences`: those that decode. Each pays 1/n of a plain pass over all of them, so that a token of any is
-        worth the same and the total tokens per second are maximised. A draft costs what its rows add to the pass that
-        runs anyway, or its share of what all drafts add, whichever is more: where costs rise in steps, each draft alone
-        would seem free beside the others.
+        `num_sequences`: those that decode. What this one pays then: `Sharing`.
         """
-        if num_sequences != self._num_sequences:
-            before_s = self.plain_s(0)
-            self._num_sequences = num_sequences
-            self._seconds *= self.plain_s(0) / before_s
-        self._other_rows = other_rows
-        self._drafted_rows = max(other_rows - prompt_rows - (num_sequences - 1), 0)
+        before = self._sharing
+        self._sharing = Sharing.beside(num_sequences, other_rows, prompt_rows, splits=self.splits)
+        if num_sequences != before.num_sequences:
+            table = self.curve.table(0)
+            self._seconds *= self._sharing.plain_s(table) / before.plain_s(table)
 
     def draft(self, name: str) -> DraftCost:
         """What a drafter's tokens cost, given the sequences that share the next passes."""
-        return self._timed(self.drafts[name]).among(self._num_sequences)
+        return self._timed(self.drafts[name]).among(self._sharing.num_sequences)
 
     def _timed(self, cost: DraftCost) -> DraftCost:
         if cost.is_relative and self.curve.is_scaled:  # another controller's answers timed the curve, which both share
@@ -85,66 +81,46 @@ class RunCosts:
     @property
     def is_shared(self) -> bool:
         """Whether the next passes hold rows of other sequences."""
-        return self._num_sequences > 1 or self._other_rows > 0
+        return bool(self._sharing)
 
     @property
     def most_rows(self) -> int:
         """How many rows of one sequence have a known cost; always a few, even beside a prompt (no logits)."""
-        return max(WIDEST - self._other_rows, c.LEAST_SHARED_ROWS)
+        return max(WIDEST - self._sharing.other_rows, c.LEAST_SHARED_ROWS)
 
     def plain_s(self, context: int) -> float:
         """Seconds of a plain pass, or one sequence's share of it, with `context` tokens in the cache."""
-        return _at(self.curve.table(context), self._num_sequences) / self._num_sequences
-
-    def parts_of(self, widths: Sequence[int], prompt_rows: int, context: int) -> list[float]:
-        """Each decoding sequence's share, in seconds, of a pass with rows of `widths` and `prompt_rows` of prompts.
-
-        They sum to the whole pass less what the prompts add; what the drafts add is divided by their rows.
-        """
-        table, count, drafted = self.curve.table(context), len(widths), sum(widths) - len(widths)
-        plain_s = _at(table, count) / count
-        added_s = self._whole_s(table, count, drafted + prompt_rows) - self._whole_s(table, count, prompt_rows)
-        return [plain_s + added_s * (width - 1) / max(drafted, 1) for width in widths]
+        return self._sharing.plain_s(self.curve.table(context))
 
     def pass_s(self, num_rows: int, context: int) -> float:
         """Seconds of a pass over `num_rows` rows, or one sequence's share of it."""
-        return self.plain_s(context) + self._added_s(self.curve.table(context), num_rows)
+        table = self.curve.table(context)
+        return self._sharing.plain_s(table) + self._sharing.added_s(table, num_rows)
 
-    def _added_s(self, table: Sequence[float], num_rows: int) -> float:
-        """What `num_rows` rows instead of one row of a sequence add to a pass, by the rule of `share_passes`."""
-        count, drafted = self._num_sequences, self._drafted_rows
-        beside = self._other_rows - (count - 1)  # rows of drafts and prompts of others
-        whole_s = self._whole_s(table, count, beside + num_rows - 1)
-        share = (num_rows - 1) / max(num_rows - 1 + drafted, 1)
-        alone_s = whole_s - self._whole_s(table, count, beside)
-        return max(alone_s, (whole_s - self._whole_s(table, count, beside - drafted)) * share)
-
-    def _whole_s(self, table: Sequence[float], count: int, more: int) -> float:
-        """A pass over a row of each of `count` sequences and `more` rows of some of them."""
-        if self.splits and count > 1 and more:
-            return _at(table, count) + _at(table, more)
-        return _at(table, count + more)
+    def parts_of(self, widths: Sequence[int], prompt_rows: int, context: int) -> list[float]:
+        """Each decoding sequence's share, in seconds, of a pass: see `sharing.parts_of`."""
+        return parts_of(self.curve.table(context), widths, prompt_rows, splits=self.splits)
 
     def observe_shared(self, widths: Sequence[int], context: int, seconds: float) -> None:
         """Learn what a pass over rows of several sequences took, `widths` of each; no drafts: all are 1."""
         table, count, num_rows = self.curve.table(context), len(widths), sum(widths)
         if not self.curve.is_sure_of_plain():  # learn the cost of plain passes first
-            whole_s = self._whole_s(table, count, num_rows - count)
-            self._observe(1, context, seconds * self.curve.at(1, context) / whole_s)
+            expected_s = whole_s(table, count, num_rows - count, splits=self.splits)
+            self._observe(1, context, seconds * self.curve.at(1, context) / expected_s)
             return
         is_plain = num_rows == count
         if self.splits and max(widths) > min(widths):  # all but the second of its passes are known well
-            seconds, num_rows = seconds - _at(table, count), num_rows - count
+            seconds, num_rows = seconds - seconds_of(table, count), num_rows - count
         if num_rows <= WIDEST and seconds > 0:
             self._observe(num_rows, context, seconds, is_plain=is_plain)
 
     def _shared_prices(self, context: int) -> Prices:
         table, round_s = self.curve.table(context), self.round.price_s
-        key = (table, self._num_sequences, self._other_rows, self._drafted_rows, round_s)
+        key = (table, self._sharing, round_s)
         if self._shared[0] != key:
-            plain_s = self.plain_s(context)
+            plain_s = self._sharing.plain_s(table)
             widths = range(2, min(c.MAX_AUTO_LENGTH + c.FORESIGHT + 2, WIDEST + 1))
-            pass_s = [0.0, plain_s, *(plain_s + self._added_s(table, width) + round_s for width in widths)]
+            pass_s = [0.0, plain_s, *(plain_s + self._sharing.added_s(table, width) + round_s for width in widths)]
             self._shared = key, pass_s, least_ahead(pass_s[: c.MAX_AUTO_LENGTH + 2])
         _, pass_s, ahead_s = self._shared
         return Prices(pass_s, ahead_s, self.rate(pass_s[1]))
@@ -183,10 +159,3 @@ class RunCosts:
         if was_guessed and self.curve.is_scaled:
             for cost in self.drafts.values():
                 cost.scale(self.curve.at(1, context))
-
-
-def _at(table: Sequence[float], width: int) -> float:
-    """Seconds of a pass; beyond the table, rows cost the average of its upper half."""
-    if width <= WIDEST:
-        return table[width]
-    return table[WIDEST] + (width - WIDEST) * (table[WIDEST] - table[WIDEST // 2]) / (WIDEST - WIDEST // 2)

@@ -79,7 +79,7 @@ def _linear_names(checkpoint: Checkpoint) -> dict[str, str]:
     from edgespec.export.architectures.table import architecture_of
 
     found = architecture_of(checkpoint)
-    is_tied = found.is_tied(checkpoint)
+    is_tied = found.is_tied(checkpoint.config)
     names = {"lm_head": "token_embd.weight" if is_tied else "output.weight"}
     for layer in range(found.sizes(checkpoint).layers):
         for rest, tensor in found.layer.items():

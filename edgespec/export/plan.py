@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelFileError
+from edgespec.export.architectures.table import is_tied
 from edgespec.export.checkpoint import Checkpoint, is_head_config
 from edgespec.export.hub import Source
 from edgespec.export.reference import has_transformers
@@ -137,7 +138,7 @@ def _sizes(checkpoint: Checkpoint) -> dict[str, int]:
     sizes = {name: math.prod(checkpoint.shape(name)) for name in checkpoint.names()}
     if not sizes:
         raise ModelFileError(f"{checkpoint.folder} has no tensors")
-    if checkpoint.config.get("tie_word_embeddings") and len(sizes) > 1:
+    if is_tied(checkpoint.architecture, checkpoint.config) and len(sizes) > 1:
         sizes.pop("lm_head.weight", None)
     return sizes
 

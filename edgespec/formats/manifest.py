@@ -220,7 +220,7 @@ def read_pair(folder: Path, engine: str = "auto", *, check_hashes: bool = True) 
     """
     manifest = _Manifest(folder / MANIFEST)
     values = manifest.values
-    manifest.only("", values, ("format", "context_length", "location", *TEXT_KEYS, *TABLES))
+    manifest.only("", values, ("format", "context_length", "location", "revision", *TEXT_KEYS, *TABLES))
     if (version := manifest.get(values, "format", int)) != MANIFEST_FORMAT:
         raise manifest.fail("format", f"is {version}; this edgespec reads {MANIFEST_FORMAT}")
     tables = {name: manifest.get(values, name, dict, {}) for name in TABLES}

@@ -53,7 +53,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class PullPlan:
-    """What a pull fetches, before anything is fetched. `notes`: what the user should know of the choice."""
+    """What a pull fetches, before anything is fetched.
+
+    `notes`: what the user should know of the choice; `revision`: the branch or tag that was asked for, or empty.
+    """
 
     name: str
     parts: tuple[Part, ...]
@@ -61,6 +64,7 @@ class PullPlan:
     licence: str
     notes: tuple[str, ...]
     sampling: Mapping[str, float]
+    revision: str = ""
 
     @property
     def bytes(self) -> int:
@@ -125,7 +129,8 @@ def make_plan(reference: Reference, name: str, *, draft: str = "", wants_draft: 
         parts.append(_parts_of(parse(entry.draft), "draft")[0])
     licence = entry.licence if entry else target.repo.licence if target.repo else ""
     sampling = entry.sampling if entry else {}
-    return PullPlan(name, tuple(parts), entry.description if entry else "", licence, tuple(notes), sampling)
+    description = entry.description if entry else ""
+    return PullPlan(name, tuple(parts), description, licence, tuple(notes), sampling, reference.revision)
 
 
 def _parts_of(reference: Reference, role: str) -> tuple[Part, Part | None, list[str]]:
@@ -190,8 +195,10 @@ def _check_same(folder: Path, reference: Reference) -> None:
     if is_same and reference.wanted:  # a quantisation or a file; only names of GGUF files always tell
         target = read_pair(folder, check_hashes=False).files["target"].path.name.lower()
         is_same = reference.wanted.rpartition("/")[2].lower() in target or not target.endswith(".gguf")
-    if is_same and _COMMIT.fullmatch(reference.revision):  # what a branch or a tag was is not kept
-        is_same = f"@{reference.revision}" in source
+    if is_same and reference.revision:
+        is_same = table.get("revision", reference.revision) == reference.revision
+        if _COMMIT.fullmatch(reference.revision):
+            is_same = f"@{reference.revision}" in source
     if not is_same:
         raise ConfigError(
             f"the name {folder.name} is taken by a model from {source or 'elsewhere'}: give another with --name, or "
@@ -224,7 +231,13 @@ def _fetch_all(plan: PullPlan, folder: Path, on_bytes: OnBytes, on_note: OnNote)
             continue
         roles[part.role] = model
     source = next(part.source for part in plan.parts if part.role == "target")
-    about = {"description": plan.description, "licence": plan.licence, "source": source, "sampling": plan.sampling}
+    about = {
+        "description": plan.description,
+        "licence": plan.licence,
+        "source": source,
+        "revision": plan.revision,
+        "sampling": plan.sampling,
+    }
     replace_manifest(folder, about, roles)
     return read_pair(folder)
 

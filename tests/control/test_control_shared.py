@@ -110,6 +110,7 @@ def test_where_uneven_rows_are_passes_of_their_own_a_draft_pays_for_a_whole_one(
     found.share_passes(4, 3)
     packed_s = found.pass_s(5, 0) - found.plain_s(0)
     found.splits = True
+    found.share_passes(4, 3)
     assert found.pass_s(5, 0) - found.plain_s(0) == pytest.approx(curve.at(4)) and curve.at(4) > 2 * packed_s
     parts = found.parts_of([5, 1, 1, 1], 0, 0)
     assert sum(parts) == pytest.approx(2 * curve.at(4)) and parts[0] == pytest.approx(1.25 * curve.at(4))

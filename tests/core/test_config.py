@@ -54,6 +54,11 @@ def test_every_spelling_of_a_flag_is_a_key(config, spelling):
     assert resolve({}, {variable: "7"}).part("load") == {"draft_length": 7}
 
 
+def test_a_budget_is_a_number_of_bytes_or_a_size(config):
+    assert resolve({}, {}, config("memory = 6000000000")).part("load") == {"memory": 6_000_000_000}
+    assert resolve({}, {}, config("memory = '6GiB'")).part("load") == {"memory": "6GiB"}
+
+
 def test_the_environment_names_a_config_file(config):
     assert resolve({}, {"EDGESPEC_CONFIG": str(config("threads = 3"))}).part("load") == {"threads": 3}
 

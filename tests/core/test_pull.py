@@ -24,7 +24,7 @@ from edgespec.loading import download
 from edgespec.loading.own_models import add, remove
 from edgespec.loading.pull import pull
 from edgespec.loading.registry import resolve
-from hub_server import COMMIT, HubServer, serve
+from hub_server import COMMIT, TAG, HubServer, serve
 from split_gguf import split
 
 ID = "edge/demo-GGUF"
@@ -157,6 +157,15 @@ def test_another_quantisation_under_the_same_name_is_not_taken_for_it(get):
     get(f"{ID}:Q8_0", name="q", wants_draft=False)
     with pytest.raises(ConfigError, match="the name q is taken by a model from"):
         get(f"{ID}:Q6_K", name="q")
+
+
+def test_another_tag_under_the_same_name_is_not_taken_for_it(get, hub):
+    pair = get(name="tagged", wants_draft=False, revision=TAG)
+    asked = len(hub.asked)
+    assert get(name="tagged", revision=TAG).target == get(name="tagged").target == pair.target
+    assert len(hub.asked) == asked
+    with pytest.raises(ConfigError, match="the name tagged is taken by a model from"):
+        get(name="tagged", revision="v1")
 
 
 def test_a_pull_that_stopped_between_two_files_can_be_removed(get, repo, home):

@@ -14,6 +14,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+TAG = "v2"
 _CHUNK = 1 << 16
 _LARGE = (".gguf", ".safetensors", ".onnx", ".data", ".bin")  # stored by checksum; the others as blobs of git
 
@@ -76,7 +77,7 @@ class _Handler(BaseHTTPRequestHandler):
         folder = self.server.models.get(hub_id)
         if folder is None:
             self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
-        elif revision not in ("main", COMMIT):
+        elif revision not in ("main", TAG, COMMIT):
             self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
         else:
             files = [self._listed(folder, path) for path in sorted(folder.rglob("*")) if path.is_file()]

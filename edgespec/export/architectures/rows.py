@@ -108,9 +108,9 @@ class Architecture:
     window_pattern: int = 0  # without layer_types: every n-th layer has full attention
     fixed_attention_scale_layers: int = 0  # at this number of layers llama.cpp scales attention by width / heads
 
-    def is_tied(self, checkpoint: Checkpoint) -> bool:
+    def is_tied(self, settings: Mapping[str, Any]) -> bool:
         """Whether the output projection is the embedding matrix; some configs leave out what transformers implies."""
-        return bool(checkpoint.config.get("tie_word_embeddings", self.head_is_tied or self.ties_by_default))
+        return bool(settings.get("tie_word_embeddings", self.head_is_tied or self.ties_by_default))
 
 
 def interleave_rotary(weights: Weights, heads: int) -> Weights:

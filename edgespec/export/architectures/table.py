@@ -6,6 +6,7 @@ Settings that llama.cpp does not support are rejected by name before anything is
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from edgespec.errors import ModelFileError
 from edgespec.export.architectures.layers import check_unrotated_layers, rotary_settings
@@ -178,6 +179,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         head_is_tied=True,
     ),
 }
+
+
+def is_tied(architecture: str, settings: Mapping[str, Any]) -> bool:
+    """Whether a model's output projection is its embedding matrix. `settings`: of its text model, from config.json."""
+    return ARCHITECTURES.get(architecture, LLAMA).is_tied(settings)
 
 
 def architecture_of(checkpoint: Checkpoint) -> Architecture:

@@ -152,7 +152,7 @@ def plan_tensors(checkpoint: Checkpoint, found: Architecture, sizes: Sizes) -> d
 
     Raises ModelFileError for a tensor that is missing, unknown, or has another shape than config.json implies.
     """
-    is_tied = found.is_tied(checkpoint)
+    is_tied = found.is_tied(checkpoint.config)
     if found.head_is_tied and not is_tied:
         raise ModelFileError(f"{checkpoint.folder}: llama.cpp's {found.name} needs tied embeddings, but they are not")
     plan: dict[str, Planned] = {}

@@ -31,7 +31,6 @@ from edgespec.formats.onnx.llama_config import LlamaConfig
 
 HEAD = "lm_head.weight"
 ALTERNATIVE = "give --exporter builder, which may know more and needs the extra export"
-TIED_BY_DEFAULT = ("smollm3", "gemma3")
 OPTIONAL_WINDOWS = ("qwen2", "qwen3", "smollm3")  # without use_sliding_window there are none, whatever else is said
 BIASES = {
     "attention_bias": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
@@ -199,7 +198,7 @@ class _Reader:
         """All tensors of the shapes that config.json implies, by transformers' names."""
         checkpoint, found = self._checkpoint, dict[str, tuple[str, Tensor]]()
         stored = {canonical_name(self._table, name): name for name in checkpoint.names() if not name.endswith(BUFFERS)}
-        is_tied = self._settings.get("tie_word_embeddings", self._table.name in TIED_BY_DEFAULT)
+        is_tied = self._table.is_tied(self._settings)
         if is_tied:
             stored.pop(HEAD, None)
         for name, tensor in self._places(sizes.layers, with_head=not is_tied):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelFileError
+from edgespec.export.architectures.table import is_tied
 from edgespec.export.checkpoint import Checkpoint
 from edgespec.formats.hub_folder import CHAT_TEMPLATE, chat_template, read_json
 
@@ -36,9 +37,8 @@ class Source:
 
     @property
     def is_tied(self) -> bool:
-        """Whether the output projection is tied to the embeddings; a default in transformers for Gemma and GPT-2."""
-        implied = self.config.get("model_type") in ("gemma", "gemma2", "gemma3_text", "gpt2", "smollm3")
-        return bool(self.text_config.get("tie_word_embeddings", implied))
+        """Whether the output projection is tied to the embeddings."""
+        return is_tied(self.architecture, self.text_config)
 
     @property
     def head_size(self) -> int:
