@@ -31,7 +31,8 @@ class EngineFacts:
     most can be dropped, once, and not all of its rows, and with `has_checkpoints` what came after one. `can_tree`:
     whether a batch may hold trees; chains are always allowed. `can_pack`: whether rows of several sequences may share a
     pass; in reproducible mode, whether each of them then has the bits that it has alone. `splits_passes`: whether it
-    runs as several passes where they have different numbers of rows. `notes`: what the user should know about this
+    runs as several passes where they have different numbers of rows. `own_cells`: whether each sequence has cells of
+    its own, so that its passes do not look at what the others hold. `notes`: what the user should know about this
     load. `placement`: the devices' own names and how much of the model is on each, empty if all of it is on the CPU;
     measurements are kept separately for each placement. `state_window`: what `save_state` gives of a longer text holds
     only so many of the last tokens in some layers, so that once loaded it can be continued or emptied, but not
@@ -55,6 +56,7 @@ class EngineFacts:
     prompt_block: int = 0
     can_pack: bool = False
     splits_passes: bool = False
+    own_cells: bool = False
     notes: tuple[str, ...] = ()
     placement: str = ""
     rollback_rows: int = 0

@@ -10,6 +10,7 @@ import logging
 from dataclasses import dataclass
 
 from edgespec.engines.cached_text import CachedText
+from edgespec.engines.limits import return_freed_memory
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import EdgespecError
 from edgespec.types import TokenIds
@@ -57,6 +58,7 @@ class ParkedStates:
             shared, size = parked.text.shared_length(wanted_ids, live.blocks), parked.text.token_ids.size
             if shared > most and (shared == size or (can_rollback and shared >= facts.loaded_reach(size))):
                 found, most = parked, shared
+            del parked  # or the last one would outlive what `park` drops
         self.park_before(live, held)
         if found is not None and _pays(most - held, found.text.token_ids.size):
             self._states = [parked for parked in self._states if parked is not found]
@@ -74,17 +76,23 @@ class ParkedStates:
         """Save the state of `live`, unless it is too large or cannot be saved."""
         if live.length < LEAST_TOKENS:
             return
-        if live.length * live.engine.facts.kv_bytes_per_token > self._most_bytes:
+        needed = live.length * live.engine.facts.kv_bytes_per_token
+        if needed > self._most_bytes:
             return
         text = live.text
+        self._states = [parked for parked in self._states if not text.begins_with(parked.text)]
+        self._drop_beyond(self._most_states - 1, self._most_bytes - needed)  # first: while it is saved it takes twice
         try:
             state = live.engine.save_state(live.sequence)
         except (EdgespecError, MemoryError) as exc:
             logger.debug("a state cannot be parked: %s", exc)
             return
-        kept = [parked for parked in self._states if not text.begins_with(parked.text)]
-        self._states = [*kept, Parked(text, state)][-self._most_states :]
-        while self.num_bytes > self._most_bytes:
+        self._states.append(Parked(text, state))
+        self._drop_beyond(self._most_states, self._most_bytes)
+        return_freed_memory()
+
+    def _drop_beyond(self, most_states: int, most_bytes: int) -> None:
+        while self._states and (len(self._states) > most_states or self.num_bytes > most_bytes):
             del self._states[0]
 
 

@@ -51,6 +51,9 @@ class ClassWatch:
         width = self._other_width(sequence, count)
         if width is None:
             return
+        start = sequence.length - width
+        if sequence.engine.reachable(start, sequence.sequence) != start:  # within a loaded state of a window
+            return
         expected = logits[len(logits) - min(count, width) :].copy()
         again = sequence.score_again(width)
         if not np.array_equal(again[width - len(expected) :], expected, equal_nan=True):

@@ -23,7 +23,7 @@ from edgespec.formats.hub_folder import read_json
 
 Config = dict[str, Any]
 Weights = NDArray[np.float32]
-INDEX = "model.safetensors.index.json"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
 READABLE = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 # The sizes of types that cannot be converted are needed to check that a file is complete.
@@ -130,7 +130,7 @@ class Checkpoint:
 
 def _listed_tensors(folder: Path) -> dict[str, str]:
     """Tensor name -> file name, from the index of a sharded checkpoint; empty without an index."""
-    if not (folder / INDEX).exists():
+    if (folder / WHOLE).is_file() or not (folder / INDEX).exists():  # as transformers reads a folder with both
         return {}
     listed = read_json(folder / INDEX).get("weight_map")
     if not isinstance(listed, dict) or not listed:
@@ -144,6 +144,8 @@ def _listed_tensors(folder: Path) -> dict[str, str]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
+    if (folder / WHOLE).is_file():
+        return [folder / WHOLE]
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         others = [path.name for pattern in OTHER_WEIGHTS for path in sorted(folder.glob(pattern))]

@@ -19,10 +19,14 @@ class Relief:
         self, watch: MemoryWatch, parked: ParkedStates, drop_models: Callable[[], tuple[DrafterName, ...]]
     ) -> None:
         self._watch, self._parked, self._drop_models = watch, parked, drop_models
+        self._is_helpless = False  # nothing was left to release, which was said
 
     def relieve(self, controllers: Callable[[], Iterable[Controller]]) -> str:
         """Free what is needed and say what was given up; empty where nothing is. `controllers` in use learn of it."""
-        excess = self._watch.excess()
+        if not self._watch.excess():
+            return ""
+        return_freed_memory()  # what the allocator keeps for later is in the way of nobody
+        excess = self._watch.excess_now()
         if not excess:
             return ""
         over = f"memory: {as_size(excess)} {self._watch.why}"
@@ -36,5 +40,7 @@ class Relief:
         return_freed_memory()
         if names:
             return f"{over}: draft model released ({', '.join(names)}), drafters that need none stay on"
-        self._watch.stop()
+        if self._is_helpless:
+            return ""
+        self._is_helpless = True
         return f"{over}, and there is nothing left to release: use a smaller --ctx-size"

@@ -62,7 +62,7 @@ class Slots:
 
     def _clear_idle(self, found: Slot) -> None:
         """Where sequences share their cells, a pass looks at those of all, so idle texts are parked instead."""
-        if found.sequence.engine.facts.pinned_class is not None:
+        if found.sequence.engine.facts.own_cells:
             return
         idle = sorted(
             (s for s in self._all if s is not found and not s.is_taken), key=lambda slot: slot.latest_use, reverse=True
@@ -75,17 +75,26 @@ class Slots:
                 slot.sequence.rollback(0)
 
     def take(self, request: Request) -> Slot:
-        """The free place that continues the prompt furthest, of equal ones that which was used longest ago."""
+        """A free place: one whose text is not lost, of these that which the prompt continues furthest, then the oldest.
+
+        A beginning that many prompts share is copied from another place instead. A model that cannot roll back cannot
+        copy, so there only the length counts.
+        """
         prompt_ids = request.prompt_ids
 
         def kept(slot: Slot) -> int:
             return slot.sequence.reusable_length(prompt_ids)
 
-        found = max(self._free(request.options), key=lambda slot: (kept(slot), -slot.latest_use))
+        def loses_little(slot: Slot) -> bool:
+            return slot.sequence.length - kept(slot) < LEAST_TOKENS
+
+        copies = self._all[0].sequence.engine.facts.can_rollback
+        free = self._free(request.options)
+        found = max(free, key=lambda slot: (copies and loses_little(slot), kept(slot), -slot.latest_use))
         own = kept(found)
         source = max(self._all, key=kept)
         shared = kept(source)
-        if shared >= own + LEAST_TOKENS and found.sequence.engine.facts.can_rollback:
+        if shared >= own + LEAST_TOKENS and copies:
             self._parked.park_before(found.sequence, own)
             found.sequence.adopt_prefix(source.sequence, shared)
         self._clear_idle(found)

@@ -40,7 +40,7 @@ class MemoryWatch:
         self._used, self._clock, self._free = used, clock, free
         self._next_s = clock()
         self.why = ""
-        self._is_stopped = False
+        self._is_closed = False
         self._others_before = self._others_bytes()
         _watches.add(self)
         count_plan(self)
@@ -48,13 +48,9 @@ class MemoryWatch:
     def _others_bytes(self) -> int:
         return sum(watch.planned_bytes for watch in list(_watches) if watch is not self)
 
-    def stop(self) -> None:
-        """Do not look any more."""
-        self._is_stopped = True
-
     def close(self) -> None:
         """The pair was closed: its memory is free for others."""
-        self._is_stopped = True
+        self._is_closed = True
         _watches.discard(self)
         drop_plan(self)
 
@@ -76,9 +72,13 @@ class MemoryWatch:
     def excess(self) -> int:
         """Bytes over the limit, or too few that are free, now; 0 within both, and between two looks."""
         now_s = self._clock()
-        if self._is_stopped or now_s < self._next_s:
+        if self._is_closed or now_s < self._next_s:
             return 0
         self._next_s = now_s + _LOOK_EVERY_S
+        return self.excess_now()
+
+    def excess_now(self) -> int:
+        """`excess` at any time, whenever the last look was."""
         free, used = self._free(), self._used()
         short = 0 if free is None else max(LEAST_FREE_BYTES - free, 0)
         over = 0

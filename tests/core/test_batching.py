@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+import edgespec
 from bench_table import table_model
 from edgespec import GenerateOptions, Generation, Model, Result, Sampling
+from edgespec.engines.parked import ParkedStates
 from edgespec.errors import CapabilityError, EngineError
 from edgespec.types import Batch, Logits, TokenEvent
 
@@ -124,6 +126,32 @@ def test_a_shared_prefix_is_read_once(model: Model) -> None:
     assert second.stats.reused_tokens == len(system)
     found = second.result()
     assert same(found, alone(model, [*system, 2], Sampling()))
+
+
+def test_clients_that_take_turns_have_a_place_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A beginning that all prompts share is no reason to give up another client's text while places are empty."""
+    monkeypatch.setattr(ParkedStates, "park", lambda *_: None)
+    with table_model(tmp_path, parallel=3) as model:
+        system = [1, 2, 3]
+        texts = {name: [*system, *(ids * 20)] for name, ids in (("a", [4, 5]), ("b", [6, 7]), ("c", [8, 9]))}
+        for turn in range(3):
+            for name, ids in texts.items():
+                (found,) = model.generate_all([ids], Sampling(), replace(OPTIONS, max_tokens=2))
+                assert not turn or found.stats.reused_tokens >= len(ids) - 2, name
+                texts[name] = [*ids, *found.token_ids, 1]
+
+
+def test_idle_texts_stay_where_every_sequence_has_its_own_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llama_cpp", reason="llama.cpp is not installed")
+    monkeypatch.setattr("edgespec.generation.slots.MOST_IDLE_TOKENS", 8)
+    options: dict[str, Any] = {"engine": "llamacpp", "threads": 1, "context_length": 256, "drafter": "none"}
+    with edgespec.load("demo", parallel=2, reproducible=False, **options) as model:
+        assert model.target.facts.own_cells
+        first, other = (model.encode(text) * 8 for text in ("the first conversation ", "another one, of others "))
+        model.generate_all([first, other], Sampling(), replace(OPTIONS, max_tokens=2))
+        model.generate_all([first], Sampling(), replace(OPTIONS, max_tokens=2))
+        assert all(sequence.length > 8 for sequence, _ in model._executor.places())
+        assert not model._executor.parked.num_bytes
 
 
 def test_a_text_that_gives_way_to_a_copy_is_parked(tmp_path: Path) -> None:

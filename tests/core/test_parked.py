@@ -64,6 +64,18 @@ def test_parked_states_stay_within_their_limit(live: CachedSequence) -> None:
     assert parked.num_bytes == 0
 
 
+def test_room_is_made_before_a_state_is_saved(live: CachedSequence, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it is saved, a state takes its memory twice: the ones that must go anyway are gone by then."""
+    size = len(live.engine.save_state()) + 4 * 80
+    parked, beside = ParkedStates(most_bytes=2 * size), []
+    save_state = live.engine.save_state
+    monkeypatch.setattr(live.engine, "save_state", lambda *given: beside.append(parked.num_bytes) or save_state(*given))
+    for seed in range(5):
+        read(live, parked, text_of(seed))
+    assert len(parked._states) == 2 and len(beside) == 4
+    assert max(beside) <= 2 * size - 80 * live.engine.facts.kv_bytes_per_token < 2 * size
+
+
 def test_short_texts_are_not_parked(live: CachedSequence) -> None:
     parked = ParkedStates()
     read(live, parked, text_of(1, 20))

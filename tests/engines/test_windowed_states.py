@@ -119,6 +119,18 @@ def test_a_conversation_that_was_left_and_edited_is_answered_as_a_new_one(window
                 assert (found.token_ids, found.logprobs) == (wanted[name].token_ids, wanted[name].logprobs), name
 
 
+def test_the_watch_over_the_width_class_shortens_no_loaded_state(windowed: Path, monkeypatch: pytest.MonkeyPatch):
+    """It reads the last rows again in another width, for which a loaded text cannot always be rolled back."""
+    monkeypatch.setattr("edgespec.engines.watch.SHARE", 1.0)
+    options = GenerateOptions(max_tokens=20, ignore_eos=True)
+    with edgespec.load(str(windowed), context_length=256, reproducible=True, threads=1) as model:
+        texts = [list(map(int, text(seed, 120))) for seed in (4, 5)]
+        for _ in range(2):
+            for ids in texts:
+                ids += [*model.generate(ids, GREEDY, options).token_ids, 20]
+        assert model._executor.class_watch.rows_compared
+
+
 def test_the_plan_gives_every_text_cells_of_its_own(windowed: Path):
     with_trees, without = (footprint(windowed, Use(100, sequences=2, has_branches=trees)) for trees in (True, False))
     one = footprint(windowed, Use(100))

@@ -18,6 +18,7 @@ from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile
 from edgespec.errors import ConfigError, ModelFileError, ModelNotFound, StateError
 from edgespec.export.derive import prune
 from edgespec.export.gguf import EarlyExit, convert, early_exit_gguf
+from edgespec.export.onnx.from_gguf import open_gguf
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.split import FILES, ID, model_files
@@ -206,6 +207,16 @@ def test_what_cannot_be_cut(split: EarlyExit, tmp_path: Path, tiny_path: Path):
     with pytest.raises(StateError, match="cannot be written"):
         early_exit_gguf(tiny_path, tmp_path / "no", 1)
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "deep.gguf"}
+
+
+def test_a_file_that_llama_cpp_has_joined_is_one_file(tmp_path: Path):
+    """`llama-gguf-split --merge` leaves the keys of the parts, with a count of 0."""
+    keys = {"split.no": 0, "split.count": 0, "split.tensors.count": 21}
+    path = write_model(tmp_path / "joined.gguf", metadata=keys)
+    assert open_gguf(path).config.num_layers == 2
+    assert early_exit_gguf(path, tmp_path, 1).target.is_file()
+    with pytest.raises(ModelFileError, match="is one of 2 parts of a model"):
+        open_gguf(write_model(tmp_path / "part.gguf", metadata={**keys, "split.count": 2}))
 
 
 @pytest.mark.parametrize("moment", [0.2, 0.6, 0.9, 1.0])

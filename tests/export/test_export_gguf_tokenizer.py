@@ -135,6 +135,16 @@ def test_special_ids_are_written_in_words(tmp_path: Path):
         assert {398, 399} <= vocabulary.end_ids
 
 
+def test_a_pad_token_behind_the_vocabulary_is_left_out(tmp_path: Path):
+    """Fine-tuning adds one to the tokenizer without a row in the model."""
+    folder = folder_with(tmp_path, "llama-bpe")
+    change(folder, "tokenizer_config.json", pad_token="[PAD]")
+    assert "tokenizer.ggml.padding_token_id" not in fields_of(folder)
+    change(folder, "tokenizer_config.json", bos_token="[BOS]")
+    with pytest.raises(ModelFileError, match=r"bos_token '\[BOS\]', which tokenizer.json lacks"):
+        fields_of(folder)
+
+
 def test_the_configuration_outranks_the_template_on_bos(tmp_path: Path):
     folder = folder_with(tmp_path, "llama-bpe")
     change(folder, "tokenizer_config.json", add_bos_token=False)

@@ -95,6 +95,19 @@ def test_a_checkpoint_in_several_files_gives_the_same_graph(tmp_path: Path):
     assert (ours.parent / DATA).read_bytes() == (theirs.parent / DATA).read_bytes()
 
 
+@pytest.mark.parametrize("has_shards", [True, False])
+def test_a_whole_file_outranks_an_old_index(tmp_path: Path, has_shards: bool):
+    """transformers' save_pretrained leaves the index of a model that was in several files, and reads the whole file."""
+    whole = write_checkpoint(tmp_path / "whole", "llama", seed=1)
+    folder = split(write_checkpoint(tmp_path / "old", "llama"), tmp_path / "both")
+    if not has_shards:
+        for path in folder.glob("model-*.safetensors"):
+            path.unlink()
+    shutil.copy(whole / "model.safetensors", folder)
+    ours, theirs = (graph(each, tmp_path / f"made-{each.name}", "w8a8") for each in (folder, whole))
+    assert (ours.parent / DATA).read_bytes() == (theirs.parent / DATA).read_bytes()
+
+
 def split(source: Path, folder: Path) -> Path:
     """The same checkpoint in two files and an index."""
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -219,6 +232,7 @@ def store_as(kind: str) -> Callable[[Path], None]:
 def index_of(name: str) -> Callable[[Path], None]:
     def change(source: Path) -> None:
         listed = dict.fromkeys(Checkpoint.open(source).names(), name)
+        (source / "model.safetensors").rename(source / "model-00001-of-00001.safetensors")
         (source / INDEX).write_text(json.dumps({"weight_map": listed}))
 
     return change

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
 import pytest
 
 import edgespec
-from edgespec.engines.limits import own_bytes, spare_memory
+from edgespec.engines.limits import own_bytes, return_freed_memory, spare_memory
 from edgespec.engines.onnx.waiting import Sessions
+from edgespec.engines.parked import ParkedStates
+from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.table import TableEngine
+from edgespec.generation.relief import Relief
 from edgespec.memory.watch import LEAST_FREE_BYTES, MemoryWatch
 from waiting import until
 
@@ -29,7 +34,7 @@ def test_it_looks_once_a_second() -> None:
         now_s = step / 100
         assert watch.excess() in (0, 10)
     assert looks == [0.0, 1.0, 2.0, 3.0]
-    watch.stop()
+    watch.close()
     now_s = 9.0
     assert watch.excess() == 0 and len(looks) == 4
 
@@ -104,6 +109,7 @@ def test_the_draft_goes_and_the_text_stays(engine: str, draft_length: str) -> No
         whole = model.generate(PROMPT, options=OPTIONS)
         assert model.draft_engine is not None and not whole.stats.notes
         assert model.memory is not None
+        return_freed_memory()
         used = own_bytes()
         assert used is not None
         model.memory.watch.limit_bytes = used - (1 << 20)  # as if something else of ours had grown
@@ -130,11 +136,32 @@ def test_saved_states_go_before_the_draft() -> None:
         assert parked.num_bytes and planned == [model.memory.plan.total_bytes + n for n in (0, parked.num_bytes)]
         for ids in (words, words[::-1]):  # takes again what models of other tests gave back to the system
             model.generate(ids, options=OPTIONS)
-        model.memory.watch.limit_bytes = (own_bytes() or 0) - 1000
+        return_freed_memory()
+        model.memory.watch.limit_bytes = (own_bytes() or 0) - parked.num_bytes // 2
         model.memory.watch._next_s = 0.0
         stats = model.generate(words[::-1], options=OPTIONS).stats
         assert ["saved states of other conversations dropped" in note for note in stats.notes] == [True]
         assert model.draft_engine is not None
+
+
+def test_with_nothing_left_to_release_it_says_so_once_and_goes_on_releasing_states() -> None:
+    now_s, used = 0.0, 100
+    watch, parked = MemoryWatch(60, lambda: used, lambda: now_s, free=lambda: None), ParkedStates()
+    relief, live = Relief(watch, parked, lambda: ()), CachedSequence(TableEngine.random(10))
+    live.feed(np.arange(80, dtype=np.int32) % 10)
+
+    def relieved() -> str:
+        nonlocal now_s
+        now_s += 2.0
+        return relief.relieve(list)
+
+    assert "nothing left to release" in relieved()
+    parked.park(live)
+    assert parked.num_bytes > 40 and "saved states of other conversations dropped" in relieved()
+    assert not parked.num_bytes and not relieved()
+    used = 50
+    parked.park(live)
+    assert not relieved() and parked.num_bytes
 
 
 @pytest.mark.skipif(own_bytes() is None, reason="the system does not tell this process's memory")

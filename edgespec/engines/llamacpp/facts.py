@@ -48,6 +48,7 @@ def read_facts(model: Any, context: Any, settings: ContextSettings) -> EngineFac
         threads=settings.threads,
         can_pack=settings.max_sequences > 1,
         splits_passes=settings.max_sequences > 1 and (settings.streams or settings.keeps_state),
+        own_cells=settings.streams,
         placement=" ".join(map(str, (settings.gpu_layers, *placement))) if placement else "",
     )
 

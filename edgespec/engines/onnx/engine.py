@@ -88,6 +88,7 @@ class OnnxEngine(Engine):
             threads=settings.threads,
             can_pack=settings.max_sequences > 1 and (is_packed or self._separate.has_batches),
             splits_passes=not is_packed and self._separate.has_batches,
+            own_cells=not is_packed,
             notes=limits.notes(device.provider, max_batch),
             placement=device_identity(device.provider),
         )

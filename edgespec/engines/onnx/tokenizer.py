@@ -73,6 +73,12 @@ class TokenizerFile(Vocabulary):
         return [self.bos_id, *ids] if add_bos and self.bos_id is not None else ids
 
     @cached_property
+    def control_names(self) -> tuple[str, ...]:
+        """Also those without a row in the model, such as Gemma 3's image token: the graph cannot read them."""
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        return (*super().control_names, *(token.content for token_id, token in added if token_id >= self.size))
+
+    @cached_property
     def printed_names(self) -> tuple[str, ...]:
         return tuple(filter(None, self._verbatim.values()))
 
@@ -81,7 +87,8 @@ class TokenizerFile(Vocabulary):
             self.check_id(token_id)
             return b""
         if token_id in self._verbatim:
-            return self._verbatim[token_id].encode()
+            name = self._verbatim[token_id]  # Gemma's runs of blanks are written as ordinary tokens are
+            return (name if self._is_byte_level else name.replace("▁", " ")).encode()
         if self._text(token_id) is None:
             return b""
         return self._piece(self.token_name(token_id))
@@ -114,7 +121,10 @@ class TokenizerFile(Vocabulary):
         return ids[:1] == [self.bos_id]
 
     def _ends(self, settings: dict[str, Any], folder: Path) -> frozenset[int]:
-        found = {self._named(settings.get("eos_token")), *(self._named(name) for name in END_NAMES)}
+        named = {self._named(name) for name in END_NAMES}
+        if (strike := self._named("</s>")) not in self._control:  # Gemma 3's is HTML: the end of a crossed-out text
+            named.discard(strike)
+        found = {self._named(settings.get("eos_token")), *named}
         for name in ("generation_config.json", "config.json"):
             ids = read_optional_json(folder / name, fix=_FIX).get("eos_token_id")
             found.update(i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int))
@@ -145,9 +155,12 @@ def _open(path: Path) -> Any:
     except IMPORT_FAILURES as exc:
         raise not_importable("an ONNX model", exc, "tokenizers") from exc
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as exc:  # the library raises plain Exception
         raise ModelFileError(f"{path} is not a usable tokenizer: {exc}. Export the model again") from exc
+    tokenizer.no_truncation()  # what it was last trained with is no property of a prompt
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def read_chat_template(folder: Path) -> str | None:

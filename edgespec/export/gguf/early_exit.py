@@ -88,7 +88,7 @@ def _cut(source: Path, header: GgufHeader, files: EarlyExit, layers: int, report
 
 def _check(source: Path, header: GgufHeader, layers: int) -> None:
     depth = _depth(header)
-    if FILES in header.metadata or header.metadata.get(COUNT, 1) != 1:
+    if FILES in header.metadata or header.metadata.get(COUNT, 0) not in (0, 1):  # 0 once llama.cpp has joined it
         raise ModelFileError(f"{source} is already split; give the model in one file")
     known = {found.name: found.fixed_attention_scale_layers for found in ARCHITECTURES.values()}
     if header.architecture not in known:

@@ -142,6 +142,8 @@ def _write_special_ids(
     found: dict[str, int] = {}
     for key, add in adders.items():
         text = _token_text(settings.get(f"{key}_token"))
+        if key == "pad" and text is not None and text not in ids:
+            continue  # added behind the vocabulary, as for training; llama.cpp's converter skips it, too
         if text is not None and text not in ids:
             raise ModelFileError(f"tokenizer_config.json names {key}_token {text!r}, which tokenizer.json lacks")
         if text is not None:

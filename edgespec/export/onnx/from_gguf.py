@@ -24,7 +24,7 @@ from edgespec.types import Progress, no_progress
 def open_gguf(path: Path) -> GgufModel:
     """The model in a file. Raises ModelNotFound, and ModelFileError for one that cannot be converted, or only later."""
     header = check_gguf(path)
-    if len(model_files(path)) > 1 or "split.count" in header.metadata:
+    if len(model_files(path)) > 1:
         raise ModelFileError(f"{path} is one of several files of a model: join them first (llama-gguf-split --merge)")
     model = read_model(path, header)
     GgufWeights(model)  # raises for a type that cannot be decoded

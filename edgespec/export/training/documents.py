@@ -103,12 +103,14 @@ def _usable_messages(messages: list[Any], place: str) -> tuple[dict[str, Any], .
 
 def _pieces(text: str) -> Iterator[Document]:
     """Documents of at most PIECE_CHARACTERS, cut after a line break if possible."""
-    while text.strip():
-        end = text.rfind("\n", PIECE_CHARACTERS // 2, PIECE_CHARACTERS) + 1 if len(text) > PIECE_CHARACTERS else 0
-        end = end or PIECE_CHARACTERS
-        if text[:end].strip():
-            yield Document(text[:end])
-        text = text[end:]
+    start = 0
+    while start < len(text):
+        limit = start + PIECE_CHARACTERS
+        end = text.rfind("\n", start + PIECE_CHARACTERS // 2, limit) + 1 if len(text) > limit else 0
+        piece = text[start : (end or limit)]
+        if piece.strip():
+            yield Document(piece)
+        start = end or limit
 
 
 def split_held_out(documents: Sequence[Document], at_most: int) -> tuple[list[Document], list[Document]]:

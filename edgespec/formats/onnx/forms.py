@@ -154,7 +154,10 @@ class Plain:
         self.vector = weights.vector
 
     def embed(self, output: str) -> None:
-        self._nodes.store(EMBEDDING, np.concatenate(list(self._weights.rows(EMBEDDING))))
+        found = np.empty(self._weights.shape(EMBEDDING), np.float32)
+        for part, rows in stacked_rows(self._weights, [EMBEDDING]):
+            found[part] = rows
+        self._nodes.store(EMBEDDING, found)
         self._nodes.add("Gather", [EMBEDDING, "input_ids"], [output], "/model/embed_tokens/Gather")
 
     def product(self, name: str, value: str, sources: Sequence[str], output: str) -> None:

@@ -94,7 +94,7 @@ function drawMessages() {
 function listConversations() {
   $("conversations").replaceChildren(...conversations().map((each) => {
     const isCurrent = each.id === current.id;
-    const open = () => { show(each); closeDrawers(); };
+    const open = () => { if (each.id !== current.id) show(each); closeDrawers(); };
     const remove = async () => {
       if (!await confirmed(`Delete “${titleOf(each)}”?`)) return;
       if (each.id === current.id) show();
