@@ -115,6 +115,9 @@ def main(arguments: list[str]) -> int:
     command = arguments[0]
     if command == "install":
         return install_extras(arguments[1:])
+    if command not in ("lint", "test") and {"-h", "--help", "--help-all"} & set(arguments):
+        make_ready([], "")  # reading about a command takes none of what it needs
+        return run_python("-m", "edgespec", *arguments)
     why = why_llamacpp(arguments)
     make_ready([*needed_extras(command, arguments), *(["llamacpp"] if why else [])], why)
     if command == "lint":

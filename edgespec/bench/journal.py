@@ -17,6 +17,7 @@ from edgespec.engines.disk_cache import cache_folder, key_of
 from edgespec.errors import ConfigError, StateError
 
 FORMAT = 1
+_START = b'{"edgespec_bench": '  # of the first line
 
 
 def default_path(settings: Mapping[str, Any]) -> Path:
@@ -36,6 +37,7 @@ class Journal(Closing):
         self._settings: dict[str, Any] = json.loads(json.dumps(settings))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            self._require_journal()
             if restart:
                 path.unlink(missing_ok=True)
             whole_bytes = self._read() if path.exists() else 0
@@ -66,6 +68,15 @@ class Journal(Closing):
             os.fsync(self._file.fileno())
         except OSError as exc:
             raise StateError(f"the journal {self.path} cannot be written: {exc.strerror or exc}") from exc
+
+    def _require_journal(self) -> None:
+        """Raise ConfigError for a file of another kind, which would be overwritten. A crash may have cut the start."""
+        head = b""
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                head = file.read(len(_START))
+        if not _START.startswith(head):
+            raise ConfigError(f"{self.path} is not the journal of a benchmark: give another --resume FILE")
 
     def _read(self) -> int:
         """Read all complete lines; returns their length in bytes."""

@@ -23,6 +23,7 @@ from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.session import Session, open_session, show_configuration
 from edgespec.cli.terminal import note
+from edgespec.config import keywords_of
 from edgespec.config.settings import PRINTING, PROMPTING, REMEMBERING, STRUCTURE
 from edgespec.config.sources import Settings
 from edgespec.control.measure import cost_key
@@ -130,6 +131,8 @@ def _bench(session: Session, setup: Setup, prompts: list[BenchPrompt], own: dict
         "edgespec": __version__,
         **setup.describe(),
         "files": _files_key(setup),
+        "sampling": {each.name: str(getattr(setup.sampling, each.name)) for each in dataclasses.fields(setup.sampling)},
+        "load": {name: str(value) for name, value in keywords_of(setup.speculative.options).items()},
         "chat_template": session.shown.chat_template,
     }
     path = kept or default_path(identity)

@@ -86,14 +86,13 @@ def command(
     except KeyboardInterrupt:
         note("interrupted: earlier measurements are unchanged")
         return INTERRUPTED
-    if plot is not None:
-        draw(found.target, found.draft, f"{found.facts['model']}, {found.facts['engine']}", plot)
     if as_json:
         click.echo(json.dumps(_as_object(found), allow_nan=False))
     else:
         _show(found)
-        if plot is not None:
-            note(f"drawn: {plot}")
+    if plot is not None:  # last: what was measured is told even where the picture cannot be written
+        draw(found.target, found.draft, f"{found.facts['model']}, {found.facts['engine']}", plot)
+        note(f"drawn: {plot}")
     return 0
 
 
@@ -137,7 +136,8 @@ def _measure(
         fitted = measuring.fit_target(measuring.measure(target, widths, contexts, turns, progress.advance))
         if draft is None:
             return fitted, None
-        widths = measuring.draft_widths(draft)
+        half = max(draft.facts.context_length // 2, 1)
+        widths = tuple(sorted({min(width, half) for width in measuring.draft_widths(draft)}))
         room = draft.facts.context_length - max(widths)
         contexts = tuple(sorted({min(context, room) for context in contexts}))
         progress.on_progress("the draft's passes")

@@ -19,6 +19,7 @@ from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.status import waiting
 from edgespec.cli.terminal import note
 from edgespec.config import LoadOptions
+from edgespec.config.settings import REMEMBERING
 from edgespec.config.sources import resolve
 from edgespec.corpus.database import MAX_BUDGET_BYTES, MAX_NAME_LENGTH, Corpus, CorpusText, check_budget, check_name
 from edgespec.corpus.documents import Documents
@@ -96,7 +97,8 @@ def write(model: str | None, minutes: float, name: str | None, parallel: int) ->
     """
     if name is not None:
         check_name(name)
-    settings = resolve({"model": model, "context_length": OWN_CONTEXT, "reproducible": False})
+    given = {"model": model, "context_length": OWN_CONTEXT, "reproducible": False}
+    settings = resolve(given).without(REMEMBERING)  # nobody asked these questions
     options = LoadOptions(**settings.part("load") | {"parallel": parallel})
     with load(options) as loaded:
         vocabulary = loaded.target.vocabulary

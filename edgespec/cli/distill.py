@@ -22,6 +22,7 @@ from edgespec.export.training.request import (
     parse_init,
     require_libraries,
 )
+from edgespec.formats.files import write_errors
 
 _SIZES = {
     "layers": "Layers of the draft.  [default: a quarter of the target's]",
@@ -107,14 +108,22 @@ def command(
 
 def run_resumably(source: Any, prepared: Any, run: Callable[[Any], int], *, restart: bool) -> int:
     """Fetch what is missing of `source` and `run` a training with its journal; an interrupt says how to continue."""
+    from edgespec.export.training.journal import check_output
+    from edgespec.export.workspace import locked
+
     require_libraries()
-    source.fetch(lambda name, num_bytes: note(f"fetching {name}, {num_bytes / 2**20:.0f} MiB"))
-    journal = prepared.open_journal(restart=restart)
-    try:
-        return run(journal)
-    except KeyboardInterrupt:
-        note(f"interrupted: the same command continues from the last finished round, stored in {journal.folder}")
-        return INTERRUPTED
+    output = prepared.request.output
+    check_output(output)
+    with write_errors(output):
+        output.parent.mkdir(parents=True, exist_ok=True)
+    with locked(output.with_name(f".{output.name}.partial.lock"), output):
+        source.fetch(lambda name, num_bytes: note(f"fetching {name}, {num_bytes / 2**20:.0f} MiB"))
+        journal = prepared.open_journal(restart=restart)
+        try:
+            return run(journal)
+        except KeyboardInterrupt:
+            note(f"interrupted: the same command continues from the last finished round, stored in {journal.folder}")
+            return INTERRUPTED
 
 
 def _run(prepared: Any, journal: Any, target: str) -> int:

@@ -60,7 +60,8 @@ def command(
     if found.note:
         note(found.note)
     if draft_length is None and not found.is_measured:
-        note(f"a draft length of {found.length} is a guess: edgespec tune {model} measures the best one here")
+        tune = shlex.join(["edgespec", "tune", model, *(["-md", draft] if draft else [])])
+        note(f"a draft length of {found.length} is a guess: {tune} measures the best one here")
     if not is_checked:
         note(f"{engine} is not installed here: these flags were not checked against it")
     return 0

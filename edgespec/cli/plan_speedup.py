@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,8 @@ def _check(
     for name, count in counts.items():
         if count < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {count}")
+    if draft_ms is not None and not 0 <= draft_ms < math.inf:
+        raise ConfigError(f"--draft-ms must be a number of milliseconds of at least 0, got {draft_ms:g}")
     if acceptance is None:
         if pass_ms is not None or draft_ms is not None:
             raise ConfigError("given costs need a given acceptance: add --acceptance A, or leave --pass-ms, --draft-ms")

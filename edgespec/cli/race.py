@@ -71,7 +71,8 @@ def command(
     mode, in which both sides write the same text, unless --no-reproducible is given. Exit code 1 when the texts
     differ in that mode.
     """
-    settings = resolve_settings(given, model_name, config_file, speculates=True)
+    # without a profile yet: the pair may change, and takes the one of its own
+    settings = resolve_settings({**given, "no_profile": True}, model_name, config_file, speculates=True)
     _check(settings.part("load"), settings.part("session"))
     if picture is not None:
         check_file("--svg", picture)

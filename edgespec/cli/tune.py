@@ -24,6 +24,7 @@ from edgespec.loading.registry import resolve
 from edgespec.sampling import Sampling
 from edgespec.tuning.profiles import (
     DEFAULT_MODEL,
+    GIVEN_FILES,
     TUNED,
     Profile,
     forget_profile,
@@ -76,7 +77,7 @@ def command(
     """
     settings = resolve_settings({**given, "no_profile": True}, model_name, config_file).without(REMEMBERING)
     model = settings.values.get("model", DEFAULT_MODEL)
-    paths = _profile_paths((model, *weights), settings.values.get("draft"))
+    paths = _profile_paths((model, *weights), [settings.values.get(name) for name in GIVEN_FILES])
     if forget:
         for name, path in paths.items():
             _forget(name, path)
@@ -109,11 +110,11 @@ def _settle(sweep: Sweep, model: str, path: Path | None) -> Found:
     return found
 
 
-def _profile_paths(models: Sequence[str], draft: Path | None) -> dict[str, Path | None]:
+def _profile_paths(models: Sequence[str], given: Sequence[Path | None]) -> dict[str, Path | None]:
     """Where each model's profile lies, None for one that is not there. Raises ConfigError for one that came twice."""
     paths: dict[str, Path | None] = {}
     for model in models:
-        path = profile_path(model, draft)
+        path = profile_path(model, *given)
         if model in paths or (path is not None and path in paths.values()):
             raise ConfigError(
                 f"--weights {model}: these weights were already given; give another quantisation of MODEL"

@@ -38,8 +38,10 @@ def command(model_name: str | None, config_file: Path | None, as_json: bool, **g
     settings = settings.below({"draft_length": DRAFT_LENGTH}, "what verify drafts")
     if settings.values.get("verify", "coupled") == "coupled":
         settings = settings.below({"reproducible": True}, "what verify checks")
-    if settings.values.get("drafter") == "none":
-        raise ConfigError("verify compares speculation with plain decoding, and --drafter none turns speculation off")
+    for name, off in (("drafter", "none"), ("draft_length", 0)):
+        if settings.values.get(name) == off:
+            flag = f"--{name.replace('_', '-')} {off}"
+            raise ConfigError(f"verify compares speculation with plain decoding, and {flag} turns speculation off")
     session = open_session(settings)
     if session.options.max_tokens is None:
         session.options = dataclasses.replace(session.options, max_tokens=DEFAULT_TOKENS)

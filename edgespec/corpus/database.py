@@ -184,7 +184,8 @@ def check_budget(text: CorpusText, others: list[CorpusText], budget_bytes: int) 
         raise ConfigError(
             f"{text.source} takes {text.num_bytes / _MIB:.1f} MiB with its index, but {taken / _MIB:.1f} MiB of the "
             f"corpus's budget of {budget_bytes / _MIB:.1f} MiB are in use: add less, free space with edgespec corpus "
-            f"rm NAME, or raise the budget with --budget {int((taken + text.num_bytes) / _MIB) + 1}"
+            "rm NAME, or raise the budget with edgespec corpus add ... --budget "
+            f"{int((taken + text.num_bytes) / _MIB) + 1}"
         )
 
 

@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-import numpy as np
-from numpy.typing import NDArray
-
 from edgespec.errors import StateError
 
 HEADER = struct.Struct("<32s32s32sQ")  # magic, stamp, digest of the payload, length in tokens
@@ -31,9 +28,9 @@ class StateStamp:
         found.update("\0".join(map(str, kinds)).encode())
         return cls(f"EDGESPEC STATE {engine}".encode().ljust(32, b"\n"), found.digest())
 
-    def wrap(self, payload: bytes | NDArray[np.uint8], length: int) -> bytes:
+    def wrap(self, payload: bytes | memoryview, length: int) -> bytes:
         header = HEADER.pack(self.magic, self.digest, hashlib.sha256(payload).digest(), length)
-        return b"".join((header, memoryview(payload)))  # one copy: a state may be as large as the room for it
+        return b"".join((header, payload))  # one copy: a state may be as large as the room for it
 
     def unwrap(self, state: bytes | memoryview, context_length: int) -> tuple[memoryview, int]:
         """(payload, length in tokens), not copied.

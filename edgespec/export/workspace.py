@@ -142,7 +142,7 @@ def opened(output: Path, *, replace: bool) -> Iterator[Workspace]:
     """
     workspace = Workspace(output, replace=replace)
     output.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(output.with_name(f".{output.name}.export.lock"), output):
+    with locked(output.with_name(f".{output.name}.export.lock"), output):
         restore_folder(output)
         check_output(output, replace=replace)
         yield workspace
@@ -163,7 +163,7 @@ def check_output(output: Path, *, replace: bool) -> None:
 
 
 @contextmanager
-def _locked(path: Path, output: Path) -> Iterator[None]:
+def locked(path: Path, output: Path) -> Iterator[None]:
     """Hold a lock file that contains this process id; the lock of a dead process is taken over."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -173,7 +173,7 @@ def _locked(path: Path, output: Path) -> Iterator[None]:
             owner = os.read(handle, 32).decode(errors="replace").strip() or "unknown"
             os.close(handle)
             raise UsageError(
-                f"another export (process {owner}) is writing {output}: wait for it, or choose another --output"
+                f"another edgespec (process {owner}) is writing {output}: wait for it, or choose another --output"
             ) from error
         # The previous holder may have deleted the file between open and lock; then try again.
         if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):

@@ -25,6 +25,8 @@ def check_plot(path: Path) -> None:
     """Raise ConfigError if `path` is not a .png in an existing folder, CapabilityError without matplotlib."""
     if path.suffix.lower() != ".png":
         raise ConfigError(f"--plot {path}: the chart is a PNG file, so the name must end in .png")
+    if path.is_dir():
+        raise ConfigError(f"--plot {path} is a folder: give the name of a file")
     if not path.parent.is_dir():
         raise ConfigError(f"--plot {path}: the folder {path.parent} does not exist; create it first")
     try:

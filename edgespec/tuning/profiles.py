@@ -27,6 +27,7 @@ from edgespec.loading.registry import folder_of, model_in
 PROFILE_FORMAT = 1
 TUNED = ("engine", "drafter", "draft_length", "exit_layer", "threads")  # the settings that a profile may hold
 DEFAULT_MODEL = "demo"
+GIVEN_FILES = ("draft", "heads", "medium")  # of the command line; what a profile says may need them
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +58,17 @@ class Profile:
         return found
 
 
-def profile_path(model: str, draft: Path | None = None) -> Path | None:
-    """Where the profile of this model on this machine lies, there or not; None when there is no such model."""
+def profile_path(model: str, draft: Path | None = None, *others: Path | None) -> Path | None:
+    """Where the profile of this model on this machine lies, there or not; None when there is no such model.
+
+    `draft`, `others`: the files that were given with it, a draft model, and heads and a medium model: what needs them
+    is nothing for a command without.
+    """
     identity = _identity(model)
     if identity is None:
         return None
-    whole = (identity, None if draft is None else _identity(str(draft)), machine_name())
+    beside = tuple(_identity(str(path)) for path in others if path is not None)
+    whole = (identity, None if draft is None else _identity(str(draft)), machine_name(), *beside)
     key = hashlib.sha256(repr(whole).encode()).hexdigest()[:16]
     name = "".join(letter if letter.isalnum() else "-" for letter in Path(model).stem)[:40]
     return user_folder("config") / "profiles" / f"{name}-{key}.toml"
@@ -75,7 +81,7 @@ def with_profile(settings: Settings, *, leaves_plain: bool = False) -> Settings:
     Raises ConfigError, naming the file and the fix, for a profile that is damaged.
     """
     values = settings.values
-    path = profile_path(values.get("model", DEFAULT_MODEL), values.get("draft"))
+    path = profile_path(values.get("model", DEFAULT_MODEL), *map(values.get, GIVEN_FILES))
     if path is None or not is_file(path):
         return settings
     found = load_profile(path).applicable(values)

@@ -5,6 +5,7 @@ From data that the demo models were trained on, only the held-out part is used.
 
 from __future__ import annotations
 
+import io
 import json
 import lzma
 import random
@@ -39,7 +40,7 @@ def read_prompts(path: Path) -> Domains:
     Raises PromptError, naming the file and the line.
     """
     try:
-        lines = read_text(path).splitlines()
+        lines = list(io.StringIO(read_text(path), newline=None))  # splitlines cuts at marks that JSON allows, too
     except OSError as exc:
         raise PromptError(f"--prompts {path} cannot be read: {exc.strerror or exc}") from exc
     except UnicodeDecodeError as exc:
@@ -51,7 +52,7 @@ def read_prompts(path: Path) -> Domains:
     domains: Domains = {}
     for number, line in numbered:
         place = f"--prompts {path} line {number}"
-        prompt = _prompt_of(line, place) if is_json else BenchPrompt(OWN_DOMAIN, (line,))
+        prompt = _prompt_of(line, place) if is_json else BenchPrompt(OWN_DOMAIN, (line.rstrip("\n"),))
         domains.setdefault(prompt.domain, []).append(prompt)
     return domains
 
@@ -59,7 +60,7 @@ def read_prompts(path: Path) -> Domains:
 def _prompt_of(line: str, place: str) -> BenchPrompt:
     try:
         record = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as exc:
+    except (ValueError, RecursionError) as exc:  # ValueError: also a whole number of too many digits
         raise PromptError(f"{place} is not JSON: {exc}") from exc
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str) or not text.strip():

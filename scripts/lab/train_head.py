@@ -1,4 +1,4 @@
-"""Train an EAGLE head for a small Llama given as GGUF, on text that it writes: how models/smollm2/eagle.npz was made.
+"""Train an EAGLE head for a small Llama given as GGUF, on text that it writes.
 
     python scripts/lab/train_head.py write MODEL.gguf --tokenizer tokenizer.json --data DATA --work WORK --minutes 60
     python scripts/lab/train_head.py train MODEL.gguf --work WORK --minutes 14 --depth 1 --rate .003 --decay .1

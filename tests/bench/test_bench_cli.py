@@ -150,6 +150,8 @@ def test_a_kept_journal_is_resumed_and_repeats_are_added(pair, prompts, tmp_path
     assert more["total"]["num_trials"] == 4
     assert (tmp_path / "run.jsonl").read_bytes().startswith(lines)
     assert_refused(run(*arguments, "-n", "11"), "has other settings (max_tokens)", "--restart")
+    assert_refused(run(*arguments, "--repeat-penalty", "1.8"), "has other settings (sampling)", "--restart")
+    assert_refused(run(*arguments, "--draft-temp", "1.2"), "has other settings (load)", "--restart")
     assert report(*arguments, "-n", "11", "--restart")["num_trials"] == 2
 
 

@@ -176,14 +176,19 @@ def test_a_journal_of_other_settings_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "contents", [b"hello\n", b"{}\n", b"[1]\n", b'{"edgespec_bench": 1, "settings": 3}\n', b"\xff\n"]
+    "contents",
+    [b"hello\n", b"hello", b"{}\n", b'{"a": 1}', b"[1]\n", b'{"edgespec_bench": 1, "settings": 3}\n', b"\xff\n"],
 )
 def test_a_file_that_is_not_a_journal_is_left_unchanged(tmp_path, contents):
     path = tmp_path / "notes.txt"
     path.write_bytes(contents)
-    with pytest.raises(ConfigError, match="line 1 is not a line of a benchmark journal"):
+    with pytest.raises(ConfigError, match=r"line 1 is not a line of a benchmark journal|is not the journal of"):
         Journal(path, SETTINGS)
     assert path.read_bytes() == contents
+    if not contents.startswith(b'{"edgespec_bench": '):
+        with pytest.raises(ConfigError, match="is not the journal of a benchmark: give another --resume FILE"):
+            Journal(path, SETTINGS, restart=True)
+        assert path.read_bytes() == contents
 
 
 def test_a_journal_that_cannot_be_opened(tmp_path):

@@ -52,9 +52,16 @@ def test_json_lines_name_their_domain(tmp_path):
     }
 
 
+def test_marks_that_json_allows_in_a_text_do_not_end_a_line(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_bytes('{"text": "one\u2028two\u0085three"}\r\n{"text": "four"}'.encode())
+    assert [prompt.text for prompt in sources.read_prompts(path)["prompts"]] == ["one\u2028two\u0085three", "four"]
+
+
 @pytest.mark.parametrize(
     ("contents", "said"),
     [
+        (b'{"text": "a", "n": ' + b"1" * 5000 + b"}", "line 1 is not JSON"),
         (b"", "has no prompt"),
         (b" \n\t\n", "has no prompt"),
         (b'{"text": "a"}\n\n{"text": "b"', "line 3 is not JSON"),

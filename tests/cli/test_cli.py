@@ -331,6 +331,12 @@ def test_an_interrupt_ends_generate_with_130(pair, mode):
 # verify and doctor
 
 
+def test_verify_needs_drafts(pair):
+    for flags in (("--drafter", "none"), ("--draft-length", "0")):
+        result = run("verify", *pair, "-n", "6", *flags)
+        assert result.exit_code == 2 and f"{' '.join(flags)} turns speculation off" in result.stderr
+
+
 def test_verify_reports_as_json(pair):
     result = run("verify", *pair, "-n", "6", "--seed", "1", "--json")
     report = json.loads(result.stdout)

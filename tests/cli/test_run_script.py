@@ -363,9 +363,13 @@ def test_commands_reach_the_package_and_tests_reach_pytest(script, monkeypatch):
 
     monkeypatch.setattr(script.os, "execv", execv)
     monkeypatch.chdir(Path.cwd())
-    for arguments in (["chat", "-n", "3"], ["test"], ["test", "-k", "cli"]):
+    asked: list[list[str]] = []
+    monkeypatch.setattr(script, "make_ready", lambda extras, why: asked.append(extras))
+    for arguments in (["chat", "-n", "3"], ["test"], ["test", "-k", "cli"], ["export", "--help"]):
         with pytest.raises(SystemExit):
             script.main(arguments)
+    assert asked[-1] == [] != asked[1], "reading about a command takes none of what it needs"
+    assert calls.pop() == ["-m", "edgespec", "export", "--help"]
     assert calls == [
         ["-m", "edgespec", "chat", "-n", "3"],
         ["-m", "pytest", "-q"],

@@ -182,16 +182,25 @@ def test_the_plot_is_a_png(target_path, tmp_path):
         (["--contexts", "99999999"], "is outside 1.."),
         (["--passes", "1"], "--passes must be at least 2"),
         (["--plot", "curve.svg"], "must end in .png"),
+        (["--plot", "a-folder.png"], "a-folder.png is a folder"),
         (["--plot", "nowhere/curve.png"], "folder nowhere does not exist"),
     ],
 )
-def test_bad_input_is_one_line(target_path, arguments, said):
+def test_bad_input_is_one_line(target_path, arguments, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a-folder.png").mkdir()
     result = run("calibrate", str(target_path), *arguments)
     assert result.exit_code == 2, result.output
     (line,) = [line for line in result.stderr.splitlines() if not line.startswith("note: ")]
     assert line.startswith("error: ")
     assert said in line
     assert result.stdout == ""
+
+
+def test_a_draft_is_measured_in_the_smallest_context(target_path, draft_path):
+    result = run("calibrate", "-m", str(target_path), "-md", str(draft_path), "-c", "128", "-cd", "16", "--passes", "2", "--contexts", "16", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["draft"]
 
 
 def test_a_missing_matplotlib_names_the_extra(target_path, tmp_path, monkeypatch):

@@ -178,6 +178,8 @@ def test_text_output_is_a_table_and_a_verdict(target_path):
         (["--acceptance", "nan"], "a probability from 0 to 1"),
         (["--pass-ms", "1:10"], "need a given acceptance"),
         (["--draft-ms", "1"], "need a given acceptance"),
+        (["--acceptance", "0.8", "--draft-ms", "-5"], "--draft-ms must be a number of milliseconds of at least 0"),
+        (["--acceptance", "0.8", "--draft-ms", "nan"], "--draft-ms must be a number of milliseconds of at least 0"),
         (["--acceptance", "0.5", "--prompts", "x"], "--prompts has no effect"),
         (["--prompts", "nowhere.txt"], "nowhere.txt"),
         (["--repeats", "0"], "--repeats must be at least 1"),

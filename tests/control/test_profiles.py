@@ -106,6 +106,9 @@ def test_a_profile_belongs_to_one_model_one_draft_and_one_machine(target_path, t
     first, second = profile_path(str(target_path)), profile_path(str(copy))
     assert first != second
     assert first != profile_path(str(target_path), copy)
+    assert first == profile_path(str(target_path), None, None, None)
+    heads, medium = (profile_path(str(target_path), None, *files) for files in ((copy, None), (None, copy)))
+    assert first not in (heads, medium)
     assert profile_path("no-such-model") is None
     copy.write_bytes(copy.read_bytes() + b"x")
     assert second != profile_path(str(copy))

@@ -96,6 +96,12 @@ def test_more_is_added_each_time_and_drafted_from(home: Path) -> None:
     assert accepted[True] > accepted[False]
 
 
+def test_what_nobody_asked_is_not_kept_among_answers(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGESPEC_LEARN", "1")
+    assert write().exit_code == 0
+    assert "learnt: 0 tokens of 0 answers" in " ".join(CliRunner().invoke(cli, ["corpus", "ls"]).stdout.split())
+
+
 def test_an_interrupt_keeps_what_was_written(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted(OwnText):
         def batches(self) -> Iterator[list[np.ndarray]]:

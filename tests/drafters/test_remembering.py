@@ -250,7 +250,7 @@ def test_a_note_on_an_answer_has_a_line_of_its_own(home: Path) -> None:
         (["add", "folder"], "contains no text (1 file: empty): give a folder that does"),
         (["add", "a.txt", "b.txt", "--name", "x"], "--name is for one text, but 2 paths are given"),
         (["add", "a.txt", "--name", ""], "is not a valid name"),
-        (["add", "large.txt", "--budget", "1"], "raise the budget with --budget"),
+        (["add", "large.txt", "--budget", "1"], "raise the budget with edgespec corpus add ... --budget"),
         (["add", "a.txt", "-m", "nonsense"], "no model 'nonsense'"),
         (["rm"], "say what to remove"),
         (["rm", "a", "--learnt"], "say what to remove"),

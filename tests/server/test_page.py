@@ -134,6 +134,20 @@ def test_stop_again_edit_and_a_reload(browser: Browser, url: str):
     assert browser.value(TEXT) == answer and browser.value("document.querySelectorAll('article').length") == 2
 
 
+def test_a_click_on_the_conversation_that_is_open_goes_on_with_its_answer(browser: Browser, url: str):
+    choose(browser, temperature=5, seed=1, top_k=0)
+    ask(browser, "Tell me a long story")
+    browser.until("document.querySelector('.running .text').textContent.length > 10")
+    browser.value("document.querySelector('#conversations li button').click()")
+    length = browser.value(f"({TEXT}).length")
+    browser.until(f"({TEXT}).length > {length} || {DONE}")
+    browser.press("Escape")
+    browser.until(DONE)
+    until(lambda: httpx.get(url + "/health").json()["running"] == 0)
+    kept = json.loads(browser.value("localStorage[Object.keys(localStorage).find(k => k.includes('conversation'))]"))
+    assert length > 10 and len(kept["messages"][1]["content"]) > 10
+
+
 def test_what_a_model_writes_is_text(browser: Browser):
     stored = {
         "id": "x",

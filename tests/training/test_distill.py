@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from edgespec.export.training.preparation import prepare
 from edgespec.export.training.request import DistillRequest, parse_init
 from edgespec.export.training.students import student_shape
 from edgespec.export.training.target import read_target
+from edgespec.export.workspace import locked
 from edgespec.installation import install_command
 
 TEMPLATE = (
@@ -167,6 +169,17 @@ def test_documents_are_read_once_from_every_kind_of_file(tmp_path: Path):
     assert split_held_out(documents[::-1], 64) == (train, held_out)
 
 
+def test_a_byte_order_mark_is_no_text_and_long_files_take_no_longer(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a smile \\ud83d\\ude00"}')
+    (tmp_path / "b.txt").write_bytes("\ufeffa text".encode())
+    texts = [document.text for document in read_documents([tmp_path / "a.jsonl", tmp_path / "b.txt"])]
+    assert texts == ["a smile \U0001f600", "a text"]
+    long = "".join(f"{number} words and more\n" * (number % 7) + "\n" * (number % 5) for number in range(20_000))
+    (tmp_path / "c.txt").write_text(long)
+    pieces = [document.text for document in read_documents([tmp_path / "c.txt"])]
+    assert "".join(pieces) == long and all(len(piece) <= 8192 and piece.endswith("\n") for piece in pieces)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -178,6 +191,8 @@ def test_documents_are_read_once_from_every_kind_of_file(tmp_path: Path):
         ("a.txt", b"  \n", "adds no document"),
         ("a.txt", b"caf\xe9", "is not UTF-8 text"),
         ("a.jsonl.xz", b"not packed", "cannot be read"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "half a smile \\ud83d"}', "line 2 is not valid Unicode"),
+        ("a.jsonl", b'{"text": "x", "n": ' + b"1" * 5000 + b"}", "line 1 is not JSON"),
         ("missing.txt", None, "cannot be read: No such file"),
         ("a.txt", b"only one", "at least two are needed"),
     ],
@@ -332,6 +347,23 @@ def test_the_command_refuses_in_one_line(folder: Path):
         done = run_command(*arguments)
         assert done.exit_code == 2 and message in done.stderr, (arguments, done.stderr, done.exception)
         assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")
+
+
+def test_an_output_that_cannot_be_made_is_refused_first(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(requests, "LIBRARIES", ("json",))
+    monkeypatch.chdir(folder.parent)
+    (folder.parent / "done").mkdir()
+    data = folder.parent / "a.txt"
+    data.write_text("some text\n" * 2000)
+    with locked(folder.parent / ".busy.partial.lock", folder.parent / "busy"):
+        for output, message in (
+            (".", "--output . is no name for something new"),
+            ("done", "done already exists"),
+            ("busy", f"another edgespec (process {os.getpid()}) is writing busy"),
+        ):
+            done = run_command(folder, "--data", data, "-o", output)
+            assert done.exit_code == 2 and message in done.stderr, done.stderr
+    assert {path.name for path in folder.parent.iterdir()} == {folder.name, "done", "a.txt"}
 
 
 def test_a_missing_library_is_named_with_its_extra(folder: Path, monkeypatch: pytest.MonkeyPatch):

@@ -119,7 +119,7 @@ class CachedTexts:
             self._checkpoints.fork(source, destination)
             self._least[destination] = self._least.get(source, 0)
 
-    def save(self, sequence: int) -> tuple[NDArray[np.uint8], int]:
+    def save(self, sequence: int) -> tuple[memoryview, int]:
         """A sequence's state and length. Raises BatchError while it holds an unsettled tree."""
         self._book.check_settled(sequence)
         return self._cells.save(sequence), self._book.lengths[sequence]

@@ -165,9 +165,9 @@ class Cells:
         """Bytes of a sequence's state."""
         return int(library().llama_state_seq_get_size(self._context, sequence))
 
-    def save(self, sequence: int) -> NDArray[np.uint8]:
+    def save(self, sequence: int) -> memoryview:
         """A sequence's state."""
-        return self._state(sequence)
+        return self._state(sequence).data
 
     def running_state(self, sequence: int) -> NDArray[np.uint8]:
         """A sequence's running state, without its keys and values."""

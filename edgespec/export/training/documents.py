@@ -70,17 +70,21 @@ def _documents_of(path: Path) -> Iterator[Document]:
                 if line.strip():
                     yield from _documents_of_record(line, f"--data {path} line {number}")
     else:
-        yield from _pieces(path.read_text(encoding="utf-8"))
+        yield from _pieces(path.read_text(encoding="utf-8-sig"))
 
 
 def _opened(path: Path) -> IO[str]:
-    return lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8")
+    return lzma.open(path, "rt", encoding="utf-8-sig") if path.suffix == ".xz" else path.open(encoding="utf-8-sig")
 
 
 def _documents_of_record(line: str, place: str) -> Iterator[Document]:
     try:
         record = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as exc:
+        if "\\ud" in line.lower():
+            json.dumps(record, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+    except UnicodeEncodeError as exc:
+        raise ConfigError(f"{place} is not valid Unicode: {exc}") from exc
+    except (ValueError, RecursionError) as exc:  # ValueError: also a whole number of too many digits
         raise ConfigError(f"{place} is not JSON: {exc}") from exc
     if isinstance(record, dict) and isinstance(record.get("text"), str):
         yield from _pieces(record["text"])

@@ -64,16 +64,33 @@ def best_round(rounds: Sequence[RoundResult]) -> RoundResult:
     return max(rounds, key=lambda result: (result.acceptance, -result.index))
 
 
+def partial_of(output: Path) -> Path:
+    """The working folder of an output."""
+    return output.with_name(output.name + SUFFIX)
+
+
+def check_output(output: Path) -> None:
+    """Raise ConfigError for a name that cannot be created, before anything large is fetched or computed."""
+    if not output.name:
+        raise ConfigError(f"--output {output} is no name for something new: give a folder or file to create")
+    if output.exists() and not partial_of(output).exists():
+        raise _already_exists(output)
+
+
+def _already_exists(output: Path) -> ConfigError:
+    return ConfigError(f"{output} already exists: give another --output, or delete it")
+
+
 class Journal:
     """The files of one unfinished run. `is_resumed`: the same request was interrupted and left a state."""
 
     def __init__(self, output: Path, identity: Mapping[str, Any], *, restart: bool = False) -> None:
         """Raises ConfigError if `output` exists, or OUTPUT.partial belongs to another request."""
-        self.output, self.folder = output, output.with_name(output.name + SUFFIX)
+        self.output, self.folder = output, partial_of(output)
         if output.exists():
             if _same_bytes(output / ROUNDS, self.folder / ROUNDS):  # killed before the working folder was deleted
                 shutil.rmtree(self.folder)
-            raise ConfigError(f"{output} already exists: give another --output, or delete it")
+            raise _already_exists(output)
         if restart and (self.folder / REQUEST).is_file():
             shutil.rmtree(self.folder)
         self._begin(dict(identity))
