@@ -82,7 +82,9 @@ class AutoController(Controller):
         made._states, made._hedge, made._worth = made._kinds.of("greedy")
         return made
 
-    def begin(self, prompt_ids: TokenIds, prefill_s: float = 0.0, clock: Clock | None = None) -> None:
+    def begin(
+        self, prompt_ids: TokenIds, prefill_s: float = 0.0, clock: Clock | None = None, num_read: int = 0
+    ) -> None:
         self._own_clock = clock or self._clock
         for name, drafter in self.drafters.items():
             if name not in self._dropped:
@@ -93,6 +95,7 @@ class AutoController(Controller):
             self._accounts.rested(self._rested, self._context_ids.size)
         self._round, self._rest, self._rested, self._has_decided = None, 0, 0, False
         self._accounts.begin(prompt_ids.size, prefill_s)
+        self.costs.read_prompt(num_read, prefill_s)
 
     def use_threads(self, threads: int) -> None:
         self.costs.use_threads(threads)

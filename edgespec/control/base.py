@@ -33,8 +33,10 @@ class Controller(ABC):
     """Proposes before each round and learns from its outcome."""
 
     @abstractmethod
-    def begin(self, prompt_ids: TokenIds, prefill_s: float = 0.0, clock: Clock | None = None) -> None:
-        """A new generation starts from `prompt_ids` [n], which the target took `prefill_s` to read.
+    def begin(
+        self, prompt_ids: TokenIds, prefill_s: float = 0.0, clock: Clock | None = None, num_read: int = 0
+    ) -> None:
+        """A new generation starts from `prompt_ids` [n], of which the target took `prefill_s` to read `num_read`.
 
         `clock`: seconds of this generation, without those of others whose drafts share passes with its own.
         """
@@ -98,7 +100,9 @@ class FixedLength(Controller):
         self._is_left_out = self._is_dropped = False
         self._forced = ForcedDrafter()
 
-    def begin(self, prompt_ids: TokenIds, prefill_s: float = 0.0, clock: Clock | None = None) -> None:
+    def begin(
+        self, prompt_ids: TokenIds, prefill_s: float = 0.0, clock: Clock | None = None, num_read: int = 0
+    ) -> None:
         self._is_left_out = self._is_dropped
         self._drafter.begin(prompt_ids)
 

@@ -100,6 +100,9 @@ class CostCurve:
         if self._stale > c.MOST_STALE:
             self._table_step = -1
 
+    def read_prompt(self, token_s: float) -> None:
+        """A prompt was read in wide passes, `token_s` seconds a token; those of a measured curve are known."""
+
     @property
     def is_scaled(self) -> bool:
         """Whether its times are in seconds of this machine, and not a guess."""

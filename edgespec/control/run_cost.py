@@ -153,6 +153,11 @@ class RunCosts:
         if not self.curve.is_scaled or not record.is_disturbed:
             self._observe(record.width, record.position, record.verify_s)
 
+    def read_prompt(self, num_tokens: int, seconds: float) -> None:
+        """Learn what the tokens of a prompt cost, that were read in wide passes of nobody else."""
+        if num_tokens >= c.LEAST_READ and seconds > 0 and not self.is_shared:
+            self.curve.read_prompt(seconds / num_tokens)
+
     def _observe(self, width: int, context: int, seconds: float, *, is_plain: bool = False) -> None:
         was_guessed = not self.curve.is_scaled
         self.curve.observe(width, context, seconds, is_plain=is_plain)

@@ -198,7 +198,22 @@ def test_bad_input_is_one_line(target_path, arguments, said, tmp_path, monkeypat
 
 
 def test_a_draft_is_measured_in_the_smallest_context(target_path, draft_path):
-    result = run("calibrate", "-m", str(target_path), "-md", str(draft_path), "-c", "128", "-cd", "16", "--passes", "2", "--contexts", "16", "--json")
+    result = run(
+        "calibrate",
+        "-m",
+        str(target_path),
+        "-md",
+        str(draft_path),
+        "-c",
+        "128",
+        "-cd",
+        "16",
+        "--passes",
+        "2",
+        "--contexts",
+        "16",
+        "--json",
+    )
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["draft"]
 

@@ -13,7 +13,7 @@ import pytest
 import edgespec
 from edgespec.control.auto import AutoController
 from edgespec.control.base import NOTHING
-from edgespec.control.constants import FIRST_ROW, START_PASSES
+from edgespec.control.constants import FIRST_ROW, START_PASSES, WIDE_ROW
 from edgespec.control.cost import CostCurve
 from edgespec.control.draft_cost import guessed_draft_cost
 from edgespec.control.measure import cost_key, known_curve, known_draft_cost, store_curve
@@ -61,6 +61,45 @@ def test_a_width_that_was_run_says_for_itself_what_it_costs() -> None:
             curve.observe(1, 0, 0.02)
     assert curve.at(6) / curve.at(1) == pytest.approx(4, rel=0.1)
     assert curve.at(4) / curve.at(1) == pytest.approx(1.6, rel=0.15)
+
+
+def test_a_prompt_tells_what_rows_of_wide_passes_cost() -> None:
+    """llama.cpp's Q4_K_M: a few rows are dear, and nobody would try many."""
+    curve = fed(0.8)
+    before = curve.table(0)
+    curve.read_prompt(0.02 * 0.29)
+    assert curve.table(0)[:9] == pytest.approx(before[:9])
+    assert curve.at(32) / curve.at(1) == pytest.approx(1 + 31 * WIDE_ROW * 0.29, rel=0.05)
+    assert curve.at(8) < curve.at(16) < curve.at(24) < curve.at(32) < 0.7 * before[32]
+    curve.read_prompt(0.02 * 0.8)  # the machine was busy
+    assert curve.at(32) < 0.85 * before[32]
+    for _ in range(8):
+        curve.observe(33, 0, 0.02 * 12)
+        curve.observe(1, 0, 0.02)
+    assert curve.at(33) / curve.at(1) == pytest.approx(12, rel=0.1)
+    assert curve.at(4) / curve.at(1) == pytest.approx(1 + 3 * 0.8, rel=0.1), "wide passes say nothing of narrow ones"
+    known = curve.table(0)
+    curve.read_prompt(0.02 * 0.1)  # passes were run, which know better
+    assert curve.table(0) == known
+    again = PriorCurve.of(json.loads(json.dumps(curve.kept())))
+    assert again is not None and again.at(33) == pytest.approx(curve.at(33), rel=0.15)  # few passes count in part
+    again.read_prompt(0.02 * 0.29)
+    assert again.at(33) == pytest.approx(curve.at(33), rel=0.1)
+
+
+def test_a_prompt_read_before_any_plain_pass_counts_once_one_was_timed() -> None:
+    curve, told = PriorCurve(1.0), fed(FIRST_ROW, passes=0)
+    curve.read_prompt(0.02 * 0.1)
+    for _ in range(3):
+        curve.observe(1, 0, 0.02)
+    told.read_prompt(0.02 * 0.1)
+    assert curve.table(0) == pytest.approx(told.table(0)) and curve.at(32) < 0.5 * fed(FIRST_ROW, passes=0).at(32)
+
+
+def test_where_prompts_are_no_cheaper_nothing_changes() -> None:
+    curve, before = fed(0.1), fed(0.1).table(0)
+    curve.read_prompt(0.02 * 0.2)
+    assert curve.table(0) == pytest.approx(before)
 
 
 def test_rows_up_to_the_padding_are_one_pass() -> None:

@@ -207,7 +207,8 @@ def simulate(
         if isinstance(drafter, TracedDrafter):
             drafter.take(text)
     prefill_s = text.prompt_tokens * PREFILL_SHARE * machine.plain_s if reads_prompts else 0.0
-    controller.begin(text.token_ids[: text.prompt_tokens], prefill_s)
+    num_read = text.prompt_tokens if reads_prompts else 0
+    controller.begin(text.token_ids[: text.prompt_tokens], prefill_s, num_read=num_read)
     records, resting = [], 0
     position = text.prompt_tokens + 1  # the prefill gave the first token
     while position < text.token_ids.size:
