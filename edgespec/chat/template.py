@@ -203,7 +203,8 @@ def _as_text(vocabulary: Vocabulary, mark: str) -> list[int]:
     """Token ids that spell a mark and are not its token."""
     ids = vocabulary.encode(mark)
     prints = mark in PRINTED_MARKS or mark in vocabulary.printed_names
-    if prints and len(ids) == 1 and vocabulary.token_name(ids[0]) == mark:
+    is_unknown = max(ids, default=0) >= vocabulary.size  # behind the vocabulary
+    if is_unknown or (prints and len(ids) == 1 and vocabulary.token_name(ids[0]) == mark):
         return vocabulary.encode(mark[:1]) + vocabulary.encode(mark[1:])
     return ids
 

@@ -27,6 +27,7 @@ from edgespec.config import keywords_of
 from edgespec.config.settings import PRINTING, PROMPTING, REMEMBERING, STRUCTURE
 from edgespec.config.sources import Settings
 from edgespec.control.measure import cost_key
+from edgespec.engines.disk_cache import file_key
 from edgespec.errors import ConfigError
 from edgespec.formats.files import write_atomically
 from edgespec.tuning.prompt_sources import built_in, read_data, read_prompts
@@ -127,12 +128,14 @@ def _encode(session: Session, prompt: BenchPrompt) -> list[int]:
 def _bench(session: Session, setup: Setup, prompts: list[BenchPrompt], own: dict[str, Any]) -> int:
     tasks = tasks_of(prompts, lambda prompt: _encode(session, prompt), session.sampling, own["repeat"])
     kept = own["resume"]
+    loaded = setup.speculative.options
     identity = {
         "edgespec": __version__,
         **setup.describe(),
         "files": _files_key(setup),
+        "given": [file_key(path) for path in (loaded.heads, loaded.chat_template_file) if path is not None],
         "sampling": {each.name: str(getattr(setup.sampling, each.name)) for each in dataclasses.fields(setup.sampling)},
-        "load": {name: str(value) for name, value in keywords_of(setup.speculative.options).items()},
+        "load": {name: str(value) for name, value in keywords_of(loaded).items()},
         "chat_template": session.shown.chat_template,
     }
     path = kept or default_path(identity)

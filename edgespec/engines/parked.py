@@ -60,7 +60,7 @@ class ParkedStates:
                 found, most = parked, shared
             del parked  # or the last one would outlive what `park` drops
         self.park_before(live, held)
-        if found is not None and _pays(most - held, found.text.token_ids.size):
+        if found is not None and pays(most - held, found.text.token_ids.size):
             self._states = [parked for parked in self._states if parked is not found]
             try:
                 live.adopt(found.state, found.text)
@@ -69,7 +69,7 @@ class ParkedStates:
 
     def park_before(self, live: CachedSequence, held: int) -> None:
         """Before all but the first `held` tokens of `live` are dropped: save its state if that saves time."""
-        if _pays(live.length - held, live.length):
+        if pays(live.length - held, live.length):
             self.park(live)
 
     def park(self, live: CachedSequence) -> None:
@@ -81,7 +81,7 @@ class ParkedStates:
             return
         text = live.text
         self._states = [parked for parked in self._states if not text.begins_with(parked.text)]
-        self._drop_beyond(self._most_states - 1, self._most_bytes - needed)  # first: while it is saved it takes twice
+        self._drop_beyond(self._most_states, self._most_bytes - needed)  # first: while it is saved it takes twice
         try:
             state = live.engine.save_state(live.sequence)
         except (EdgespecError, MemoryError) as exc:
@@ -96,5 +96,6 @@ class ParkedStates:
             del self._states[0]
 
 
-def _pays(num_saved: int, num_copied: int) -> bool:
+def pays(num_saved: int, num_copied: int) -> bool:
+    """Whether copying the state of `num_copied` tokens takes less time than reading `num_saved` of them again."""
     return num_saved >= LEAST_TOKENS and num_saved * _COST >= num_copied

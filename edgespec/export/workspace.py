@@ -170,6 +170,7 @@ def locked(path: Path, output: Path) -> Iterator[None]:
         try:
             _lock(handle)
         except OSError as error:
+            os.lseek(handle, 0, os.SEEK_SET)  # on Windows `_lock` has left it behind the process id
             owner = os.read(handle, 32).decode(errors="replace").strip() or "unknown"
             os.close(handle)
             raise UsageError(

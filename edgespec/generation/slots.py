@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from edgespec.config import GenerateOptions
 from edgespec.control.pool import DrafterPool
-from edgespec.engines.parked import LEAST_TOKENS
+from edgespec.engines.parked import LEAST_TOKENS, pays
 from edgespec.engines.sequence import CachedSequence
 from edgespec.generation.executor import Executor
 from edgespec.generation.request import Request
@@ -86,7 +86,7 @@ class Slots:
             return slot.sequence.reusable_length(prompt_ids)
 
         def loses_little(slot: Slot) -> bool:
-            return slot.sequence.length - kept(slot) < LEAST_TOKENS
+            return not pays(slot.sequence.length - kept(slot), slot.sequence.length)
 
         copies = self._all[0].sequence.engine.facts.can_rollback
         free = self._free(request.options)

@@ -235,7 +235,7 @@ def _fetch_all(plan: PullPlan, folder: Path, on_bytes: OnBytes, on_note: OnNote)
         "description": plan.description,
         "licence": plan.licence,
         "source": source,
-        "revision": plan.revision,
+        "revision": plan.revision or ("main" if plan.parts[0].repo else ""),
         "sampling": plan.sampling,
     }
     replace_manifest(folder, about, roles)

@@ -67,8 +67,8 @@ def profile_path(model: str, draft: Path | None = None, *others: Path | None) ->
     identity = _identity(model)
     if identity is None:
         return None
-    beside = tuple(_identity(str(path)) for path in others if path is not None)
-    whole = (identity, None if draft is None else _identity(str(draft)), machine_name(), *beside)
+    given, *beside = (None if path is None else _identity(str(path)) for path in (draft, *others))
+    whole = (identity, given, machine_name(), *(beside if any(beside) else ()))
     key = hashlib.sha256(repr(whole).encode()).hexdigest()[:16]
     name = "".join(letter if letter.isalnum() else "-" for letter in Path(model).stem)[:40]
     return user_folder("config") / "profiles" / f"{name}-{key}.toml"

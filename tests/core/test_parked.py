@@ -13,7 +13,7 @@ from edgespec import GenerateOptions, Model, Result, Sampling
 from edgespec.engines.parked import ParkedStates
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.table import TableEngine
-from edgespec.errors import StateError
+from edgespec.errors import EngineError, StateError
 from edgespec.types import TokenIds
 
 
@@ -74,6 +74,11 @@ def test_room_is_made_before_a_state_is_saved(live: CachedSequence, monkeypatch:
         read(live, parked, text_of(seed))
     assert len(parked._states) == 2 and len(beside) == 4
     assert max(beside) <= 2 * size - 80 * live.engine.facts.kv_bytes_per_token < 2 * size
+    monkeypatch.setattr(live.engine, "save_state", lambda *_: (_ for _ in ()).throw(EngineError("the server is gone")))
+    few = ParkedStates(most_states=2)
+    few._states = parked._states.copy()
+    few.park(live)
+    assert few._states == parked._states, "what cannot be saved costs no other text"
 
 
 def test_short_texts_are_not_parked(live: CachedSequence) -> None:

@@ -164,8 +164,10 @@ def test_another_tag_under_the_same_name_is_not_taken_for_it(get, hub):
     asked = len(hub.asked)
     assert get(name="tagged", revision=TAG).target == get(name="tagged").target == pair.target
     assert len(hub.asked) == asked
-    with pytest.raises(ConfigError, match="the name tagged is taken by a model from"):
-        get(name="tagged", revision="v1")
+    get(name="usual", wants_draft=False)
+    for name, revision in (("tagged", "v1"), ("tagged", "main"), ("usual", TAG)):
+        with pytest.raises(ConfigError, match=f"the name {name} is taken by a model from"):
+            get(name=name, revision=revision)
 
 
 def test_a_pull_that_stopped_between_two_files_can_be_removed(get, repo, home):

@@ -57,15 +57,17 @@ def test_a_byte_level_token_keeps_its_mark(opened: Open):
     assert found.token_bytes(tokenizer.token_to_id(f"a{SPACE}b")).decode() == f"a{SPACE}b"
 
 
-def test_a_message_cannot_name_a_token_behind_the_vocabulary(opened: Open):
+@pytest.mark.parametrize("name", ["[PAD]", "<|pipe|>", "<tool_x>"])
+@pytest.mark.parametrize("is_special", [True, False])
+def test_a_message_cannot_name_a_token_behind_the_vocabulary(opened: Open, name: str, is_special: bool):
     """Fine-tuning adds a pad token, Gemma 3 has one for images: their graphs have no row for it."""
     tokenizer = byte_level_tokenizer("smollm")
     size = tokenizer.get_vocab_size()
-    tokenizer.add_special_tokens(["[PAD]"])
+    tokenizer.add_tokens([AddedToken(name, normalized=False, special=is_special)])
     found = opened(tokenizer, size, chat_template=TEMPLATE)
-    assert found.encode("[PAD]", parse_special=True) == [size]
-    ids = encode_messages(found, [{"role": "user", "content": "what is [PAD]?"}], None, "model")
-    assert max(ids) < size and found.decode(ids).endswith("what is [PAD]?")
+    assert found.encode(name, parse_special=True) == [size]
+    ids = encode_messages(found, [{"role": "user", "content": f"what is {name}?"}], None, "model")
+    assert max(ids) < size and found.decode(ids).endswith(f"what is {name}?")
 
 
 @pytest.mark.parametrize("is_special", [False, True])

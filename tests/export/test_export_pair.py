@@ -386,7 +386,7 @@ def test_a_second_export_is_refused_and_a_dead_ones_lock_is_taken_over(tmp_path)
         assert process.stdout is not None
         assert process.stdout.readline().strip() == b"held"
         with (
-            pytest.raises(UsageError, match=rf"another export \(process {process.pid}\)"),
+            pytest.raises(UsageError, match=rf"another edgespec \(process {process.pid}\)"),
             opened(tmp_path / "out", replace=False),
         ):
             pass

@@ -129,7 +129,7 @@ def test_the_draft_goes_and_the_text_stays(engine: str, draft_length: str) -> No
 
 def test_saved_states_go_before_the_draft() -> None:
     with edgespec.load("demo", **LOAD) as model:  # type: ignore[arg-type]
-        words = model.encode(PROMPT) * 4
+        words = model.encode(PROMPT) * 20
         planned = [model.generate(ids, options=OPTIONS).stats.planned_bytes for ids in (words, words[::-1])]
         parked = model._executor.parked
         assert model.memory is not None

@@ -169,7 +169,7 @@ def test_documents_are_read_once_from_every_kind_of_file(tmp_path: Path):
     assert split_held_out(documents[::-1], 64) == (train, held_out)
 
 
-def test_a_byte_order_mark_is_no_text_and_long_files_take_no_longer(tmp_path: Path):
+def test_a_byte_order_mark_is_no_text_and_long_files_are_cut_at_lines(tmp_path: Path):
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a smile \\ud83d\\ude00"}')
     (tmp_path / "b.txt").write_bytes("\ufeffa text".encode())
     texts = [document.text for document in read_documents([tmp_path / "a.jsonl", tmp_path / "b.txt"])]
@@ -363,7 +363,8 @@ def test_an_output_that_cannot_be_made_is_refused_first(folder: Path, monkeypatc
         ):
             done = run_command(folder, "--data", data, "-o", output)
             assert done.exit_code == 2 and message in done.stderr, done.stderr
-    assert {path.name for path in folder.parent.iterdir()} == {folder.name, "done", "a.txt"}
+    left = {path.name for path in folder.parent.iterdir() if path.suffix != ".lock"}  # which Windows keeps
+    assert left == {folder.name, "done", "a.txt"}
 
 
 def test_a_missing_library_is_named_with_its_extra(folder: Path, monkeypatch: pytest.MonkeyPatch):
