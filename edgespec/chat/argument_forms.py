@@ -224,7 +224,7 @@ class Lfm(ArgumentForm):
     between_arguments = ", "
     is_json = True
     _begin = re.compile(rf"\s*({_NAME})\s*\(")
-    _key = re.compile(rf"\s*({_NAME})\s*=")
+    _key = re.compile(r"\s*([^\s=(),\[\]{}'\"](?:[^=(),\[\]{}'\"]{0,198}[^\s=(),\[\]{}'\"])?)\s*=")
 
     @classmethod
     def before(cls, name: str) -> tuple[str, ...]:

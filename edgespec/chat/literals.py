@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 _MOST_DEPTH = 64
 _BLANKS = re.compile(r"\s*")
-_KEY = re.compile(r"""\s*([^\s:{}\[\],"'<>]{1,200})\s*:""")
+_KEY = re.compile(r"""\s*([^\s:{}\[\],"'<>](?:[^:{}\[\],"'<>]{0,198}[^\s:{}\[\],"'<>])?)\s*:""")
 _WORD = re.compile(r"(?:True|true|False|false|None|null)\b")
 _NUMBER = re.compile(r"[-+]?\d{1,400}(?:\.\d{1,400})?(?:[eE][-+]?\d{1,3})?")
 _WORDS: dict[str, Any] = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}

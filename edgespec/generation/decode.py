@@ -10,7 +10,7 @@ these passes at once; `generation.batching` packs those of several sequences int
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -133,7 +133,7 @@ def _speculative_rounds(run: Run, controller: Controller, rule: Rule, pending_id
         seconds = draft_s, verify_s, run.clock() - started_s
         record = _record(proposal, verdict, position, seconds, is_disturbed)
         controller.observe(proposal, verdict, record)
-        run.count(record, _num_shown(run, draft, verdict.accepted_nodes))
+        run.count(record)
         row = 0
         for node in verdict.accepted_nodes:
             yield from run.emit(int(draft.token_ids[node]), position, logits[row], proposal.drafter)
@@ -202,12 +202,6 @@ def _target_at(run: Run, draft: Draft, context_ids: TokenIds, logits: Logits) ->
         return run.sampler.distribution(logits[node + 1], history)
 
     return target_at
-
-
-def _num_shown(run: Run, draft: Draft, nodes: Sequence[int]) -> int:
-    """How many of the accepted nodes are part of the answer: none behind a token that ends it."""
-    ends = [place for place, node in enumerate(nodes) if int(draft.token_ids[node]) in run.stop.end_ids]
-    return ends[0] + 1 if ends else len(nodes)
 
 
 def _record(

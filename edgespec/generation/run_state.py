@@ -106,6 +106,7 @@ class Run:
         logprob = self.sampler.log_prob(logits, token_id) if self.logprobs else None
         likeliest = self.sampler.top_log_probs(logits, self.top_logprobs) if self.top_logprobs else ()
         self.stats.new_tokens += 1
+        self.stats.accepted_tokens += drafter is not None  # counted here: an end or a stop string may cut a draft
         self.stats.finish_reason = reason
         self._tick()
         paused_s = perf_counter()
@@ -132,13 +133,12 @@ class Run:
         """Whether a grammar forces what follows the pending token."""
         return self.sampler.constraint is not None and bool(self.sampler.forced(self.target.with_pending(pending_id)))
 
-    def count(self, record: RoundRecord, num_shown: int = 0) -> None:
-        """Add a round, of whose draft `num_shown` tokens became part of the answer, to `stats`; tell `on_round`."""
+    def count(self, record: RoundRecord) -> None:
+        """Add a round to `stats` and tell `on_round`."""
         stats = self.stats
         stats.rounds += 1
         stats.target_passes += 1
         stats.drafted_tokens += record.drafted_tokens
-        stats.accepted_tokens += num_shown
         stats.draft_s += record.draft_s
         stats.verify_s += record.verify_s
         if self.on_round is not None:

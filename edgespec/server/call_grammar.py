@@ -17,7 +17,9 @@ from edgespec.vocabulary import Vocabulary
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 # Keywords of an object schema that nothing but `properties` adds properties to.
 _PLAIN_OBJECT = {"type", "properties", "required", "title", "description", "$defs", "definitions", "$schema"}
-_SHARED = ("$defs", "definitions")
+_VALUES = ("const", "enum", "default", "examples")  # keywords that hold no schema
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by name
+_ROOT = "parameters"
 _MOST_COUNTED = 500  # characters of a text: longer bounds take long to compile, and are left to the reader
 Literal = Callable[[str], str]  # Lark for a text
 
@@ -81,10 +83,32 @@ def call_grammar(
 
 
 def _call_schema(tool: Mapping[str, Any], parser: type[ToolParser]) -> dict[str, Any]:
-    """The JSON of one call. What its parameters share by reference lies at the top, where references look for it."""
+    """The JSON of one call. References of its parameters begin where these lie in it."""
     parameters = parameters_of(tool)
-    shared = {name: parameters.pop(name) for name in _SHARED if name in parameters}
-    return parser.schema(tool["function"]["name"], parameters) | shared
+    if parser.arguments:
+        parameters = _moved(parameters, f"#/properties/{parser.arguments}")
+    return parser.schema(tool["function"]["name"], parameters)
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """`schema` with references to its own root, or below it, that point to `root` instead."""
+    if isinstance(schema, list):
+        return [_moved(each, root) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: _moved_part(key, each, root) for key, each in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+        found["$ref"] = root + reference[1:]
+    return found
+
+
+def _moved_part(key: str, part: Any, root: str) -> Any:
+    if key in _VALUES:
+        return part
+    if key in _NAMED and isinstance(part, dict):  # its keys are names, whatever they look like
+        return {name: _moved(each, root) for name, each in part.items()}
+    return _moved(part, root)
 
 
 def _arguments(rule: str, form: type[ArgumentForm], parameters: Mapping[str, Any], literal: Literal) -> list[str]:
@@ -105,9 +129,10 @@ def _arguments(rule: str, form: type[ArgumentForm], parameters: Mapping[str, Any
             for place, key in enumerate(optional)
         )
         lines = [f"{rule}: ({' | '.join(starts)})?"]
-    shared = {name: parameters[name] for name in _SHARED if name in parameters}
+    place = f"#/$defs/{_ROOT}"
+    shared = {"$defs": {_ROOT: _moved(parameters, place)}} if '"$ref"' in json.dumps(parameters) else {}
     for key, name in names.items():
-        lines += _argument(name, form, key, resolved(properties[key], parameters) | shared, literal)
+        lines += _argument(name, form, key, _moved(resolved(properties[key], parameters), place) | shared, literal)
     return lines
 
 
@@ -120,8 +145,9 @@ def _argument(rule: str, form: type[ArgumentForm], key: str, schema: Mapping[str
         return [f"{rule}: {opened} {_json(schema)} {closed}"]
     listed = listed_of(schema, schema)
     if listed is not None:
-        texts = " | ".join(literal(bare(value)) for value in listed)
-        return [f"{rule}: {opened} {quote} ({texts}) {quote} {closed}"]
+        marks = [quote if isinstance(value, str) else "" for value in listed]
+        texts = [f"{mark} {literal(bare(value))} {mark}" for mark, value in zip(marks, listed, strict=True)]
+        return [f"{rule}: {opened} ({' | '.join(texts)}) {closed}"]
     least, most = (schema.get(f"{end}Length") for end in ("min", "max"))
     letters = f"(?s:.{{{least if _is_count(least) else 0},{most if _is_count(most) else ''}}})"
     if quote.startswith("<["):  # a control token is no text, so the text ends before it

@@ -52,4 +52,9 @@ def sse(value: Any, event: str = "") -> bytes:
 
 def compact(value: Any) -> str:
     """JSON in one line."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which a model may write as an escape
+        return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text

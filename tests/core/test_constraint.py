@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from demo import DEMO
 from edgespec import GenerateOptions, Sampling
 from edgespec.control.base import FixedLength
 from edgespec.drafters.base import Drafter
@@ -16,6 +17,7 @@ from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.tree import TreeDrafter
+from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.table import TableEngine
 from edgespec.errors import CapabilityError, ConfigError, EngineError, SamplingError
@@ -24,7 +26,8 @@ from edgespec.generation.run_state import Run
 from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.constraint import library
-from edgespec.sampling.constraint.grammar import Grammar
+from edgespec.sampling.constraint.grammar import Grammar, compiled
+from edgespec.sampling.constraint.library import Library
 from edgespec.sampling.constraint.state import Constraint, Constraints, Mask
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Draft, TokenEvent
@@ -280,6 +283,52 @@ def test_a_list_may_say_that_its_items_need_not_differ() -> None:
     schema["properties"]["a"]["uniqueItems"] = True
     with pytest.raises(ConfigError, match=r"at properties.a: .*uniqueItems"):
         Constraints().of(Grammar("json_schema", json.dumps(schema)), table().vocabulary, 0)
+
+
+def followed(grammar: Grammar, text: str) -> bool:
+    """Whether a text may be written, and may end there."""
+    vocabulary = TokenizerFile(DEMO / "onnx" / "target", 4096)
+    matcher = compiled(grammar, Library(vocabulary)).deep_copy()
+    for letter in text:
+        ids = vocabulary.encode(letter)
+        if matcher.validate_tokens(ids) != len(ids):
+            return False
+        matcher.consume_tokens(ids)
+    return bool(matcher.is_accepting())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "is_allowed", "is_not"),
+    [
+        (r"^[^\\/:*?\"<>|]+$", "a b.txt", ('a\\"b', "a\\\\b", "a/b")),
+        ('^[^"]*$', "it's", ('say \\"a\\"',)),
+        (r"^[^a]+$", 'b\\"c', ("ba",)),
+    ],
+)
+def test_a_class_that_leaves_out_a_quotation_mark_has_none(pattern: str, is_allowed: str, is_not: Any) -> None:
+    grammar = Grammar("json_schema", json.dumps({"type": "string", "pattern": pattern}))
+    assert followed(grammar, f'"{is_allowed}"')
+    assert not any(followed(grammar, f'"{text}"') for text in is_not)
+
+
+ARITHMETIC = r"""root  ::= (expr "=" ws term "\n")+
+expr  ::= term ([-+*/] term)*
+term  ::= ident | num | "(" ws expr ")" ws
+ident ::= [a-z] [a-z0-9_]* ws
+num   ::= [0-9]+ ws
+ws    ::= [ \t\n]*"""
+
+
+def test_a_rule_of_gbnf_may_end_before_what_it_could_read_too() -> None:
+    grammar = Grammar("grammar", ARITHMETIC)
+    assert followed(grammar, "1 +2 = 3\n") and followed(grammar, "1+2=3\n\na=b\n")
+    assert not followed(grammar, "1+2=3") and not followed(grammar, "1+=3\n")
+    assert followed(Grammar("grammar", 'root ::= word "ing"\nword ::= [a-z]+'), "going")
+
+
+def test_a_backslash_before_a_slash_is_a_backslash() -> None:
+    assert followed(Grammar("regex", r"a\\/b"), "a\\/b") and not followed(Grammar("regex", r"a\\/b"), "a/b")
+    assert followed(Grammar("regex", r"a\/b"), "a/b") and followed(Grammar("regex", "a\\\nb"), "a\nb")
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,11 +76,12 @@ def test_counters_add_up(target: CachedSequence, drafter: ModelDrafter) -> None:
     assert stats.wall_s >= stats.prefill_s + stats.draft_s + stats.verify_s > 0
 
 
-def test_what_was_drafted_behind_the_end_of_an_answer_is_no_part_of_it(target: CachedSequence) -> None:
+@pytest.mark.parametrize("stop", [{"end_ids": frozenset({3, 4})}, {"strings": ("bd", "c")}])
+def test_what_was_drafted_behind_the_end_of_an_answer_is_no_part_of_it(target: CachedSequence, stop: Any) -> None:
     behind = 0
     for seed in range(20):
         recorder = Recorder(ModelDrafter(target.engine.related(sigma=0.1)), 6)
-        run = make_run(target, seed=seed, max_tokens=None, end_ids=frozenset({3, 4}))
+        run = make_run(target, seed=seed, **{"max_tokens": None} | stop)
         events = list(speculative(run, recorder, coupled))
         assert run.stats.accepted_tokens == sum(event.drafter is not None for event in events)
         behind += sum(record.accepted_tokens for record in recorder.records) - run.stats.accepted_tokens

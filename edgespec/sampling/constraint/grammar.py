@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -26,6 +28,9 @@ _MAPS, _LISTS, _SINGLE = (
     ("anyOf", "oneOf", "allOf", "prefixItems"),
     ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames"),
 )
+_TO_ESCAPE, _ESCAPED = re.compile(r"(?s)\\.|[/\n]"), {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}
+_LARK = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|\[(?:\\.|[^\]\\])*\]|[^/\\\[])+/|//[^\n]*|\b[A-Z][A-Z0-9_]*\b')
+_CLASS = re.compile(r"(?s)\[\^((?:\\.|[^\]\\])*)\]")
 _MOST_PLACES = 256  # parts of a schema that are tried to find the one at fault
 
 
@@ -67,32 +72,48 @@ def _body(kind: Kind, text: str) -> dict[str, Any]:
 
 
 def _parsed(text: str) -> dict[str, Any]:
-    """The JSON schema `text`, without what asks for nothing but is a word that the library refuses."""
-    schema: dict[str, Any] = json.loads(text)
+    """The JSON schema `text` as the library is given it."""
+    return _cleaned(json.loads(text))
+
+
+def _cleaned(schema: dict[str, Any]) -> dict[str, Any]:
+    """`schema`, changed: without what asks for nothing but is a word that the library refuses."""
     for _, part in _all_parts(schema):
         if part.get("uniqueItems") is False:
             del part["uniqueItems"]
+        if isinstance(pattern := part.get("pattern"), str):
+            part["pattern"] = _CLASS.sub(_without_controls, pattern)
     return schema
+
+
+def _without_controls(found: re.Match[str]) -> str:
+    """The library lets a class that leaves out a quotation mark or backslash, but no control character, have them."""
+    return f"[^\\x00-\\x1f{found[1]}]" if '"' in found[1] or "\\\\" in found[1] else found[0]
 
 
 def laid_out(schema: Mapping[str, Any]) -> dict[str, Any]:
     """`schema` with the layout of the JSON that it describes, where it gives none itself."""
     own = schema.get("x-guidance")
-    return {**schema, "x-guidance": LAYOUT | (own if isinstance(own, dict) else {})}
+    return {**_cleaned(deepcopy(dict(schema))), "x-guidance": LAYOUT | (own if isinstance(own, dict) else {})}
 
 
 def _as_lark(text: str) -> str:
-    from llguidance.gbnf_to_lark import any_to_lark
+    from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 
     try:
-        return str(any_to_lark(text))
+        lark = str(any_to_lark(text))
     except Exception as exc:  # a rule that is missing has no type of its own there
         raise ConfigError(f"grammar cannot be used: {str(exc) or 'it is nested too deeply'}") from exc
+    if is_lark_syntax(text):
+        return lark
+    # Rules without others become terminals, which read as much as they can: GBNF's rules try every length.
+    names = set(re.findall(r"(?m)^([A-Z][A-Z0-9_]*)\s*:", lark))
+    return _LARK.sub(lambda found: found[0].lower() if found[0] in names else found[0], lark)
 
 
 def _slashed(regex: str) -> str:
     """`regex` between slashes, as Lark writes it."""
-    return regex.replace("\\/", "/").replace("/", "\\/").replace("\n", "\\n")
+    return _TO_ESCAPE.sub(lambda found: _ESCAPED.get(found[0], found[0]), regex)
 
 
 def escaped(text: str) -> str:
