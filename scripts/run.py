@@ -16,6 +16,7 @@ where pip finds one, else it is compiled, 6 to 10 minutes on two cores. Ctrl-C s
 Further settings for the compiler go through CMAKE_ARGS.
 """
 
+import contextlib
 import sys
 
 if sys.version_info < (3, 11):  # noqa: UP036 - this file is also read by older interpreters
@@ -57,6 +58,8 @@ EXTRAS = {
     "distill": ["train"],
     "train-heads": ["train"],
 }
+# Commands that read a GGUF themselves, if at all.
+READS_NO_MODEL = ("add", "corpus", "doctor", "handover", "ls", "pair", "plan", "pull", "rm", "show")
 # Backends of llama.cpp, and what CMake has to be told for each.
 BACKENDS = {
     "cuda": "-DGGML_CUDA=ON",
@@ -200,6 +203,8 @@ def why_llamacpp(arguments: list[str]) -> str:
     command, *words = (word for argument in arguments for word in split_option(argument))
     if command == "test":
         return "the test suite"
+    if command in READS_NO_MODEL or "--forget" in words:
+        return ""
     if command == "export":
         return "" if value_of("--to", words, "gguf") == "onnx" else "writing GGUF"
     if value_of("--engine", words, os.environ.get("EDGESPEC_ENGINE", "")) == "llamacpp":
@@ -219,12 +224,15 @@ def value_of(option: str, words: list[str], default: str) -> str:
 
 def is_gguf(model: str) -> bool:
     """Whether a path or a name stands for a GGUF file, or a folder with a target in GGUF and none in ONNX."""
-    homes = [os.environ.get("EDGESPEC_MODELS"), os.environ.get("EDGESPEC_HOME", "") + "/models", ROOT / "models"]
+    homes: list[str | Path | None] = [os.environ.get("EDGESPEC_MODELS"), ROOT / "models"]
+    homes.append(os.environ.get("EDGESPEC_HOME", "") + "/models")
+    with contextlib.suppress(RuntimeError):  # nobody's home
+        homes.append(user_data() / "edgespec" / "models")
     places = [Path(model).expanduser(), *(Path(home) / model for home in homes if home)]
     try:
         found = next((place for place in places if place.exists()), None)
         if found is None or found.is_file():
-            return found is not None and found.suffix == ".gguf"
+            return found is not None and found.suffix == ".gguf" and begins_as_gguf(found)
         manifest = found / "manifest.toml"
         if manifest.is_file():
             tables = tomllib.loads(manifest.read_text(encoding="utf-8"))
@@ -232,6 +240,22 @@ def is_gguf(model: str) -> bool:
         return any(found.glob("*.gguf")) and not any(found.glob("*.onnx"))
     except (OSError, ValueError, TypeError, AttributeError):  # a prompt may look like anything; edgespec explains
         return False
+
+
+def begins_as_gguf(path: Path) -> bool:
+    """Other files are refused without llama.cpp, which takes ten minutes to compile."""
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+def user_data() -> Path:
+    """Where the system keeps a user's data; the package asks platformdirs, which may not be installed yet."""
+    if home := os.environ.get("XDG_DATA_HOME"):
+        return Path(home)
+    own = Path.home()
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or own / "AppData" / "Local")
+    return own / ("Library/Application Support" if sys.platform == "darwin" else ".local/share")
 
 
 def lint() -> int:

@@ -24,6 +24,7 @@ from edgespec.config.settings import REMEMBERING
 from edgespec.config.sources import Settings
 from edgespec.control.measure import cost_key, store_curve, store_draft_cost, store_file_curve
 from edgespec.engines.base import Engine
+from edgespec.engines.disk_cache import cache_folder
 from edgespec.engines.machine import machine_name
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.installation import has_engine
@@ -45,7 +46,7 @@ _BUSY_SPREAD = 0.25
 class Found:
     """Results of one calibration. `padding`: seconds of a single-token step, unpadded and padded, and their ratio.
 
-    `gains`: what a GGUF would gain as ONNX.
+    `gains`: what a GGUF would gain as ONNX; `is_stored`: whether later runs find it.
     """
 
     facts: dict[str, Any]
@@ -53,6 +54,7 @@ class Found:
     draft: DraftCalibration | None
     padding: dict[str, float] | None
     gains: list[Gain]
+    is_stored: bool
 
 
 @click.command(cls=SettingsCommand)
@@ -118,11 +120,11 @@ def _calibrate(settings: Settings, wanted: tuple[int, ...] | None, turns: int) -
     if pinned is not None and pinned[0] > 1:
         padding = _padding(model, pinned[0], target.contexts[0], turns)
     # Only now: a model stores its own estimate when it is closed.
-    store_curve(target_key, target.curve)
+    is_stored = store_curve(target_key, target.curve)
     store_file_curve(target_files, target.curve)
     if draft is not None:
         store_draft_cost(draft_key, draft.cost)
-    return Found(facts, target, draft, padding, gains)
+    return Found(facts, target, draft, padding, gains, is_stored)
 
 
 def _measure(
@@ -245,7 +247,10 @@ def _conclusions(found: Found) -> list[str]:
     elif facts["pinned_class"] is not None:
         lines.append("reproducible mode costs single-token steps nothing on this model")
     lines += [_gain_line(gain) for gain in found.gains]
-    lines.append("stored for later runs with these files, this engine and these threads")
+    if found.is_stored:
+        lines.append("stored for later runs with these files, this engine and these threads")
+    else:
+        lines.append(f"not stored: {cache_folder()} cannot be written; EDGESPEC_HOME names another place")
     if target.spread > _BUSY_SPREAD:
         lines.append(
             f"the machine was busy: times of equal passes spread by {target.spread:.0%}; close other programs and "

@@ -31,12 +31,15 @@ from edgespec.formats.files import resolved
 from edgespec.loading.opening import open_vocabulary
 from edgespec.runtime import load
 from edgespec.tuning.own_text import ANSWER_TOKENS, QUESTION_TOKENS, OwnText
+from edgespec.tuning.profiles import DEFAULT_MODEL
 from edgespec.types import TokenIds
 from edgespec.vocabulary import Vocabulary
 
 _MIB = 1 << 20
 OWN_CONTEXT = 2 * (ANSWER_TOKENS + QUESTION_TOKENS)  # tokens, the chat template included
-_MODEL = click.option("-m", "--model", metavar="MODEL", help="Model that the texts are for.  [default: demo]")
+_MODEL = click.option(
+    "-m", "--model", metavar="MODEL", help="Model that the texts are for, and all with its vocabulary.  [default: demo]"
+)
 
 
 @click.group("corpus", invoke_without_command=True)
@@ -77,7 +80,7 @@ def add(paths: tuple[Path, ...], model: str | None, name: str | None, budget: in
             added = corpus.add(chosen, str(resolved(documents.path)), ids, budget_bytes)
             if documents.left_out:
                 note(f"left out: {_reasons(documents)}")
-            say(f"added: {_described(added)}")
+            say(f"added for {_name_of(model)}: {_described(added)}")
     return 0
 
 
@@ -109,9 +112,9 @@ def write(model: str | None, minutes: float, name: str | None, parallel: int) ->
         end_s, total_s = monotonic() + 60 * minutes, 60 * minutes
         code = 0
         try:
-            with waiting("writing") as on_progress:
+            with waiting("writing (seconds)") as on_progress:
                 while (left_s := end_s - monotonic()) > 0:
-                    on_progress(int(total_s - left_s), int(total_s), "writing, in seconds")
+                    on_progress(int(total_s - left_s), int(total_s), "writing (seconds)")
                     added = corpus.add(name, source, next(batches), is_more=True)
         except KeyboardInterrupt:
             code = INTERRUPTED
@@ -134,7 +137,9 @@ def ls(model: str | None) -> int:
         if texts:
             Console(highlight=False, markup=False).print(table)
         total = sum(text.num_bytes for text in texts)
-        say(f"corpus: {total / _MIB:.1f} of {corpus.budget_bytes() / _MIB:.0f} MiB, {corpus.path}")
+        say(
+            f"corpus for {_name_of(model)}: {total / _MIB:.1f} of {corpus.budget_bytes() / _MIB:.0f} MiB, {corpus.path}"
+        )
         kept = learnt.kept()
         say(f"learnt: {kept.num_tokens} tokens of {kept.num_answers} answers, {learnt.path}")
     return 0
@@ -156,6 +161,10 @@ def rm(names: tuple[str, ...], model: str | None, everything: bool, learnt: bool
             store: Corpus | LearntTexts = corpus if everything else answers
             say(f"removed: {store.path}" if store.clear() else f"there was nothing: {store.path}")
     return 0
+
+
+def _name_of(model: str | None) -> str:
+    return str(resolve({"model": model}).values.get("model", DEFAULT_MODEL))
 
 
 @contextmanager

@@ -221,14 +221,16 @@ def cost_key(engine: Engine, files: Iterable[Path]) -> str:
     )
 
 
-def store_curve(key: str, curve: CostCurve) -> None:
-    """Store a curve for later runs; one that began with a guess separately, so that it continues to learn."""
+def store_curve(key: str, curve: CostCurve) -> bool:
+    """Store a curve for later runs, one that began with a guess separately, so that it continues to learn.
+
+    Whether it was: there may be nothing to store yet, or no place.
+    """
     if isinstance(curve, PriorCurve):
-        if kept := curve.kept():
-            disk_cache.put("learnt costs", key, kept)
-        return
+        kept = curve.kept()
+        return bool(kept) and disk_cache.put("learnt costs", key, kept)
     widths = {str(width): seconds for width, seconds in curve.refined().items()}
-    disk_cache.put("costs", key, {"widths": widths, "context": [curve.context.fixed_s, curve.context.row_s]})
+    return disk_cache.put("costs", key, {"widths": widths, "context": [curve.context.fixed_s, curve.context.row_s]})
 
 
 def store_draft_cost(key: str, cost: DraftCost) -> None:

@@ -52,14 +52,16 @@ def get(kind: str, key: str, schema: Schema) -> Any:
         return None
 
 
-def put(kind: str, key: str, value: Any) -> None:
-    """Keep a JSON value; written whole or not at all."""
+def put(kind: str, key: str, value: Any) -> bool:
+    """Keep a JSON value, written whole or not at all; whether it was."""
     try:
         value = json.loads(json.dumps(value, allow_nan=False))  # as `get` returns it: names are text, tuples lists
         text = json.dumps({"format": _FORMAT, "sum": _sum_of(value), "value": value})
         write_atomically(cache_folder() / kind / f"{key}.json", text, parents=True, durable=False)
     except (StateError, ValueError) as exc:  # the latter for a number that JSON has no word for
         logger.debug("the measurement %s/%s is not kept: %s", kind, key, exc)
+        return False
+    return True
 
 
 def is_marked(kind: str, key: str) -> bool:

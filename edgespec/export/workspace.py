@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import UsageError
-from edgespec.formats.files import replace_folder, restore_folder, write_atomically
+from edgespec.formats.files import replace_folder, restore_folder, write_atomically, write_errors
 from edgespec.formats.manifest import MANIFEST, sha256_of
+
+_FIX = "choose another --output"
 
 JOURNAL_FORMAT = 1
 
@@ -141,7 +143,8 @@ def opened(output: Path, *, replace: bool) -> Iterator[Workspace]:
     Raises UsageError if the output exists and `replace` is False, or another export is writing it.
     """
     workspace = Workspace(output, replace=replace)
-    output.parent.mkdir(parents=True, exist_ok=True)
+    with write_errors(output, fix=_FIX):
+        output.parent.mkdir(parents=True, exist_ok=True)
     with locked(output.with_name(f".{output.name}.export.lock"), output):
         restore_folder(output)
         check_output(output, replace=replace)
@@ -166,7 +169,8 @@ def check_output(output: Path, *, replace: bool) -> None:
 def locked(path: Path, output: Path) -> Iterator[None]:
     """Hold a lock file that contains this process id; the lock of a dead process is taken over."""
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        with write_errors(output, fix=_FIX):
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             _lock(handle)
         except OSError as error:

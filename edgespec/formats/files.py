@@ -26,6 +26,7 @@ _PIECE_BYTES = 1 << 20
 TEMPORARY, REPLACED = ".tmp", ".replaced"
 AnyPath = str | os.PathLike[str]
 WRITE_FIX = "free some space, or choose another place"
+_NO_RIGHT = (errno.EROFS, errno.EACCES, errno.EPERM)  # where space is of no use
 FolderKind = Literal["config", "data", "state", "cache"]
 
 
@@ -137,6 +138,8 @@ def write_errors(path: Path, *others: type[Exception], fix: str = WRITE_FIX) -> 
         yield
     except kinds as exc:
         reason = getattr(exc, "strerror", None) or f"is the disk full? ({exc})"
+        if fix == WRITE_FIX and isinstance(exc, OSError) and exc.errno in _NO_RIGHT:
+            fix = "choose another place"
         raise StateError(f"{path} cannot be written: {reason}; {fix}") from exc
 
 

@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 
+from edgespec.formats.files import user_folder
 from edgespec.installation import BACKENDS
 
 PROJECT = """[project]
@@ -144,7 +145,8 @@ def models(tmp_path, monkeypatch):
     folder = tmp_path / "here"
     for name in ("x.gguf", "both/model.onnx", "both/x.gguf", "gguf/x.gguf", "onnx/model.onnx"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).touch()
+        (folder / name).write_bytes(b"GGUF" if name.endswith(".gguf") else b"")
+    (folder / "noise.gguf").write_bytes(b"noise")
     for name, tables in (("pair", "[files.target]\n[onnx.target]"), ("old", "[files.target]"), ("bad", "[files")):
         (folder / name).mkdir()
         (folder / name / "manifest.toml").write_text(tables)
@@ -162,6 +164,10 @@ def models(tmp_path, monkeypatch):
         ("generate --model=x.gguf", "x.gguf"),
         ("chat onnx/model.onnx -md x.gguf", "x.gguf"),
         ("chat none.gguf", ""),
+        ("chat noise.gguf", ""),
+        ("show x.gguf", ""),
+        ("tune x.gguf", "x.gguf"),
+        ("tune x.gguf --forget", ""),
         ("chat both", ""),
         ("chat gguf", "gguf"),
         ("chat onnx", ""),
@@ -182,6 +188,18 @@ def models(tmp_path, monkeypatch):
 )
 def test_a_command_tells_whether_it_needs_llama_cpp(script, models, line, why):
     assert script.why_llamacpp(line.split()) == why
+
+
+def test_a_model_that_was_pulled_is_one_of_the_users_own(script, tmp_path, monkeypatch):
+    for name in ("EDGESPEC_HOME", "EDGESPEC_MODELS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    pulled = user_folder("data") / "models" / "pulled"
+    pulled.mkdir(parents=True)
+    (pulled / "manifest.toml").write_text("[files.target]")
+    assert script.why_llamacpp(["chat", "pulled"]) == "pulled"
+    monkeypatch.delenv("XDG_DATA_HOME")
+    assert script.user_data() / "edgespec" == user_folder("data")
 
 
 def test_a_gguf_is_converted_without_torch(script):

@@ -197,6 +197,15 @@ def test_bad_input_is_one_line(target_path, arguments, said, tmp_path, monkeypat
     assert result.stdout == ""
 
 
+def test_what_cannot_be_stored_is_not_said_to_be(target_path, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for home, said in ((tmp_path / "home", "stored for later runs"), (tmp_path / "file" / "home", "not stored: ")):
+        monkeypatch.setenv("EDGESPEC_HOME", str(home))
+        result = run("calibrate", str(target_path), "--passes", "2", "--contexts", "16")
+        assert result.exit_code == 0 and said in result.stdout, result.output
+        assert ("not stored" in result.stdout) == said.startswith("not")
+
+
 def test_a_draft_is_measured_in_the_smallest_context(target_path, draft_path):
     result = run(
         "calibrate",

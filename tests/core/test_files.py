@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -90,6 +91,12 @@ def test_a_failure_names_the_file_the_reason_and_the_fix(tmp_path: Path) -> None
         raise RuntimeError("stopped at byte 9")  # as torch says it
     with pytest.raises(RuntimeError), write_errors(tmp_path):
         raise RuntimeError("a bug")
+
+
+@pytest.mark.parametrize(("number", "fix"), [(errno.ENOSPC, "free some space"), (errno.EROFS, "choose another place")])
+def test_space_is_of_use_only_where_one_may_write(tmp_path: Path, number: int, fix: str) -> None:
+    with pytest.raises(StateError, match=rf"cannot be written: .*; {fix}"), write_errors(tmp_path):
+        raise OSError(number, os.strerror(number))
 
 
 # folders

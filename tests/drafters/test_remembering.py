@@ -225,7 +225,7 @@ def test_a_corpus_is_added_listed_and_removed(home: Path, tmp_path: Path) -> Non
     (tmp_path / "code" / "b.bin").write_bytes(b"\0\1")
     done = run("corpus", "add", str(tmp_path / "code"))
     assert done.exit_code == 0, done.output
-    assert "added: code, " in done.output and "tokens of 1 files" in done.output
+    assert "added for demo: code, " in done.output and "tokens of 1 files" in done.output
     assert "left out: 1 file: binary" in done.output
     listed = run("corpus", "ls").output
     assert "code" in listed and "of 64 MiB" in listed and "learnt: 0 tokens of 0 answers" in listed

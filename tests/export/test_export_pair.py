@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.py install export")
 
 from edgespec.engines.llamacpp import LlamaCppEngine
-from edgespec.errors import CapabilityError, ConfigError, ModelFileError, UsageError, VocabularyMismatch
+from edgespec.errors import CapabilityError, ConfigError, ModelFileError, StateError, UsageError, VocabularyMismatch
 from edgespec.export import plan
 from edgespec.export import resources as room
 from edgespec.export.accuracy import Comparison, ExportRefused, Limits, compare, limits_of, open_engine
@@ -374,6 +374,9 @@ def test_a_folder_of_other_things_is_never_replaced(tmp_path):
         pass
     (tmp_path / "file").write_text("x")
     with pytest.raises(UsageError, match="is not a folder"), opened(tmp_path / "file", replace=True):
+        pass
+    refused = pytest.raises(StateError, match=r"cannot be written: .*; choose another --output")
+    with refused, opened(tmp_path / "file" / "out", replace=True):
         pass
 
 
