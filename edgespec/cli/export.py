@@ -97,7 +97,7 @@ LABELS = {"llamacpp": ", llama.cpp on the GGUF"}  # beside the formats that were
     "--exporter", default="auto", metavar="NAME", help="ONNX: auto, edgespec, builder, transformers or optimum."
 )
 @click.option("--revision", metavar="R", help="Branch, tag or commit of a hub id.")
-@click.option("--name", metavar="NAME", help="Name of the pair.  [default: the source's]")
+@click.option("--name", metavar="NAME", help="Name of the pair.  [default: the source's; of a GGUF with its new type]")
 @click.option("--licence", "--license", metavar="TEXT", help="Licence of the pair.  [default: from the model card]")
 @click.option(
     "--no-check",

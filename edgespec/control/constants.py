@@ -80,8 +80,9 @@ MOST_ROW = 2.0  # largest cost of a row, in plain passes, that one pass may sugg
 MOST_ROW_PASSES = 24.0  # passes that the cost of a row is averaged over
 LEAST_ROW_CHANGE = 0.02  # smaller changes of a pass, in plain passes, leave the line as it is
 # Rows of passes up to NARROW cost what narrow ones do, those from WIDE on WIDE_ROW times a prompt's token: measured
-# were 1.1 to 1.5 at 32 rows (llama.cpp Q4_K_M, Q8_0; ONNX Runtime w8a8). A slower prompt counts for WIDE_ROW_RATE.
-NARROW, WIDE, WIDE_ROW, WIDE_ROW_RATE = 8, 32, 1.5, 0.2
+# were 1.1 to 1.5 at 32 rows (llama.cpp Q4_K_M, Q8_0; ONNX Runtime w8a8). A slower prompt counts for
+# PROMPT_RATE; a wide pass that ran for WIDE_RATE, more, since one behind a long text may be the first.
+NARROW, WIDE, WIDE_ROW, PROMPT_RATE, WIDE_RATE = 8, 32, 1.5, 0.2, 0.5
 LEAST_READ = 64  # tokens of a prompt whose time tells what they cost
 PLAIN_PASSES = 2  # the faster of so many counts: the first pass of a run often waits for its weights
 GUESSED_BYTES_PER_S, GUESSED_PASS_S = 1e10, 2e-4  # the unit of time until the first plain passes were timed

@@ -69,7 +69,7 @@ class PriorCurve(CostCurve):
             return
         seen, before = c.WIDE_ROW * token_s / (self._base[1] * math.exp(self._drift)), self._wide_row
         # Prompts are late when weights are read from a disk or others compute, and never early.
-        self._wide_row = seen if before is None or seen < before else before + c.WIDE_ROW_RATE * (seen - before)
+        self._wide_row = seen if before is None or seen < before else before + c.PROMPT_RATE * (seen - before)
         self._rebase(self._base[1])
 
     def _line(self) -> NDArray[np.float64]:
@@ -89,7 +89,7 @@ class PriorCurve(CostCurve):
         if wide_row is not None and wide_row < self._row:
             if wideness > 0.5:
                 seen = min(max((seen - (1.0 - wideness) * self._row) / wideness, 0.0), self._row)
-                self._wide_row, self._has_run_wide = wide_row + c.WIDE_ROW_RATE * (seen - wide_row), True
+                self._wide_row, self._has_run_wide = wide_row + c.WIDE_RATE * (seen - wide_row), True
                 self._rebase(self._base[1])
                 return
             seen = (seen - wideness * wide_row) / (1.0 - wideness)

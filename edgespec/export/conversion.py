@@ -243,11 +243,12 @@ def _described(
 ) -> dict[str, int]:
     """Write the manifest and check that it can be read; returns sizes in bytes by file."""
     target, facts = models["target"], workspace.file_facts()
-    name, quant = request.name or target.path.stem, request.quants["onnx"]
+    source, quant = target.path.stem, request.quants["onnx"]
+    name = request.name or f"{source}-{quant}"  # those of one file can be told apart
     size = f"{target.num_parameters / 1e6:.1f} M parameters"
     values: dict[str, Any] = {
         "name": name,
-        "description": f"{name} ({target.kind.hub}, {size}) as onnx {quant}, made of GGUF; by {request.made_by}",
+        "description": f"{source} ({target.kind.hub}, {size}) as onnx {quant}, made of GGUF; by {request.made_by}",
         "licence": request.licence or str(target.header.metadata.get("general.license", "")),
         "context_length": target.config.max_positions,
     }

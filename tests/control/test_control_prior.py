@@ -82,9 +82,9 @@ def test_a_prompt_tells_what_rows_of_wide_passes_cost() -> None:
     curve.read_prompt(0.02 * 0.1)  # passes were run, which know better
     assert curve.table(0) == known
     again = PriorCurve.of(json.loads(json.dumps(curve.kept())))
-    assert again is not None and again.at(33) == pytest.approx(curve.at(33), rel=0.15)  # few passes count in part
+    assert again is not None and again.at(33) == pytest.approx(curve.at(33), rel=0.2)  # few passes count in part
     again.read_prompt(0.02 * 0.29)
-    assert again.at(33) == pytest.approx(curve.at(33), rel=0.1)
+    assert again.at(33) == pytest.approx(curve.at(33), rel=0.2)
 
 
 def test_a_prompt_read_before_any_plain_pass_counts_once_one_was_timed() -> None:

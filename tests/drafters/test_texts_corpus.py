@@ -81,7 +81,9 @@ def test_what_is_removed_is_not_drafted_from(tmp_path: Path) -> None:
 def test_the_budget_is_kept_and_can_be_raised(tmp_path: Path) -> None:
     corpus = make(tmp_path)
     corpus.add("a", "/a", documents(0), budget_bytes=8 * 700)
-    with pytest.raises(ConfigError, match=r"/b takes .* MiB .* budget of .* raise the budget with --budget 1"):
+    with pytest.raises(
+        ConfigError, match=r"/b takes .* MiB .* budget of .* raise the budget with edgespec corpus add ... --budget 1"
+    ):
         corpus.add("b", "/b", documents(1))
     assert [text.name for text in corpus.texts()] == ["a"]
     corpus.add("b", "/b", documents(1), budget_bytes=8 * 1300)

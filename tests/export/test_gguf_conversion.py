@@ -83,7 +83,7 @@ def test_a_pair_is_made_and_says_what_the_file_says(tmp_path: Path):
     assert "check target onnx: top-1 agreement 100.0%" in result.stdout
     assert result.stdout.splitlines()[-2] == "compared with llama.cpp on the same weights"
     pair = read_pair(tmp_path / "pair")
-    assert (pair.name, pair.context_length, pair.engines) == ("demo-target-q8_0", 2048, ("onnx",))
+    assert (pair.name, pair.context_length, pair.engines) == ("demo-target-q8_0-w8a8", 2048, ("onnx",))
     assert pair.figures["check"]["target"]["onnx"]["mean_kl"] < 0.005
     assert pair.figures["made_of"]["draft"] == {"file": DRAFT.name, "bytes": DRAFT.stat().st_size}
     assert str(tmp_path) not in (tmp_path / "pair" / "manifest.toml").read_text()
