@@ -26,9 +26,8 @@ from edgespec.errors import UsageError
 from edgespec.formats.files import replace_folder, restore_folder, write_atomically, write_errors
 from edgespec.formats.manifest import MANIFEST, sha256_of
 
-_FIX = "choose another --output"
-
 JOURNAL_FORMAT = 1
+_FIX = "choose another --output"
 
 
 class Workspace:
@@ -140,7 +139,8 @@ class Workspace:
 def opened(output: Path, *, replace: bool) -> Iterator[Workspace]:
     """The workspace of `output`, locked until the block ends.
 
-    Raises UsageError if the output exists and `replace` is False, or another export is writing it.
+    Raises UsageError if the output exists and `replace` is False, or another export is writing it; StateError where
+    nothing can be written.
     """
     workspace = Workspace(output, replace=replace)
     with write_errors(output, fix=_FIX):
